@@ -1,0 +1,29 @@
+"""lowp: low-precision training of neural networks. The public names, loaded when first used (PEP 562)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+# Public name -> "module:attribute", or "module" where the name is the module itself. Types are in __init__.pyi;
+# tests/test_imports.py holds the two together.
+_PUBLIC: dict[str, str] = {}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PUBLIC:
+        from lowp.errors import unknown
+
+        raise AttributeError(unknown("name in lowp", name, __all__), name=name, obj=None)
+    module, _, attribute = _PUBLIC[name].partition(":")
+    loaded = import_module(module)
+    value: object = getattr(loaded, attribute) if attribute else loaded
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

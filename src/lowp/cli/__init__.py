@@ -1,0 +1,87 @@
+"""The command `lowp`: one file a command, imported only when it is called.
+
+A command module `lowp/cli/NAME.py` has a docstring (shown by `lowp NAME --help`),
+`add_arguments(parser: argparse.ArgumentParser) -> None` and `run(arguments: argparse.Namespace) -> int` (the exit code).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+# A row a command: its name, which is its module in this package, and its line in `lowp --help`.
+COMMANDS: dict[str, str] = {}
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130  # as shells report SIGINT
+EXIT_BROKEN_PIPE = 141  # as shells report SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 2 for an error of the user's, 130 for Ctrl-C.
+
+    An error that lowp raised on purpose, or a file that cannot be used, is one line on stderr; LOWP_TRACEBACK=1 shows
+    where it came from. Anything else is a defect and keeps its traceback.
+    """
+    from lowp.errors import LowpError
+
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader (head, less) has gone: say nothing, and keep the interpreter from flushing again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("lowp: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except (LowpError, OSError) as error:
+        if os.environ.get("LOWP_TRACEBACK", "") not in ("", "0"):
+            raise
+        print(f"lowp: error: {_one_line(error)}", file=sys.stderr)
+        return EXIT_ERROR
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if arguments[0] == "--version":
+        from lowp import __version__
+
+        print(f"lowp {__version__}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        from lowp.errors import UnknownName, unknown
+
+        kind = "option" if name.startswith("-") else "command"
+        raise UnknownName(unknown(kind, name, [*COMMANDS, "--help", "--version"]))
+    module = import_module(f"lowp.cli.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"lowp {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.add_arguments(parser)
+    try:
+        parsed = parser.parse_args(rest)
+    except SystemExit as stop:  # argparse has printed its help or its error
+        return stop.code if isinstance(stop.code, int) else EXIT_ERROR
+    return int(module.run(parsed))
+
+
+def _help() -> str:
+    lines = ["usage: lowp COMMAND [arguments]", "", "Train neural networks in few bits, and see what each bit does.", ""]
+    if COMMANDS:
+        width = max(map(len, COMMANDS))
+        lines += ["commands:", *(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()), ""]
+    lines += ["options:", "  --help     this text; `lowp COMMAND --help` for one command", "  --version  the version"]
+    return "\n".join(lines)
+
+
+def _one_line(error: BaseException) -> str:
+    """Return the error's text on one line; an error without a text is named by its type."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,63 @@
+"""Every private or version-dependent name of torch, in one place that fails clearly, and the torch range we support.
+
+lowp stands on names that torch does not promise to keep. No other module uses a name of torch that begins with an
+underscore (a test holds that); they are found here, and their absence is one error that says which torch has them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from importlib import import_module
+
+import torch
+
+from lowp.errors import Unavailable
+
+# pyproject.toml asks for TORCH_MINIMUM <= torch < TORCH_LIMIT. The tests run with the minimum, which is also what
+# constraints.txt pins; a later torch within the range is expected to work and is announced once.
+TORCH_MINIMUM = (2, 13)
+TORCH_TESTED = (2, 13)
+TORCH_LIMIT = (2, 15)
+
+
+def check_torch(version: str) -> None:
+    """Raise Unavailable for a torch outside the supported range; warn for one that lowp was not tested with.
+
+    `version` is spelled as torch does ("2.13.0+cpu", "2.14.0a0+git1234567"); what follows major.minor is not looked at.
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    wanted = f"lowp supports torch >={_dotted(TORCH_MINIMUM)},<{_dotted(TORCH_LIMIT)}"
+    if match is None:
+        raise Unavailable(f"{wanted}; this torch calls itself {version!r}, which is no version")
+    found = (int(match[1]), int(match[2]))
+    if not TORCH_MINIMUM <= found < TORCH_LIMIT:
+        raise Unavailable(f"{wanted}; this is torch {version}. Install one with: pip install 'torch==2.13.*'")
+    if found > TORCH_TESTED:
+        message = f"lowp is tested with torch {_dotted(TORCH_TESTED)}; this is torch {version}, which should work"
+        warnings.warn(message, UserWarning, stacklevel=2)
+
+
+@functools.cache
+def private(path: str) -> object:
+    """Return the object behind a dotted path such as "torch._C._DisableAutocast"; raise Unavailable if torch lacks it."""
+    parts = path.split(".")
+    found: object = import_module(parts[0])
+    for depth, part in enumerate(parts[1:], start=2):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            try:
+                found = import_module(".".join(parts[:depth]))
+            except ImportError:
+                message = f"torch {torch.__version__} has no {path}, which lowp needs; torch {_dotted(TORCH_TESTED)} has it"
+                raise Unavailable(message) from None
+    return found
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+check_torch(torch.__version__)

@@ -1,0 +1,51 @@
+"""The errors lowp raises on purpose, and how their texts name what is allowed. Loads no torch.
+
+Every text says what was given, what is allowed (the nearest first) and, where it is not plain, what to do. The command
+line prints a LowpError as one line; any other exception is a defect and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LowpError(Exception):
+    """The base of every error that lowp raises on purpose."""
+
+
+class InvalidInput(LowpError, ValueError):
+    """A value that lowp cannot take: out of range, malformed, or in contradiction with another."""
+
+
+class UnknownName(InvalidInput):
+    """A name that is in no table; its text comes from `unknown`."""
+
+
+class Unavailable(LowpError, RuntimeError):
+    """Something this machine, this torch or this kernel does not have; the text names what does."""
+
+
+class Misuse(LowpError, RuntimeError):
+    """Calls in an order that has no meaning, such as unscaling the same gradients twice."""
+
+
+def near(given: str, allowed: Iterable[str], count: int = 3) -> list[str]:
+    """Return up to `count` of the allowed names that resemble the given one, the nearest first; case is ignored."""
+    by_lower: dict[str, str] = {}
+    for name in allowed:
+        by_lower.setdefault(name.lower(), name)
+    return [by_lower[match] for match in difflib.get_close_matches(given.lower(), by_lower, n=count, cutoff=0.55)]
+
+
+def unknown(kind: str, given: object, allowed: Iterable[str]) -> str:
+    """Return the text for a name that is in no table: the near names first, then the others in the table's order.
+
+    unknown("format", "bf61", ["fp16", "bf16"]) is "unknown format 'bf61'; did you mean bf16? Also allowed: fp16".
+    """
+    names = list(dict.fromkeys(allowed))
+    nearest = near(str(given), names)
+    rest = ", ".join(name for name in names if name not in nearest) or "nothing else"
+    if not nearest:
+        return f"unknown {kind} {given!r}; allowed: {rest if names else 'nothing'}"
+    return f"unknown {kind} {given!r}; did you mean {' or '.join(nearest)}? Also allowed: {rest}"
