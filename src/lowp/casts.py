@@ -1,0 +1,226 @@
+"""A cast: a format, how to round into it, what becomes of too large a number, and who chooses a shared scale. No torch.
+
+`Cast` is a value: frozen, hashable, printable, and ``parse(str(cast)) == cast``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from lowp import formats
+from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
+
+__all__ = ["Cast", "Overflow", "Rounding", "ScalingSpec", "parse"]
+
+
+class Rounding(str, Enum):
+    """Which neighbour a number between two values of the format becomes."""
+
+    NEAREST_EVEN = "nearest-even"  # the nearer; in a tie the one whose last bit is 0 (IEEE 754 roundTiesToEven)
+    NEAREST_AWAY = "nearest-away"  # the nearer; in a tie the larger magnitude (roundTiesToAway)
+    TOWARD_ZERO = "toward-zero"  # the smaller magnitude: truncation
+    UP = "up"  # toward +infinity
+    DOWN = "down"  # toward -infinity
+    STOCHASTIC = "stochastic"  # the upper with a probability equal to the distance from the lower: unbiased
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Overflow(str, Enum):
+    """What a number becomes that is rounded beyond the largest finite value."""
+
+    INFINITY = "inf"  # as IEEE 754: infinity, or the largest finite value where the rounding direction says so
+    NAN = "nan"  # NaN in place of infinity, for formats that have none (OCP non-saturating e4m3fn)
+    SATURATE = "saturate"  # the largest finite value of the same sign; an infinity, too (OCP OFP8 1.0 saturating mode)
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class ScalingSpec:
+    """How a shared scale is chosen: a description; `lowp.scaling` makes the object with state from it.
+
+    ``current``: from the tensor's own maximum. ``delayed``: from the maxima of the last `window` tensors.
+    ``autoflex``: predicted from the last `window` maxima (Koester et al. 2017). ``static``: given once, `exponent`.
+    `headroom` leaves that many bits free above the maximum.
+    """
+
+    kind: str
+    window: int = 16
+    headroom: int = 0
+    exponent: int | None = None
+
+    KINDS = ("current", "delayed", "autoflex", "static")
+
+    def __post_init__(self) -> None:
+        if self.kind not in self.KINDS:
+            raise UnknownName(unknown("scaling", self.kind, self.KINDS))
+        if self.window < 1:
+            raise InvalidInput(f"scaling {self.kind}: a window of {self.window} maxima is empty: give 1 or more")
+        if self.headroom < 0:
+            raise InvalidInput(f"scaling {self.kind}: {self.headroom} bits of headroom are impossible: give 0 or more")
+        if (self.kind == "static") != (self.exponent is not None):
+            raise InvalidInput(f"scaling {self.kind} with exponent {self.exponent}: static(-8) takes one, others none")
+
+    def __str__(self) -> str:
+        given = []
+        if self.exponent is not None:
+            given.append(str(self.exponent))
+        if self.window != 16:
+            given.append(f"window={self.window}")
+        if self.headroom:
+            given.append(f"headroom={self.headroom}")
+        return self.kind + (f"({','.join(given)})" if given else "")
+
+
+_SCALING = re.compile(r"([a-z]+)(?:\((.*)\))?")
+_STOCHASTIC_BITS = re.compile(r"stochastic-(\d+)")
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One rounding into `format`.
+
+    `overflow=None` means the format's own: infinity where it has one, else NaN, else saturation (integers and MX
+    elements). `random_bits` limits stochastic rounding to that many random bits (None: unbiased to the last bit).
+    `scaling` is for formats with a shared scale, ``current`` if not given.
+    """
+
+    format: Format
+    rounding: Rounding = Rounding.NEAREST_EVEN
+    overflow: Overflow | None = None
+    scaling: ScalingSpec | None = None
+    random_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        set_(self, "format", formats.parse(self.format))
+        if not isinstance(self.rounding, Rounding) and self.rounding not in list(Rounding):
+            raise UnknownName(unknown("rounding", str(self.rounding), [str(mode) for mode in Rounding]))
+        set_(self, "rounding", Rounding(self.rounding))
+        possible = possible_overflows(self.format)
+        if self.overflow is None:
+            set_(self, "overflow", possible[0])
+        elif self.overflow not in possible:
+            raise InvalidInput(
+                f"{self.format} cannot overflow to {self.overflow}: possible is {', '.join(str(o) for o in possible)}"
+            )
+        set_(self, "overflow", Overflow(self.overflow))
+        if isinstance(self.format, ScaledFormat):
+            set_(self, "scaling", self.scaling or ScalingSpec("current"))
+        elif self.scaling is not None:
+            raise InvalidInput(
+                f"{self.format} has no shared scale, so scaling {self.scaling} means nothing: leave it out"
+            )
+        if self.random_bits is not None:
+            if self.rounding is not Rounding.STOCHASTIC:
+                raise InvalidInput(f"random_bits={self.random_bits} needs stochastic rounding, not {self.rounding}")
+            if not 1 <= self.random_bits <= 32:
+                raise InvalidInput(f"stochastic rounding takes 1 to 32 random bits, not {self.random_bits}")
+
+    @property
+    def element(self) -> FloatFormat | IntFormat:
+        """The format of one element: the format itself, or that under a shared scale."""
+        return self.format.element if isinstance(self.format, ScaledFormat) else self.format
+
+    @property
+    def element_cast(self) -> Cast:
+        """This cast for one element whose scale has been divided out."""
+        return Cast(self.element, self.rounding, self.overflow, None, self.random_bits)
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether the result depends on a seed."""
+        return self.rounding is Rounding.STOCHASTIC
+
+    def with_rounding(self, rounding: Rounding | str, random_bits: int | None = None) -> Cast:
+        """The same cast, rounded otherwise."""
+        return replace(self, rounding=Rounding(rounding), random_bits=random_bits)
+
+    def __str__(self) -> str:
+        parts = [str(self.format)]
+        if self.rounding is not Rounding.NEAREST_EVEN:
+            parts.append(str(self.rounding) + (f"-{self.random_bits}" if self.random_bits else ""))
+        if self.overflow is not possible_overflows(self.format)[0]:
+            parts.append(str(self.overflow))
+        if self.scaling is not None and self.scaling != ScalingSpec("current"):
+            parts.append(str(self.scaling))
+        return ":".join(parts)
+
+
+def possible_overflows(format: Format) -> tuple[Overflow, ...]:
+    """What overflow can become in a format, its default first."""
+    element = format.element if isinstance(format, ScaledFormat) else format
+    if isinstance(format, ScaledFormat) or isinstance(element, IntFormat) or not element.has_nan:
+        return (Overflow.SATURATE,)
+    if element.has_infinity:
+        return (Overflow.INFINITY, Overflow.SATURATE, Overflow.NAN)
+    return (Overflow.NAN, Overflow.SATURATE)
+
+
+# casts that have a name of their own
+NAMED = {"bf16-trunc": "bf16:toward-zero"}
+
+
+def parse(text: str | Cast | Format) -> Cast:
+    """A cast from ``format[:rounding][:overflow][:scaling]``, such as ``e4m3fn:stochastic:saturate`` or ``bf16-trunc``.
+
+    Roundings: nearest-even, nearest-away, toward-zero, up, down, stochastic, stochastic-N (N random bits). Overflow:
+    inf, nan, saturate. Scaling: current, delayed(window=16), autoflex(headroom=1), static(-8). The words after the
+    format may come in any order. Raises ValueError with the near names for anything else.
+    """
+    if isinstance(text, Cast):
+        return text
+    if not isinstance(text, str):
+        if not isinstance(text, (FloatFormat, IntFormat, ScaledFormat)):
+            raise TypeError(f"a cast is given as text (e4m3fn:stochastic), Cast or format, not {type(text).__name__}")
+        return Cast(text)
+    head, *words = text.strip().lower().split(":")
+    head, *named_words = NAMED.get(head, head).split(":")
+    given: dict[str, object] = {}
+    for word in (*named_words, *words):
+        for key, value in _word(word, text).items():
+            if key in given:
+                raise InvalidInput(f"{text}: {key} is given twice")
+            given[key] = value
+    return Cast(formats.parse(head), **given)  # type: ignore[arg-type]
+
+
+def _word(word: str, text: str) -> dict[str, object]:
+    if word in {str(mode) for mode in Rounding}:
+        return {"rounding": Rounding(word)}
+    if match := _STOCHASTIC_BITS.fullmatch(word):
+        return {"rounding": Rounding.STOCHASTIC, "random_bits": int(match[1])}
+    if word in {str(overflow) for overflow in Overflow}:
+        return {"overflow": Overflow(word)}
+    if (match := _SCALING.fullmatch(word)) and match[1] in ScalingSpec.KINDS:
+        return {"scaling": _scaling(match[1], match[2], text)}
+    words = [*(str(m) for m in Rounding), *(str(o) for o in Overflow), *ScalingSpec.KINDS]
+    raise InvalidInput(f"{text}: " + unknown("rounding, overflow or scaling", word, words))
+
+
+def _scaling(kind: str, arguments: str | None, text: str) -> ScalingSpec:
+    spec = ScalingSpec("current") if kind == "static" else ScalingSpec(kind)
+    given: dict[str, int] = {}
+    for argument in filter(None, (arguments or "").split(",")):
+        name, _, value = argument.rpartition("=")
+        name = name.strip() or "exponent"
+        try:
+            given[name] = int(value)
+        except ValueError:
+            raise InvalidInput(
+                f"{text}: {argument!r} is no whole number, as in delayed(window=8) or static(-8)"
+            ) from None
+    if bad := given.keys() - {"window", "headroom", "exponent"}:
+        raise InvalidInput(f"{text}: " + unknown("scaling argument", min(bad), ["window", "headroom"]))
+    return replace(spec, kind=kind, **given)
+
+
+def power_of_two_scale(format: Format) -> PowerOfTwo | None:
+    """The exponent range of a format's shared scale, or None where the scale is no bare power of two."""
+    return format.scale if isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo) else None

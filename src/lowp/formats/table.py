@@ -1,0 +1,147 @@
+"""The named formats, and the grammar of the spelled ones."""
+
+from __future__ import annotations
+
+import re
+
+from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.formats.types import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope, Specials
+
+
+def _rows() -> dict[str, Format]:
+    e8m0 = FloatFormat("e8m0", 8, 0, Specials.FN, signed=False)
+    e5m2 = FloatFormat("e5m2", 5, 2)
+    e4m3fn = FloatFormat("e4m3fn", 4, 3, Specials.FN)
+    e3m2 = FloatFormat("e3m2", 3, 2, Specials.FINITE)
+    e2m3 = FloatFormat("e2m3", 2, 3, Specials.FINITE)
+    e2m1 = FloatFormat("e2m1", 2, 1, Specials.FINITE)
+    fp32 = FloatFormat("fp32", 8, 23)
+    i16, i16s, i8, i8s, i4s = (
+        IntFormat(f"i{n}{'s' * s}", n, bool(s)) for n, s in ((16, 0), (16, 1), (8, 0), (8, 1), (4, 1))
+    )
+    tensor, row, block = Scope("tensor"), Scope("row"), Scope("block", 32)
+    rows: list[Format] = [
+        FloatFormat("fp64", 11, 52),
+        fp32,
+        FloatFormat("tf32", 8, 10),
+        FloatFormat("fp16", 5, 10),
+        FloatFormat("bf16", 8, 7),
+        FloatFormat("bf16-tpu", 8, 7, subnormals=False),
+        e5m2,
+        e4m3fn,
+        FloatFormat("e5m2fnuz", 5, 2, Specials.FNUZ),
+        FloatFormat("e4m3fnuz", 4, 3, Specials.FNUZ),
+        e8m0,
+        e3m2,
+        e2m3,
+        e2m1,
+        ScaledFormat("mxfp8", e4m3fn, e8m0, block),
+        ScaledFormat("mxfp8-e5m2", e5m2, e8m0, block),
+        ScaledFormat("mxfp6", e2m3, e8m0, block),
+        ScaledFormat("mxfp6-e3m2", e3m2, e8m0, block),
+        ScaledFormat("mxfp4", e2m1, e8m0, block),
+        # OCP MX 1.0 section 5.3.4: the element of MXINT8 is a fixed-point number with an implied scale of 2**-6
+        ScaledFormat("mxint8", i8s, PowerOfTwo(-133, 121), block),
+        ScaledFormat("nvfp4", e2m1, e4m3fn, Scope("block", 16), outer=fp32),
+        ScaledFormat("flex16+5", i16, PowerOfTwo(-31, 0), tensor),
+        ScaledFormat("dfp16", i16s, PowerOfTwo(-128, 127), tensor),
+        ScaledFormat("int16", i16s, fp32, row),
+        ScaledFormat("int8", i8s, fp32, row),
+        ScaledFormat("int8-affine", i8, fp32, row, affine=True),
+        ScaledFormat("int4", i4s, fp32, block),
+        ScaledFormat("ternary", IntFormat("i2s", 2, symmetric=True), fp32, row),
+        ScaledFormat("binary", IntFormat("i1", 1), fp32, row),
+    ]
+    return {row_.name: row_ for row_ in rows}
+
+
+FORMATS.update(_rows())
+
+# other names that people type for the rows above
+ALIASES = {
+    **{"float64": "fp64", "double": "fp64", "float32": "fp32", "float": "fp32", "single": "fp32"},
+    **{"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "tensorfloat32": "tf32"},
+    **{"float8_e4m3fn": "e4m3fn", "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz", "float8_e5m2fnuz": "e5m2fnuz"},
+    **{"float8_e8m0fnu": "e8m0", "flexpoint": "flex16+5", "flex16": "flex16+5", "dfp-16": "dfp16"},
+}
+
+_FLOAT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(ieee|fnuz|fn|finite)?(ftz)?")
+_INT = re.compile(r"i(\d+)(s?)")
+_POWER = re.compile(r"2\^(-?\d+)\.\.(-?\d+)")
+
+
+def parse(text: str | Format) -> Format:
+    """A format by name (``fp16``), or spelled out.
+
+    Floating point: ``eXmY``, then optionally ``bN`` (bias), one of ``fn fnuz finite`` (specials; IEEE without), ``ftz``
+    (no subnormals): ``e5m7``, ``e4m3b11fnuz``, ``e8m7ftz``. X is 2 to 8, the width at most 19 bits, the range inside
+    that of fp32, which carries the values. Integers without a scale: ``iN``, ``iNs`` (symmetric). Shared scale:
+    ``ELEMENT@SCALE/SCOPE``, with SCALE a float format or ``2^-31..0`` and SCOPE ``tensor``, ``row``, ``channel`` or a
+    block's length; ``/affine`` adds a zero point: ``e4m3fn@e8m0/32``, ``i8s@fp32/row``, ``i8@fp32/tensor/affine``.
+
+    Raises ValueError with the near names for anything else.
+    """
+    if not isinstance(text, str):
+        return text
+    name = text.strip().lower()
+    name = ALIASES.get(name, name)
+    if name in FORMATS:
+        return FORMATS[name]
+    if "@" in name:
+        return _parse_scaled(name)
+    if match := _FLOAT.fullmatch(name):
+        return _parse_float(name, match)
+    if match := _INT.fullmatch(name):
+        return IntFormat(name, int(match[1]), bool(match[2]))
+    if name == "bf16-trunc":
+        raise InvalidInput("bf16-trunc is a cast, not a format: give it where a cast is asked for, or bf16 here")
+    raise UnknownName(
+        unknown("format", text, [*FORMATS, *ALIASES], shown=FORMATS)
+        + "; or spell one out, such as e5m7, e4m3b11fnuz, i6s, e2m1@e8m0/32"
+    )
+
+
+def _parse_float(name: str, match: re.Match[str]) -> FloatFormat:
+    unsigned, exponent, mantissa, bias, specials, flush = match.groups()
+    exponent_bits, mantissa_bits = int(exponent), int(mantissa)
+    if not 2 <= exponent_bits <= 8 or exponent_bits + mantissa_bits + (not unsigned) > 19:
+        raise InvalidInput(
+            f"{name} is not possible: eXmY takes 2 to 8 exponent bits and at most 19 bits with the sign "
+            "(fp32 and fp64 go by name); for example e5m7, e8m10, e3m2finite"
+        )
+    row = FloatFormat(name, exponent_bits, mantissa_bits, Specials(specials or "ieee"), 0, not flush, not unsigned)
+    if bias is not None:
+        offset = int(bias) - row.bias
+        row = FloatFormat(name, exponent_bits, mantissa_bits, row.specials, offset, row.subnormals, row.signed)
+    if row.max_exponent > 127 or row.min_exponent - row.mantissa_bits < -149:
+        raise InvalidInput(
+            f"{name} is not possible: it reaches 2**{row.min_exponent - row.mantissa_bits} .. 2**{row.max_exponent}, "
+            "and fp32, which carries the values, 2**-149 .. 2**127: give fewer exponent bits, another bias (bN), or no suffix"
+        )
+    return row
+
+
+def _parse_scaled(name: str) -> ScaledFormat:
+    body, *tail = name.split("/")
+    element_text, *scale_texts = body.split("@")
+    if not tail or len(tail) > 2 or (len(tail) == 2 and tail[1] != "affine") or len(scale_texts) > 2:
+        raise InvalidInput(
+            f"{name} is not ELEMENT@SCALE/SCOPE, such as e4m3fn@e8m0/32, i8s@fp32/row, i16@2^-31..0/tensor"
+        )
+    element = parse(element_text)
+    if isinstance(element, ScaledFormat):
+        raise InvalidInput(f"{name}: the element {element} has a shared scale already: give a float or integer format")
+    if match := _POWER.fullmatch(scale_texts[0]):
+        scale: FloatFormat | PowerOfTwo = PowerOfTwo(int(match[1]), int(match[2]))
+    else:
+        scale = _scale_format(name, scale_texts[0])
+    outer = _scale_format(name, scale_texts[1]) if len(scale_texts) == 2 else None
+    scope = Scope("block", int(tail[0])) if tail[0].isdecimal() else Scope(tail[0])
+    return ScaledFormat(name, element, scale, scope, outer, affine=len(tail) == 2)
+
+
+def _scale_format(name: str, text: str) -> FloatFormat:
+    scale = parse(text)
+    if not isinstance(scale, FloatFormat):
+        raise InvalidInput(f"{name}: a scale is a float format (e8m0, fp32) or a power of two (2^-31..0), not {text}")
+    return scale

@@ -1,0 +1,406 @@
+"""The types of number format: frozen rows of numbers, and every limit and code derived from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from math import frexp, inf, isfinite, isinf, isnan, ldexp, nan
+
+from lowp.errors import InvalidInput, UnknownName, unknown
+
+# every named format; the rows are in table.py
+FORMATS: dict[str, Format] = {}
+
+
+class Specials(str, Enum):
+    """Which codes of a floating-point format are not numbers."""
+
+    IEEE = "ieee"  # the top exponent holds infinity (mantissa zero) and NaN
+    FN = "fn"  # no infinity; the code of all ones is NaN (OCP e4m3fn, e8m0)
+    FNUZ = "fnuz"  # no infinity, no minus zero: its code is the one NaN; the bias is one larger
+    FINITE = "finite"  # every code is a number (OCP MX element types)
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A binary floating-point format: sign, exponent, mantissa, and what its special codes mean.
+
+    The name does not take part in comparison: two rows with the same numbers are the same format.
+    `subnormals=False` means that |x| < 2**min_exponent becomes a zero of the same sign BEFORE rounding, in every mode.
+    """
+
+    name: str = field(compare=False)
+    exponent_bits: int
+    mantissa_bits: int
+    specials: Specials = Specials.IEEE
+    bias_offset: int = 0
+    subnormals: bool = True
+    signed: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "specials", Specials(self.specials))
+        if self.mantissa_bits == 0:  # no mantissa, no subnormal: one spelling of the same format
+            object.__setattr__(self, "subnormals", False)
+        if not 2 <= self.exponent_bits <= 11 or not 0 <= self.mantissa_bits <= 52:
+            raise InvalidInput(
+                f"{self.name}: {self.exponent_bits} exponent and {self.mantissa_bits} mantissa bits are not possible: "
+                "give 2 to 11 exponent bits and 0 to 52 mantissa bits, for example e5m10"
+            )
+        if self.specials is Specials.IEEE and self.mantissa_bits == 0:
+            raise InvalidInput(
+                f"{self.name}: with no mantissa bit an infinity and a NaN would share one code: "
+                "add a mantissa bit (e5m1) or say what is special (e5m0fn, e5m0finite)"
+            )
+        if not self.signed and self.specials is Specials.FNUZ:
+            raise InvalidInput(f"{self.name}: fnuz puts NaN on minus zero's code, so the format must be signed")
+        if self.max_exponent > 1023 or self.min_exponent - self.mantissa_bits < -1074:
+            raise InvalidInput(
+                f"{self.name}: its range 2**{self.min_exponent - self.mantissa_bits} .. 2**{self.max_exponent} lies "
+                "outside that of fp64 (2**-1074 .. 2**1023): give a smaller bias_offset"
+            )
+
+    # -- layout ---------------------------------------------------------------------------------------------------
+    @property
+    def bits(self) -> int:
+        """Width of a code, in bits."""
+        return int(self.signed) + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def bytes(self) -> float:
+        """Bytes a number, packed."""
+        return self.bits / 8
+
+    @property
+    def bias(self) -> int:
+        """What is subtracted from the exponent field of a normal number."""
+        return (1 << (self.exponent_bits - 1)) - 1 + (self.specials is Specials.FNUZ) + self.bias_offset
+
+    @property
+    def precision(self) -> int:
+        """Bits of the significand, the hidden one included."""
+        return self.mantissa_bits + 1
+
+    @property
+    def has_zero(self) -> bool:
+        """False for the scale format e8m0, whose code 0 is its smallest power of two."""
+        return self.signed or self.mantissa_bits > 0
+
+    @property
+    def has_infinity(self) -> bool:
+        """Whether an infinity has a code."""
+        return self.specials is Specials.IEEE
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether a NaN has a code."""
+        return self.specials is not Specials.FINITE
+
+    @property
+    def has_minus_zero(self) -> bool:
+        """Whether -0 has a code of its own."""
+        return self.signed and self.specials is not Specials.FNUZ
+
+    # -- limits ---------------------------------------------------------------------------------------------------
+    @property
+    def max_exponent(self) -> int:
+        """floor(log2(maximum))."""
+        top = (1 << self.exponent_bits) - 1
+        top_is_special = self.specials is Specials.IEEE or (self.specials is Specials.FN and self.mantissa_bits == 0)
+        return top - top_is_special - self.bias
+
+    @property
+    def min_exponent(self) -> int:
+        """log2 of the smallest normal number."""
+        return int(self.has_zero) - self.bias
+
+    @cached_property
+    def maximum(self) -> float:
+        """Largest finite value (exact: every format here lies inside fp64)."""
+        lost_to_nan = self.specials is Specials.FN and self.mantissa_bits > 0
+        significand = (1 << self.precision) - 1 - lost_to_nan
+        return ldexp(significand, self.max_exponent - self.mantissa_bits)
+
+    @property
+    def minimum(self) -> float:
+        """Most negative finite value; for an unsigned format its smallest."""
+        if self.signed:
+            return -self.maximum
+        return 0.0 if self.has_zero else self.smallest_normal
+
+    @cached_property
+    def smallest_normal(self) -> float:
+        """2**min_exponent."""
+        return ldexp(1.0, self.min_exponent)
+
+    @property
+    def smallest_subnormal(self) -> float | None:
+        """Smallest positive number below the normals, or None where the format has none."""
+        return ldexp(1.0, self.min_exponent - self.mantissa_bits) if self.subnormals else None
+
+    @property
+    def smallest(self) -> float:
+        """Smallest positive number of any kind."""
+        return self.smallest_subnormal or self.smallest_normal
+
+    def ulp(self, value: float = 1.0) -> float:
+        """Distance between neighbours at `value`: of the normal numbers with its exponent, or of the subnormals."""
+        if not isfinite(value):
+            raise InvalidInput(f"an ulp is defined at finite numbers, not at {value}")
+        exponent = frexp(value)[1] - 1 if value else self.min_exponent
+        return ldexp(1.0, min(max(exponent, self.min_exponent), self.max_exponent) - self.mantissa_bits)
+
+    @property
+    def relative_error(self) -> float:
+        """Largest relative error of rounding a normal number to nearest: half an ulp, 2**-(mantissa_bits + 1)."""
+        return ldexp(1.0, -self.precision)
+
+    @property
+    def decimal_digits(self) -> float:
+        """precision * log10(2): decimal digits that a significand carries."""
+        return self.precision * 0.3010299956639812
+
+    def fits(self, other: FloatFormat) -> bool:
+        """Whether every finite value of this format is a value of `other`."""
+        lowest = self.min_exponent - (self.mantissa_bits if self.subnormals else 0)
+        if other.subnormals:
+            fine_enough = self.min_exponent - self.mantissa_bits >= other.min_exponent - other.mantissa_bits
+        else:
+            fine_enough = lowest >= other.min_exponent
+        return (
+            fine_enough
+            and self.mantissa_bits <= other.mantissa_bits
+            and self.maximum <= other.maximum
+            and self.signed <= other.signed
+            and (other.has_zero or not self.has_zero)
+        )
+
+    # -- codes ----------------------------------------------------------------------------------------------------
+    @property
+    def codes(self) -> range:
+        """All bit patterns."""
+        return range(1 << self.bits)
+
+    def fields(self, code: int) -> tuple[int, int, int]:
+        """Sign, exponent field and mantissa field of a bit pattern."""
+        if not 0 <= code < 1 << self.bits:
+            raise InvalidInput(f"{code:#x} is no code of {self}: codes go from 0 to {(1 << self.bits) - 1:#x}")
+        mantissa = code & ((1 << self.mantissa_bits) - 1)
+        exponent = (code >> self.mantissa_bits) & ((1 << self.exponent_bits) - 1)
+        return (code >> (self.bits - 1)) if self.signed else 0, exponent, mantissa
+
+    def decode(self, code: int) -> float:
+        """The value of a bit pattern. Exact; codes that a format without subnormals does not use read as zero."""
+        sign, exponent, mantissa = self.fields(code)
+        top = (1 << self.exponent_bits) - 1
+        if self.specials is Specials.IEEE and exponent == top:
+            magnitude = nan if mantissa else inf
+        elif (self.specials is Specials.FN and code & ~(int(self.signed) << (self.bits - 1)) == self._all_ones) or (
+            self.specials is Specials.FNUZ and code == 1 << (self.bits - 1)
+        ):
+            magnitude = nan
+        elif exponent == 0 and self.has_zero:
+            magnitude = ldexp(mantissa, self.min_exponent - self.mantissa_bits) if self.subnormals else 0.0
+        else:
+            magnitude = ldexp(mantissa + (1 << self.mantissa_bits), exponent - self.bias - self.mantissa_bits)
+        return -magnitude if sign else magnitude
+
+    def encode(self, value: float) -> int:
+        """The bit pattern of a value of this format; NaN gives the quiet NaN with a positive sign.
+
+        Raises ValueError where `value` is not a value of the format (round it first: `lowp.quantize`).
+        """
+        if isnan(value):
+            if not self.has_nan:
+                raise InvalidInput(f"{self} has no code for NaN")
+            if self.specials is Specials.FNUZ:
+                return 1 << (self.bits - 1)
+            if self.specials is Specials.FN:
+                return self._all_ones
+            return self._infinity_code | (1 << (self.mantissa_bits - 1))
+        negative = value < 0 or (value == 0 and str(value)[0] == "-" and self.has_minus_zero)
+        sign = int(negative) << (self.bits - 1)
+        if isinf(value) and self.has_infinity and (self.signed or not negative):
+            return sign | self._infinity_code
+        if isfinite(value) and (self.signed or not negative):
+            code = sign | self._magnitude_code(abs(value))
+            if self.decode(code) == value:
+                return code
+        raise InvalidInput(f"{value!r} is not a number of {self}: round it first, for example with lowp.quantize")
+
+    @property
+    def _all_ones(self) -> int:
+        return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
+
+    @property
+    def _infinity_code(self) -> int:
+        return ((1 << self.exponent_bits) - 1) << self.mantissa_bits
+
+    def _magnitude_code(self, magnitude: float) -> int:
+        if magnitude == 0 or magnitude > self.maximum:
+            return 0
+        exponent = max(frexp(magnitude)[1] - 1, self.min_exponent)
+        significand = int(ldexp(magnitude, self.mantissa_bits - exponent))
+        if significand >> self.mantissa_bits == 0:
+            return significand
+        return ((exponent + self.bias) << self.mantissa_bits) | (significand - (1 << self.mantissa_bits))
+
+    def values(self) -> Iterator[float]:
+        """The value of every code, in the order of the codes."""
+        return map(self.decode, self.codes)
+
+    @property
+    def spelling(self) -> str:
+        """The format spelled out, such as ``e5m10`` or ``e8m7ftz``: what `parse` reads whatever the name is."""
+        offset = f"b{self.bias}" if self.bias_offset else ""
+        specials = "" if self.specials is Specials.IEEE else self.specials.value
+        flush = "ftz" if not self.subnormals and self.mantissa_bits else ""
+        return ("" if self.signed else "u") + f"e{self.exponent_bits}m{self.mantissa_bits}{offset}{specials}{flush}"
+
+    def __str__(self) -> str:
+        return self.name if FORMATS.get(self.name) == self else self.spelling
+
+
+@dataclass(frozen=True)
+class IntFormat:
+    """A two's complement integer of 1 to 32 bits, used under a scale; `symmetric` leaves the most negative code out.
+
+    Two bits symmetric are the ternary values -1, 0, 1. One bit is the binary pair -1, +1, which has no zero.
+    """
+
+    name: str = field(compare=False)
+    bits: int
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 32:
+            raise InvalidInput(f"{self.name}: {self.bits} bits are not possible: give 1 to 32, for example i8")
+        if self.bits == 1:
+            object.__setattr__(self, "symmetric", True)
+
+    @property
+    def bytes(self) -> float:
+        """Bytes a number, packed."""
+        return self.bits / 8
+
+    @property
+    def has_zero(self) -> bool:
+        """False for binary alone."""
+        return self.bits > 1
+
+    @property
+    def maximum(self) -> int:
+        """Largest value."""
+        return (1 << (self.bits - 1)) - 1 if self.bits > 1 else 1
+
+    @property
+    def minimum(self) -> int:
+        """Smallest value."""
+        return -self.maximum if self.symmetric else -(1 << (self.bits - 1))
+
+    @property
+    def decimal_digits(self) -> float:
+        """log10 of the number of steps from zero to the maximum."""
+        return max(self.bits - 1, 1) * 0.3010299956639812
+
+    @property
+    def spelling(self) -> str:
+        """The format spelled out, such as ``i8`` or ``i8s`` (symmetric)."""
+        return f"i{self.bits}{'s' if self.symmetric and self.bits > 1 else ''}"
+
+    def __str__(self) -> str:
+        return self.name if FORMATS.get(self.name) == self else self.spelling
+
+
+@dataclass(frozen=True)
+class PowerOfTwo:
+    """A scale 2**e with e in min_exponent .. max_exponent, both included."""
+
+    min_exponent: int
+    max_exponent: int
+
+    def __post_init__(self) -> None:
+        if not self.min_exponent <= self.max_exponent:
+            raise InvalidInput(f"a scale of {self} is empty: give the smaller exponent first")
+
+    @property
+    def bits(self) -> int:
+        """Bits that hold the exponent."""
+        return (self.max_exponent - self.min_exponent).bit_length()
+
+    def __str__(self) -> str:
+        return f"2^{self.min_exponent}..{self.max_exponent}"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Which elements share a scale.
+
+    ``tensor``: all. ``row``: those along the last dimension. ``channel``: those with the same first index.
+    ``block``: `size` neighbours along the last dimension (the last block of a row may be shorter).
+    """
+
+    kind: str
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("tensor", "row", "channel", "block"):
+            raise UnknownName(unknown("scope", self.kind, ("tensor", "row", "channel", "block")))
+        if (self.kind == "block") != (self.size > 0):
+            raise InvalidInput(f"scope {self.kind} of size {self.size}: a block has a size of 1 or more, others none")
+
+    def __str__(self) -> str:
+        return str(self.size) if self.kind == "block" else self.kind
+
+
+@dataclass(frozen=True)
+class ScaledFormat:
+    """Elements that share a scale: value = element * scale (* outer, one more scale for the whole tensor).
+
+    `affine` adds an integer zero point to each scale: value = (element - zero_point) * scale.
+    """
+
+    name: str = field(compare=False)
+    element: FloatFormat | IntFormat
+    scale: FloatFormat | PowerOfTwo
+    scope: Scope
+    outer: FloatFormat | None = None
+    affine: bool = False
+
+    def __post_init__(self) -> None:
+        if self.affine and not isinstance(self.element, IntFormat):
+            raise InvalidInput(f"{self.name}: a zero point needs an integer element, not {self.element}")
+        if self.scope.kind == "tensor" and self.outer is not None:
+            raise InvalidInput(f"{self.name}: an outer scale adds nothing to a scale that the whole tensor shares")
+
+    @property
+    def bits(self) -> int:
+        """Bits an element; the shared scale is apart."""
+        return self.element.bits
+
+    @property
+    def scale_bits(self) -> int:
+        """Bits of one shared scale."""
+        return self.scale.bits
+
+    @property
+    def bytes(self) -> float:
+        """Bytes a number, packed, with its share of a block's scale (a scale a tensor or row costs next to nothing)."""
+        share = self.scale_bits / self.scope.size if self.scope.kind == "block" else 0.0
+        return (self.bits + share) / 8
+
+    @property
+    def spelling(self) -> str:
+        """The format spelled out, such as ``e4m3fn@e8m0/32``: what `parse` reads whatever the name is."""
+        outer = f"@{self.outer}" if self.outer else ""
+        return f"{self.element}@{self.scale}{outer}/{self.scope}{'/affine' if self.affine else ''}"
+
+    def __str__(self) -> str:
+        return self.name if FORMATS.get(self.name) == self else self.spelling
+
+
+Format = FloatFormat | IntFormat | ScaledFormat
