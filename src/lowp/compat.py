@@ -16,7 +16,7 @@ import torch
 from lowp.errors import Unavailable
 
 # pyproject.toml asks for TORCH_MINIMUM <= torch < TORCH_LIMIT. The tests run with the minimum, which is also what
-# constraints.txt pins; a later torch within the range is expected to work and is announced once.
+# constraints.txt pins; a later torch within the range is let through with a warning.
 TORCH_MINIMUM = (2, 13)
 TORCH_TESTED = (2, 13)
 TORCH_LIMIT = (2, 15)
@@ -35,13 +35,13 @@ def check_torch(version: str) -> None:
     if not TORCH_MINIMUM <= found < TORCH_LIMIT:
         raise Unavailable(f"{wanted}; this is torch {version}. Install one with: pip install 'torch==2.13.*'")
     if found > TORCH_TESTED:
-        message = f"lowp is tested with torch {_dotted(TORCH_TESTED)}; this is torch {version}, which should work"
+        message = f"lowp is tested with torch {_dotted(TORCH_TESTED)}, not yet with this torch {version}"
         warnings.warn(message, UserWarning, stacklevel=2)
 
 
 @functools.cache
 def private(path: str) -> object:
-    """Return the object behind a dotted path such as "torch._C._DisableAutocast"; raise Unavailable if torch lacks it."""
+    """Return what a dotted path such as "torch._C._DisableAutocast" names; raise Unavailable if this torch lacks it."""
     parts = path.split(".")
     found: object = import_module(parts[0])
     for depth, part in enumerate(parts[1:], start=2):
@@ -51,7 +51,8 @@ def private(path: str) -> object:
             try:
                 found = import_module(".".join(parts[:depth]))
             except ImportError:
-                message = f"torch {torch.__version__} has no {path}, which lowp needs; torch {_dotted(TORCH_TESTED)} has it"
+                tested = _dotted(TORCH_TESTED)
+                message = f"torch {torch.__version__} has no {path}, which lowp needs; torch {tested} has it"
                 raise Unavailable(message) from None
     return found
 

@@ -38,14 +38,17 @@ def near(given: str, allowed: Iterable[str], count: int = 3) -> list[str]:
     return [by_lower[match] for match in difflib.get_close_matches(given.lower(), by_lower, n=count, cutoff=0.55)]
 
 
-def unknown(kind: str, given: object, allowed: Iterable[str]) -> str:
+def unknown(kind: str, given: object, allowed: Iterable[str], shown: Iterable[str] | None = None) -> str:
     """Return the text for a name that is in no table: the near names first, then the others in the table's order.
 
+    `shown`, where given, are the only names listed when they are not near: it leaves out the aliases of a long table.
     unknown("format", "bf61", ["fp16", "bf16"]) is "unknown format 'bf61'; did you mean bf16? Also allowed: fp16".
     """
     names = list(dict.fromkeys(allowed))
     nearest = near(str(given), names)
-    rest = ", ".join(name for name in names if name not in nearest) or "nothing else"
+    rest = ", ".join(name for name in dict.fromkeys(names if shown is None else shown) if name not in nearest)
     if not nearest:
-        return f"unknown {kind} {given!r}; allowed: {rest if names else 'nothing'}"
-    return f"unknown {kind} {given!r}; did you mean {' or '.join(nearest)}? Also allowed: {rest}"
+        return f"unknown {kind} {given!r}; allowed: {rest or 'nothing'}"
+    return f"unknown {kind} {given!r}; did you mean {' or '.join(nearest)}?" + (
+        f" Also allowed: {rest}" if rest else ""
+    )

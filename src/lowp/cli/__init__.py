@@ -1,7 +1,8 @@
 """The command `lowp`: one file a command, imported only when it is called.
 
-A command module `lowp/cli/NAME.py` has a docstring (shown by `lowp NAME --help`),
-`add_arguments(parser: argparse.ArgumentParser) -> None` and `run(arguments: argparse.Namespace) -> int` (the exit code).
+A command module `lowp/cli/NAME.py` has a docstring (shown by `lowp NAME --help`), and the functions
+`add_arguments(parser: argparse.ArgumentParser) -> None` and `run(arguments: argparse.Namespace) -> int`, whose result
+is the exit code.
 """
 
 from __future__ import annotations
@@ -15,6 +16,20 @@ from importlib import import_module
 # A row a command: its name, which is its module in this package, and its line in `lowp --help`.
 COMMANDS: dict[str, str] = {}
 
+_HELP_HEAD = (
+    "usage: lowp COMMAND [arguments]",
+    "",
+    "Train neural networks in few bits, and see what each bit does.",
+    "",
+    "commands:",
+)
+_HELP_TAIL = (
+    "",
+    "options:",
+    "  --help     this text; `lowp COMMAND --help` for one command",
+    "  --version  the version",
+)
+
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # as shells report SIGINT
 EXIT_BROKEN_PIPE = 141  # as shells report SIGPIPE
@@ -23,11 +38,9 @@ EXIT_BROKEN_PIPE = 141  # as shells report SIGPIPE
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for an error of the user's, 130 for Ctrl-C.
 
-    An error that lowp raised on purpose, or a file that cannot be used, is one line on stderr; LOWP_TRACEBACK=1 shows
-    where it came from. Anything else is a defect and keeps its traceback.
+    An error that lowp raised about its input, or a file that cannot be used, is one line on stderr; LOWP_TRACEBACK=1
+    shows where it came from. Anything else is a defect and keeps its traceback.
     """
-    from lowp.errors import LowpError
-
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -39,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("lowp: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except (LowpError, OSError) as error:
-        if os.environ.get("LOWP_TRACEBACK", "") not in ("", "0"):
+    except Exception as error:
+        if os.environ.get("LOWP_TRACEBACK", "") not in ("", "0") or not _is_about_input(error):
             raise
         print(f"lowp: error: {_one_line(error)}", file=sys.stderr)
         return EXIT_ERROR
@@ -74,12 +87,22 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _help() -> str:
-    lines = ["usage: lowp COMMAND [arguments]", "", "Train neural networks in few bits, and see what each bit does.", ""]
-    if COMMANDS:
-        width = max(map(len, COMMANDS))
-        lines += ["commands:", *(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()), ""]
-    lines += ["options:", "  --help     this text; `lowp COMMAND --help` for one command", "  --version  the version"]
-    return "\n".join(lines)
+    width = max(map(len, COMMANDS), default=0)
+    commands = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join([*_HELP_HEAD, *commands, *_HELP_TAIL])
+
+
+def _is_about_input(error: Exception) -> bool:
+    """Tell whether an error speaks to the user: a LowpError, a file's, or a ValueError that lowp's own code raised."""
+    from lowp.errors import LowpError
+
+    if isinstance(error, (LowpError, OSError)):
+        return True
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    module = "" if innermost is None else str(innermost.tb_frame.f_globals.get("__name__", ""))
+    return isinstance(error, ValueError) and module.partition(".")[0] == "lowp"
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,0 +1,144 @@
+"""The command `lowp` itself: what it lists, how it fails, how it is interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lowp import __version__, cli
+from lowp.errors import InvalidInput, Misuse
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Namespace], int]], None]:
+    """Return a function that makes `lowp sample [--count N]` a command which calls what it is given."""
+
+    def install(run: Callable[[argparse.Namespace], int]) -> None:
+        module: Any = types.ModuleType("lowp.cli.sample", "What the sample does.")
+        module.add_arguments = lambda parser: parser.add_argument("--count", type=int, default=1)
+        module.run = run
+        monkeypatch.setitem(sys.modules, "lowp.cli.sample", module)
+        monkeypatch.setitem(cli.COMMANDS, "sample", "a sample")
+
+    return install
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",)])
+def test_help_lists_every_command(lowp: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+    result = lowp(*arguments)
+    assert (result.code, result.err) == (0, "")
+    for name, text in cli.COMMANDS.items():
+        assert f"  {name} " in result.out
+        assert f"  {text}\n" in result.out
+
+
+def test_every_command_that_is_listed_has_its_help(lowp: Callable[..., Any]) -> None:
+    for name in cli.COMMANDS:
+        assert importlib.util.find_spec(f"lowp.cli.{name}") is not None
+        result = lowp(name, "--help")
+        assert result.code == 0
+        assert result.out.startswith(f"usage: lowp {name} ")
+
+
+def test_the_version_is_printed(lowp: Callable[..., Any]) -> None:
+    assert lowp("--version") == (0, f"lowp {__version__}\n", "")
+
+
+def test_an_unknown_command_lists_the_near_ones(lowp: Callable[..., Any], command: Callable[..., None]) -> None:
+    command(lambda arguments: 0)
+    result = lowp("smaple")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("lowp: error: unknown command 'smaple'; did you mean sample? Also allowed: ")
+    assert result.err.count("\n") == 1
+
+
+def test_an_unknown_option_lists_the_near_ones(lowp: Callable[..., Any]) -> None:
+    result = lowp("--versoin")
+    assert result.code == 2
+    assert result.err.startswith("lowp: error: unknown option '--versoin'; did you mean --version? Also allowed: ")
+
+
+def test_arguments_reach_the_command_and_its_code_comes_back(
+    lowp: Callable[..., Any], command: Callable[..., None]
+) -> None:
+    command(lambda arguments: int(arguments.count))
+    assert lowp("sample", "--count", "3").code == 3
+    refused = lowp("sample", "--count", "three")
+    assert refused.code == 2
+    assert "argument --count: invalid int value: 'three'" in refused.err
+    assert "What the sample does." in lowp("sample", "--help").out
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (InvalidInput("a scale of 0\nis not possible"), "a scale of 0 is not possible"),
+        (Misuse("unscaled twice"), "unscaled twice"),
+        (
+            FileNotFoundError(2, "No such file or directory", "run.json"),
+            "[Errno 2] No such file or directory: 'run.json'",
+        ),
+    ],
+)
+def test_an_error_of_ours_is_one_line(
+    lowp: Callable[..., Any],
+    command: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    line: str,
+) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        raise error
+
+    command(run)
+    monkeypatch.delenv("LOWP_TRACEBACK", raising=False)
+    assert lowp("sample") == (2, "", f"lowp: error: {line}\n")
+    monkeypatch.setenv("LOWP_TRACEBACK", "1")
+    with pytest.raises(type(error)):
+        lowp("sample")
+
+
+def test_a_value_that_lowp_refuses_is_one_line(lowp: Callable[..., Any], command: Callable[..., None]) -> None:
+    from lowp.formats import parse
+
+    command(lambda arguments: len(str(parse("fp61"))))
+    result = lowp("sample")
+    assert result.code == 2
+    assert result.err.startswith("lowp: error: unknown format 'fp61'; did you mean ")
+    assert result.err.count("\n") == 1
+
+
+def test_a_defect_keeps_its_traceback(lowp: Callable[..., Any], command: Callable[..., None]) -> None:
+    command(lambda arguments: int("not a number"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        lowp("sample")
+
+
+def test_control_c_is_one_line(lowp: Callable[..., Any], command: Callable[..., None]) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    command(run)
+    assert lowp("sample") == (130, "", "lowp: interrupted\n")
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run([sys.executable, "-m", "lowp", "--help"], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (cli.EXIT_BROKEN_PIPE, b"")
+
+
+@pytest.mark.parametrize("module", ["lowp", "lowp.cli"])
+def test_the_module_is_the_command(module: str) -> None:
+    printed = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+    assert printed.stdout == f"lowp {__version__}\n"

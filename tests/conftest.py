@@ -1,0 +1,46 @@
+"""What every test stands on: reproducible hypothesis, one thread a worker, and the command line as a function."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+# Two workers with all cores each would only disturb each other; read by torch when it is first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+
+# The same examples in every run, so that a failure is the change's. HYPOTHESIS_PROFILE=explore looks for new ones.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+class Result(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def lowp(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Return a function that runs the command line in this process: lowp("formats", "bf16").out."""
+    from lowp.cli import main
+
+    def run(*arguments: str) -> Result:
+        capsys.readouterr()
+        code = main(arguments)
+        return Result(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """Return the root of the checkout that these tests lie in."""
+    return Path(__file__).resolve().parent.parent

@@ -1,0 +1,57 @@
+"""The torch range is stated once and checked, and a missing private name is said clearly."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowp import compat
+from lowp.errors import Unavailable
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.13.1+cu130", torch.__version__])
+def test_the_tested_torch_passes_in_silence(version: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compat.check_torch(version)
+
+
+def test_a_later_torch_in_the_range_is_announced() -> None:
+    expected = re.escape("lowp is tested with torch 2.13, not yet with this torch 2.14.0a0+git1234567")
+    with pytest.warns(UserWarning, match=f"^{expected}$"):
+        compat.check_torch("2.14.0a0+git1234567")
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.9.1", "2.12.1+cpu", "2.15.0", "3.0.0"])
+def test_another_torch_is_refused(version: str) -> None:
+    text = f"lowp supports torch >=2.13,<2.15; this is torch {version}. Install one with: pip install 'torch==2.13.*'"
+    with pytest.raises(Unavailable, match=f"^{re.escape(text)}$"):
+        compat.check_torch(version)
+
+
+def test_a_version_that_is_none_is_refused() -> None:
+    with pytest.raises(Unavailable, match="calls itself 'unknown', which is no version"):
+        compat.check_torch("unknown")
+
+
+def test_the_range_is_the_one_that_pip_reads(repository: Path) -> None:
+    low, limit, tested = (
+        ".".join(map(str, v)) for v in (compat.TORCH_MINIMUM, compat.TORCH_LIMIT, compat.TORCH_TESTED)
+    )
+    assert f'"torch>={low},<{limit}"' in (repository / "pyproject.toml").read_text()
+    assert f"\ntorch=={tested}." in (repository / "constraints.txt").read_text()
+
+
+def test_a_private_name_is_found() -> None:
+    assert compat.private("torch._C._DisableTorchDispatch") is torch._C._DisableTorchDispatch
+    assert compat.private("torch.utils._python_dispatch.TorchDispatchMode").__name__ == "TorchDispatchMode"
+
+
+def test_a_private_name_that_torch_lacks_is_named() -> None:
+    text = f"torch {torch.__version__} has no torch._C._NoSuchThing, which lowp needs; torch 2.13 has it"
+    with pytest.raises(Unavailable, match=re.escape(text)):
+        compat.private("torch._C._NoSuchThing")

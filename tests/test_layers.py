@@ -1,0 +1,119 @@
+"""The house keeps its layers: who may import whom, and where private and native names may be used."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TORCH_FREE = ("errors", "formats", "casts", "explain", "policy", "presets")
+
+
+def lint_imports(source: Path, configuration: Path) -> subprocess.CompletedProcess[str]:
+    script = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    command = [sys.executable, "-c", script, "--no-cache", "--config", str(configuration)]
+    # The checkout's own sources, first in the path, whatever else is installed.
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    return subprocess.run(command, cwd=configuration.parent, env=environment, capture_output=True, text=True)
+
+
+def test_imports_point_down(repository: Path) -> None:
+    result = lint_imports(repository / "src", repository / "pyproject.toml")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "broken"),
+    [
+        ("formats", "import torch", "The numbers and the policies load no torch"),
+        ("formats", "import lowp.compat", "The numbers and the policies load no torch"),
+        ("errors", "import lowp.formats", "The layers"),
+        ("compat", "import ctypes", "Only kernels.cpu loads the C++ library"),
+        ("compat", "import triton", "Only the kernels import triton"),
+    ],
+)
+def test_an_import_that_points_up_is_noticed(
+    repository: Path, tmp_path: Path, module: str, line: str, broken: str
+) -> None:
+    shutil.copytree(repository / "src" / "lowp", tmp_path / "src" / "lowp", ignore=shutil.ignore_patterns("*.so"))
+    shutil.copy(repository / "pyproject.toml", tmp_path)
+    with (tmp_path / "src" / "lowp" / f"{module}.py").open("a") as file:
+        file.write(f"\n{line}\n")
+    result = lint_imports(tmp_path / "src", tmp_path / "pyproject.toml")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert f"{broken} BROKEN" in result.stdout
+
+
+def test_every_module_without_torch_is_in_the_contract(repository: Path) -> None:
+    contracts = tomllib.loads((repository / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    named = next(c["source_modules"] for c in contracts if "torch" in c.get("forbidden_modules", []))
+    source = repository / "src" / "lowp"
+    present = [name for name in TORCH_FREE if (source / f"{name}.py").exists() or (source / name).is_dir()]
+    assert named == [f"lowp.{name}" for name in present]
+
+
+def sources(repository: Path) -> Iterator[tuple[str, ast.Module]]:
+    package = repository / "src" / "lowp"
+    for path in sorted(package.rglob("*.py")):
+        yield path.relative_to(package).as_posix(), ast.parse(path.read_text())
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def torch_attributes(tree: ast.Module) -> Iterator[str]:
+    """Yield dotted names such as torch.amp.autocast_mode._enter_autocast, as written or as imported."""
+    yield from (name for name in imported(tree) if name.partition(".")[0] == "torch")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            dotted = ast.unparse(node)
+            if dotted.startswith("torch.") and dotted.replace(".", "").isidentifier():
+                yield dotted
+
+
+def is_private(dotted: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
+
+
+def test_private_names_of_torch_live_in_compat(repository: Path) -> None:
+    found = {
+        f"{path}: {name}"
+        for path, tree in sources(repository)
+        if path != "compat.py"
+        for name in torch_attributes(tree)
+        if is_private(name)
+    }
+    assert not found
+
+
+def test_private_names_of_torch_are_recognised() -> None:
+    written = (
+        "import torch\nfrom torch._C import a\nimport torch._dynamo as b\ntorch.amp._x()\ntorch.__version__\nself._y\n"
+    )
+    private = {name for name in torch_attributes(ast.parse(written)) if is_private(name)}
+    assert private == {"torch._C.a", "torch._dynamo", "torch.amp._x"}
+
+
+def test_triton_is_imported_by_the_triton_kernels_alone(repository: Path) -> None:
+    found = [
+        path
+        for path, tree in sources(repository)
+        if not path.startswith("kernels/triton_") and any(name.partition(".")[0] == "triton" for name in imported(tree))
+    ]
+    assert not found

@@ -1,0 +1,96 @@
+"""Every code block of the README and of docs/ runs and prints what it says.
+
+A `python` block is executed; the blocks of one file share their names, from top to bottom. In a `console` block every
+`$ lowp ...` line is run, and what is shown below it is what it prints (a line `...` stands for any lines; nothing shown
+means nothing compared). `not-run` after the language leaves a block to the reader, and `slow` leaves it to `make slow`.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, the words after it, its text and its first line in the file."""
+
+    language: str
+    words: tuple[str, ...]
+    text: str
+    line: int
+
+
+def blocks(text: str) -> Iterator[Block]:
+    for match in FENCE.finditer(text):
+        line = text.count("\n", 0, match.start(3)) + 1
+        yield Block(match[1], tuple(match[2].split()), match[3], line)
+
+
+def pages() -> list[Any]:
+    """Return a parameter (path, blocks) for every page with code, and another one for the slow code of a page."""
+    parameters = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        runnable = [
+            b for b in blocks(path.read_text()) if b.language in ("python", "console") and "not-run" not in b.words
+        ]
+        name = path.relative_to(ROOT).as_posix()
+        if quick := [block for block in runnable if "slow" not in block.words]:
+            parameters.append(pytest.param(path, quick, id=name))
+        if slow := [block for block in runnable if "slow" in block.words]:
+            parameters.append(pytest.param(path, slow, id=f"{name}, slow", marks=pytest.mark.slow))
+    return parameters
+
+
+def commands(block: Block) -> Iterator[tuple[list[str], str]]:
+    """Yield each `$ lowp ...` line as arguments, with the output shown below it."""
+    for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        command, _, shown = part.partition("\n")
+        words = shlex.split(command, comments=True)
+        if words[0] == "lowp":
+            yield words[1:], shown
+
+
+def run_page(path: Path, chosen: list[Block], lowp: Callable[..., Any]) -> None:
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in chosen:
+        if block.language == "python":
+            # Blank lines first, so that a traceback names the line of the page.
+            exec(compile("\n" * (block.line - 1) + block.text, str(path), "exec"), names)
+            continue
+        for arguments, shown in commands(block):
+            result = lowp(*arguments)
+            assert result.code == 0, f"{path}:{block.line}: lowp {shlex.join(arguments)}\n{result.err}"
+            if shown.strip():
+                got = result.out.rstrip() + "\n"
+                same = doctest.OutputChecker().check_output(shown.rstrip() + "\n", got, doctest.ELLIPSIS)
+                assert same, f"{path}:{block.line}: lowp {shlex.join(arguments)} prints\n{got}"
+
+
+@pytest.mark.parametrize(("path", "chosen"), pages())
+def test_code_on_a_page_does_what_it_says(
+    path: Path, chosen: list[Block], lowp: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(path, chosen, lowp)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "```python\nassert 1 == 2\n```\n",
+        "```console\n$ lowp --version\nlowp 9.9.9\n```\n",
+        "```console\n$ lowp fromats\n```\n",
+    ],
+)
+def test_a_page_that_is_wrong_is_noticed(page: str, lowp: Callable[..., Any]) -> None:
+    with pytest.raises(AssertionError):
+        run_page(Path("page.md"), list(blocks(page)), lowp)
