@@ -49,6 +49,6 @@ def unknown(kind: str, given: object, allowed: Iterable[str], shown: Iterable[st
     rest = ", ".join(name for name in dict.fromkeys(names if shown is None else shown) if name not in nearest)
     if not nearest:
         return f"unknown {kind} {given!r}; allowed: {rest or 'nothing'}"
-    return f"unknown {kind} {given!r}; did you mean {' or '.join(nearest)}?" + (
-        f" Also allowed: {rest}" if rest else ""
-    )
+    listed = " or ".join(part for part in (", ".join(nearest[:-1]), nearest[-1]) if part)
+    question = f"unknown {kind} {given!r}; did you mean {listed}?"
+    return f"{question} Also allowed: {rest}" if rest else question
