@@ -1,0 +1,268 @@
+"""A policy: which number format every tensor of a training step is rounded to, as rules that are data. No torch.
+
+A rule names ops (or classes of ops) and modules, and gives one cast for each role a tensor plays there. The first rule
+that matches wins. A policy is frozen, hashable, printable; it is read from and written to TOML.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from lowp import casts
+from lowp.casts import Cast
+from lowp.errors import InvalidInput, UnknownName, unknown
+
+# the standard library's reader, or before Python 3.11 the package that it was taken from
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+__all__ = ["OP_CLASSES", "Accumulation", "Policy", "Rule"]
+
+# the classes of ops that a rule can name, and what a table's own semantics add to its casts
+OP_CLASSES = {
+    "contraction": "products that are summed: linear, matmul, convolution, attention, recurrent cells",
+    "norm": "batch, layer, group, instance and RMS norm: read 16 bits, compute in fp32, write 16 bits",
+    "softmax": "softmax and log_softmax: read 16 bits, compute in fp32, write 16 bits",
+    "wide": "ops that need fp32's range or precision: losses, exponentials, powers, long reductions",
+    "promote": "ops of several tensors that take the widest type among them: cat, stack, addcmul, where",
+    "pointwise": "every other floating-point op, in the type of its input",
+}
+_CAST_ROLES = ("input", "weight", "grad", "output")
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How the sum of a contraction is carried: products are exact, the running sum is rounded to `format`.
+
+    `block` is the number of products summed exactly (in fp32) between two roundings to `format`; fp32 needs none.
+    ``fp16/16`` is an fp16 accumulator that sees blocks of 16, ``exact`` a sum rounded once, ``int32`` the proven-safe
+    integer chains of DFP-16.
+    """
+
+    format: str = "fp32"
+    block: int = 0
+
+    FORMATS = ("fp32", "fp16", "bf16", "int32", "exact")
+
+    def __post_init__(self) -> None:
+        if self.format not in self.FORMATS:
+            raise UnknownName(unknown("accumulator", self.format, self.FORMATS))
+        if (self.format in ("fp16", "bf16")) != (self.block > 0):
+            raise InvalidInput(
+                f"accumulator {self.format} with block {self.block}: fp16 and bf16 take a block of 1 or more products "
+                "(fp16/16), the others none"
+            )
+
+    @classmethod
+    def parse(cls, text: str | Accumulation) -> Accumulation:
+        """``fp32``, ``fp16/16``, ``bf16/128``, ``int32`` or ``exact``; fp16 and bf16 alone mean a block of 1."""
+        if isinstance(text, Accumulation):
+            return text
+        format, slash, block = text.strip().lower().partition("/")
+        if slash and not block.isdecimal():
+            raise InvalidInput(f"accumulator {text!r}: after the slash comes the block length, as in fp16/16")
+        return cls(format, int(block) if slash else int(format in ("fp16", "bf16")))
+
+    def __str__(self) -> str:
+        return f"{self.format}/{self.block}" if self.block else self.format
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The casts for ops named `ops` in modules whose path matches `where`.
+
+    `ops` holds op names (``linear``), classes (``contraction``) or patterns (``conv*``); empty means every op. `where`
+    is a pattern over the module's path in which ``*`` matches anything (``layer4.*``, ``*.head``; ``*`` is everywhere).
+    Roles: `input` and `weight` are the operands of the forward product, `grad` the incoming gradient as an operand of
+    the two backward products, `output` what each of the three products (or any other op) is rounded to when written.
+    None leaves a tensor as it is. Casts may be given as text.
+    """
+
+    ops: tuple[str, ...] = ()
+    where: str = "*"
+    input: Cast | None = None
+    weight: Cast | None = None
+    grad: Cast | None = None
+    output: Cast | None = None
+    accumulate: Accumulation | None = None
+
+    def __post_init__(self) -> None:
+        ops = (self.ops,) if isinstance(self.ops, str) else tuple(self.ops)
+        object.__setattr__(self, "ops", ops)
+        for role in _CAST_ROLES:
+            value = getattr(self, role)
+            if value is not None:
+                object.__setattr__(self, role, casts.parse(value))
+        if self.accumulate is not None:
+            object.__setattr__(self, "accumulate", Accumulation.parse(self.accumulate))
+
+    @classmethod
+    def of(
+        cls,
+        *ops: str,
+        where: str = "*",
+        input: str | Cast | None = None,
+        weight: str | Cast | None = None,
+        grad: str | Cast | None = None,
+        output: str | Cast | None = None,
+        accumulate: str | Accumulation | None = None,
+    ) -> Rule:
+        """A rule with its casts given as text: ``Rule.of("conv*", where="stem.*", input="bf16", weight="bf16")``."""
+        given = (None if cast is None else casts.parse(cast) for cast in (input, weight, grad, output))
+        return cls(ops, where, *given, None if accumulate is None else Accumulation.parse(accumulate))
+
+    def matches(self, op: str, op_class: str, path: str) -> bool:
+        """Whether the rule speaks of this op at this module path ('' outside any module)."""
+        named = not self.ops or any(fnmatchcase(op, name) or name == op_class for name in self.ops)
+        return named and (self.where == "*" or fnmatchcase(path, self.where))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the rule changes nothing: such a rule protects ops from the rules after it."""
+        return self.accumulate is None and all(getattr(self, role) is None for role in _CAST_ROLES)
+
+    def __str__(self) -> str:
+        given = [f"{role}={getattr(self, role)}" for role in (*_CAST_ROLES, "accumulate") if getattr(self, role)]
+        place = "" if self.where == "*" else f" in {self.where}"
+        return f"{' '.join(self.ops) or 'every op'}{place}: {' '.join(given) or 'as it is'}"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Rules, the first match winning; the op table that classifies ops; the format the parameters are stored in.
+
+    `parameters` None leaves the parameters as they are (fp32). `table` is named and versioned: ``lowp-1`` is the same
+    on every device; ``torch-2.13-cpu`` and ``torch-2.13-cuda`` are torch's own lists.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    parameters: Cast | None = None
+    table: str = "lowp-1"
+    name: str = field(default="", compare=False)
+
+    TABLES = ("lowp-1", "torch-2.13-cpu", "torch-2.13-cuda")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", tuple(self.rules))
+        if self.table not in self.TABLES:
+            raise UnknownName(unknown("op table", self.table, self.TABLES))
+        if self.parameters is not None:
+            object.__setattr__(self, "parameters", casts.parse(self.parameters))
+
+    def match(self, op: str, op_class: str, path: str = "") -> Rule | None:
+        """The first rule for this op of this class at this module path, or None."""
+        return next((rule for rule in self.rules if rule.matches(op, op_class, path)), None)
+
+    @property
+    def uses_paths(self) -> bool:
+        """Whether any rule asks where an op runs, so that a region must follow the modules."""
+        return any(rule.where != "*" for rule in self.rules)
+
+    def before(self, *rules: Rule) -> Policy:
+        """The policy with these rules put first, so that they win."""
+        return replace(self, rules=(*rules, *self.rules))
+
+    def unused(self, used: Iterable[Rule]) -> tuple[Rule, ...]:
+        """The rules that are not among those used, in order."""
+        seen = set(used)
+        return tuple(rule for rule in self.rules if rule not in seen)
+
+    # -- text -----------------------------------------------------------------------------------------------------
+    def to_toml(self) -> str:
+        """The policy as TOML, which `from_toml` reads back to an equal policy."""
+        lines = [f'table = "{self.table}"']
+        if self.name:
+            lines.insert(0, f'name = "{self.name}"')
+        if self.parameters:
+            lines.append(f'parameters = "{self.parameters}"')
+        for rule in self.rules:
+            lines += ["", "[[rule]]", *_rule_lines(rule)]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_toml(cls, text: str, source: str = "policy") -> Policy:
+        """A policy from TOML text; `source` names it in errors.
+
+        Raises InvalidInput with the near names for an unknown key, format, rounding or table.
+        """
+        try:
+            data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise InvalidInput(f"{source} is not TOML: {error}") from None
+        rules = data.pop("rule", [])
+        _known_keys(data, ("name", "table", "parameters"), source)
+        if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
+            raise InvalidInput(f"{source}: rules are given as [[rule]] tables")
+        try:
+            given = _strings(data)
+            parameters = casts.parse(given["parameters"]) if "parameters" in given else None
+            parsed = tuple(_rule(rule, index) for index, rule in enumerate(rules, 1))
+            return cls(parsed, parameters, given.get("table", "lowp-1"), given.get("name", ""))
+        except ValueError as error:
+            raise InvalidInput(f"{source}: {error}") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Policy:
+        """A policy from a TOML file."""
+        path = Path(path)
+        if not path.is_file():
+            raise InvalidInput(f"no policy file {path}: give a TOML file, as `lowp policy show fp16 --toml` prints one")
+        return cls.from_toml(path.read_text(encoding="utf-8"), str(path))
+
+    def __str__(self) -> str:
+        head = (
+            f"policy {self.name or 'unnamed'} on op table {self.table}, parameters {self.parameters or 'as they are'}"
+        )
+        return "\n".join([head, *(f"  {index}. {rule}" for index, rule in enumerate(self.rules, 1))])
+
+
+def _rule_lines(rule: Rule) -> Iterator[str]:
+    if rule.ops:
+        yield "ops = [" + ", ".join(f'"{op}"' for op in rule.ops) + "]"
+    if rule.where != "*":
+        yield f'where = "{rule.where}"'
+    for role in (*_CAST_ROLES, "accumulate"):
+        if getattr(rule, role) is not None:
+            yield f'{role} = "{getattr(rule, role)}"'
+
+
+def _rule(data: Mapping[str, object], index: int) -> Rule:
+    place = f"rule {index}"
+    _known_keys(data, [one.name for one in fields(Rule)], place)
+    ops = data.get("ops", ())
+    if isinstance(ops, str):
+        ops = (ops,)
+    if not isinstance(ops, (list, tuple)) or not all(isinstance(op, str) for op in ops):
+        raise InvalidInput(f'{place}: ops is a list of names, as in ["linear", "conv*"], not {ops!r}')
+    try:
+        return Rule.of(*ops, **_strings({key: value for key, value in data.items() if key != "ops"}))
+    except ValueError as error:
+        raise InvalidInput(f"{place}: {error}") from None
+
+
+def _strings(data: Mapping[str, object]) -> dict[str, str]:
+    strings = {}
+    for key, value in data.items():
+        if not isinstance(value, str):
+            raise InvalidInput(f'{key} is given as text, as in {key} = "fp16", not {value!r}')
+        strings[key] = value
+    return strings
+
+
+def _known_keys(data: Mapping[str, object], allowed: Iterable[str], source: str) -> None:
+    for key in data:
+        if key not in allowed:
+            raise UnknownName(f"{source}: " + unknown("key", key, allowed))
+
+
+def check_ops(policy: Policy, known: Iterable[str]) -> None:
+    """Raise UnknownName for a rule that names an op or class that the table does not have (patterns must match one)."""
+    names = [*OP_CLASSES, *known]
+    for rule in policy.rules:
+        for op in rule.ops:
+            if not any(fnmatchcase(name, op) for name in names):
+                raise UnknownName(f"rule {str(rule)!r}: " + unknown("op", op, names, shown=OP_CLASSES))

@@ -1,0 +1,440 @@
+"""Precisions by name: a policy, a loss scale and how the master weights are kept, each with its source. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lowp import casts, formats
+from lowp.casts import Cast, Overflow
+from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.formats import FloatFormat, ScaledFormat
+from lowp.policy import Policy, Rule
+
+__all__ = ["PRESETS", "LossScale", "Masters", "Preset", "parse"]
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How the loss is scaled before backward: not at all, by a constant, or dynamically between `floor` and `ceiling`.
+
+    Dynamic: halved (`backoff`) at a non-finite gradient, doubled (`growth`) after `interval` good steps in a row
+    (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). All scales are finite and positive.
+    """
+
+    kind: str = "none"
+    initial: float = 1.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    floor: float = 1.0
+    ceiling: float = 2.0**40
+    hysteresis: int = 1
+
+    KINDS = ("none", "static", "dynamic")
+
+    def __post_init__(self) -> None:
+        if self.kind not in self.KINDS:
+            raise UnknownName(unknown("loss scale", self.kind, self.KINDS))
+        if not 0 < self.floor <= self.initial <= self.ceiling < float("inf"):
+            raise InvalidInput(
+                f"loss scale {self.initial}: it must be finite and lie between its floor {self.floor} and its ceiling "
+                f"{self.ceiling}"
+            )
+
+    @classmethod
+    def parse(cls, text: str | float | LossScale) -> LossScale:
+        """``none``, ``dynamic``, ``dynamic(1024)`` or a number, which is a static scale."""
+        if isinstance(text, LossScale):
+            return text
+        word = str(text).strip().lower()
+        if word in ("none", "off", "1", "1.0"):
+            return cls()
+        if word == "dynamic":
+            return cls("dynamic", 2.0**16)
+        inner = word[8:-1] if word.startswith("dynamic(") and word.endswith(")") else word
+        try:
+            scale = float(inner)
+        except ValueError:
+            raise InvalidInput(
+                f"loss scale {text!r} is not one: give none, a number such as 128, dynamic, or dynamic(1024)"
+            ) from None
+        if not 0 < scale < float("inf"):
+            raise InvalidInput(f"loss scale {text!r}: a scale is a finite number above zero, for example 128")
+        if inner is not word:
+            return cls("dynamic", scale, floor=min(1.0, scale))
+        return cls("static", scale, floor=min(1.0, scale))
+
+    def __str__(self) -> str:
+        if self.kind == "dynamic":
+            return "dynamic" if self.initial == 2.0**16 else f"dynamic({self.initial:g})"
+        return "none" if self.kind == "none" else f"{self.initial:g}"
+
+
+@dataclass(frozen=True)
+class Masters:
+    """How parameters that are stored in few bits are updated.
+
+    ``fp32``: a full-precision copy beside them (Micikevicius et al. 2018, section 3.1). ``split``: bf16 weights and a
+    16-bit remainder that together are the fp32 value. ``stochastic``: no copy, the update is rounded stochastically
+    (Zamirai et al. 2020, arXiv 2010.06192). ``none``: no copy, the update is rounded to nearest, and may be lost.
+    """
+
+    kind: str = "none"
+
+    KINDS = ("none", "fp32", "split", "stochastic")
+
+    def __post_init__(self) -> None:
+        if self.kind not in self.KINDS:
+            raise UnknownName(unknown("kind of master weights", self.kind, self.KINDS))
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A precision by name. `source` says whose definition it follows, `summary` what a user gets, in a line."""
+
+    name: str
+    policy: Policy
+    loss_scale: LossScale
+    masters: Masters
+    summary: str
+    source: str
+
+
+DYNAMIC = LossScale("dynamic", 2.0**16)
+
+
+def _sixteen_bit(cast: str, parameters: str | None = None) -> Policy:
+    """Contractions, norms and softmax in a 16-bit format; what needs fp32 in fp32; the rest in the type it finds."""
+    return Policy(
+        (
+            Rule.of("contraction", input=cast, weight=cast, grad=cast, output=cast),
+            Rule.of("norm", "softmax", input=cast, output=cast),
+            Rule.of("wide", input="fp32"),
+        ),
+        None if parameters is None else casts.parse(parameters),
+    )
+
+
+def _operands(forward: str | Cast, backward: str | Cast | None = None) -> Policy:
+    """Operands of contractions and their gradients in the format, every result and all else in fp32."""
+    backward = backward or forward
+    return Policy((Rule.of("contraction", input=forward, weight=forward, grad=backward),))
+
+
+def _every_tensor(cast: str, parameters: str | None) -> Policy:
+    """Every tensor that an op writes in the format: contractions, norms, softmax, sums and element-wise ops."""
+    return Policy(
+        (
+            Rule.of("contraction", input=cast, weight=cast, grad=cast, output=cast),
+            Rule.of("norm", "softmax", "wide", "promote", "pointwise", output=cast),
+        ),
+        None if parameters is None else casts.parse(parameters),
+    )
+
+
+_MIXED = "Micikevicius et al. 2018, arXiv 1710.03740"
+_TPU = "Google Cloud TPU documentation, 'The bfloat16 numerical format'"
+_ROWS = [
+    Preset("fp32", Policy(), LossScale(), Masters(), "plain torch, bit for bit", "IEEE 754 binary32"),
+    Preset(
+        "fp16",
+        _sixteen_bit("fp16"),
+        DYNAMIC,
+        Masters(),
+        "fp16 contractions, norms and softmax; fp32 parameters; dynamic loss scale",
+        f"{_MIXED}; the op lists of torch 2.13",
+    ),
+    Preset(
+        "bf16",
+        _sixteen_bit("bf16"),
+        LossScale(),
+        Masters(),
+        "bf16 contractions, norms and softmax; fp32 parameters; no loss scale",
+        "Kalamkar et al. 2019, arXiv 1905.12322; the op lists of torch 2.13",
+    ),
+    Preset(
+        "fp16-storage",
+        _sixteen_bit("fp16", "fp16"),
+        DYNAMIC,
+        Masters("fp32"),
+        "all weights, activations and gradients stored in fp16, fp32 master weights",
+        f"{_MIXED} (Apex O2)",
+    ),
+    Preset(
+        "bf16-storage",
+        _sixteen_bit("bf16", "bf16"),
+        LossScale(),
+        Masters("fp32"),
+        "all weights, activations and gradients stored in bf16, fp32 master weights",
+        _TPU,
+    ),
+    Preset(
+        "bf16-tpu",
+        _operands("bf16-tpu"),
+        LossScale(),
+        Masters(),
+        "parameters and activations fp32, contraction operands bf16 with subnormals flushed, sums in fp32",
+        _TPU,
+    ),
+    Preset(
+        "bf16-trunc",
+        _sixteen_bit("bf16-trunc"),
+        LossScale(),
+        Masters(),
+        "as bf16, but every conversion cuts the fp32 number after its first 16 bits",
+        "bfloat16 of the TensorFlow white paper, Abadi et al. 2016, arXiv 1603.04467, section 5.5",
+    ),
+    Preset(
+        "fp16-naive",
+        _sixteen_bit("fp16", "fp16"),
+        LossScale(),
+        Masters(),
+        "everything fp16, no master weights, no loss scale: shows what is lost",
+        f"{_MIXED}, section 3.1",
+    ),
+    Preset(
+        "fp8",
+        _operands("e4m3fn@fp32/tensor", "e5m2@fp32/tensor"),
+        LossScale(),
+        Masters(),
+        "contraction operands e4m3 forward and e5m2 backward, each tensor scaled by its own maximum",
+        "Micikevicius et al. 2022, arXiv 2209.05433",
+    ),
+]
+
+PRESETS: dict[str, Preset] = {
+    preset.name: replace(preset, policy=replace(preset.policy, name=preset.name)) for preset in _ROWS
+}
+
+
+def parse(cls, text: str | float | LossScale) -> LossScale:
+        """``none``, ``dynamic``, ``dynamic(1024)`` or a number, which is a static scale."""
+        if isinstance(text, LossScale):
+            return text
+        word = str(text).strip().lower()
+        if word in ("none", "off", "1", "1.0"):
+            return cls()
+        if word == "dynamic":
+            return cls("dynamic", 2.0**16)
+        inner = word[8:-1] if word.startswith("dynamic(") and word.endswith(")") else word
+        try:
+            scale = float(inner)
+        except ValueError:
+            raise InvalidInput(
+                f"loss scale {text!r} is not one: give none, a number such as 128, dynamic, or dynamic(1024)"
+            ) from None
+        if not 0 < scale < float("inf"):
+            raise InvalidInput(f"loss scale {text!r}: a scale is a finite number above zero, for example 128")
+        if inner is not word:
+            return cls("dynamic", scale, floor=min(1.0, scale))
+        return cls("static", scale, floor=min(1.0, scale))
+
+    def __str__(self) -> str:
+        if self.kind == "dynamic":
+            return "dynamic" if self.initial == 2.0**16 else f"dynamic({self.initial:g})"
+        return "none" if self.kind == "none" else f"{self.initial:g}"
+
+
+@dataclass(frozen=True)
+class Masters:
+    """How parameters that are stored in few bits are updated.
+
+    ``fp32``: a full-precision copy beside them (Micikevicius et al. 2018, section 3.1). ``split``: bf16 weights and a
+    16-bit remainder that together are the fp32 value. ``stochastic``: no copy, the update is rounded stochastically
+    (Zamirai et al. 2020, arXiv 2010.06192). ``none``: no copy, the update is rounded to nearest, and may be lost.
+    """
+
+    kind: str = "none"
+
+    KINDS = ("none", "fp32", "split", "stochastic")
+
+    def __post_init__(self) -> None:
+        if self.kind not in self.KINDS:
+            raise UnknownName(unknown("kind of master weights", self.kind, self.KINDS))
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A precision by name. `source` says whose definition it follows, `summary` what a user gets, in a line."""
+
+    name: str
+    policy: Policy
+    loss_scale: LossScale
+    masters: Masters
+    summary: str
+    source: str
+
+
+DYNAMIC = LossScale("dynamic", 2.0**16)
+
+
+def _sixteen_bit(cast: str, parameters: str | None = None) -> Policy:
+    """Contractions, norms and softmax in a 16-bit format; what needs fp32 in fp32; the rest in the type it finds."""
+    return Policy(
+        (
+            Rule.of("contraction", input=cast, weight=cast, grad=cast, output=cast),
+            Rule.of("norm", "softmax", input=cast, output=cast),
+            Rule.of("wide", input="fp32"),
+        ),
+        None if parameters is None else casts.parse(parameters),
+    )
+
+
+def _operands(forward: str | Cast, backward: str | Cast | None = None) -> Policy:
+    """Operands of contractions and their gradients in the format, every result and all else in fp32."""
+    backward = backward or forward
+    return Policy((Rule.of("contraction", input=forward, weight=forward, grad=backward),))
+
+
+def _every_tensor(cast: str, parameters: str | None) -> Policy:
+    """Every tensor that an op writes in the format: contractions, norms, softmax, sums and element-wise ops."""
+    return Policy(
+        (
+            Rule.of("contraction", input=cast, weight=cast, grad=cast, output=cast),
+            Rule.of("norm", "softmax", "wide", "promote", "pointwise", output=cast),
+        ),
+        None if parameters is None else casts.parse(parameters),
+    )
+
+
+_MIXED = "Micikevicius et al. 2018, arXiv 1710.03740"
+_TPU = "Google Cloud TPU documentation, 'The bfloat16 numerical format'"
+_ROWS = [
+    Preset("fp32", Policy(), LossScale(), Masters(), "plain torch, bit for bit", "IEEE 754 binary32"),
+    Preset(
+        "fp16",
+        _sixteen_bit("fp16"),
+        DYNAMIC,
+        Masters(),
+        "fp16 contractions, norms and softmax; fp32 parameters; dynamic loss scale",
+        f"{_MIXED}; the op lists of torch 2.13",
+    ),
+    Preset(
+        "bf16",
+        _sixteen_bit("bf16"),
+        LossScale(),
+        Masters(),
+        "bf16 contractions, norms and softmax; fp32 parameters; no loss scale",
+        "Kalamkar et al. 2019, arXiv 1905.12322; the op lists of torch 2.13",
+    ),
+    Preset(
+        "fp16-storage",
+        _sixteen_bit("fp16", "fp16"),
+        DYNAMIC,
+        Masters("fp32"),
+        "all weights, activations and gradients stored in fp16, fp32 master weights",
+        f"{_MIXED} (Apex O2)",
+    ),
+    Preset(
+        "bf16-storage",
+        _sixteen_bit("bf16", "bf16"),
+        LossScale(),
+        Masters("fp32"),
+        "all weights, activations and gradients stored in bf16, fp32 master weights",
+        _TPU,
+    ),
+    Preset(
+        "bf16-tpu",
+        _operands("bf16-tpu"),
+        LossScale(),
+        Masters(),
+        "parameters and activations fp32, contraction operands bf16 with subnormals flushed, sums in fp32",
+        _TPU,
+    ),
+    Preset(
+        "bf16-trunc",
+        _sixteen_bit("bf16-trunc"),
+        LossScale(),
+        Masters(),
+        "as bf16, but every conversion cuts the fp32 number after its first 16 bits",
+        "bfloat16 of the TensorFlow white paper, Abadi et al. 2016, arXiv 1603.04467, section 5.5",
+    ),
+    Preset(
+        "fp16-naive",
+        _sixteen_bit("fp16", "fp16"),
+        LossScale(),
+        Masters(),
+        "everything fp16, no master weights, no loss scale: shows what is lost",
+        f"{_MIXED}, section 3.1",
+    ),
+    Preset(
+        "fp8",
+        _operands("e4m3fn@fp32/tensor", "e5m2@fp32/tensor"),
+        LossScale(),
+        Masters(),
+        "contraction operands e4m3 forward and e5m2 backward, each tensor scaled by its own maximum",
+        "Micikevicius et al. 2022, arXiv 2209.05433",
+    ),
+]
+
+PRESETS: dict[str, Preset] = {
+    preset.name: replace(preset, policy=replace(preset.policy, name=preset.name)) for preset in _ROWS
+}
+
+
+def parse(precision: str | Preset | Policy | Path) -> Preset:
+    """A preset by name, a bare format for contraction operands and gradients (the rest fp32), or a policy file (.toml).
+
+    Raises InvalidInput with the near names for anything else.
+    """
+    if isinstance(precision, Preset):
+        return precision
+    if isinstance(precision, Policy):
+        return _of_policy(precision)
+    text = str(precision).strip()
+    if text in PRESETS:
+        return PRESETS[text]
+    if isinstance(precision, Path) or text.endswith(".toml"):
+        return _of_policy(Policy.load(text))
+    try:
+        cast = casts.parse(text)
+    except ValueError as error:
+        if "unknown format" not in str(error):
+            raise
+        names = [*PRESETS, *formats.FORMATS, *formats.ALIASES]
+        raise UnknownName(unknown("precision", text, names, shown=PRESETS) + "; or any format, such as e5m7") from None
+    return _of_cast(cast)
+
+
+def _of_cast(cast: Cast) -> Preset:
+    """Operands and gradients of contractions in a format of the user's, with a loss scale where its exponent is narrow.
+
+    Where too large a number would become NaN the forward operands saturate instead: gradients alone drive the scale.
+    """
+    if str(cast) in PRESETS:
+        return PRESETS[str(cast)]
+    forward = replace(cast, overflow=Overflow.SATURATE) if cast.overflow is Overflow.NAN else cast
+    scaled = isinstance(cast.format, ScaledFormat)
+    return Preset(
+        str(cast),
+        replace(_operands(forward, cast), name=str(cast)),
+        DYNAMIC if _is_narrow(cast) else LossScale(),
+        Masters(),
+        f"contraction operands and gradients in {cast}{' with its shared scale' if scaled else ''}, the rest fp32",
+        "a format given by the user",
+    )
+
+
+def _is_narrow(cast: Cast | None) -> bool:
+    """Whether gradients in this format need a loss scale: 5 exponent bits or fewer, and no scale of their own."""
+    return cast is not None and isinstance(cast.format, FloatFormat) and cast.format.exponent_bits <= 5
+
+
+def _of_policy(policy: Policy) -> Preset:
+    """A user's policy: loss scaling where a gradient goes through a narrow exponent, masters where parameters do."""
+    narrow = any(_is_narrow(rule.grad) for rule in policy.rules)
+    return Preset(
+        policy.name or "policy",
+        policy,
+        DYNAMIC if narrow else LossScale(),
+        Masters("fp32" if policy.parameters else "none"),
+        f"{len(policy.rules)} rules given by the user",
+        "a policy given by the user",
+    )
