@@ -112,8 +112,8 @@ class Rule:
         accumulate: str | Accumulation | None = None,
     ) -> Rule:
         """A rule with its casts given as text: ``Rule.of("conv*", where="stem.*", input="bf16", weight="bf16")``."""
-        given = (None if cast is None else casts.parse(cast) for cast in (input, weight, grad, output))
-        return cls(ops, where, *given, None if accumulate is None else Accumulation.parse(accumulate))
+        accumulation = None if accumulate is None else Accumulation.parse(accumulate)
+        return cls(ops, where, _cast(input), _cast(weight), _cast(grad), _cast(output), accumulation)
 
     def matches(self, op: str, op_class: str, path: str) -> bool:
         """Whether the rule speaks of this op at this module path ('' outside any module)."""
@@ -218,6 +218,10 @@ class Policy:
             f"policy {self.name or 'unnamed'} on op table {self.table}, parameters {self.parameters or 'as they are'}"
         )
         return "\n".join([head, *(f"  {index}. {rule}" for index, rule in enumerate(self.rules, 1))])
+
+
+def _cast(text: str | Cast | None) -> Cast | None:
+    return None if text is None else casts.parse(text)
 
 
 def _rule_lines(rule: Rule) -> Iterator[str]:
