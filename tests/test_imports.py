@@ -56,18 +56,17 @@ def test_it_takes_less_than_150_milliseconds(statement: str) -> None:
 
 def test_the_stubs_name_what_the_package_exports() -> None:
     stub = ast.parse(Path(lowp.__file__).with_suffix(".pyi").read_text())
-    named: set[str] = set()
+    bound: set[str] = set()
     for node in stub.body:
-        if isinstance(node, ast.ImportFrom):
-            # `X as X` is how a stub exports a name that it imports.
-            named.update(alias.asname for alias in node.names if alias.asname is not None)
-        elif isinstance(node, ast.Import):
-            named.update(alias.asname for alias in node.names if alias.asname is not None)
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            bound.update(alias.asname or alias.name for alias in node.names)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            named.add(node.target.id)
+            bound.add(node.target.id)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            named.add(node.name)
-    assert named - {"__all__"} == set(lowp.__all__)
+            bound.add(node.name)
+    assert sorted(bound) == lowp.__all__
+    exported = next(node.value for node in stub.body if isinstance(node, ast.Assign))
+    assert sorted(ast.literal_eval(exported)) == lowp.__all__
 
 
 def test_every_public_name_is_there() -> None:

@@ -8,9 +8,12 @@ __version__ = "0.1.0"
 
 # Public name -> "module:attribute", or "module" where the name is the module itself. Types are in __init__.pyi;
 # tests/test_imports.py holds the two together.
-_PUBLIC: dict[str, str] = {}
+_PUBLIC = {
+    "FORMATS": "lowp.formats:FORMATS",
+    "format": "lowp.formats:parse",
+}
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = sorted(["__version__", *_PUBLIC])
 
 
 def __getattr__(name: str) -> object:
