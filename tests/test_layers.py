@@ -22,9 +22,9 @@ TORCH_FREE = ("errors", "formats", "casts", "explain", "policy", "presets")
 
 def lint_imports(source: Path, configuration: Path) -> subprocess.CompletedProcess[str]:
     script = "from importlinter.cli import lint_imports_command; lint_imports_command()"
-    command = [sys.executable, "-c", script, "--no-cache", "--config", str(configuration)]
-    # The checkout's own sources, first in the path, whatever else is installed.
-    environment = {**os.environ, "PYTHONPATH": str(source)}
+    # -S keeps the hook of an editable install away, which would answer for lowp before the path does.
+    command = [sys.executable, "-S", "-c", script, "--no-cache", "--config", str(configuration)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), *filter(None, sys.path)])}
     return subprocess.run(command, cwd=configuration.parent, env=environment, capture_output=True, text=True)
 
 
@@ -48,8 +48,9 @@ def test_an_import_that_points_up_is_noticed(
 ) -> None:
     shutil.copytree(repository / "src" / "lowp", tmp_path / "src" / "lowp", ignore=shutil.ignore_patterns("*.so"))
     shutil.copy(repository / "pyproject.toml", tmp_path)
-    with (tmp_path / "src" / "lowp" / f"{module}.py").open("a") as file:
-        file.write(f"\n{line}\n")
+    package = tmp_path / "src" / "lowp" / module
+    file = package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
+    file.write_text(f"{file.read_text()}\n{line}\n")
     result = lint_imports(tmp_path / "src", tmp_path / "pyproject.toml")
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"{broken} BROKEN" in result.stdout
