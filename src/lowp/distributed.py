@@ -1,0 +1,71 @@
+"""What ranks must agree on: one small all-reduce. torch.distributed, DDP and FSDP2 carry everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import torch
+import torch.distributed
+
+from lowp.errors import InvalidInput
+
+# None: no rank but this one.
+Group: TypeAlias = "torch.distributed.ProcessGroup | None"
+
+
+def is_running() -> bool:
+    """Return whether torch.distributed is initialised in this process."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def world() -> Group:
+    """Return the group of all ranks, or None where torch.distributed is not initialised."""
+    return torch.distributed.group.WORLD if is_running() else None
+
+
+def resolve(group: object) -> Group:
+    """Return the process group that a user's argument means: a group itself, "auto" for `world()`, None for none."""
+    if group is None or (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)):
+        return group
+    if group == "auto":
+        return world()
+    raise InvalidInput(
+        f"process_group cannot be {group!r}: allowed are 'auto' (all ranks, once torch.distributed is initialised), "
+        "None (this rank decides alone) and a torch.distributed.ProcessGroup"
+    )
+
+
+def mesh_groups(tensors: Iterable[torch.Tensor]) -> list[torch.distributed.ProcessGroup]:
+    """Return the groups, each once, over which the DTensors among `tensors` are distributed."""
+    meshes = {id(mesh): mesh for tensor in tensors if (mesh := getattr(tensor, "device_mesh", None)) is not None}
+    groups = {id(group): group for mesh in meshes.values() for group in mesh.get_all_groups()}
+    return list(groups.values())
+
+
+def agree_on_maximum_(value: torch.Tensor, group: Group) -> None:
+    """Replace `value` by its maximum over the ranks of `group`, in place; every rank of the group must call this.
+
+    `value` is a flag or a small vector of flags, 0 or larger, never NaN. Nothing waits for an accelerator.
+    """
+    if group is None or group.size() == 1:
+        return
+    device = _device_for(value, group)
+    shared = value.to(device)
+    torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX, group=group)
+    if shared is not value:
+        value.copy_(shared)
+
+
+def _device_for(value: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.device:
+    """Return where the group can reduce: NCCL takes no CPU tensors, such as the flags of offloaded gradients."""
+    kinds = {device.type: device for device in _devices(group)}
+    if value.device.type in kinds or not kinds:
+        return value.device
+    kind = next(iter(kinds))
+    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+
+
+def _devices(group: torch.distributed.ProcessGroup) -> list[torch.device]:
+    configuration = torch.distributed.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    return [torch.device(part.partition(":")[0]) for part in configuration.split(",")]

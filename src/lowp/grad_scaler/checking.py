@@ -1,0 +1,164 @@
+"""Unscaling and checking gradients, and what is kept for whoever asks later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from lowp import distributed
+from lowp.compat import private
+from lowp.errors import Misuse
+from lowp.grad_scaler import gradients as grads
+from lowp.grad_scaler.provenance import all_finite
+from lowp.grad_scaler.state import ScalerState
+from lowp.scaling import SMALLEST_SCALE, AdaptiveLossScale, LossScaleState
+from lowp.scaling.loss_scale import underflow
+
+_Replicator = cast(Callable[[torch.Tensor], Any], private("torch.amp.grad_scaler._MultiDeviceReplicator"))
+_is_functorch_wrapped = cast(Callable[[torch.Tensor], bool], private("torch._C._functorch.is_functorch_wrapped_tensor"))
+
+Optimizer = torch.optim.Optimizer
+_MOST_LOSSES = 64  # of one step, that are looked at when gradients overflow
+
+
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    """Return 1 / scale, computed in fp64 as torch does; never infinite, so that a zero gradient stays zero."""
+    bounded = scale.clamp(min=SMALLEST_SCALE)
+    return bounded.reciprocal() if scale.device.type == "mps" else bounded.double().reciprocal().float()
+
+
+def combined(found: Mapping[Any, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the largest of some flags as a 0-dimensional fp32 tensor of its own on one device; 0 of none."""
+    flags = [flag.to(device, torch.float32, non_blocking=True).reshape(()) for flag in found.values()]
+    return torch.stack(flags).amax() if flags else torch.zeros((), device=device)
+
+
+def steps_by_itself(optimizer: Optimizer) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+class Checks(ScalerState):
+    """The half of a scaler that deals with gradients; each method works on one optimizer."""
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide an optimizer's gradients by the scale, in place, and note whether all were finite; reads nothing.
+
+        Once per optimizer and step, before clipping or looking at gradients; `step` does it otherwise. Sparse
+        gradients, and fp16 ones of an optimizer that allows them, may be replaced.
+        """
+        if not self._enabled:
+            return
+        state = self._state("unscale_")
+        stage = self._per_optimizer_states[id(optimizer)]
+        if stage["stage"] is OptState.UNSCALED:
+            raise Misuse(
+                "unscale_() has already been called on this optimizer since the last update(). Call it once a step, "
+                "after the last backward, or leave it to step()"
+            )
+        if stage["stage"] is OptState.STEPPED:
+            raise Misuse("unscale_() is being called after step(). Call it before, and update() after all steps")
+        allow_fp16 = bool(getattr(optimizer, "allows_fp16_gradients", False))
+        if allow_fp16:
+            grads.widen_fp16(optimizer)
+        found_inf = torch.zeros((), dtype=torch.float32, device=state.scale.device)
+        self._sample(optimizer, state, allow_fp16)
+        found = self._unscale_grads_(optimizer, _inverse(state.scale), found_inf, allow_fp16)
+        stage["found_inf_per_device"] = self._agreed(optimizer, found, found_inf)
+        stage["stage"] = OptState.UNSCALED
+
+    @torch.no_grad()
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool = True
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscale in place and return a flag a device; the name and the arguments are torch's."""
+        kinds = grads.by_kind(grads.collect(optimizer, allow_fp16))
+        found = self._checked(optimizer, kinds, inv_scale, found_inf)
+        inverses = _Replicator(inv_scale)
+        for (device, _), group in kinds.items():
+            grads.unscale_and_check_([each.values for each in group], found[device], inverses.get(device))
+        return found
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Note whether the gradients, left scaled, are finite and stay so when unscaled; a flag a device."""
+        state = self._state("_check_inf_per_device")
+        found_inf = torch.zeros((), dtype=torch.float32, device=state.scale.device)
+        self._sample(optimizer, state, True)
+        kinds = grads.by_kind(grads.collect(optimizer, True))
+        found = self._checked(optimizer, kinds, _inverse(state.scale), found_inf)
+        stage = self._per_optimizer_states[id(optimizer)]
+        stage["found_inf_per_device"] = self._agreed(optimizer, found, found_inf)
+        return cast("dict[str, Any]", stage["found_inf_per_device"])
+
+    @torch.no_grad()
+    def _checked(
+        self, optimizer: Optimizer, kinds: grads.Kinds, inverse: torch.Tensor, found_inf: torch.Tensor
+    ) -> dict[torch.device, torch.Tensor]:
+        """Return a flag a device, set if a gradient is not finite or will not be once unscaled; change no gradient.
+
+        Keeps on the device where the first one was: gradient clipping makes all of them NaN if one is.
+        """
+        if not kinds:
+            return {}
+        inverse = inverse.reshape(())
+        sizes = grads.largest(kinds, len(grads.parameters_of(optimizer)), inverse.device) * inverse
+        flag = (~torch.isfinite(sizes.float())).any().to(found_inf)
+        self._provenance.latch(optimizer, sizes, flag, self._about(inverse))
+        flags = _Replicator(torch.maximum(found_inf, flag))
+        for device, _ in kinds:
+            flags.get(device)
+        return cast("dict[torch.device, torch.Tensor]", flags._per_device_tensors)
+
+    def _about(self, inverse: torch.Tensor) -> torch.Tensor:
+        """Return what is kept of this step: its number, the scale, whether the losses were finite; fp64 on the device.
+
+        Not on mps, which has no fp64: fp32 there.
+        """
+        kind = torch.float32 if inverse.device.type == "mps" else torch.float64
+        step = torch.full((), float(self._steps), dtype=kind, device=inverse.device)
+        return torch.stack((step, inverse.to(kind).reciprocal(), all_finite(self._losses, step)))
+
+    def _agreed(
+        self, optimizer: Optimizer, found: dict[torch.device, torch.Tensor], nothing: torch.Tensor
+    ) -> dict[torch.device, torch.Tensor]:
+        """Let all ranks of the group, and of the meshes of DTensor gradients, have found what one of them has found."""
+        group = distributed.resolve(self._process_group)
+        if group is not None:
+            groups = [group]
+        elif distributed.is_running():
+            gradients = (p.grad for p in grads.parameters_of(optimizer) if p.grad is not None)
+            groups = distributed.mesh_groups(gradients)
+        else:
+            return found
+        groups = [each for each in groups if each.size() > 1]
+        if not groups:
+            return found
+        shared = combined(found, nothing.device) if found else nothing.clone()
+        for each in groups:
+            distributed.agree_on_maximum_(shared, each)
+        for flag in found.values():
+            flag.copy_(shared.to(flag, non_blocking=True).expand_as(flag))
+        return found or {shared.device: shared}
+
+    def _sample(self, optimizer: Optimizer, state: LossScaleState, allow_fp16: bool) -> None:
+        """Count the exponents of the scaled gradients, every so many steps."""
+        if not self._sample_interval or self._steps % self._sample_interval:
+            return
+        present = grads.collect(optimizer, allow_fp16)
+        counts = grads.exponent_histogram(present, state.scale.device)
+        self._exponents = counts if self._exponents is None else self._exponents + counts
+        name = self._scaling.format if isinstance(self._scaling, AdaptiveLossScale) else "fp16"
+        self._underflow = underflow(self._exponents, name)
+
+    def _remember_losses(self, outputs: object) -> None:
+        """Keep hold of the losses of this step: if gradients overflow, it is asked whether they were finite."""
+        if torch.compiler.is_compiling():
+            return
+        if isinstance(outputs, (list, tuple)):
+            for output in outputs:
+                self._remember_losses(output)
+        elif isinstance(outputs, torch.Tensor) and outputs.numel() == 1 and len(self._losses) < _MOST_LOSSES:
+            if not _is_functorch_wrapped(outputs):
+                self._losses.append(outputs.detach())

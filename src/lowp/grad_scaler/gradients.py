@@ -1,0 +1,160 @@
+"""The gradients of an optimizer: found, grouped by device and dtype, unscaled, checked, and counted by exponent."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias, cast
+
+import torch
+
+from lowp.compat import private
+from lowp.errors import InvalidInput
+
+_unscale_and_check_ = cast(
+    Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], None],
+    private("torch._amp_foreach_non_finite_check_and_unscale_"),
+)
+_foreach_norm = cast(Callable[..., list[torch.Tensor]], private("torch._foreach_norm"))
+
+# How many elements a sample of the exponents looks at, over all gradients; a share of 1e-4 is then known to 10 %.
+SAMPLE_ELEMENTS = 1 << 20
+
+
+class Gradient(NamedTuple):
+    """One gradient: the tensor that holds its values on this rank, and where its parameter stands in the optimizer."""
+
+    values: torch.Tensor
+    position: int  # counted over all parameters of all groups
+
+
+Kinds: TypeAlias = "dict[tuple[torch.device, torch.dtype], list[Gradient]]"
+_WIDE = (torch.float64, torch.complex128)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups in order; AssertionError (as torch) for anything that is no tensor."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        if not isinstance(parameter, torch.Tensor):
+            raise AssertionError(f"expected param to be torch.Tensor, got {type(parameter).__name__}")
+    return parameters
+
+
+def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Gradient]:
+    """Return the gradients that are there; those of sparse ones are their coalesced values, of DTensors the local part.
+
+    Raises InvalidInput for fp16 gradients if those are not allowed, before anything is changed.
+    """
+    present = [(place, p, p.grad) for place, p in enumerate(parameters_of(optimizer)) if p.grad is not None]
+    if not allow_fp16 and any(gradient.dtype == torch.float16 for _, _, gradient in present):
+        raise InvalidInput(
+            "Attempting to unscale FP16 gradients. Unscaled, the small ones are flushed to zero: keep the parameters "
+            "in fp32 and cast in autocast, or keep fp32 masters: lowp.MasterWeights(optimizer)"
+        )
+    return [Gradient(_values(parameter, gradient), place) for place, parameter, gradient in present]
+
+
+def _values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    if gradient.is_sparse:
+        # Values that share an index are added here, where the sum may overflow, and not unseen in the optimizer. For
+        # fp16 in fp32, so that the sum is rounded once.
+        if gradient.dtype is torch.float16:
+            parameter.grad = gradient = gradient.float().coalesce().half()
+        elif not gradient.is_coalesced():
+            parameter.grad = gradient = gradient.coalesce()
+        return gradient._values()
+    to_local = getattr(gradient, "to_local", None)
+    return gradient if to_local is None else cast(torch.Tensor, to_local())
+
+
+def widen_fp16(optimizer: torch.optim.Optimizer) -> None:
+    """Replace fp16 gradients by the same values in fp32, so that unscaling flushes nothing.
+
+    For optimizers that keep masters. `grad_dtype = None` is torch's way of allowing it for an fp16 parameter.
+    """
+    for parameter in parameters_of(optimizer):
+        if parameter.grad is not None and parameter.grad.dtype == torch.float16:
+            widened = parameter.grad.float()
+            parameter.grad = None
+            parameter.grad_dtype = None
+            parameter.grad = widened
+
+
+def by_kind(gradients: Iterable[Gradient]) -> Kinds:
+    """Group by device and dtype, which is what torch's multi-tensor kernels take at once."""
+    groups: Kinds = defaultdict(list)
+    for gradient in gradients:
+        groups[gradient.values.device, gradient.values.dtype].append(gradient)
+    return groups
+
+
+def unscale_and_check_(values: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+    """Multiply by `inverse` in place; set `found_inf` to 1 if a value was infinite or NaN before. One pass."""
+    _unscale_and_check_(values, found_inf, inverse)
+
+
+def largest(kinds: Kinds, count: int, device: torch.device) -> torch.Tensor:
+    """Return the largest magnitude of each gradient by position: [count] on `device`, 0 where there is none.
+
+    inf or NaN if the gradient holds one; fp64 if one is, otherwise fp32. A complex number counts as its larger part.
+    One pass over the gradients that only reads.
+    """
+    wide = torch.float64 if any(kind in _WIDE for _, kind in kinds) else torch.float32
+    found: dict[int, torch.Tensor] = {}
+    for (place, _), group in kinds.items():
+        filled = [each for each in group if each.values.numel()]
+        if not filled:
+            continue
+        values = [_real(each.values.detach()) for each in filled]
+        sizes = _magnitudes_on_cpu(values) if place.type == "cpu" else torch.stack(_foreach_norm(values, math.inf))
+        sizes = sizes.to(device, wide, non_blocking=True)
+        if len(filled) == count:  # all of them in one go, and then in order
+            return sizes
+        found |= zip((each.position for each in filled), sizes.unbind(), strict=True)
+    nothing = torch.zeros((), dtype=wide, device=device)
+    return torch.stack([found.get(place, nothing) for place in range(count)]) if count else nothing.new_zeros(0)
+
+
+def _magnitudes_on_cpu(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Take both ends of the range, which torch vectorises; its inf-norm on a CPU takes 25 times as long."""
+    low, high = zip(*(torch.aminmax(value) for value in values), strict=True)
+    return torch.maximum(torch.stack(high), -torch.stack(low))
+
+
+def _real(values: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+def largest_finite(kinds: Kinds) -> float:
+    """Return the largest finite magnitude among all values, 0 if there is none. Waits for the device."""
+    found = 0.0
+    for group in kinds.values():
+        sizes = [_real(each.values.detach()).abs() for each in group if each.values.numel()]
+        if sizes:
+            finite = [torch.nan_to_num(size, nan=0.0, posinf=0.0).amax() for size in sizes]
+            found = max(found, *torch.stack(finite).tolist())
+    return found
+
+
+def exponent_histogram(gradients: Sequence[Gradient], device: torch.device) -> torch.Tensor:
+    """Count the finite nonzero values by their biased fp32 exponent: int64[256] on `device`, a sample of large sets.
+
+    Every n-th element is looked at, n odd, so that rows of even length are not looked at in one column only. fp32
+    subnormals count in field 0.
+    """
+    counts = torch.zeros(256, dtype=torch.int64, device=device)
+    total = sum(gradient.values.numel() for gradient in gradients)
+    stride = max(total // SAMPLE_ELEMENTS, 1) | 1
+    for gradient in gradients:
+        counts += _exponents(gradient.values.detach().reshape(-1)[::stride]).to(device, non_blocking=True)
+    return counts
+
+
+def _exponents(sample: torch.Tensor) -> torch.Tensor:
+    bits = _real(sample).float().contiguous().view(torch.int32)
+    magnitude = (bits & 0x7FFFFFFF).reshape(-1)
+    field = (magnitude >> 23).long()
+    counts = torch.zeros(256, dtype=torch.int64, device=sample.device)
+    return counts.scatter_add_(0, field, ((magnitude != 0) & (field != 255)).long())

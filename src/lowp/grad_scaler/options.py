@@ -1,0 +1,161 @@
+"""What a GradScaler can be told: torch's arguments in torch's two spellings, and lowp's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+
+from lowp.distributed import resolve
+from lowp.errors import InvalidInput, Misuse, unknown
+from lowp.scaling import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    AdaptiveLossScale,
+    DynamicLossScale,
+    LossScale,
+    StaticLossScale,
+)
+
+# torch.amp.GradScaler's order; torch.cuda.amp's is the same without the device.
+_POSITIONAL = ("device", "init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
+
+
+# torch's state dict
+_ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+class MissingEntries(InvalidInput, KeyError):
+    """A state dict that lacks entries; a KeyError too, since torch raises that."""
+
+    __str__ = Exception.__str__
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments of GradScaler; see there for what they mean."""
+
+    device: str | torch.device | None = None
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+    loss_scale: LossScale | float | str | None = None
+    dynamic: bool = True
+    floor: float = SMALLEST_SCALE
+    ceiling: float = LARGEST_SCALE
+    hysteresis: int = 1
+    target_underflow: float | None = None
+    sample_interval: int | None = None
+    patience: int = 25
+    process_group: Any = "auto"
+
+    @classmethod
+    def read(cls, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Options:
+        """Read a call in torch.amp's spelling, or in torch.cuda.amp's where the first argument is a number."""
+        in_cuda_spelling = bool(arguments) and isinstance(arguments[0], Real) and not isinstance(arguments[0], bool)
+        positional = _POSITIONAL[1:] if in_cuda_spelling else _POSITIONAL
+        if len(arguments) > len(positional):
+            raise TypeError(
+                f"GradScaler takes at most {len(positional)} positional arguments here ({', '.join(positional)}), "
+                f"not {len(arguments)}; give the others by name"
+            )
+        given = dict(zip(positional, arguments, strict=False))
+        for name in keywords:
+            if name not in cls.__dataclass_fields__:
+                raise TypeError(unknown("argument of GradScaler", name, cls.__dataclass_fields__))
+            if name in given:
+                raise TypeError(f"GradScaler got two values for {name!r}, one by position and one by name")
+        options = cls(**given, **keywords)
+        resolve(options.process_group)
+        return options
+
+    def scaling(self) -> LossScale:
+        """Return the loss scale that is asked for."""
+        asked = self.loss_scale
+        bounds = {"floor": self.floor, "ceiling": self.ceiling}
+        if isinstance(asked, LossScale):
+            return asked
+        if isinstance(asked, Real) and not isinstance(asked, bool):
+            return StaticLossScale(float(asked), **bounds)
+        if asked not in (None, "dynamic", "static"):
+            raise InvalidInput(
+                f"loss_scale cannot be {asked!r}: allowed are a number (a static scale), 'dynamic', 'static' and an "
+                "object such as lowp.scaling.DynamicLossScale(...)"
+            )
+        if asked == "static" or not self.dynamic:
+            return StaticLossScale(self.init_scale, **bounds)
+        moves = {name: getattr(self, name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
+        moves |= {"hysteresis": self.hysteresis, **bounds}
+        if self.target_underflow is None:
+            return DynamicLossScale(self.init_scale, **moves)
+        return AdaptiveLossScale(self.init_scale, **moves, target_underflow=self.target_underflow)
+
+    def device_type(self) -> str:
+        """Return the kind of device: the one given, else the accelerator that torch has, else the CPU."""
+        if self.device is not None:
+            return torch.device(self.device).type
+        accelerator = torch.accelerator.current_accelerator()
+        return "cpu" if accelerator is None else accelerator.type
+
+    def usable(self, stacklevel: int) -> bool:
+        """Return whether the scaler is enabled; warn as torch does where CUDA was asked for and is not there."""
+        if self.enabled and self.device_type() == "cuda" and not torch.cuda.is_available():
+            message = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
+            warnings.warn(message, stacklevel=stacklevel)
+            return False
+        return bool(self.enabled)
+
+    def interval_of(self, scaling: LossScale) -> int:
+        """Return after how many steps the exponents are looked at again."""
+        interval = self.sample_interval
+        if interval is None:
+            interval = 10 if isinstance(scaling, AdaptiveLossScale) else 100
+        if interval < 0 or self.patience < 1:
+            raise InvalidInput(
+                f"sample_interval={interval} and patience={self.patience} are numbers of steps: allowed are 0 (never) "
+                "or more for the first and 1 or more for the second"
+            )
+        return interval
+
+
+class Loaded(NamedTuple):
+    """A scaler's state dict, read and found good."""
+
+    scaling: LossScale
+    scale: float
+    good_steps: int
+    overflows: int
+    stuck: int
+    steps: int
+
+
+def read_state(state: Mapping[str, Any], scaling: LossScale) -> Loaded:
+    """Read torch's or lowp's state dict for a scaler with this loss scale; raise for what it cannot hold."""
+    if not isinstance(state, Mapping):
+        raise InvalidInput(f"a scaler's state is a dictionary as state_dict() returns it, not a {type(state).__name__}")
+    if len(state) == 0:
+        raise Misuse(
+            "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
+            "Load nothing, or start with enabled=False"
+        )
+    missing = [name for name in _ENTRIES if name not in state]
+    if missing:
+        raise MissingEntries(f"a scaler's state needs {', '.join(_ENTRIES)}; missing: {', '.join(missing)}")
+    scale = scaling.check(state["scale"], "the scale of the loaded state")
+    if isinstance(scaling, DynamicLossScale) and state["growth_factor"] != 1.0:  # 1.0: saved by a static scaler
+        scaling = dataclasses.replace(scaling, **{name: state[name] for name in _ENTRIES[1:4]})
+    own = state.get("lowp", {})
+    if not isinstance(own, Mapping):
+        raise InvalidInput(f"the loaded state's entry 'lowp' is a dictionary of counters, not {own!r}")
+    counters = {"_growth_tracker": state["_growth_tracker"], **own}
+    for name, value in counters.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            raise InvalidInput(f"the loaded state has {name}={value!r}; a number of steps is needed, 0 or more")
+    overflows, stuck, steps = (own.get(name, 0) for name in ("overflows", "stuck", "steps"))
+    return Loaded(scaling, scale, state["_growth_tracker"], overflows, stuck, steps)

@@ -1,0 +1,170 @@
+"""Where the first non-finite gradient was: kept on the device without waiting for it, read when somebody asks."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lowp.errors import LowpError
+from lowp.grad_scaler.gradients import parameters_of
+
+
+class NonFiniteGradients(LowpError, FloatingPointError):
+    """Gradients stay infinite or NaN although the loss scale is at its floor; the text names where they begin."""
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first non-finite gradient of a skipped step, first in the order of backward, and what is known about it.
+
+    `kind` is "inf" or "nan". `maximum` is the largest finite gradient of that step, unscaled: over all values where the
+    skip was decided on the host right after unscaling, else over the parameters whose gradients were finite throughout;
+    None if there were none. `others` are the other parameters with non-finite gradients, in the same order. An empty
+    name means that only another rank has seen one. `loss_finite` is None where no loss went through `scale`.
+    """
+
+    name: str
+    kind: str
+    step: int
+    scale: float
+    maximum: float | None
+    others: tuple[str, ...] = ()
+    loss_finite: bool | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.kind} first in the gradient of {self.name}" if self.name else "inf or nan on another rank"
+        more = f", and in {len(self.others)} more (next: {self.others[0]})" if self.others else ""
+        loss = "; the loss itself was not finite" if self.loss_finite is False else ""
+        if self.maximum is None:
+            largest = "no gradient was finite"
+        else:
+            largest = f"largest finite gradient {self.maximum:,.6g} ({self.maximum * self.scale:,.6g} scaled)"
+        return f"{where}{more}, step {self.step}, {largest}, loss scale {self.scale:,.6g}{loss}"
+
+
+class Names:
+    """The names of parameters and the order in which backward reaches them, as far as they are known.
+
+    Parameters are held weakly. `watch(model)` gives names, and one backward gives the order; until then it is the
+    reverse of the optimizer's order, and names come from the optimizer's own groups where it was given named ones.
+    """
+
+    def __init__(self) -> None:
+        self._names: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+        self._order: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Learn the names of a model's parameters, and during the next backward their order."""
+        for name, parameter in model.named_parameters():
+            self._names[parameter] = ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+            if parameter.requires_grad and parameter.is_leaf:
+                register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+                self._handles.append(register(self._reached))
+
+    def learned(self) -> None:
+        """End the learning of the order, if a backward has been seen."""
+        if self._handles and len(self._order):
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+
+    def of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Return the name of each parameter of an optimizer, or its place and shape where it has none."""
+        names = []
+        for number, group in enumerate(optimizer.param_groups):
+            given = group.get("param_names")
+            for place, parameter in enumerate(group["params"]):
+                fallback = f"param_groups[{number}]['params'][{place}], shape {tuple(parameter.shape)}"
+                names.append(self._names.get(parameter) or (given[place] if given else fallback))
+        return names
+
+    def backward_order(self, optimizer: torch.optim.Optimizer) -> list[int]:
+        """Return the positions of an optimizer's parameters, those first whose gradient is ready first."""
+        parameters = parameters_of(optimizer)
+        unknown = len(self._order)
+        return sorted(range(len(parameters)), key=lambda place: (self._order.get(parameters[place], unknown), -place))
+
+    def _reached(self, parameter: torch.Tensor) -> None:
+        if parameter not in self._order:
+            self._order[parameter] = len(self._order)
+
+
+@dataclass
+class _Record:
+    """What is kept of the last skipped step of one optimizer, on the device or on the host."""
+
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    sizes: torch.Tensor  # [parameters]: largest magnitude of each gradient, unscaled; 0 where there is none
+    about: torch.Tensor  # [3]: step (-1: no step was skipped yet), scale, whether the loss was finite (-1: not known)
+    maximum: tuple[int, float] | None = None  # a step, and its largest finite magnitude, where the host looked
+
+
+class Provenance:
+    """The last skipped step of each optimizer."""
+
+    def __init__(self) -> None:
+        self.names = Names()
+        self._records: dict[int, _Record] = {}
+
+    def latch(
+        self, optimizer: torch.optim.Optimizer, sizes: torch.Tensor, found: torch.Tensor, about: torch.Tensor
+    ) -> None:
+        """Keep this step if `found`, else what was kept before; decided on the device."""
+        before = self._records.get(id(optimizer))
+        if before is None or before.optimizer() is not optimizer or before.sizes.shape != sizes.shape:
+            before = _Record(weakref.ref(optimizer), torch.zeros_like(sizes), torch.full_like(about, -1.0))
+        bad = (found > 0).reshape(())
+        self._records[id(optimizer)] = _Record(
+            before.optimizer,
+            torch.where(bad, sizes, before.sizes.to(sizes)),
+            torch.where(bad, about, before.about.to(about)),
+            before.maximum,
+        )
+
+    def sharpen(self, optimizer: torch.optim.Optimizer, step: int, maximum: float) -> None:
+        """Add the exact largest finite magnitude of a step of which the host knows that it is skipped."""
+        record = self._records.get(id(optimizer))
+        if record is not None:
+            record.maximum = (step, maximum)
+
+    def last(self) -> NonFinite | None:
+        """Return the latest skipped step that is known, or None. Waits for the device."""
+        found = [found for record in self._records.values() if (found := self._read(record)) is not None]
+        return max(found, key=lambda each: each.step, default=None)
+
+    def _read(self, record: _Record) -> NonFinite | None:
+        optimizer = record.optimizer()
+        step, scale, loss = record.about.tolist()
+        if optimizer is None or step < 0:
+            return None
+        sizes = record.sizes.tolist()
+        names = self.names.of(optimizer)
+        order = [place for place in self.names.backward_order(optimizer) if place < len(sizes)]
+        bad = [place for place in order if not math.isfinite(sizes[place])]
+        maximum = max((size for size in sizes if 0 < size < math.inf), default=None)
+        if record.maximum is not None and record.maximum[0] == step:
+            maximum = record.maximum[1]
+        return NonFinite(
+            name=names[bad[0]] if bad else "",
+            kind="inf or nan" if not bad else "nan" if math.isnan(sizes[bad[0]]) else "inf",
+            step=int(step),
+            scale=scale,
+            maximum=maximum,
+            others=tuple(names[place] for place in bad[1:]),
+            loss_finite=None if loss < 0 else bool(loss),
+        )
+
+
+def all_finite(losses: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return 1 if all the losses are finite, 0 if one is not, -1 if there are none; dtype and device of `like`."""
+    if not losses:
+        return torch.full_like(like, -1.0)
+    return torch.stack([torch.isfinite(loss).all().to(like, non_blocking=True) for loss in losses]).amin()

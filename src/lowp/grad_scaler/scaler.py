@@ -1,0 +1,259 @@
+"""The scaler itself: torch's order of calls, and what it can be asked beside torch's."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import defaultdict
+from typing import Any, cast, overload
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import OptState
+
+from lowp.errors import Misuse
+from lowp.grad_scaler import gradients as grads
+from lowp.grad_scaler.checking import Checks, Optimizer, combined, steps_by_itself
+from lowp.grad_scaler.options import Options
+from lowp.grad_scaler.provenance import NonFinite, NonFiniteGradients
+from lowp.grad_scaler.state import OutOfOrder, new_stage
+from lowp.scaling import DynamicLossScale, GradientsSeen, LossScale
+from lowp.session import BatchNormJournal
+
+
+class GradScaler(Checks):
+    """Scale losses so that small gradients survive, skip steps that overflow, and move the scale; as torch.amp's.
+
+    Takes the place of torch.amp.GradScaler(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+    and of torch.cuda.amp.GradScaler(init_scale, ...), told apart by a number as first argument; isinstance holds for
+    both. Without a device it is the accelerator's, or the CPU's where there is none. By keyword:
+
+    * loss_scale: a number (static), "dynamic", or a `lowp.scaling` object; `dynamic=False` keeps init_scale.
+    * floor, ceiling: what the scale never leaves; by default the normal fp32 numbers, so it is never 0, inf or NaN.
+    * hysteresis: the scale backs off at that many overflows since it last grew (1: at once).
+    * target_underflow: grow when more than this share of the gradients would be flushed by fp16, by what is needed.
+    * sample_interval: steps between two looks at the exponents of the gradients (0: none).
+    * patience: steps in a row that may overflow with the scale at its floor before NonFiniteGradients is raised.
+    * process_group: the ranks that skip together: "auto" (all, once torch.distributed is initialised), a group, or None
+      (this rank alone: for scalers that not every rank steps). One all-reduce of one number an optimizer and step.
+
+    Beside torch: `stepped`, `stepped_for(optimizer)`, `nonfinite`, `underflow`, `watch(model)`, `protect(model)`.
+    Optimizers with `_step_supports_amp_scaling` (torch's fused ones, lowp's own) are stepped without waiting for the
+    device; for others one read decides. An optimizer with `allows_fp16_gradients` may hold fp16 parameters.
+    """
+
+    @overload
+    def __init__(
+        self,
+        device: str | torch.device | None = ...,
+        init_scale: float = ...,
+        growth_factor: float = ...,
+        backoff_factor: float = ...,
+        growth_interval: int = ...,
+        enabled: bool = ...,
+        *,
+        loss_scale: LossScale | float | str | None = ...,
+        dynamic: bool = ...,
+        floor: float = ...,
+        ceiling: float = ...,
+        hysteresis: int = ...,
+        target_underflow: float | None = ...,
+        sample_interval: int | None = ...,
+        patience: int = ...,
+        process_group: Any = ...,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        init_scale: float,
+        growth_factor: float = ...,
+        backoff_factor: float = ...,
+        growth_interval: int = ...,
+        enabled: bool = ...,
+        **keywords: Any,
+    ) -> None: ...
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        options = Options.read(arguments, keywords)
+        super().__init__(options, enabled=options.usable(stacklevel=3))
+
+    # -- a step, in the order of its calls
+    def scale(self, outputs: Any) -> Any:
+        """Return a tensor, or nested iterables of tensors, times the scale; differentiable, nothing is read."""
+        if self._enabled:
+            self._remember_losses(outputs)
+        return super().scale(outputs)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale, unless `unscale_` did, and call `optimizer.step(*args, **kwargs)` if all gradients were finite.
+
+        Returns what that returns, None for a skipped step; `stepped` says which. No closures.
+        """
+        if not self._enabled:
+            self._note_stepped(optimizer, torch.ones((), dtype=torch.bool))
+            return cast("float | None", optimizer.step(*args, **kwargs))
+        if "closure" in kwargs or (args and callable(args[0])):
+            raise Misuse(
+                "Closure use is not currently supported if GradScaler is enabled. Compute the loss and its gradients "
+                "first, then call step(optimizer); LBFGS needs a scaler with enabled=False"
+            )
+        self._state("step")
+        stage = self._per_optimizer_states[id(optimizer)]
+        if stage["stage"] is OptState.STEPPED:
+            raise Misuse("step() has already been called since the last update(). Call update() once after each step")
+        if steps_by_itself(optimizer):
+            returned = self._step_unread(optimizer, stage, *args, **kwargs)
+        else:
+            stage["untouched"] = stage["stage"] is OptState.READY
+            if stage["untouched"]:
+                self.unscale_(optimizer)
+            self._require_checks(stage)
+            returned = self._maybe_opt_step(optimizer, stage, *args, **kwargs)
+        stage["stage"] = OptState.STEPPED
+        return returned
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        """Read once whether the gradients were finite, and step if they were."""
+        state = self._state("step")
+        found = combined(optimizer_state["found_inf_per_device"], state.scale.device)
+        skip, scale = torch.stack((found, state.scale.reshape(()))).tolist()
+        at_floor = scale <= self._scaling.floor or not isinstance(self._scaling, DynamicLossScale)
+        self._skipped_at_floor.append(bool(skip) and at_floor)
+        self._note_stepped(optimizer, found == 0)
+        if not skip:
+            return cast("float | None", optimizer.step(*args, **kwargs))
+        if optimizer_state.get("untouched"):
+            largest = grads.largest_finite(grads.by_kind(grads.collect(optimizer, True)))
+            self._provenance.sharpen(optimizer, self._steps, largest)
+        return None
+
+    def _step_unread(self, optimizer: Optimizer, stage: dict[str, Any], *args: Any, **kwargs: Any) -> float | None:
+        """Hand the flag and the scale to an optimizer that skips and unscales by itself; nothing is read."""
+        scale = self._state("step").scale
+        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            warnings.warn(
+                "GradScaler is going to stop passing itself as a keyword argument to the passed optimizer. In the near "
+                "future GradScaler registers `grad_scale: Tensor` and `found_inf: Tensor` to the passed optimizer and "
+                "let the optimizer use them directly.",
+                FutureWarning,
+                stacklevel=3,
+            )
+            returned = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+            found = combined(stage["found_inf_per_device"], scale.device)
+            self._note_stepped(optimizer, found == 0)
+            return cast("float | None", returned)
+        unscaled = stage["stage"] is OptState.UNSCALED
+        if not unscaled:
+            self._check_inf_per_device(optimizer)
+        self._require_checks(stage)
+        found = combined(stage["found_inf_per_device"], scale.device)
+        given = getattr(optimizer, "grad_scale", None)
+        optimizer.grad_scale = given if unscaled else scale * (1 if given is None else given)  # type: ignore[attr-defined]
+        optimizer.found_inf = found  # type: ignore[attr-defined]
+        try:
+            returned = optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale  # type: ignore[attr-defined]
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        self._note_stepped(optimizer, found == 0)
+        return cast("float | None", returned)
+
+    def _require_checks(self, stage: dict[str, Any]) -> None:
+        if not stage["found_inf_per_device"]:
+            raise OutOfOrder(
+                "No inf checks were recorded for this optimizer. None of its parameters has a gradient: call "
+                "scaler.scale(loss).backward() before scaler.step(optimizer)"
+            )
+
+    def _note_stepped(self, optimizer: Optimizer, stepped: torch.Tensor) -> None:
+        self._stepped = self._stepped_by[optimizer] = stepped
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Move the scale by what the steps since the last update found; reads nothing. Once, after all steps.
+
+        `new_scale`, a number or a 1-element tensor, sets it instead (a tensor is read). Raises NonFiniteGradients when
+        gradients overflowed `patience` times in a row with the scale at its floor; the update is done all the same.
+        """
+        if not self._enabled:
+            return
+        state = self._state("update")
+        found = [
+            flag for stage in self._per_optimizer_states.values() for flag in stage["found_inf_per_device"].values()
+        ]
+        if new_scale is not None:
+            state.scale.fill_(self._manual_scale(new_scale))
+        elif not found:
+            raise OutOfOrder("No inf checks were recorded prior to update. Call step(optimizer) or unscale_ before")
+        if found:
+            nonfinite = combined(dict(enumerate(found)), state.scale.device)
+            for journal in self._journals:
+                journal.settle(nonfinite == 0)
+            if new_scale is None:
+                moved = self._scaling.observe(state, GradientsSeen(nonfinite, self._exponents))
+                for kept, new in zip(state, moved, strict=True):
+                    kept.copy_(new.expand_as(kept))
+        self._per_optimizer_states = defaultdict(new_stage)
+        self._losses = []
+        self._exponents = None
+        self._steps += 1
+        self._provenance.names.learned()
+        if self._skipped_at_floor:
+            self._watchdog.read(any(self._skipped_at_floor))
+            self._skipped_at_floor = []
+        if found and self._watchdog.too_many(state.stuck):
+            self._raise_stuck()
+
+    def _manual_scale(self, new_scale: float | torch.Tensor) -> float:
+        if isinstance(new_scale, torch.Tensor):
+            if new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad:
+                raise OutOfOrder(
+                    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
+                    f"requires_grad=False. It has {new_scale.numel()} elements on {new_scale.device} and "
+                    f"requires_grad={new_scale.requires_grad}; this scaler works on {self._device}"
+                )
+            new_scale = float(new_scale.item())
+        return self._scaling.check(new_scale, "new_scale")
+
+    def _raise_stuck(self) -> None:
+        known = self.nonfinite
+        raise NonFiniteGradients(
+            f"{self._patience} steps in a row were skipped with the loss scale at {self.get_scale():.6g}, from where "
+            f"it does not fall: {known or 'no gradient of this rank was seen to overflow'}. A smaller scale cannot "
+            "help: look at that module's inputs and weights, at the learning rate and at the loss, or keep it in fp32"
+        )
+
+    # -- beside torch's
+    @property
+    def stepped(self) -> torch.Tensor:
+        """Whether the last `step` stepped: a 0-dimensional bool tensor on the device; False before the first.
+
+        `if scaler.stepped: scheduler.step()` waits for the device; `torch.where(scaler.stepped, new, old)` does not.
+        """
+        return torch.zeros((), dtype=torch.bool) if self._stepped is None else self._stepped
+
+    def stepped_for(self, optimizer: Optimizer) -> torch.Tensor:
+        """Return whether the last `step` of this optimizer stepped, as `stepped` does."""
+        stepped = self._stepped_by.get(optimizer)
+        return torch.zeros((), dtype=torch.bool) if stepped is None else stepped
+
+    @property
+    def nonfinite(self) -> NonFinite | None:
+        """Where the latest skipped step was first not finite, or None before one was skipped. Waits for the device."""
+        return self._provenance.last() if self._enabled else None
+
+    @property
+    def underflow(self) -> torch.Tensor | None:
+        """The share of the nonzero gradients that fp16 flushes at the scale of the last sample; None before it."""
+        return self._underflow
+
+    def watch(self, model: nn.Module) -> None:
+        """Name this model's parameters in `nonfinite`, learn the order of its backward, and `protect` it."""
+        self._provenance.names.watch(model)
+        self.protect(model)
+
+    def protect(self, model: nn.Module) -> None:
+        """Put a model's running statistics (BatchNorm) back at `update` if any step since the last one was skipped."""
+        self._journals.append(BatchNormJournal(model))

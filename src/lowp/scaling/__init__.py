@@ -1,0 +1,31 @@
+"""Who chooses a scale from what was seen: one shape for loss scales and for the scales of tensors.
+
+A scaling is a frozen description with `init() -> state`, `observe(state, seen) -> state` and `scale(state)`. The state
+is a tuple of tensors on the device; it is what a checkpoint holds. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from lowp.scaling.loss_scale import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    AdaptiveLossScale,
+    DynamicLossScale,
+    GradientsSeen,
+    LossScale,
+    LossScaleState,
+    StaticLossScale,
+)
+from lowp.scaling.protocol import Scaling
+
+__all__ = [
+    "LARGEST_SCALE",
+    "SMALLEST_SCALE",
+    "AdaptiveLossScale",
+    "DynamicLossScale",
+    "GradientsSeen",
+    "LossScale",
+    "LossScaleState",
+    "Scaling",
+    "StaticLossScale",
+]

@@ -1,0 +1,241 @@
+"""Loss scales: static, dynamic (as torch's), and one that follows the exponents of the gradients.
+
+Whatever is observed in whatever order, a scale stays a finite fp32 number between its floor and its ceiling: torch's
+own underflows to 0, after which the next finite gradients become 0 * inf = NaN and are written into the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import NamedTuple
+
+import torch
+
+from lowp.errors import InvalidInput
+from lowp.formats import FloatFormat, parse
+
+# The smallest normal and the largest fp32 number. Below the former the reciprocal, with which gradients are unscaled,
+# would be infinite.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = (2.0 - 2.0**-23) * 2.0**127
+
+_FP32_BIAS = 127
+
+
+class InvalidLossScale(InvalidInput, AssertionError):
+    """A loss scale, or what moves it, outside what can work; an AssertionError too, since torch raises that."""
+
+
+class LossScaleState(NamedTuple):
+    """What a loss scale remembers: 0-dimensional tensors on one device."""
+
+    scale: torch.Tensor  # fp32
+    good_steps: torch.Tensor  # int32: steps with finite gradients since the scale last moved or a step was skipped
+    overflows: torch.Tensor  # int32: skipped steps since the scale last grew, for the hysteresis
+    stuck: torch.Tensor  # int32: skipped steps in a row while the scale was at its floor
+
+
+class GradientsSeen(NamedTuple):
+    """What one step saw of the gradients, as tensors."""
+
+    nonfinite: torch.Tensor  # 0-dimensional; larger than 0 if any gradient was infinite or NaN
+    exponents: torch.Tensor | None = None  # int64[256]: finite nonzero SCALED gradients by biased fp32 exponent
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """A scale between a floor and a ceiling; what moves it is said by its subclasses.
+
+    `initial`, `floor` and `ceiling` are finite fp32 numbers, 2**-126 or larger; otherwise InvalidLossScale is raised.
+    """
+
+    initial: float = 2.0**16
+    floor: float = SMALLEST_SCALE
+    ceiling: float = LARGEST_SCALE
+
+    def __post_init__(self) -> None:
+        bounds = (self.floor, self.ceiling)
+        if not all(map(_is_real, bounds)) or not SMALLEST_SCALE <= self.floor <= self.ceiling <= LARGEST_SCALE:
+            raise InvalidLossScale(
+                f"a loss scale cannot move between floor={self.floor!r} and ceiling={self.ceiling!r}: allowed are "
+                f"{SMALLEST_SCALE:.8g} <= floor <= ceiling <= {LARGEST_SCALE:.8g} (the normal fp32 numbers)"
+            )
+        self.check(self.initial, "the initial loss scale")
+
+    def check(self, value: object, what: str) -> float:
+        """Return `value` as a float if the scale may take it; raise InvalidLossScale, naming `what` it was, if not."""
+        number = float(value) if isinstance(value, Real) else math.nan
+        if not self.floor <= number <= self.ceiling:
+            raise InvalidLossScale(
+                f"{what} cannot be {value!r}: allowed is a finite number from the floor {self.floor:.8g} to the "
+                f"ceiling {self.ceiling:.8g}. Powers of two lose no bit; 65536 is a usual start for fp16"
+            )
+        return number
+
+    def init(self, device: torch.device | str | None = None) -> LossScaleState:
+        """Return the state at the start: `initial`, and nothing seen."""
+        scale = torch.full((), self.initial, dtype=torch.float32, device=device)
+        return LossScaleState(scale, *(torch.zeros((), dtype=torch.int32, device=device) for _ in range(3)))
+
+    def observe(self, state: LossScaleState, seen: GradientsSeen) -> LossScaleState:
+        """Return the state after one step; the scale stays, only the counters move."""
+        _, good_steps, overflows, stuck = self._count(state, seen)
+        return LossScaleState(self._bounded(state.scale), good_steps, overflows, stuck)
+
+    def scale(self, state: LossScaleState) -> torch.Tensor:
+        """Return the scale, a 0-dimensional fp32 tensor."""
+        return state.scale
+
+    def _count(self, state: LossScaleState, seen: GradientsSeen) -> tuple[torch.Tensor, ...]:
+        bad = (seen.nonfinite > 0).reshape(())
+        good_steps = torch.where(bad, 0, state.good_steps + 1)
+        stuck = torch.where(bad & self._at_floor(state), state.stuck + 1, 0)
+        return bad, good_steps, state.overflows + bad, stuck
+
+    def _at_floor(self, state: LossScaleState) -> torch.Tensor:
+        """Return whether no smaller scale is left to try."""
+        return state.scale <= self.floor
+
+    def _bounded(self, scale: torch.Tensor) -> torch.Tensor:
+        """Keep a scale within its bounds; NaN, which compares false with everything, becomes the floor."""
+        return torch.where(scale >= self.floor, scale, self.floor).clamp(max=self.ceiling)
+
+
+@dataclass(frozen=True)
+class StaticLossScale(LossScale):
+    """A loss scale that stays what it is; steps with non-finite gradients are skipped all the same."""
+
+    def _at_floor(self, state: LossScaleState) -> torch.Tensor:
+        return torch.ones_like(state.scale, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class DynamicLossScale(LossScale):
+    """Grow after `growth_interval` good steps in a row, back off when a step overflows: torch's rule, with bounds.
+
+    `hysteresis`: the scale backs off at that many overflows since it last grew, and at each one from there on; 1 backs
+    off at once, as torch does. A growth beyond fp32 is not taken. Micikevicius et al. 2018, arXiv 1710.03740, sec. 3.2;
+    hysteresis as in Megatron-LM.
+    """
+
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not _is_real(self.growth_factor) or not 1.0 < self.growth_factor < math.inf:
+            raise InvalidLossScale(
+                f"The growth factor must be > 1.0 and finite, not {self.growth_factor!r}; 2.0 is usual"
+            )
+        if not _is_real(self.backoff_factor) or not 0.0 < self.backoff_factor < 1.0:
+            raise InvalidLossScale(
+                f"The backoff factor must be < 1.0 and larger than 0, not {self.backoff_factor!r}; 0.5 is usual"
+            )
+        for name in ("growth_interval", "hysteresis"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 2**31:
+                raise InvalidLossScale(f"{name} must be a number of steps from 1 to 2**31 - 1, not {value!r}")
+
+    def observe(self, state: LossScaleState, seen: GradientsSeen) -> LossScaleState:
+        """Return the state after one step."""
+        bad, good_steps, overflows, stuck = self._count(state, seen)
+        grows, grown = self._growth(state, good_steps, overflows, seen)
+        grows = grows & ~bad
+        lowered = _product(state.scale, self.backoff_factor)
+        scale = torch.where(bad & (overflows >= self.hysteresis), lowered, torch.where(grows, grown, state.scale))
+        return LossScaleState(
+            self._bounded(scale), torch.where(grows, 0, good_steps), torch.where(grows, 0, overflows), stuck
+        )
+
+    def _growth(
+        self, state: LossScaleState, good_steps: torch.Tensor, overflows: torch.Tensor, seen: GradientsSeen
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return whether the scale may grow now, and to what; a growth to infinity stays where it was, as torch's."""
+        grown = _product(state.scale, self.growth_factor)
+        return good_steps >= self.growth_interval, torch.where(torch.isfinite(grown), grown, state.scale)
+
+
+@dataclass(frozen=True)
+class AdaptiveLossScale(DynamicLossScale):
+    """A dynamic loss scale that grows when gradients underflow, by as much as is needed, and not by the clock.
+
+    When exponents are seen and more than `target_underflow` (a share, 0 to 1) of the nonzero gradients would be flushed
+    to zero by `format`, the scale grows by the smallest power of two that brings the share down to the target, leaving
+    `headroom` powers of two between the largest gradient and the format's maximum. After an overflow it waits for
+    `growth_interval` good steps before it grows again; it backs off as DynamicLossScale does.
+    """
+
+    target_underflow: float = 1e-3
+    format: str = "fp16"
+    headroom: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.target_underflow < 1.0:
+            raise InvalidLossScale(
+                f"target_underflow is a share of the gradients from 0 to below 1, not {self.target_underflow!r}; "
+                "1e-3 lets one in a thousand be flushed"
+            )
+        flush_field(self.format)
+
+    def _growth(
+        self, state: LossScaleState, good_steps: torch.Tensor, overflows: torch.Tensor, seen: GradientsSeen
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if seen.exponents is None:
+            return torch.zeros_like(state.scale, dtype=torch.bool), state.scale
+        number_format = _float_format(self.format)
+        counts = seen.exponents.to(state.scale.device)
+        below = counts.cumsum(0)
+        # Growing by 2**k moves every field up by k, so that what was flushed below `flush` is then flushed below
+        # flush - k. Shares fall with k, hence the number of shares above the target is the smallest k that meets it.
+        flush = flush_field(self.format)
+        needed = (below[: flush + 1] > self.target_underflow * below[-1]).sum()
+        fields = torch.arange(counts.numel(), device=counts.device)
+        largest = torch.where(counts > 0, fields, 0).amax()
+        room = (number_format.max_exponent + _FP32_BIAS - self.headroom - largest).clamp(min=0)
+        power = torch.minimum(needed, room)
+        grown = torch.ldexp(state.scale, power.to(torch.int32))
+        quiet = (overflows == 0) | (good_steps >= self.growth_interval)
+        return quiet & (power > 0), torch.where(torch.isfinite(grown), grown, state.scale)
+
+
+def flush_field(name: str) -> int:
+    """Return the largest biased fp32 exponent of which every number is rounded to zero by a format.
+
+    With subnormals that is everything below half the smallest one; without, everything below the smallest normal.
+    """
+    number_format = _float_format(name)
+    smallest = number_format.smallest_subnormal
+    flushed_below = number_format.smallest_normal if smallest is None else smallest / 2
+    return max(math.frexp(flushed_below)[1] - 2 + _FP32_BIAS, 0)
+
+
+def underflow(exponents: torch.Tensor, name: str = "fp16") -> torch.Tensor:
+    """Return the share of the nonzero gradients that a format flushes, as a 0-dimensional fp32 tensor; 0 of none."""
+    flushed = exponents[: flush_field(name) + 1].sum()
+    return (flushed / exponents.sum().clamp(min=1)).to(torch.float32)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _float_format(name: str) -> FloatFormat:
+    number_format = parse(name)
+    if not isinstance(number_format, FloatFormat):
+        raise InvalidInput(
+            f"underflow is measured against a floating-point format such as fp16 or e5m2, not against {name!r}, "
+            "which shares a scale"
+        )
+    return number_format
+
+
+def _product(scale: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply in fp64 and round once, as torch's kernel does; mps has no fp64."""
+    if scale.device.type == "mps":
+        return scale * factor
+    return (scale.double() * factor).float()

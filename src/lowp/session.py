@@ -1,0 +1,82 @@
+"""What is remembered within a training step: so far, the running statistics of batch normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lowp.compat import private
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+_foreach_copy_ = cast(Callable[[list[torch.Tensor], list[torch.Tensor]], None], private("torch._foreach_copy_"))
+
+
+class BatchNormJournal:
+    """Running statistics as they were when the step began, put back if the step is skipped, without a host sync.
+
+    A forward that overflows writes infinities into the running statistics although its step is then skipped; the next
+    evaluation is NaN. Call `settle(stepped)` once a step, after the optimizer: statistics of a step that stepped are
+    kept, those of a skipped one are replaced by what `begin` saw. `settle` begins the next step, and so does loading a
+    state dict into the model; call `begin` yourself after any other change from outside the training loop.
+
+    Covers every module with running_mean and running_var (BatchNorm, SyncBatchNorm, InstanceNorm), on any device.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [
+            module for module in model.modules() if isinstance(getattr(module, "running_mean", None), torch.Tensor)
+        ]
+        self._saved: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        register: Callable[..., RemovableHandle] = model.register_load_state_dict_post_hook
+        self._loading = register(lambda module, keys: self.begin())
+        self.begin()
+
+    def __len__(self) -> int:
+        """Return how many modules are journalled."""
+        return len(self._modules)
+
+    def close(self) -> None:
+        """Let go of the model; `settle` does nothing from now on."""
+        self._loading.remove()
+        self._modules = []
+        self._saved = []
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Remember the statistics as they are now."""
+        self._saved = [(buffers, _flat(buffers)) for buffers in self._buffers()]
+
+    @torch.no_grad()
+    def settle(self, stepped: torch.Tensor) -> None:
+        """Keep the statistics where `stepped` (a 0-dimensional bool tensor) is true, else restore them; begin anew.
+
+        A handful of kernels a device and dtype, however many modules there are. A buffer that was replaced since
+        `begin`, for instance by `model.to(...)`, is left as it is this once.
+        """
+        present = {id(buffer) for buffers in self._buffers() for buffer in buffers}
+        for buffers, before in self._saved:
+            kept = torch.where(stepped.to(before.device, non_blocking=True), _flat(buffers), before)
+            pieces = torch.split(kept, [buffer.numel() for buffer in buffers])
+            pairs = [pair for pair in zip(buffers, pieces, strict=True) if id(pair[0]) in present]
+            if pairs:
+                _foreach_copy_([buffer for buffer, _ in pairs], [piece.view_as(buffer) for buffer, piece in pairs])
+        self.begin()
+
+    def _buffers(self) -> list[list[torch.Tensor]]:
+        """Return the statistics' tensors, those of one device and dtype together."""
+        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for module in self._modules:
+            for name in _STATISTICS:
+                buffer = getattr(module, name, None)
+                if isinstance(buffer, torch.Tensor):
+                    groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        return list(groups.values())
+
+
+def _flat(buffers: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([buffer.reshape(-1) for buffer in buffers])
