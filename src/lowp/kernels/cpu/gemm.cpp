@@ -1,0 +1,417 @@
+// The integer matrix product: which micro-kernel, which part of the result where, and the C functions.
+#include "gemm.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <new>
+
+#include "parallel.hpp"
+
+namespace lowp {
+
+#if !defined(__x86_64__)
+const Micro* micro_avx2() { return nullptr; }
+const Micro* micro_avx512() { return nullptr; }
+#endif
+#if !defined(__aarch64__)
+const Micro* micro_neon() { return nullptr; }
+#endif
+
+const Micro* choose_micro(const char* name) {
+  const Micro* best_first[] = {micro_avx512(), micro_avx2(), micro_neon(), micro_portable()};
+  for (const Micro* micro : best_first)
+    if (micro && (!name || !*name || std::strcmp(name, micro->name) == 0)) return micro;
+  return nullptr;
+}
+
+void Tally::merge(const Tally& other) {
+  saturated += other.saturated;
+  largest_mantissa = std::max(largest_mantissa, other.largest_mantissa);
+  largest_sum = std::max(largest_sum, other.largest_sum);
+  largest_value = std::max(largest_value, other.largest_value);
+}
+
+void Target::offsets(int64_t first, int64_t count, int64_t* out) const {
+  for (int64_t i = 0; i < count; i++) out[i] = first + i;
+}
+
+namespace {
+
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
+// Memory that a thread keeps for its next call: fresh pages would cost as much as packing does.
+template <class T>
+class Scratch {
+ public:
+  T* get(int64_t count) {
+    if (count > size_) {
+      memory_.reset();
+      void* memory = nullptr;
+      if (posix_memalign(&memory, 64, static_cast<size_t>(count) * sizeof(T)) != 0) throw std::bad_alloc();
+      memory_.reset(static_cast<T*>(memory));
+      size_ = count;
+    }
+    return memory_.get();
+  }
+  void release_above(int64_t bytes) {
+    if (size_ * static_cast<int64_t>(sizeof(T)) > bytes) {
+      memory_.reset();
+      size_ = 0;
+    }
+  }
+
+ private:
+  std::unique_ptr<T[], Free> memory_;
+  int64_t size_ = 0;
+};
+
+constexpr int64_t KEPT_BYTES = int64_t{64} << 20;
+
+// One packed side of one product: its panels one after the other, each over the whole depth.
+struct Packed {
+  int64_t panels, pairs, block_count;
+  int32_t* data;
+  float* bounds;
+  const int32_t* panel(int64_t index, int width, int64_t pair) const { return data + (index * pairs + pair) * width; }
+  const float* bound(int64_t index, int64_t block) const { return bounds + (index * block_count + block) * BOUNDS; }
+};
+
+// Packs [k0, k1) of one panel and its bounds.
+void pack_panel(const Packer& packer, const Operand& operand, int64_t panel, int64_t k0, int64_t k1, int32_t* data,
+                float* bounds) {
+  operand.pack(packer, panel * packer.width, k0, k1, data);
+  packer.bound((k1 - k0 + 1) / 2, data, bounds);
+}
+
+// Packs the same side of all products, in parallel over panels.
+class PackedSides {
+ public:
+  PackedSides(const Packer& packer, const std::vector<const Operand*>& operands, const std::vector<int64_t>& depths,
+              Scratch<int32_t>& data, Scratch<float>& bounds, int threads) {
+    int64_t data_size = 0, bounds_size = 0, panels = 0;
+    std::vector<int64_t> first_panel;
+    for (size_t i = 0; i < operands.size(); i++) {
+      const int64_t depth = depths[i];
+      Packed side{divide_up(operands[i]->count, packer.width), (depth + 1) / 2, blocks(depth), nullptr, nullptr};
+      first_panel.push_back(panels);
+      panels += side.panels;
+      data_size += side.panels * side.pairs * packer.width;
+      bounds_size += side.panels * side.block_count * BOUNDS;
+      sides.push_back(side);
+    }
+    int32_t* next_data = data.get(data_size);
+    float* next_bounds = bounds.get(bounds_size);
+    for (Packed& side : sides) {
+      side.data = next_data;
+      side.bounds = next_bounds;
+      next_data += side.panels * side.pairs * packer.width;
+      next_bounds += side.panels * side.block_count * BOUNDS;
+    }
+    parallel_for(panels, 4, threads, [&](int64_t begin, int64_t end) noexcept {
+      size_t i = std::upper_bound(first_panel.begin(), first_panel.end(), begin) - first_panel.begin() - 1;
+      for (int64_t panel = begin; panel < end; panel++) {
+        while (i + 1 < sides.size() && panel >= first_panel[i + 1]) i++;
+        const Packed& side = sides[i];
+        const int64_t index = panel - first_panel[i];
+        for (int64_t k = 0; k < depths[i]; k += STEP)
+          pack_panel(packer, *operands[i], index, k, std::min(k + STEP, depths[i]),
+                     side.data + (index * side.pairs + k / 2) * packer.width,
+                     side.bounds + (index * side.block_count + k / BLOCK) * BOUNDS);
+      }
+    });
+  }
+  std::vector<Packed> sides;
+};
+
+// A part of one result: some panels of rows times some panels of columns, over the whole depth.
+struct Unit {
+  size_t product;
+  int64_t row, rows, column, columns;   // in panels
+};
+
+void cut(int64_t total, int64_t at_most, std::vector<int64_t>& begins) {
+  const int64_t parts = std::max<int64_t>(1, divide_up(total, std::max<int64_t>(1, at_most)));
+  begins.clear();
+  for (int64_t part = 0; part <= parts; part++) begins.push_back(total * part / parts);
+}
+
+// Rows a unit: what stays in the second-level cache beside the accumulators. Columns: likewise; fewer when threads wait.
+std::vector<Unit> plan(const Micro& micro, const std::vector<Product>& products, bool right_ahead, int threads) {
+  std::vector<Unit> units;
+  for (int64_t shrink = 1; shrink <= 8; shrink *= 2) {
+    units.clear();
+    for (size_t i = 0; i < products.size(); i++) {
+      const int64_t rows = divide_up(products[i].left->count, micro.rows);
+      const int64_t columns = divide_up(products[i].right->count, micro.columns);
+      if (rows == 0 || columns == 0) continue;
+      std::vector<int64_t> row_cuts, column_cuts;
+      cut(rows, (right_ahead ? 96 : 384) / micro.rows, row_cuts);
+      const int64_t unit_rows = divide_up(rows, static_cast<int64_t>(row_cuts.size()) - 1) * micro.rows;
+      const int64_t unit_columns = std::min<int64_t>(256, 32768 / unit_rows) / micro.columns / shrink;
+      cut(columns, unit_columns, column_cuts);
+      for (size_t c = 0; c + 1 < column_cuts.size(); c++)
+        for (size_t r = 0; r + 1 < row_cuts.size(); r++)
+          units.push_back({i, row_cuts[r], row_cuts[r + 1] - row_cuts[r], column_cuts[c], column_cuts[c + 1] - column_cuts[c]});
+    }
+    if (threads == 1 || units.size() >= 4 * static_cast<size_t>(threads)) break;
+  }
+  return units;
+}
+
+struct Buffers {
+  Scratch<int32_t> right, split;
+  Scratch<float> right_bounds, chained;
+  Scratch<int64_t> exact;
+  Scratch<uint8_t> split_ready;
+};
+
+template <class T>
+T* accumulators(Buffers& buffers, int64_t count);
+template <>
+float* accumulators<float>(Buffers& buffers, int64_t count) { return buffers.chained.get(count); }
+template <>
+int64_t* accumulators<int64_t>(Buffers& buffers, int64_t count) { return buffers.exact.get(count); }
+
+void add(const Micro& micro, int64_t pairs, const Left& a, const int32_t* b, const float* b_bounds, float* out) {
+  micro.add_chained(pairs, a, b, b_bounds, out);
+}
+void add(const Micro& micro, int64_t pairs, const Left& a, const int32_t* b, const float* b_bounds, int64_t* out) {
+  micro.add_exact(pairs, a, b, b_bounds, out);
+}
+
+// Writes one tile of results to where the target wants it.
+template <class Out>
+class Writer {
+ public:
+  Writer(const Micro& micro, const Product& product) : micro_(micro), product_(product) {}
+
+  void begin_columns(int64_t panel) {
+    first_ = panel * micro_.columns;
+    count_ = std::min<int64_t>(micro_.columns, product_.right->count - first_);
+    product_.target->offsets(first_, count_, offsets_);
+    together_ = true;
+    for (int64_t j = 0; j < count_; j++) together_ = together_ && offsets_[j] == offsets_[0] + j;
+  }
+
+  void write(int64_t row_panel) {
+    const int64_t first_row = row_panel * micro_.rows;
+    const int64_t rows = std::min<int64_t>(micro_.rows, product_.left->count - first_row);
+    Out* data = static_cast<Out*>(product_.target->data) + first_row * product_.target->row_stride;
+    for (int64_t i = 0; i < rows; i++) write_row(data + i * product_.target->row_stride, results + i * micro_.columns);
+  }
+
+  alignas(64) Out results[12 * 32];
+
+ private:
+  void write_row(Out* row, const Out* from) const {
+    if (!together_) {
+      for (int64_t j = 0; j < count_; j++)
+        if (offsets_[j] >= 0) row[offsets_[j]] = from[j];
+    } else if (count_ % 16 == 0) {   // of known size, so no call
+      for (int64_t j = 0; j < count_; j += 16) std::memcpy(row + offsets_[0] + j, from + j, 16 * sizeof(Out));
+    } else {
+      std::memcpy(row + offsets_[0], from, static_cast<size_t>(count_) * sizeof(Out));
+    }
+  }
+
+  const Micro& micro_;
+  const Product& product_;
+  int64_t first_ = 0, count_ = 0, offsets_[64];
+  bool together_ = false;
+};
+
+// Sums all tiles of a unit over the depth, step by step, and writes each tile when it has its last step; `finish` turns a
+// tile of sums into a tile of results. Tile (column, row) lies at (column * rows + row) * tile size, or all lie at the
+// same place when one step is the whole depth.
+template <class T, class Out, class Finish>
+void run_tiles(const Micro& micro, const Unit& unit, const Product& product, const Packed& left, const Packed* right,
+               Buffers& buffers, Finish finish) {
+  const int64_t tile = micro.rows * micro.columns, depth = product.depth;
+  const bool one_step = depth <= STEP;
+  const int64_t sums_size = one_step ? tile : tile * unit.rows * unit.columns;
+  T* sums = accumulators<T>(buffers, sums_size);
+  std::memset(sums, 0, static_cast<size_t>(sums_size) * sizeof(T));
+  const int64_t split_size = STEP / 2 * micro.rows;
+  int32_t* split = buffers.split.get(2 * split_size * unit.rows);
+  uint8_t* ready = buffers.split_ready.get(unit.rows);
+  int32_t* right_panel = right ? nullptr : buffers.right.get(STEP / 2 * micro.columns);
+  float* right_bounds = right ? nullptr : buffers.right_bounds.get(STEP / BLOCK * BOUNDS);
+  Writer<Out> writer(micro, product);
+  int64_t k = 0;
+  do {   // once also for a depth of 0, which writes zeros
+    const int64_t end = std::min(k + STEP, depth), pairs = (end - k + 1) / 2;
+    std::memset(ready, 0, static_cast<size_t>(unit.rows));
+    for (int64_t c = 0; c < unit.columns; c++) {
+      const int32_t* b = right_panel;
+      const float* b_bounds = right_bounds;
+      if (right) {
+        b = right->panel(unit.column + c, micro.columns, k / 2);
+        b_bounds = right->bound(unit.column + c, k / BLOCK);
+      } else {
+        pack_panel(micro.right, *product.right, unit.column + c, k, end, right_panel, right_bounds);
+      }
+      if (end == depth) writer.begin_columns(unit.column + c);
+      for (int64_t r = 0; r < unit.rows; r++) {
+        const Left a{left.panel(unit.row + r, micro.rows, k / 2), left.bound(unit.row + r, k / BLOCK), pairs,
+                     split + 2 * split_size * r, split_size, ready + r};
+        T* tile_sums = one_step ? sums : sums + (c * unit.rows + r) * tile;
+        if (one_step) std::memset(sums, 0, static_cast<size_t>(tile) * sizeof(T));
+        add(micro, pairs, a, b, b_bounds, tile_sums);
+        if (end < depth) continue;
+        finish(tile_sums, writer.results);
+        writer.write(unit.row + r);
+      }
+    }
+    k = end;
+  } while (k < depth);
+}
+
+void run_unit(const Micro& micro, const Unit& unit, const Product& product, const Packed& left, const Packed* right,
+              const Format& format, Buffers& buffers, Tally& tally) {
+  // |sum| <= depth * 2^30: below 2^51 the cheap conversion to double is exact
+  const bool narrow = product.depth < int64_t{1} << 21;
+  const int exponent = format.exponent;
+  switch (format.kind) {
+    case Kind::chained:
+      return run_tiles<float, float>(micro, unit, product, left, right, buffers, [&](const float* from, float* to) {
+        micro.finish_chained(from, exponent, to, tally);
+      });
+    case Kind::int16:
+      return run_tiles<int64_t, int16_t>(micro, unit, product, left, right, buffers, [&](const int64_t* from, int16_t* to) {
+        micro.finish_int16(from, narrow, exponent, format.lowest, to, tally);
+      });
+    case Kind::float32:
+      return run_tiles<int64_t, float>(micro, unit, product, left, right, buffers, [&](const int64_t* from, float* to) {
+        micro.finish_float(from, narrow, exponent, to, tally);
+      });
+    case Kind::float64:
+      return run_tiles<int64_t, double>(micro, unit, product, left, right, buffers, [&](const int64_t* from, double* to) {
+        micro.finish_double(from, narrow, exponent, to, tally);
+      });
+    case Kind::int64:
+      return run_tiles<int64_t, int64_t>(micro, unit, product, left, right, buffers, [&](const int64_t* from, int64_t* to) {
+        micro.finish_int64(from, narrow, to, tally);
+      });
+  }
+}
+
+}  // namespace
+
+void run(const Micro& micro, const std::vector<Product>& products, const Format& format, bool right_ahead, int threads,
+         Tally& tally) {
+  static thread_local Scratch<int32_t> left_data, right_data;
+  static thread_local Scratch<float> left_bounds, right_bounds;
+  std::vector<const Operand*> lefts, rights;
+  std::vector<int64_t> depths;
+  for (const Product& product : products) {
+    lefts.push_back(product.left);
+    rights.push_back(product.right);
+    depths.push_back(product.depth);
+  }
+  const PackedSides left(micro.left, lefts, depths, left_data, left_bounds, threads);
+  std::unique_ptr<PackedSides> right;
+  if (right_ahead) right.reset(new PackedSides(micro.right, rights, depths, right_data, right_bounds, threads));
+  const std::vector<Unit> units = plan(micro, products, right_ahead, threads);
+  std::mutex mutex;
+  bool out_of_memory = false;
+  parallel_for(static_cast<int64_t>(units.size()), 1, threads, [&](int64_t begin, int64_t end) noexcept {
+    static thread_local Buffers buffers;
+    Tally seen;
+    bool failed = false;
+    try {
+      for (int64_t u = begin; u < end; u++) {
+        const Unit& unit = units[static_cast<size_t>(u)];
+        run_unit(micro, unit, products[unit.product], left.sides[unit.product],
+                 right ? &right->sides[unit.product] : nullptr, format, buffers, seen);
+      }
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    tally.merge(seen);
+    out_of_memory = out_of_memory || failed;
+  });
+  if (out_of_memory) throw std::bad_alloc();
+  left_data.release_above(KEPT_BYTES);
+  right_data.release_above(KEPT_BYTES);
+}
+
+namespace {
+
+// A matrix of which one stride is 1.
+class Matrix : public Operand {
+ public:
+  Matrix(const int16_t* data, int64_t count, int64_t stride_count, int64_t stride_depth)
+      : Operand(count), data_(data), stride_count_(stride_count), stride_depth_(stride_depth) {}
+
+  void pack(const Packer& packer, int64_t first, int64_t k0, int64_t k1, int32_t* panel) const override {
+    if (stride_depth_ == 1) {
+      const int16_t* lines[64];
+      for (int w = 0; w < packer.width; w++)
+        lines[w] = first + w < count ? data_ + (first + w) * stride_count_ + k0 : nullptr;
+      packer.lines(lines, k1 - k0, panel);
+      return;
+    }
+    int64_t offsets[STEP];
+    for (int64_t k = k0; k < k1; k++) offsets[k - k0] = k * stride_depth_;
+    packer.rows(data_ + first, offsets, k1 - k0, count - first, panel);
+  }
+
+ private:
+  const int16_t* data_;
+  const int64_t stride_count_, stride_depth_;
+};
+
+}  // namespace
+}  // namespace lowp
+
+// The name of the micro-kernel that `forced` ("" = the best) leads to, or null where this machine cannot run it.
+LOWP_EXPORT const char* lowp_integer_kernel(const char* forced) {
+  const lowp::Micro* micro = lowp::choose_micro(forced);
+  return micro ? micro->name : nullptr;
+}
+
+// c[b] = a[b] times b[b] for `batch` pairs of int16 matrices; see matmul_exact and matmul_chained in integer.py.
+//   sizes   batch, m, n, k
+//   strides of a: batch, m, k; of b: batch, n, k (one of the last two is 1 each); of c: batch, m (n has stride 1)
+//   kind    0 chained fp32; exact: 1 int16, 2 fp32, 3 fp64, 4 int64
+//   seen    int64[3]: saturated, largest mantissa, largest sum; largest: the largest value written (chained)
+// Returns 0; 1 where `forced` names a kernel this machine lacks; 2 where memory ran out.
+LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const int16_t* b, void* c, const int64_t* sizes,
+                                    const int64_t* strides, int kind, int exponent, int lowest, int threads,
+                                    int64_t* seen, double* largest) {
+  const lowp::Micro* micro = lowp::choose_micro(forced);
+  if (!micro) return 1;
+  try {
+    const int64_t batch = sizes[0], m = sizes[1], n = sizes[2], k = sizes[3];
+    static const int64_t bytes[] = {4, 2, 4, 8, 8};
+    std::vector<lowp::Matrix> lefts, rights;
+    std::vector<lowp::Target> targets(static_cast<size_t>(batch));
+    std::vector<lowp::Product> products;
+    lefts.reserve(static_cast<size_t>(batch));
+    rights.reserve(static_cast<size_t>(batch));
+    for (int64_t i = 0; i < batch; i++) {
+      lefts.emplace_back(a + i * strides[0], m, strides[1], strides[2]);
+      rights.emplace_back(b + i * strides[3], n, strides[4], strides[5]);
+      lowp::Target& target = targets[static_cast<size_t>(i)];
+      target.data = static_cast<char*>(c) + i * strides[6] * bytes[kind];
+      target.row_stride = strides[7];
+      products.push_back({&lefts.back(), &rights.back(), k, &target});
+    }
+    lowp::Tally tally;
+    lowp::run(*micro, products, {static_cast<lowp::Kind>(kind), exponent, lowest}, true, threads, tally);
+    seen[0] = tally.saturated;
+    seen[1] = tally.largest_mantissa;
+    seen[2] = tally.largest_sum;
+    *largest = tally.largest_value;
+    return 0;
+  } catch (const std::exception&) {
+    return 2;
+  }
+}

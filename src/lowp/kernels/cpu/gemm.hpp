@@ -1,0 +1,115 @@
+// The integer matrix product: what the driver, the convolution and the micro-kernels of each instruction set share.
+//
+// Words used here. A "panel" is `width` rows of A or columns of B over a range of the depth K, packed as [K / 2][width]
+// pairs of int16 in one int32 (low half = even element), zero where the operand ends. A "tile" is the rows x columns
+// block of the result that one micro-kernel holds in registers. The depth is cut at fixed places, whatever the machine:
+// every BLOCK elements the sum is exact and (chained) rounded to fp32, every CHUNK elements a bound is kept.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#define LOWP_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace lowp {
+
+constexpr int64_t BLOCK = 256;      // DFP-16: at most 256 accumulation steps before the sum goes to fp32
+constexpr int64_t CHUNK = 32;       // the shortest chain that is cheaper than splitting one operand into bytes
+constexpr int64_t STEP = 512;       // depth for which a panel of B (16 KiB) stays in the first-level cache
+constexpr int BOUNDS = 1 + BLOCK / CHUNK;   // per block: the bound of the block, then of each chunk
+
+static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t blocks(int64_t depth) { return divide_up(depth, BLOCK); }
+
+// What was seen while results were written. Merging is order-free, so it does not depend on the number of threads.
+struct Tally {
+  int64_t saturated = 0;         // elements that did not fit int16
+  int64_t largest_mantissa = 0;  // max |int16 written|, after saturation
+  int64_t largest_sum = 0;       // max |exact sum|, before rounding and saturation
+  double largest_value = 0;      // max |value written|, chained
+  void merge(const Tally& other);
+};
+
+// One panel of A seen by a tile: packed pairs, their bounds, and room for the bytes it is split into when no chain is safe.
+struct Left {
+  const int32_t* pairs;
+  const float* bounds;
+  int64_t step_pairs;
+  int32_t* split;         // [high bytes | low bytes], `split_offset` int32 apart, once `split_ready`
+  int64_t split_offset;
+  uint8_t* split_ready;
+};
+
+// Packs one side. `lines[w]` may be null (zeros); an odd length is filled with a zero.
+struct Packer {
+  int width;
+  void (*lines)(const int16_t* const* lines, int64_t length, int32_t* panel);                      // line w runs along K
+  void (*rows)(const int16_t* source, const int64_t* offsets, int64_t length, int64_t count, int32_t* panel);  // along w
+  void (*bound)(int64_t pairs, const int32_t* panel, float* bounds);
+};
+
+struct Micro {
+  const char* name;
+  int rows, columns;
+  Packer left, right;
+  // accumulators += the tile's sums over `pairs` pairs (at most STEP elements, beginning at a multiple of BLOCK)
+  void (*add_chained)(int64_t pairs, const Left& a, const int32_t* b, const float* b_bounds, float* accumulators);
+  void (*add_exact)(int64_t pairs, const Left& a, const int32_t* b, const float* b_bounds, int64_t* accumulators);
+  // a tile of accumulators -> a tile of results
+  void (*finish_chained)(const float* accumulators, int exponent, float* out, Tally& tally);
+  void (*finish_int16)(const int64_t* sums, bool narrow, int exponent, int lowest, int16_t* out, Tally& tally);
+  void (*finish_float)(const int64_t* sums, bool narrow, int exponent, float* out, Tally& tally);
+  void (*finish_double)(const int64_t* sums, bool narrow, int exponent, double* out, Tally& tally);
+  void (*finish_int64)(const int64_t* sums, bool narrow, int64_t* out, Tally& tally);
+  // [channels][positions] -> [positions][channels], positions `to_stride` apart
+  void (*interleave)(const int16_t* from, int64_t from_stride, int64_t channels, int64_t positions, int16_t* to,
+                     int64_t to_stride);
+};
+
+// null where this build or this processor lacks the instructions
+const Micro* micro_portable();
+const Micro* micro_avx2();
+const Micro* micro_avx512();
+const Micro* micro_neon();
+
+// The best of this machine, or the one forced by name ("" or null = best); null for a name this machine cannot run.
+const Micro* choose_micro(const char* name);
+
+// One side of a product: elements (index, k), index below `count`.
+class Operand {
+ public:
+  explicit Operand(int64_t count) : count(count) {}
+  virtual ~Operand() = default;
+  // Packs elements [first, first + width) x [k0, k1), k0 a multiple of BLOCK, k1 - k0 at most STEP.
+  virtual void pack(const Packer& packer, int64_t first, int64_t k0, int64_t k1, int32_t* panel) const = 0;
+  const int64_t count;
+};
+
+enum class Kind : int { chained = 0, int16 = 1, float32 = 2, float64 = 3, int64 = 4 };
+
+// Where the result goes. Element (i, j) lies at data[i * row_stride + offset(j)].
+class Target {
+ public:
+  virtual ~Target() = default;
+  virtual void offsets(int64_t first, int64_t count, int64_t* out) const;   // -1: not written; default: first, first + 1 ...
+  void* data = nullptr;
+  int64_t row_stride = 0;
+};
+
+struct Format {
+  Kind kind;
+  int exponent;   // values are sum * 2^exponent; for int16 the mantissa is that, rounded
+  int lowest;     // -32768, or -32767 for symmetric saturation
+};
+
+struct Product {
+  const Operand* left;
+  const Operand* right;
+  int64_t depth;
+  const Target* target;
+};
+
+// All products have the same kind of result. `right_ahead`: pack B once before, instead of where it is used.
+void run(const Micro& micro, const std::vector<Product>& products, const Format& format, bool right_ahead, int threads,
+         Tally& tally);
+
+}  // namespace lowp

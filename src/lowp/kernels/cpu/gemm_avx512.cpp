@@ -1,0 +1,47 @@
+// The micro-kernel for AVX-512 with VNNI: vpdpwssd multiplies 32 pairs' elements and adds them in one instruction. It
+// wraps like vpmaddwd plus vpaddd, so the same bounds make it exact.
+#include <immintrin.h>
+
+#include "gemm.hpp"
+
+namespace {
+
+constexpr int ROWS = 12, COLUMNS = 32;
+
+// 24 accumulators and 2 registers of B; A is broadcast from memory
+__attribute__((noinline, noclone)) void multiply(int64_t pairs, const int32_t* __restrict a, const int32_t* __restrict b,
+                                        int32_t* __restrict sums) {
+  __m512i c[ROWS][2];
+  for (auto& row : c) row[0] = row[1] = _mm512_setzero_si512();
+  for (int64_t k = 0; k < pairs; k++, a += ROWS, b += COLUMNS) {
+    const __m512i left = _mm512_loadu_si512(b);
+    const __m512i right = _mm512_loadu_si512(b + 16);
+#pragma GCC unroll 12
+    for (int i = 0; i < ROWS; i++) {
+      const __m512i pair = _mm512_set1_epi32(a[i]);
+      c[i][0] = _mm512_dpwssd_epi32(c[i][0], pair, left);
+      c[i][1] = _mm512_dpwssd_epi32(c[i][1], pair, right);
+    }
+  }
+#pragma GCC unroll 12
+  for (int i = 0; i < ROWS; i++) {
+    _mm512_storeu_si512(sums + i * COLUMNS, c[i][0]);
+    _mm512_storeu_si512(sums + i * COLUMNS + 16, c[i][1]);
+  }
+}
+
+}  // namespace
+
+#include "gemm_tile.hpp"
+
+namespace lowp {
+
+const Micro* micro_avx512() {
+  static constexpr Micro micro = make_micro("avx512");
+  const bool supported = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                         __builtin_cpu_supports("avx512vnni");
+  return supported ? &micro : nullptr;
+}
+
+}  // namespace lowp
