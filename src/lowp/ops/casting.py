@@ -1,0 +1,272 @@
+"""How an operand is rounded on its way into an op: cast nodes of the autograd graph, and the dtype that carries them.
+
+Values of fp16, bf16, fp32 and fp64 live in their torch dtype. Any other format is carried in fp32, except as operand of
+a contraction, whose carrier is the smallest torch dtype that holds the format: what backward saves then takes 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from lowp import kernels
+from lowp.casts import Cast, Overflow, Rounding
+from lowp.compat import private
+from lowp.formats import FORMATS, FloatFormat, ScaledFormat
+from lowp.policy import Rule
+
+__all__ = ["Call", "Operand", "carried", "carrier_dtype", "operand", "rounded", "shield", "with_tangents"]
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+_DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
+_DisableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C.DisableTorchFunction"))
+_functorch_is_active = cast(Callable[[], bool], private("torch._C._are_functorch_transforms_active"))
+
+
+def draw_seed() -> Tensor:
+    """Return a fresh seed for stochastic rounding, drawn from torch's CPU generator: `torch.manual_seed` repeats it."""
+    return torch.randint(2**62, ())
+
+
+def cast_weight(weight: Tensor, to: Cast) -> Tensor:
+    """Cast a weight as any other operand; a session puts its cache in this place."""
+    return carried(weight, to)
+
+
+@dataclass
+class Call:
+    """One call of an op that a rule speaks of, as the region hands it to the op's runner.
+
+    `weight_cast` casts leaf parameters, which a session caches; `seed` gives a fresh seed for each stochastic cast.
+    """
+
+    __slots__ = ("args", "func", "kwargs", "op", "rule", "seed", "weight_cast")
+    op: str
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rule: Rule
+    weight_cast: Callable[[Tensor, Cast], Tensor]
+    seed: Callable[[], Tensor | int]
+
+    def __init__(
+        self,
+        op: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rule: Rule,
+        weight_cast: Callable[[Tensor, Cast], Tensor] = cast_weight,
+        seed: Callable[[], Tensor | int] = draw_seed,
+    ) -> None:
+        self.op, self.func, self.args, self.kwargs, self.rule = op, func, args, kwargs, rule
+        self.weight_cast, self.seed = weight_cast, seed
+
+
+@cache
+def native_dtype(to: Cast) -> torch.dtype | None:
+    """Return the dtype whose conversion `Tensor.to` IS this cast (nearest-even, overflow to infinity), or None."""
+    if to.rounding is Rounding.NEAREST_EVEN and to.overflow is Overflow.INFINITY:
+        return _own_dtype(to)
+    return None
+
+
+@cache
+def carrier_dtype(to: Cast) -> torch.dtype:
+    """Return the dtype that carries an operand of a contraction: the smallest that holds every value of the format.
+
+    bf16 for bf16, bf16-tpu, e4m3fn and e5m2, fp16 for fp16 and e5m7; fp32 for what fits neither, and for formats with a
+    shared scale.
+    """
+    format = to.format
+    if (dtype := _own_dtype(to)) is not None:
+        return dtype
+    if isinstance(format, FloatFormat):
+        for name in ("bf16", "fp16"):
+            if format.fits(cast(FloatFormat, FORMATS[name])):
+                return _DTYPES[name]
+    return torch.float32
+
+
+def result_dtype(to: Cast | None) -> torch.dtype:
+    """Return the dtype of what an op writes under a rule's `output`: the format's own where it has one, or fp32."""
+    return torch.float32 if to is None else _own_dtype(to) or torch.float32
+
+
+@cache
+def _own_dtype(to: Cast) -> torch.dtype | None:
+    return next((dtype for name, dtype in _DTYPES.items() if FORMATS[name] == to.format), None)
+
+
+def is_castable(*tensors: Tensor | None) -> bool:
+    """Whether rules apply to these tensors: none of them is fp64, integer, boolean or complex (those stay as they are).
+
+    Under torch.amp the same tensors are left alone.
+    """
+    return all(t is None or (t.is_floating_point() and t.dtype is not torch.float64) for t in tensors)
+
+
+# -- cast nodes ---------------------------------------------------------------------------------------------------
+
+
+def with_tangents(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return `apply` of a Function whose `tangent` method gives forward-mode derivatives.
+
+    torch.compile refuses any Function that defines `jvp`, so that only a subclass used in eager mode has it.
+    """
+    tangent = staticmethod(function.tangent)  # type: ignore[attr-defined]
+    eager = cast("type[torch.autograd.Function]", type(function.__name__, (function,), {"jvp": tangent}))
+
+    def apply(*arguments: Any) -> Any:
+        return (function if torch.compiler.is_compiling() else eager).apply(*arguments)  # type: ignore[no-untyped-call]
+
+    return apply
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Round to a cast's values in the dtype asked for; gradients and tangents pass as they are (Bengio et al. 2013)."""
+
+    @staticmethod
+    def forward(x: Tensor, to: Cast, dtype: torch.dtype, seed: Tensor | int | None, axis: int) -> Tensor:
+        return _quantized(x, to, seed, axis).to(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.dtype, ctx.result_dtype = inputs[0].dtype, inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient.to(ctx.dtype), None, None, None, None
+
+    @staticmethod
+    def tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.to(ctx.result_dtype)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
+        x, to, dtype, seed, axis = arguments
+        x = x.movedim(in_dims[0], 0)
+        axis = axis if axis < 0 else axis + 1
+        if isinstance(to.format, ScaledFormat):  # each example has a scale of its own
+            return torch.stack([_straight_through(one, to, dtype, seed, axis) for one in x]), 0
+        return _straight_through(x, to, dtype, seed, axis), 0
+
+
+_straight_through = with_tangents(_StraightThrough)
+
+
+def _quantized(x: Tensor, to: Cast, seed: Tensor | int | None, axis: int) -> Tensor:
+    """Return the values of a cast in fp32 (fp64 stays); groups of a shared scale run along `axis`."""
+    x = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    if axis == -1 or not _has_groups(to):
+        return cast(Tensor, kernels.quantize(x, to, seed=seed))
+    moved = kernels.quantize(x.movedim(axis, -1).contiguous(), to, seed=seed)
+    return cast(Tensor, moved.movedim(-1, axis))
+
+
+def _has_groups(to: Cast) -> bool:
+    return isinstance(to.format, ScaledFormat) and to.format.scope.kind != "tensor"
+
+
+def depends_on_axis(to: Cast | None) -> bool:
+    """Whether the values of a cast depend on which dimension is contracted: scales of rows, channels and blocks do."""
+    return to is not None and _has_groups(to)
+
+
+def rounded(
+    x: Tensor,
+    to: Cast | None,
+    seed: Callable[[], Tensor | int] = draw_seed,
+    axis: int = -1,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return x rounded by a cast, in `dtype` (by default as results are carried); part of the autograd graph.
+
+    A tensor that is in the format's dtype already is returned as it is; None rounds nothing.
+    """
+    if to is None:
+        return x
+    if (native := native_dtype(to)) is not None:
+        return x.to(native)
+    wanted = result_dtype(to) if dtype is None else dtype
+    if x.dtype is _own_dtype(to):
+        return x
+    return cast(Tensor, _straight_through(x, to, wanted, seed() if to.is_stochastic else None, axis))
+
+
+def carried(x: Tensor, to: Cast | None, seed: Callable[[], Tensor | int] = draw_seed, axis: int = -1) -> Tensor:
+    """Return x rounded by a cast in the dtype that carries an operand of a contraction; part of the autograd graph."""
+    return x if to is None else rounded(x, to, seed, axis, carrier_dtype(to))
+
+
+# -- operands -----------------------------------------------------------------------------------------------------
+
+
+class Operand(NamedTuple):
+    """An operand of a product: its value, and where its gradient goes.
+
+    `edge` alone: the tensor itself. With `value`: the rounded tensor in its carrier, apart from the graph, while `edge`
+    is a tensor of the same shape and no memory through which the gradient passes in fp32. Autograd would otherwise
+    round the gradient to the carrier's dtype, which no rule asked for.
+    """
+
+    edge: Tensor
+    value: Tensor | None = None
+
+
+class _Edge(torch.autograd.Function):
+    """A tensor of x's shape without storage, in the dtype its gradient shall have."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.new_zeros((1,) * x.dim(), dtype=dtype).expand(x.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.dtype, ctx.result_dtype = inputs[0].dtype, inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient.to(ctx.dtype), None
+
+    @staticmethod
+    def tangent(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.to(ctx.result_dtype)
+
+
+_edge = with_tangents(_Edge)
+
+
+def operand(x: Tensor, value: Tensor, gradient_dtype: torch.dtype) -> Operand:
+    """Return x, whose rounded `value` is known, as operand of a product whose gradients have `gradient_dtype`."""
+    if value is x or value.dtype in (x.dtype, gradient_dtype):
+        return Operand(value)
+    if not (x.requires_grad and torch.is_grad_enabled()) and not functorch_is_active():
+        return Operand(value)
+    return Operand(_edge(x, gradient_dtype), value.detach())
+
+
+def functorch_is_active() -> bool:
+    """Whether torch.func (vmap, grad, jvp) or torch.compile follows what runs now."""
+    return torch.compiler.is_compiling() or _functorch_is_active()
+
+
+# -- shields ------------------------------------------------------------------------------------------------------
+
+
+def shield() -> AbstractContextManager[object]:
+    """Keep function modes and torch.autocast away from what runs inside: a backward may be called within a region."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(_DisableTorchFunction())
+    stack.enter_context(_DisableAutocast())
+    return stack

@@ -1,0 +1,276 @@
+"""Runners of the matrix products: linear, matmul and its relatives, einsum, and chains of them.
+
+A runner takes a `Call`, reads it by the public signature of its function and runs it under the rule. The first operand
+has the role `input`, the second `weight`; a parameter that stands first (``weight @ x``) is the weight all the same.
+Tensors in fp64, integers and complex numbers are left to the function itself, and so is a call that it would refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowp.ops.casting import Call, is_castable
+from lowp.ops.equations import Equation, parse_einsum, parse_tensordot
+from lowp.ops.forms import Einsum, Linear
+from lowp.ops.products import contract
+from lowp.ops.signature import Mismatch, bound, plain, without_out, written
+
+Runner = Callable[[Call], Any]
+
+
+def runner(run: Callable[[Call], Any]) -> Runner:
+    """Let the function itself answer a call that does not fit its signature; serve `out=`."""
+
+    @wraps(run)
+    def outer(call: Call) -> Any:
+        try:
+            inner, out = without_out(call)
+            result = run(inner)
+        except Mismatch:
+            return plain(call)
+        return result if out is None else written(call, result, out)
+
+    return outer
+
+
+@runner
+def linear(call: Call) -> Tensor:
+    """F.linear(input, weight, bias=None)."""
+    x, weight, bias = bound(call, "input", "weight", bias=None)
+    _check(x, weight, bias)
+    _require(1 <= weight.dim() <= 2 and x.dim() >= 1 and x.shape[-1] == weight.shape[-1])
+    return contract(Linear(tuple(x.shape), tuple(weight.shape)), call, x, weight, bias)
+
+
+@runner
+def matmul(call: Call) -> Tensor:
+    """torch.matmul, mm, mv, bmm, dot, vdot, inner, linalg.vecdot's relatives: two operands, shapes by torch's rules."""
+    second_name = next((name for name in ("other", "mat2", "vec", "tensor") if name in call.kwargs), "other")
+    first, second = bound(call, "self" if "self" in call.kwargs else "input", second_name)
+    return _matmul(call, first, second, call.func)
+
+
+@runner
+def reversed_matmul(call: Call) -> Tensor:
+    """Tensor.__rmatmul__(self, other): other @ self."""
+    second, first = bound(call, "self", "other")
+    return _matmul(call, first, second, torch.matmul)
+
+
+def _matmul(call: Call, first: Tensor, second: Tensor, function: Callable[..., Tensor]) -> Tensor:
+    _check(first, second)
+    _require(first.dim() >= 1 and second.dim() >= 1)
+    equation = Equation.of_matmul(tuple(first.shape), tuple(second.shape))
+    if equation.is_squeezed:  # one operand is repeated along a batch dimension of the other
+        function = _Unsqueezed(function, equation.squeezes)
+    return _pair(call, equation, *equation.squeezed(first, second), function)
+
+
+@dataclass(frozen=True)
+class _Unsqueezed:
+    """A function of two tensors whose dimensions of size 1 were taken out."""
+
+    function: Callable[..., Tensor]
+    squeezes: tuple[tuple[int, ...], tuple[int, ...]]
+
+    def __call__(self, *operands: Tensor) -> Tensor:
+        whole = list(operands)
+        for index, dims in enumerate(self.squeezes):
+            for dim in dims:
+                whole[index] = whole[index].unsqueeze(dim)
+        return self.function(*whole)
+
+
+def _pair(
+    call: Call,
+    equation: Equation,
+    first: Tensor,
+    second: Tensor,
+    function: Callable[..., Tensor] | None = None,
+    bias: Tensor | None = None,
+    scale: float = 1,
+    bias_scale: float = 1,
+) -> Tensor:
+    """Contract two operands by an equation under the call's rule."""
+    shape = () if bias is None else tuple(bias.shape)
+    form = Einsum(equation.terms, tuple(first.shape), tuple(second.shape), function, scale, bias_scale, shape)
+    swapped = isinstance(first, nn.Parameter) and not isinstance(second, nn.Parameter)
+    return contract(form, call, first, second, bias, "weight input" if swapped else "input weight")
+
+
+# -- addmm and its relatives: beta * input + alpha * (first @ second) --------------------------------------------
+
+_ADDED: dict[str, tuple[str, str, tuple[str, str, str], Callable[..., Tensor]]] = {
+    "addmm": ("mat1", "mat2", ("mk", "kn", "mn"), torch.addmm),
+    "addmv": ("mat", "vec", ("mk", "k", "m"), torch.addmv),
+    "addr": ("vec1", "vec2", ("m", "n", "mn"), torch.addr),
+    "addbmm": ("batch1", "batch2", ("bmk", "bkn", "mn"), torch.addbmm),
+    "baddbmm": ("batch1", "batch2", ("bmk", "bkn", "bmn"), torch.baddbmm),
+}
+
+
+@runner
+def added(call: Call) -> Tensor:
+    """addmm, addmv, addr, addbmm, baddbmm; in place where the function's name ends in an underscore."""
+    name = call.op.rstrip("_")
+    first_name, second_name, terms, function = _ADDED[name]
+    bias, first, second, beta, alpha = _added_arguments(call, first_name, second_name)
+    _check(bias, first, second)
+    _require(all(x.dim() == len(term) for x, term in zip((first, second), terms, strict=False)))
+    sizes = dict(zip(terms[0] + terms[1], (*first.shape, *second.shape), strict=True))
+    _require((*first.shape, *second.shape) == tuple(sizes[letter] for letter in terms[0] + terms[1]))
+    if beta == 0:  # torch ignores the input then, NaN included
+        result = _pair(call, Equation(terms), first, second, None, None, alpha)
+    else:
+        result = _pair(call, Equation(terms), first, second, function, bias, alpha, beta)
+    if getattr(call.func, "__name__", "").endswith("_"):
+        return cast(Tensor, bias.copy_(result))
+    return result
+
+
+def _added_arguments(call: Call, first_name: str, second_name: str) -> list[Any]:
+    """Read input, two operands, beta and alpha, also in torch's older order (beta, input, alpha, first, second)."""
+    if len(call.args) > 3 or (len(call.args) > 1 and not isinstance(call.args[0], Tensor)):
+        raise Mismatch
+    return bound(call, "input", first_name, second_name, beta=1, alpha=1)
+
+
+# -- einsum and relatives ---------------------------------------------------------------------------------------
+
+
+@runner
+def einsum(call: Call) -> Tensor:
+    """torch.einsum(equation, *operands), also with operands in a list or given with lists of indices.
+
+    More than two operands are contracted in pairs from left to right; each intermediate is rounded as an output, and
+    is an operand of the next product.
+    """
+    if call.kwargs:
+        raise Mismatch
+    equation, operands = parse_einsum(call.args)
+    _check(*operands)
+    if len(operands) < 2:
+        raise Mismatch
+    result = operands[0]
+    for index, operand in enumerate(operands[1:], start=1):
+        pair = equation.pair(index)
+        result = _pair(call, pair, *pair.squeezed(result, operand))
+    return result
+
+
+@runner
+def tensordot(call: Call) -> Tensor:
+    """torch.tensordot(a, b, dims=2)."""
+    first, second, dims = bound(call, "a", "b", dims=2)
+    _check(first, second)
+    equation = parse_tensordot(first, second, dims)
+    return _pair(call, equation, *equation.squeezed(first, second))
+
+
+@runner
+def outer(call: Call) -> Tensor:
+    """torch.outer and ger (input, vec2)."""
+    first, second = bound(call, "input", "vec2")
+    _check(first, second)
+    _require(first.dim() == second.dim() == 1)
+    return _pair(call, Equation(("m", "n", "mn")), first, second)
+
+
+@runner
+def inner(call: Call) -> Tensor:
+    """torch.inner(input, other): the last dimensions are contracted."""
+    first, second = bound(call, "input", "other")
+    _check(first, second)
+    _require(first.dim() >= 1 and second.dim() >= 1)
+    equation = parse_tensordot(first, second, ([first.dim() - 1], [second.dim() - 1]))
+    return _pair(call, equation, *equation.squeezed(first, second))
+
+
+@runner
+def vecdot(call: Call) -> Tensor:
+    """torch.linalg.vecdot(x, y, dim=-1)."""
+    first, second, dim = bound(call, "x", "y", dim=-1)
+    _check(first, second)
+    dim = dim if dim < 0 else dim - max(first.dim(), second.dim())  # counted from the end, as both are broadcast
+    _require(first.dim() >= -dim and second.dim() >= -dim > 0)
+    first, second = first.movedim(dim, -1), second.movedim(dim, -1)
+    equation = Equation.of_matmul((*first.shape[:-1], 1, first.shape[-1]), (*second.shape, 1))
+    return _pair(call, equation, first.unsqueeze(-2), second.unsqueeze(-1)).squeeze(-1).squeeze(-1)
+
+
+@runner
+def bilinear(call: Call) -> Tensor:
+    """F.bilinear(input1, input2, weight, bias=None): input1 meets the weight first, input2 their product."""
+    first, second, weight, bias = bound(call, "input1", "input2", "weight", bias=None)
+    _check(first, second, weight, bias)
+    _require(first.dim() == second.dim() >= 1 and weight.dim() == 3 and first.shape[:-1] == second.shape[:-1])
+    rows, columns = first.reshape(-1, first.shape[-1]), second.reshape(-1, second.shape[-1])
+    half = _pair(call, Equation(("bi", "oij", "boj")), rows, weight)
+    result = _pair(call, Equation(("bj", "boj", "bo")), columns, half, bias=bias)
+    return result.reshape(*first.shape[:-1], weight.shape[0])
+
+
+@runner
+def chain(call: Call) -> Tensor:
+    """torch.chain_matmul(*matrices) and torch.linalg.multi_dot(tensors), in the order of fewest multiplications."""
+    given = call.args[0] if len(call.args) == 1 and not isinstance(call.args[0], Tensor) else call.args
+    if call.kwargs.keys() - {"tensors"} or (call.kwargs and call.args):
+        raise Mismatch
+    matrices = list(call.kwargs.get("tensors", given))
+    _check(*matrices)
+    if len(matrices) < 2 or any(matrix.dim() != 2 for matrix in matrices[1:-1]):
+        raise Mismatch
+    left, right = matrices[0].dim() == 1, matrices[-1].dim() == 1
+    if left:
+        matrices[0] = matrices[0].unsqueeze(0)
+    if right:
+        matrices[-1] = matrices[-1].unsqueeze(1)
+    _require(all(matrix.dim() == 2 for matrix in matrices))
+    sizes = [matrices[0].shape[0], *(matrix.shape[1] for matrix in matrices)]
+    _require(all(matrix.shape == tuple(sizes[i : i + 2]) for i, matrix in enumerate(matrices)))
+    result = _chained(call, matrices, _cheapest_splits(sizes), 0, len(matrices) - 1)
+    result = result.squeeze(0) if left else result
+    return result.squeeze(-1) if right else result
+
+
+def _cheapest_splits(sizes: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Return, for each run of matrices (first, last), where to split it (Cormen et al., matrix-chain order)."""
+    count = len(sizes) - 1
+    cost = {(i, i): 0 for i in range(count)}
+    split: dict[tuple[int, int], int] = {}
+    for length in range(2, count + 1):
+        for first in range(count - length + 1):
+            last = first + length - 1
+            costs = {
+                k: cost[first, k] + cost[k + 1, last] + sizes[first] * sizes[k + 1] * sizes[last + 1]
+                for k in range(first, last)
+            }
+            split[first, last] = min(costs, key=lambda k: costs[k])
+            cost[first, last] = costs[split[first, last]]
+    return split
+
+
+def _chained(call: Call, matrices: list[Tensor], split: dict[tuple[int, int], int], first: int, last: int) -> Tensor:
+    if first == last:
+        return matrices[first]
+    middle = split[first, last]
+    left = _chained(call, matrices, split, first, middle)
+    right = _chained(call, matrices, split, middle + 1, last)
+    return _pair(call, Equation(("mk", "kn", "mn")), left, right, torch.mm)
+
+
+def _check(*tensors: Any) -> None:
+    """Leave the call to the function itself where an operand is no floating-point tensor of up to 32 bits."""
+    _require(all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors) and is_castable(*tensors))
+
+
+def _require(condition: bool) -> None:
+    """Leave the call to the function itself, which refuses it in its own words."""
+    if not condition:
+        raise Mismatch

@@ -1,0 +1,173 @@
+"""The shapes of contractions: which three fp32 products a linear layer, an einsum or a convolution consists of.
+
+A form is data about one call. `product(slot, left, right, bias)` computes the product that fills a slot from the
+operands of the other two, in the order FIRST, SECOND, OUTPUT, in the dtype it is given, by the same torch calls that
+plain fp32 training makes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FIRST, SECOND, OUTPUT = 0, 1, 2
+Pair = tuple[int, int]
+Finish = Callable[[Tensor], Tensor]
+
+
+class Form:
+    """A trilinear form. `contracted[slot]` tells along which dimension each of the two operands is summed."""
+
+    contracted: ClassVar[dict[int, Pair]] = {FIRST: (-1, -1), SECOND: (-1, -1), OUTPUT: (-1, -1)}
+
+    def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the product of the other two slots' operands."""
+        raise NotImplementedError
+
+    def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Finish]:
+        """Return the same product as matrices (batch, m, k) and (batch, k, n), and what shapes the result back."""
+        raise NotImplementedError
+
+    def with_bias(self, result: Tensor, bias: Tensor) -> Tensor:
+        """Return the output with its bias added."""
+        return result + bias
+
+    def bias_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the bias."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Linear(Form):
+    """y[..., m] = x[..., k] w[m, k] + bias[m]; a one-dimensional w gives y[...]."""
+
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+
+    contracted: ClassVar[dict[int, Pair]] = {FIRST: (0, -1), SECOND: (0, 0), OUTPUT: (-1, -1)}
+
+    def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+        if slot == OUTPUT:
+            return F.linear(left, right, bias)
+        weight, gradient = self._matrix(slot, left, right)
+        if slot == FIRST:
+            return (gradient @ weight).reshape(self.first)
+        return (gradient.t() @ weight).reshape(self.second)
+
+    def _matrix(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the operand that is not the gradient, and the gradient, as matrices."""
+        outputs = self.second[0] if len(self.second) == 2 else 1
+        inputs = self.second[-1]
+        return left.reshape(-1 if slot == SECOND else outputs, inputs), right.reshape(
+            math.prod(self.first[:-1]), outputs
+        )
+
+    def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Finish]:
+        if slot == OUTPUT:
+            rows = left.reshape(math.prod(self.first[:-1]), self.first[-1])
+            shape = (*self.first[:-1], *self.second[:-1])
+            return rows[None], right.reshape(-1, self.first[-1]).t()[None], lambda y: y.reshape(shape)
+        weight, gradient = self._matrix(slot, left, right)
+        if slot == FIRST:
+            return gradient[None], weight[None], lambda y: y.reshape(self.first)
+        return gradient.t()[None], weight[None], lambda y: y.reshape(self.second)
+
+    def bias_gradient(self, gradient: Tensor) -> Tensor:
+        return gradient.reshape(-1, self.second[0]).sum(0)
+
+
+@dataclass(frozen=True)
+class Einsum(Form):
+    """A product of two tensors given by letters; `call` is the torch function of the output, if it is another one.
+
+    No letter occurs twice in an operand. `scale` multiplies the product, `bias_scale` the bias (addmm's alpha, beta).
+    """
+
+    terms: tuple[str, str, str]
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+    call: Callable[..., Tensor] | None = None
+    scale: float = 1
+    bias_scale: float = 1
+    bias: tuple[int, ...] = ()
+
+    @property
+    def contracted(self) -> dict[int, Pair]:  # type: ignore[override]
+        return {slot: self._axes(slot) for slot in (FIRST, SECOND, OUTPUT)}
+
+    def _axes(self, slot: int) -> Pair:
+        left, right = (term for index, term in enumerate(self.terms) if index != slot)
+        summed = [letter for letter in left if letter in right and letter not in self.terms[slot]]
+        if not summed:
+            return -1, -1
+        left_axis, right_axis = left.index(summed[-1]), right.index(summed[-1])
+        return (-1 if left_axis == len(left) - 1 else left_axis, -1 if right_axis == len(right) - 1 else right_axis)
+
+    def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+        if slot != OUTPUT:
+            result = self._gradient(slot, left, right)
+            return result if self.scale == 1 else result * self.scale
+        if self.call is None:
+            result = torch.einsum("{},{}->{}".format(*self.terms), left, right)
+            result = result if self.scale == 1 else result * self.scale
+            return result if bias is None else self.with_bias(result, bias)
+        if bias is None:
+            return self.call(left, right)
+        return self.call(bias, left, right, beta=self.bias_scale, alpha=self.scale)
+
+    def _gradient(self, slot: int, left: Tensor, right: Tensor) -> Tensor:
+        """Return a gradient; along letters that neither operand has (they were summed away) it is constant."""
+        terms = (self.terms[SECOND] if slot == FIRST else self.terms[FIRST], self.terms[OUTPUT])
+        return self._expanded(slot, torch.einsum(f"{terms[0]},{terms[1]}->{self._reachable(slot)}", left, right))
+
+    def _reachable(self, slot: int) -> str:
+        others = "".join(term for index, term in enumerate(self.terms) if index != slot)
+        return "".join(letter for letter in self.terms[slot] if letter in others)
+
+    def _expanded(self, slot: int, result: Tensor) -> Tensor:
+        if slot == OUTPUT:
+            return result
+        reachable = self._reachable(slot)
+        for axis, letter in enumerate(self.terms[slot]):
+            if letter not in reachable:
+                result = result.unsqueeze(axis)
+        return result.expand(self.first if slot == FIRST else self.second)
+
+    def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Finish]:
+        terms = [term for index, term in enumerate(self.terms) if index != slot]
+        target = self._reachable(slot)
+        tensors = [left, right]
+        for index, term in enumerate(terms):  # letters of one operand alone that the result lacks are summed first
+            alone = [letter for letter in term if letter not in target and letter not in terms[1 - index]]
+            if alone:
+                tensors[index] = tensors[index].sum([term.index(letter) for letter in alone])
+                terms[index] = "".join(letter for letter in term if letter not in alone)
+        left, right = tensors
+        batch = "".join(letter for letter in target if letter in terms[0] and letter in terms[1])
+        rows = "".join(letter for letter in target if letter in terms[0] and letter not in batch)
+        columns = "".join(letter for letter in target if letter in terms[1] and letter not in batch)
+        summed = "".join(letter for letter in terms[0] if letter in terms[1] and letter not in target)
+        sizes = {**dict(zip(terms[0], left.shape, strict=True)), **dict(zip(terms[1], right.shape, strict=True))}
+
+        def flat(x: Tensor, term: str, *groups: str) -> Tensor:
+            x = x.permute([term.index(letter) for group in groups for letter in group])
+            return x.reshape([math.prod(sizes[letter] for letter in group) for group in groups])
+
+        def finish(y: Tensor) -> Tensor:
+            order = batch + rows + columns
+            y = y.reshape([sizes[letter] for letter in order]).permute([order.index(letter) for letter in target])
+            return self._expanded(slot, y if self.scale == 1 else y * self.scale)
+
+        return flat(left, terms[0], batch, rows, summed), flat(right, terms[1], batch, summed, columns), finish
+
+    def with_bias(self, result: Tensor, bias: Tensor) -> Tensor:
+        return result + bias * self.bias_scale
+
+    def bias_gradient(self, gradient: Tensor) -> Tensor:
+        return (gradient if self.bias_scale == 1 else gradient * self.bias_scale).sum_to_size(self.bias)

@@ -1,0 +1,221 @@
+"""A contraction is three products: the output, and the gradient of either operand. They are written here once.
+
+Every contraction is a trilinear form T(a, b, c): the output is its derivative with respect to c, the two gradients
+those with respect to a and b. The three slots are closed under differentiation, so one autograd Function serves them
+all, and double backward is the same Function again.
+
+Numbers (the definition that every path keeps): the operands are rounded by their roles, their product is summed in
+fp32 (products of significands of up to 12 bits are exact there), the bias is added in fp32, and the result is
+rounded ONCE by the rule's `output`. The incoming gradient is rounded by `grad` and is an operand like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.ops.accumulate import accumulated
+from lowp.ops.casting import (
+    Call,
+    Operand,
+    carried,
+    depends_on_axis,
+    draw_seed,
+    functorch_is_active,
+    native_dtype,
+    operand,
+    result_dtype,
+    rounded,
+    shield,
+    with_tangents,
+)
+from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form
+from lowp.policy import Accumulation, Rule
+
+__all__ = ["contract", "product"]
+
+# the two slots whose operands make the product of a slot, in order
+_OTHERS = {FIRST: (SECOND, OUTPUT), SECOND: (FIRST, OUTPUT), OUTPUT: (FIRST, SECOND)}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How the three products of one contraction are rounded and summed."""
+
+    grad: Cast | None
+    output: Cast | None
+    accumulate: Accumulation | None
+    seed: Callable[[], Tensor | int] = field(default=draw_seed, compare=False)
+
+    @classmethod
+    def of(cls, rule: Rule, seed: Callable[[], Tensor | int]) -> Numbers:
+        """Return the part of a rule that is not about the operands of the output."""
+        return cls(rule.grad, rule.output, rule.accumulate, seed)
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype that gradients are written in."""
+        return result_dtype(self.output)
+
+
+def contract(
+    form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None = None, roles: str = "input weight"
+) -> Tensor:
+    """Return the output of a contraction whose operands are cast by the call's rule, each by its role."""
+    numbers = Numbers.of(call.rule, call.seed)
+    axes = form.contracted[OUTPUT]
+    left, right = (
+        operand(x, _cast(call, x, getattr(call.rule, role), axis), numbers.gradient_dtype)
+        for x, role, axis in zip((first, second), roles.split(), axes, strict=True)
+    )
+    return product(form, OUTPUT, numbers, left, right, bias)
+
+
+def _cast(call: Call, x: Tensor, to: Cast | None, axis: int) -> Tensor:
+    if to is None:
+        return x
+    if x.is_leaf and x.requires_grad and (axis == -1 or not depends_on_axis(to)):
+        return call.weight_cast(x, to)
+    return carried(x, to, call.seed, axis)
+
+
+def product(
+    form: Form, slot: int, numbers: Numbers, first: Operand, second: Operand, bias: Tensor | None = None
+) -> Tensor:
+    """Return the product that fills a slot of the form, rounded by `numbers.output`; part of the autograd graph."""
+    result: Tensor = _product(form, slot, numbers, first.edge, second.edge, bias, first.value, second.value)
+    return result
+
+
+class _Product(torch.autograd.Function):
+    """One product; saves its operands as they were rounded."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        form: Form,
+        slot: int,
+        numbers: Numbers,
+        first: Tensor,
+        second: Tensor,
+        bias: Tensor | None,
+        first_value: Tensor | None,
+        second_value: Tensor | None,
+    ) -> Tensor:
+        left = first if first_value is None else first_value
+        right = second if second_value is None else second_value
+        return computed(form, slot, numbers, left, right, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.form, ctx.slot, ctx.numbers, first, second, bias, first_value, second_value = inputs
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        pairs = [(first, first_value), (second, second_value)]
+        keep = [ctx.needs_input_grad[4], ctx.needs_input_grad[3]]
+        values = [
+            (edge if value is None else value) if kept else None
+            for (edge, value), kept in zip(pairs, keep, strict=True)
+        ]
+        edges = [None if value is None else edge for edge, value in pairs]
+        if functorch_is_active():
+            ctx.edges = None
+            ctx.save_for_backward(*values, *edges)
+        else:
+            # An edge has no storage; saved, it would be counted by saved-tensor hooks as a tensor of its shape.
+            ctx.edges = edges
+            ctx.save_for_backward(*values)
+        ctx.save_for_forward(first, second, first_value, second_value, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with shield():
+            saved = ctx.saved_tensors
+            values, edges = saved[:2], ctx.edges if ctx.edges is not None else saved[2:]
+            return None, None, None, *_gradients(ctx, gradient, values, edges), None, None
+
+    @staticmethod
+    def tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        first, second, first_value, second_value, _ = ctx.saved_for_forward
+        exact = Numbers(None, None, None)
+        parts: list[Tensor] = []
+        for tangent, other, mine in ((tangents[3], second_value, 0), (tangents[4], first_value, 1)):
+            if tangent is not None:
+                kept = (second, first)[mine] if other is None else other
+                pair = (tangent, kept) if mine == 0 else (kept, tangent)
+                parts.append(computed(ctx.form, ctx.slot, exact, *pair))
+        if tangents[5] is not None:
+            shape = computed(ctx.form, ctx.slot, exact, first, second)
+            parts.append(ctx.form.with_bias(torch.zeros_like(shape), tangents[5].float()))
+        return sum(parts[1:], parts[0]).to(ctx.numbers.gradient_dtype)
+
+
+_product = with_tangents(_Product)
+
+
+def _gradients(
+    ctx: Any, gradient: Tensor, values: tuple[Tensor | None, ...], edges: list[Tensor | None]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of both operands and of the bias."""
+    form, slot, numbers = ctx.form, ctx.slot, ctx.numbers
+    graph = torch.is_grad_enabled() or functorch_is_active()
+    rounded_gradient: dict[int, Operand] = {}
+
+    def incoming(axis: int) -> Operand:
+        """The gradient as operand; scales of rows and blocks follow the contracted dimension."""
+        axis = axis if depends_on_axis(numbers.grad) else -1
+        if axis not in rounded_gradient:
+            value = carried(gradient, numbers.grad, numbers.seed, axis)
+            rounded_gradient[axis] = operand(gradient, value, numbers.gradient_dtype) if graph else Operand(value)
+        return rounded_gradient[axis]
+
+    result: list[Tensor | None] = [None, None]
+    for index, target in enumerate(_OTHERS[slot]):
+        if not ctx.needs_input_grad[3 + index]:
+            continue
+        other_slot = _OTHERS[slot][1 - index]
+        edge = edges[1 - index]
+        value = cast(Tensor, values[1 - index])  # kept, since this gradient was going to be needed
+        other = Operand(value) if edge is None else Operand(edge, value)
+        pair = {slot: incoming(form.contracted[target][_OTHERS[target].index(slot)]), other_slot: other}
+        left, right = (pair[one] for one in _OTHERS[target])
+        if graph:
+            result[index] = product(form, target, numbers, left, right)
+        else:
+            result[index] = computed(form, target, numbers, _value(left), _value(right))
+    bias = None
+    if ctx.needs_input_grad[5]:
+        wide = _value(incoming(-1)) if not graph else incoming(-1).edge
+        bias = rounded(form.bias_gradient(wide.float()), numbers.output, numbers.seed).to(ctx.bias_dtype)
+    return result[0], result[1], bias
+
+
+def _value(one: Operand) -> Tensor:
+    return one.edge if one.value is None else one.value
+
+
+def computed(
+    form: Form, slot: int, numbers: Numbers, left: Tensor, right: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Return a product of rounded operands, summed as the rule says and rounded once."""
+    accumulation = numbers.accumulate
+    if accumulation is not None and accumulation.format != "fp32":
+        result = accumulated(form, slot, left.float(), right.float(), accumulation)
+        result = result if bias is None else form.with_bias(result, bias.float())
+    elif _is_native(left, right, numbers.output):
+        return form.product(slot, left, right, None if bias is None else bias.to(left.dtype))
+    else:
+        result = form.product(slot, left.float(), right.float(), None if bias is None else bias.float())
+    return rounded(result, numbers.output, numbers.seed)
+
+
+def _is_native(left: Tensor, right: Tensor, output: Cast | None) -> bool:
+    """Whether the device's own 16-bit product is meant: a GPU sums in fp32 and rounds once, bias included."""
+    if not left.is_cuda or output is None or left.dtype is not right.dtype:
+        return False
+    return left.dtype in (torch.float16, torch.bfloat16) and native_dtype(output) is left.dtype

@@ -1,0 +1,68 @@
+"""Reading a call by the public signature of its function, and writing what it was asked to write into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.ops.casting import Call
+
+
+class Mismatch(Exception):
+    """The arguments do not fit the signature: the function itself says why."""
+
+
+_REQUIRED = object()
+
+
+def bound(call: Call, *names: str, **defaults: Any) -> list[Any]:
+    """Return the values of the named parameters, in order; raise Mismatch where the call does not fit.
+
+    `names` are required, `defaults` follow them; a name that ends in an underscore stands for a Python keyword.
+    """
+    values = dict.fromkeys(names, _REQUIRED)
+    values.update(defaults)
+    if len(call.args) > len(values):
+        raise Mismatch
+    values.update(zip(values, call.args, strict=False))
+    given = list(values)[: len(call.args)]
+    for name, value in call.kwargs.items():
+        if name not in values or name in given:
+            raise Mismatch
+        values[name] = value
+    if any(value is _REQUIRED for value in values.values()):
+        raise Mismatch
+    return list(values.values())
+
+
+def without_out(call: Call) -> tuple[Call, Tensor | None]:
+    """Return the call without its `out=`, and that tensor."""
+    out = call.kwargs.get("out")
+    if "out" not in call.kwargs:
+        return call, None
+    kwargs = {name: value for name, value in call.kwargs.items() if name != "out"}
+    return Call(call.op, call.func, call.args, kwargs, call.rule, call.weight_cast, call.seed), out
+
+
+def written(call: Call, result: Tensor, out: Tensor | None) -> Tensor:
+    """Return `result`, written into `out` where the call gave one, as torch's out= functions do.
+
+    Raises RuntimeError where autograd would have to follow, as torch does.
+    """
+    if out is None:
+        return result
+    if torch.is_grad_enabled() and (result.requires_grad or out.requires_grad):
+        raise RuntimeError(
+            f"{call.op}(): functions with out=... arguments don't support automatic differentiation, but one of the "
+            "arguments requires grad."
+        )
+    if out.shape != result.shape:
+        out.resize_(result.shape)
+    return out.copy_(result)
+
+
+def plain(call: Call) -> Any:
+    """Return what the function itself makes of the call: for tensors that no rule speaks of, and for its own errors."""
+    return call.func(*call.args, **call.kwargs)
