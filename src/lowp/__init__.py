@@ -10,7 +10,21 @@ __version__ = "0.1.0"
 # tests/test_imports.py holds the two together.
 _PUBLIC = {
     "FORMATS": "lowp.formats:FORMATS",
+    "GradScaler": "lowp.grad_scaler:GradScaler",
+    "MasterWeights": "lowp.optim:MasterWeights",
+    "Policy": "lowp.policy:Policy",
+    "Precision": "lowp.precision:Precision",
+    "Rule": "lowp.policy:Rule",
+    "autocast": "lowp.region:autocast",
+    "decode": "lowp.kernels:decode",
+    "dequantize": "lowp.kernels:dequantize",
+    "encode": "lowp.kernels:encode",
     "format": "lowp.formats:parse",
+    "load": "lowp.checkpoint:load",
+    "optim": "lowp.optim",
+    "quantize": "lowp.kernels:quantize",
+    "save": "lowp.checkpoint:save",
+    "statistics": "lowp.kernels:statistics",
 }
 
 __all__ = sorted(["__version__", *_PUBLIC])

@@ -1,0 +1,10 @@
+"""Optimizers for parameters stored in few bits: master weights around any torch optimizer, and SGD and AdamW."""
+
+from __future__ import annotations
+
+from lowp.optim.adamw import AdamW
+from lowp.optim.masters import MasterWeights
+from lowp.optim.sgd import SGD
+from lowp.optim.split import join, split
+
+__all__ = ["SGD", "AdamW", "MasterWeights", "join", "split"]

@@ -1,0 +1,122 @@
+"""How a parameter that is stored in few bits keeps its fp32 value: a copy beside it, a remainder, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowp import casts, kernels
+from lowp.casts import Cast
+from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.formats import FloatFormat
+from lowp.optim.split import join, split
+
+KINDS = ("fp32", "split", "stochastic", "none")
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# one rounding a step and tensor has a seed of its own: these odd constants spread the three counters over 64 bits
+_SEED_OF_STEP, _SEED_OF_TENSOR, _SEED_OF_SLOT = 0x9E37_79B9_7F4A_7C15, 0xC2B2_AE3D_27D4_EB4F, 0x1656_67B1_9E37_79F9
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The format that parameters are stored in, and what is kept so that updates are not lost.
+
+    `kind` is ``fp32`` (a full-precision copy), ``split`` (bf16 and a 16-bit remainder), ``stochastic`` (nothing; the
+    updated weight is rounded stochastically, alike on all ranks) or ``none`` (nothing; rounded to nearest).
+    `cast` None stores parameters as they are: in fp32.
+    """
+
+    cast: Cast | None
+    kind: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UnknownName(unknown("kind of master weights", self.kind, KINDS))
+        if self.cast is not None and not isinstance(self.cast.format, FloatFormat):
+            raise InvalidInput(f"parameters cannot be stored in {self.cast}: give a float format, such as bf16")
+        if self.kind == "split" and (self.cast is None or str(self.cast) != "bf16"):
+            raise InvalidInput(
+                f"split masters are a bf16 half and its remainder, so the storage is bf16, not {self.cast or 'fp32'}: "
+                "give storage='bf16', or keep fp32 masters (split=False)"
+            )
+
+    @classmethod
+    def parse(cls, storage: str | Cast | None, kind: str) -> Storage:
+        """A storage from a cast's text and a kind; storage fp32 or None keeps parameters as they are."""
+        cast = None if storage is None else casts.parse(storage)
+        return cls(None if cast is not None and str(cast) == "fp32" else cast, kind)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype that carries a stored parameter."""
+        return torch.float32 if self.cast is None else _DTYPES.get(str(self.cast.format), torch.float32)
+
+    def adopt(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Store `parameter` in the format, in place, and put what is kept of its fp32 value into `state`."""
+        if self.cast is None:
+            return
+        parameter.grad = None  # it belongs to the old dtype
+        # what is kept is contiguous, whatever the parameter's memory format is: optimizers walk it in logical order
+        master = parameter.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        parameter.data = torch.empty_like(parameter, dtype=self.dtype)
+        self.save(parameter, state, master, None)
+
+    def load(self, parameter: Tensor, state: dict[str, Tensor]) -> Tensor:
+        """The fp32 value of a stored parameter; what `save` is given back. Not always a copy."""
+        if self.cast is None:
+            return parameter.detach()
+        if "master" in state:
+            return state["master"]
+        if "remainder" in state:
+            return join(parameter.detach(), state["remainder"])
+        return parameter.detach().to(torch.float32, copy=True)
+
+    def save(self, parameter: Tensor, state: dict[str, Tensor], master: Tensor, seed: int | Tensor | None) -> None:
+        """Write an fp32 `master` back into the stored parameter and its state; `seed` is for stochastic rounding."""
+        if self.cast is None:
+            if master.data_ptr() != parameter.data_ptr():
+                parameter.detach().copy_(master)
+        elif self.kind == "split":
+            half, remainder = split(master)
+            parameter.detach().copy_(half)
+            _put(state, "remainder", remainder)
+        else:
+            parameter.detach().copy_(self.rounded(master, seed))
+            if self.kind == "fp32":
+                _put(state, "master", master)
+
+    def rounded(self, master: Tensor, seed: int | Tensor | None) -> Tensor:
+        """`master` as values of the format: stochastically where that is the kind and a seed is given."""
+        assert self.cast is not None
+        if self.kind == "stochastic" and seed is not None:
+            return kernels.quantize(master, self.cast.with_rounding("stochastic"), seed=seed)
+        if str(self.cast) in ("fp16", "bf16"):
+            return master.to(self.dtype)
+        return kernels.quantize(master, self.cast)
+
+
+def _put(state: dict[str, Tensor], key: str, value: Tensor) -> None:
+    kept = state.get(key)
+    if kept is None:
+        state[key] = value
+    elif kept.data_ptr() != value.data_ptr():
+        kept.copy_(value)
+
+
+def seed_of(seed: int | Tensor, step: int | Tensor, tensor: int, slot: int = 0) -> int | Tensor:
+    """The seed of one stochastic rounding: a function of run, step, tensor and slot, hence alike on all ranks.
+
+    With a tensor among the arguments the seed is a 0-d int64 tensor on its device, and nothing waits for it.
+    """
+    if isinstance(step, Tensor):
+        step = step.to(torch.int64) if step.device.type != "cpu" else int(step)
+    total = seed + step * _signed(_SEED_OF_STEP) + _signed(tensor * _SEED_OF_TENSOR + slot * _SEED_OF_SLOT)
+    return total if isinstance(total, Tensor) else total % (1 << 64)
+
+
+def _signed(word: int) -> int:
+    """The low 64 bits as a two's complement number, which int64 tensors multiply and add with wrap-around."""
+    word %= 1 << 64
+    return word - (1 << 64) if word >> 63 else word

@@ -1,0 +1,259 @@
+"""A precision as one value: what is cast where, how the loss is scaled, and how the master weights are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lowp import presets, region
+from lowp.errors import InvalidInput, Misuse
+from lowp.grad_scaler import GradScaler, NonFinite
+from lowp.optim import MasterWeights
+from lowp.optim.blockwise import BlockwiseOptimizer
+from lowp.optim.model_state import attach
+from lowp.optim.storage import Storage
+from lowp.policy import Accumulation, Policy, Rule
+from lowp.presets import LossScale, Masters, Preset
+from lowp.random_state import random_states, restore_random_states
+
+__all__ = ["Precision"]
+
+_VERSION = 1
+Optimizer = TypeVar("Optimizer", bound="torch.optim.Optimizer | None")
+
+
+class Precision:
+    """Trains a model in a precision: five lines beside plain PyTorch.
+
+        precision = lowp.Precision("fp16")
+        model, optimizer = precision.prepare(model, optimizer)
+        with precision.autocast():
+            loss = loss_function(model(x), y)
+        precision.backward(loss)
+        precision.step(optimizer)
+
+    `precision` is a preset (``fp16``, ``bf16-storage``, ``fp8`` …), any format for contraction operands and their
+    gradients (``e5m7``), a `Policy`, a `Preset`, or the path of a policy file. `loss_scale` (``none``, a number,
+    ``dynamic``), `masters` (``fp32``, ``split``, ``stochastic``, ``none``) and `accumulate` (``fp16/16``) take the
+    place of the preset's own. `strict` raises where a rule is never used or a contraction is met by no rule.
+    """
+
+    def __init__(
+        self,
+        precision: str | Preset | Policy | Path = "fp32",
+        *,
+        loss_scale: str | float | LossScale | None = None,
+        masters: str | Masters | None = None,
+        accumulate: str | Accumulation | None = None,
+        strict: bool = False,
+        seed: int = 0,
+    ) -> None:
+        preset = presets.parse(precision)
+        if loss_scale is not None:
+            preset = replace(preset, loss_scale=LossScale.parse(loss_scale))
+        if masters is not None:
+            preset = replace(preset, masters=masters if isinstance(masters, Masters) else Masters(masters))
+        if accumulate is not None:
+            preset = replace(preset, policy=_accumulating(preset.policy, Accumulation.parse(accumulate)))
+        if preset.masters.kind != "none" and preset.policy.parameters is None:
+            raise InvalidInput(
+                f"masters={preset.masters} keep the fp32 value of parameters in few bits, but {preset.name} leaves the "
+                f"parameters in fp32: use {preset.name}-storage if there is one, or a policy with parameters="
+            )
+        self.preset = preset
+        self.policy = preset.policy
+        self.seed = seed
+        self.steps = 0
+        self._strict = strict
+        self._region = region.autocast(self.policy, strict=strict)
+        self._scaler: GradScaler | None = None
+        self._skipped: Tensor | None = None
+
+    # -- a training step, in the order of its calls ---------------------------------------------------------------
+    def prepare(self, model: nn.Module, optimizer: Optimizer = None) -> tuple[nn.Module, Optimizer]:  # type: ignore[assignment]
+        """Bring model and optimizer into this precision, in place; returns both, the optimizer wrapped if need be.
+
+        Where the policy stores parameters in few bits they are converted, masters are kept by `lowp.MasterWeights`
+        around the optimizer (lowp's own optimizers keep theirs themselves), and `model.state_dict()` gives and takes
+        fp32. Running statistics of BatchNorm are put back when a step is skipped, and overflows are reported by
+        parameter name. Call it once a model, before the first step; again for further models or optimizers.
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"prepare takes a torch module and its optimizer, not {type(model).__name__}")
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        if self._scaler is None:
+            self._scaler = self._new_scaler(device.type)
+        prepared: Any = optimizer
+        if self.policy.parameters is not None:
+            prepared = self._store(model, optimizer)
+        if self._scaler.is_enabled():
+            self._scaler.watch(model)
+        return model, prepared
+
+    def autocast(self) -> region.autocast:
+        """The region in which ops are cast by this precision's policy: ``with precision.autocast():``."""
+        return self._region
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Scale the loss and run backward; `options` go to `Tensor.backward` (retain_graph, inputs …)."""
+        self.scaler.scale(loss).backward(**options)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide this optimizer's gradients by the loss scale, for clipping; `step` does it otherwise."""
+        self.scaler.unscale_(optimizer)
+
+    def step(self, *optimizers: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step each optimizer whose gradients are finite, then move the loss scale; once an iteration, with them all.
+
+        Returns what the last optimizer's step returned, None where it was skipped; see `stepped`.
+        """
+        if not optimizers:
+            raise Misuse("step() needs the optimizers to step: precision.step(optimizer)")
+        if closure is not None and self.scaler.is_enabled():
+            raise Misuse(
+                "a closure computes its loss without the loss scale: compute loss and gradients first, or train this "
+                "optimizer with Precision(..., loss_scale='none')"
+            )
+        result = None
+        for optimizer in optimizers:
+            result = self.scaler.step(optimizer) if closure is None else optimizer.step(closure)
+        if self.scaler.is_enabled():
+            skipped = ~self.scaler.stepped
+            self._skipped = skipped.to(torch.int64) if self._skipped is None else self._skipped + skipped
+        self.scaler.update()
+        self.steps += 1
+        return result
+
+    # -- what can be asked ----------------------------------------------------------------------------------------
+    @property
+    def scaler(self) -> GradScaler:
+        """The loss scaler, disabled where this precision scales nothing."""
+        if self._scaler is None:
+            self._scaler = self._new_scaler(None)
+        return self._scaler
+
+    @property
+    def scale(self) -> float:
+        """The loss scale, 1 where nothing is scaled. Waits for the device."""
+        return float(self.scaler.get_scale()) if self.scaler.is_enabled() else 1.0
+
+    @property
+    def stepped(self) -> Tensor:
+        """Whether the last `step` changed the weights: a 0-d bool tensor on the device."""
+        return self.scaler.stepped
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped because a gradient was infinite or NaN. Waits for the device."""
+        return 0 if self._skipped is None else int(self._skipped)
+
+    @property
+    def nonfinite(self) -> NonFinite | None:
+        """Where the latest skipped step was first not finite, or None. Waits for the device."""
+        return self.scaler.nonfinite
+
+    def report(self) -> Any:
+        """Rules that were never used, and contractions that no rule saw."""
+        return self._region.report()
+
+    def __str__(self) -> str:
+        preset = self.preset
+        return f"{preset.name}: {preset.summary} (loss scale {preset.loss_scale}, masters {preset.masters})"
+
+    def __repr__(self) -> str:
+        preset = self.preset
+        return f"Precision({preset.name!r}, loss_scale={str(preset.loss_scale)!r}, masters={str(preset.masters)!r})"
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Policy, loss scale, counters, seed and random states, as plain values; masters are in the optimizer's."""
+        return {
+            "version": _VERSION,
+            "name": self.preset.name,
+            "policy": self.policy.to_toml(),
+            "loss_scale": str(self.preset.loss_scale),
+            "masters": str(self.preset.masters),
+            "scaler": self.scaler.state_dict(),
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "seed": self.seed,
+            "random": random_states(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`; raises InvalidInput, with nothing changed, for that of another precision."""
+        if state.get("version") != _VERSION:
+            raise InvalidInput(f"a precision's state of version {state.get('version')!r}: this lowp reads {_VERSION}")
+        if Policy.from_toml(state["policy"], "the checkpoint's policy") != self.policy:
+            raise InvalidInput(
+                f"the checkpoint was trained in {state['name']} and this run is in {self.preset.name}: use "
+                f"Precision({state['name']!r}), or load the model alone, whose state is fp32 in every precision"
+            )
+        self.scaler.load_state_dict(state["scaler"])
+        self.steps, self.seed = int(state["steps"]), int(state["seed"])
+        self._skipped = torch.tensor(int(state["skipped_steps"]))
+        restore_random_states(state["random"])
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+    def _new_scaler(self, device: str | None) -> GradScaler:
+        scale = self.preset.loss_scale
+        if scale.kind == "none":
+            return GradScaler(device, enabled=False)
+        if scale.kind == "static":
+            return GradScaler(device, loss_scale=scale.initial, floor=scale.floor, ceiling=scale.ceiling)
+        return GradScaler(
+            device,
+            scale.initial,
+            scale.growth,
+            scale.backoff,
+            scale.interval,
+            hysteresis=scale.hysteresis,
+            floor=scale.floor,
+            ceiling=scale.ceiling,
+        )
+
+    def _store(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
+        """Convert the parameters to the format that the policy stores them in; returns the optimizer to use."""
+        storage = Storage(self.policy.parameters, self.preset.masters.kind)
+        if isinstance(optimizer, (MasterWeights, BlockwiseOptimizer)):
+            optimizer.attach(model)
+        elif optimizer is not None and storage.kind != "none":
+            optimizer = MasterWeights(optimizer, storage.cast, kind=storage.kind, seed=self.seed)
+            optimizer.attach(model)
+        kept = {parameter for group in optimizer.param_groups for parameter in group["params"]} if optimizer else set()
+        if not isinstance(optimizer, (MasterWeights, BlockwiseOptimizer)):
+            kept = set()
+        others = [one for one in model.parameters() if one not in kept and one.is_floating_point()]
+        plain = Storage(storage.cast, "none")
+        for parameter in others:
+            plain.adopt(parameter, {})
+        if others:
+            _give_fp32(model, set(others), plain)
+        return optimizer
+
+
+def _give_fp32(model: nn.Module, parameters: set[nn.Parameter], storage: Storage) -> None:
+    """`model.state_dict()` gives fp32 for parameters without masters too, and loading rounds into the storage."""
+
+    def set_masters(values: dict[Tensor, Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in values.items():
+                if parameter in parameters:
+                    storage.save(parameter, {}, value.detach().to(parameter.device, torch.float32), None)
+
+    attach(model, lambda parameter: parameter.detach().float() if parameter in parameters else None, set_masters)
+
+
+def _accumulating(policy: Policy, accumulate: Accumulation) -> Policy:
+    """The policy with every rule that casts operands of a product summing in `accumulate`."""
+    if not any(rule.weight is not None or rule.input is not None for rule in policy.rules):
+        return policy.before(Rule.of("contraction", accumulate=accumulate))
+    return replace(
+        policy,
+        rules=tuple(replace(rule, accumulate=accumulate) if rule.weight is not None else rule for rule in policy.rules),
+    )

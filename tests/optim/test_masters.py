@@ -1,0 +1,184 @@
+"""Master weights around torch's optimizers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from lowp.errors import InvalidInput
+from lowp.optim import MasterWeights
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "adam_fused": lambda params: torch.optim.Adam(params, lr=1e-2, fused=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
+}
+
+
+def _model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(9, 17), nn.Tanh(), nn.Linear(17, 3))
+
+
+def _gradients(model: nn.Module, step: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator).to(dtype)
+        parameter.grad = gradient.to(parameter.dtype)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "split"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_masters_follow_the_optimizer_on_fp32_parameters_bit_for_bit(name: str, kind: str) -> None:
+    plain, stored = _model(), _model()
+    reference = OPTIMIZERS[name](plain.parameters())
+    optimizer = MasterWeights(OPTIMIZERS[name](stored.parameters()), "bf16", kind=kind)
+    for step in range(5):
+        _gradients(plain, step, torch.bfloat16)
+        _gradients(stored, step, torch.bfloat16)
+        reference.step()
+        optimizer.step()
+    for expected, parameter in zip(plain.parameters(), stored.parameters(), strict=True):
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(optimizer.master(parameter), expected)
+        assert torch.allclose(parameter.float(), expected, rtol=2**-8, atol=0)
+
+
+def test_the_stall_of_pure_bf16_at_a_small_learning_rate_is_cured() -> None:
+    moved = {}
+    for kind in ("none", "fp32", "split", "stochastic"):
+        weight = nn.Parameter(torch.ones(4096))
+        optimizer = MasterWeights(torch.optim.SGD([weight], lr=1e-5), "bf16", kind=kind)
+        for _ in range(400):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        moved[kind] = 1.0 - float(optimizer.master(weight).mean())
+    assert moved["none"] == 0.0
+    assert moved["fp32"] == moved["split"] == pytest.approx(4e-3, rel=1e-3)
+    # a step is 1e-5 of 2**-8 (the ulp below 1): the sum of 4096 * 400 Bernoulli draws has deviation 3.1e-6 in the mean
+    assert moved["stochastic"] == pytest.approx(4e-3, abs=5 * 3.1e-6)
+
+
+def test_stochastic_rounding_depends_on_seed_and_step_alone() -> None:
+    def run(seed: int) -> torch.Tensor:
+        weight = nn.Parameter(torch.linspace(-1, 1, 999))
+        optimizer = MasterWeights(torch.optim.SGD([weight], lr=1e-3), "bf16", kind="stochastic", seed=seed)
+        for _ in range(3):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        return weight.detach().clone()
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "split"])
+def test_the_models_state_dict_is_fp32_in_and_out(kind: str) -> None:
+    source = _model(3)
+    expected = copy.deepcopy(source.state_dict())
+    model = _model(4)
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1), "bf16", kind=kind)
+    optimizer.attach(model)
+    model.load_state_dict(expected)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    assert next(model.parameters()).dtype == torch.bfloat16
+    _model(5).load_state_dict(state)  # opens in a plain model
+
+
+@pytest.mark.parametrize("into", ["fp32", "split"])
+@pytest.mark.parametrize("kind", ["fp32", "split"])
+def test_a_checkpoint_of_one_kind_continues_in_the_other_bit_for_bit(kind: str, into: str) -> None:
+    def build(which: str) -> tuple[nn.Module, MasterWeights]:
+        model = _model()
+        return model, MasterWeights(torch.optim.AdamW(model.parameters(), lr=1e-2), "bf16", kind=which)
+
+    first, optimizer = build(kind)
+    for step in range(3):
+        _gradients(first, step, torch.bfloat16)
+        optimizer.step()
+    second, resumed = build(into)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for model, one in ((first, optimizer), (second, resumed)):
+        _gradients(model, 7, torch.bfloat16)
+        one.step()
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(optimizer.master(a), resumed.master(b))
+
+
+def test_another_models_checkpoint_is_refused_and_changes_nothing() -> None:
+    model = _model()
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+    other = MasterWeights(torch.optim.SGD([nn.Parameter(torch.ones(3))] * 1 + list(_model().parameters())[1:], lr=0.1))
+    before = [optimizer.master(parameter).clone() for parameter in model.parameters()]
+    with pytest.raises(InvalidInput, match="belongs to another model"):
+        optimizer.load_state_dict(other.state_dict())
+    assert all(
+        torch.equal(optimizer.master(parameter), value)
+        for parameter, value in zip(model.parameters(), before, strict=True)
+    )
+
+
+def test_fp16_gradients_are_unscaled_without_flushing() -> None:
+    import lowp
+
+    weight = nn.Parameter(torch.ones(8))
+    optimizer = MasterWeights(torch.optim.SGD([weight], lr=1.0), "fp16")
+    scaler = lowp.GradScaler("cpu", init_scale=2.0**14)
+    scaler.scale((weight.float() * 2.0**-26).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert weight.grad is not None
+    assert weight.grad.float().tolist() == [2.0**-26] * 8  # below fp16's smallest number
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.master(weight).tolist() == [torch.tensor(1.0).sub(2.0**-26).item()] * 8
+
+
+def test_schedulers_closures_and_clipping_work() -> None:
+    weight = nn.Parameter(torch.full((4,), 3.0))
+    optimizer = MasterWeights(torch.optim.LBFGS([weight], lr=0.5, max_iter=5), "bf16")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (weight.float() ** 2).sum()
+        loss.backward()
+        return loss
+
+    first = float(optimizer.step(closure).detach())
+    scheduler.step()
+    assert first == 36.0
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert float(closure().detach()) < 1.0
+    torch.nn.utils.clip_grad_norm_([weight], 0.1)
+
+
+def test_what_cannot_have_masters_is_named() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    with pytest.raises(InvalidInput, match="split masters are a bf16 half"):
+        MasterWeights(inner, "fp16", kind="split")
+    with pytest.raises(InvalidInput, match="unknown kind of master weights 'spilt'; did you mean split"):
+        MasterWeights(inner, "bf16", kind="spilt")
+    with pytest.raises(InvalidInput, match="give a float format"):
+        MasterWeights(inner, "int8")
+    with pytest.raises(TypeError, match="wraps a torch optimizer"):
+        MasterWeights([weight])  # type: ignore[arg-type]
+    wrapped = MasterWeights(torch.optim.SGD([weight], lr=0.1))
+    with pytest.raises(InvalidInput, match="has master weights already"):
+        MasterWeights(wrapped)
+
+
+def test_a_format_that_torch_does_not_have_is_stored_by_value() -> None:
+    weight = nn.Parameter(torch.linspace(-2, 2, 101))
+    optimizer = MasterWeights(torch.optim.SGD([weight], lr=1e-3), "e4m3fn")
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert torch.equal(weight.detach(), weight.detach().to(torch.float8_e4m3fn).float())
+    assert torch.equal(optimizer.master(weight), torch.linspace(-2, 2, 101) - 1e-3)
