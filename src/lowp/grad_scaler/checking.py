@@ -14,7 +14,7 @@ from lowp.errors import Misuse
 from lowp.grad_scaler import gradients as grads
 from lowp.grad_scaler.provenance import all_finite
 from lowp.grad_scaler.state import ScalerState
-from lowp.scaling import SMALLEST_SCALE, AdaptiveLossScale, LossScaleState
+from lowp.scaling import SMALLEST_SCALE, AdaptiveLossScale
 from lowp.scaling.loss_scale import underflow
 
 _Replicator = cast(Callable[[torch.Tensor], Any], private("torch.amp.grad_scaler._MultiDeviceReplicator"))
@@ -43,6 +43,9 @@ def steps_by_itself(optimizer: Optimizer) -> bool:
 class Checks(ScalerState):
     """The half of a scaler that deals with gradients; each method works on one optimizer."""
 
+    # The sizes of the gradients that were checked last, and what else is kept of them, until ranks have agreed.
+    _seen: tuple[torch.Tensor, torch.Tensor] | None = None
+
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the scale, in place, and note whether all were finite; reads nothing.
 
@@ -64,7 +67,6 @@ class Checks(ScalerState):
         if allow_fp16:
             grads.widen_fp16(optimizer)
         found_inf = torch.zeros((), dtype=torch.float32, device=state.scale.device)
-        self._sample(optimizer, state, allow_fp16)
         found = self._unscale_grads_(optimizer, _inverse(state.scale), found_inf, allow_fp16)
         stage["found_inf_per_device"] = self._agreed(optimizer, found, found_inf)
         stage["stage"] = OptState.UNSCALED
@@ -85,7 +87,6 @@ class Checks(ScalerState):
         """Note whether the gradients, left scaled, are finite and stay so when unscaled; a flag a device."""
         state = self._state("_check_inf_per_device")
         found_inf = torch.zeros((), dtype=torch.float32, device=state.scale.device)
-        self._sample(optimizer, state, True)
         kinds = grads.by_kind(grads.collect(optimizer, True))
         found = self._checked(optimizer, kinds, _inverse(state.scale), found_inf)
         stage = self._per_optimizer_states[id(optimizer)]
@@ -98,14 +99,15 @@ class Checks(ScalerState):
     ) -> dict[torch.device, torch.Tensor]:
         """Return a flag a device, set if a gradient is not finite or will not be once unscaled; change no gradient.
 
-        Keeps on the device where the first one was: gradient clipping makes all of them NaN if one is.
+        Their sizes are kept for the provenance now: gradient clipping makes all of them NaN if one is.
         """
         if not kinds:
             return {}
+        self._sample(kinds, found_inf.device)
         inverse = inverse.reshape(())
         sizes = grads.largest(kinds, len(grads.parameters_of(optimizer)), inverse.device) * inverse
         flag = (~torch.isfinite(sizes.float())).any().to(found_inf)
-        self._provenance.latch(optimizer, sizes, flag, self._about(inverse))
+        self._seen = sizes, self._about(inverse)
         flags = _Replicator(torch.maximum(found_inf, flag))
         for device, _ in kinds:
             flags.get(device)
@@ -123,31 +125,38 @@ class Checks(ScalerState):
     def _agreed(
         self, optimizer: Optimizer, found: dict[torch.device, torch.Tensor], nothing: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
-        """Let all ranks of the group, and of the meshes of DTensor gradients, have found what one of them has found."""
+        """Let all ranks of the group, or of the meshes of DTensor gradients, find what one has found; then keep it."""
+        groups = self._groups(optimizer)
+        if groups:
+            shared = combined(found, nothing.device)
+            for group in groups:
+                distributed.agree_on_maximum_(shared, group)
+            for flag in found.values():
+                flag.copy_(shared.to(flag, non_blocking=True).expand_as(flag))
+            found = found or {shared.device: shared}
+        if self._seen is not None:
+            sizes, about = self._seen
+            self._provenance.latch(optimizer, sizes, combined(found, sizes.device), about)
+            self._seen = None
+        return found
+
+    def _groups(self, optimizer: Optimizer) -> list[torch.distributed.ProcessGroup]:
+        """Return the groups of more than one rank to agree with."""
+        if not distributed.is_running():
+            return []
         group = distributed.resolve(self._process_group)
         if group is not None:
             groups = [group]
-        elif distributed.is_running():
+        else:
             gradients = (p.grad for p in grads.parameters_of(optimizer) if p.grad is not None)
             groups = distributed.mesh_groups(gradients)
-        else:
-            return found
-        groups = [each for each in groups if each.size() > 1]
-        if not groups:
-            return found
-        shared = combined(found, nothing.device) if found else nothing.clone()
-        for each in groups:
-            distributed.agree_on_maximum_(shared, each)
-        for flag in found.values():
-            flag.copy_(shared.to(flag, non_blocking=True).expand_as(flag))
-        return found or {shared.device: shared}
+        return [each for each in groups if each.size() > 1]
 
-    def _sample(self, optimizer: Optimizer, state: LossScaleState, allow_fp16: bool) -> None:
+    def _sample(self, kinds: grads.Kinds, device: torch.device) -> None:
         """Count the exponents of the scaled gradients, every so many steps."""
         if not self._sample_interval or self._steps % self._sample_interval:
             return
-        present = grads.collect(optimizer, allow_fp16)
-        counts = grads.exponent_histogram(present, state.scale.device)
+        counts = grads.exponent_histogram(kinds, device)
         self._exponents = counts if self._exponents is None else self._exponents + counts
         name = self._scaling.format if isinstance(self._scaling, AdaptiveLossScale) else "fp16"
         self._underflow = underflow(self._exponents, name)

@@ -138,17 +138,17 @@ def largest_finite(kinds: Kinds) -> float:
     return found
 
 
-def exponent_histogram(gradients: Sequence[Gradient], device: torch.device) -> torch.Tensor:
+def exponent_histogram(kinds: Kinds, device: torch.device) -> torch.Tensor:
     """Count the finite nonzero values by their biased fp32 exponent: int64[256] on `device`, a sample of large sets.
 
     Every n-th element is looked at, n odd, so that rows of even length are not looked at in one column only. fp32
     subnormals count in field 0.
     """
     counts = torch.zeros(256, dtype=torch.int64, device=device)
-    total = sum(gradient.values.numel() for gradient in gradients)
-    stride = max(total // SAMPLE_ELEMENTS, 1) | 1
-    for gradient in gradients:
-        counts += _exponents(gradient.values.detach().reshape(-1)[::stride]).to(device, non_blocking=True)
+    values = [gradient.values.detach() for group in kinds.values() for gradient in group]
+    stride = max(sum(each.numel() for each in values) // SAMPLE_ELEMENTS, 1) | 1
+    for each in values:
+        counts += _exponents(each.reshape(-1)[::stride]).to(device, non_blocking=True)
     return counts
 
 

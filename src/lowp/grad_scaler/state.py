@@ -27,6 +27,7 @@ _NOT_PICKLED = (
     "_stepped",
     "_stepped_by",
     "_losses",
+    "_seen",
     "_skipped_at_floor",
     "_exponents",
     "_underflow",
@@ -152,7 +153,7 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
         if not isinstance(self._process_group, (str, type(None))):
             state["_process_group"] = "auto"  # a group belongs to its process
         for name in _NOT_PICKLED:
-            del state[name]
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

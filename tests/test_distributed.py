@@ -1,0 +1,212 @@
+"""Ranks agree: real processes over gloo, with DDP, with shards of their own, with DTensors, and with one rank."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+import torch.multiprocessing
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lowp import distributed
+from lowp.errors import InvalidInput
+from lowp.grad_scaler import GradScaler
+
+RANKS = 2
+Report = list[tuple[float, bool, float]]  # a step: the scale after it, whether it stepped, the sum of the weights
+
+
+def work(rank: int, jobs: dict[str, Callable[[int], Any]], folder: str) -> None:
+    """Be one of the processes: join the others, do the jobs, leave what they returned or raised in a file."""
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", RANKS)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    results: dict[str, Any] = {}
+    for name, job in jobs.items():
+        try:
+            results[name] = job(rank)
+        except Exception:
+            results[name] = traceback.format_exc()
+    torch.save(results, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, spoil: Callable[[int], None]
+) -> Report:
+    """Train four steps, with gradients spoilt between backward and step, and say how each went."""
+    report = []
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.manual_seed(100 * step + torch.distributed.get_rank())
+        scaler.scale(model(torch.randn(4, 4)).pow(2).mean()).backward()
+        spoil(step)
+        scaler.step(optimizer)
+        scaler.update()
+        weights = sum(parameter.detach().sum().item() for parameter in model.parameters())
+        report.append((scaler.get_scale(), bool(scaler.stepped), weights))
+    return report
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def ddp_input_overflows(rank: int) -> list[Report]:
+    """Only rank 1 sees an infinity, in its input; DDP's own all-reduce carries it to the gradients of both."""
+    reports = []
+    for fused in (False, True):
+        for group in ("auto", None):
+            model = DistributedDataParallel(small())
+            overflow = [step == 1 and rank == 1 for step in range(4)]
+            model.module[0].register_forward_pre_hook(
+                lambda module, inputs, overflow=overflow: (inputs[0] * (torch.inf if overflow.pop(0) else 1.0),)
+            )
+            scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2, process_group=group)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+            reports.append(train(model, optimizer, scaler, lambda step: None))
+    return reports
+
+
+def ddp_gradient_spoilt(rank: int) -> list[Report]:
+    """Only rank 0's copy of a gradient is spoilt, after DDP's all-reduce; unscaled explicitly and not."""
+    reports = []
+    for fused in (False, True):
+        for explicitly in (False, True):
+            model = DistributedDataParallel(small())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+            scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+            def spoil(step: int, model: Any = model, scaler: Any = scaler, optimizer: Any = optimizer) -> None:
+                if step == 1 and rank == 0:
+                    model.module[0].weight.grad[0, 0] = torch.nan
+                if explicitly:  # noqa: B023, called before the loop goes on
+                    scaler.unscale_(optimizer)
+
+            reports.append(train(model, optimizer, scaler, spoil))
+    return reports
+
+
+def shards_of_their_own(rank: int) -> list[Any]:
+    """Each rank holds other parameters, one of them none at all; one overflows. Agreed over a group, and not."""
+    found = []
+    for group in (torch.distributed.group.WORLD, None):
+        scaler = GradScaler("cpu", init_scale=8.0, process_group=group)
+        scaler.scale(torch.ones(()))
+        parameters = [nn.Parameter(torch.ones(1)) for _ in range(1 + rank)]
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        for parameter in parameters:
+            parameter.grad = torch.tensor([torch.inf if rank == 1 else 1.0])
+        scaler.step(optimizer)
+        scaler.update()
+        name = scaler.nonfinite.name if scaler.nonfinite is not None else None
+        found.append((scaler.get_scale(), bool(scaler.stepped), name))
+    empty = GradScaler("cpu", init_scale=8.0)
+    empty.scale(torch.ones(()))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    if rank == 1:
+        optimizer.param_groups[0]["params"][0].grad = torch.tensor([torch.nan])
+    empty.step(optimizer)
+    empty.update()
+    found.append((empty.get_scale(), bool(empty.stepped)))
+    return found
+
+
+def dtensors(rank: int) -> list[Any]:
+    """Gradients are sharded DTensors; only rank 1's shard overflows. No group is given: their mesh is used."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    found = []
+    for spoilt in (False, True):
+        parameter = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+        gradient = torch.full((4, 2), 8.0)
+        gradient[3, 1] = torch.inf if spoilt else 8.0
+        parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+        optimizer = torch.optim.SGD([parameter], lr=0.25)
+        scaler = GradScaler("cpu", init_scale=8.0, process_group=None)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+        assert isinstance(parameter, DTensor)
+        found.append((scaler.get_scale(), bool(scaler.stepped), parameter.to_local().detach().tolist()))
+    return found
+
+
+def maxima(rank: int) -> list[Any]:
+    value = torch.tensor([float(rank), 1.0 - rank])
+    distributed.agree_on_maximum_(value, distributed.world())
+    alone = torch.distributed.new_group([rank], use_local_synchronization=True)
+    own = torch.tensor(float(rank))
+    distributed.agree_on_maximum_(own, alone)
+    return [value.tolist(), own.item(), distributed.resolve("auto") is torch.distributed.group.WORLD]
+
+
+JOBS = {job.__name__: job for job in (ddp_input_overflows, ddp_gradient_spoilt, shards_of_their_own, dtensors, maxima)}
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[int], Any]], list[Any]]:
+    """Return what a job returned on each rank; all run in one pair of processes, as starting takes seconds."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(work, args=(JOBS, str(folder)), nprocs=RANKS)
+    results = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+
+    def of(job: Callable[[int], Any]) -> list[Any]:
+        found = [each[job.__name__] for each in results]
+        for each in found:
+            assert not isinstance(each, str), each
+        return found
+
+    return of
+
+
+def test_ranks_agree_when_the_input_of_one_overflows(result: Any) -> None:
+    first, second = result(ddp_input_overflows)
+    assert first == second and len(first) == 4
+    for report in first:
+        assert [stepped for _, stepped, _ in report] == [True, False, True, True]
+        assert [scale for scale, _, _ in report] == [1024.0, 512.0, 512.0, 1024.0]
+        assert report[0][2] == report[1][2] != report[2][2]
+
+
+def test_ranks_agree_when_one_copy_of_a_gradient_overflows(result: Any) -> None:
+    first, second = result(ddp_gradient_spoilt)
+    assert first == second and len(first) == 4
+    for report in first:
+        assert [stepped for _, stepped, _ in report] == [True, False, True, True]
+        assert [scale for scale, _, _ in report] == [1024.0, 512.0, 512.0, 1024.0]
+
+
+def test_ranks_with_shards_of_their_own_agree_over_a_group_and_decide_alone_without(result: Any) -> None:
+    first, second = result(shards_of_their_own)
+    second_name = "param_groups[0]['params'][1], shape (1,)"
+    assert first == [(4.0, False, ""), (8.0, True, None), (4.0, False)]
+    assert second == [(4.0, False, second_name), (4.0, False, second_name), (4.0, False)]
+
+
+def test_dtensor_gradients_are_unscaled_and_agreed_on_over_their_mesh(result: Any) -> None:
+    for found in result(dtensors):
+        assert found == [(8.0, True, [[0.75, 0.75]] * 2), (4.0, False, [[1.0, 1.0]] * 2)]
+
+
+def test_a_maximum_is_taken_over_a_group(result: Any) -> None:
+    assert result(maxima) == [[[1.0, 1.0], 0.0, True], [[1.0, 1.0], 1.0, True]]
+
+
+def test_without_torch_distributed_there_is_nobody_to_agree_with() -> None:
+    value = torch.tensor(3.0)
+    distributed.agree_on_maximum_(value, distributed.world())
+    assert value == 3.0 and distributed.resolve("auto") is None and distributed.resolve(None) is None
+    assert distributed.mesh_groups([value]) == []
+
+
+def test_what_is_no_group_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"process_group cannot be 3: allowed are 'auto'"):
+        distributed.resolve(3)
