@@ -1,0 +1,315 @@
+"""The C++ kernels, by ctypes: the only module that loads the library.
+
+Every function takes contiguous CPU tensors of fp32, fp64, fp16 or bf16, uses `threads` threads and leaves the result
+in `out`. They are bit-identical to `lowp.kernels.reference`; what they compute is written in kernels/README.md. Whether
+a dtype can hold the values of a format is the caller's to check.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import warnings
+from ctypes import byref, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast, Overflow, Rounding
+from lowp.errors import Unavailable
+from lowp.formats import FloatFormat, IntFormat, Specials
+
+PATH = Path(__file__).parent / "liblowp_cpu.so"
+VERSION = 1
+INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # by level; on other processors than x86-64 only the first exists
+MASK = (1 << 64) - 1
+
+_CARRIERS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+_ROUNDINGS = {mode: number for number, mode in enumerate(Rounding)}
+_OVERFLOWS = {overflow: number for number, overflow in enumerate(Overflow)}
+_SPECIALS = {specials: number for number, specials in enumerate(Specials)}
+_FLOAT, _INTEGER, _BINARY = 0, 1, 2
+
+
+class _Cast(ctypes.Structure):
+    """struct lowp_cast of cpu/cast.hpp."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "bits", "mantissa_bits", "bias", "min_exponent", "specials")),
+        *((name, c_int32) for name in ("is_signed", "subnormals", "has_zero", "rounding", "overflow", "random_bits")),
+        ("maximum", c_double),
+        ("minimum", c_double),
+    )
+
+
+_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "lowp_casts_version": (c_int, ()),
+    "lowp_casts_select": (c_int, (c_int,)),
+    "lowp_quantize": (None, (c_void_p, c_int, c_void_p, c_void_p, c_int64, c_uint64, c_int)),
+    "lowp_encode": (c_int64, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_uint64, c_int)),
+    "lowp_decode": (None, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_int)),
+    "lowp_quantize_scaled": (
+        None,
+        (c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_uint64, c_int),
+    ),
+    "lowp_to_int16": (None, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_uint64, c_int, c_void_p)),
+    "lowp_statistics": (c_int, (c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p)),
+    "lowp_quantize_statistics": (
+        c_int,
+        (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_uint64, c_int, c_void_p, c_void_p),
+    ),
+    "lowp_random_words": (None, (c_uint64, c_uint64, c_int64, c_void_p)),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the library, or None where it was not built or does not load; then says so, once."""
+    try:
+        loaded = ctypes.CDLL(str(PATH))
+        version = loaded.lowp_casts_version()
+        if version != VERSION:
+            raise OSError(f"it has version {version} of the casts, this lowp needs {VERSION}: build it again")
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(loaded, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        reason = "it was not built" if not PATH.exists() else str(error)
+        warnings.warn(
+            f"lowp's C++ library {PATH} is not used ({reason}); torch operations give the same bits, slower. "
+            "Install lowp with a C++ compiler (GCC or Clang) to have it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    if chosen := os.environ.get("LOWP_CPU_ISA"):
+        _select(loaded, chosen)
+    return loaded
+
+
+def select(instruction_set: str | None) -> str:
+    """Use the kernels compiled for "portable", "avx2" or "avx512", or the best this CPU has (None); return which.
+
+    The environment variable LOWP_CPU_ISA does the same from the start. Raises Unavailable for one the CPU lacks.
+    """
+    return _select(_loaded(), instruction_set)
+
+
+def _select(loaded: ctypes.CDLL, instruction_set: str | None) -> str:
+    level = -1
+    if instruction_set is not None:
+        if instruction_set not in INSTRUCTION_SETS:
+            raise Unavailable(f"no kernels for {instruction_set!r}; allowed: {', '.join(INSTRUCTION_SETS)}")
+        level = INSTRUCTION_SETS.index(instruction_set)
+    found: int = loaded.lowp_casts_select(level)
+    if found < 0:
+        raise Unavailable(f"this CPU has no {instruction_set}; it has {', '.join(available(loaded))}")
+    return INSTRUCTION_SETS[found]
+
+
+def available(loaded: ctypes.CDLL | None = None) -> tuple[str, ...]:
+    """Return the instruction sets that this CPU has kernels for."""
+    loaded = loaded or _loaded()
+    best = loaded.lowp_casts_select(-1)
+    return tuple(name for level, name in enumerate(INSTRUCTION_SETS) if level <= best)
+
+
+def threads() -> int:
+    """Return how many threads a kernel may use: what torch.set_num_threads says."""
+    return torch.get_num_threads()
+
+
+def quantize(x: Tensor, cast: Cast, seed: int, out: Tensor) -> None:
+    """Write the value that `cast` makes of every element into `out`, of x's dtype and shape; it may be `x`."""
+    _loaded().lowp_quantize(
+        _parameters(cast),
+        _CARRIERS[x.dtype],
+        x.data_ptr(),
+        out.data_ptr(),
+        x.numel(),
+        seed & MASK,
+        torch.get_num_threads(),
+    )
+
+
+def encode(x: Tensor, cast: Cast, seed: int, out: Tensor) -> int:
+    """Write the code of every element into `out`, integers of 1, 2, 4 or 8 bytes; return the NaNs without a code.
+
+    Their code is 0. Integer formats give two's complement.
+    """
+    nans: int = _loaded().lowp_encode(
+        _parameters(cast),
+        _CARRIERS[x.dtype],
+        x.data_ptr(),
+        out.element_size(),
+        out.data_ptr(),
+        x.numel(),
+        seed & MASK,
+        threads(),
+    )
+    return nans
+
+
+def decode(codes: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
+    """Write the value of every code (integers of 1, 2, 4 or 8 bytes) into `out`, exactly."""
+    _loaded().lowp_decode(
+        _parameters(Cast(format)),
+        codes.element_size(),
+        codes.data_ptr(),
+        _CARRIERS[out.dtype],
+        out.data_ptr(),
+        codes.numel(),
+        threads(),
+    )
+
+
+def statistics(x: Tensor) -> tuple[Tensor, float, float, int, int, int]:
+    """Return exponent histogram (int64, 256), largest finite |x|, sum of squares, zeros, NaNs and infinities.
+
+    The bins are those of fp32's biased exponent; fp64 numbers outside are counted in bins 1 and 254. The sum is taken
+    in fp64 over the finite elements, in an order that depends on neither the threads nor the processor.
+    """
+    counts = torch.zeros(259, dtype=torch.int64)
+    reals = torch.zeros(2, dtype=torch.float64)
+    failed = _loaded().lowp_statistics(
+        _CARRIERS[x.dtype], x.data_ptr(), x.numel(), threads(), counts.data_ptr(), reals.data_ptr()
+    )
+    if failed:
+        raise MemoryError(f"no memory for the partial sums of {x.numel()} elements")
+    zeros, nans, infinities = counts[256:].tolist()
+    maximum, squares = reals.tolist()
+    return counts[:256], maximum, squares, zeros, nans, infinities
+
+
+def quantize_statistics(
+    x: Tensor, cast: Cast, seed: int, out: Tensor | None = None, previous: Tensor | None = None
+) -> tuple[tuple[Tensor, float, float, int, int, int], dict[str, int]]:
+    """Return the `statistics` of `x` and what `cast` does to it, in one pass; write the values into `out`, if given.
+
+    Counted are the elements that are ``flushed`` (not zero before, zero after), ``overflowed`` (finite before, rounded
+    beyond the largest value), ``inexact`` (changed; NaN and the sign of zero apart), ``nan``, and, with `previous`
+    given, ``stalled``: equal to the previous value after the cast but not before, an update without effect.
+    """
+    counts = torch.zeros(263, dtype=torch.int64)
+    reals = torch.zeros(2, dtype=torch.float64)
+    failed = _loaded().lowp_quantize_statistics(
+        _parameters(cast),
+        _CARRIERS[x.dtype],
+        x.data_ptr(),
+        previous.data_ptr() if previous is not None else None,
+        out.data_ptr() if out is not None else None,
+        x.numel(),
+        seed & MASK,
+        threads(),
+        counts.data_ptr(),
+        reals.data_ptr(),
+    )
+    if failed:
+        raise MemoryError(f"no memory for the partial sums of {x.numel()} elements")
+    zeros, nans, infinities, flushed, overflowed, inexact, stalled = counts[256:].tolist()
+    maximum, squares = reals.tolist()
+    effects = {"flushed": flushed, "overflowed": overflowed, "inexact": inexact, "nan": nans, "stalled": stalled}
+    return (counts[:256], maximum, squares, zeros, nans, infinities), effects
+
+
+def quantize_scaled(
+    x: Tensor, cast: Cast, scale: Tensor, seed: int, out: Tensor, group: int = 0, zero_point: Tensor | None = None
+) -> None:
+    """Write element * scale into `out`, where element is x / scale in fp64, cast by `cast`'s element cast.
+
+    `x` is [rows, length], `scale` [rows, groups of a row], fp32 or fp64; `group` neighbours share a scale (0: the whole
+    row), the last group of a row may be shorter. With a `zero_point` (integers in scale's shape) the integer element is
+    limited so that element + zero_point is in the format's range. Quotient and product are fp64, and the product is
+    rounded once to the dtype of `out`.
+    """
+    rows, length = x.shape
+    group = group or max(length, 1)
+    groups = -(-length // group)
+    if scale.numel() != rows * groups:
+        raise ValueError(f"{tuple(scale.shape)} scales for {rows} rows of {groups} groups: give one a group")
+    wide = scale.to(torch.float64).contiguous()
+    points = zero_point.to(torch.int32).contiguous() if zero_point is not None else None
+    _loaded().lowp_quantize_scaled(
+        _parameters(cast.element_cast),
+        _CARRIERS[x.dtype],
+        x.data_ptr(),
+        out.data_ptr(),
+        x.numel(),
+        length,
+        group,
+        wide.data_ptr(),
+        points.data_ptr() if points is not None else None,
+        seed & MASK,
+        threads(),
+    )
+
+
+def to_int16(
+    x: Tensor,
+    exponent: int,
+    symmetric: bool,
+    rounding: Rounding,
+    seed: int,
+    out: Tensor,
+    random_bits: int | None = None,
+) -> tuple[int, int, int]:
+    """Write x * 2**-exponent, rounded and saturated, into the int16 tensor `out`, in one pass.
+
+    Return the largest |mantissa| written, how many finite elements were saturated, and how many were not finite: an
+    infinity saturates, NaN becomes 0. `symmetric` leaves out -32768.
+    """
+    counts = (c_int64 * 3)()
+    _loaded().lowp_to_int16(
+        _parameters(Cast(IntFormat("int16", 16, symmetric), rounding, random_bits=random_bits)),
+        _CARRIERS[x.dtype],
+        x.data_ptr(),
+        exponent,
+        out.data_ptr(),
+        x.numel(),
+        seed & MASK,
+        threads(),
+        counts,
+    )
+    return counts[0], counts[1], counts[2]
+
+
+def random_words(seed: int, counter: int, counters: int) -> Tensor:
+    """Return the Philox-4x32-10 words of the counters (counter, 0, 0) onwards: int64 [counters, 4]."""
+    words = torch.zeros(counters, 4, dtype=torch.int32)
+    _loaded().lowp_random_words(seed & MASK, counter & MASK, counters, words.data_ptr())
+    return words.to(torch.int64) & 0xFFFFFFFF
+
+
+def _loaded() -> ctypes.CDLL:
+    loaded = library()
+    if loaded is None:
+        raise Unavailable("lowp's C++ library is not there; the bitwise and reference kernels are")
+    return loaded
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameters(cast: Cast) -> object:
+    """Return a pointer to the parameter block of a cast; it keeps the block alive."""
+    element = cast.element
+    block = _Cast(
+        bits=element.bits,
+        rounding=_ROUNDINGS[cast.rounding],
+        overflow=_OVERFLOWS[cast.overflow or Overflow.SATURATE],
+        random_bits=cast.random_bits or 0,
+        maximum=element.maximum,
+        minimum=element.minimum,
+    )
+    if isinstance(element, FloatFormat):
+        block.kind = _FLOAT
+        block.mantissa_bits = element.mantissa_bits
+        block.bias = element.bias
+        block.min_exponent = element.min_exponent
+        block.specials = _SPECIALS[element.specials]
+        block.is_signed = element.signed
+        block.subnormals = element.subnormals
+        block.has_zero = element.has_zero
+    else:
+        block.kind = _BINARY if element.bits == 1 else _INTEGER
+    return byref(block)

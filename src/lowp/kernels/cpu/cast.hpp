@@ -1,0 +1,95 @@
+// What a caller of the C functions and the kernels of every instruction set share: numbers only, no code.
+#pragma once
+
+#include <cstdint>
+
+// Built by lowp/kernels/cpu.py from a Cast; the field order is the ABI.
+struct lowp_cast {
+  int32_t kind;           // Kind
+  int32_t bits;           // width of a code
+  int32_t mantissa_bits;  // floating point only, as the next five
+  int32_t bias;
+  int32_t min_exponent;
+  int32_t specials;  // Specials
+  int32_t is_signed;
+  int32_t subnormals;
+  int32_t has_zero;
+  int32_t rounding;     // Rounding
+  int32_t overflow;     // Overflow
+  int32_t random_bits;  // stochastic rounding with so many random bits; 0: unbiased
+  double maximum;       // largest value
+  double minimum;       // most negative value; of an unsigned format the smallest
+};
+
+namespace lowp {
+
+enum Kind : int32_t { kFloat = 0, kInteger = 1, kBinary = 2 };
+enum Specials : int32_t { kIeee = 0, kFn = 1, kFnuz = 2, kFinite = 3 };
+enum Rounding : int32_t { kNearestEven = 0, kNearestAway = 1, kTowardZero = 2, kUp = 3, kDown = 4, kStochastic = 5 };
+enum Overflow : int32_t { kInfinity = 0, kNan = 1, kSaturate = 2 };
+enum Carrier : int32_t { kFp32 = 0, kFp64 = 1, kFp16 = 2, kBf16 = 3 };
+
+inline constexpr int64_t kBlock = 1024;       // elements that a kernel works on at a time: they stay in the L1 cache
+inline constexpr int64_t kSumBlock = 4096;    // elements of one partial sum of squares
+inline constexpr int64_t kSerial = 64 * 1024;  // fewer elements than this are not worth a second thread
+
+// Elements whose codes or values are read and written in the given piece of a tensor.
+struct Task {
+  const lowp_cast* cast;
+  const void* in;
+  void* out;
+  int32_t in_type;   // Carrier; of `decode` the bytes of a code
+  int32_t out_type;  // Carrier; of `encode` the bytes of a code
+  uint64_t seed;
+  bool stream;  // write around the cache
+};
+
+// One scale for `group` neighbours of each row of `row` elements (the last group of a row may be shorter).
+struct Scales {
+  const double* scale;
+  const int32_t* zero_point;  // or null
+  int64_t row;
+  int64_t group;
+};
+
+struct Statistics {
+  int64_t histogram[256];
+  int64_t zeros, nans, infinities;
+  double maximum;
+};
+
+// What a cast did to the elements it was applied to.
+struct Effects {
+  int64_t flushed;     // not zero before, zero after
+  int64_t overflowed;  // finite before, beyond the largest value when rounded
+  int64_t inexact;     // changed at all (NaN payloads apart)
+  int64_t nans;        // NaN before
+  int64_t stalled;     // an update without effect: equals `previous` after the cast, but not before
+};
+
+struct Mantissas {
+  int64_t maximum;     // largest |mantissa| after saturation
+  int64_t saturated;   // finite elements that were saturated
+  int64_t non_finite;  // infinities (saturated) and NaN (zero)
+};
+
+// The kernels of one instruction set, each for the elements begin .. end; begin is a multiple of kBlock.
+struct Kernels {
+  void (*quantize)(const Task&, int64_t begin, int64_t end);
+  int64_t (*encode)(const Task&, int64_t begin, int64_t end);
+  void (*decode)(const Task&, int64_t begin, int64_t end);
+  void (*quantize_scaled)(const Task&, const Scales&, int64_t begin, int64_t end);
+  void (*to_int16)(const Task&, int exponent, Mantissas*, int64_t begin, int64_t end);
+  void (*statistics)(const Task&, Statistics*, double* partial_sums, int64_t begin, int64_t end);
+  void (*effects)(const Task&, const void* previous, Statistics*, double* partial_sums, Effects*, int64_t begin,
+                  int64_t end);
+  void (*random_words)(uint64_t seed, uint64_t counter, int64_t counters, uint32_t* out);
+};
+
+extern const Kernels kPortableKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+}  // namespace lowp

@@ -1,0 +1,225 @@
+// The C functions that lowp/kernels/cpu.py calls: they choose the instruction set and share the work among threads.
+#include <atomic>
+#include <mutex>
+#include <new>
+
+#include "cast.hpp"
+#include "parallel.hpp"
+
+#define LOWP_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace lowp {
+namespace {
+
+constexpr int64_t kStreamBytes = int64_t{1} << 23;  // larger results do not stay in a core's share of the cache
+
+const Kernels* kernels_of(int level) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+                    __builtin_cpu_supports("bmi2");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512vnni");
+  if (level == 2 && avx512) return &kAvx512Kernels;
+  if (level == 1 && avx2) return &kAvx2Kernels;
+#endif
+  return level == 0 ? &kPortableKernels : nullptr;
+}
+
+const Kernels* best_kernels() {
+  for (int level = 2; level > 0; --level)
+    if (const Kernels* found = kernels_of(level)) return found;
+  return &kPortableKernels;
+}
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+const Kernels& kernels() {
+  const Kernels* found = chosen.load(std::memory_order_acquire);
+  if (found == nullptr) chosen.store(found = best_kernels(), std::memory_order_release);
+  return *found;
+}
+
+int64_t bytes_of(int type) { return type == kFp64 ? 8 : type == kFp32 ? 4 : 2; }
+
+int enough_threads(int64_t count, int threads) { return count < kSerial ? 1 : threads; }
+
+// Writing around the cache pays only where the output is not also the input, whose lines are there already.
+bool streams(const void* in, const void* out, int64_t bytes) { return in != out && bytes >= kStreamBytes; }
+
+// The sum is taken in the order of the blocks, whichever thread has added up which.
+struct PartialSums {
+  explicit PartialSums(int64_t count)
+      : blocks((count + kSumBlock - 1) / kSumBlock), sums(blocks <= 64 ? here : new (std::nothrow) double[blocks]) {}
+  ~PartialSums() {
+    if (sums != here) delete[] sums;
+  }
+  PartialSums(const PartialSums&) = delete;
+  PartialSums& operator=(const PartialSums&) = delete;
+
+  double total() const {
+    double sum = 0;
+    for (int64_t block = 0; block < blocks; ++block) sum += sums[block];
+    return sum;
+  }
+
+  int64_t blocks;
+  double here[64];
+  double* sums;
+};
+
+void merge(const Statistics& part, Statistics* all) {
+  for (int bin = 0; bin < 256; ++bin) all->histogram[bin] += part.histogram[bin];
+  all->zeros += part.zeros;
+  all->nans += part.nans;
+  all->infinities += part.infinities;
+  if (part.maximum > all->maximum) all->maximum = part.maximum;
+}
+
+void merge(const Effects& part, Effects* all) {
+  all->flushed += part.flushed;
+  all->overflowed += part.overflowed;
+  all->inexact += part.inexact;
+  all->nans += part.nans;
+  all->stalled += part.stalled;
+}
+
+void merge(const Mantissas& part, Mantissas* all) {
+  if (part.maximum > all->maximum) all->maximum = part.maximum;
+  all->saturated += part.saturated;
+  all->non_finite += part.non_finite;
+}
+
+// Runs work(part, begin, end) in pieces and merges the parts.
+template <class Part, class Work>
+void gather(int64_t count, int64_t grain, int threads, Part* all, Work work) {
+  std::mutex merging;
+  parallel_for(count, grain, enough_threads(count, threads), [&](int64_t begin, int64_t end) {
+    Part part{};
+    work(&part, begin, end);
+    std::lock_guard<std::mutex> lock(merging);
+    merge(part, all);
+  });
+}
+
+}  // namespace
+}  // namespace lowp
+
+using namespace lowp;
+
+// Changes with the meaning of any function below or the layout of lowp_cast.
+LOWP_EXPORT int lowp_casts_version() { return 1; }
+
+// 0 portable, 1 AVX2, 2 AVX-512; -1 the best one that this CPU has. Returns the level in use, or -1 for one it lacks.
+LOWP_EXPORT int lowp_casts_select(int level) {
+  const Kernels* wanted = level < 0 ? best_kernels() : kernels_of(level);
+  if (wanted == nullptr) return -1;
+  chosen.store(wanted, std::memory_order_release);
+  if (level >= 0) return level;
+  for (level = 2; level > 0; --level)
+    if (kernels_of(level) == wanted) break;
+  return level;
+}
+
+LOWP_EXPORT void lowp_quantize(const lowp_cast* cast, int type, const void* x, void* out, int64_t count, uint64_t seed,
+                               int threads) {
+  const Task task{cast, x, out, type, type, seed, streams(x, out, count * bytes_of(type))};
+  const Kernels& kernel = kernels();
+  parallel_for(count, kBlock, enough_threads(count, threads),
+               [&](int64_t begin, int64_t end) { kernel.quantize(task, begin, end); });
+}
+
+// Returns the number of NaN that have no code.
+LOWP_EXPORT int64_t lowp_encode(const lowp_cast* cast, int type, const void* x, int code_bytes, void* out,
+                                int64_t count, uint64_t seed, int threads) {
+  const Task task{cast, x, out, type, code_bytes, seed, false};
+  const Kernels& kernel = kernels();
+  std::atomic<int64_t> nans{0};
+  parallel_for(count, kBlock, enough_threads(count, threads),
+               [&](int64_t begin, int64_t end) { nans += kernel.encode(task, begin, end); });
+  return nans;
+}
+
+LOWP_EXPORT void lowp_decode(const lowp_cast* cast, int code_bytes, const void* codes, int type, void* out,
+                             int64_t count, int threads) {
+  const Task task{cast, codes, out, code_bytes, type, 0, streams(codes, out, count * bytes_of(type))};
+  const Kernels& kernel = kernels();
+  parallel_for(count, kBlock, enough_threads(count, threads),
+               [&](int64_t begin, int64_t end) { kernel.decode(task, begin, end); });
+}
+
+// x has rows of `row` elements; each `group` of a row has a scale and, unless null, a zero point.
+LOWP_EXPORT void lowp_quantize_scaled(const lowp_cast* cast, int type, const void* x, void* out, int64_t count,
+                                      int64_t row, int64_t group, const double* scale, const int32_t* zero_point,
+                                      uint64_t seed, int threads) {
+  const Task task{cast, x, out, type, type, seed, streams(x, out, count * bytes_of(type))};
+  const Scales scales{scale, zero_point, row, group};
+  const Kernels& kernel = kernels();
+  parallel_for(count, kBlock, enough_threads(count, threads),
+               [&](int64_t begin, int64_t end) { kernel.quantize_scaled(task, scales, begin, end); });
+}
+
+// counts: largest |mantissa|, saturated, non-finite
+LOWP_EXPORT void lowp_to_int16(const lowp_cast* cast, int type, const void* x, int exponent, void* out, int64_t count,
+                               uint64_t seed, int threads, int64_t* counts) {
+  const Task task{cast, x, out, type, 0, seed, false};
+  const Kernels& kernel = kernels();
+  Mantissas all{};
+  gather(count, kBlock, threads, &all, [&](Mantissas* part, int64_t begin, int64_t end) {
+    kernel.to_int16(task, exponent, part, begin, end);
+  });
+  counts[0] = all.maximum, counts[1] = all.saturated, counts[2] = all.non_finite;
+}
+
+// counts: 256 bins, zeros, NaN, infinities; reals: largest finite |x|, sum of squares. Returns 0, or 1 without memory.
+LOWP_EXPORT int lowp_statistics(int type, const void* x, int64_t count, int threads, int64_t* counts, double* reals) {
+  const Task task{nullptr, x, nullptr, type, type, 0, false};
+  const Kernels& kernel = kernels();
+  const PartialSums partial(count);
+  if (partial.sums == nullptr) return 1;
+  Statistics all{};
+  gather(count, kSumBlock, threads, &all, [&](Statistics* part, int64_t begin, int64_t end) {
+    kernel.statistics(task, part, partial.sums, begin, end);
+  });
+  for (int bin = 0; bin < 256; ++bin) counts[bin] = all.histogram[bin];
+  counts[256] = all.zeros, counts[257] = all.nans, counts[258] = all.infinities;
+  reals[0] = all.maximum, reals[1] = partial.total();
+  return 0;
+}
+
+// lowp_statistics of x, and in counts[259 ..] what the cast does: flushed, overflowed, inexact, stalled. `out` and
+// `previous` may be null.
+LOWP_EXPORT int lowp_quantize_statistics(const lowp_cast* cast, int type, const void* x, const void* previous,
+                                         void* out, int64_t count, uint64_t seed, int threads, int64_t* counts,
+                                         double* reals) {
+  struct Both {
+    Statistics statistics;
+    Effects effects;
+  };
+  const Task task{cast, x, out, type, type, seed, false};
+  const Kernels& kernel = kernels();
+  const PartialSums partial(count);
+  if (partial.sums == nullptr) return 1;
+  Statistics all{};
+  Effects effects{};
+  std::mutex merging;
+  parallel_for(count, kSumBlock, enough_threads(count, threads), [&](int64_t begin, int64_t end) {
+    Both part{};
+    kernel.effects(task, previous, &part.statistics, partial.sums, &part.effects, begin, end);
+    std::lock_guard<std::mutex> lock(merging);
+    merge(part.statistics, &all);
+    merge(part.effects, &effects);
+  });
+  for (int bin = 0; bin < 256; ++bin) counts[bin] = all.histogram[bin];
+  counts[256] = all.zeros, counts[257] = all.nans, counts[258] = all.infinities;
+  counts[259] = effects.flushed, counts[260] = effects.overflowed;
+  counts[261] = effects.inexact, counts[262] = effects.stalled;
+  reals[0] = all.maximum, reals[1] = partial.total();
+  return 0;
+}
+
+// Philox-4x32-10: four words for each counter from (counter, 0, 0) on.
+LOWP_EXPORT void lowp_random_words(uint64_t seed, uint64_t counter, int64_t counters, uint32_t* out) {
+  kernels().random_words(seed, counter, counters, out);
+}

@@ -1,0 +1,3 @@
+#define LOWP_ISA avx2
+#define LOWP_KERNELS kAvx2Kernels
+#include "kernels.inc"

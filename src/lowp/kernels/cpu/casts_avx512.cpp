@@ -1,0 +1,5 @@
+// GCC 12's own header for AVX-512 reads a variable that it leaves undefined on purpose.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#define LOWP_ISA avx512
+#define LOWP_KERNELS kAvx512Kernels
+#include "kernels.inc"

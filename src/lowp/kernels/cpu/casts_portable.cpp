@@ -1,0 +1,3 @@
+#define LOWP_ISA portable
+#define LOWP_KERNELS kPortableKernels
+#include "kernels.inc"

@@ -1,0 +1,205 @@
+// Codes of a format, from values and back. Included once per instruction set.
+#pragma once
+
+#include <type_traits>
+
+#include "quantize.hpp"
+
+namespace lowp {
+namespace LOWP_ISA {
+
+// What `encode` and `decode` need beyond the lane.
+template <class C>
+struct Code {
+  using Bits = typename C::Bits;
+  int shift, mantissa_bits, sign_shift;
+  Bits offset;           // of the exponent fields, in units of the code's last bit
+  Bits rebias;           // the same in the carrier's bits
+  typename C::Int smallest;
+  typename C::Number magic;
+  Bits magic_bits, sign, magnitude, below, flush;
+  Bits infinity, nan, nan_above;
+  bool nan_is_signed, fnuz;
+};
+
+template <class C>
+static Code<C> make_code(const lowp_cast& cast) {
+  using Bits = typename C::Bits;
+  Code<C> code{};
+  const int significant = cast.bits - (cast.is_signed != 0);
+  code.mantissa_bits = cast.mantissa_bits;
+  code.shift = C::kMantissa - cast.mantissa_bits;
+  code.sign_shift = cast.is_signed ? significant : C::kWidth - 1;
+  code.sign = cast.is_signed ? Bits{1} << significant : 0;
+  code.magnitude = (Bits{1} << significant) - 1;
+  const Bits difference = static_cast<Bits>(static_cast<typename C::Int>(C::kBias - cast.bias));
+  code.offset = difference << cast.mantissa_bits;
+  code.rebias = difference << C::kMantissa;
+  const bool fixed = cast.min_exponent > C::kMinExponent && cast.has_zero;
+  code.smallest = fixed ? static_cast<typename C::Int>(bits_of(power_of_two<C>(cast.min_exponent))) : 0;
+  code.magic = power_of_two<C>(cast.min_exponent + C::kMantissa - cast.mantissa_bits);
+  code.magic_bits = bits_of(code.magic);
+  code.below = fixed ? Bits{1} << cast.mantissa_bits : 0;
+  code.flush = cast.subnormals || !cast.has_zero ? 0 : Bits{1} << cast.mantissa_bits;
+  const Bits top = code.magnitude;
+  code.infinity = cast.specials == kIeee ? top - ((Bits{1} << cast.mantissa_bits) - 1) : ~Bits{0};
+  code.fnuz = cast.specials == kFnuz;
+  code.nan_is_signed = cast.is_signed && !code.fnuz;
+  if (cast.specials == kIeee) {
+    code.nan = code.infinity | (Bits{1} << (cast.mantissa_bits - 1));
+    code.nan_above = code.infinity;
+  } else {
+    code.nan = code.fnuz ? code.sign : cast.specials == kFn ? top : 0;
+    code.nan_above = cast.specials == kFn ? top - 1 : top;
+  }
+  return code;
+}
+
+// Codes of values that the format has; returns the number of NaN.
+template <class C, class T>
+__attribute__((noinline)) static int64_t encode_values(const typename C::Bits* values, T* out, int64_t count,
+                                                       const Code<C>& given) {
+  using Bits = typename C::Bits;
+  using Int = typename C::Int;
+  const Code<C> code = given;
+  Bits nans = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const Bits bits = values[i], a = bits & Constants<C>::kMagnitude;
+    const Bits negative = static_cast<Bits>(0) - (bits >> (C::kWidth - 1));
+    const Bits normal = (a >> code.shift) - code.offset;
+    const Bits fixed = bits_of(number(a) + code.magic) - code.magic_bits;
+    Bits result = static_cast<Int>(a) < code.smallest ? fixed : normal;
+    result = a == Constants<C>::kInf ? code.infinity : result;
+    const bool nan = static_cast<Int>(a) > static_cast<Int>(Constants<C>::kInf);
+    result = nan ? code.nan : result;
+    nans += nan;
+    const Bits sign = nan & !code.nan_is_signed ? 0 : code.sign & negative;
+    out[i] = static_cast<T>(result | sign);
+  }
+  return static_cast<int64_t>(nans);
+}
+
+template <class C, class T>
+static int64_t encode_one_by_one(const typename C::Bits* values, T* out, int64_t count, const lowp_cast& cast) {
+  int64_t nans = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const double value = static_cast<double>(number(values[i]));
+    out[i] = static_cast<T>(code_general(value, cast));
+    nans += value != value;
+  }
+  return nans;
+}
+
+template <class C, class T>
+__attribute__((noinline)) static int64_t encode_integers(const typename C::Bits* values, T* out, int64_t count) {
+  int64_t nans = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const typename C::Number value = number(values[i]);
+    const bool nan = value != value;
+    out[i] = static_cast<T>(static_cast<int32_t>(nan ? 0 : value));
+    nans += nan;
+  }
+  return nans;
+}
+
+template <class C, class T>
+static int64_t encode_in(const Task& task, int64_t begin, int64_t end) {
+  const lowp_cast& cast = *task.cast;
+  const Caster<C> caster(cast, task.seed);
+  const Code<C> code = cast.kind == kFloat ? make_code<C>(cast) : Code<C>{};
+  alignas(64) typename C::Bits buffer[kBlock], values[kBlock];
+  int64_t nans = 0;
+  for (int64_t first = begin; first < end; first += kBlock) {
+    const int64_t count = end - first < kBlock ? end - first : kBlock;
+    caster(load<C>(task.in, task.in_type, first, count, buffer), values, first, count);
+    T* out = static_cast<T*>(task.out) + first;
+    if (cast.kind != kFloat)
+      nans += encode_integers<C, T>(values, out, count);
+    else if (caster.kernel != nullptr)
+      nans += encode_values<C, T>(values, out, count, code);
+    else
+      nans += encode_one_by_one<C, T>(values, out, count, cast);
+  }
+  return cast.kind == kFloat && cast.specials != kFinite ? 0 : nans;
+}
+
+template <class C>
+static int64_t encode_as(const Task& task, int64_t begin, int64_t end) {
+  switch (task.out_type) {
+    case 1: return encode_in<C, uint8_t>(task, begin, end);
+    case 2: return encode_in<C, uint16_t>(task, begin, end);
+    case 4: return encode_in<C, uint32_t>(task, begin, end);
+    default: return encode_in<C, uint64_t>(task, begin, end);
+  }
+}
+
+static int64_t encode(const Task& task, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  if (task.in_type != kFp64 && reaches<F32>(*task.cast)) return encode_as<F32>(task, begin, end);
+  return encode_as<F64>(task, begin, end);
+}
+
+template <class C, class T>
+__attribute__((noinline)) static void decode_codes(const T* codes, typename C::Bits* values, int64_t count,
+                                                   const Code<C>& given) {
+  using Bits = typename C::Bits;
+  const Code<C> code = given;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const Bits bits = codes[i], a = bits & code.magnitude;
+    const Bits sign = (bits & code.sign) << (C::kWidth - 1 - code.sign_shift);
+    const Bits normal = (a << code.shift) + code.rebias;
+    const Bits fixed = bits_of(number(code.magic_bits + a) - code.magic);
+    Bits result = a < code.below ? fixed : normal;
+    result = a < code.flush ? 0 : result;
+    result = a == code.infinity ? Constants<C>::kInf : result;
+    result = a > code.nan_above ? Constants<C>::kQuietNan : result;
+    result |= sign;
+    values[i] = code.fnuz & (bits == code.nan) ? Constants<C>::kQuietNan : result;
+  }
+}
+
+template <class C, class T>
+static void decode_in(const Task& task, int64_t begin, int64_t end) {
+  const lowp_cast& cast = *task.cast;
+  const bool vector = cast.kind == kFloat && reaches<C>(cast);
+  const Code<C> code = vector ? make_code<C>(cast) : Code<C>{};
+  alignas(64) typename C::Bits values[kBlock];
+  for (int64_t first = begin; first < end; first += kBlock) {
+    const int64_t count = end - first < kBlock ? end - first : kBlock;
+    const T* codes = static_cast<const T*>(task.in) + first;
+    if (vector) {
+      decode_codes<C, T>(codes, values, count, code);
+    } else {
+      for (int64_t i = 0; i < count; ++i) {
+        const double value = cast.kind == kFloat
+                                 ? value_general(codes[i], cast)
+                                 : static_cast<double>(static_cast<std::make_signed_t<T>>(codes[i]));
+        values[i] = bits_of(static_cast<typename C::Number>(value));
+      }
+    }
+    store<C>(values, task.out, task.out_type, first, count, task.stream);
+  }
+  if (task.stream) finish_streaming();
+}
+
+template <class C>
+static void decode_as(const Task& task, int64_t begin, int64_t end) {
+  switch (task.in_type) {
+    case 1: return decode_in<C, uint8_t>(task, begin, end);
+    case 2: return decode_in<C, uint16_t>(task, begin, end);
+    case 4: return decode_in<C, uint32_t>(task, begin, end);
+    default: return decode_in<C, uint64_t>(task, begin, end);
+  }
+}
+
+static void decode(const Task& task, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  if (task.out_type != kFp64 && reaches<F32>(*task.cast)) return decode_as<F32>(task, begin, end);
+  decode_as<F64>(task, begin, end);
+}
+
+}  // namespace LOWP_ISA
+}  // namespace lowp

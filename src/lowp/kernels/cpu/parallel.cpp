@@ -1,0 +1,163 @@
+#include "parallel.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+namespace lowp {
+namespace {
+
+constexpr int kMostThreads = 256;
+constexpr int kPiecesPerThread = 4;  // so that a thread the system has paused does not hold up the others
+constexpr int kSpins = 400;          // some ten microseconds: shorter than going to sleep and being woken
+
+inline void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+struct Job {
+  Body body;
+  void* context;
+  int64_t count;
+  int64_t piece;
+  std::atomic<int64_t> next{0};
+
+  void work() {
+    for (;;) {
+      const int64_t begin = next.fetch_add(piece, std::memory_order_relaxed);
+      if (begin >= count) return;
+      body(context, begin, count - begin < piece ? count : begin + piece);
+    }
+  }
+};
+
+// Never destroyed: its threads sleep until the process ends, so nothing is joined while the interpreter shuts down.
+class Pool {
+ public:
+  std::mutex in_use;  // held by the caller whose job runs
+
+  void run(Job& job, int helpers) {
+    helpers = start(helpers);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      job_ = &job;
+      seats_ = helpers;
+      working_.store(helpers, std::memory_order_relaxed);
+      generation_.fetch_add(1, std::memory_order_release);
+    }
+    if (helpers > 0) wake_.notify_all();
+    job.work();
+    // Seats that no worker has taken yet are given back: the work is all handed out.
+    std::unique_lock<std::mutex> lock(mutex_);
+    working_.fetch_sub(seats_, std::memory_order_relaxed);
+    seats_ = 0;
+    job_ = nullptr;
+    if (working_.load(std::memory_order_acquire) == 0) return;
+    lock.unlock();
+    for (int spin = 0; spin < kSpins; ++spin) {
+      if (working_.load(std::memory_order_acquire) == 0) return;
+      pause_briefly();
+    }
+    lock.lock();
+    done_.wait(lock, [this] { return working_.load(std::memory_order_acquire) == 0; });
+  }
+
+ private:
+  // Returns how many helpers there are, at most `wanted`; fewer where the system gives no more threads.
+  int start(int wanted) {
+    if (started_ >= wanted) return wanted;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &before);  // signals are the interpreter's: workers inherit a full mask
+    try {
+      for (; started_ < wanted; ++started_) std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return started_ < wanted ? started_ : wanted;
+  }
+
+  void serve() {
+    uint64_t seen = 0;
+    for (;;) {
+      for (int spin = 0; spin < kSpins && generation_.load(std::memory_order_acquire) == seen; ++spin) pause_briefly();
+      Job* job = nullptr;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, [&] { return generation_.load(std::memory_order_relaxed) != seen; });
+        seen = generation_.load(std::memory_order_relaxed);
+        if (seats_ == 0) continue;
+        --seats_;
+        job = job_;
+      }
+      job->work();
+      if (working_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        done_.notify_one();
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  std::atomic<uint64_t> generation_{0};
+  std::atomic<int> working_{0};
+  Job* job_ = nullptr;
+  int seats_ = 0;
+  int started_ = 0;  // touched only by the holder of in_use
+};
+
+std::atomic<Pool*> the_pool{nullptr};
+
+// The threads of the parent do not exist in a child, and its locks may be held by them: the child forgets that pool.
+void forget_pool() { the_pool.store(nullptr, std::memory_order_release); }
+
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, &forget_pool);
+
+Pool* pool() {
+  Pool* found = the_pool.load(std::memory_order_acquire);
+  if (found != nullptr) return found;
+  Pool* fresh = new (std::nothrow) Pool;
+  if (fresh != nullptr && !the_pool.compare_exchange_strong(found, fresh, std::memory_order_acq_rel)) {
+    delete fresh;
+    return found;
+  }
+  return fresh;
+}
+
+}  // namespace
+
+void run_parallel(int64_t count, int64_t grain, int threads, Body body, void* context) {
+  if (count <= 0) return;
+  const int64_t grains = (count + grain - 1) / grain;
+  if (threads > kMostThreads) threads = kMostThreads;
+  if (threads > grains) threads = static_cast<int>(grains);
+  if (threads <= 1) return body(context, 0, count);
+  Pool* shared = pool();
+  if (shared == nullptr) return body(context, 0, count);
+  std::unique_lock<std::mutex> lock(shared->in_use, std::try_to_lock);
+  if (!lock.owns_lock()) return body(context, 0, count);
+  const int64_t pieces = static_cast<int64_t>(threads) * kPiecesPerThread;
+  Job job;
+  job.body = body;
+  job.context = context;
+  job.count = count;
+  job.piece = (grains + pieces - 1) / pieces * grain;
+  shared->run(job, threads - 1);
+}
+
+}  // namespace lowp

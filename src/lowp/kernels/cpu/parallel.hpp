@@ -1,0 +1,31 @@
+// Work shared among threads of a pool of our own: no OpenMP, so no second OpenMP runtime beside torch's.
+//
+// The number of threads comes with every call (it follows torch.set_num_threads). A call made while the pool is busy
+// with another one, be it from a second Python thread or from inside a body, runs on the calling thread alone. After
+// fork the child starts with a fresh pool. Workers sleep when there is no work.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace lowp {
+
+using Body = void (*)(void* context, int64_t begin, int64_t end);
+
+// Calls body(context, begin, end) for pieces that cover 0 .. count, on up to `threads` threads, the caller among them.
+// Every begin is a multiple of `grain`. Which thread gets which piece is not determined. Returns when all is done.
+// A body must not throw.
+void run_parallel(int64_t count, int64_t grain, int threads, Body body, void* context);
+
+// The same for anything callable as body(begin, end).
+template <class F>
+void parallel_for(int64_t count, int64_t grain, int threads, F&& body) {
+  struct Call {
+    static void run(void* context, int64_t begin, int64_t end) {
+      (*static_cast<std::remove_reference_t<F>*>(context))(begin, end);
+    }
+  };
+  run_parallel(count, grain, threads, &Call::run, const_cast<void*>(static_cast<const void*>(&body)));
+}
+
+}  // namespace lowp

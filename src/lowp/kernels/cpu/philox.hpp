@@ -1,0 +1,136 @@
+// Philox-4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Included once per instruction
+// set. Element i of a tensor takes word i % 4 of counter (i / 4, 0) under the key `seed`.
+#pragma once
+
+#include "carrier.hpp"
+
+namespace lowp {
+namespace LOWP_ISA {
+
+constexpr uint32_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
+constexpr uint32_t kWeyl0 = 0x9E3779B9, kWeyl1 = 0xBB67AE85;
+
+static inline void philox(const uint32_t counter[4], uint64_t seed, uint32_t out[4]) {
+  uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = static_cast<uint64_t>(kMultiplier0) * c0, b = static_cast<uint64_t>(kMultiplier1) * c2;
+    c0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0;
+    c2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
+    c1 = static_cast<uint32_t>(b);
+    c3 = static_cast<uint32_t>(a);
+    k0 += kWeyl0;
+    k1 += kWeyl1;
+  }
+  out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+}
+
+static inline void philox_at(uint64_t seed, uint64_t position, uint32_t stream, uint32_t out[4]) {
+  const uint32_t counter[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), stream, 0};
+  philox(counter, seed, out);
+}
+
+#if defined(__x86_64__)
+// A 64-bit lane holds a 32-bit word and leaves its upper half undefined: the multiplication reads the lower half alone
+// and gives all 64 bits of the product, so a round of as many counters as there are lanes costs eight operations.
+#if defined(__AVX512F__)
+using Words = __m512i;
+constexpr int kLanes = 8;
+// After the interleaving below, the even lanes are the first counters and the odd lanes the others.
+static inline Words words_first(uint64_t at) {
+  const long long base = static_cast<long long>(at);
+  return _mm512_add_epi64(_mm512_set1_epi64(base), _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0));
+}
+static inline Words words_set(uint64_t value) { return _mm512_set1_epi64(static_cast<long long>(value)); }
+static inline Words words_multiply(Words a, Words b) { return _mm512_mul_epu32(a, b); }
+static inline Words words_xor(Words a, Words b, Words c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
+static inline Words words_upper(Words a) { return _mm512_srli_epi64(a, 32); }
+static inline Words words_pair(Words low, Words high) {
+  return _mm512_mask_blend_epi32(0xAAAA, low, _mm512_slli_epi64(high, 32));
+}
+static inline void words_store(uint32_t* out, Words first, Words second) {
+  _mm512_storeu_si512(out, _mm512_unpacklo_epi64(first, second));
+  _mm512_storeu_si512(out + 16, _mm512_unpackhi_epi64(first, second));
+}
+#elif defined(__AVX2__)
+using Words = __m256i;
+constexpr int kLanes = 4;
+static inline Words words_first(uint64_t at) {
+  return _mm256_add_epi64(_mm256_set1_epi64x(static_cast<long long>(at)), _mm256_set_epi64x(3, 1, 2, 0));
+}
+static inline Words words_set(uint64_t value) { return _mm256_set1_epi64x(static_cast<long long>(value)); }
+static inline Words words_multiply(Words a, Words b) { return _mm256_mul_epu32(a, b); }
+static inline Words words_xor(Words a, Words b, Words c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
+static inline Words words_upper(Words a) { return _mm256_srli_epi64(a, 32); }
+static inline Words words_pair(Words low, Words high) {
+  return _mm256_blend_epi32(low, _mm256_slli_epi64(high, 32), 0xAA);
+}
+static inline void words_store(uint32_t* out, Words first, Words second) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_unpacklo_epi64(first, second));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 8), _mm256_unpackhi_epi64(first, second));
+}
+#else
+using Words = __m128i;
+constexpr int kLanes = 2;
+static inline Words words_first(uint64_t at) {
+  return _mm_add_epi64(_mm_set1_epi64x(static_cast<long long>(at)), _mm_set_epi64x(1, 0));
+}
+static inline Words words_set(uint64_t value) { return _mm_set1_epi64x(static_cast<long long>(value)); }
+static inline Words words_multiply(Words a, Words b) { return _mm_mul_epu32(a, b); }
+static inline Words words_xor(Words a, Words b, Words c) { return _mm_xor_si128(_mm_xor_si128(a, b), c); }
+static inline Words words_upper(Words a) { return _mm_srli_epi64(a, 32); }
+static inline Words words_pair(Words low, Words high) {
+  return _mm_or_si128(_mm_srli_epi64(_mm_slli_epi64(low, 32), 32), _mm_slli_epi64(high, 32));
+}
+static inline void words_store(uint32_t* out, Words first, Words second) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_unpacklo_epi64(first, second));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 4), _mm_unpackhi_epi64(first, second));
+}
+#endif
+
+constexpr int kChains = 4;  // independent chains hide the latency of the multiplications
+constexpr int kCounters = kLanes * kChains;
+
+// kCounters counters, four words each.
+static inline void philox_step(uint64_t seed, uint64_t counter, uint32_t* out) {
+  const Words m0 = words_set(kMultiplier0), m1 = words_set(kMultiplier1);
+  Words c0[kChains], c1[kChains], c2[kChains], c3[kChains];
+  for (int chain = 0; chain < kChains; ++chain) {
+    c0[chain] = words_first(counter + static_cast<uint64_t>(chain * kLanes));
+    c1[chain] = words_upper(c0[chain]);
+    c2[chain] = c3[chain] = words_set(0);
+  }
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round, k0 += kWeyl0, k1 += kWeyl1) {
+    const Words key0 = words_set(k0), key1 = words_set(k1);
+#pragma GCC unroll 4
+    for (int chain = 0; chain < kChains; ++chain) {
+      const Words a = words_multiply(c0[chain], m0), b = words_multiply(c2[chain], m1);
+      c0[chain] = words_xor(words_upper(b), c1[chain], key0);
+      c2[chain] = words_xor(words_upper(a), c3[chain], key1);
+      c1[chain] = b;
+      c3[chain] = a;
+    }
+  }
+#pragma GCC unroll 4
+  for (int chain = 0; chain < kChains; ++chain)
+    words_store(out + chain * kLanes * 4, words_pair(c0[chain], c1[chain]), words_pair(c2[chain], c3[chain]));
+}
+#else
+constexpr int kCounters = 1;
+static inline void philox_step(uint64_t seed, uint64_t counter, uint32_t* out) { philox_at(seed, counter, 0, out); }
+#endif
+
+static_assert(kBlock / 4 % kCounters == 0, "a block is a whole number of steps");
+
+// The words of counters counter .. counter + counters - 1.
+static void random_words(uint64_t seed, uint64_t counter, int64_t counters, uint32_t* out) {
+  int64_t done = 0;
+  for (; done + kCounters <= counters; done += kCounters)
+    philox_step(seed, counter + static_cast<uint64_t>(done), out + 4 * done);
+  for (; done < counters; ++done) philox_at(seed, counter + static_cast<uint64_t>(done), 0, out + 4 * done);
+}
+
+}  // namespace LOWP_ISA
+}  // namespace lowp

@@ -1,0 +1,78 @@
+// Values of a format in the type of the tensor, a block at a time. Included once per instruction set.
+#pragma once
+
+#include "convert.hpp"
+
+namespace lowp {
+namespace LOWP_ISA {
+
+// A cast made ready for one call: the vector kernel, or the general function where that does not reach.
+template <class C>
+struct Caster {
+  const lowp_cast& cast;
+  uint64_t seed;
+  Lane<C> lane;
+  CastNumbers<C> kernel;
+
+  Caster(const lowp_cast& given, uint64_t given_seed) : cast(given), seed(given_seed), lane{}, kernel(nullptr) {
+    if (!reaches<C>(cast)) return;
+    lane = make_lane<C>(cast);
+    kernel = lane.plain ? cast_numbers_for<C, true>(cast.rounding) : cast_numbers_for<C, false>(cast.rounding);
+  }
+
+  // At most kBlock elements; `begin`, the index of the first, is a multiple of four. `out` may be `in`.
+  void operator()(const typename C::Bits* in, typename C::Bits* out, int64_t begin, int64_t count) const {
+    if (kernel == nullptr || cast.rounding != kStochastic) return with_words(in, out, begin, count, nullptr);
+    alignas(64) uint32_t words[kBlock];
+    random_words(seed, static_cast<uint64_t>(begin) / 4, (count + 3) / 4, words);
+    with_words(in, out, begin, count, words);
+  }
+
+  // The same, with the random words of these elements given; `begin` may be any index.
+  void with_words(const typename C::Bits* in, typename C::Bits* out, int64_t begin, int64_t count,
+                  const uint32_t* words) const {
+    if (kernel == nullptr) return one_by_one(in, out, begin, count);
+    if (cast.rounding != kStochastic) {
+      kernel(in, out, count, nullptr, lane);
+      return;
+    }
+    alignas(64) typename C::Bits before[kBlock];
+    if (in == out) in = static_cast<const typename C::Bits*>(std::memcpy(before, in, sizeof(in[0]) * count));
+    if (kernel(in, out, count, words, lane)) one_by_one(in, out, begin, count);
+  }
+
+ private:
+  void one_by_one(const typename C::Bits* in, typename C::Bits* out, int64_t begin, int64_t count) const {
+    for (int64_t i = 0; i < count; ++i) {
+      const double value = cast_general(static_cast<double>(number(in[i])), cast, seed, begin + i);
+      out[i] = bits_of(static_cast<typename C::Number>(value));
+    }
+  }
+};
+
+template <class C>
+static void quantize_in(const Task& task, int64_t begin, int64_t end) {
+  const Caster<C> caster(*task.cast, task.seed);
+  const bool direct = carrier_bytes(task.in_type) == sizeof(typename C::Bits) && !task.stream;
+  alignas(64) typename C::Bits buffer[kBlock], result[kBlock];
+  for (int64_t first = begin; first < end; first += kBlock) {
+    const int64_t count = end - first < kBlock ? end - first : kBlock;
+    const typename C::Bits* in = load<C>(task.in, task.in_type, first, count, buffer);
+    if (direct) {
+      caster(in, static_cast<typename C::Bits*>(task.out) + first, first, count);
+    } else {
+      caster(in, result, first, count);
+      store<C>(result, task.out, task.out_type, first, count, task.stream);
+    }
+  }
+  if (task.stream) finish_streaming();
+}
+
+static void quantize(const Task& task, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  if (task.in_type != kFp64 && reaches<F32>(*task.cast)) return quantize_in<F32>(task, begin, end);
+  quantize_in<F64>(task, begin, end);
+}
+
+}  // namespace LOWP_ISA
+}  // namespace lowp

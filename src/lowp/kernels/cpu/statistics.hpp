@@ -1,0 +1,229 @@
+// What a tensor holds, and what a cast does to it, in one pass. Included once per instruction set.
+#pragma once
+
+#include "quantize.hpp"
+
+namespace lowp {
+namespace LOWP_ISA {
+
+// Eight sums side by side, the same on every instruction set, so that the total is the same to the last bit.
+using Sums = double __attribute__((vector_size(64)));
+using Numbers32 = float __attribute__((vector_size(32)));
+using Integers32 = int32_t __attribute__((vector_size(32)));
+using Integers64 = int64_t __attribute__((vector_size(64)));
+
+static inline void add_squares(const uint32_t* bits, Sums& sums) {
+  Integers32 x;
+  std::memcpy(&x, bits, sizeof x);
+  x &= (x & 0x7fffffff) < 0x7f800000;
+  Numbers32 numbers;
+  std::memcpy(&numbers, &x, sizeof numbers);
+  const Sums wide = __builtin_convertvector(numbers, Sums);
+  sums += wide * wide;
+}
+
+static inline void add_squares(const uint64_t* bits, Sums& sums) {
+  Integers64 x;
+  std::memcpy(&x, bits, sizeof x);
+  x &= (x & 0x7fffffffffffffff) < 0x7ff0000000000000;
+  Sums numbers;
+  std::memcpy(&numbers, &x, sizeof numbers);
+  sums += numbers * numbers;
+}
+
+template <class Bits>
+__attribute__((noinline)) static double sum_of_squares(const Bits* bits, int64_t count) {
+  Sums even = {}, odd = {};
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    add_squares(bits + i, even);
+    add_squares(bits + i + 8, odd);
+  }
+  if (i < count) {
+    Bits rest[16] = {};
+    std::memcpy(rest, bits + i, sizeof(Bits) * static_cast<size_t>(count - i));
+    add_squares(rest, even);
+    add_squares(rest + 8, odd);
+  }
+  const Sums all = even + odd;
+  return ((all[0] + all[1]) + (all[2] + all[3])) + ((all[4] + all[5]) + (all[6] + all[7]));
+}
+
+// The biased exponent as fp32 has it. fp64: zero in bin 0, other finite numbers clamped to 1 .. 254.
+static inline unsigned bin_of(uint32_t bits) { return bits >> 23 & 255; }
+static inline unsigned bin_of(uint64_t bits) {
+  const int field = static_cast<int>(bits >> 52 & 2047);
+  if (field == 2047) return 255;
+  if ((bits & Constants<F64>::kMagnitude) == 0) return 0;
+  const int clamped = field - (1023 - 127);
+  return static_cast<unsigned>(clamped < 1 ? 1 : clamped > 254 ? 254 : clamped);
+}
+
+template <class C>
+__attribute__((noinline)) static void count_kinds(const typename C::Bits* bits, int64_t count, Statistics* seen) {
+  using Int = typename C::Int;
+  constexpr Int kInf = static_cast<Int>(Constants<C>::kInf);
+  Int zeros = 0, nans = 0, infinities = 0, largest = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const Int a = static_cast<Int>(bits[i] & Constants<C>::kMagnitude);
+    zeros += a == 0;
+    nans += a > kInf;
+    infinities += a == kInf;
+    const Int finite = a < kInf ? a : 0;
+    largest = finite > largest ? finite : largest;
+  }
+  seen->zeros += zeros;
+  seen->nans += nans;
+  seen->infinities += infinities;
+  const double maximum = static_cast<double>(number(static_cast<typename C::Bits>(largest)));
+  seen->maximum = maximum > seen->maximum ? maximum : seen->maximum;
+}
+
+// Neighbours often share a bin: four tables, so that an increment does not wait for the one before.
+struct Histogram {
+  uint32_t table[4][256];
+  int64_t held = 0;
+
+  Histogram() { std::memset(table, 0, sizeof table); }
+
+  template <class Bits>
+  void add(const Bits* bits, int64_t count) {
+    int64_t i = 0;
+    for (; i + 4 <= count; i += 4)
+      for (int lane = 0; lane < 4; ++lane) ++table[lane][bin_of(bits[i + lane])];
+    for (; i < count; ++i) ++table[0][bin_of(bits[i])];
+    held += count;
+  }
+
+  void move_to(int64_t* histogram) {
+    for (int bin = 0; bin < 256; ++bin)
+      histogram[bin] += int64_t{table[0][bin]} + table[1][bin] + table[2][bin] + table[3][bin];
+    std::memset(table, 0, sizeof table);
+    held = 0;
+  }
+};
+
+template <class C>
+static void see(const typename C::Bits* bits, int64_t first, int64_t count, Histogram& histogram, Statistics* seen,
+                double* partial_sums) {
+  count_kinds<C>(bits, count, seen);
+  histogram.add(bits, count);
+  if (histogram.held > int64_t{1} << 30) histogram.move_to(seen->histogram);
+  partial_sums[first / kSumBlock] = sum_of_squares(bits, count);
+}
+
+template <class C>
+static void statistics_in(const Task& task, Statistics* seen, double* partial_sums, int64_t begin, int64_t end) {
+  alignas(64) typename C::Bits buffer[kSumBlock];
+  Histogram histogram;
+  for (int64_t first = begin; first < end; first += kSumBlock) {
+    const int64_t count = end - first < kSumBlock ? end - first : kSumBlock;
+    const typename C::Bits* bits = load<C>(task.in, task.in_type, first, count, buffer);
+    see<C>(bits, first, count, histogram, seen, partial_sums);
+  }
+  histogram.move_to(seen->histogram);
+}
+
+static void statistics(const Task& task, Statistics* seen, double* partial_sums, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  if (task.in_type == kFp64) return statistics_in<F64>(task, seen, partial_sums, begin, end);
+  statistics_in<F32>(task, seen, partial_sums, begin, end);
+}
+
+// Counts, and puts in place what numbers beyond the limit become: the lane has marked them with infinity.
+template <class C>
+__attribute__((noinline)) static void count_effects(const typename C::Bits* in, typename C::Bits* out, int64_t count,
+                                                    const typename C::Int* beyond, Effects* effects) {
+  using Bits = typename C::Bits;
+  using Int = typename C::Int;
+  const Bits positive = static_cast<Bits>(beyond[0]), negative = static_cast<Bits>(beyond[1]) | Constants<C>::kSign;
+  Int flushed = 0, overflowed = 0, inexact = 0, nans = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const Bits x = in[i];
+    const Int before = static_cast<Int>(x & Constants<C>::kMagnitude);
+    const Int after = static_cast<Int>(out[i] & Constants<C>::kMagnitude);
+    constexpr Int kInf = static_cast<Int>(Constants<C>::kInf);
+    const bool over = (before < kInf) & (after == kInf);
+    const Bits result = over ? ((x & Constants<C>::kSign) != 0 ? negative : positive) : out[i];
+    const Int size = static_cast<Int>(result & Constants<C>::kMagnitude);
+    flushed += (before != 0) & (size == 0);
+    overflowed += over;
+    nans += before > kInf;
+    inexact += (before <= kInf) & (result != x) & ((before != 0) | (size != 0));
+    out[i] = result;
+  }
+  effects->flushed += flushed;
+  effects->overflowed += overflowed;
+  effects->inexact += inexact;
+  effects->nans += nans;
+}
+
+template <class C>
+__attribute__((noinline)) static void count_stalled(const typename C::Bits* in, const typename C::Bits* out,
+                                                    const typename C::Bits* previous, int64_t count,
+                                                    Effects* effects) {
+  typename C::Int stalled = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i)
+    stalled += (number(out[i]) == number(previous[i])) & (number(in[i]) != number(previous[i]));
+  effects->stalled += stalled;
+}
+
+// Where the vector cast does not reach: overflow shows in the same cast without a limit.
+template <class C>
+static void mark_overflow(const lowp_cast& cast, uint64_t seed, const typename C::Bits* in, typename C::Bits* out,
+                          int64_t begin, int64_t count) {
+  if (cast.kind == kBinary) return;
+  lowp_cast unlimited = cast;
+  unlimited.maximum = number(Constants<F64>::kInf);
+  if (cast.kind == kInteger) unlimited.minimum = -unlimited.maximum;
+  for (int64_t i = 0; i < count; ++i) {
+    const double x = static_cast<double>(number(in[i]));
+    const double value = cast_general(x, unlimited, seed, begin + i);
+    const bool over = value > cast.maximum || (cast.is_signed && value < cast.minimum);
+    if (over) out[i] = Constants<C>::kInf | (in[i] & Constants<C>::kSign);
+  }
+}
+
+template <class C>
+static void effects_in(const Task& task, const void* previous, Statistics* seen, double* partial_sums,
+                       Effects* effects, int64_t begin, int64_t end) {
+  const lowp_cast& cast = *task.cast;
+  Caster<C> caster(cast, task.seed);
+  typename C::Int beyond[2];
+  for (int negative = 0; negative < 2; ++negative) {
+    const double result = __builtin_fabs(overflowed(cast, negative, true));
+    beyond[negative] = static_cast<typename C::Int>(bits_of(static_cast<typename C::Number>(result)));
+    caster.lane.beyond[negative] = static_cast<typename C::Int>(Constants<C>::kInf);
+  }
+  alignas(64) typename C::Bits buffer[kSumBlock], result[kSumBlock], before[kSumBlock];
+  Histogram histogram;
+  for (int64_t first = begin; first < end; first += kSumBlock) {
+    const int64_t count = end - first < kSumBlock ? end - first : kSumBlock;
+    const typename C::Bits* bits = load<C>(task.in, task.in_type, first, count, buffer);
+    see<C>(bits, first, count, histogram, seen, partial_sums);
+    for (int64_t done = 0; done < count; done += kBlock) {
+      const int64_t part = count - done < kBlock ? count - done : kBlock;
+      caster(bits + done, result + done, first + done, part);
+      if (caster.kernel == nullptr) mark_overflow<C>(cast, task.seed, bits + done, result + done, first + done, part);
+    }
+    count_effects<C>(bits, result, count, beyond, effects);
+    if (previous != nullptr)
+      count_stalled<C>(bits, result, load<C>(previous, task.in_type, first, count, before), count, effects);
+    if (task.out != nullptr) store<C>(result, task.out, task.out_type, first, count, false);
+  }
+  histogram.move_to(seen->histogram);
+}
+
+static void effects(const Task& task, const void* previous, Statistics* seen, double* partial_sums, Effects* effects,
+                    int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  if (task.in_type != kFp64 && reaches<F32>(*task.cast))
+    return effects_in<F32>(task, previous, seen, partial_sums, effects, begin, end);
+  effects_in<F64>(task, previous, seen, partial_sums, effects, begin, end);
+}
+
+}  // namespace LOWP_ISA
+}  // namespace lowp
