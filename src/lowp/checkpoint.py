@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -123,14 +124,16 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
     if not path.is_file():
         raise InvalidCheckpoint(f"there is no checkpoint {path}")
     try:
-        content = torch.load(path, map_location=map_location, weights_only=True)
+        with warnings.catch_warnings():  # what torch warns of in a stranger's file ends as an error here
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise InvalidCheckpoint(
             f"{path} asks for objects that are not plain tensors and numbers, and was not opened: load it where you "
-            f"trust it and save its state_dict ({str(error).splitlines()[0]})"
+            f"trust it and save its state_dict ({_first_line(error)})"
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise InvalidCheckpoint(f"{path} is damaged or no torch file: {str(error).splitlines()[0]}") from None
+        raise InvalidCheckpoint(f"{path} is damaged or no torch file: {_first_line(error)}") from None
     if not isinstance(content, dict) or _KEY not in content:
         raise InvalidCheckpoint(f"{path} is a torch file, but no checkpoint of lowp.save: read it with torch.load")
     if content[_KEY] != VERSION:
@@ -140,6 +143,10 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
 
 # -- plain values -----------------------------------------------------------------------------------------------------
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _check_plain(value: Any, place: str) -> None:
