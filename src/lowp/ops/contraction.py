@@ -43,8 +43,8 @@ def runner(run: Callable[[Call], Any]) -> Runner:
 def linear(call: Call) -> Tensor:
     """F.linear(input, weight, bias=None)."""
     x, weight, bias = bound(call, "input", "weight", bias=None)
-    _check(x, weight, bias)
-    _require(1 <= weight.dim() <= 2 and x.dim() >= 1 and x.shape[-1] == weight.shape[-1])
+    check(x, weight, bias)
+    require(1 <= weight.dim() <= 2 and x.dim() >= 1 and x.shape[-1] == weight.shape[-1])
     return contract(Linear(tuple(x.shape), tuple(weight.shape)), call, x, weight, bias)
 
 
@@ -64,8 +64,8 @@ def reversed_matmul(call: Call) -> Tensor:
 
 
 def _matmul(call: Call, first: Tensor, second: Tensor, function: Callable[..., Tensor]) -> Tensor:
-    _check(first, second)
-    _require(first.dim() >= 1 and second.dim() >= 1)
+    check(first, second)
+    require(first.dim() >= 1 and second.dim() >= 1)
     equation = Equation.of_matmul(tuple(first.shape), tuple(second.shape))
     if equation.is_squeezed:  # one operand is repeated along a batch dimension of the other
         function = _Unsqueezed(function, equation.squeezes)
@@ -121,10 +121,10 @@ def added(call: Call) -> Tensor:
     name = call.op.rstrip("_")
     first_name, second_name, terms, function = _ADDED[name]
     bias, first, second, beta, alpha = _added_arguments(call, first_name, second_name)
-    _check(bias, first, second)
-    _require(all(x.dim() == len(term) for x, term in zip((first, second), terms, strict=False)))
+    check(bias, first, second)
+    require(all(x.dim() == len(term) for x, term in zip((first, second), terms, strict=False)))
     sizes = dict(zip(terms[0] + terms[1], (*first.shape, *second.shape), strict=True))
-    _require((*first.shape, *second.shape) == tuple(sizes[letter] for letter in terms[0] + terms[1]))
+    require((*first.shape, *second.shape) == tuple(sizes[letter] for letter in terms[0] + terms[1]))
     if beta == 0:  # torch ignores the input then, NaN included
         result = _pair(call, Equation(terms), first, second, None, None, alpha)
     else:
@@ -154,7 +154,7 @@ def einsum(call: Call) -> Tensor:
     if call.kwargs:
         raise Mismatch
     equation, operands = parse_einsum(call.args)
-    _check(*operands)
+    check(*operands)
     if len(operands) < 2:
         raise Mismatch
     result = operands[0]
@@ -168,7 +168,7 @@ def einsum(call: Call) -> Tensor:
 def tensordot(call: Call) -> Tensor:
     """torch.tensordot(a, b, dims=2)."""
     first, second, dims = bound(call, "a", "b", dims=2)
-    _check(first, second)
+    check(first, second)
     equation = parse_tensordot(first, second, dims)
     return _pair(call, equation, *equation.squeezed(first, second))
 
@@ -177,8 +177,8 @@ def tensordot(call: Call) -> Tensor:
 def outer(call: Call) -> Tensor:
     """torch.outer and ger (input, vec2)."""
     first, second = bound(call, "input", "vec2")
-    _check(first, second)
-    _require(first.dim() == second.dim() == 1)
+    check(first, second)
+    require(first.dim() == second.dim() == 1)
     return _pair(call, Equation(("m", "n", "mn")), first, second)
 
 
@@ -186,8 +186,8 @@ def outer(call: Call) -> Tensor:
 def inner(call: Call) -> Tensor:
     """torch.inner(input, other): the last dimensions are contracted."""
     first, second = bound(call, "input", "other")
-    _check(first, second)
-    _require(first.dim() >= 1 and second.dim() >= 1)
+    check(first, second)
+    require(first.dim() >= 1 and second.dim() >= 1)
     equation = parse_tensordot(first, second, ([first.dim() - 1], [second.dim() - 1]))
     return _pair(call, equation, *equation.squeezed(first, second))
 
@@ -196,9 +196,9 @@ def inner(call: Call) -> Tensor:
 def vecdot(call: Call) -> Tensor:
     """torch.linalg.vecdot(x, y, dim=-1)."""
     first, second, dim = bound(call, "x", "y", dim=-1)
-    _check(first, second)
+    check(first, second)
     dim = dim if dim < 0 else dim - max(first.dim(), second.dim())  # counted from the end, as both are broadcast
-    _require(first.dim() >= -dim and second.dim() >= -dim > 0)
+    require(first.dim() >= -dim and second.dim() >= -dim > 0)
     first, second = first.movedim(dim, -1), second.movedim(dim, -1)
     equation = Equation.of_matmul((*first.shape[:-1], 1, first.shape[-1]), (*second.shape, 1))
     return _pair(call, equation, first.unsqueeze(-2), second.unsqueeze(-1)).squeeze(-1).squeeze(-1)
@@ -208,8 +208,8 @@ def vecdot(call: Call) -> Tensor:
 def bilinear(call: Call) -> Tensor:
     """F.bilinear(input1, input2, weight, bias=None): input1 meets the weight first, input2 their product."""
     first, second, weight, bias = bound(call, "input1", "input2", "weight", bias=None)
-    _check(first, second, weight, bias)
-    _require(first.dim() == second.dim() >= 1 and weight.dim() == 3 and first.shape[:-1] == second.shape[:-1])
+    check(first, second, weight, bias)
+    require(first.dim() == second.dim() >= 1 and weight.dim() == 3 and first.shape[:-1] == second.shape[:-1])
     rows, columns = first.reshape(-1, first.shape[-1]), second.reshape(-1, second.shape[-1])
     half = _pair(call, Equation(("bi", "oij", "boj")), rows, weight)
     result = _pair(call, Equation(("bj", "boj", "bo")), columns, half, bias=bias)
@@ -223,7 +223,7 @@ def chain(call: Call) -> Tensor:
     if call.kwargs.keys() - {"tensors"} or (call.kwargs and call.args):
         raise Mismatch
     matrices = list(call.kwargs.get("tensors", given))
-    _check(*matrices)
+    check(*matrices)
     if len(matrices) < 2 or any(matrix.dim() != 2 for matrix in matrices[1:-1]):
         raise Mismatch
     left, right = matrices[0].dim() == 1, matrices[-1].dim() == 1
@@ -231,9 +231,9 @@ def chain(call: Call) -> Tensor:
         matrices[0] = matrices[0].unsqueeze(0)
     if right:
         matrices[-1] = matrices[-1].unsqueeze(1)
-    _require(all(matrix.dim() == 2 for matrix in matrices))
+    require(all(matrix.dim() == 2 for matrix in matrices))
     sizes = [matrices[0].shape[0], *(matrix.shape[1] for matrix in matrices)]
-    _require(all(matrix.shape == tuple(sizes[i : i + 2]) for i, matrix in enumerate(matrices)))
+    require(all(matrix.shape == tuple(sizes[i : i + 2]) for i, matrix in enumerate(matrices)))
     result = _chained(call, matrices, _cheapest_splits(sizes), 0, len(matrices) - 1)
     result = result.squeeze(0) if left else result
     return result.squeeze(-1) if right else result
@@ -265,12 +265,12 @@ def _chained(call: Call, matrices: list[Tensor], split: dict[tuple[int, int], in
     return _pair(call, Equation(("mk", "kn", "mn")), left, right, torch.mm)
 
 
-def _check(*tensors: Any) -> None:
+def check(*tensors: Any) -> None:
     """Leave the call to the function itself where an operand is no floating-point tensor of up to 32 bits."""
-    _require(all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors) and is_castable(*tensors))
+    require(all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors) and is_castable(*tensors))
 
 
-def _require(condition: bool) -> None:
+def require(condition: bool) -> None:
     """Leave the call to the function itself, which refuses it in its own words."""
     if not condition:
         raise Mismatch

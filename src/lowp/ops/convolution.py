@@ -1,0 +1,218 @@
+"""Runners of the convolutions, of one to three dimensions, plain and transposed, and conv_tbc.
+
+The input has the role `input`, the kernel `weight`. All three products are torch's own fp32 convolutions, forward and
+backward, on the rounded operands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowp.ops.casting import Call
+from lowp.ops.contraction import check, require, runner
+from lowp.ops.forms import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair
+from lowp.ops.products import contract
+from lowp.ops.signature import Mismatch, bound
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Convolution(Form):
+    """y[n, o, ...] of x[n, c, ...] and w[o, c / groups, ...], or w[c, o / groups, ...] where transposed."""
+
+    first: Sizes
+    second: Sizes
+    stride: Sizes
+    padding: Sizes
+    dilation: Sizes
+    transposed: bool
+    output_padding: Sizes
+    groups: int
+
+    @property
+    def contracted(self) -> dict[int, Pair]:  # type: ignore[override]
+        into, out_of = (0, 1) if self.transposed else (1, 0)
+        return {OUTPUT: (1, into), FIRST: (out_of, 1), SECOND: (-1, -1)}
+
+    def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+        settings = (self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups)
+        if slot == OUTPUT:
+            return torch.convolution(left, right, bias, *settings)
+        if slot == FIRST:  # of the operand that is asked for, only the shape is read
+            x, weight = right.new_empty(self.first), left
+        else:
+            x, weight = left, right.new_empty(self.second)
+        wanted = [slot == FIRST, slot == SECOND, False]
+        result = torch.ops.aten.convolution_backward(right, x, weight, None, *settings, wanted)
+        gradient: Tensor = result[slot]
+        return gradient
+
+    def with_bias(self, result: Tensor, bias: Tensor) -> Tensor:
+        return result + bias.reshape(-1, *(1 for _ in self.stride))
+
+    def bias_gradient(self, gradient: Tensor) -> Tensor:
+        return gradient.sum([dim for dim in range(gradient.dim()) if dim != 1])
+
+    def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Finish]:
+        if self.transposed:  # the transposed convolution is the plain one with output and input exchanged
+            if slot == OUTPUT:
+                shape = self._transposed_output(left.shape)
+                return self._plain(FIRST, shape, right, left)
+            if slot == FIRST:
+                return self._plain(OUTPUT, tuple(right.shape), right, left)
+            return self._plain(SECOND, tuple(right.shape), right, left)
+        return self._plain(slot, self.first, left, right)
+
+    def _transposed_output(self, shape: Sequence[int]) -> Sizes:
+        spatial = (
+            (size - 1) * s - 2 * p + d * (k - 1) + extra + 1
+            for size, s, p, d, k, extra in zip(
+                shape[2:], self.stride, self.padding, self.dilation, self.second[2:], self.output_padding, strict=True
+            )
+        )
+        return (shape[0], self.second[1] * self.groups, *spatial)
+
+    def _plain(self, slot: int, shape: Sizes, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Finish]:
+        """Return a product of a plain convolution with an input of this shape as matrices, by windows over the input.
+
+        The input's gradient is summed over windows of the stretched output gradient: zeros between its elements count
+        as products.
+        """
+        dims = len(self.stride)
+        places, kernel = "hij"[:dims], "xyz"[:dims]
+        if slot == FIRST:
+            window = self._windows(self._stretched(right, shape), (1,) * dims, (0,) * dims)
+            weight = self._grouped(left.flip(list(range(2, 2 + dims))), 0)
+            terms = (f"ngo{places}{kernel}", f"goc{kernel}", f"ngc{places}")
+            return self._as_einsum(terms, self._grouped(window, 1), weight, shape)
+        window = self._grouped(self._windows(left, self.stride, self.padding), 1)
+        if slot == OUTPUT:
+            terms = (f"ngc{places}{kernel}", f"goc{kernel}", f"ngo{places}")
+            spatial = window.shape[3 : 3 + dims]
+            return self._as_einsum(terms, window, self._grouped(right, 0), (shape[0], self.second[0], *spatial))
+        terms = (f"ngc{places}{kernel}", f"ngo{places}", f"goc{kernel}")
+        return self._as_einsum(terms, window, self._grouped(right, 1), self.second)
+
+    @staticmethod
+    def _as_einsum(
+        terms: tuple[str, str, str], left: Tensor, right: Tensor, shape: Sizes
+    ) -> tuple[Tensor, Tensor, Finish]:
+        rows, columns, finish = Einsum(terms, tuple(left.shape), tuple(right.shape)).matrices(OUTPUT, left, right)
+        return rows, columns, lambda y: finish(y).reshape(shape)
+
+    def _grouped(self, x: Tensor, dim: int) -> Tensor:
+        return x.unflatten(dim, (self.groups, x.shape[dim] // self.groups))
+
+    def _windows(self, x: Tensor, stride: Sizes, padding: Sizes) -> Tensor:
+        """Return x[n, c, places..., kernel...]: the elements that each output place sees."""
+        x = F.pad(x, [p for p in reversed(padding) for _ in range(2)])
+        for axis, (size, step, hop) in enumerate(zip(self.second[2:], stride, self.dilation, strict=True), start=2):
+            x = x.unfold(axis, hop * (size - 1) + 1, step)[..., ::hop]
+        return x
+
+    def _stretched(self, gradient: Tensor, shape: Sizes) -> Tensor:
+        """Return the output gradient with stride - 1 zeros between its elements, padded to yield the input's shape."""
+        pads: list[int] = []
+        for axis, stride in enumerate(self.stride):
+            size = gradient.shape[2 + axis]
+            stretched = gradient.new_zeros(*gradient.shape[: 2 + axis], size, stride, *gradient.shape[3 + axis :])
+            stretched.select(3 + axis, 0).copy_(gradient)
+            gradient = stretched.flatten(2 + axis, 3 + axis).narrow(2 + axis, 0, (size - 1) * stride + 1)
+            reach = self.dilation[axis] * (self.second[2 + axis] - 1)
+            before = reach - self.padding[axis]
+            pads = [before, shape[2 + axis] + reach - before - gradient.shape[2 + axis], *pads]
+        return F.pad(gradient, pads)
+
+
+@runner
+def convolution(call: Call) -> Tensor:
+    """conv1d, conv2d, conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)."""
+    x, weight, bias, stride, padding, dilation, groups = bound(
+        call, "input", "weight", bias=None, stride=1, padding=0, dilation=1, groups=1
+    )
+    dims = _dims(call)
+    stride, dilation = _sizes(stride, dims), _sizes(dilation, dims)
+    check(x, weight, bias)
+    require(weight.dim() == dims + 2)
+    if isinstance(padding, str):
+        x, padding = _same(x, weight, padding, stride, dilation)
+    padding = _sizes(padding, dims)
+    return _convolve(call, x, weight, bias, (stride, padding, dilation, False, (0,) * dims, groups))
+
+
+@runner
+def transposed_convolution(call: Call) -> Tensor:
+    """conv_transpose1d to 3d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1)."""
+    x, weight, bias, stride, padding, output_padding, groups, dilation = bound(
+        call, "input", "weight", bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
+    )
+    dims = _dims(call)
+    check(x, weight, bias)
+    require(weight.dim() == dims + 2)
+    stride, padding, dilation = (_sizes(one, dims) for one in (stride, padding, dilation))
+    return _convolve(call, x, weight, bias, (stride, padding, dilation, True, _sizes(output_padding, dims), groups))
+
+
+@runner
+def general_convolution(call: Call) -> Tensor:
+    """torch.convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = bound(
+        call, "input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups"
+    )
+    check(x, weight, bias)
+    dims = weight.dim() - 2
+    stride, padding, dilation, output_padding = (_sizes(one, dims) for one in (stride, padding, dilation, output_padding))
+    return _convolve(call, x, weight, bias, (stride, padding, dilation, bool(transposed), output_padding, groups))
+
+
+@runner
+def conv_tbc(call: Call) -> Tensor:
+    """torch.conv_tbc(input[time, batch, c], weight[kernel, c, o], bias[o], pad=0)."""
+    x, weight, bias, pad = bound(call, "input", "weight", "bias", pad=0)
+    check(x, weight, bias)
+    require(x.dim() == 3 and weight.dim() == 3)
+    settings = ((1,), (pad,), (1,), False, (0,), 1)
+    return _convolve(call, x.permute(1, 2, 0), weight.permute(2, 1, 0), bias, settings).permute(2, 0, 1)
+
+
+def _convolve(
+    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Sizes, Sizes, Sizes, bool, Sizes, int]
+) -> Tensor:
+    require(x.dim() in (weight.dim() - 1, weight.dim()) and settings[-1] >= 1)
+    single = x.dim() == weight.dim() - 1
+    x = x.unsqueeze(0) if single else x
+    result = contract(Convolution(tuple(x.shape), tuple(weight.shape), *settings), call, x, weight, bias)
+    return result.squeeze(0) if single else result
+
+
+def _same(x: Tensor, weight: Tensor, padding: str, stride: Sizes, dilation: Sizes) -> tuple[Tensor, Any]:
+    """Return the input and the padding that a word stands for; an odd `same` pads the end by one more, as torch does."""
+    if padding == "valid":
+        return x, 0
+    require(padding == "same" and math.prod(stride) == 1)
+    totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    if any(total % 2 for total in totals):
+        x = F.pad(x, [amount for total in reversed(totals) for amount in (0, total % 2)])
+    return x, tuple(total // 2 for total in totals)
+
+
+def _dims(call: Call) -> int:
+    """Return the number of dimensions that the function's name tells."""
+    return int(call.op[call.op.rindex("d") - 1])
+
+
+def _sizes(value: Any, dims: int) -> Sizes:
+    """Return a size for each dimension, of one number or of one each."""
+    if isinstance(value, int):
+        return (value,) * dims
+    if not isinstance(value, (list, tuple)) or len(value) not in (1, dims):
+        raise Mismatch
+    return tuple(value) * (dims // len(value))
