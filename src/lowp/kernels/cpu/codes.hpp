@@ -19,7 +19,8 @@ struct Code {
   typename C::Number magic;
   Bits magic_bits, sign, magnitude, below, flush;
   Bits infinity, nan, nan_above;
-  bool nan_is_signed, fnuz;
+  Bits unsigned_nan;  // mask
+  bool fnuz;
 };
 
 template <class C>
@@ -44,7 +45,7 @@ static Code<C> make_code(const lowp_cast& cast) {
   const Bits top = code.magnitude;
   code.infinity = cast.specials == kIeee ? top - ((Bits{1} << cast.mantissa_bits) - 1) : ~Bits{0};
   code.fnuz = cast.specials == kFnuz;
-  code.nan_is_signed = cast.is_signed && !code.fnuz;
+  code.unsigned_nan = cast.is_signed && !code.fnuz ? 0 : ~Bits{0};
   if (cast.specials == kIeee) {
     code.nan = code.infinity | (Bits{1} << (cast.mantissa_bits - 1));
     code.nan_above = code.infinity;
@@ -69,12 +70,12 @@ __attribute__((noinline)) static int64_t encode_values(const typename C::Bits* v
     const Bits negative = static_cast<Bits>(0) - (bits >> (C::kWidth - 1));
     const Bits normal = (a >> code.shift) - code.offset;
     const Bits fixed = bits_of(number(a) + code.magic) - code.magic_bits;
-    Bits result = static_cast<Int>(a) < code.smallest ? fixed : normal;
-    result = a == Constants<C>::kInf ? code.infinity : result;
-    const bool nan = static_cast<Int>(a) > static_cast<Int>(Constants<C>::kInf);
-    result = nan ? code.nan : result;
-    nans += nan;
-    const Bits sign = nan & !code.nan_is_signed ? 0 : code.sign & negative;
+    Bits result = choose<Bits>(mask<C>(static_cast<Int>(a) < code.smallest), fixed, normal);
+    result = choose<Bits>(mask<C>(a == Constants<C>::kInf), code.infinity, result);
+    const Bits nan = mask<C>(static_cast<Int>(a) > static_cast<Int>(Constants<C>::kInf));
+    result = choose<Bits>(nan, code.nan, result);
+    nans += nan & 1;
+    const Bits sign = code.sign & negative & ~(nan & code.unsigned_nan);
     out[i] = static_cast<T>(result | sign);
   }
   return static_cast<int64_t>(nans);

@@ -31,7 +31,8 @@ struct Lane {
   Bits below_and, below_or;  // what is left of a result below the smallest normal number
   Int limit[2];        // largest magnitude, of positive and of negative results
   Int beyond[2];       // what a finite number beyond it becomes
-  Int infinite;        // what an infinity becomes, and in the nearest modes a finite number beyond the limit
+  Int infinite;        // what an infinity becomes unless it saturates
+  Bits keeps_infinity;  // mask: it does not saturate
   Bits random_mask;    // the random bits that are used
   int random_left, random_right;  // from a random word to the discarded bits
   Number random_scale;            // 2**(used random bits) / quantum
@@ -39,9 +40,11 @@ struct Lane {
   Bits doubt;          // all ones where the first random word may not decide, for normal numbers
   Bits doubt_below;    // and below them
   bool plain;          // signed, with a zero and a minus zero, symmetric
-  bool minus_zero, has_zero, is_signed;
-  Int of_negative, of_zero;  // what an unsigned format makes of a negative number, and one without zero of a zero
-  bool negative_keeps_sign;
+  // masks, all ones or zero, of formats that are not
+  Bits refuses_negative, refuses_zero;  // an unsigned format; one without a zero
+  Bits refused;                         // what such a number becomes
+  Bits refused_positive;                // and whether that has no sign
+  Bits zero_positive;                   // there is no minus zero
 };
 
 // Whether the branch-free cast reaches: everything it computes with must be a normal number of the carrier.
@@ -109,21 +112,29 @@ static Lane<C> make_lane(const lowp_cast& cast) {
     const Int out = cast.overflow == kNan ? nan : infinity;
     lane.beyond[negative] = cast.overflow == kSaturate || inward ? lane.limit[negative] : out;
   }
-  lane.infinite = cast.overflow == kSaturate ? -1 : cast.overflow == kNan ? nan : infinity;
-  lane.minus_zero = !integer && cast.is_signed && cast.specials != kFnuz;
-  lane.has_zero = integer || cast.has_zero;
-  lane.is_signed = integer || cast.is_signed;
-  lane.plain = lane.minus_zero && lane.has_zero;
-  lane.negative_keeps_sign = cast.specials != kFinite;
-  lane.of_negative = cast.specials == kFinite ? magnitude_bits<C>(cast.minimum) : nan;
-  lane.of_zero = lane.of_negative;
+  lane.infinite = cast.overflow == kNan ? nan : infinity;
+  lane.keeps_infinity = cast.overflow == kSaturate ? 0 : ~Bits{0};
+  const bool minus_zero = !integer && cast.is_signed && cast.specials != kFnuz;
+  const bool has_zero = integer || cast.has_zero, is_signed = integer || cast.is_signed;
+  lane.plain = minus_zero && has_zero;
+  lane.refuses_negative = is_signed ? 0 : ~Bits{0};
+  lane.refuses_zero = has_zero ? 0 : ~Bits{0};
+  lane.refused = static_cast<Bits>(cast.specials == kFinite ? magnitude_bits<C>(cast.minimum) : nan);
+  lane.refused_positive = cast.specials == kFinite ? ~Bits{0} : 0;
+  lane.zero_positive = minus_zero ? 0 : ~Bits{0};
   set_randomness(lane, cast);
   return lane;
 }
 
+// All ones where the condition holds. Conditions are masks here: the compiler turns those into vectors most readily.
 template <class C>
-static inline typename C::Bits choose(bool condition, typename C::Bits yes, typename C::Bits no) {
-  return condition ? yes : no;
+static inline typename C::Bits mask(bool condition) {
+  return static_cast<typename C::Bits>(0) - static_cast<typename C::Bits>(condition);
+}
+
+template <class Bits>
+static inline Bits choose(Bits mask, Bits yes, Bits no) {
+  return (yes & mask) | (no & ~mask);
 }
 
 // A whole number below 2**24 or 2**32 as a number of the carrier. (AVX2 converts no 64-bit integers.)
@@ -138,41 +149,42 @@ static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits w
   using Int = typename C::Int;
   using Number = typename C::Number;
   const Bits a = bits & Constants<C>::kMagnitude;
-  const bool below = static_cast<Int>(a) < lane.smallest;
+  const Bits below = mask<C>(static_cast<Int>(a) < lane.smallest);
   if constexpr (MODE == kNearestEven) {
     const Bits up = lane.below_half + (((a >> lane.shift) & lane.last) ^ lane.odd);
     const Bits normal = (a + up) & lane.keep;
     const Bits fixed = bits_of((number(a) + lane.magic) - lane.magic);
-    return choose<C>(below, (fixed & lane.below_and) | lane.below_or, normal);
+    return choose<Bits>(below, (fixed & lane.below_and) | lane.below_or, normal);
   }
   const Bits negative = static_cast<Bits>(0) - (bits >> (C::kWidth - 1));
-  const Number value = number(choose<C>(below, a, 0));
+  const Number value = number(a & below);
   const Number nearest = (value + lane.magic) - lane.magic;
-  const Number floor = nearest > value ? nearest - lane.quantum : nearest;
+  const Bits quantum = bits_of(lane.quantum);
+  const Number floor = nearest - number(mask<C>(nearest > value) & quantum);
   const Number rest = value - floor;
   Bits up = 0;
-  Number step = 0;
+  Bits step = 0;  // the quantum, or zero
   if constexpr (MODE == kNearestAway) {
     up = lane.half;
-    step = rest >= lane.half_quantum ? lane.quantum : 0;
+    step = mask<C>(rest >= lane.half_quantum) & quantum;
   } else if constexpr (MODE == kUp || MODE == kDown) {
     const Bits away = MODE == kUp ? ~negative : negative;
     up = lane.discard & away;
-    step = number(bits_of(rest > 0 ? lane.quantum : Number{0}) & away);
+    step = mask<C>(rest > 0) & quantum & away;
   } else if constexpr (MODE == kStochastic) {
     // The carry of `discarded + (all ones - random)` is set exactly where random < discarded.
     const Bits noise = ((word ^ 0xffffffffu) & lane.random_mask) << lane.random_left >> lane.random_right;
     up = noise;
     const Number random = small_number(word >> lane.random_drop);
     const Number fraction = rest * lane.random_scale;
-    step = fraction >= random + 1 ? lane.quantum : 0;
-    const Bits unsure_below = (fraction > random) & (fraction < random + 1) ? lane.doubt_below : 0;
-    const Bits unsure = (a & lane.discard) >> lane.random_left == word ? lane.doubt : 0;
-    doubt |= below ? unsure_below : unsure;
+    const Bits sure = mask<C>(fraction >= random + 1);
+    step = sure & quantum;
+    const Bits unsure = mask<C>((a & lane.discard) >> lane.random_left == word) & lane.doubt;
+    doubt |= choose<Bits>(below, mask<C>(fraction > random) & ~sure & lane.doubt_below, unsure);
   }
   const Bits normal = (a + up) & lane.keep;
-  const Bits fixed = bits_of(floor + step);
-  return choose<C>(below, (fixed & lane.below_and) | lane.below_or, normal);
+  const Bits fixed = bits_of(floor + number(step));
+  return choose<Bits>(below, (fixed & lane.below_and) | lane.below_or, normal);
 }
 
 // The value that a number becomes. PLAIN: a signed format with a zero and a minus zero, of symmetric range.
@@ -185,26 +197,26 @@ static inline typename C::Bits cast_lane(typename C::Bits bits, typename C::Bits
   const Bits a = bits & Constants<C>::kMagnitude;
   const Int magnitude = static_cast<Int>(a);
   Bits sign = bits & Constants<C>::kSign;
-  const bool negative = sign != 0;
-  Int result = static_cast<Int>(rounded<C, MODE>(bits, word, lane, doubt));
-  const Int limit = PLAIN || !negative ? lane.limit[0] : lane.limit[1];
-  const Int beyond = PLAIN && !kDirected ? lane.beyond[0] : negative ? lane.beyond[1] : lane.beyond[0];
-  result = result > limit ? beyond : result;
+  const Bits negative = static_cast<Bits>(0) - (bits >> (C::kWidth - 1));
+  Bits result = rounded<C, MODE>(bits, word, lane, doubt);
+  Bits limit = static_cast<Bits>(lane.limit[0]), beyond = static_cast<Bits>(lane.beyond[0]);
+  if constexpr (!PLAIN) limit = choose<Bits>(negative, static_cast<Bits>(lane.limit[1]), limit);
+  if constexpr (!PLAIN || kDirected) beyond = choose<Bits>(negative, static_cast<Bits>(lane.beyond[1]), beyond);
+  result = choose<Bits>(mask<C>(static_cast<Int>(result) > static_cast<Int>(limit)), beyond, result);
   if constexpr (kDirected) {
-    const Int infinite = lane.infinite < 0 ? limit : lane.infinite;
-    result = magnitude == static_cast<Int>(Constants<C>::kInf) ? infinite : result;
+    const Bits infinite = choose<Bits>(lane.keeps_infinity, static_cast<Bits>(lane.infinite), limit);
+    result = choose<Bits>(mask<C>(a == Constants<C>::kInf), infinite, result);
   }
   if constexpr (!PLAIN) {
-    result = !lane.has_zero & (magnitude == 0) ? lane.of_zero : result;
-    const bool refused = !lane.is_signed & negative & (magnitude != 0);
-    result = refused ? lane.of_negative : result;
-    sign = (refused | (!lane.has_zero & (magnitude == 0))) & !lane.negative_keeps_sign ? 0 : sign;
-    sign = !lane.minus_zero & (result == 0) ? 0 : sign;
+    const Bits zero = mask<C>(a == 0);
+    const Bits refused = choose<Bits>(zero, lane.refuses_zero, negative & lane.refuses_negative);
+    result = choose<Bits>(refused, lane.refused, result);
+    sign &= ~((refused & lane.refused_positive) | (mask<C>(result == 0) & lane.zero_positive));
   }
-  result = magnitude > static_cast<Int>(Constants<C>::kInf) ? static_cast<Int>(Constants<C>::kQuietNan) : result;
-  if constexpr (!PLAIN)  // NaN keeps its sign, whatever the format
-    sign = magnitude > static_cast<Int>(Constants<C>::kInf) ? bits & Constants<C>::kSign : sign;
-  return static_cast<Bits>(result) | sign;
+  const Bits nan = mask<C>(magnitude > static_cast<Int>(Constants<C>::kInf));
+  result = choose<Bits>(nan, Constants<C>::kQuietNan, result);
+  if constexpr (!PLAIN) sign = choose<Bits>(nan, bits & Constants<C>::kSign, sign);  // whatever the format
+  return result | sign;
 }
 
 template <class C, int MODE, bool PLAIN>
