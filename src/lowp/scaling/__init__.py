@@ -6,6 +6,7 @@ is a tuple of tensors on the device; it is what a checkpoint holds. Nothing here
 
 from __future__ import annotations
 
+from lowp.scaling.autoflex import Autoflex, AutoflexState, Written
 from lowp.scaling.loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -22,10 +23,13 @@ __all__ = [
     "LARGEST_SCALE",
     "SMALLEST_SCALE",
     "AdaptiveLossScale",
+    "Autoflex",
+    "AutoflexState",
     "DynamicLossScale",
     "GradientsSeen",
     "LossScale",
     "LossScaleState",
     "Scaling",
     "StaticLossScale",
+    "Written",
 ]

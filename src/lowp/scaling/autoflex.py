@@ -1,0 +1,227 @@
+"""Autoflex: the shared exponent of the next write, predicted from the maxima of the last ones.
+
+Source: Koester et al. 2017, arXiv 1711.02213, algorithms 1 and 2, with the constants of the authors' code (the ngraph
+repository before commit f3f07758): there chi = max(f) + 3 std(f) + 100 kappa and kappa = 2**(floor(log2 chi) - 14).
+
+All entries (one for each tensor that one operation writes at one place in the step) are one state of vectors; every
+function works on all of them at once, on their device, and waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.errors import InvalidInput
+
+# algorithm 1: the first guess, the step up when it saturates, from which maximum on a mantissa tells enough, the tries
+_START_EXPONENT = -8
+_TELLING_MANTISSA = 32
+_TRIES = 10
+
+
+class AutoflexState(NamedTuple):
+    """What Autoflex remembers of n entries; the tensors of a checkpoint."""
+
+    exponent: Tensor  # int32[n]: the next write's kappa is 2**exponent
+    history: Tensor  # fp64[n, window]: the last maxima, as real values, in a ring
+    seen: Tensor  # int32[n]: maxima written into the ring since it was last cleared
+    started: Tensor  # bool[n]: whether the guess of algorithm 1 is done
+    writes: Tensor  # int64[n]
+    saturated: Tensor  # int64[n]: writes whose largest mantissa was at its limit
+    moved: Tensor  # int64[n]: changes of the exponent
+    nonfinite: Tensor  # int64[n]: writes that held an infinity or a NaN; they leave the exponent alone
+
+
+class Written(NamedTuple):
+    """What the writes of one step saw, by entry."""
+
+    mantissa: Tensor  # int32[n]: the largest |mantissa| after saturation
+    mask: Tensor | None = None  # bool[n]: the entries that were written; all by default
+    nonfinite: Tensor | None = None  # bool[n]: the entries whose values were not all finite
+    vanished: Tensor | None = None  # bool[n]: the entries whose values, not all zero, were all rounded to zero
+
+
+@dataclass(frozen=True)
+class Autoflex:
+    """Predicts shared exponents; a scaling (`init`, `observe`, `scale`) for all entries of a model at once.
+
+    `bits`: of a mantissa. `window`: maxima remembered. `beta`, `gamma`: weights of deviation and resolution.
+    `min_exponent` .. `max_exponent`: of kappa (5 bits: -31 .. 0). `headroom`: bits kept free always; `warm_headroom`:
+    more of them while fewer than `window` maxima are known; `start_headroom`: more of them right after the guess.
+    `adapt=False` keeps the exponent that the guess found, which is what fails in comparisons.
+    """
+
+    bits: int = 16
+    window: int = 16
+    beta: float = 3.0
+    gamma: float = 100.0
+    min_exponent: int = -31
+    max_exponent: int = 0
+    headroom: int = 0
+    warm_headroom: int = 1
+    start_headroom: int = 0
+    adapt: bool = True
+
+    def __post_init__(self) -> None:
+        if not 4 <= self.bits <= 16 or self.window < 1 or self.min_exponent > self.max_exponent:
+            raise InvalidInput(
+                f"Autoflex with {self.bits} bits, a window of {self.window} and exponents {self.min_exponent} .. "
+                f"{self.max_exponent}: allowed are 4 to 16 bits, a window of 1 or more, the smaller exponent first"
+            )
+        if min(self.headroom, self.warm_headroom, self.start_headroom) < 0:
+            raise InvalidInput("Autoflex: headroom is a number of bits, 0 or more")
+
+    @property
+    def limit(self) -> int:
+        """The largest mantissa, 2**(bits - 1) - 1; a mantissa as large as that counts as saturated."""
+        return (1 << (self.bits - 1)) - 1
+
+    def init(self, device: torch.device | str | None = None, entries: int = 1) -> AutoflexState:
+        """The state of `entries` tensors of which nothing was seen."""
+
+        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(entries, *shape, dtype=dtype, device=device)
+
+        exponent = torch.full((entries,), self._clamped(_START_EXPONENT), dtype=torch.int32, device=device)
+        counters = [zeros(torch.int64) for _ in range(4)]
+        started = zeros(torch.bool)
+        return AutoflexState(exponent, zeros(torch.float64, self.window), zeros(torch.int32), started, *counters)
+
+    def extend(self, state: AutoflexState, entries: int) -> AutoflexState:
+        """The state with `entries` more entries at its end."""
+        more = self.init(state.exponent.device, entries)
+        return AutoflexState(*(torch.cat(pair) for pair in zip(state, more, strict=True)))
+
+    def scale(self, state: AutoflexState) -> Tensor:
+        """kappa of the next write of every entry: fp32[n], powers of two."""
+        return torch.ldexp(torch.ones_like(state.exponent, dtype=torch.float32), state.exponent)
+
+    def start(self, state: AutoflexState, maximum: Tensor, mask: Tensor | None = None) -> AutoflexState:
+        """Algorithm 1, guess and adjust, for entries that have not started: `maximum` is max|x| of the first write.
+
+        The trial writes of the paper are not made: the largest mantissa of a write at kappa is round(maximum / kappa),
+        saturated, which is all that the algorithm looks at. Entries whose maximum is not finite, or that are not in
+        `mask`, stay. Zeros are written at kappa = 1, as in the paper, but do not count as a start: what comes after
+        them may be small, would be rounded to zero there, and never be seen.
+        """
+        maximum = maximum.to(torch.float64).abs()
+        todo = ~state.started & torch.isfinite(maximum)
+        if mask is not None:
+            todo = todo & mask
+        exponent = torch.full_like(state.exponent, self._clamped(_START_EXPONENT))
+        done = ~todo
+        step_up = (self.bits - 1) // 2
+        for _ in range(_TRIES):
+            mantissa = self._mantissa(maximum, exponent)
+            saturated = mantissa >= self.limit
+            small = mantissa < (1 << (self.bits - 2))
+            bit_length = torch.frexp(mantissa)[1].to(torch.int32)  # of 0: 0
+            wanted = torch.where(saturated, exponent + step_up, exponent + bit_length - (self.bits - 1))
+            wanted = torch.where(saturated | small, wanted, exponent)
+            clamped = wanted.clamp(self.min_exponent, self.max_exponent)
+            settled = torch.where(saturated, clamped != wanted, ~small | (mantissa >= _TELLING_MANTISSA))
+            # a saturated mantissa is tried again after a whole step up; at the end of the range there is no more to try
+            exponent = torch.where(done, exponent, clamped)
+            done = done | settled
+        exponent = (exponent + self.start_headroom).clamp(self.min_exponent, self.max_exponent)
+        exponent = torch.where(maximum == 0, torch.full_like(exponent, self._clamped(0)), exponent)
+        started = state.started | (todo & (maximum > 0))
+        return state._replace(exponent=torch.where(todo, exponent, state.exponent), started=started)
+
+    def observe(self, state: AutoflexState, seen: Written) -> AutoflexState:
+        """Algorithm 2, after the writes of a step: remember their maxima and predict the next exponents.
+
+        A saturated write clears what was remembered and counts twice its mantissa. A write of zeros is not remembered:
+        a run of them would walk kappa down to where the next value saturates. A non-finite write is counted only. A
+        write that vanished at too large a kappa starts again from the guess.
+        """
+        mantissa = seen.mantissa.to(torch.float64)
+        written = torch.ones_like(state.started) if seen.mask is None else seen.mask
+        bad = torch.zeros_like(written) if seen.nonfinite is None else seen.nonfinite & written
+        good = written & ~bad
+        saturated = good & (mantissa >= self.limit)
+        kappa = torch.ldexp(torch.ones_like(mantissa), state.exponent)
+        value = torch.where(saturated, 2 * mantissa, mantissa) * kappa
+        remembered = good & (mantissa > 0)
+        seen_before = torch.where(saturated, 0, state.seen)
+        slot = torch.nn.functional.one_hot((seen_before % self.window).long(), self.window).bool()
+        history = torch.where(saturated[:, None], 0.0, state.history)
+        history = torch.where(slot & remembered[:, None], value[:, None], history)
+        count = seen_before + remembered.to(torch.int32)
+        exponent = torch.where(good & (count > 0), self._predicted(history, count, kappa), state.exponent)
+        if not self.adapt:
+            exponent = state.exponent
+        return AutoflexState(
+            exponent,
+            history,
+            count,
+            state.started if seen.vanished is None else state.started & ~(seen.vanished & good),
+            state.writes + written,
+            state.saturated + saturated,
+            state.moved + (exponent != state.exponent),
+            state.nonfinite + bad,
+        )
+
+    def predicted_maximum(self, state: AutoflexState) -> Tensor:
+        """chi, the predicted maximum of the next write of every entry: fp64[n]; the paper's figure 3 draws it."""
+        kappa = torch.ldexp(torch.ones_like(state.exponent, dtype=torch.float64), state.exponent)
+        return self._chi(state.history, state.seen, kappa)
+
+    def _chi(self, history: Tensor, count: Tensor, kappa: Tensor) -> Tensor:
+        known = torch.arange(self.window, device=history.device) < count[:, None]
+        number = known.sum(1).clamp(min=1)
+        mean = history.sum(1) / number
+        variance = torch.where(known, (history - mean[:, None]) ** 2, 0.0).sum(1) / number
+        return history.amax(1) + self.beta * variance.sqrt() + self.gamma * kappa
+
+    def _predicted(self, history: Tensor, count: Tensor, kappa: Tensor) -> Tensor:
+        floor_log2 = torch.frexp(self._chi(history, count, kappa))[1].to(torch.int32) - 1
+        exponent = floor_log2 - (self.bits - 2) + self.headroom
+        exponent = exponent + torch.where(count < self.window, self.warm_headroom, 0).to(torch.int32)
+        return exponent.clamp(self.min_exponent, self.max_exponent)
+
+    def _mantissa(self, maximum: Tensor, exponent: Tensor) -> Tensor:
+        return torch.ldexp(maximum, -exponent).round().clamp(max=self.limit)
+
+    def _clamped(self, exponent: int) -> int:
+        return min(max(exponent, self.min_exponent), self.max_exponent)
+
+    def replay(self, maxima: Iterable[float]) -> list[int]:
+        """Feed the maxima of one tensor's writes, get the exponent that each was written with.
+
+        The first maximum also serves the guess. So published expectations can be checked without training.
+        """
+        state = self.init()
+        exponents = []
+        for value in maxima:
+            maximum = torch.tensor([value], dtype=torch.float64)
+            state = self.start(state, maximum)
+            exponents.append(int(state.exponent))
+            state = self.observe(state, Written(self._mantissa(maximum.abs(), state.exponent).to(torch.int32)))
+        return exponents
+
+
+def state_dict(state: AutoflexState) -> dict[str, Tensor]:
+    """The state as a dictionary of tensors, for a checkpoint."""
+    return state._asdict()
+
+
+def load_state_dict(
+    scaling: Autoflex, saved: dict[str, Tensor], device: torch.device | str | None = None
+) -> AutoflexState:
+    """The state from such a dictionary; raises InvalidInput for one of another window or with entries missing."""
+    names = AutoflexState._fields
+    if missing := [name for name in names if name not in saved]:
+        raise InvalidInput(f"the state of Autoflex lacks {', '.join(missing)}: it was written by something else")
+    state = AutoflexState(*(saved[name].to(device) for name in names))
+    if state.history.shape != (len(state.exponent), scaling.window):
+        raise InvalidInput(
+            f"the state of Autoflex remembers {tuple(state.history.shape)} maxima, and this one {scaling.window} an "
+            "entry: use the window that it was trained with"
+        )
+    return state

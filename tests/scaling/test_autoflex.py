@@ -1,0 +1,160 @@
+"""Autoflex as specified: the guess, the prediction, the ring of maxima, and what it does with faults."""
+
+from __future__ import annotations
+
+import math
+from statistics import pstdev
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowp.errors import InvalidInput
+from lowp.scaling import Autoflex, Written
+from lowp.scaling.autoflex import load_state_dict, state_dict
+
+AS_PUBLISHED = Autoflex(warm_headroom=0)
+
+
+def _by_the_paper(maxima: list[float], window: int = 16) -> list[int]:
+    """Algorithms 1 and 2, one tensor at a time, in plain Python: an independent oracle."""
+    exponents: list[int] = []
+    history: list[float] = []
+    exponent, started = -8, False
+
+    def mantissa(value: float) -> int:
+        return min(round(math.ldexp(value, -exponent)), 32767)  # Python rounds ties to even
+
+    for value in maxima:
+        if not started:
+            if value == 0:
+                exponent = 0
+            else:
+                exponent, started = -8, True
+                for _ in range(10):
+                    top = mantissa(value)
+                    wanted = exponent + 7 if top >= 32767 else exponent + top.bit_length() - 15
+                    if 16384 <= top < 32767:
+                        break
+                    before, exponent = top, min(max(wanted, -31), 0)
+                    if (before >= 32767 and exponent != wanted) or (32 <= before < 16384):
+                        break
+        elif history:
+            chi = max(history) + 3 * pstdev(history) + 100 * math.ldexp(1, exponent)
+            exponent = min(max(math.frexp(chi)[1] - 1 - 14, -31), 0)
+        exponents.append(exponent)
+        top = mantissa(value)
+        if top >= 32767:
+            history, top = [], 2 * top
+        if top:
+            history = [*history, math.ldexp(top, exponent)][-window:]
+    return exponents
+
+
+maxima = st.floats(min_value=2.0**-30, max_value=2.0**13)
+
+
+@given(st.lists(maxima, min_size=1, max_size=40))
+def test_any_sequence_of_maxima_gives_the_exponents_of_the_paper(values: list[float]) -> None:
+    assert AS_PUBLISHED.replay(values) == _by_the_paper(values)
+
+
+@given(st.lists(st.lists(maxima, min_size=12, max_size=12), min_size=2, max_size=5))
+def test_many_entries_at_once_equal_each_alone(rows: list[list[float]]) -> None:
+    scaling = Autoflex()
+    state = scaling.init(entries=len(rows))
+    together = []
+    for column in zip(*rows, strict=True):
+        maximum = torch.tensor(column, dtype=torch.float64)
+        state = scaling.start(state, maximum)
+        together.append(state.exponent.tolist())
+        mantissa = torch.ldexp(maximum, -state.exponent).round().clamp(max=32767).int()
+        state = scaling.observe(state, Written(mantissa))
+    assert [list(one) for one in zip(*together, strict=True)] == [scaling.replay(row) for row in rows]
+
+
+@pytest.mark.parametrize("value", [2.0**-16, 1e-3, 1.0, 77.0, 120.0])
+def test_the_guess_leaves_at_most_one_free_bit(value: float) -> None:
+    exponent = AS_PUBLISHED.replay([value])[0]
+    assert 2**14 <= math.ldexp(value, -exponent) < 2**15
+
+
+def test_a_steady_maximum_keeps_its_exponent_and_does_not_saturate() -> None:
+    exponents = AS_PUBLISHED.replay([1.0] * 50)
+    assert set(exponents[1:]) == {-14}  # floor(log2(1 + 100 * 2**-14)) - 14
+
+
+def test_a_sixty_fourfold_jump_saturates_and_is_recovered() -> None:
+    exponents = AS_PUBLISHED.replay([1.0] * 20 + [64.0] * 8)
+    assert exponents[20] == -14  # nobody could know
+    assert math.ldexp(64.0, -exponents[-1]) < 32767
+    assert exponents[20:] == sorted(exponents[20:])
+
+
+def test_zeros_move_nothing_and_small_values_after_them_are_found() -> None:
+    assert AS_PUBLISHED.replay([1.0] * 3 + [0.0] * 40 + [1.0])[3:] == [-14] * 41
+    exponents = AS_PUBLISHED.replay([0.0] * 5 + [2.0**-20])
+    assert exponents[:5] == [0] * 5
+    assert math.ldexp(2.0**-20, -exponents[5]) >= 2**10
+
+
+def test_a_write_that_vanished_starts_again() -> None:
+    scaling = Autoflex()
+    state = scaling.start(scaling.init(), torch.tensor([1.0]))
+    seen = Written(torch.tensor([0]), vanished=torch.tensor([True]))
+    state = scaling.observe(state, seen)
+    assert not state.started
+    state = scaling.start(state, torch.tensor([2.0**-18]))
+    assert int(state.exponent) < -25
+
+
+def test_a_nonfinite_write_is_counted_and_moves_nothing() -> None:
+    scaling = Autoflex()
+    state = scaling.start(scaling.init(entries=2), torch.tensor([1.0, float("nan")]))
+    assert state.started.tolist() == [True, False]
+    seen = Written(torch.tensor([32767, 5]), nonfinite=torch.tensor([True, False]), mask=torch.tensor([True, False]))
+    after = scaling.observe(state, seen)
+    assert after.nonfinite.tolist() == [1, 0]
+    assert after.writes.tolist() == [1, 0]
+    assert after.saturated.tolist() == [0, 0]
+    assert torch.equal(after.exponent, state.exponent)
+
+
+def test_headroom_is_kept_free() -> None:
+    for bits in (0, 1, 2, 3):
+        steady = Autoflex(headroom=bits, warm_headroom=0).replay([1.0] * 20)[-1]
+        assert steady == -14 + bits
+    assert Autoflex(start_headroom=2).replay([1.0])[0] == AS_PUBLISHED.replay([1.0])[0] + 2
+    warm = Autoflex(warm_headroom=1).replay([1.0] * 40)
+    assert (warm[5], warm[-1]) == (-13, -14)
+
+
+def test_a_frozen_exponent_is_that_of_the_guess() -> None:
+    exponents = Autoflex(adapt=False).replay([1.0, 2.0, 4.0, 8.0])
+    assert len(set(exponents)) == 1
+
+
+def test_a_state_goes_through_a_checkpoint_and_grows() -> None:
+    scaling = Autoflex()
+    state = scaling.init(entries=3)
+    for step in range(20):
+        maximum = torch.tensor([1.0, 2.0, 3.0]) * (1 + step)
+        state = scaling.start(state, maximum)
+        state = scaling.observe(state, Written((maximum * 100).int()))
+    loaded = load_state_dict(scaling, state_dict(state))
+    assert all(torch.equal(a, b) for a, b in zip(state, loaded, strict=True))
+    grown = scaling.extend(loaded, 2)
+    assert torch.equal(grown.exponent[:3], state.exponent)
+    assert grown.started.tolist() == [True] * 3 + [False] * 2
+    with pytest.raises(InvalidInput, match="remembers \\(3, 16\\) maxima, and this one 8"):
+        load_state_dict(Autoflex(window=8), state_dict(state))
+    with pytest.raises(InvalidInput, match="lacks history"):
+        load_state_dict(scaling, {name: value for name, value in state_dict(state).items() if name != "history"})
+
+
+def test_impossible_settings_are_named() -> None:
+    with pytest.raises(InvalidInput, match="allowed are 4 to 16 bits"):
+        Autoflex(bits=32)
+    with pytest.raises(InvalidInput, match="headroom is a number of bits"):
+        Autoflex(headroom=-1)
