@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -876,9 +877,87 @@ def test_batch_norm_statistics_survive_a_skipped_step(name: str) -> None:
         assert all(torch.equal(before[key], after[key]) for key in before) == overflowed
 
 
-def test_scale_traces_into_a_graph_and_works_under_functional_transforms() -> None:
+def test_scale_works_under_functional_transforms() -> None:
     scaler = started(init_scale=4.0)
     assert torch.func.grad(lambda x: scaler.scale(x * x))(torch.tensor(3.0)) == 24.0
     scaler.step(one_parameter([INF]))
     scaler.update()
     assert scaler.get_scale() == 2.0
+
+
+def test_scale_compiles_without_a_graph_break() -> None:
+    scaler = started(init_scale=4.0)
+    scaled = torch.compile(lambda x: scaler.scale((x * x).sum()), fullgraph=True, backend="eager")
+    x = torch.ones(3, requires_grad=True)
+    scaled(x).backward()
+    assert x.grad is not None and x.grad.tolist() == [8.0] * 3
+
+
+# -- side by side with torch's -----------------------------------------------------------------------------------------
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "fused Adagrad": lambda parameters: torch.optim.Adagrad(parameters, fused=True),
+}
+
+
+def random_training(scaler_kind: Callable[..., torch.amp.GradScaler], kind: str, seed: int) -> list[Any]:
+    """Return scale, growth tracker and parameters after each of 20 steps with overflows, clipping and manual scales."""
+    choose = random.Random(seed)
+    model = make_model(seed)
+    optimizer = KINDS[kind](model.parameters())
+    scaler = scaler_kind(
+        "cpu",
+        init_scale=2.0 ** choose.randint(0, 20),
+        growth_interval=choose.randint(1, 4),
+        growth_factor=choose.choice([2.0, 1.3]),
+        backoff_factor=choose.choice([0.5, 0.3]),
+    )
+    trace: list[Any] = []
+    for batch in batches(20):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, batch)).backward()
+        if choose.random() < 0.2:
+            model[choose.randint(0, 1)].weight.grad[0, 0] = choose.choice([INF, NAN])
+        if choose.random() < 0.5:
+            scaler.unscale_(optimizer)
+            if choose.random() < 0.5:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update(choose.choice([8.0, 1024.0]) if choose.random() < 0.1 else None)
+        parameters = [parameter.detach().tolist() for parameter in model.parameters()]
+        trace.append((scaler.get_scale(), scaler._get_growth_tracker(), parameters))
+    return trace
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_and_scale_equals_torchs_to_the_bit(kind: str) -> None:
+    for seed in range(8):
+        assert random_training(GradScaler, kind, seed) == random_training(torch.amp.GradScaler, kind, seed)
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+@pytest.mark.gpu
+def test_nothing_is_waited_for_on_a_gpu() -> None:
+    model = nn.Sequential(make_model(), nn.BatchNorm1d(8)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = GradScaler("cuda", init_scale=1024.0)
+    scaler.watch(model)
+    data = [(x.cuda(), y.cuda()) for x, y in batches(4)]
+    for number, batch in enumerate(data):
+        optimizer.zero_grad()
+        torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step allocates
+        try:
+            scaler.scale(loss_of(model, batch)).backward()
+            if number == 2:
+                model[0][1].weight.grad[0, 0].fill_(NAN)
+            if number % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert bool(scaler.stepped) == (number != 2)
+    found = scaler.nonfinite
+    assert found is not None and (found.name, found.kind, found.step) == ("0.1.weight", "nan", 2)
+    assert scaler.get_scale() == 512.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, cast, overload
 
 import torch
@@ -81,9 +82,23 @@ class GradScaler(Checks):
     # -- a step, in the order of its calls
     def scale(self, outputs: Any) -> Any:
         """Return a tensor, or nested iterables of tensors, times the scale; differentiable, nothing is read."""
-        if self._enabled:
-            self._remember_losses(outputs)
-        return super().scale(outputs)
+        if not self._enabled:
+            return outputs
+        self._remember_losses(outputs)
+        return self._scaled(outputs, {})
+
+    def _scaled(self, outputs: Any, copies: dict[torch.device, torch.Tensor]) -> Any:
+        """Scale what is nested in `outputs`; `copies` holds the scale on the devices met so far."""
+        if isinstance(outputs, torch.Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            if outputs.device not in copies:
+                copies[outputs.device] = cast(torch.Tensor, self._scale).to(outputs.device, non_blocking=True)
+            return outputs * copies[outputs.device]
+        if isinstance(outputs, Iterable):
+            scaled = (self._scaled(output, copies) for output in outputs)
+            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+        raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, not {type(outputs).__name__}")
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale, unless `unscale_` did, and call `optimizer.step(*args, **kwargs)` if all gradients were finite.
