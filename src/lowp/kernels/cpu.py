@@ -61,6 +61,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_uint64, c_int, c_void_p, c_void_p),
     ),
     "lowp_random_words": (None, (c_uint64, c_uint64, c_int64, c_void_p)),
+    "lowp_integer_matmul": (c_int, (*(c_void_p,) * 6, *(c_int,) * 4, c_void_p, c_void_p)),
+    "lowp_integer_convolution": (c_int, (c_void_p, c_int, *(c_void_p,) * 4, *(c_int,) * 4, c_void_p, c_void_p)),
 }
 
 

@@ -73,6 +73,12 @@ class Scratch {
 
 constexpr int64_t KEPT_BYTES = int64_t{64} << 20;
 
+// How much depth is taken at once: about 512, evenly, in whole blocks.
+int64_t step_of(int64_t depth) {
+  const int64_t steps = std::max<int64_t>(1, (depth + 255) / 512);
+  return std::min(STEP, std::max<int64_t>(1, divide_up(divide_up(depth, steps), BLOCK)) * BLOCK);
+}
+
 // One packed side of one product: its panels one after the other, each over the whole depth.
 struct Packed {
   int64_t panels, pairs, block_count;
@@ -119,8 +125,8 @@ class PackedSides {
         while (i + 1 < sides.size() && panel >= first_panel[i + 1]) i++;
         const Packed& side = sides[i];
         const int64_t index = panel - first_panel[i];
-        for (int64_t k = 0; k < depths[i]; k += STEP)
-          pack_panel(packer, *operands[i], index, k, std::min(k + STEP, depths[i]),
+        for (int64_t k = 0; k < depths[i]; k += step_of(depths[i]))
+          pack_panel(packer, *operands[i], index, k, std::min(k + step_of(depths[i]), depths[i]),
                      side.data + (index * side.pairs + k / 2) * packer.width,
                      side.bounds + (index * side.block_count + k / BLOCK) * BOUNDS);
       }
@@ -233,7 +239,8 @@ template <class T, class Out, class Finish>
 void run_tiles(const Micro& micro, const Unit& unit, const Product& product, const Packed& left, const Packed* right,
                Buffers& buffers, Finish finish) {
   const int64_t tile = micro.rows * micro.columns, depth = product.depth;
-  const bool one_step = depth <= STEP;
+  const int64_t step = step_of(depth);
+  const bool one_step = depth <= step;
   const int64_t sums_size = one_step ? tile : tile * unit.rows * unit.columns;
   T* sums = accumulators<T>(buffers, sums_size);
   std::memset(sums, 0, static_cast<size_t>(sums_size) * sizeof(T));
@@ -245,7 +252,7 @@ void run_tiles(const Micro& micro, const Unit& unit, const Product& product, con
   Writer<Out> writer(micro, product);
   int64_t k = 0;
   do {   // once also for a depth of 0, which writes zeros
-    const int64_t end = std::min(k + STEP, depth), pairs = (end - k + 1) / 2;
+    const int64_t end = std::min(k + step, depth), pairs = (end - k + 1) / 2;
     std::memset(ready, 0, static_cast<size_t>(unit.rows));
     for (int64_t c = 0; c < unit.columns; c++) {
       const int32_t* b = right_panel;
@@ -371,7 +378,7 @@ class Matrix : public Operand {
 }  // namespace
 }  // namespace lowp
 
-// The name of the micro-kernel that `forced` ("" = the best) leads to, or null where this machine cannot run it.
+// The name of the micro-kernel that `forced` ("" or null = the best) leads to, or null where this machine cannot run it.
 LOWP_EXPORT const char* lowp_integer_kernel(const char* forced) {
   const lowp::Micro* micro = lowp::choose_micro(forced);
   return micro ? micro->name : nullptr;

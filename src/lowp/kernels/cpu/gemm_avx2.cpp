@@ -9,18 +9,32 @@ constexpr int ROWS = 6, COLUMNS = 16;
 
 // 12 accumulators, 2 registers of B, one broadcast pair of A and one product: the 16 registers there are. Kept out of
 // line, since beside other vector code the accumulators would be spilled.
-__attribute__((noinline, noclone)) void multiply(int64_t pairs, const int32_t* __restrict a, const int32_t* __restrict b,
-                                        int32_t* __restrict sums) {
+__attribute__((noinline, noclone)) void multiply(const int64_t* chains, int64_t count, const int32_t* __restrict a,
+                                                 const int32_t* __restrict b, int32_t* __restrict tops,
+                                                 int32_t* __restrict sums) {
   __m256i c[ROWS][2];
   for (auto& row : c) row[0] = row[1] = _mm256_setzero_si256();
-  for (int64_t k = 0; k < pairs; k++, a += ROWS, b += COLUMNS) {
-    const __m256i left = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
-    const __m256i right = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + 8));
+  for (int64_t chain = 0; chain < count; chain++) {
+    if (chain > 0) {
 #pragma GCC unroll 6
-    for (int i = 0; i < ROWS; i++) {
-      const __m256i pair = _mm256_set1_epi32(a[i]);
-      c[i][0] = _mm256_add_epi32(c[i][0], _mm256_madd_epi16(pair, left));
-      c[i][1] = _mm256_add_epi32(c[i][1], _mm256_madd_epi16(pair, right));
+      for (int i = 0; i < ROWS; i++) {
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+          __m256i* top = reinterpret_cast<__m256i*>(tops + i * COLUMNS + 8 * h);
+          _mm256_storeu_si256(top, _mm256_add_epi32(_mm256_loadu_si256(top), _mm256_srai_epi32(c[i][h], lowp::TOP_SHIFT)));
+          c[i][h] = _mm256_and_si256(c[i][h], _mm256_set1_epi32((1 << lowp::TOP_SHIFT) - 1));
+        }
+      }
+    }
+    for (int64_t k = 0; k < chains[chain]; k++, a += ROWS, b += COLUMNS) {
+      const __m256i left = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
+      const __m256i right = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + 8));
+#pragma GCC unroll 6
+      for (int i = 0; i < ROWS; i++) {
+        const __m256i pair = _mm256_set1_epi32(a[i]);
+        c[i][0] = _mm256_add_epi32(c[i][0], _mm256_madd_epi16(pair, left));
+        c[i][1] = _mm256_add_epi32(c[i][1], _mm256_madd_epi16(pair, right));
+      }
     }
   }
 #pragma GCC unroll 6

@@ -8,19 +8,37 @@ namespace {
 
 constexpr int ROWS = 12, COLUMNS = 32;
 
+typedef int32_t Lanes __attribute__((vector_size(64)));
+
+inline __m512i shifted(__m512i sums) { return (__m512i)((Lanes)sums >> lowp::TOP_SHIFT); }
+
 // 24 accumulators and 2 registers of B; A is broadcast from memory
-__attribute__((noinline, noclone)) void multiply(int64_t pairs, const int32_t* __restrict a, const int32_t* __restrict b,
-                                        int32_t* __restrict sums) {
+__attribute__((noinline, noclone)) void multiply(const int64_t* chains, int64_t count, const int32_t* __restrict a,
+                                                 const int32_t* __restrict b, int32_t* __restrict tops,
+                                                 int32_t* __restrict sums) {
   __m512i c[ROWS][2];
   for (auto& row : c) row[0] = row[1] = _mm512_setzero_si512();
-  for (int64_t k = 0; k < pairs; k++, a += ROWS, b += COLUMNS) {
-    const __m512i left = _mm512_loadu_si512(b);
-    const __m512i right = _mm512_loadu_si512(b + 16);
+  for (int64_t chain = 0; chain < count; chain++) {
+    if (chain > 0) {
 #pragma GCC unroll 12
-    for (int i = 0; i < ROWS; i++) {
-      const __m512i pair = _mm512_set1_epi32(a[i]);
-      c[i][0] = _mm512_dpwssd_epi32(c[i][0], pair, left);
-      c[i][1] = _mm512_dpwssd_epi32(c[i][1], pair, right);
+      for (int i = 0; i < ROWS; i++) {
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+          int32_t* top = tops + i * COLUMNS + 16 * h;
+          _mm512_storeu_si512(top, _mm512_add_epi32(_mm512_loadu_si512(top), shifted(c[i][h])));
+          c[i][h] = _mm512_and_si512(c[i][h], _mm512_set1_epi32((1 << lowp::TOP_SHIFT) - 1));
+        }
+      }
+    }
+    for (int64_t k = 0; k < chains[chain]; k++, a += ROWS, b += COLUMNS) {
+      const __m512i left = _mm512_loadu_si512(b);
+      const __m512i right = _mm512_loadu_si512(b + 16);
+#pragma GCC unroll 12
+      for (int i = 0; i < ROWS; i++) {
+        const __m512i pair = _mm512_set1_epi32(a[i]);
+        c[i][0] = _mm512_dpwssd_epi32(c[i][0], pair, left);
+        c[i][1] = _mm512_dpwssd_epi32(c[i][1], pair, right);
+      }
     }
   }
 #pragma GCC unroll 12

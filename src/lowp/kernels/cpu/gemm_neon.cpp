@@ -21,22 +21,34 @@ inline void add_row(int32x4_t c[4], int16x8_t a, const int16x8x2_t& left, const 
 }
 
 // 24 accumulators, 4 registers of B, 2 of A: 30 of the 32 there are
-__attribute__((noinline, noclone)) void multiply(int64_t pairs, const int32_t* __restrict a, const int32_t* __restrict b,
-                                        int32_t* __restrict sums) {
+__attribute__((noinline, noclone)) void multiply(const int64_t* chains, int64_t count, const int32_t* __restrict a,
+                                                 const int32_t* __restrict b, int32_t* __restrict tops,
+                                                 int32_t* __restrict sums) {
   int32x4_t c[ROWS][4];
   for (auto& row : c) row[0] = row[1] = row[2] = row[3] = vdupq_n_s32(0);
-  for (int64_t k = 0; k < pairs; k++, a += ROWS, b += COLUMNS) {
-    const int16_t* columns = reinterpret_cast<const int16_t*>(b);
-    const int16x8x2_t left = vld2q_s16(columns), right = vld2q_s16(columns + 16);
-    const int16x8_t first = vreinterpretq_s16_s32(vld1q_s32(a));
-    const int16x4_t rest = vreinterpret_s16_s32(vld1_s32(a + 4));
-    const int16x8_t second = vcombine_s16(rest, rest);
-    add_row<0>(c[0], first, left, right);
-    add_row<2>(c[1], first, left, right);
-    add_row<4>(c[2], first, left, right);
-    add_row<6>(c[3], first, left, right);
-    add_row<0>(c[4], second, left, right);
-    add_row<2>(c[5], second, left, right);
+  for (int64_t chain = 0; chain < count; chain++) {
+    if (chain > 0) {
+      for (int i = 0; i < ROWS; i++) {
+        for (int h = 0; h < 4; h++) {
+          int32_t* top = tops + i * COLUMNS + 4 * h;
+          vst1q_s32(top, vsraq_n_s32(vld1q_s32(top), c[i][h], lowp::TOP_SHIFT));
+          c[i][h] = vandq_s32(c[i][h], vdupq_n_s32((1 << lowp::TOP_SHIFT) - 1));
+        }
+      }
+    }
+    for (int64_t k = 0; k < chains[chain]; k++, a += ROWS, b += COLUMNS) {
+      const int16_t* columns = reinterpret_cast<const int16_t*>(b);
+      const int16x8x2_t left = vld2q_s16(columns), right = vld2q_s16(columns + 16);
+      const int16x8_t first = vreinterpretq_s16_s32(vld1q_s32(a));
+      const int16x4_t rest = vreinterpret_s16_s32(vld1_s32(a + 4));
+      const int16x8_t second = vcombine_s16(rest, rest);
+      add_row<0>(c[0], first, left, right);
+      add_row<2>(c[1], first, left, right);
+      add_row<4>(c[2], first, left, right);
+      add_row<6>(c[3], first, left, right);
+      add_row<0>(c[4], second, left, right);
+      add_row<2>(c[5], second, left, right);
+    }
   }
   for (int i = 0; i < ROWS; i++)
     for (int j = 0; j < 4; j++) vst1q_s32(sums + i * COLUMNS + 4 * j, c[i][j]);

@@ -1,7 +1,10 @@
 // What every instruction set does alike, compiled once in each of their files. The including file defines, in an
 // anonymous namespace, ROWS, COLUMNS and
-//   void multiply(int64_t pairs, const int32_t* a, const int32_t* b, int32_t* sums);   // sums = the tile, int32
-// before it includes this. Everything here is `static`: nothing compiled for AVX-512 may be merged into other files.
+//   void multiply(const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b, int32_t* tops, int32_t* sums);
+// before it includes this. multiply runs `count` chains of chains[i] pairs each, one after the other, in int32. Between
+// two chains it moves all but the lowest TOP_SHIFT bits of each sum to `tops`, so each chain begins near zero; the
+// result is 2^TOP_SHIFT * tops + sums. One chain leaves `tops` alone; else it is zero on entry. Everything here
+// is `static`: nothing compiled for AVX-512 may be merged into other files.
 #include <cmath>
 #include <cstring>
 #if defined(__AVX2__)
@@ -14,7 +17,9 @@ using lowp::BLOCK;
 using lowp::BOUNDS;
 using lowp::CHUNK;
 using lowp::Left;
+using lowp::STEP;
 using lowp::Tally;
+using lowp::TOP_SHIFT;
 
 constexpr int TILE = ROWS * COLUMNS;
 constexpr int64_t BLOCK_PAIRS = BLOCK / 2;
@@ -205,12 +210,8 @@ static inline int64_t double_to_bits(double value) {
 
 static inline double narrow_to_double(int64_t sum) { return bits_to_double(sum + 0x4338000000000000) - MAGIC; }
 
-static inline void add_sums(const int32_t* sums, float* accumulators) {
-  for (int t = 0; t < TILE; t++) accumulators[t] += static_cast<float>(sums[t]);
-}
-
-static inline void add_sums(const int32_t* sums, int64_t* accumulators) {
-  for (int t = 0; t < TILE; t++) accumulators[t] += sums[t];
+static inline void multiply_one(int64_t pairs, const int32_t* a, const int32_t* b, int32_t* sums) {
+  multiply(&pairs, 1, a, b, nullptr, sums);
 }
 
 // int16 seen through memory that is also read as pairs
@@ -231,44 +232,90 @@ static void split_pairs(int64_t pairs, const int32_t* from, int32_t* high, int32
 static __attribute__((noinline)) void add_split(int64_t pairs, const int32_t* high, const int32_t* low, const int32_t* b,
                                                 int64_t* accumulators) {
   alignas(64) int32_t high_sums[TILE], low_sums[TILE];
-  multiply(pairs, high, b, high_sums);
-  multiply(pairs, low, b, low_sums);
+  multiply_one(pairs, high, b, high_sums);
+  multiply_one(pairs, low, b, low_sums);
   for (int t = 0; t < TILE; t++)
     accumulators[t] += static_cast<int64_t>(high_sums[t]) * 256 + static_cast<int64_t>(low_sums[t]);
 }
 
-// Depth whose norms do not prove one chain safe: as few chains as the norms of its chunks prove, bytes where not even
-// one chunk is proven. `first` is the pair of the step at which it begins, a multiple of BLOCK_PAIRS.
-static __attribute__((noinline)) void add_carefully(int64_t first, int64_t pairs, const Left& a, const int32_t* b,
-                                                    const float* b_bounds, int64_t* accumulators) {
-  const int64_t chunks = lowp::divide_up(pairs, CHUNK_PAIRS), first_chunk = first / CHUNK_PAIRS;
-  // bounds of a chunk, past those of the blocks
-  const auto at = [&](int64_t c) { return (first_chunk + c) / (BOUNDS - 1) * BOUNDS + 1 + (first_chunk + c) % (BOUNDS - 1); };
-  const auto product = [&](int64_t c) { return a.bounds[at(c)] * b_bounds[at(c)]; };
-  for (int64_t begin = 0, end = 0; begin < chunks; begin = end) {
-    float total = 0;
-    for (end = begin; end < chunks && total + product(end) < SAFE; end++) total += product(end);
-    const bool safe = end > begin;
-    float squares = 0;
-    if (!safe) {
-      for (; end < chunks && !(product(end) < SAFE); end++) squares += b_bounds[at(end)] * b_bounds[at(end)];
-      // A byte is at most 128, so 128 sqrt(512) bounds its norm over a step; half a step is safe for any b.
-      if (!(2896.5f * std::sqrt(squares) < SAFE) && end > begin + BOUNDS - 1) end = begin + BOUNDS - 1;
+// sums += the product over several chains
+static __attribute__((noinline)) void add_chains(const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b,
+                                                 int64_t* accumulators) {
+  alignas(64) int32_t tops[TILE], sums[TILE];
+  std::memset(tops, 0, sizeof tops);
+  multiply(chains, count, a, b, tops, sums);
+  for (int t = 0; t < TILE; t++)
+    accumulators[t] += static_cast<int64_t>(tops[t]) * (1 << TOP_SHIFT) + static_cast<int64_t>(sums[t]);
+}
+
+// The product of a panel of A and a panel of B over a part of a step, with the bounds of their chunks.
+struct Part {
+  const Left& a;
+  const int32_t* b;
+  const float* b_bounds;
+  int64_t first, pairs;   // where in the step it begins, a multiple of BLOCK_PAIRS, and its length
+
+  int64_t chunks() const { return lowp::divide_up(pairs, CHUNK_PAIRS); }
+  int64_t bound_of(int64_t chunk) const {
+    const int64_t index = first / CHUNK_PAIRS + chunk;
+    return index / (BOUNDS - 1) * BOUNDS + 1 + index % (BOUNDS - 1);
+  }
+  float product(int64_t chunk) const { return a.bounds[bound_of(chunk)] * b_bounds[bound_of(chunk)]; }
+  int64_t pair(int64_t chunk) const { return smaller(chunk * CHUNK_PAIRS, pairs); }
+};
+
+// Cuts chunks from `begin` on into as few chains as their norms prove safe, up to the first chunk that is not safe even
+// alone, and returns that chunk.
+static int64_t cut_chains(const Part& part, int64_t begin, int64_t* chains, int64_t* count) {
+  const int64_t end = part.chunks();
+  int64_t chunk = begin;
+  *count = 0;
+  while (chunk < end) {
+    const int64_t start = chunk;
+    float total = part.product(chunk);
+    if (!(total < SAFE)) break;
+    for (chunk++; chunk < end; chunk++) {
+      total += part.product(chunk);
+      if (!(total < SAFE)) break;
     }
-    const int64_t from = first + begin * CHUNK_PAIRS;
-    const int64_t count = smaller(end * CHUNK_PAIRS, pairs) - begin * CHUNK_PAIRS;
-    if (safe) {
-      alignas(64) int32_t sums[TILE];
-      multiply(count, a.pairs + from * ROWS, b + from * COLUMNS, sums);
-      add_sums(sums, accumulators);
+    chains[(*count)++] = part.pair(chunk) - part.pair(start);
+  }
+  return chunk;
+}
+
+// Returns the end of the chunks from `begin` on that are not safe and whose bytes can be multiplied in one chain: a byte
+// is at most 128, so 128 sqrt(STEP) bounds its norm over a step, and a block is safe for any b.
+static int64_t cut_split(const Part& part, int64_t begin) {
+  const int64_t end = part.chunks();
+  int64_t chunk = begin;
+  float squares = 0;
+  for (; chunk < end && !(part.product(chunk) < SAFE); chunk++) {
+    const float norm = part.b_bounds[part.bound_of(chunk)];
+    squares += norm * norm;
+  }
+  const bool safe = 3547.5f * std::sqrt(squares) < SAFE;
+  return safe ? chunk : smaller(chunk, begin + BOUNDS - 1);
+}
+
+// A part whose norms do not prove one chain safe: chains where they prove some, bytes where not even a chunk is proven.
+static __attribute__((noinline)) void add_carefully(const Part& part, int64_t* accumulators) {
+  const Left& a = part.a;
+  int64_t chains[STEP / CHUNK], count;
+  for (int64_t begin = 0, end = 0; begin < part.chunks(); begin = end) {
+    end = cut_chains(part, begin, chains, &count);
+    if (count > 0) {
+      const int64_t from = part.first + part.pair(begin);
+      add_chains(chains, count, a.pairs + from * ROWS, part.b + from * COLUMNS, accumulators);
       continue;
     }
+    end = cut_split(part, begin);
     if (!*a.split_ready) {
       split_pairs(a.step_pairs, a.pairs, a.split, a.split + a.split_offset);
       *a.split_ready = 1;
     }
+    const int64_t from = part.first + part.pair(begin), pairs = part.pair(end) - part.pair(begin);
     const int32_t* high = a.split + from * ROWS;
-    add_split(count, high, high + a.split_offset, b + from * COLUMNS, accumulators);
+    add_split(pairs, high, high + a.split_offset, part.b + from * COLUMNS, accumulators);
   }
 }
 
@@ -278,14 +325,24 @@ static void add_chained(int64_t pairs, const Left& a, const int32_t* b, const fl
     const int64_t first = block * BLOCK_PAIRS, count = smaller(pairs - first, BLOCK_PAIRS);
     if (a.bounds[block * BOUNDS] * b_bounds[block * BOUNDS] < SAFE) {
       alignas(64) int32_t sums[TILE];
-      multiply(count, a.pairs + first * ROWS, b + first * COLUMNS, sums);
-      add_sums(sums, accumulators);
+      multiply_one(count, a.pairs + first * ROWS, b + first * COLUMNS, sums);
+      for (int t = 0; t < TILE; t++) accumulators[t] += static_cast<float>(sums[t]);
+      continue;
+    }
+    const Part part{a, b, b_bounds, first, count};
+    int64_t chains[STEP / CHUNK], chain_count;
+    if (cut_chains(part, 0, chains, &chain_count) == part.chunks()) {
+      alignas(64) int32_t tops[TILE], sums[TILE];
+      std::memset(tops, 0, sizeof tops);
+      multiply(chains, chain_count, a.pairs + first * ROWS, b + first * COLUMNS, tops, sums);
+      // |sum| <= 2^38 is exact in double, so this rounds once, like the conversion of an int32.
+      for (int t = 0; t < TILE; t++)
+        accumulators[t] += static_cast<float>(static_cast<double>(tops[t]) * (1 << TOP_SHIFT) + static_cast<double>(sums[t]));
       continue;
     }
     alignas(64) int64_t sums[TILE];
     std::memset(sums, 0, sizeof sums);
-    add_carefully(first, count, a, b, b_bounds, sums);
-    // |sum| <= 2^38 is exact in double, so this rounds once, like the conversion of an int32.
+    add_carefully(part, sums);
     for (int t = 0; t < TILE; t++) accumulators[t] += static_cast<float>(narrow_to_double(sums[t]));
   }
 }
@@ -294,10 +351,10 @@ static void add_chained(int64_t pairs, const Left& a, const int32_t* b, const fl
 static void add_exact(int64_t pairs, const Left& a, const int32_t* b, const float* b_bounds, int64_t* accumulators) {
   float total = 0;
   for (int64_t block = 0; block * BLOCK_PAIRS < pairs; block++) total += a.bounds[block * BOUNDS] * b_bounds[block * BOUNDS];
-  if (!(total < SAFE)) return add_carefully(0, pairs, a, b, b_bounds, accumulators);
+  if (!(total < SAFE)) return add_carefully({a, b, b_bounds, 0, pairs}, accumulators);
   alignas(64) int32_t sums[TILE];
-  multiply(pairs, a.pairs, b, sums);
-  add_sums(sums, accumulators);
+  multiply_one(pairs, a.pairs, b, sums);
+  for (int t = 0; t < TILE; t++) accumulators[t] += sums[t];
 }
 
 // ----------------------------------------------------------------------------------------------------------- writing
