@@ -1,0 +1,352 @@
+"""Casts by integer arithmetic on the bits, in torch operations: any device, compiles, equal to `reference` to the bit.
+
+A number is its magnitude bits: as an integer they count the representable numbers from zero, through the subnormals,
+to infinity. Rounding clears the low bits that the format lacks and perhaps adds one at the place above; a carry out of
+the mantissa raises the exponent by itself. fp32 runs in int32, fp64 in int64, fp16 and bf16 as fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast, Overflow, Rounding
+from lowp.formats import FloatFormat, IntFormat, Specials
+from lowp.kernels import philox
+from lowp.kernels.reference import ties_by_code
+from lowp.kernels.floats import (
+    CARRIERS,
+    Carrier,
+    from_integer_parts,
+    integer_parts,
+    narrow,
+    sign_and_magnitude,
+    widen,
+    widen16,
+    with_sign,
+)
+
+
+class Parameters(NamedTuple):
+    """What a cast is in the bits of one carrier."""
+
+    carrier: Carrier
+    min_exponent: int  # below it the distance between neighbours is constant
+    dropped: int  # mantissa bits that a normal number loses
+    quantum: int  # the bits of the smallest distance between neighbours
+    flush_below: int  # magnitudes under this are zero, or the smallest number where there is no zero
+    parity_offset: int | None  # added to the exponent field, gives the parity of a code without mantissa
+    maximum: int  # largest magnitude of a positive and of a negative number
+    minimum: int
+
+
+def quantize(x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor) -> None:
+    """Write the values that `cast` makes of `x` into `out`, which may be `x`; see `lowp.quantize`."""
+    out.copy_(quantized(x, cast, seed))
+
+
+def encode(x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor) -> int:
+    """Write the codes of the values into `out`; return how many NaNs had no code (theirs is zero)."""
+    element = cast.element
+    rounded = quantized(widen(x), cast, seed)  # fp64: codes exist also where the dtype of x cannot hold the values
+    is_nan = rounded.isnan()
+    if isinstance(element, IntFormat):
+        codes = torch.where(is_nan, 0.0, rounded).to(torch.int64)
+    else:
+        codes = _codes(rounded, is_nan, element)
+    out.copy_(_wrap(codes, out.dtype))
+    return 0 if isinstance(element, FloatFormat) and element.has_nan else int(is_nan.sum())
+
+
+def decode(codes: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
+    """Write the value of every code into `out`, exactly."""
+    out.copy_(decoded(codes, format, out.dtype))
+
+
+def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the exponent histogram, maximum, sum of squares, zeros, NaNs and infinities; see `lowp.statistics`."""
+    x = widen16(x.flatten())
+    carrier = CARRIERS[x.dtype]
+    _, magnitude = sign_and_magnitude(x)
+    zero, finite = magnitude == 0, magnitude < carrier.infinity
+    field = (magnitude >> carrier.mantissa_bits) + (127 - carrier.bias)
+    bins = torch.where(finite, torch.where(zero, 0, field.clamp(0, 254)), 255).to(torch.int64)
+    histogram = torch.zeros(256, dtype=torch.int64, device=x.device)
+    histogram = histogram.scatter_add(0, bins, torch.ones_like(bins))
+    known = torch.where(finite, magnitude, 0)
+    wide = widen(known.view(x.dtype))
+    largest = wide.amax() if x.numel() else wide.sum()
+    infinite = magnitude == carrier.infinity
+    return histogram, largest, (wide * wide).sum(), zero.sum(), (~finite & ~infinite).sum(), infinite.sum()
+
+
+def quantized(x: Tensor, cast: Cast, seed: int | Tensor = 0) -> Tensor:
+    """Return the values that `cast` makes of `x`, in x's dtype; compiles and never looks at the data."""
+    dtype = x.dtype
+    x = widen16(x)
+    if _needs_fp64(cast, x.dtype):
+        x = widen(x)
+    result = _cast_bits(x, cast, _parameters(cast, x.dtype), seed)
+    return result if result.dtype == dtype else narrow(result, dtype)
+
+
+def decoded(codes: Tensor, format: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
+    """Return the values of the codes, exactly, in `dtype`."""
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[codes.dtype.itemsize]
+    code = codes.view(signed).to(torch.int64)
+    if isinstance(format, IntFormat):
+        return narrow(code.to(torch.float64), dtype)
+    mantissa = code & ((1 << format.mantissa_bits) - 1)
+    field = (code >> format.mantissa_bits) & ((1 << format.exponent_bits) - 1)
+    negative = ((code >> (format.bits - 1)) & 1 == 1) if format.signed else torch.zeros_like(code, dtype=torch.bool)
+    hidden = torch.where((field > 0) | (not format.has_zero), 1 << format.mantissa_bits, 0)
+    significand = torch.where((field == 0) & format.has_zero & (not format.subnormals), 0, mantissa | hidden)
+    exponent = (field - format.bias).clamp(min=format.min_exponent) - format.mantissa_bits
+    value = from_integer_parts(significand, exponent)
+    top = (1 << format.exponent_bits) - 1
+    if format.specials is Specials.IEEE:
+        special = torch.where(mantissa == 0, torch.inf, torch.nan).to(torch.float64)
+        value = torch.where(field == top, special, value)
+    elif format.specials is Specials.FN:
+        all_ones = (field == top) & (mantissa == (1 << format.mantissa_bits) - 1)
+        value = torch.where(all_ones, torch.nan, value)
+    elif format.specials is Specials.FNUZ:
+        is_nan = negative & (field == 0) & (mantissa == 0)
+        value, negative = torch.where(is_nan, torch.nan, value), negative & ~is_nan
+    _, magnitude = sign_and_magnitude(value)
+    return narrow(with_sign(magnitude, negative, torch.float64), dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameters(cast: Cast, dtype: torch.dtype) -> Parameters:
+    element, carrier = cast.element, CARRIERS[dtype]
+    if isinstance(element, IntFormat):
+        # The integers are the numbers of a format whose neighbours are 1 apart everywhere: all "subnormal".
+        bits = carrier.bits
+        return Parameters(
+            carrier, 10_000, 0, bits(1.0), 0, None, bits(float(element.maximum)), bits(-float(element.minimum))
+        )
+    flush = 0 if element.subnormals else carrier.bits(element.smallest_normal)
+    largest = carrier.bits(element.maximum)
+    return Parameters(
+        carrier,
+        element.min_exponent,
+        carrier.mantissa_bits - element.mantissa_bits,
+        carrier.bits(2.0 ** (element.min_exponent - element.mantissa_bits)),
+        flush,
+        element.bias - carrier.bias if ties_by_code(element) else None,
+        largest,
+        largest,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _needs_fp64(cast: Cast, dtype: torch.dtype) -> bool:
+    """Whether fp32 bits are too narrow: finer or wider formats, and those with normal numbers below fp32's."""
+    element, carrier = cast.element, CARRIERS[dtype]
+    if dtype == torch.float64:
+        return False
+    if isinstance(element, IntFormat):
+        return element.bits > carrier.precision or (element.bits == 1 and cast.is_stochastic)
+    return (
+        element.mantissa_bits > carrier.mantissa_bits
+        or element.min_exponent < carrier.min_exponent
+        or element.max_exponent > carrier.max_exponent
+    )
+
+
+def _cast_bits(x: Tensor, cast: Cast, p: Parameters, seed: int | Tensor) -> Tensor:
+    element, carrier = cast.element, p.carrier
+    negative, magnitude = sign_and_magnitude(x)
+    if isinstance(element, IntFormat) and element.bits == 1:
+        return _binary(x, negative, magnitude, cast, p, seed)
+    rounded = _round(magnitude, negative, cast, p, seed)
+    if p.flush_below:
+        smallest = 0 if element.has_zero else p.flush_below
+        rounded = torch.where(magnitude < p.flush_below, smallest, rounded)
+    rounded = _overflow(rounded, magnitude, negative, cast, p)
+    if isinstance(element, FloatFormat) and not element.signed:
+        refused = negative & (magnitude != 0)
+        if not element.has_zero:
+            refused = refused | (magnitude == 0)
+        rounded = torch.where(refused, carrier.nan if element.has_nan else carrier.bits(element.minimum), rounded)
+    rounded = torch.where(magnitude > carrier.infinity, carrier.nan, rounded)
+    if isinstance(element, FloatFormat) and not element.signed:
+        negative = negative & (rounded > carrier.infinity)
+    elif isinstance(element, IntFormat) or not element.has_minus_zero:
+        negative = negative & (rounded != 0)
+    return with_sign(rounded, negative, x.dtype)
+
+
+def _round(magnitude: Tensor, negative: Tensor, cast: Cast, p: Parameters, seed: int | Tensor) -> Tensor:
+    """Return the magnitudes rounded as if the exponent had no upper limit (fp32: up to infinity's bits)."""
+    mantissa_bits = p.carrier.mantissa_bits
+    field = magnitude >> mantissa_bits
+    exponent = field.clamp(min=1) - p.carrier.bias
+    significand = (magnitude & ((1 << mantissa_bits) - 1)) | ((field > 0).to(field.dtype) << mantissa_bits)
+
+    if isinstance(cast.element, IntFormat):
+        shift = (mantissa_bits - exponent).clamp(min=0)
+    else:
+        shift = p.dropped + (p.min_exponent - exponent).clamp(min=0)
+    # Beyond mantissa_bits + 2 places nothing but the smallest distance is left to choose: below half, not zero.
+    places = shift.clamp(max=mantissa_bits + 2)
+    one = torch.ones_like(magnitude)
+    lower = significand >> places
+    rest = significand & ((one << places) - 1)
+    away = _away(lower, rest, shift, places, field, negative, cast, p, seed)
+
+    inside = shift.clamp(max=mantissa_bits)
+    step = one << inside
+    large = (magnitude & ~(step - 1)) + step * away
+    return torch.where(shift > mantissa_bits, away.to(large.dtype) * p.quantum, large)
+
+
+def _away(
+    lower: Tensor,
+    rest: Tensor,
+    shift: Tensor,
+    places: Tensor,
+    field: Tensor,
+    negative: Tensor,
+    cast: Cast,
+    p: Parameters,
+    seed: int | Tensor,
+) -> Tensor:
+    """Return whether the larger magnitude is taken, where `rest` out of 2**shift is cut off."""
+    mode = cast.rounding
+    inexact = rest != 0
+    if mode is Rounding.TOWARD_ZERO:
+        return torch.zeros_like(negative)
+    if mode is Rounding.UP:
+        return inexact & ~negative
+    if mode is Rounding.DOWN:
+        return inexact & negative
+    if mode is Rounding.STOCHASTIC:
+        return _drawn(rest.to(torch.int64), shift.to(torch.int64), cast, seed)
+    half = (torch.ones_like(rest) << places) >> 1
+    if mode is Rounding.NEAREST_AWAY:
+        return inexact & (rest >= half)
+    odd = (lower if p.parity_offset is None else field + p.parity_offset) & 1
+    return inexact & (rest + odd > half)
+
+
+def _drawn(rest: Tensor, shift: Tensor, cast: Cast, seed: int | Tensor) -> Tensor:
+    """Return whether a uniform number is below rest / 2**shift, compared over 160 (or N) bits."""
+    if cast.random_bits is None:
+        return _is_below([_digit(rest, shift, place) for place in range(5)], rest, seed)
+    first = philox.words(rest, seed) >> (32 - cast.random_bits)
+    return first < _digit(rest, shift, 0) >> (32 - cast.random_bits)
+
+
+def _is_below(digits: list[Tensor], like: Tensor, seed: int | Tensor) -> Tensor:
+    """Return whether the uniform number of each element is below the fraction of these five 32-bit digits."""
+    first = philox.words(like, seed)
+    below = first < digits[0]
+    undecided = (first == digits[0]) & ((digits[1] | digits[2] | digits[3] | digits[4]) != 0)
+    if not _may_be_undecided(undecided):
+        return below
+    for digit, word in zip(digits[1:], philox.tail_words(like, seed), strict=True):
+        below = below | (undecided & (word < digit))
+        undecided = undecided & (word == digit)
+    return below
+
+
+def _digit(rest: Tensor, shift: Tensor, place: int) -> Tensor:
+    """Return the 32 bits at `place` (0 is the first) behind the binary point of rest / 2**shift."""
+    up = 32 * (place + 1) - shift
+    left = torch.where(up < 32, rest << up.clamp(0, 31), 0)
+    return torch.where(up < 0, rest >> (-up).clamp(0, 63), left) & philox.MASK
+
+
+def _may_be_undecided(undecided: Tensor) -> bool:
+    # One number in 2**32 needs more than its first word. Looking saves the work, where looking costs nothing.
+    if undecided.device.type != "cpu" or torch.compiler.is_compiling():
+        return True
+    return bool(undecided.any())
+
+
+def _overflow(rounded: Tensor, magnitude: Tensor, negative: Tensor, cast: Cast, p: Parameters) -> Tensor:
+    largest: Tensor | int = p.maximum
+    if p.minimum != p.maximum:
+        largest = _choose(negative, p.minimum, p.maximum, rounded)
+    if cast.overflow is Overflow.SATURATE:
+        return torch.where(rounded > largest, largest, rounded)  # infinity, too
+    beyond = p.carrier.infinity if cast.overflow is Overflow.INFINITY else p.carrier.nan
+    if cast.rounding is Rounding.TOWARD_ZERO:
+        replaced: Tensor | int = largest
+    elif cast.rounding in (Rounding.UP, Rounding.DOWN):
+        outward = negative if cast.rounding is Rounding.DOWN else ~negative
+        replaced = _choose(outward, beyond, p.maximum, rounded)
+    else:
+        replaced = beyond
+    rounded = torch.where(rounded > largest, replaced, rounded)
+    return torch.where(magnitude == p.carrier.infinity, beyond, rounded)
+
+
+def _choose(condition: Tensor, yes: int, no: int, like: Tensor) -> Tensor:
+    return torch.where(condition, torch.full_like(like, yes), no)
+
+
+def _binary(x: Tensor, negative: Tensor, magnitude: Tensor, cast: Cast, p: Parameters, seed: int | Tensor) -> Tensor:
+    """Return -1 for negative numbers, else +1; stochastic: +1 with probability (x + 1) / 2."""
+    minus = negative & (magnitude != 0)
+    if cast.is_stochastic:
+        plus = _drawn_binary(x, minus, cast, seed)
+        minus = torch.where(magnitude < p.quantum, ~plus, minus)  # from 1 on nothing is drawn
+    is_nan = magnitude > p.carrier.infinity
+    bits = torch.where(is_nan, p.carrier.nan, torch.full_like(magnitude, p.quantum))
+    return with_sign(bits, torch.where(is_nan, negative, minus), x.dtype)
+
+
+def _drawn_binary(x: Tensor, minus: Tensor, cast: Cast, seed: int | Tensor) -> Tensor:
+    """Return whether a uniform number is below (1 + x) / 2 = 1/2 +- |x| / 2, for fp64 |x| < 1."""
+    _, significand, exponent = integer_parts(x)
+    shift = (1 - exponent).clamp(min=1)  # |x| / 2 = significand / 2**shift
+    digits = [_digit(significand, shift, place) for place in range(5)]
+    beyond = (shift - 160).clamp(0, 62)
+    borrow = ((significand & ((torch.ones_like(significand) << beyond) - 1)) != 0).to(torch.int64)
+    for place in reversed(range(5)):
+        difference = (1 << 31 if place == 0 else 0) - digits[place] - borrow
+        borrow = (difference < 0).to(torch.int64)
+        sum_ = digits[place] + (1 << 31 if place == 0 else 0)
+        digits[place] = torch.where(minus, difference & philox.MASK, sum_ & philox.MASK)
+    if cast.random_bits is None:
+        return _is_below(digits, x, seed)
+    return philox.words(x, seed) >> (32 - cast.random_bits) < digits[0] >> (32 - cast.random_bits)
+
+
+def _codes(rounded: Tensor, is_nan: Tensor, format: FloatFormat) -> Tensor:
+    """Return the int64 codes of fp64 values of a format; zero for a NaN that has none."""
+    negative, magnitude = sign_and_magnitude(rounded)
+    _, significand, exponent = integer_parts(rounded)
+    cut = 52 - format.mantissa_bits
+    normal = (magnitude >> cut) - ((1023 - format.bias) << format.mantissa_bits)
+    subnormal = significand >> (format.min_exponent - format.mantissa_bits - exponent).clamp(0, 63)
+    is_normal = magnitude >= CARRIERS[torch.float64].bits(format.smallest_normal)
+    codes = torch.where(is_normal, normal, subnormal)
+    top = ((1 << format.exponent_bits) - 1) << format.mantissa_bits
+    codes = torch.where(rounded.isinf(), top, codes)
+    if format.specials is Specials.FNUZ:
+        return torch.where(is_nan, 1 << (format.bits - 1), _signed_codes(codes, negative, format))
+    if format.specials is Specials.IEEE:
+        codes = torch.where(is_nan, top | 1 << (format.mantissa_bits - 1), codes)
+    elif format.specials is Specials.FN:
+        codes = torch.where(is_nan, (1 << (format.exponent_bits + format.mantissa_bits)) - 1, codes)
+    else:
+        codes, negative = torch.where(is_nan, 0, codes), negative & ~is_nan
+    return _signed_codes(codes, negative, format)
+
+
+def _signed_codes(codes: Tensor, negative: Tensor, format: FloatFormat) -> Tensor:
+    sign = 1 << (format.bits - 1) if format.bits < 64 else -(1 << 63)
+    return torch.where(negative, codes | sign, codes) if format.signed else codes
+
+
+def _wrap(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return int64 codes modulo the width of `dtype`, in `dtype`, signed or not."""
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return codes.to(signed).view(dtype)

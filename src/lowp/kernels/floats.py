@@ -1,0 +1,143 @@
+"""Floating-point numbers taken apart and put together by their bits, in torch operations.
+
+Ordinary arithmetic on subnormal numbers follows the processor's flush-to-zero mode; reading and writing bits does not.
+Conversions between the dtypes here are exact in every mode, and keep the sign of zeros and NaNs. A NaN that is written
+is the canonical quiet one: sign | 0x7fc00000 in fp32, and likewise in the other dtypes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Carrier(NamedTuple):
+    """How a dtype lays out its numbers, in the words of `FloatFormat`."""
+
+    integer: torch.dtype
+    mantissa_bits: int
+    bias: int
+    precision: int
+    max_exponent: int
+
+    @property
+    def magnitude_mask(self) -> int:
+        """All bits but the sign."""
+        return (1 << (self.integer.itemsize * 8 - 1)) - 1
+
+    @property
+    def infinity(self) -> int:
+        """The bits of +infinity; magnitudes above it are NaN."""
+        return self.magnitude_mask >> self.mantissa_bits << self.mantissa_bits
+
+    @property
+    def nan(self) -> int:
+        """The bits of the canonical quiet NaN."""
+        return self.infinity | 1 << (self.mantissa_bits - 1)
+
+    @property
+    def min_exponent(self) -> int:
+        """log2 of the smallest normal number."""
+        return 1 - self.bias
+
+    def bits(self, value: float) -> int:
+        """The bits of a positive number of this dtype or zero."""
+        mantissa, exponent = value.hex().split("p") if value else ("0", "0")
+        if value == 0:
+            return 0
+        whole, _, fraction = mantissa.removeprefix("0x").partition(".")
+        significand, power = int(whole + fraction, 16), int(exponent) - 4 * len(fraction)
+        leading = significand.bit_length() - 1 + power
+        unit = max(leading, self.min_exponent) - self.mantissa_bits
+        shift = power - unit
+        if shift < 0 and significand & ((1 << -shift) - 1):
+            raise ValueError(f"{value!r} has more bits than this dtype holds")
+        significand = significand << shift if shift >= 0 else significand >> -shift
+        return significand + (max(leading - self.min_exponent, 0) << self.mantissa_bits)
+
+
+CARRIERS = {
+    torch.float64: Carrier(torch.int64, 52, 1023, 53, 1023),
+    torch.float32: Carrier(torch.int32, 23, 127, 24, 127),
+    torch.float16: Carrier(torch.int16, 10, 15, 11, 15),
+    torch.bfloat16: Carrier(torch.int16, 7, 127, 8, 127),
+}
+
+
+def sign_and_magnitude(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sign (bool) and the bits without the sign, as integers of the dtype's width."""
+    carrier = CARRIERS[x.dtype]
+    bits = x.view(carrier.integer)
+    return bits < 0, bits & carrier.magnitude_mask
+
+
+def with_sign(magnitude: Tensor, negative: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of `dtype` with these magnitude bits and signs."""
+    lowest = torch.iinfo(CARRIERS[dtype].integer).min  # the sign bit alone
+    return torch.where(negative, magnitude | lowest, magnitude).view(dtype)
+
+
+def two_to_the(exponent: Tensor) -> Tensor:
+    """Return 2**exponent in fp64 for integers from -1022 to 1023, from bits: exact on every device."""
+    return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
+
+
+def widen16(x: Tensor) -> Tensor:
+    """Return fp16 or bf16 numbers in fp32, exactly."""
+    if x.dtype == torch.bfloat16:
+        return (x.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+    return x.to(torch.float32) if x.dtype == torch.float16 else x
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return the numbers in fp64, exactly; fp32 subnormals become normal numbers."""
+    if x.dtype == torch.float64:
+        return x
+    x = widen16(x)
+    negative, magnitude = sign_and_magnitude(x)
+    subnormal = (magnitude < 1 << 23) & (magnitude != 0)
+    tiny = magnitude.to(torch.float64) * 2.0**-149
+    return torch.where(subnormal, torch.where(negative, -tiny, tiny), x.to(torch.float64))
+
+
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return fp64 or fp32 numbers, each of which `dtype` can hold, in `dtype`."""
+    negative, magnitude = sign_and_magnitude(x)
+    is_nan = magnitude > CARRIERS[x.dtype].infinity
+    if x.dtype == torch.float64 and dtype != torch.float64:
+        absolute = with_sign(magnitude, torch.zeros_like(negative), torch.float64)
+        tiny = torch.where(absolute < 2.0**-126, absolute, 0.0) * 2.0**149
+        wide = torch.where(absolute < 2.0**-126, 0.0, absolute).to(torch.float32)
+        magnitude = torch.where(absolute < 2.0**-126, tiny.to(torch.int32), wide.view(torch.int32))
+    if dtype == torch.bfloat16:
+        magnitude = (magnitude >> 16).to(torch.int16)
+    elif dtype == torch.float16:
+        magnitude = magnitude.view(torch.float32).to(torch.float16).view(torch.int16)
+    magnitude = torch.where(is_nan, CARRIERS[dtype].nan, magnitude)
+    return with_sign(magnitude, negative, dtype)
+
+
+def integer_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sign, significand and exponent of fp64 numbers: |x| = significand * 2**exponent, both int64.
+
+    Infinities and NaNs give numbers without meaning. The significand is below 2**53 and zero for zero.
+    """
+    negative, magnitude = sign_and_magnitude(x)
+    field = magnitude >> 52
+    significand = (magnitude & ((1 << 52) - 1)) | torch.where(field > 0, 1 << 52, 0)
+    return negative, significand, field.clamp(min=1) - 1075
+
+
+def from_integer_parts(significand: Tensor, exponent: Tensor) -> Tensor:
+    """Return significand * 2**exponent in fp64, for int64 significands up to 2**53 and results that fp64 holds.
+
+    A result of 2**1024 or more is infinity.
+    """
+    normalised = significand.to(torch.float64)  # exact
+    leading = (normalised.view(torch.int64) >> 52) - 1023 + exponent
+    normal = normalised.view(torch.int64) + (exponent << 52)
+    subnormal = significand << (exponent + 1074).clamp(0, 62)
+    bits = torch.where(leading > 1023, 0x7FF << 52, torch.where(leading < -1022, subnormal, normal))
+    return torch.where(significand == 0, 0, bits).view(torch.float64)

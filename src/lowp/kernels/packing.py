@@ -1,0 +1,60 @@
+"""Codes that fill no whole bytes, side by side: bit j * bits of a row is the lowest bit of its code j."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowp.errors import InvalidInput
+from lowp.formats import FloatFormat, IntFormat
+
+
+def pack(codes: Tensor, format: FloatFormat | IntFormat) -> Tensor:
+    """Return the bits of every code in bytes, each row (last dimension) filled up to a byte with zeros.
+
+    Codes of 8, 16, 32 or 64 bits are packed already. A 0-d tensor becomes one row of one code. Integers are two's
+    complement; the one bit of a binary number is its sign: 0 for +1, 1 for -1.
+    """
+    bits = format.bits
+    if bits in (8, 16, 32, 64):
+        return codes
+    wide = torch.atleast_1d(as_integers(codes))
+    if bits == 1:
+        wide = wide >> 1  # -1 -> ...111, +1 -> 0
+    single = (wide.unsqueeze(-1) >> torch.arange(bits, device=codes.device)) & 1
+    row = single.flatten(-2)
+    row = torch.nn.functional.pad(row, (0, -row.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return (row << torch.arange(8, device=codes.device)).sum(-1).to(torch.uint8)
+
+
+def unpack(packed: Tensor, format: FloatFormat | IntFormat, length: int | None = None) -> Tensor:
+    """Return the codes of packed rows as int64; `length` of them a row, or as many as fit.
+
+    Raises ValueError for rows that are too short, and for bytes of another dtype than uint8.
+    """
+    bits = format.bits
+    if bits in (8, 16, 32, 64):
+        return packed
+    if packed.dtype != torch.uint8 or packed.ndim == 0:
+        raise InvalidInput(f"packed codes of {format} are rows of torch.uint8, not {packed.ndim}-d {packed.dtype}")
+    fitting = packed.shape[-1] * 8 // bits
+    length = fitting if length is None else length
+    if not 0 <= length <= fitting:
+        raise InvalidInput(f"a row of {packed.shape[-1]} bytes holds {fitting} codes of {format}, not {length}")
+    single = (packed.to(torch.int64).unsqueeze(-1) >> torch.arange(8, device=packed.device)) & 1
+    row = single.flatten(-2)[..., : length * bits].unflatten(-1, (length, bits))
+    codes = (row << torch.arange(bits, device=packed.device)).sum(-1)
+    if bits == 1:
+        return 1 - 2 * codes
+    if isinstance(format, IntFormat):
+        codes = codes - ((codes >> (bits - 1)) << bits)
+    return codes
+
+
+def as_integers(codes: Tensor) -> Tensor:
+    """Return codes of any integer dtype as int64, whose low bits they are; torch computes little in unsigned dtypes."""
+    if codes.dtype.is_signed or codes.dtype == torch.uint8:
+        return codes.to(torch.int64)
+    signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[codes.dtype.itemsize]
+    mask = (1 << 8 * codes.dtype.itemsize) - 1
+    return codes.view(signed).to(torch.int64) & (mask if mask < 1 << 63 else -1)

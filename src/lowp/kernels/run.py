@@ -1,0 +1,142 @@
+"""From the public functions' tensors to what an implementation takes: layout, aliasing, shared scales.
+
+Each function is given the implementation to run. Tensors are plain here: no gradients, no modes.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.errors import InvalidInput
+from lowp.formats import FloatFormat, IntFormat, ScaledFormat
+from lowp.kernels import cpu, packing, scaled
+from lowp.kernels.floats import narrow, widen
+from lowp.kernels.scaled import Scales
+from lowp.quantized import Quantized
+
+Seed = int | Tensor
+
+
+def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
+    """Return the values that `cast` makes of `x`, with x's strides where x is dense."""
+    x = x.resolve_neg()
+    out = torch.empty_like(x)
+    if cast.scaling is not None:
+        out.copy_(_quantize_scaled(module, x, cast, scales, seed))
+    elif x.is_contiguous() or module is not cpu:
+        _call(module, x, cast, seed, out)
+    elif not cast.is_stochastic and x.stride() == out.stride() and _is_dense(x):
+        # element by element: the order does not matter, so the memory is taken as it lies
+        _call(module, x.as_strided((x.numel(),), (1,)), cast, seed, out.as_strided((x.numel(),), (1,)))
+    else:
+        contiguous = x.contiguous()
+        _call(module, contiguous, cast, seed, contiguous)
+        out.copy_(contiguous)
+    return out
+
+
+def quantize_into(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed, out: Tensor) -> None:
+    """Write the values into `out`, which may be `x`, overlap it, or have other strides."""
+    same = out is x or (out.data_ptr() == x.data_ptr() and out.stride() == x.stride())
+    apart = out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    if cast.scaling is None and (same or apart) and x.is_contiguous() and out.is_contiguous() and not out.is_neg():
+        _call(module, x.resolve_neg(), cast, seed, out)
+    else:
+        out.copy_(quantize(module, x, cast, scales, seed))
+
+
+def encode(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, packed: bool) -> Tensor:
+    """Return the codes; raise ValueError for NaNs that have none."""
+    codes = torch.empty(x.shape, dtype=scaled.code_dtype(cast.element), device=x.device)
+    nans = module.encode(x.resolve_neg().contiguous(), cast, _seed(module, seed), codes)
+    if nans:
+        raise InvalidInput(
+            f"{nans} of {x.numel()} numbers are NaN, which {cast.format} has no code for: "
+            "replace them first (torch.nan_to_num), or choose a format with NaN"
+        )
+    return packing.pack(codes, cast.element) if packed else codes
+
+
+def decode(module: ModuleType, codes: Tensor, format: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
+    """Return the values of codes in `dtype`."""
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    module.decode(codes.contiguous(), format, out)
+    return out
+
+
+def statistics(module: ModuleType, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the three tensors of `Statistics`."""
+    x = x.resolve_neg()
+    if not x.is_contiguous():
+        # the order does not matter, except to the last bit of the sum
+        x = x.as_strided((x.numel(),), (1,)) if _is_dense(x) else x.contiguous()
+    histogram, maximum, squares, zeros, nan, infinite = module.statistics(x)
+    if isinstance(maximum, Tensor):
+        return histogram, torch.stack((maximum, squares)), torch.stack((zeros, nan, infinite))
+    extremes = torch.tensor((maximum, squares), dtype=torch.float64, device=x.device)
+    return histogram.to(x.device), extremes, torch.tensor((zeros, nan, infinite), device=x.device)
+
+
+def encode_scaled(
+    module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed, packed: bool
+) -> Quantized:
+    """Return codes and scales; raise ValueError for NaNs that neither can hold."""
+    wide, format = widen(x.resolve_neg()), scaled.scaled_format(cast)
+    scales = scaled.choose(wide, cast) if scales is None else scales
+    element = scaled.elements(wide, cast, scales, _element_cast(module, seed))
+    poisoned = scaled.spread(scales.scale, x.shape, format.scope).isnan()
+    payload = encode(module, torch.where(poisoned, 0.0, element), Cast(format.element), 0, packed)
+    zero_point = None if scales.zero_point is None else scales.zero_point.to(torch.int32)
+    outer = None if scales.outer is None else narrow(scales.outer, torch.float32)
+    length = None
+    if packed and payload.dtype == torch.uint8 and format.element.bits != 8:
+        length = x.shape[-1] if x.ndim else 1
+    return Quantized(payload, scaled.keep(scales.scale, format), cast, outer, zero_point, x.dtype, length)
+
+
+def dequantize(module: ModuleType, q: Quantized) -> Tensor:
+    """Return the values of a Quantized."""
+    format = q.cast.format
+    assert isinstance(format, ScaledFormat)
+    codes = q.payload if q.length is None else packing.unpack(q.payload, format.element, q.length)
+    element = decode(module, codes, format.element, torch.float64)
+    zero_point = None if q.zero_point is None else q.zero_point.to(torch.float64)
+    outer = None if q.outer is None else widen(q.outer)
+    return scaled.values(element, q.cast, Scales(scaled.read(q.scale, format), zero_point, outer), q.dtype)
+
+
+def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
+    wide = widen(x)
+    scales = scaled.choose(wide, cast) if scales is None else scales
+    return scaled.values(scaled.elements(wide, cast, scales, _element_cast(module, seed)), cast, scales, x.dtype)
+
+
+def _element_cast(module: ModuleType, seed: Seed) -> scaled.ElementCast:
+    def cast_elements(x: Tensor, cast: Cast) -> Tensor:
+        x = x.contiguous()
+        _call(module, x, cast, seed, x)
+        return x
+
+    return cast_elements
+
+
+def _call(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
+    module.quantize(x, cast, _seed(module, seed), out)
+
+
+def _seed(module: ModuleType, seed: Seed) -> Seed:
+    return int(seed) if module is cpu else seed
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether the elements fill their memory without holes or overlap."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,321 @@
+"""Formats with a shared scale: the scale of every group, elements under it, and the values back.
+
+Everything happens in fp64, so that there is one rounding to the element and one to the result's dtype. The functions
+that cast elements are handed in: these lines are the same for every implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast, Overflow, Rounding
+from lowp.errors import InvalidInput
+from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat, Scope
+from lowp.kernels import bitwise
+from lowp.kernels.floats import CARRIERS, integer_parts, narrow, two_to_the, widen
+
+FP32 = FORMATS["fp32"]
+assert isinstance(FP32, FloatFormat)
+TO_FP32 = Cast(FP32, overflow=Overflow.SATURATE)
+
+ElementCast = Callable[[Tensor, Cast], Tensor]
+
+
+class Scales(NamedTuple):
+    """The scales of a tensor's groups, in fp64 and in the groups' shape; `outer` is one number for all."""
+
+    scale: Tensor
+    zero_point: Tensor | None = None
+    outer: Tensor | None = None
+
+
+def scaled_format(cast: Cast) -> ScaledFormat:
+    """Return the cast's format, which has a shared scale."""
+    assert isinstance(cast.format, ScaledFormat)
+    return cast.format
+
+
+def group_shape(shape: torch.Size, scope: Scope) -> tuple[int, ...]:
+    """Return the shape of the scales of a tensor of this shape; a 0-d tensor counts as one of length 1."""
+    if scope.kind == "tensor":
+        return ()
+    if scope.kind == "channel":
+        return tuple(shape[:1])
+    if scope.kind == "row":
+        return tuple(shape[:-1])
+    return (*shape[:-1], -(-(shape[-1] if shape else 1) // scope.size))
+
+
+def fold(x: Tensor, scope: Scope) -> Tensor:
+    """Return the elements with those of a group along the last dimension; short blocks are filled up with zeros."""
+    if scope.kind == "tensor":
+        return x.reshape(-1)
+    if x.ndim == 0:
+        return x.reshape((1,) * (1 if scope.kind != "block" else 2))[0] if scope.kind != "block" else x.reshape(1, 1)
+    if scope.kind == "channel":
+        return x.reshape(x.shape[0], -1)
+    if scope.kind == "row":
+        return x
+    missing = -x.shape[-1] % scope.size
+    return torch.nn.functional.pad(x, (0, missing)).unflatten(-1, (-1, scope.size))
+
+
+def spread(scale: Tensor, shape: torch.Size, scope: Scope) -> Tensor:
+    """Return the scale of every element, in a shape that broadcasts to the tensor's."""
+    if scope.kind == "tensor" or not shape:
+        return scale.reshape(())
+    if scope.kind == "channel":
+        return scale.reshape(-1, *(1,) * (len(shape) - 1))
+    if scope.kind == "row":
+        return scale.unsqueeze(-1)
+    return scale.repeat_interleave(scope.size, dim=-1)[..., : shape[-1]]
+
+
+# -- which scale ------------------------------------------------------------------------------------------------------
+def choose(x: Tensor, cast: Cast) -> Scales:
+    """Return the scales of the fp64 tensor `x` under current or static scaling.
+
+    Sources: OCP MX 1.0 section 6.3 (e8m0); Das et al. 2018, arXiv 1802.00930, section 3.1 (one power of two a tensor);
+    Rastegari et al. 2016, arXiv 1603.05279, equation 6 (binary: the mean magnitude).
+    """
+    format, scaling = scaled_format(cast), cast.scaling
+    assert scaling is not None
+    if scaling.kind == "static":
+        exponent = torch.full(group_shape(x.shape, format.scope), scaling.exponent, device=x.device)
+        return Scales(two_to_the(exponent))
+    if scaling.kind != "current":
+        raise InvalidInput(
+            f"{cast}: a {scaling.kind} scale follows from tensors seen before, and quantize remembers none: "
+            "keep its state with lowp.scaling and give scale=, or use current scaling"
+        )
+    finite = torch.where(x.isfinite(), x, 0.0)
+    if format.affine:
+        return _affine(finite, format)
+    if isinstance(format.element, IntFormat) and format.element.bits == 1:
+        return Scales(_mean_magnitude(x, finite, format.scope))
+    largest = _maximum(fold(finite.abs(), format.scope))
+    if isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero:
+        scale = _power_of_two(largest, format, scaling.headroom)
+        outer = None
+    else:
+        scale, outer = _ratio(largest * 2.0**scaling.headroom, _maximum(finite.abs().reshape(-1)), format)
+    if isinstance(format.scale, FloatFormat) and format.scale.bits <= 8 and format.scale.has_nan:
+        # a scale of few bits marks a group with a NaN or an infinity by being NaN (OCP MX 1.0 section 6.3)
+        poisoned = fold((~x.isfinite()).to(torch.float64), format.scope)
+        scale = torch.where(_maximum(poisoned) > 0, torch.nan, scale)
+    return Scales(scale, None, outer)
+
+
+def _maximum(folded: Tensor) -> Tensor:
+    return folded.amax(-1) if folded.shape[-1] else folded.sum(-1)
+
+
+def floor_log2(x: Tensor) -> Tensor:
+    """Return floor(log2 x) of positive fp64 numbers, from their bits (int64); zero gives less than any exponent."""
+    _, significand, exponent = integer_parts(x)
+    leading = torch.frexp(significand.to(torch.float64))[1].to(torch.int64) - 1 + exponent
+    return torch.where(significand == 0, -5000, leading)
+
+
+def _power_of_two(largest: Tensor, format: ScaledFormat, headroom: int) -> Tensor:
+    element, scale = format.element, format.scale
+    top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
+    lowest, highest = exponent_range(scale)
+    exponent = floor_log2(largest) - top + headroom
+    if format.scope.kind == "tensor":
+        exponent = torch.where(largest == 0, 0, exponent)
+    return two_to_the(exponent.clamp(lowest, highest))
+
+
+def exponent_range(scale: FloatFormat | PowerOfTwo) -> tuple[int, int]:
+    """Return the smallest and largest exponent of a scale."""
+    return scale.min_exponent, scale.max_exponent
+
+
+def _ratio(largest: Tensor, of_all: Tensor, format: ScaledFormat) -> tuple[Tensor, Tensor | None]:
+    """Return scale = largest / element's maximum (/ outer), rounded to the scale's format, and the outer scale."""
+    assert isinstance(format.scale, FloatFormat)
+    highest = float(format.element.maximum)
+    if format.outer is None:
+        return _rounded_scale(largest / highest, format.scale), None
+    outer = _rounded_scale(of_all / (format.scale.maximum * highest), format.outer)
+    scale = bitwise.quantized(largest / highest / outer, Cast(format.scale, overflow=Overflow.SATURATE))
+    return scale, outer
+
+
+def _rounded_scale(scale: Tensor, format: FloatFormat) -> Tensor:
+    """Return a scale in its format: 1 for an all-zero group, else a normal number (a subnormal one would be coarse)."""
+    rounded = bitwise.quantized(scale, Cast(format, overflow=Overflow.SATURATE))
+    return torch.where(scale == 0, 1.0, rounded.clamp(min=format.smallest_normal))
+
+
+def _mean_magnitude(x: Tensor, finite: Tensor, scope: Scope) -> Tensor:
+    count = fold(x.isfinite().to(torch.float64), scope).sum(-1)
+    mean = fold(finite.abs(), scope).sum(-1) / count.clamp(min=1)
+    return _rounded_scale(mean, FP32)  # type: ignore[arg-type]
+
+
+def _affine(finite: Tensor, format: ScaledFormat) -> Scales:
+    """Return scale = (max - min) / (2**bits - 1) and the zero point that maps min, widened to hold 0, to the lowest."""
+    element = format.element
+    assert isinstance(element, IntFormat) and isinstance(format.scale, FloatFormat)
+    folded = fold(finite, format.scope)
+    highest, lowest = _maximum(folded).clamp(min=0), (-_maximum(-folded)).clamp(max=0)
+    scale = _rounded_scale((highest - lowest) / (element.maximum - element.minimum), format.scale)
+    zero_point = (element.minimum - lowest / scale).round().clamp(element.minimum, element.maximum)
+    return Scales(scale, zero_point)
+
+
+# -- elements and values ----------------------------------------------------------------------------------------------
+def divisor(scales: Scales) -> Tensor:
+    """Return what a value is divided by: scale * outer, exact in fp64."""
+    return scales.scale if scales.outer is None else scales.scale * scales.outer
+
+
+def elements(x: Tensor, cast: Cast, scales: Scales, element_cast: ElementCast) -> Tensor:
+    """Return the elements of the fp64 tensor `x` in fp64: its numbers over their scale, cast to the element format."""
+    format = scaled_format(cast)
+    by = spread(divisor(scales), x.shape, format.scope)
+    quotient = torch.where(by == 0, 0.0, x / by)
+    quotient = torch.where(by.isnan(), torch.nan, quotient)
+    if scales.zero_point is None:
+        return element_cast(quotient, cast.element_cast)
+    assert isinstance(format.element, IntFormat)
+    element = format.element
+    wide = Cast(IntFormat("wide", min(element.bits + 2, 32)), cast.rounding, None, None, cast.random_bits)
+    zero_point = spread(scales.zero_point, x.shape, format.scope)
+    return (element_cast(quotient, wide) + zero_point).clamp(element.minimum, element.maximum)
+
+
+def values(element: Tensor, cast: Cast, scales: Scales, dtype: torch.dtype) -> Tensor:
+    """Return the values of the elements in `dtype`; fp32 products that are too long are rounded to nearest even."""
+    scope = scaled_format(cast).scope
+    if scales.zero_point is not None:
+        element = element - spread(scales.zero_point, element.shape, scope)
+    wide = element * spread(divisor(scales), element.shape, scope)
+    if dtype == torch.float64:
+        return narrow(wide, dtype)
+    found = narrow(bitwise.quantized(wide, TO_FP32), torch.float32)
+    if dtype != torch.float32:
+        rounded = narrow(bitwise.quantized(found, _TO_16_BITS[dtype]), dtype)
+        if not torch.equal(widen(rounded).nan_to_num(), widen(found).nan_to_num()):
+            raise InvalidInput(cannot_hold(cast, dtype))
+        return rounded
+    return found
+
+
+_TO_16_BITS = {torch.float16: Cast("fp16"), torch.bfloat16: Cast("bf16")}  # type: ignore[arg-type]
+
+
+def cannot_hold(cast: Cast, dtype: torch.dtype) -> str:
+    """Return the text for a dtype that results would not fit."""
+    wider = "float64" if dtype == torch.float32 else "float32"
+    return f"{cast}: {dtype} cannot hold every result exactly: convert to {wider} first"
+
+
+def fits(cast: Cast, dtype: torch.dtype) -> bool:
+    """Whether values under this cast can be held by `dtype`: always by fp64, and rounded once by fp32."""
+    if dtype in (torch.float64, torch.float32):
+        return True
+    format = scaled_format(cast)
+    power_of_two = isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero
+    element = format.element
+    digits = element.precision if isinstance(element, FloatFormat) else max(element.bits - 1, 1)
+    return power_of_two and digits <= CARRIERS[dtype].precision
+
+
+# -- scales that are given, and scales that are kept ------------------------------------------------------------------
+def given(scale: object, cast: Cast, x: Tensor) -> Scales:
+    """Return scales that the caller gave: a number or tensor, one for each group; (scale, zero_point) where affine.
+
+    Raises ValueError for a shape that does not fit, and for a number that the scale's format cannot hold.
+    """
+    format = scaled_format(cast)
+    if format.outer is not None:
+        raise InvalidInput(f"{cast}: its two levels of scale are always current: leave scale= out")
+    if format.affine:
+        if not isinstance(scale, tuple) or len(scale) != 2:
+            raise InvalidInput(f"{cast} is affine: give scale=(scale, zero_point)")
+        return Scales(_given(scale[0], "scale", cast, x), _given(scale[1], "zero_point", cast, x).round())
+    found = _given(scale, "scale", cast, x)
+    if not found.is_cuda and not bool(_is_scale(found, format.scale).all()):
+        raise InvalidInput(f"{cast}: scale {scale} is no value of its scale's format, {format.scale}")
+    return Scales(found)
+
+
+def _given(scale: object, name: str, cast: Cast, x: Tensor) -> Tensor:
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, Tensor)):
+        raise TypeError(f"{cast}: {name} is a number or a tensor, not {type(scale).__name__}")
+    shape = group_shape(x.shape, scaled_format(cast).scope)
+    if isinstance(scale, Tensor):
+        if scale.dtype not in CARRIERS:
+            scale = scale.to(torch.float64)
+        found = widen(scale.detach().to(x.device))
+    else:
+        found = torch.tensor(float(scale), dtype=torch.float64, device=x.device)
+    count = 1
+    for size in shape:
+        count *= size
+    if found.numel() == 1:
+        return found.reshape(()).expand(shape)
+    if found.numel() != count:
+        expected = f"shape {shape}" if shape else "one number"
+        raise InvalidInput(f"{cast}: {name} has shape {tuple(found.shape)}; a tensor {tuple(x.shape)} takes {expected}")
+    return found.reshape(shape)
+
+
+def _is_scale(scale: Tensor, format: FloatFormat | PowerOfTwo) -> Tensor:
+    if isinstance(format, FloatFormat) and format.has_zero:
+        return (bitwise.quantized(scale, Cast(format)) == scale) & (scale > 0) & scale.isfinite()
+    lowest, highest = exponent_range(format)
+    exponent = floor_log2(scale)
+    inside = (scale > 0) & scale.isfinite() & (exponent >= lowest) & (exponent <= highest)
+    return (inside & (two_to_the(exponent.clamp(-1022, 1023)) == scale)) | scale.isnan()
+
+
+def keep(scale: Tensor, format: ScaledFormat) -> Tensor:
+    """Return scales as `Quantized` keeps them: fp32 values, codes, or exponents."""
+    if isinstance(format.scale, PowerOfTwo):
+        exponent = floor_log2(scale)
+        if format.scope.kind == "tensor":
+            return exponent.to(torch.int32)
+        offset = exponent - format.scale.min_exponent
+        return offset.to(torch.uint8) if format.scale.bits <= 8 else offset.to(torch.int16).view(torch.uint16)
+    if format.scale == FP32:
+        return narrow(scale, torch.float32)
+    codes = torch.empty(scale.shape, dtype=code_dtype(format.scale), device=scale.device)
+    bitwise.encode(scale, Cast(format.scale), 0, codes)
+    return codes
+
+
+def read(kept: Tensor, format: ScaledFormat) -> Tensor:
+    """Return kept scales as fp64 values."""
+    if isinstance(format.scale, PowerOfTwo):
+        if format.scope.kind == "tensor":
+            return two_to_the(kept)
+        exponent = (
+            kept.view(torch.int16).to(torch.int64) & 0xFFFF if kept.dtype == torch.uint16 else kept.to(torch.int64)
+        )
+        return two_to_the(exponent + format.scale.min_exponent)
+    if format.scale == FP32:
+        return widen(kept)
+    return bitwise.decoded(kept, format.scale, torch.float64)
+
+
+def code_dtype(element: FloatFormat | IntFormat) -> torch.dtype:
+    """Return the smallest dtype of a code: unsigned for float formats, signed two's complement for integers."""
+    signed = isinstance(element, IntFormat)
+    if element.bits <= 8:
+        return torch.int8 if signed else torch.uint8
+    if element.bits <= 16:
+        return torch.int16 if signed else torch.uint16
+    if element.bits <= 32:
+        return torch.int32 if signed else torch.uint32
+    return torch.uint64
+
+
+assert Rounding.NEAREST_EVEN is TO_FP32.rounding
