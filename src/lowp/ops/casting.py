@@ -133,7 +133,7 @@ class _StraightThrough(torch.autograd.Function):
     """Round to a cast's values in the dtype asked for; gradients and tangents pass as they are (Bengio et al. 2013)."""
 
     @staticmethod
-    def forward(x: Tensor, to: Cast, dtype: torch.dtype, seed: Tensor | int | None, axis: int) -> Tensor:
+    def forward(x: Tensor, to: Cast, dtype: torch.dtype, seed: Tensor | int, axis: int) -> Tensor:
         return _quantized(x, to, seed, axis).to(dtype)
 
     @staticmethod
@@ -161,7 +161,7 @@ class _StraightThrough(torch.autograd.Function):
 _straight_through = with_tangents(_StraightThrough)
 
 
-def _quantized(x: Tensor, to: Cast, seed: Tensor | int | None, axis: int) -> Tensor:
+def _quantized(x: Tensor, to: Cast, seed: Tensor | int, axis: int) -> Tensor:
     """Return the values of a cast in fp32 (fp64 stays); groups of a shared scale run along `axis`."""
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
     if axis == -1 or not _has_groups(to):
@@ -197,7 +197,7 @@ def rounded(
     wanted = result_dtype(to) if dtype is None else dtype
     if x.dtype is _own_dtype(to):
         return x
-    return cast(Tensor, _straight_through(x, to, wanted, seed() if to.is_stochastic else None, axis))
+    return cast(Tensor, _straight_through(x, to, wanted, seed() if to.is_stochastic else 0, axis))
 
 
 def carried(x: Tensor, to: Cast | None, seed: Callable[[], Tensor | int] = draw_seed, axis: int = -1) -> Tensor:

@@ -109,7 +109,7 @@ class Convolution(Form):
         return rows, columns, lambda y: finish(y).reshape(shape)
 
     def _grouped(self, x: Tensor, dim: int) -> Tensor:
-        return x.unflatten(dim, (self.groups, x.shape[dim] // self.groups))
+        return x.reshape(*x.shape[:dim], self.groups, x.shape[dim] // self.groups, *x.shape[dim + 1 :])
 
     def _windows(self, x: Tensor, stride: Sizes, padding: Sizes) -> Tensor:
         """Return x[n, c, places..., kernel...]: the elements that each output place sees."""
@@ -169,7 +169,9 @@ def general_convolution(call: Call) -> Tensor:
     )
     check(x, weight, bias)
     dims = weight.dim() - 2
-    stride, padding, dilation, output_padding = (_sizes(one, dims) for one in (stride, padding, dilation, output_padding))
+    stride, padding, dilation, output_padding = (
+        _sizes(one, dims) for one in (stride, padding, dilation, output_padding)
+    )
     return _convolve(call, x, weight, bias, (stride, padding, dilation, bool(transposed), output_padding, groups))
 
 

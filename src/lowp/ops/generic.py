@@ -1,0 +1,205 @@
+"""Runners of ops that are no products of their own: wide, promote, pointwise, and what stands in for a special runner.
+
+A rule's casts apply to floating-point tensors of up to 32 bits, also within lists and tuples; fp64, integers and
+complex numbers stay as they are. In-place forms compute out of place and copy the result back, so that a tensor keeps
+its dtype; out= forms likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowp.casts import Cast
+from lowp.errors import Misuse
+from lowp.ops.casting import Call, is_castable, native_dtype, rounded, shield
+from lowp.ops.signature import without_out, written
+
+__all__ = ["inside", "linear_cross_entropy", "lowered", "plain", "pointwise", "promote", "refused", "wide"]
+
+_Change = Callable[[Tensor], Tensor]
+
+
+def plain(call: Call) -> Any:
+    """Run the op as it is."""
+    return call.func(*call.args, **call.kwargs)
+
+
+def wide(call: Call) -> Any:
+    """Cast the inputs by the rule (to fp32), run the op, cast the result by the rule's `output`."""
+    return _run(call, lambda x: rounded(x, call.rule.input, call.seed))
+
+
+def pointwise(call: Call) -> Any:
+    """Run an op in the types it finds; a rule may cast its inputs and its result, and the gradient that comes back."""
+    return _run(call, lambda x: rounded(x, call.rule.input, call.seed))
+
+
+def promote(call: Call) -> Any:
+    """Bring the floating-point inputs to the widest type among them; a rule may then cast them, and the result."""
+    dtypes = {x.dtype for x in _tensors((call.args, call.kwargs)) if is_castable(x)}
+    widest = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
+    if len(dtypes) < 2 and call.rule.is_empty:
+        return call.func(*call.args, **call.kwargs)
+    return _run(call, lambda x: rounded(x.to(widest), call.rule.input, call.seed))
+
+
+def inside(call: Call) -> Any:
+    """Read by the rule's `input`, compute in fp32, write by its `output`: norms and softmax without a kernel of ours."""
+    return _run(call, lambda x: _widened(rounded(x, call.rule.input, call.seed)))
+
+
+def lowered(call: Call) -> Any:
+    """Cast operands by their roles, compute in fp32, cast the result and the gradient: for products by fused functions.
+
+    Parameters have the role `weight`, all other floating-point tensors the role `input`.
+    """
+
+    def change(x: Tensor) -> Tensor:
+        if not isinstance(x, nn.Parameter):
+            return _widened(rounded(x, call.rule.input, call.seed))
+        return _widened(x if call.rule.weight is None else call.weight_cast(x, call.rule.weight))
+
+    return _run(call, change)
+
+
+def refused(call: Call) -> Any:
+    """Refuse binary_cross_entropy, unless a rule names it: the probabilities that it takes are rounded to 0 and 1.
+
+    Raises Misuse, a RuntimeError, as torch.autocast does on CUDA.
+    """
+    if call.op in call.rule.ops:
+        return wide(call)
+    raise Misuse(
+        f"{call.op} inside a low-precision region is unsafe: a sigmoid rounded to 16 bits is 0 or 1 too soon. Use "
+        "torch.nn.functional.binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss, which take the logits; or "
+        f"leave the region for it; or say so in the policy: Rule.of({call.op!r}, input='fp32')"
+    )
+
+
+def linear_cross_entropy(call: Call) -> Any:
+    """F.linear_cross_entropy: the linear layer under the rule, the loss in fp32."""
+    from lowp.ops import contraction
+
+    kwargs = dict(call.kwargs)
+    names = ("input", "linear_weight", "target")
+    values = {**dict(zip(names, call.args, strict=False)), **kwargs}
+    operands = (values.pop("input"), values.pop("linear_weight"), values.pop("linear_bias", None))
+    target = values.pop("target")
+    values.pop("options", None)
+    if values.get("ignore_index", 0) is None:
+        values.pop("ignore_index")
+    linear = Call("linear", F.linear, operands, {}, call.rule, call.weight_cast, call.seed)
+    return F.cross_entropy(contraction.linear(linear).float(), target, **values)
+
+
+# -- how they run -------------------------------------------------------------------------------------------------
+
+
+def _run(call: Call, change: _Change) -> Any:
+    """Run the function on changed tensors, in place and out= forms too, and cast what comes out."""
+    rule = call.rule
+    function, target = call.func, None
+    if (outside := _out_of_place(call.func)) is not None and call.args:
+        function, target = outside, call.args[0]
+    inner, out = without_out(call)
+    args = _map(inner.args, change)
+    kwargs = _map(inner.kwargs, change)
+    result = function(*args, **kwargs)
+    if rule.output is not None or rule.grad is not None:
+        result = _map(result, lambda y: _result(y, rule.output, rule.grad, call.seed))
+    if target is not None:
+        return target.copy_(result)
+    if "out" not in call.kwargs or out is None:
+        return result
+    if isinstance(out, (tuple, list)):
+        return type(result)(written(call, one, to) for one, to in zip(result, out, strict=True))
+    return written(call, result, out)
+
+
+def _result(y: Tensor, output: Cast | None, grad: Cast | None, seed: Callable[[], Tensor | int]) -> Tensor:
+    y = rounded(y, output, seed)
+    return y if grad is None or not y.requires_grad else gradient_cast(y, grad, seed)
+
+
+class _GradientCast(torch.autograd.Function):
+    """The identity, whose gradient is rounded on its way back."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, to: Cast, seed: Any) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.to, ctx.seed = inputs[1], inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with shield():
+            return rounded(gradient, ctx.to, ctx.seed).to(gradient.dtype), None, None
+
+
+def gradient_cast(x: Tensor, to: Cast, seed: Callable[[], Tensor | int]) -> Tensor:
+    """Return x; the gradient that comes back through it is rounded by `to`, in its own dtype."""
+    result: Tensor = _GradientCast.apply(x, to, seed)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _map(value: Any, change: _Change) -> Any:
+    """Change the castable tensors in arguments or results, however they are nested."""
+    if isinstance(value, Tensor):
+        return change(value) if is_castable(value) else value
+    if isinstance(value, dict):
+        return {key: _map(one, change) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_map(one, change) for one in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return items if isinstance(value, list) else _rebuilt(value, items)
+    return value
+
+
+def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> Any:
+    if type(value) is tuple:
+        return tuple(items)
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for one in value for tensor in _tensors(one)]
+    return []
+
+
+@lru_cache(maxsize=4096)
+def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return the function that computes what an in-place one writes, or None for a function that is not in place."""
+    name = str(getattr(function, "__name__", ""))
+    if name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}"):
+        return getattr(Tensor, f"__{name[3:]}")  # type: ignore[no-any-return]
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    for namespace in (torch, Tensor, F):
+        if (found := getattr(namespace, name[:-1], None)) is not None:
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+def sixteen_bit(to: Cast | None) -> bool:
+    """Whether a cast writes a tensor of a 16-bit dtype."""
+    return to is not None and native_dtype(to) in (torch.float16, torch.bfloat16)

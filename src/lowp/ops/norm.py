@@ -1,0 +1,280 @@
+"""Runners of the norms: layer, RMS, group, batch and instance norm.
+
+A norm reads its input in the rule's format, computes in fp32 and writes the rule's output; backward keeps the input as
+it was read, in 16 bits where the format has 16. Its own scale and shift stay fp32, running statistics too. torch's
+kernels for 16-bit inputs are not used: on a CPU layer_norm's sums the gradient of its weight in 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowp.ops.casting import Call, carried, rounded
+from lowp.ops.contraction import check, require, runner
+from lowp.ops.signature import bound
+from lowp.ops.wide import Computation, Gradients, computed_wide
+
+
+@dataclass(frozen=True)
+class LayerNorm(Computation):
+    """Normalised over the last dimensions (Ba et al. 2016, arXiv 1607.06450)."""
+
+    shape: tuple[int, ...]
+    eps: float
+
+    def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.layer_norm(x, self.shape, weight, bias, self.eps)
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        result, mean, rstd = torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
+        return result, (mean, rstd)
+
+    def backward(
+        self, gradient: Tensor, kept: tuple[Tensor, ...], x: Tensor, *parameters: Tensor | None, wanted: list[bool]
+    ) -> Gradients:
+        gradients: Gradients = torch.ops.aten.native_layer_norm_backward(
+            gradient, x, self.shape, *kept, *parameters, wanted
+        )
+        return gradients
+
+
+@dataclass(frozen=True)
+class RmsNorm(Computation):
+    """Divided by the root mean square over the last dimensions (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+
+    shape: tuple[int, ...]
+    eps: float | None
+
+    def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.rms_norm(x, self.shape, weight, self.eps)
+
+
+@dataclass(frozen=True)
+class GroupNorm(Computation):
+    """Normalised over groups of channels (Wu and He 2018, arXiv 1803.08494)."""
+
+    groups: int
+    eps: float
+
+    def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.group_norm(x, self.groups, weight, bias, self.eps)
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x = x.contiguous()
+        result, mean, rstd = torch.native_group_norm(x, weight, bias, *self._sizes(x), self.groups, self.eps)
+        return result, (mean, rstd)
+
+    def backward(
+        self, gradient: Tensor, kept: tuple[Tensor, ...], x: Tensor, *parameters: Tensor | None, wanted: list[bool]
+    ) -> Gradients:
+        gradients: Gradients = torch.ops.aten.native_group_norm_backward(
+            gradient.contiguous(), x.contiguous(), *kept, parameters[0], *self._sizes(x), self.groups, wanted
+        )
+        return gradients
+
+    @staticmethod
+    def _sizes(x: Tensor) -> tuple[int, int, int]:
+        return x.shape[0], x.shape[1], math.prod(x.shape[2:])
+
+
+@dataclass(frozen=True)
+class BatchNorm(Computation):
+    """Normalised over the batch (Ioffe and Szegedy 2015, arXiv 1502.03167).
+
+    The running statistics are updated by the forward alone; a recomputation leaves them as they are.
+    """
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    training: bool
+    momentum: float
+    eps: float
+
+    def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        mean, var = self.running_mean, self.running_var
+        return F.batch_norm(x, mean, var, weight, bias, self.training, self.momentum, self.eps)
+
+    def again(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if not self.training:
+            return self.plain(x, weight, bias)
+        return F.batch_norm(x, None, None, weight, bias, True, self.momentum, self.eps)
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        statistics = (self.running_mean, self.running_var)
+        result, *kept = torch.native_batch_norm(x, weight, bias, *statistics, self.training, self.momentum, self.eps)
+        if not self.training:  # what the gradient is computed with may be updated before backward
+            kept += [one.clone() for one in statistics if one is not None]
+        return result, tuple(kept)
+
+    def backward(
+        self, gradient: Tensor, kept: tuple[Tensor, ...], x: Tensor, *parameters: Tensor | None, wanted: list[bool]
+    ) -> Gradients:
+        mean, rstd, *running = kept
+        statistics = running if running else [None, None]
+        gradients: Gradients = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, parameters[0], *statistics, mean, rstd, self.training, self.eps, wanted
+        )
+        return gradients
+
+
+# -- runners ------------------------------------------------------------------------------------------------------
+
+
+@runner
+def layer_norm(call: Call) -> Tensor:
+    """F.layer_norm and torch.layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5)."""
+    x, shape, weight, bias, eps, _ = bound(
+        call, "input", "normalized_shape", weight=None, bias=None, eps=1e-5, cudnn_enable=True
+    )
+    check(x, weight, bias)
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    _check_normalized(x, shape, weight, bias)
+    return _normed(call, LayerNorm(shape, eps), x, weight, bias)
+
+
+@runner
+def rms_norm(call: Call) -> Tensor:
+    """F.rms_norm and torch.rms_norm(input, normalized_shape, weight=None, eps=None); eps None is fp32's 2^-23."""
+    x, shape, weight, eps = bound(call, "input", "normalized_shape", weight=None, eps=None)
+    check(x, weight)
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    _check_normalized(x, shape, weight, None)
+    return _normed(call, RmsNorm(shape, eps), x, weight, None)
+
+
+@runner
+def group_norm(call: Call) -> Tensor:
+    """F.group_norm and torch.group_norm(input, num_groups, weight=None, bias=None, eps=1e-5)."""
+    x, groups, weight, bias, eps, _ = bound(
+        call, "input", "num_groups", weight=None, bias=None, eps=1e-5, cudnn_enabled=True
+    )
+    check(x, weight, bias)
+    require(x.dim() >= 2 and groups >= 1 and x.shape[1] % groups == 0 and _fits_channels(x.shape[1], weight, bias))
+    require(math.prod(x.shape) // max(groups, 1) > 0)
+    return _normed(call, GroupNorm(groups, eps), x, weight, bias)
+
+
+@runner
+def batch_norm(call: Call) -> Tensor:
+    """F.batch_norm(input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5)."""
+    x, mean, var, weight, bias, training, momentum, eps = bound(
+        call, "input", "running_mean", "running_var", weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
+    )
+    return _batch_norm(call, x, mean, var, weight, bias, training, momentum, eps)
+
+
+@runner
+def torch_batch_norm(call: Call) -> Tensor:
+    """torch.batch_norm in its own order: (input, weight, bias, running_mean, running_var, training, momentum, eps)."""
+    x, weight, bias, mean, var, training, momentum, eps, _ = bound(
+        call, *"input weight bias running_mean running_var training momentum eps cudnn_enabled".split()
+    )
+    return _batch_norm(call, x, mean, var, weight, bias, training, momentum, eps)
+
+
+def _batch_norm(
+    call: Call,
+    x: Tensor,
+    mean: Tensor | None,
+    var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    check(x, weight, bias, mean, var)
+    require(x.dim() >= 2 and _fits_channels(x.shape[1], weight, bias, mean, var))
+    require((training or (mean is not None and var is not None)) and (mean is None) == (var is None))
+    require(not training or x.numel() > x.shape[1])  # one value a channel has no variance: torch refuses
+    with _fp32_statistics(mean, var, training) as (wide_mean, wide_var):
+        return _normed(call, BatchNorm(wide_mean, wide_var, training, momentum, eps), x, weight, bias)
+
+
+@runner
+def instance_norm(call: Call) -> Tensor:
+    """F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats=True, momentum=0.1, eps=1e-5)."""
+    x, mean, var, weight, bias, use_input, momentum, eps = bound(
+        call,
+        "input",
+        running_mean=None,
+        running_var=None,
+        weight=None,
+        bias=None,
+        use_input_stats=True,
+        momentum=0.1,
+        eps=1e-5,
+    )
+    check(x, weight, bias, mean, var)
+    require(x.dim() >= 2 and _fits_channels(x.shape[1], weight, bias, mean, var))
+    require((use_input or mean is not None) and (mean is None) == (var is None))
+    require(not use_input or math.prod(x.shape[2:]) > 1)
+    return _instance_norm(call, x, mean, var, weight, bias, use_input, momentum, eps)
+
+
+def _instance_norm(
+    call: Call,
+    x: Tensor,
+    mean: Tensor | None,
+    var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    use_input: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """Batch norm with a channel of its own for each instance; running statistics are the mean over instances."""
+    count = x.shape[0]
+
+    def repeated(one: Tensor | None) -> Tensor | None:
+        return None if one is None else one.float().repeat(count)
+
+    wide_mean, wide_var = repeated(mean), repeated(var)
+    computation = BatchNorm(wide_mean, wide_var, use_input, momentum, eps)
+    flat = x.reshape(1, count * x.shape[1], *x.shape[2:])
+    result = _normed(call, computation, flat, repeated(weight), repeated(bias)).reshape(x.shape)
+    if use_input:
+        for running, wide in ((mean, wide_mean), (var, wide_var)):
+            if running is not None and wide is not None:
+                running.copy_(wide.reshape(count, -1).mean(0))
+    return result
+
+
+class _fp32_statistics:
+    """Running statistics in fp32 for the time of a call; those stored in 16 bits are written back."""
+
+    def __init__(self, mean: Tensor | None, var: Tensor | None, training: bool) -> None:
+        self.stored, self.training = (mean, var), training
+        self.wide = tuple(None if one is None else one.float() for one in self.stored)
+
+    def __enter__(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.wide[0], self.wide[1]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is not None or not self.training:
+            return
+        for stored, wide in zip(self.stored, self.wide, strict=True):
+            if stored is not None and wide is not None and stored is not wide:
+                stored.copy_(wide)
+
+
+def _normed(call: Call, computation: Computation, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = rounded(x, call.rule.input, call.seed)
+    if weight is not None and call.rule.weight is not None:
+        weight = carried(weight, call.rule.weight, call.seed)
+    return computed_wide(computation, call.rule, call.seed, x, weight, bias)
+
+
+def _check_normalized(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> None:
+    require(len(shape) >= 1 and x.dim() >= len(shape) and tuple(x.shape[x.dim() - len(shape) :]) == shape)
+    require(all(one is None or tuple(one.shape) == shape for one in (weight, bias)))
+
+
+def _fits_channels(channels: int, *parameters: Tensor | None) -> bool:
+    return all(one is None or tuple(one.shape) == (channels,) for one in parameters)
