@@ -139,6 +139,23 @@ def dtensors(rank: int) -> list[Any]:
     return found
 
 
+def shards_that_underflow_apart(rank: int) -> list[float]:
+    """Only rank 1's shard underflows, then has no gradient; the scale that follows underflow must stay one scale."""
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=1.0, target_underflow=0.25, sample_interval=2)
+    scales = []
+    for step in range(3):
+        scaler.scale(torch.ones(()))
+        parameter.grad = torch.full((4,), (2.0**-30 if rank == 1 else 1.0) * scaler.get_scale())
+        if step == 2 and rank == 1:
+            parameter.grad = None
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
 def maxima(rank: int) -> list[Any]:
     value = torch.tensor([float(rank), 1.0 - rank])
     distributed.agree_on_maximum_(value, distributed.world())
@@ -148,7 +165,17 @@ def maxima(rank: int) -> list[Any]:
     return [value.tolist(), own.item(), distributed.resolve("auto") is torch.distributed.group.WORLD]
 
 
-JOBS = {job.__name__: job for job in (ddp_input_overflows, ddp_gradient_spoilt, shards_of_their_own, dtensors, maxima)}
+JOBS = {
+    job.__name__: job
+    for job in (
+        ddp_input_overflows,
+        ddp_gradient_spoilt,
+        shards_of_their_own,
+        shards_that_underflow_apart,
+        dtensors,
+        maxima,
+    )
+}
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +216,10 @@ def test_ranks_with_shards_of_their_own_agree_over_a_group_and_decide_alone_with
     second_name = "param_groups[0]['params'][1], shape (1,)"
     assert first == [(4.0, False, ""), (8.0, True, None), (4.0, False)]
     assert second == [(4.0, False, second_name), (4.0, False, second_name), (4.0, False)]
+
+
+def test_ranks_follow_the_underflow_of_all_of_them(result: Any) -> None:
+    assert result(shards_that_underflow_apart) == [[2.0**5] * 3] * 2
 
 
 def test_dtensor_gradients_are_unscaled_and_agreed_on_over_their_mesh(result: Any) -> None:

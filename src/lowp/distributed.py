@@ -48,11 +48,19 @@ def agree_on_maximum_(value: torch.Tensor, group: Group) -> None:
 
     `value` is a flag or a small vector of flags, 0 or larger, never NaN. Nothing waits for an accelerator.
     """
+    _reduce_(value, torch.distributed.ReduceOp.MAX, group)
+
+
+def sum_over_(counts: torch.Tensor, group: Group) -> None:
+    """Replace integer `counts` by their sum over the ranks of `group`, in place; every rank of it must call this."""
+    _reduce_(counts, torch.distributed.ReduceOp.SUM, group)
+
+
+def _reduce_(value: torch.Tensor, operation: torch.distributed.ReduceOp.RedOpType, group: Group) -> None:
     if group is None or group.size() == 1:
         return
-    device = _device_for(value, group)
-    shared = value.to(device)
-    torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX, group=group)
+    shared = value.to(_device_for(value, group))
+    torch.distributed.all_reduce(shared, op=operation, group=group)
     if shared is not value:
         value.copy_(shared)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -45,6 +45,7 @@ class Checks(ScalerState):
 
     # The sizes of the gradients that were checked last, and what else is kept of them, until ranks have agreed.
     _seen: tuple[torch.Tensor, torch.Tensor] | None = None
+    _agreed_with: Sequence[torch.distributed.ProcessGroup] = ()
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the scale, in place, and note whether all were finite; reads nothing.
@@ -126,7 +127,7 @@ class Checks(ScalerState):
         self, optimizer: Optimizer, found: dict[torch.device, torch.Tensor], nothing: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
         """Let all ranks of the group, or of the meshes of DTensor gradients, find what one has found; then keep it."""
-        groups = self._groups(optimizer)
+        self._agreed_with = groups = self._groups(optimizer)
         if groups:
             shared = combined(found, nothing.device)
             for group in groups:
@@ -154,12 +155,25 @@ class Checks(ScalerState):
 
     def _sample(self, kinds: grads.Kinds, device: torch.device) -> None:
         """Count the exponents of the scaled gradients, every so many steps."""
-        if not self._sample_interval or self._steps % self._sample_interval:
+        if not self._samples_now():
             return
         counts = grads.exponent_histogram(kinds, device)
         self._exponents = counts if self._exponents is None else self._exponents + counts
         name = self._scaling.format if isinstance(self._scaling, AdaptiveLossScale) else "fp16"
         self._underflow = underflow(self._exponents, name)
+
+    def _samples_now(self) -> bool:
+        return self._sample_interval > 0 and self._steps % self._sample_interval == 0
+
+    def _exponents_of_all(self, device: torch.device) -> torch.Tensor | None:
+        """Return this step's exponents, if the scale follows them: of all ranks, so that they go on agreeing."""
+        if not isinstance(self._scaling, AdaptiveLossScale) or not self._samples_now():
+            return None
+        nothing = torch.zeros(256, dtype=torch.int64, device=device)
+        counts = nothing if self._exponents is None else self._exponents.clone()
+        for group in self._agreed_with:
+            distributed.sum_over_(counts, group)
+        return counts
 
     def _remember_losses(self, outputs: object) -> None:
         """Keep hold of the losses of this step: if gradients overflow, it is asked whether they were finite."""

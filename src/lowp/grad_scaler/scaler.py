@@ -207,7 +207,8 @@ class GradScaler(Checks):
             for journal in self._journals:
                 journal.settle(nonfinite == 0)
             if new_scale is None:
-                moved = self._scaling.observe(state, GradientsSeen(nonfinite, self._exponents))
+                seen = GradientsSeen(nonfinite, self._exponents_of_all(state.scale.device))
+                moved = self._scaling.observe(state, seen)
                 for kept, new in zip(state, moved, strict=True):
                     kept.copy_(new.expand_as(kept))
         self._per_optimizer_states = defaultdict(new_stage)

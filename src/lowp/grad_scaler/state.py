@@ -28,6 +28,7 @@ _NOT_PICKLED = (
     "_stepped_by",
     "_losses",
     "_seen",
+    "_agreed_with",
     "_skipped_at_floor",
     "_exponents",
     "_underflow",
