@@ -16,7 +16,6 @@ from torch import Tensor
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.formats import FloatFormat, IntFormat, Specials
 from lowp.kernels import philox
-from lowp.kernels.reference import ties_by_code
 from lowp.kernels.floats import (
     CARRIERS,
     Carrier,
@@ -28,6 +27,7 @@ from lowp.kernels.floats import (
     widen16,
     with_sign,
 )
+from lowp.kernels.reference import ties_by_code
 
 
 class Parameters(NamedTuple):

@@ -16,7 +16,7 @@ from lowp import kernels
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import Format
-from lowp.kernels import limits, run, scaled
+from lowp.kernels import limits, packing, run, scaled
 from lowp.kernels.floats import CARRIERS
 from lowp.kernels.scaled import Scales
 
@@ -32,7 +32,7 @@ def quantize(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, out: 
         torch.ops.lowp.quantize_out(x, _text(cast), scale, zero_point, number, tensor, out)
         return out
     if kernels._is_transformed():
-        return _StraightThrough.apply(x, _text(cast), scale, zero_point, number, tensor)  # type: ignore[no-any-return]
+        return _apply(x, _text(cast), scale, zero_point, number, tensor)
     result: Tensor = torch.ops.lowp.quantize(x, _text(cast), scale, zero_point, number, tensor)
     return result
 
@@ -129,7 +129,11 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dimensions: Any, *arguments: Any) -> tuple[Tensor, int]:
-        return _batched(_StraightThrough.apply, info.batch_size, dimensions, arguments)
+        return _batched(_apply, info.batch_size, dimensions, arguments)
+
+
+def _apply(*arguments: Any) -> Tensor:
+    return _StraightThrough.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _batched(apply: Any, size: int, dimensions: Any, arguments: Any) -> tuple[Tensor, int]:
@@ -211,7 +215,7 @@ def _element_cast(text: str) -> Cast:
 def _decode(codes: Tensor, format: str, dtype: torch.dtype, packed: bool, length: int | None) -> Tensor:
     module = kernels.implementation(codes.device, "decode")
     element = kernels._cast(format).element
-    return run.decode(module, run.packing.unpack(codes, element, length) if packed else codes, element, dtype)
+    return run.decode(module, packing.unpack(codes, element, length) if packed else codes, element, dtype)
 
 
 @_decode.register_fake

@@ -18,7 +18,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, 
 
 
 def quantize(x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor) -> None:
-    """Write the values that `cast` makes of `x` into `out`, which may be `x`; raise Unavailable for what is not here."""
+    """Write the values that `cast` makes of `x` into `out`, which may be `x`; raise Unavailable for others."""
     through = _dtype(cast)
     if through is None or (x.dtype, through) not in _EXACT:
         known = "fp16 and bf16 from torch.float32, and a dtype's own format, to nearest-even with overflow to infinity"

@@ -18,12 +18,14 @@ def pack(codes: Tensor, format: FloatFormat | IntFormat) -> Tensor:
     bits = format.bits
     if bits in (8, 16, 32, 64):
         return codes
-    wide = torch.atleast_1d(as_integers(codes))
+    wide = as_integers(codes)
+    wide = wide.reshape(1) if wide.ndim == 0 else wide
     if bits == 1:
         wide = wide >> 1  # -1 -> ...111, +1 -> 0
-    single = (wide.unsqueeze(-1) >> torch.arange(bits, device=codes.device)) & 1
+    single = wide.unsqueeze(-1) >> torch.arange(bits, device=codes.device) & 1
     row = single.flatten(-2)
-    row = torch.nn.functional.pad(row, (0, -row.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    row = torch.nn.functional.pad(row, (0, -row.shape[-1] % 8))
+    row = row.reshape(*row.shape[:-1], row.shape[-1] // 8, 8)
     return (row << torch.arange(8, device=codes.device)).sum(-1).to(torch.uint8)
 
 
@@ -42,7 +44,7 @@ def unpack(packed: Tensor, format: FloatFormat | IntFormat, length: int | None =
     if not 0 <= length <= fitting:
         raise InvalidInput(f"a row of {packed.shape[-1]} bytes holds {fitting} codes of {format}, not {length}")
     single = (packed.to(torch.int64).unsqueeze(-1) >> torch.arange(8, device=packed.device)) & 1
-    row = single.flatten(-2)[..., : length * bits].unflatten(-1, (length, bits))
+    row = single.flatten(-2)[..., : length * bits].reshape(*packed.shape[:-1], length, bits)
     codes = (row << torch.arange(bits, device=packed.device)).sum(-1)
     if bits == 1:
         return 1 - 2 * codes

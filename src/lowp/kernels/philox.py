@@ -19,6 +19,7 @@ Word = int | Tensor
 
 def block(counter: tuple[Tensor, Word, Word, Word], seed: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the four 32-bit words (int64 tensors) of a counter of four 32-bit words and a 64-bit seed."""
+    c0: Word
     c0, c1, c2, c3 = counter
     k0, k1 = seed & MASK, (seed >> 32) & MASK
     for _ in range(ROUNDS):

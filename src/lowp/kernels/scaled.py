@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast, Overflow, Rounding
+from lowp.casts import Cast, Overflow
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat, Scope
 from lowp.kernels import bitwise
@@ -55,13 +55,14 @@ def fold(x: Tensor, scope: Scope) -> Tensor:
     if scope.kind == "tensor":
         return x.reshape(-1)
     if x.ndim == 0:
-        return x.reshape((1,) * (1 if scope.kind != "block" else 2))[0] if scope.kind != "block" else x.reshape(1, 1)
-    if scope.kind == "channel":
-        return x.reshape(x.shape[0], -1)
+        x = x.reshape(1)
     if scope.kind == "row":
         return x
-    missing = -x.shape[-1] % scope.size
-    return torch.nn.functional.pad(x, (0, missing)).unflatten(-1, (-1, scope.size))
+    if scope.kind == "channel":
+        return x.reshape(x.shape[0], x[:1].numel())
+    if missing := -x.shape[-1] % scope.size:
+        x = torch.nn.functional.pad(x, (0, missing))
+    return x.reshape(*x.shape[:-1], x.shape[-1] // scope.size, scope.size)
 
 
 def spread(scale: Tensor, shape: torch.Size, scope: Scope) -> Tensor:
@@ -85,6 +86,7 @@ def choose(x: Tensor, cast: Cast) -> Scales:
     format, scaling = scaled_format(cast), cast.scaling
     assert scaling is not None
     if scaling.kind == "static":
+        assert scaling.exponent is not None
         exponent = torch.full(group_shape(x.shape, format.scope), scaling.exponent, device=x.device)
         return Scales(two_to_the(exponent))
     if scaling.kind != "current":
@@ -316,6 +318,3 @@ def code_dtype(element: FloatFormat | IntFormat) -> torch.dtype:
     if element.bits <= 32:
         return torch.int32 if signed else torch.uint32
     return torch.uint64
-
-
-assert Rounding.NEAREST_EVEN is TO_FP32.rounding

@@ -1,0 +1,361 @@
+"""Matrix products and convolutions of int16 mantissas on the CPU: exact, or chained as DFP-16 defines it.
+
+A tensor of mantissas with a shared exponent stands for mantissa * 2^exponent; the sum of products of two such tensors
+is an integer times 2^(exponent of a + exponent of b). Two ways to write that sum:
+
+* exact: the integer is exact whatever the operands (all -32768 included) and is rounded once, to nearest even, where it
+  is written as int16 mantissas, fp32 or fp64; int64 is not rounded at all. (Flexpoint: Köster et al. 2017,
+  arXiv 1711.02213, section 3.)
+* chained: the depth is cut into blocks of 256 elements; the exact sum of each block is rounded to fp32 and the blocks are
+  added in fp32 in order, beginning with 0; the result is multiplied by 2^exponent and rounded once. This is the fp32
+  accumulation of DFP-16 (Das et al. 2018, arXiv 1802.00930, section 4) with its longest chain; the addition here is
+  that the sum of a block is exact for ALL operands. A block runs as one int32 chain where the Cauchy-Schwarz inequality
+  on its norms proves that int32 cannot overflow, as several shorter chains where it proves those, and on the high and
+  low bytes of `a` otherwise. So the bits depend neither on the proof, nor on the threads, nor on the processor.
+
+The C++ library does this for AVX2, AVX-512 VNNI, NEON and in plain C++; `integer_reference` is the definition in torch,
+serves where the library was not built, and gives the same bits. All of it is forward only: autograd sees nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.errors import InvalidInput, Unavailable, unknown
+from lowp.kernels import cpu, integer_reference
+from lowp.kernels.integer_reference import ConvolutionShape
+
+__all__ = [
+    "PRODUCTS",
+    "Chained",
+    "ConvolutionShape",
+    "Exact",
+    "convolution_chained",
+    "convolution_exact",
+    "matmul_chained",
+    "matmul_exact",
+    "safe_chain_length",
+]
+
+KERNELS = ("avx512", "avx2", "neon", "portable", "reference")
+PRODUCTS = ("forward", "input_gradient", "weight_gradient")
+LARGEST_DEPTH = 1 << 32  # |sum| <= depth * 2^30 must fit int64
+LARGEST_EXPONENT = 900  # so that no intermediate of fp64 under- or overflows
+_KINDS = {torch.int16: 1, torch.float32: 2, torch.float64: 3, torch.int64: 4}
+
+
+class Exact(NamedTuple):
+    """What an exact product wrote, and what was seen while it was written.
+
+    `saturated` counts the elements that did not fit int16 and `largest_mantissa` is max |mantissa| after saturation
+    (32768 for -32768), the maximum that Autoflex takes; both are 0 unless the result is int16. `largest_sum` is the
+    largest |integer sum|, before exponent, rounding and saturation: what a format that chooses its exponent by the true
+    maximum needs. All are 0 for an empty result.
+    """
+
+    values: Tensor
+    saturated: int
+    largest_mantissa: int
+    largest_sum: int
+
+
+class Chained(NamedTuple):
+    """What a chained product wrote, fp32, and the largest absolute value in it (0 where it is empty)."""
+
+    values: Tensor
+    largest: float
+
+
+@dataclass(frozen=True)
+class _Output:
+    dtype: torch.dtype
+    chained: bool
+    exponent: int
+    lowest: int
+    kernel: str
+
+    @property
+    def kind(self) -> int:
+        return 0 if self.chained else _KINDS[self.dtype]
+
+
+def safe_chain_length(bits: int) -> int:
+    """Return how many products of symmetric `bits`-bit integers int32 can sum whatever they are, as a power of two.
+
+    16 bits: 2, 15: 8, 14: 32, 13: 128, 12: 512. Raises InvalidInput outside 2 to 16 bits. The products here need no such
+    promise: they prove the length of each chain from the operands.
+    """
+    if not 2 <= bits <= 16:
+        raise InvalidInput(f"{bits}-bit operands; allowed: 2 to 16 bits, what int16 holds")
+    longest = (2**31 - 1) // (2 ** (bits - 1) - 1) ** 2
+    return 1 << (longest.bit_length() - 1)
+
+
+def matmul_exact(
+    a: Tensor,
+    b: Tensor,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    exponent: int | Tensor = 0,
+    dtype: torch.dtype = torch.int16,
+    symmetric: bool = False,
+    kernel: str | None = None,
+) -> Exact:
+    """Return a @ b of int16 matrices, exact, times 2^exponent, rounded once to nearest even.
+
+    `a` is [..., m, k] ([..., k, m] with `transpose_a`), `b` is [..., k, n] ([..., n, k] with `transpose_b`); the leading
+    dimensions broadcast; the result is [..., m, n]. Views are read as they lie: a transposed view costs no copy.
+    `dtype`: int16 (mantissas, saturated at -32768 or, `symmetric`, -32767, and at 32767; for operands of exponents Ea, Eb
+    and a result of exponent E, `exponent` is Ea + Eb - E), float32, float64, or int64 (the integer sums; `exponent` must
+    be 0). `exponent` is an integer or a 0-d integer tensor, -900 to 900. `kernel` forces one of avx512, avx2, neon,
+    portable, reference (default: LOWP_CPU_ISA, or the best of this machine). A depth of 0 gives zeros.
+
+    Raises InvalidInput for other dtypes, devices, shapes or a depth above 2^32, Unavailable for a kernel that this
+    machine lacks.
+    """
+    left, right = _matrices(a, b, transpose_a, transpose_b)
+    return _exact(_matmul(left, right, _output(exponent, dtype, symmetric, kernel)))
+
+
+def matmul_chained(
+    a: Tensor,
+    b: Tensor,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    exponent: int | Tensor = 0,
+    kernel: str | None = None,
+) -> Chained:
+    """Return a @ b of int16 matrices times 2^exponent in fp32, summed in chains of 256; see the head of this module.
+
+    Shapes, `exponent` (here Ea + Eb), `kernel` and errors are those of `matmul_exact`.
+    """
+    left, right = _matrices(a, b, transpose_a, transpose_b)
+    return _chained(_matmul(left, right, _output(exponent, None, False, kernel)))
+
+
+def convolution_exact(
+    product: str,
+    a: Tensor,
+    b: Tensor,
+    shape: ConvolutionShape,
+    *,
+    exponent: int | Tensor = 0,
+    dtype: torch.dtype = torch.int16,
+    symmetric: bool = False,
+    kernel: str | None = None,
+) -> Exact:
+    """Return one of the three products of a convolution of int16 tensors, exact, rounded once.
+
+    `product` and the operands: "forward" takes input [n, c, *size] and weight [o, c / groups, *kernel] and gives
+    [n, o, *out]; "input_gradient" takes the output's gradient and the weight; "weight_gradient" the input and the
+    output's gradient. `shape` is `ConvolutionShape.of(...)`, 1 to 3 spatial dimensions. The rest is as in `matmul_exact`.
+    """
+    return _exact(_convolution(product, a, b, shape, _output(exponent, dtype, symmetric, kernel)))
+
+
+def convolution_chained(
+    product: str,
+    a: Tensor,
+    b: Tensor,
+    shape: ConvolutionShape,
+    *,
+    exponent: int | Tensor = 0,
+    kernel: str | None = None,
+) -> Chained:
+    """Return one of the three products of a convolution of int16 tensors times 2^exponent in fp32, in chains of 256.
+
+    The depth, which is cut every 256 elements, runs over: (tap, channel) for the forward product, (tap, out channel) for
+    the input gradient, taken apart for each residue of the pixel modulo the stride and over the taps that reach it, and
+    (image, pixel) for the weight gradient; the last index is fastest. Channels of a group, and in the last case the
+    pixels of an image, are padded with a zero to an even number.
+    """
+    return _chained(_convolution(product, a, b, shape, _output(exponent, None, False, kernel)))
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+def _output(exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, kernel: str | None) -> _Output:
+    power = int(exponent)
+    if abs(power) > LARGEST_EXPONENT:
+        raise InvalidInput(f"exponent {power}; allowed: -{LARGEST_EXPONENT} to {LARGEST_EXPONENT}")
+    if dtype is not None and dtype not in _KINDS:
+        raise InvalidInput(f"an exact product cannot be {dtype}; allowed: {', '.join(map(str, _KINDS))}")
+    if dtype is torch.int64 and power:
+        raise InvalidInput(
+            f"int64 holds the sums as they are, so exponent must be 0, not {power}; use float64 to scale"
+        )
+    chosen = kernel or os.environ.get("LOWP_CPU_ISA") or ""
+    if chosen and chosen not in KERNELS:
+        raise InvalidInput(unknown("integer kernel", chosen, KERNELS))
+    lowest = -32767 if symmetric else -32768
+    return _Output(torch.float32 if dtype is None else dtype, dtype is None, power, lowest, chosen)
+
+
+def _check_operands(a: Tensor, b: Tensor) -> None:
+    for name, operand in (("a", a), ("b", b)):
+        if operand.dtype is not torch.int16 or operand.device.type != "cpu":
+            raise InvalidInput(
+                f"{name} is {operand.dtype} on {operand.device}; the integer kernels take torch.int16 on the CPU"
+            )
+
+
+def _check_depth(depth: int) -> None:
+    if depth > LARGEST_DEPTH:
+        raise InvalidInput(f"a depth of {depth} could overflow int64; allowed: up to {LARGEST_DEPTH}; sum in parts")
+
+
+def _matrices(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> tuple[Tensor, Tensor]:
+    """Return a as [..., m, k] and b as [..., k, n], views."""
+    _check_operands(a, b)
+    if a.dim() < 2 or b.dim() < 2:
+        raise InvalidInput(f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}; a matrix has two dimensions or more")
+    left, right = a.mT if transpose_a else a, b.mT if transpose_b else b
+    if left.shape[-1] != right.shape[-2]:
+        raise InvalidInput(
+            f"the depths differ: {left.shape[-1]} in a {tuple(a.shape)}{' transposed' if transpose_a else ''}, "
+            f"{right.shape[-2]} in b {tuple(b.shape)}{' transposed' if transpose_b else ''}"
+        )
+    try:
+        batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    except RuntimeError:
+        raise InvalidInput(
+            f"the leading dimensions {tuple(left.shape[:-2])} of a and {tuple(right.shape[:-2])} of b do not broadcast"
+        ) from None
+    _check_depth(left.shape[-1])
+    return left.expand(*batch, *left.shape[-2:]), right.expand(*batch, *right.shape[-2:])
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+class _Seen(NamedTuple):
+    values: Tensor
+    integers: Tensor  # saturated, largest mantissa, largest sum
+    largest: Tensor
+
+
+def _exact(seen: _Seen) -> Exact:
+    saturated, mantissa, total = seen.integers.tolist()
+    return Exact(seen.values, saturated, mantissa, total)
+
+
+def _chained(seen: _Seen) -> Chained:
+    return Chained(seen.values, seen.largest.item())
+
+
+def _batched(x: Tensor) -> Tensor:
+    """Return [..., r, c] as [batch, r, c] with one of the last two strides 1 (a copy only where neither is)."""
+    if x.dim() != 3:
+        x = x.reshape(-1, *x.shape[-2:]) if x.numel() else x.new_empty(x.shape[:-2].numel(), *x.shape[-2:])
+    return x if x.stride(1) == 1 or x.stride(2) == 1 else x.contiguous()
+
+
+def _matmul(left: Tensor, right: Tensor, output: _Output) -> _Seen:
+    library = None if output.kernel == "reference" else cpu.library()
+    if library is None:
+        _check_reference(output)
+        sums = integer_reference.matmul(left, right, output.chained)
+        return _finish_reference(sums, output)
+    result = torch.empty(*left.shape[:-1], right.shape[-1], dtype=output.dtype)
+    a, b = _batched(left), _batched(right)
+    # Where both strides are 1 (a single row or column), the kernels read along the depth.
+    a_depth = 1 if a.shape[2] <= 1 else a.stride(2)
+    a_rows = a.stride(1)
+    if a_depth != 1 and a.shape[1] == 1:
+        a, a_depth, a_rows = a.contiguous(), 1, a.shape[2]
+    m, k, n = a.shape[1], a.shape[2], b.shape[2]
+    numbers = torch.tensor(
+        [a.shape[0], m, n, k, a.stride(0), a_rows, a_depth, b.stride(0), b.stride(2), b.stride(1), m * n, n],
+    )
+    integers, largest = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
+    status = library.lowp_integer_matmul(
+        output.kernel.encode() or None,
+        a.data_ptr(),
+        b.data_ptr(),
+        result.data_ptr(),
+        numbers.data_ptr(),
+        numbers.data_ptr() + 4 * 8,
+        output.kind,
+        output.exponent,
+        output.lowest,
+        cpu.threads(),
+        integers.data_ptr(),
+        largest.data_ptr(),
+    )
+    _check_status(status, output)
+    return _Seen(result, integers, largest)
+
+
+def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: _Output) -> _Seen:
+    if product not in PRODUCTS:
+        raise InvalidInput(unknown("product of a convolution", product, PRODUCTS))
+    _check_operands(a, b)
+    expected = {"input": shape.input, "weight": shape.weight, "gradient": shape.output}
+    names = {
+        "forward": ("input", "weight", "gradient"),
+        "input_gradient": ("gradient", "weight", "input"),
+        "weight_gradient": ("input", "gradient", "weight"),
+    }[product]
+    for name, operand in zip(names, (a, b), strict=False):
+        if tuple(operand.shape) != expected[name]:
+            raise InvalidInput(f"the {name} has shape {tuple(operand.shape)}; this convolution takes {expected[name]}")
+    _check_depth(shape.depth(product))
+    library = None if output.kernel == "reference" else cpu.library()
+    if library is None:
+        _check_reference(output)
+        sums = integer_reference.convolution(product, a, b, shape, output.chained)
+        return _finish_reference(sums, output)
+    result = torch.empty(expected[names[2]], dtype=output.dtype)
+    a, b = a.contiguous(), b.contiguous()
+    integers, largest = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
+    geometry = torch.tensor(shape.numbers())
+    status = library.lowp_integer_convolution(
+        output.kernel.encode() or None,
+        PRODUCTS.index(product),
+        a.data_ptr(),
+        b.data_ptr(),
+        result.data_ptr(),
+        geometry.data_ptr(),
+        output.kind,
+        output.exponent,
+        output.lowest,
+        cpu.threads(),
+        integers.data_ptr(),
+        largest.data_ptr(),
+    )
+    _check_status(status, output)
+    return _Seen(result, integers, largest)
+
+
+def _check_status(status: int, output: _Output) -> None:
+    if status == 1:
+        raise Unavailable(f"this processor has no {output.kernel}; portable and reference run everywhere")
+    if status:
+        raise MemoryError("no memory for the packed operands of an integer product")
+
+
+def _check_reference(output: _Output) -> None:
+    if output.kernel not in ("", "reference"):
+        raise Unavailable(f"{output.kernel} needs lowp's C++ library, which is not loaded; reference runs without it")
+
+
+def _finish_reference(sums: Tensor, output: _Output) -> _Seen:
+    integers, largest = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
+    if output.chained:
+        values = (sums.double() * 2.0**output.exponent).float()
+        if values.numel():
+            largest[0] = values.abs().max()
+        return _Seen(values, integers, largest)
+    if sums.numel():
+        integers[2] = sums.abs().max()
+    if output.dtype is not torch.int16:
+        return _Seen(integer_reference.scaled(sums, output.exponent, output.dtype), integers, largest)
+    rounded = integer_reference.shift_rounded(sums, output.exponent)
+    values = rounded.clamp(output.lowest, 32767)
+    if values.numel():
+        integers[0], integers[1] = (values != rounded).sum(), values.abs().max()
+    return _Seen(values.to(torch.int16), integers, largest)
