@@ -841,6 +841,16 @@ def test_underflow_is_sampled_every_so_often() -> None:
     assert silent.underflow is None
 
 
+def test_the_underflow_of_large_gradients_is_that_of_a_sample_of_them() -> None:
+    torch.manual_seed(0)
+    gradient = torch.randn(1000, 1024) * 2.0**-24
+    scaler = started()
+    scaler.step(one_parameter(gradient.clone()))
+    flushed = ((gradient != 0) & (gradient.half() == 0)).float().mean().item()
+    assert 0.2 < flushed < 0.5
+    assert scaler.underflow is not None and scaler.underflow.item() == pytest.approx(flushed, abs=0.005)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_scale_that_follows_underflow_ends_it(name: str) -> None:
     torch.manual_seed(0)
