@@ -123,7 +123,8 @@ class Precision:
         for optimizer in optimizers:
             result = self.scaler.step(optimizer) if closure is None else optimizer.step(closure)
         if self.scaler.is_enabled():
-            skipped = ~self.scaler.stepped
+            stepped = [self.scaler.stepped_for(optimizer) for optimizer in optimizers]
+            skipped = ~torch.stack(stepped).all()
             self._skipped = skipped.to(torch.int64) if self._skipped is None else self._skipped + skipped
         self.scaler.update()
         self.steps += 1

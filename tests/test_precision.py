@@ -1,0 +1,241 @@
+"""A precision as one value: prepare, autocast, backward, step, resume."""
+
+from __future__ import annotations
+
+import copy
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowp
+from lowp.errors import InvalidInput, Misuse
+from lowp.presets import PRESETS
+
+TRAINABLE = [*PRESETS, "e4m3fn", "e5m7"]
+
+
+def _data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 10, generator=generator)
+    return x, (x @ torch.randn(10, 3, generator=generator)).argmax(1)
+
+
+def _net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
+
+
+def _train(precision: lowp.Precision, steps: int = 60, lr: float = 0.1) -> tuple[list[float], nn.Module, Any]:
+    model: nn.Module = _net()
+    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9))
+    x, y = _data()
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with precision.autocast():
+            loss = nn.functional.cross_entropy(model(x), y)
+        precision.backward(loss)
+        precision.step(optimizer)
+        losses.append(float(loss.detach()))
+    return losses, model, optimizer
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_every_precision_learns(name: str) -> None:
+    losses, model, _ = _train(lowp.Precision(name))
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(value.dtype == torch.float32 for value in model.state_dict().values() if value.is_floating_point())
+
+
+def test_fp32_is_plain_torch_bit_for_bit() -> None:
+    losses, model, _ = _train(lowp.Precision("fp32"))
+    plain = _net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    x, y = _data()
+    for expected in losses:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(plain(x), y)
+        loss.backward()
+        optimizer.step()
+        assert float(loss.detach()) == expected
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["fp16-storage", "bf16-storage", "fp16-naive"])
+def test_storage_presets_keep_parameters_and_gradients_in_sixteen_bits(name: str) -> None:
+    _, model, optimizer = _train(lowp.Precision(name), steps=1)
+    dtype = torch.float16 if "fp16" in name else torch.bfloat16
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert isinstance(optimizer, lowp.MasterWeights) == (name != "fp16-naive")
+
+
+def test_an_overflow_is_skipped_counted_and_named() -> None:
+    precision = lowp.Precision("fp16", loss_scale="dynamic(65536)")
+    model, optimizer = precision.prepare(_net(), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = _data()
+    before = copy.deepcopy(model.state_dict())
+    with precision.autocast():
+        loss = nn.functional.cross_entropy(model(x), y) * 1e30
+    precision.backward(loss)
+    precision.step(optimizer)
+    assert not precision.stepped
+    assert precision.skipped_steps == 1
+    assert precision.scale == 32768.0
+    assert precision.nonfinite is not None
+    assert any(name in str(precision.nonfinite) for name, _ in model.named_parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())  # BatchNorm's too
+
+
+def test_several_optimizers_step_and_the_scale_moves_once() -> None:
+    precision = lowp.Precision("fp16", loss_scale="dynamic(8)")
+    first, second = _net(0), _net(1)
+    models = [precision.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1)) for net in (first, second)]
+    x, y = _data()
+    with precision.autocast():
+        losses = [nn.functional.cross_entropy(net(x), y) for net, _ in models]
+    for loss in losses:
+        precision.backward(loss)
+    precision.step(*[optimizer for _, optimizer in models])
+    assert precision.steps == 1
+    assert precision.scale == 8.0
+
+
+def test_clipping_sees_unscaled_gradients() -> None:
+    norms = {}
+    for name in ("fp32", "fp16", "fp16-storage"):
+        precision = lowp.Precision(name)
+        net = _net()
+        net.eval()
+        model, optimizer = precision.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        x, y = _data()
+        with precision.autocast():
+            loss = nn.functional.cross_entropy(model(x), y)
+        precision.backward(loss)
+        precision.unscale_(optimizer)
+        norms[name] = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        precision.step(optimizer)
+    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=1e-2)
+    assert norms["fp16-storage"] == pytest.approx(norms["fp32"], rel=1e-2)
+
+
+def test_lowps_own_optimizer_keeps_its_masters() -> None:
+    precision = lowp.Precision("bf16-storage")
+    net = _net()
+    model, optimizer = precision.prepare(net, lowp.optim.AdamW(net.parameters(), lr=1e-2))
+    assert isinstance(optimizer, lowp.optim.AdamW)
+    assert model.state_dict()["0.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16-storage"])
+def test_a_resumed_run_equals_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
+    def build() -> tuple[lowp.Precision, nn.Module, Any]:
+        precision = lowp.Precision(name)
+        net = _net()
+        return (precision, *precision.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2)))
+
+    def steps(count: int, precision: lowp.Precision, model: nn.Module, optimizer: Any) -> list[float]:
+        x, y = _data()
+        losses = []
+        for _ in range(count):
+            optimizer.zero_grad()
+            with precision.autocast():
+                loss = nn.functional.cross_entropy(model(x), y)
+            precision.backward(loss)
+            precision.step(optimizer)
+            losses.append(float(loss.detach()))
+        return losses
+
+    whole = build()
+    expected = steps(8, *whole)
+    half = build()
+    got = steps(4, *half)
+    lowp.save(tmp_path / "a.pt", precision=half[0], model=half[1], optimizer=half[2])
+    fresh = build()
+    torch.manual_seed(99)
+    lowp.load(tmp_path / "a.pt", precision=fresh[0], model=fresh[1], optimizer=fresh[2])
+    assert got + steps(4, *fresh) == expected
+    assert fresh[0].steps == 8
+
+
+_TRAINER = """
+import sys, torch, lowp
+from pathlib import Path
+from torch import nn
+torch.set_num_threads(1)
+path, name = Path(sys.argv[1]), sys.argv[2]
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(10, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 3))
+precision = lowp.Precision(name)
+model, optimizer = precision.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+parts = dict(precision=precision, model=model, optimizer=optimizer, scheduler=scheduler)
+losses = lowp.load(path, **parts)["losses"] if path.exists() else []
+print("started", len(losses), flush=True)
+while len(losses) < 40:
+    x = torch.randn(32, 10)
+    with precision.autocast():
+        loss = nn.functional.cross_entropy(model(x), (x[:, :3]).argmax(1))
+    optimizer.zero_grad()
+    precision.backward(loss)
+    precision.step(optimizer)
+    scheduler.step()
+    losses.append(float(loss.detach()))
+    lowp.save(path, **parts, extra={"losses": losses})
+print([value.hex() for value in losses])
+"""
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16-storage"])
+def test_a_run_killed_again_and_again_has_the_same_loss_curve(name: str, tmp_path: Path) -> None:
+    def run(path: Path, patience: float | None) -> tuple[str, int]:
+        command = [sys.executable, "-c", _TRAINER, str(path), name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+            assert trainer.stdout is not None
+            started = int(trainer.stdout.readline().split()[1])
+            try:
+                return trainer.communicate(timeout=patience)[0], started
+            except subprocess.TimeoutExpired:
+                trainer.kill()  # SIGKILL: nothing in the process can react
+                return "", started
+
+    expected, _ = run(tmp_path / "whole.pt", None)
+    generator = random.Random(1)
+    output, kills, progress = "", 0, []
+    while not output:
+        output, started = run(tmp_path / "killed.pt", generator.uniform(0.02, 0.12) if kills < 4 else None)
+        kills += not output
+        progress.append(started)
+    assert kills >= 1
+    assert progress == sorted(progress)
+    assert output == expected
+
+
+def test_misuse_is_named() -> None:
+    with pytest.raises(InvalidInput, match="unknown precision 'fp61'; did you mean"):
+        lowp.Precision("fp61")
+    with pytest.raises(InvalidInput, match="leaves the parameters in fp32"):
+        lowp.Precision("fp16", masters="fp32")
+    with pytest.raises(InvalidInput, match="a scale is a finite number above zero"):
+        lowp.Precision("fp16", loss_scale=0)
+    with pytest.raises(Misuse, match="needs the optimizers to step"):
+        lowp.Precision("fp16").step()
+    with pytest.raises(Misuse, match="a closure computes its loss without the loss scale"):
+        lowp.Precision("fp16").step(torch.optim.SGD(_net().parameters(), lr=1), closure=lambda: None)
+    with pytest.raises(TypeError, match="prepare takes a torch module"):
+        lowp.Precision("fp16").prepare([torch.ones(1)])  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="trained in bf16 and this run is in fp16"):
+        lowp.Precision("fp16").load_state_dict(lowp.Precision("bf16").state_dict())
+
+
+def test_a_low_precision_accumulator_can_be_asked_for() -> None:
+    precision = lowp.Precision("fp16", accumulate="fp16/16")
+    assert str(precision.policy.rules[0].accumulate) == "fp16/16"
+    losses, _, _ = _train(precision, steps=20)
+    assert losses[-1] < losses[0]
