@@ -75,7 +75,7 @@ _CONTRACTIONS = {
     "convolution:conv_transpose": "conv_transpose1d conv_transpose2d conv_transpose3d",
     "convolution:conv_tbc": "conv_tbc",
     "attention:scaled_dot_product_attention": "scaled_dot_product_attention",
-    "attention:multi_head_attention_forward": "multi_head_attention_forward",
+    "multihead:multi_head_attention_forward": "multi_head_attention_forward",
     "recurrent:recurrent": "lstm gru rnn_tanh rnn_relu",
     "recurrent:cell": "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
     "generic:linear_cross_entropy": "linear_cross_entropy",
@@ -102,7 +102,7 @@ _NORMS = {
     "norm:rms_norm": "rms_norm",
     "generic:inside": "native_layer_norm native_group_norm native_batch_norm _fused_rms_norm",
 }
-_SOFTMAX = {"norm:softmax": "softmax log_softmax softmin", "generic:inside": "gumbel_softmax"}
+_SOFTMAX = {"softmax:softmax": "softmax log_softmax softmin", "generic:inside": "gumbel_softmax"}
 _PROMOTE = "cat stack where lerp index_copy index_add scatter masked_scatter grid_sample"
 # Python composites and ops with no 16-bit kernel on any device, beyond torch's own fp32 lists
 _WIDE = """
@@ -152,7 +152,10 @@ def _lowp_1() -> dict[str, Row]:
     wide = [*_bare(cuda["fp32"]), *_bare(cuda["fp32_set_opt_dtype"]), *_bare(cuda["fp32_append_dtype"])]
     rows = [
         *(Row(name, "wide", "generic:wide", source=listed) for name in wide),
-        *(Row(name, "wide", "generic:wide", source="no 16-bit kernel, or a composite of such") for name in _WIDE.split()),
+        *(
+            Row(name, "wide", "generic:wide", source="no 16-bit kernel, or a composite of such")
+            for name in _WIDE.split()
+        ),
         *(Row(name, "promote", "generic:promote", source=listed) for name in _bare(cuda["promote"])),
         *(Row(name, "promote", "generic:promote", source="promotes") for name in _PROMOTE.split()),
         *(
@@ -245,7 +248,18 @@ _STRUCTURAL = frozenset(
     """.split()
 )
 _STRUCTURAL_SUFFIXES = ("_copy", "_scatter", "_inverse", "_like")
-_STRUCTURAL_PREFIXES = ("_", "is_", "sparse_", "quantize", "quantized_", "fbgemm_", "sym_", "to_", "choose_qparams", "fake_quantize")
+_STRUCTURAL_PREFIXES = (
+    "_",
+    "is_",
+    "sparse_",
+    "quantize",
+    "quantized_",
+    "fbgemm_",
+    "sym_",
+    "to_",
+    "choose_qparams",
+    "fake_quantize",
+)
 _STRUCTURAL_MODULES = ("torch.distributed", "torch.nn.init")
 
 

@@ -1,0 +1,9 @@
+"""lowp.autocast: a region of code whose ops run by a policy's rules, or by torch's own lists in torch's own spelling."""
+
+from __future__ import annotations
+
+from lowp.region.context import autocast
+from lowp.region.engine import Observation
+from lowp.region.report import Report
+
+__all__ = ["Observation", "Report", "autocast"]

@@ -1,0 +1,245 @@
+"""`lowp.autocast`: what is given to it, and how it is entered and left."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowp import presets
+from lowp.errors import InvalidInput
+from lowp.ops import table
+from lowp.policy import Policy, check_ops
+from lowp.presets import Preset
+from lowp.region import threads
+from lowp.region.audit import Audit
+from lowp.region.engine import Engine, Observation, Rulebook
+from lowp.region.report import Report
+from lowp.region.threads import Entry
+from lowp.session import ModulePath, WeightCasts
+
+__all__ = ["autocast"]
+
+_DEVICES = ("cpu", "cuda", "mps", "xpu", "mtia", "maia", "hpu", "ipu", "xla", "privateuseone")
+_TORCH_ATTRIBUTES = ("prev", "prev_fastdtype", "prev_cache_enabled")
+_warned: set[Policy] = set()
+
+
+class autocast(torch.autocast):
+    """Run ops in the number formats that a policy says: ``with lowp.autocast("fp16"): ...``, or as a decorator.
+
+    `precision` is a preset (``fp16``), any format (``e5m7``: operands and gradients of contractions in it), a Policy,
+    a Preset, or the path of a policy file (.toml). An inner region replaces the outer one; ``lowp.autocast("fp32")``
+    and ``enabled=False`` switch it off. `strict` raises InvalidInput for a contraction that no rule speaks of, and on
+    leaving for a rule of the user's that nothing matched. Within, `torch.is_autocast_enabled` is true and
+    `torch.get_autocast_dtype` is the dtype that contractions write; a nested ``torch.autocast(enabled=False)`` is
+    honoured.
+
+    torch's own spellings, ``lowp.autocast("cuda", dtype=torch.float16)`` and ``lowp.autocast()`` as in
+    torch.cuda.amp, are torch.autocast itself, with torch's own lists.
+
+    The same object can be entered again and again, also within itself and by several threads; it keeps cast weights
+    until they change. Raises UnknownName, with the near names, for a precision or an op in a rule that does not exist.
+    """
+
+    def __init__(
+        self,
+        precision: str | bool | Policy | Preset | Path | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        device_type: str | None = None,
+        strict: bool = False,
+    ) -> None:
+        if isinstance(precision, bool):  # torch.cuda.amp.autocast(enabled, dtype, cache_enabled)
+            enabled, precision, cache_enabled = precision, None, enabled if cache_enabled is None else cache_enabled
+        self._rulebook: Rulebook | None = None
+        if device_type is not None and precision is not None:
+            raise InvalidInput(
+                f"autocast takes a precision ({precision!r}) or torch's device_type ({device_type!r}), not both: "
+                "under a precision of lowp's the rules hold on every device"
+            )
+        device = device_type if device_type is not None else "cuda" if precision is None else precision
+        if device_type is not None or _is_torch_spelling(device, dtype):
+            if strict:
+                raise InvalidInput(f"strict=True needs a policy: autocast({device!r}) follows torch's own lists")
+            super().__init__(device, dtype, enabled, cache_enabled)  # type: ignore[arg-type]
+            return
+        if dtype is not None:
+            raise InvalidInput(f"autocast({device!r}, dtype={dtype}): a precision says its formats: leave dtype out")
+        self._begin(presets.parse(device), precision, enabled, strict)  # type: ignore[arg-type]
+
+    def _begin(self, preset: Preset, given: object, enabled: bool, strict: bool) -> None:
+        self.preset, self.policy = preset, preset.policy
+        _check(self.policy)
+        self._rulebook = Rulebook(self.policy, strict)
+        self._is_users = not isinstance(given, str) or str(given).endswith(".toml")
+        self._weights = WeightCasts()
+        self._observers: list[Callable[[Observation], object]] = []
+        self._devices = _devices()
+        self.device = self._devices[-1]
+        self.fast_dtype = self._rulebook.main_dtype()
+        self._enabled = enabled
+        self._cache_enabled = True
+
+    # -- entering and leaving -------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Any:
+        self.enter()
+        return self
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> bool:
+        self.leave(strict=kind is None)
+        return False
+
+    def enter(self, path: ModulePath | None = None) -> None:
+        """Enter the region in this thread; `path` is where in the model it is entered, if not where the thread is."""
+        outer = threads.current()
+        entry = Entry(self)
+        if outer is not None and outer.engine is not None:
+            entry.outer_active, outer.engine.active = outer.engine.active, False
+        threads.entries().append(entry)
+        if self._rulebook is None:
+            entry.attributes = {name: self.__dict__[name] for name in _TORCH_ATTRIBUTES if name in self.__dict__}
+            super().__enter__()
+            return
+        if path is None:
+            path = outer.engine.path if outer is not None and outer.engine is not None else ModulePath()
+        self._switch(entry, path)
+
+    def _switch(self, entry: Entry, path: ModulePath) -> None:
+        assert self._rulebook is not None
+        runs = self._enabled and bool(self.policy.rules or self._observers)
+        for device in self._devices:
+            state = torch.is_autocast_enabled(device)
+            if runs or state:
+                entry.before.append((device, state, torch.get_autocast_dtype(device)))
+                torch.set_autocast_enabled(device, runs)
+                torch.set_autocast_dtype(device, self.fast_dtype if runs else entry.before[-1][2])
+        if not runs:
+            return
+        threads.install()
+        engine = Engine(self._rulebook, self._weights, path, _present(), self.fast_dtype, self._observers)
+        entry.engine = engine
+        if self.policy.uses_paths or self._observers:
+            entry.follows_modules = True
+            threads.follow_modules(True)
+        if self._rulebook.strict:
+            entry.audit = Audit(engine)
+            entry.audit.__enter__()
+        engine.__enter__()
+
+    def leave(self, strict: bool = True) -> None:
+        """Leave the region in this thread; `strict` also complains about rules that nothing matched."""
+        open_entries = threads.entries()
+        index = next(i for i in reversed(range(len(open_entries))) if open_entries[i].region is self)
+        entry = open_entries.pop(index)
+        if self._rulebook is None:
+            super().__exit__(None, None, None)
+            self.__dict__.update(entry.attributes)
+        if entry.engine is not None:
+            entry.engine.__exit__(None, None, None)
+        if entry.audit is not None:
+            entry.audit.__exit__(None, None, None)
+        if entry.follows_modules:
+            threads.follow_modules(False)
+        for device, enabled, dtype in entry.before:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        outer = open_entries[index - 1] if index else None
+        if outer is not None and outer.engine is not None:
+            outer.engine.active = entry.outer_active
+        if entry.engine is not None and all(one.region is not self for one in open_entries):
+            self._weights.detach()
+            if strict:
+                self._complain()
+
+    def _complain(self) -> None:
+        """Tell about rules of the user's that nothing matched: raise if strict, else warn once for a policy."""
+        assert self._rulebook is not None
+        if not self._is_users or not self._rulebook.has_run:
+            return
+        report = self._rulebook.report()
+        if not report.unused_by_user:
+            return
+        text = (
+            f"policy {self.policy.name or 'unnamed'}: nothing matched "
+            + "; ".join(f"rule {self.policy.rules.index(rule) + 1} ({rule})" for rule in report.unused_by_user)
+            + f". Ops under a rule so far: {', '.join(report.ops) or 'none'}"
+        )
+        if self._rulebook.strict:
+            raise InvalidInput(text + ". Mend its ops or where, or leave out strict=True")
+        if self.policy not in _warned:
+            _warned.add(self.policy)
+            warnings.warn(text, UserWarning, stacklevel=4)
+
+    # -- what was seen --------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """Return what this region has seen so far: unused rules, unseen contractions, ops that went to fp32.
+
+        Raises InvalidInput in torch's own spelling, where torch keeps no record.
+        """
+        if self._rulebook is None:
+            raise InvalidInput("torch's own spelling of autocast keeps no record: give a precision, such as fp16")
+        return self._rulebook.report()
+
+    def observe(self, callback: Callable[[Observation], object]) -> Callable[[], None]:
+        """Call `callback` with an Observation after every op, from the next entry on; return what ends that.
+
+        Costs nothing where there is no callback. The callback runs outside the policy, with module paths.
+        """
+        if self._rulebook is None:
+            raise InvalidInput("torch's own spelling of autocast cannot be observed: give a precision, such as fp16")
+        self._observers.append(callback)
+
+        def end() -> None:
+            if callback in self._observers:
+                self._observers.remove(callback)
+
+        return end
+
+    def forget(self) -> None:
+        """Let go of cast weights, after weights were written through their `.data`."""
+        if self._rulebook is not None:
+            self._weights.forget()
+
+    def __repr__(self) -> str:
+        if self._rulebook is None:
+            return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled})"
+        name = self.preset.name
+        return f"autocast({name!r}{'' if self._enabled else ', enabled=False'})"
+
+
+def _is_torch_spelling(device: object, dtype: torch.dtype | None) -> bool:
+    if isinstance(device, str):
+        return device in _DEVICES or isinstance(dtype, torch.dtype)
+    return not isinstance(device, (Policy, Preset, Path))
+
+
+@cache
+def _check(policy: Policy) -> None:
+    """Raise UnknownName for a rule that names an op the table does not have."""
+    rows = table.TABLES[policy.table]
+    if not {op for rule in policy.rules for op in rule.ops} <= rows.keys() | {row.op_class for row in rows.values()}:
+        check_ops(policy, table.op_names(policy.table))
+
+
+@cache
+def _devices() -> tuple[str, ...]:
+    """Return the devices whose torch.autocast tells of a region: the CPU, CUDA (the default) and the one present."""
+    accelerator = torch.accelerator.current_accelerator()
+    names = ["cpu", "cuda", *([] if accelerator is None else [accelerator.type])]
+    return tuple(dict.fromkeys(name for name in names if torch.amp.is_autocast_available(name)))
+
+
+@cache
+def _present() -> tuple[str, ...]:
+    """Return the devices on which ops can run here."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)

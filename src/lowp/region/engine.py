@@ -1,0 +1,283 @@
+"""The function mode that runs ops by a policy's rules, and what it remembers about which rule speaks of which function.
+
+torch.autocast is switched on around it, so that `torch.is_autocast_enabled` and `torch.get_autocast_dtype` tell the
+truth and a user's nested ``torch.autocast(enabled=False)`` can be seen; every op runs shielded from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lowp.casts import Cast
+from lowp.compat import private
+from lowp.errors import InvalidInput
+from lowp.ops import table
+from lowp.ops.casting import Call, draw_seed, result_dtype
+from lowp.ops.generic import sixteen_bit
+from lowp.ops.table import Row
+from lowp.policy import Policy, Rule
+from lowp.region.report import Report
+from lowp.session import ModulePath, WeightCasts
+
+__all__ = ["Engine", "Observation", "Rulebook"]
+
+_DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
+_NO_RULE = Rule()
+_BACKWARD = ("backward", "grad")
+_NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|not implemented for (Half|BFloat16)")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One op that ran in a region: what an observer is called with, after the op.
+
+    `args` and `kwargs` are as the user gave them, before any cast; `output` is what the op returned. `operands` names
+    the roles of the first tensors among the arguments.
+    """
+
+    op: str
+    op_class: str
+    path: str
+    rule: Rule | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    operands: str = "input"
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (role, tensor) for the operands and the output."""
+        given = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
+        yield from zip(self.operands.split(), given, strict=False)
+        outputs = self.output if isinstance(self.output, (tuple, list)) else (self.output,)
+        yield from (("output", one) for one in outputs if isinstance(one, Tensor))
+
+
+class Plan(NamedTuple):
+    """What is done with calls of one function at one path: its row, the rule that speaks of it, the runner."""
+
+    row: Row
+    rule: Rule | None
+    run: Callable[[Call], Any] | None
+
+
+_UNKNOWN = Plan(Row("", ""), None, None)
+Plans = dict[Callable[..., Any], "Plan | None"]
+
+
+class Rulebook:
+    """The policy as it applies: a plan for each (function, path), found once; and what was used and what was missed."""
+
+    def __init__(self, policy: Policy, strict: bool) -> None:
+        self.policy, self.strict = policy, strict
+        self._plans: dict[str, Plans] = {}
+        self._used: set[Rule] = set()
+        self._ops: dict[str, None] = {}
+        self._unseen: dict[str, None] = {}
+        self._widened: dict[str, None] = {}
+        self._refuses = any(sixteen_bit(rule.output) for rule in policy.rules)
+
+    def plans(self, path: str) -> Plans:
+        """Return the plans found so far at a module path; where no rule asks, one path serves all."""
+        return self._plans.setdefault(path if self.policy.uses_paths else "", {})
+
+    def find(self, function: Callable[..., Any], path: str) -> Plan | None:
+        """Find and keep the plan of a function; None for functions that are never cast nor shielded.
+
+        Raises InvalidInput for a contraction that no rule speaks of, where the region is strict.
+        """
+        plans = self.plans(path)
+        row = table.row_of(function, self.policy.table)
+        if row is None:
+            is_backward = table.name_of(function) in _BACKWARD
+            plans[function] = Plan(Row("backward", "structural"), None, None) if is_backward else None
+            return plans[function]
+        rule = self.policy.match(row.name, row.op_class, path)
+        if row.runner == "generic:refused" and not self._refuses:
+            row = replace(row, runner="generic:wide")
+        always = row.op_class == "promote" or row.runner == "generic:refused"
+        run = row.run(rule) if always or (rule is not None and not rule.is_empty) else None
+        if rule is not None:
+            self._used.add(rule)
+            self._ops[row.name] = None
+        elif row.is_contraction and self.policy.rules:
+            self.missed(f"{row.name} in {path}" if path else row.name)
+        plans[function] = Plan(row, rule, run)
+        return plans[function]
+
+    def missed(self, name: str) -> None:
+        """Note a contraction that no rule spoke of; raise InvalidInput where the region is strict."""
+        self._unseen[name] = None
+        if self.strict:
+            raise InvalidInput(
+                f"no rule of policy {self.policy.name or 'unnamed'} speaks of the contraction {name}: add one, such as "
+                f"Rule.of({name.partition(' ')[0]!r}, input=..., weight=...), or one without casts to leave it as it "
+                "is, or leave out strict=True"
+            )
+
+    def widen(self, function: Callable[..., Any], path: str, device: str) -> Plan:
+        """Note that a function has no 16-bit kernel on a device, and plan it in fp32 from now on."""
+        plan = self.plans(path)[function]
+        assert plan is not None
+        self._widened[f"{plan.row.name} on {device}"] = None
+        given = plan.rule or _NO_RULE
+        rule = replace(given, input=Cast(cast(Any, "fp32")))
+        widened = Plan(replace(plan.row, runner="generic:wide", product=""), rule, table.runner("generic:wide"))
+        self.plans(path)[function] = widened
+        return widened
+
+    def report(self) -> Report:
+        """Return what was used and what was missed so far."""
+        return Report(
+            self.policy,
+            self.policy.unused(self._used),
+            tuple(self._unseen),
+            tuple(self._widened),
+            tuple(self._ops),
+            self.strict,
+        )
+
+    @property
+    def has_run(self) -> bool:
+        """Whether any op has been looked up, so that an unused rule means something."""
+        return any(plan is not None for plans in self._plans.values() for plan in plans.values())
+
+    def main_dtype(self) -> torch.dtype:
+        """Return the dtype that contractions write, which torch.get_autocast_dtype tells."""
+        row = table.TABLES[self.policy.table]["linear"]
+        rule = self.policy.match(row.name, row.op_class)
+        return torch.float32 if rule is None else result_dtype(rule.output)
+
+
+class Engine(TorchFunctionMode):
+    """One entry of a region in one thread. `active` is false while an inner region has replaced it."""
+
+    def __init__(
+        self,
+        rulebook: Rulebook,
+        weights: WeightCasts,
+        path: ModulePath,
+        devices: Sequence[str],
+        dtype: torch.dtype,
+        observers: Sequence[Callable[[Observation], object]] = (),
+    ) -> None:
+        super().__init__()
+        self.rulebook, self.weights, self.path, self.observers = rulebook, weights, path, observers
+        self.devices, self.dtype = tuple(devices), dtype
+        self.active = True
+        self.in_op = 0
+        self.plans = rulebook.plans(path.current)
+
+    def move(self) -> None:
+        """Follow the module path."""
+        self.plans = self.rulebook.plans(self.path.current)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one call under the rule that speaks of it."""
+        kwargs = kwargs or {}
+        if not self.active:
+            return func(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._traced(func, args, kwargs)
+        plan = self.plans.get(func, _UNKNOWN)
+        if plan is _UNKNOWN:
+            plan = self.rulebook.find(func, self.path.current)
+        if plan is None:
+            return func(*args, **kwargs)
+        if not self.is_ours(args, kwargs):
+            return func(*args, **kwargs)
+        with _DisableAutocast():
+            if plan.run is None and not self.observers:
+                if plan.row.op_class == "structural":
+                    return self._suspended(func, args, kwargs)
+                try:
+                    return func(*args, **kwargs)
+                except RuntimeError as error:
+                    return self._without_kernel(error, func, args, kwargs)
+            return self._run(plan, func, args, kwargs)
+
+    def _run(self, plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if plan.row.op_class == "structural":
+            return self._suspended(func, args, kwargs)
+        self.in_op += plan.rule is not None
+        try:
+            if plan.run is None:
+                result = func(*args, **kwargs)
+            else:
+                rule = plan.rule or _NO_RULE
+                result = plan.run(Call(plan.row.name, func, args, kwargs, rule, self.weights, draw_seed))
+        except RuntimeError as error:
+            result = self._without_kernel(error, func, args, kwargs)
+        finally:
+            self.in_op -= plan.rule is not None
+        if self.observers:
+            row = plan.row
+            seen = Observation(row.name, row.op_class, self.path.current, plan.rule, args, kwargs, result, row.operands)
+            for observer in tuple(self.observers):
+                observer(seen)
+        return result
+
+    def _suspended(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a backward pass: what it computes was decided in the forward pass."""
+        self.active = False
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.active = True
+
+    def _without_kernel(
+        self, error: RuntimeError, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an op in fp32 that the device cannot run in 16 bits, and plan it so from now on; raise any other error."""
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if not tensors or not _NO_KERNEL.search(str(error)):
+            raise error
+        plan = self.rulebook.widen(func, self.path.current, tensors[0].device.type)
+        assert plan.run is not None and plan.rule is not None
+        return plan.run(Call(plan.row.name, func, args, kwargs, plan.rule, self.weights, draw_seed))
+
+    def _traced(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call while torch.compile traces it."""
+        plan = _plan(self.rulebook, func, self.path)
+        if plan is None or not self.is_ours(args, kwargs):
+            return func(*args, **kwargs)
+        with torch.autocast(self.devices[-1], enabled=False):
+            if plan.run is None:
+                return func(*args, **kwargs)
+            rule = plan.rule or _NO_RULE
+            return plan.run(Call(plan.row.name, func, args, kwargs, rule, self.weights, draw_seed))
+
+    def is_ours(self, args: Any = (), kwargs: Any = None) -> bool:
+        """Whether torch.autocast is as this region set it, at least on the device of the call."""
+        for device in self.devices:
+            if not (torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is self.dtype):
+                break
+        else:
+            return True
+        device = _device(args) or _device(list((kwargs or {}).values()))
+        if device is None or device not in self.devices:
+            return False
+        return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is self.dtype
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _plan(rulebook: Rulebook, function: Callable[..., Any], path: ModulePath) -> Plan | None:
+    return rulebook.find(function, path.current)
+
+
+def _device(values: Any) -> str | None:
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.device.type
+        if isinstance(value, (list, tuple)) and (found := _device(value)) is not None:
+            return found
+    return None

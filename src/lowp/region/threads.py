@@ -1,0 +1,170 @@
+"""Which regions a thread is in, and how regions follow code to other places: modules, checkpoints, DataParallel threads.
+
+torch knows no way to hand a function mode to a recomputation or to a worker thread. The hooks here stand in the one
+private place each where torch.utils.checkpoint and torch.nn.parallel take the function that they run later. They are
+set when the first region with a policy of its own is entered, and outside such regions they do nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from lowp.compat import private
+from lowp.region.engine import Engine
+from lowp.session import ModulePath
+
+if TYPE_CHECKING:
+    from lowp.region.context import autocast
+
+__all__ = ["Entry", "current", "entries", "follow_modules", "install"]
+
+
+@dataclass
+class Entry:
+    """One entry of a region: what runs it, and what was there before, to be restored."""
+
+    region: autocast
+    engine: Engine | None = None
+    outer_active: bool = False
+    before: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    audit: Any = None
+    follows_modules: bool = False
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+
+_local = _Local()
+
+
+def entries() -> list[Entry]:
+    """Return the entries of this thread, the innermost last."""
+    return _local.entries
+
+
+def current() -> Entry | None:
+    """Return the innermost entry of this thread."""
+    return _local.entries[-1] if _local.entries else None
+
+
+# -- module paths -------------------------------------------------------------------------------------------------
+
+
+class _ModuleHooks:
+    """Global module hooks, present while any thread is in a region that follows modules."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._handles: list[RemovableHandle] = []
+
+    def change(self, by: int) -> None:
+        with self._lock:
+            self._count += by
+            if self._count and not self._handles:
+                self._handles = [
+                    register_module_forward_pre_hook(_enter_module),
+                    register_module_forward_hook(_leave_module, always_call=True),
+                ]
+            elif not self._count:
+                for handle in self._handles:
+                    handle.remove()
+                self._handles = []
+
+
+_module_hooks = _ModuleHooks()
+
+
+def follow_modules(begin: bool) -> None:
+    """Begin or end to tell this thread's region where in the model it is."""
+    _module_hooks.change(1 if begin else -1)
+
+
+def _enter_module(module: nn.Module, arguments: Any) -> None:
+    entry = current()
+    if entry is not None and entry.engine is not None:
+        entry.engine.path.enter(module)
+        entry.engine.move()
+
+
+def _leave_module(module: nn.Module, arguments: Any, output: Any) -> None:
+    entry = current()
+    if entry is not None and entry.engine is not None:
+        entry.engine.path.leave()
+        entry.engine.move()
+
+
+# -- recomputation and worker threads -----------------------------------------------------------------------------
+
+
+def bound(function: Callable[..., Any], path: ModulePath | None = None) -> Callable[..., Any]:
+    """Return the function bound to this thread's region: it runs there wherever and whenever it is called.
+
+    Outside any region, in a region without rules, and where the user has switched torch.autocast off, that is the
+    function itself. `path` is where in the model it runs (by default where this thread is now).
+    """
+    entry = current()
+    if entry is None or entry.engine is None or not entry.engine.active or not entry.engine.is_ours():
+        return function
+    region, place = entry.region, entry.engine.path.copy() if path is None else path
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        region.enter(place.copy())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            region.leave(strict=False)
+
+    return run
+
+
+@cache
+def install() -> None:
+    """Let checkpoints and DataParallel's workers run their functions in the region they were called in."""
+    checkpoint = sys.modules["torch.utils.checkpoint"]
+    generator = cast(Callable[..., Any], private("torch.utils.checkpoint._checkpoint_without_reentrant_generator"))
+    reentrant = cast(Any, private("torch.utils.checkpoint.CheckpointFunction"))
+    keywords = cast(Callable[..., Any], private("torch.utils.checkpoint._get_autocast_kwargs"))
+
+    class CheckpointFunction(reentrant):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+            return reentrant.forward(ctx, bound(run_function), *args)
+
+    def autocast_keywords(*args: Any, **kwargs: Any) -> Any:
+        given = keywords(*args, **kwargs)
+        if bound(keywords) is keywords:
+            return given
+        # The function itself enters the region; torch.autocast with the region's dtype may not exist on the CPU.
+        return tuple(None if one is None else {**one, "enabled": False} for one in given)
+
+    def non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return generator(bound(function), *args, **kwargs)
+
+    class Thread(threading.Thread):
+        def __init__(self, *args: Any, target: Callable[..., Any] | None = None, **kwargs: Any) -> None:
+            super().__init__(*args, target=target if target is None else bound(target, ModulePath()), **kwargs)
+
+    for name, value in {
+        "_checkpoint_without_reentrant_generator": non_reentrant,
+        "CheckpointFunction": CheckpointFunction,
+        "_get_autocast_kwargs": autocast_keywords,
+    }.items():
+        setattr(checkpoint, name, value)
+    parallel = cast(Any, sys.modules["torch.nn.parallel.parallel_apply"])
+    parallel.threading = SimpleNamespace(Thread=Thread, Lock=threading.Lock)
