@@ -48,12 +48,27 @@ def linear(call: Call) -> Tensor:
     return contract(Linear(tuple(x.shape), tuple(weight.shape)), call, x, weight, bias)
 
 
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "mm": torch.mm,
+    "mv": torch.mv,
+    "bmm": torch.bmm,
+    "dot": torch.dot,
+    "vdot": torch.vdot,
+}
+
+
 @runner
 def matmul(call: Call) -> Tensor:
-    """torch.matmul, mm, mv, bmm, dot, vdot, inner, linalg.vecdot's relatives: two operands, shapes by torch's rules."""
+    """torch.matmul, @, mm, mv, bmm, dot and vdot: two operands, shapes by torch's rules."""
     second_name = next((name for name in ("other", "mat2", "vec", "tensor") if name in call.kwargs), "other")
     first, second = bound(call, "self" if "self" in call.kwargs else "input", second_name)
-    return _matmul(call, first, second, call.func)
+    result = _matmul(call, first, second, _FUNCTIONS.get(call.op, torch.matmul))
+    return first.copy_(result) if function_name(call) == "__imatmul__" else result
+
+
+def function_name(call: Call) -> str:
+    """Return the bare name of a call's function, of torch.ops.aten's too."""
+    return str(getattr(call.func, "__name__", "")).partition(".")[0]
 
 
 @runner
@@ -129,7 +144,7 @@ def added(call: Call) -> Tensor:
         result = _pair(call, Equation(terms), first, second, None, None, alpha)
     else:
         result = _pair(call, Equation(terms), first, second, function, bias, alpha, beta)
-    if getattr(call.func, "__name__", "").endswith("_"):
+    if function_name(call).endswith("_"):
         return cast(Tensor, bias.copy_(result))
     return result
 

@@ -134,7 +134,9 @@ class Convolution(Form):
 
 @runner
 def convolution(call: Call) -> Tensor:
-    """conv1d, conv2d, conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1)."""
+    """conv1d, conv2d, conv3d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1), and convolution."""
+    if call.op in ("convolution", "_convolution"):
+        return _general(call)
     x, weight, bias, stride, padding, dilation, groups = bound(
         call, "input", "weight", bias=None, stride=1, padding=0, dilation=1, groups=1
     )
@@ -149,7 +151,7 @@ def convolution(call: Call) -> Tensor:
 
 
 @runner
-def transposed_convolution(call: Call) -> Tensor:
+def conv_transpose(call: Call) -> Tensor:
     """conv_transpose1d to 3d(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1)."""
     x, weight, bias, stride, padding, output_padding, groups, dilation = bound(
         call, "input", "weight", bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
@@ -162,20 +164,6 @@ def transposed_convolution(call: Call) -> Tensor:
 
 
 @runner
-def general_convolution(call: Call) -> Tensor:
-    """torch.convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
-    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = bound(
-        call, "input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups"
-    )
-    check(x, weight, bias)
-    dims = weight.dim() - 2
-    stride, padding, dilation, output_padding = (
-        _sizes(one, dims) for one in (stride, padding, dilation, output_padding)
-    )
-    return _convolve(call, x, weight, bias, (stride, padding, dilation, bool(transposed), output_padding, groups))
-
-
-@runner
 def conv_tbc(call: Call) -> Tensor:
     """torch.conv_tbc(input[time, batch, c], weight[kernel, c, o], bias[o], pad=0)."""
     x, weight, bias, pad = bound(call, "input", "weight", "bias", pad=0)
@@ -183,6 +171,19 @@ def conv_tbc(call: Call) -> Tensor:
     require(x.dim() == 3 and weight.dim() == 3)
     settings = ((1,), (pad,), (1,), False, (0,), 1)
     return _convolve(call, x.permute(1, 2, 0), weight.permute(2, 1, 0), bias, settings).permute(2, 0, 1)
+
+
+def _general(call: Call) -> Tensor:
+    """torch.convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    # _convolution's flags for cuDNN say nothing about the result
+    flags = dict.fromkeys(("benchmark", "deterministic", "cudnn_enabled", "allow_tf32"))
+    values = bound(call, *names, **(flags if call.op == "_convolution" else {}))
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = values[:9]
+    check(x, weight, bias)
+    dims = weight.dim() - 2
+    sizes = [_sizes(one, dims) for one in (stride, padding, dilation, output_padding)]
+    return _convolve(call, x, weight, bias, (*sizes[:3], bool(transposed), sizes[3], groups))
 
 
 def _convolve(
@@ -196,7 +197,7 @@ def _convolve(
 
 
 def _same(x: Tensor, weight: Tensor, padding: str, stride: Sizes, dilation: Sizes) -> tuple[Tensor, Any]:
-    """Return the input and the padding that a word stands for; an odd `same` pads the end by one more, as torch does."""
+    """Return the input and the padding that a word stands for; an odd `same` pads the end by one more."""
     if padding == "valid":
         return x, 0
     require(padding == "same" and math.prod(stride) == 1)

@@ -162,15 +162,16 @@ def group_norm(call: Call) -> Tensor:
 
 @runner
 def batch_norm(call: Call) -> Tensor:
-    """F.batch_norm(input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5)."""
+    """F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps), and torch.batch_norm."""
+    if getattr(call.func, "__module__", "") != F.__name__:
+        return _torch_batch_norm(call)
     x, mean, var, weight, bias, training, momentum, eps = bound(
         call, "input", "running_mean", "running_var", weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     )
     return _batch_norm(call, x, mean, var, weight, bias, training, momentum, eps)
 
 
-@runner
-def torch_batch_norm(call: Call) -> Tensor:
+def _torch_batch_norm(call: Call) -> Tensor:
     """torch.batch_norm in its own order: (input, weight, bias, running_mean, running_var, training, momentum, eps)."""
     x, weight, bias, mean, var, training, momentum, eps, _ = bound(
         call, *"input weight bias running_mean running_var training momentum eps cudnn_enabled".split()

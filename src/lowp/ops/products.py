@@ -70,13 +70,14 @@ def contract(
     numbers = Numbers.of(call.rule, call.seed)
     axes = form.contracted[OUTPUT]
     left, right = (
-        operand(x, _cast(call, x, getattr(call.rule, role), axis), numbers.gradient_dtype)
+        operand(x, cast_operand(call, x, getattr(call.rule, role), axis), numbers.gradient_dtype)
         for x, role, axis in zip((first, second), roles.split(), axes, strict=True)
     )
     return product(form, OUTPUT, numbers, left, right, bias)
 
 
-def _cast(call: Call, x: Tensor, to: Cast | None, axis: int) -> Tensor:
+def cast_operand(call: Call, x: Tensor, to: Cast | None, axis: int) -> Tensor:
+    """Return an operand rounded by its role; a leaf parameter through the session, which keeps what it cast."""
     if to is None:
         return x
     if x.is_leaf and x.requires_grad and (axis == -1 or not depends_on_axis(to)):

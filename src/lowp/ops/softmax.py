@@ -32,23 +32,11 @@ class Softmax(Computation):
 
 @runner
 def softmax(call: Call) -> Tensor:
-    """softmax of F, torch, torch.special and Tensor (input, dim, dtype=None); a dtype asked for is what is written."""
-    return _softmax(call, False)
+    """softmax, log_softmax and softmin of F, torch, torch.special and Tensor (input, dim, dtype=None).
 
-
-@runner
-def log_softmax(call: Call) -> Tensor:
-    """log_softmax of F, torch, torch.special and Tensor (input, dim, dtype=None)."""
-    return _softmax(call, True)
-
-
-@runner
-def softmin(call: Call) -> Tensor:
-    """F.softmin(input, dim, dtype=None): the softmax of -input."""
-    return _softmax(call, False, negative=True)
-
-
-def _softmax(call: Call, logarithm: bool, negative: bool = False) -> Tensor:
+    A dtype that is asked for is what is written.
+    """
+    logarithm, negative = call.op == "log_softmax", call.op == "softmin"
     x, dim, dtype = _arguments(call)
     check(x)
     require(isinstance(dim, int) and (-x.dim() <= dim < x.dim() or (x.dim() == 0 and dim in (0, -1))))

@@ -1,0 +1,197 @@
+"""Runners of attention: scaled_dot_product_attention, and multi_head_attention_forward, which arrives as one call."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lowp.casts import Cast
+from lowp.ops.casting import (
+    Call,
+    Operand,
+    carried,
+    carrier_dtype,
+    functorch_is_active,
+    native_dtype,
+    operand,
+    result_dtype,
+    rounded,
+    shield,
+)
+from lowp.ops.contraction import check, matmul, runner
+from lowp.ops.signature import bound
+from lowp.policy import Rule
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What scaled_dot_product_attention is asked for besides its tensors."""
+
+    dropout: float
+    causal: bool
+    scale: float | None
+    grouped: bool
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Return torch's own attention."""
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, self.dropout, self.causal, scale=self.scale, enable_gqa=self.grouped
+        )
+
+
+@runner
+def scaled_dot_product_attention(call: Call) -> Tensor:
+    """F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa).
+
+    Query, key and value have the role `input`. Scores and probabilities stay fp32 within; only the result is rounded.
+    Backward keeps the three operands as they were rounded, nothing else, and computes the attention again. A rule with
+    a narrow accumulator runs it as two contractions, whose second has the probabilities as operand.
+    """
+    query, key, value, mask, dropout, causal, scale, grouped = bound(
+        call, *"query key value".split(), attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    )
+    check(query, key, value)
+    settings = _Settings(float(dropout), bool(causal), scale, bool(grouped))
+    if call.rule.accumulate is not None and call.rule.accumulate.format != "fp32":
+        return _in_two_contractions(call, settings, query, key, value, mask)
+    return _attention(call, settings, query, key, value, mask)
+
+
+def _attention(
+    call: Call, settings: _Settings, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    rule, tensors = call.rule, (query, key, value)
+    if functorch_is_active():
+        # gradients are rounded by the conversions of the graph, unless the rule leaves them wide
+        dtype = _plain_carrier(rule)
+        wide = [x if rule.input is None else rounded(x, rule.input, call.seed, dtype=dtype) for x in tensors]
+        return rounded(
+            settings.attend(wide[0].float(), wide[1].float(), wide[2].float(), _wide_mask(mask)), rule.output, call.seed
+        )
+    values = [carried(x, rule.input, call.seed) for x in tensors]
+    if _is_native(values, rule.output):
+        narrow = mask.to(values[0].dtype) if mask is not None and mask.is_floating_point() else mask
+        return settings.attend(values[0], values[1], values[2], narrow)
+    dtype = result_dtype(rule.output)
+    operands = [operand(x, v, dtype) for x, v in zip(tensors, values, strict=True)]
+    result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        settings, rule, call.seed, _wide_mask(mask), *(one.edge for one in operands), *(one.value for one in operands)
+    )
+    return result
+
+
+def _wide_mask(mask: Tensor | None) -> Tensor | None:
+    return mask.float() if mask is not None and mask.is_floating_point() else mask
+
+
+def _plain_carrier(rule: Rule) -> torch.dtype:
+    if rule.input is not None and carrier_dtype(rule.input) is result_dtype(rule.output):
+        return carrier_dtype(rule.input)
+    return torch.float32
+
+
+def _is_native(values: list[Tensor], output: Cast | None) -> bool:
+    """Whether a GPU's own fused attention is meant: three operands and the output in the same 16-bit dtype."""
+    dtype = values[0].dtype
+    if not values[0].is_cuda or dtype not in (torch.float16, torch.bfloat16) or output is None:
+        return False
+    return native_dtype(output) is dtype and all(value.dtype is dtype for value in values)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention in fp32 of rounded operands; saves those."""
+
+    @staticmethod
+    def forward(ctx: Any, settings: _Settings, rule: Rule, seed: Any, mask: Tensor | None, *operands: Any) -> Tensor:
+        pairs = [Operand(*pair) for pair in zip(operands[:3], operands[3:], strict=True)]
+        values = [one.edge if one.value is None else one.value for one in pairs]
+        ctx.settings, ctx.rule, ctx.seed = settings, rule, seed
+        ctx.edges = [None if one.value is None else one.edge for one in pairs]
+        ctx.random = _RandomState(values[0].device) if settings.dropout else None
+        ctx.save_for_backward(mask, *values)
+        query, key, value = (x.float() for x in values)
+        return rounded(settings.attend(query, key, value, mask), rule.output, seed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        with shield():
+            mask, *values = ctx.saved_tensors
+            graph = torch.is_grad_enabled()
+            if graph:  # connected to where the operands came from, so that the gradient can be differentiated again
+                inputs = [_connected(edge, x) for edge, x in zip(ctx.edges, values, strict=True)]
+            else:
+                inputs = [x.float().requires_grad_() for x in values]
+                mask = mask.detach().requires_grad_() if ctx.needs_input_grad[3] else mask
+            wide = carried(gradient, ctx.rule.grad, ctx.seed).float()
+            # the fused CPU attention has no second derivative
+            kernel: AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH) if graph else nullcontext()
+            with torch.enable_grad(), kernel, ctx.random or nullcontext():
+                result = ctx.settings.attend(*inputs, mask)
+            candidates = dict(zip((3, 4, 5, 6), (mask, *inputs), strict=True))
+            wanted = [index for index in candidates if ctx.needs_input_grad[index]]
+            found = torch.autograd.grad(result, [candidates[index] for index in wanted], wide, create_graph=graph)
+            gradients: list[Tensor | None] = [None] * 10
+            for index, one in zip(wanted, found, strict=True):
+                gradients[index] = rounded(one, ctx.rule.output, ctx.seed) if index > 3 else one
+            return tuple(gradients)
+
+
+def _connected(edge: Tensor | None, value: Tensor) -> Tensor:
+    """Return the value in fp32, its gradient going to its edge."""
+    return value.float() if edge is None else value.float() + edge
+
+
+class _RandomState:
+    """The state of the random generator now; within the context it is that again (for dropout)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.state = self._module().get_rng_state(*self._arguments())
+
+    def _module(self) -> Any:
+        return torch.random if self.device.type == "cpu" else getattr(torch, self.device.type)
+
+    def _arguments(self) -> tuple[Any, ...]:
+        return () if self.device.type == "cpu" else (self.device,)
+
+    def __enter__(self) -> None:
+        self.outside = self._module().get_rng_state(*self._arguments())
+        self._module().set_rng_state(self.state, *self._arguments())
+
+    def __exit__(self, *_: object) -> None:
+        self._module().set_rng_state(self.outside, *self._arguments())
+
+
+def _in_two_contractions(
+    call: Call, settings: _Settings, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    """Scores, softmax in fp32, and the product with the values, each contraction under the rule."""
+    inner = Rule(input=call.rule.input, weight=call.rule.input, grad=call.rule.grad, accumulate=call.rule.accumulate)
+    if settings.grouped:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scale = 1 / math.sqrt(query.shape[-1]) if settings.scale is None else settings.scale
+    scores = contracted(call, inner, query, key.transpose(-2, -1)).float() * scale
+    if settings.causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~allowed, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    weights = torch.softmax(scores, -1)
+    if settings.dropout:
+        weights = torch.dropout(weights, settings.dropout, True)
+    outer = Rule(**{**vars(inner), "output": call.rule.output})
+    return contracted(call, outer, weights, value)
+
+
+def contracted(call: Call, rule: Rule, first: Tensor, second: Tensor) -> Tensor:
+    """Return first @ second under a rule, in the place of the call."""
+    pair = Call("matmul", torch.matmul, (first, second), {}, rule, call.weight_cast, call.seed)
+    result: Tensor = matmul(pair)
+    return result

@@ -1,0 +1,235 @@
+"""The runner of multi_head_attention_forward, which nn.MultiheadAttention makes as ONE call.
+
+Its own body cannot be entered again under a function mode (it would hand itself over for ever), so that its steps are
+written here once more: projections, attention, projection, each under the rule. The probabilities, where the caller
+wants to see them, are softmax of scores rounded as outputs, computed in fp32 and rounded like them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowp.ops.attention import contracted, scaled_dot_product_attention
+from lowp.ops.casting import Call
+from lowp.ops.contraction import added, check, linear, require, runner
+from lowp.ops.signature import Mismatch, bound
+from lowp.ops.softmax import Softmax
+from lowp.ops.wide import computed_wide
+from lowp.policy import Rule
+
+
+class _Arguments(NamedTuple):
+    """The parameters of F.multi_head_attention_forward, in its order."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    embed_dim_to_check: int
+    num_heads: int
+    in_proj_weight: Tensor | None
+    in_proj_bias: Tensor | None
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+    add_zero_attn: bool
+    dropout_p: float
+    out_proj_weight: Tensor
+    out_proj_bias: Tensor | None
+    training: bool
+    key_padding_mask: Tensor | None
+    need_weights: bool
+    attn_mask: Tensor | None
+    use_separate_proj_weight: bool
+    q_proj_weight: Tensor | None
+    k_proj_weight: Tensor | None
+    v_proj_weight: Tensor | None
+    static_k: Tensor | None
+    static_v: Tensor | None
+    average_attn_weights: bool
+    is_causal: bool
+
+
+_DEFAULTS: dict[str, Any] = {
+    "training": True,
+    "key_padding_mask": None,
+    "need_weights": True,
+    "attn_mask": None,
+    "use_separate_proj_weight": False,
+    "q_proj_weight": None,
+    "k_proj_weight": None,
+    "v_proj_weight": None,
+    "static_k": None,
+    "static_v": None,
+    "average_attn_weights": True,
+    "is_causal": False,
+}
+
+
+@runner
+def multi_head_attention_forward(call: Call) -> tuple[Tensor, Tensor | None]:
+    """F.multi_head_attention_forward: (time, batch, features) or unbatched (time, features) in, the same out."""
+    required = [name for name in _Arguments._fields if name not in _DEFAULTS]
+    given = _Arguments(*bound(call, *required, **_DEFAULTS))
+    check(given.query, given.key, given.value, given.in_proj_weight, given.out_proj_weight)
+    _validate(given)
+    if given.query.dim() == 3:
+        return _batched(call, given)
+    mask = given.key_padding_mask
+    single = given._replace(
+        query=given.query.unsqueeze(1),
+        key=given.query.unsqueeze(1) if given.key is given.query else given.key.unsqueeze(1),
+        value=given.value.unsqueeze(1),
+        key_padding_mask=None if mask is None else mask.unsqueeze(0),
+    )
+    result, weights = _batched(call, _same_objects(given, single))
+    return result.squeeze(1), None if weights is None else weights.squeeze(0)
+
+
+def _same_objects(before: _Arguments, after: _Arguments) -> _Arguments:
+    """Keep key and value the same object where they were, as that decides how the projection is made."""
+    key = after.query if before.key is before.query else after.key
+    value = key if before.value is before.key else after.value
+    return after._replace(key=key, value=value)
+
+
+def _validate(given: _Arguments) -> None:
+    """Leave what the function refuses to the function, which says why."""
+    query, key, value = given.query, given.key, given.value
+    require(query.dim() in (2, 3) and key.dim() == value.dim() == query.dim() and key.shape[:-1] == value.shape[:-1])
+    require(query.shape[-1] == given.embed_dim_to_check and query.shape[-1] % given.num_heads == 0)
+    require(given.use_separate_proj_weight == (given.in_proj_weight is None) or not given.use_separate_proj_weight)
+    require((given.bias_k is None) == (given.bias_v is None))
+    require(not (given.is_causal and given.attn_mask is None))
+    padding = given.key_padding_mask
+    shape = (key.shape[1], key.shape[0]) if query.dim() == 3 else (key.shape[0],)
+    require(padding is None or tuple(padding.shape) == shape)
+    for mask in (padding, given.attn_mask):
+        require(mask is None or mask.dtype is torch.bool or mask.is_floating_point())
+
+
+def _batched(call: Call, given: _Arguments) -> tuple[Tensor, Tensor | None]:
+    query, key, value = _projected(call, given)
+    length, batch = query.shape[0], query.shape[1]
+    heads, size = given.num_heads, query.shape[2] // given.num_heads
+    mask, causal = _attention_mask(given)
+    padding = _as_float(given.key_padding_mask)
+    if given.bias_k is not None and given.bias_v is not None:
+        require(given.static_k is None and given.static_v is None)
+        key = torch.cat([key, given.bias_k.to(key.dtype).expand(1, batch, -1)])
+        value = torch.cat([value, given.bias_v.to(value.dtype).expand(1, batch, -1)])
+        mask, padding = _one_more(mask), _one_more(padding)
+    query = query.reshape(length, batch, heads, size).permute(1, 2, 0, 3)
+    key = _heads(key, given.static_k, batch, heads, size)
+    value = _heads(value, given.static_v, batch, heads, size)
+    if given.add_zero_attn:
+        zero = key.new_zeros(batch, heads, 1, size)
+        key, value = torch.cat([key, zero], 2), torch.cat([value, zero.to(value.dtype)], 2)
+        mask, padding = _one_more(mask), _one_more(padding)
+    mask = _merged(mask, padding, batch, heads)
+    dropout = given.dropout_p if given.training else 0.0
+    weights = None
+    if given.need_weights:
+        result, weights = _visible(call, query, key, value, mask, dropout)
+        weights = weights.mean(1) if given.average_attn_weights else weights
+    else:
+        settings = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal and mask is None}
+        result = scaled_dot_product_attention(
+            _inner(call, F.scaled_dot_product_attention, (query, key, value), settings)
+        )
+    result = result.permute(2, 0, 1, 3).reshape(length, batch, heads * size)
+    return linear(_inner(call, F.linear, (result, given.out_proj_weight, given.out_proj_bias))), weights
+
+
+def _inner(call: Call, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Call:
+    return Call(function.__name__, function, args, kwargs or {}, call.rule, call.weight_cast, call.seed)
+
+
+def _projected(call: Call, given: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, key and value after their projections, in as few products as the inputs allow."""
+    query, key, value = given.query, given.key, given.value
+    packed, bias, size = given.in_proj_weight, given.in_proj_bias, query.shape[-1]
+
+    def projected(x: Tensor, weight: Tensor | None, start: int, stop: int) -> Tensor:
+        part = None if bias is None else bias[start * size : stop * size]
+        result: Tensor = linear(_inner(call, F.linear, (x, weight, part)))
+        return result
+
+    if given.use_separate_proj_weight:
+        return (
+            projected(query, given.q_proj_weight, 0, 1),
+            projected(key, given.k_proj_weight, 1, 2),
+            projected(value, given.v_proj_weight, 2, 3),
+        )
+    if packed is None:
+        raise Mismatch
+    if key is value and query is key:
+        first, second, third = linear(_inner(call, F.linear, (query, packed, bias))).chunk(3, -1)
+        return first, second, third
+    if key is value:
+        second, third = projected(key, packed[size:], 1, 3).chunk(2, -1)
+        return projected(query, packed[:size], 0, 1), second, third
+    return (
+        projected(query, packed[:size], 0, 1),
+        projected(key, packed[size : 2 * size], 1, 2),
+        projected(value, packed[2 * size :], 2, 3),
+    )
+
+
+def _heads(x: Tensor, static: Tensor | None, batch: int, heads: int, size: int) -> Tensor:
+    """Return (batch, heads, time, size) of a projection, or of what the caller put in its place."""
+    if static is not None:
+        return static.reshape(batch, heads, -1, size)
+    return x.reshape(x.shape[0], batch, heads, size).permute(1, 2, 0, 3)
+
+
+def _attention_mask(given: _Arguments) -> tuple[Tensor | None, bool]:
+    """Return the mask in fp32 with the batch and head dimensions (or None), and whether the causal hint replaces it."""
+    if given.is_causal and given.key_padding_mask is None and not given.need_weights:
+        return None, True
+    mask = _as_float(given.attn_mask)
+    if mask is not None and mask.dim() == 3:
+        mask = mask.reshape(-1, given.num_heads, *mask.shape[1:])
+    return mask, False
+
+
+def _as_float(mask: Tensor | None) -> Tensor | None:
+    """Return a mask as what is added to the scores: a boolean one has -infinity where it is true."""
+    if mask is None or mask.is_floating_point():
+        return None if mask is None else mask.float()
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(mask, -math.inf)
+
+
+def _one_more(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else F.pad(mask, (0, 1))
+
+
+def _merged(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int) -> Tensor | None:
+    if padding is None:
+        return mask
+    wide = padding.reshape(batch, 1, 1, -1).expand(-1, heads, -1, -1)
+    return wide if mask is None else mask + wide
+
+
+def _visible(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """Return the attention and its probabilities, (batch, heads, time, source)."""
+    rule = Rule(**{**vars(call.rule), "weight": call.rule.input})
+    batch, heads, length, size = query.shape
+    flat = [x.reshape(batch * heads, -1, size) for x in (query, key, value)]
+    scaled = flat[0] * math.sqrt(1 / size)
+    if mask is None:
+        scores = contracted(call, rule, scaled, flat[1].transpose(1, 2))
+    else:
+        added_mask = mask.expand(batch, heads, length, flat[1].shape[1]).reshape(batch * heads, length, -1)
+        arguments = (added_mask, scaled, flat[1].transpose(1, 2))
+        scores = added(Call("baddbmm", torch.baddbmm, arguments, {}, rule, call.weight_cast, call.seed))
+    weights = computed_wide(Softmax(-1, False), call.rule, call.seed, scores, None, None)
+    if dropout > 0:
+        weights = F.dropout(weights, dropout)
+    result = contracted(call, rule, weights, flat[2])
+    return result.reshape(batch, heads, length, size), weights.reshape(batch, heads, length, -1)

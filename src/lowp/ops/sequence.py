@@ -1,0 +1,259 @@
+"""One layer of a recurrent network in one direction, as one autograd Function.
+
+The hidden projection of every step is a contraction under the rule, the gates are fp32. Backward keeps the projected
+inputs and the hidden states as they were written (16 bits where the format has 16) and computes the gates again, all
+steps at once; the weight's gradient is one product over all steps, summed in fp32, instead of one rounding a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.ops.casting import Operand, carried, rounded, shield
+from lowp.ops.cells import Cell
+from lowp.ops.forms import FIRST, OUTPUT, SECOND, Linear
+from lowp.ops.products import Numbers, computed, product
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A cell, the casts of its hidden projection, and how the rows of all steps lie: `batches[t]` rows at step t.
+
+    The batches of a packed sequence shrink; rows that end earlier keep their last state. `reverse` walks from the end.
+    """
+
+    cell: Cell
+    input: Cast | None
+    numbers: Numbers
+    batches: tuple[int, ...]
+    reverse: bool
+
+    def steps(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (first row, past the last row, number of rows) of every step, in the order of the walk."""
+        found, start = [], 0
+        for count in self.batches:
+            found.append((start, start + count, count))
+            start += count
+        return reversed(found) if self.reverse else iter(found)
+
+    def project(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the hidden projection, rounded as an output, in fp32. `weight` is rounded already."""
+        numbers = self.numbers
+        hidden = carried(hidden, self.input, numbers.seed)
+        if numbers.accumulate is None or numbers.accumulate.format == "fp32":
+            return rounded(F.linear(hidden.float(), weight.float(), bias), numbers.output, numbers.seed).float()
+        return computed(_form(hidden, weight), OUTPUT, numbers, hidden, weight, bias).float()
+
+
+def _form(hidden: Tensor, weight: Tensor) -> Linear:
+    return Linear(tuple(hidden.shape), tuple(weight.shape))
+
+
+def run(
+    layer: Layer, projected: Tensor, hidden: Tensor, memory: Tensor | None, weight: Operand, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return all hidden states (rows as in `projected`), the last hidden state and the last memory, all rounded."""
+    found = _Sequence.apply(layer, projected, hidden, memory, weight.edge, bias, weight.value)  # type: ignore[no-untyped-call]
+    return cast("tuple[Tensor, Tensor, Tensor | None]", found)
+
+
+class _Sequence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: Layer,
+        projected: Tensor,
+        hidden: Tensor,
+        memory: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        value: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        rounded_weight = weight if value is None else value
+        wide = rounded_weight.float()
+        outputs: list[tuple[int, Tensor]] = []
+        state = hidden.clone()
+        cell_state = None if memory is None else memory.float().clone()
+        for start, stop, count in layer.steps():
+            h = layer.project(state[:count], wide, bias)
+            kept = None if cell_state is None else cell_state[:count]
+            new, new_memory = layer.cell.step(projected[start:stop].float(), h, state[:count].float(), kept)
+            written = rounded(new, layer.numbers.output, layer.numbers.seed)
+            outputs.append((start, written))
+            state = _replaced(state.to(written.dtype), count, written)
+            if cell_state is not None and new_memory is not None:
+                cell_state = _replaced(cell_state, count, new_memory)
+        result = torch.cat([one for _, one in sorted(outputs, key=lambda pair: pair[0])])
+        ctx.layer, ctx.edge = layer, None if value is None else weight
+        ctx.save_for_backward(projected, hidden, memory, rounded_weight, bias, result)
+        last_memory = None if cell_state is None else rounded(cell_state, layer.numbers.output, layer.numbers.seed)
+        return result, state.to(result.dtype).clone(), last_memory
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        with shield():
+            saved = ctx.saved_tensors
+            if torch.is_grad_enabled():
+                return _differentiable(ctx.layer, saved, ctx.edge, gradients, ctx.needs_input_grad)
+            return _Backward(ctx.layer, saved, gradients, ctx.needs_input_grad).run()
+
+
+def _replaced(state: Tensor, count: int, new: Tensor) -> Tensor:
+    """Return the state with its first rows replaced."""
+    return new if count == state.shape[0] else torch.cat([new, state[count:]])
+
+
+class _Backward:
+    """The walk back through the steps."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        saved: tuple[Any, ...],
+        gradients: tuple[Tensor | None, ...],
+        wanted: tuple[bool, ...],
+    ) -> None:
+        self.layer, self.wanted = layer, wanted
+        self.projected, self.hidden, self.memory, self.weight, self.bias, self.result = saved
+        self.gradients = gradients
+
+    def run(self) -> tuple[Tensor | None, ...]:
+        layer, numbers = self.layer, self.layer.numbers
+        wide = self.weight.float()
+        before = self._states_before()
+        h = layer.project(before, wide, self.bias)
+        prepared = layer.cell.prepare(self.projected.float(), h, before.float())
+        memories = self._memories(prepared) if layer.cell.has_memory else None
+        outer, last, last_memory = self.gradients
+        into = torch.zeros(before.shape) if outer is None else outer.float()
+        batch = self.hidden.shape[0]
+        zero = into.new_zeros(batch, into.shape[1])
+        carry = zero if last is None else last.float()
+        memory = zero if last_memory is None else last_memory.float()
+        x_gradient, h_gradient = torch.empty_like(h), torch.empty_like(h)
+        for start, stop, count in reversed(list(layer.steps())):
+            rows = tuple(one[start:stop] for one in prepared)
+            pair = None if memories is None else (memories[0][start:stop], memories[1][start:stop])
+            found = layer.cell.derivative(rows, pair, into[start:stop] + carry[:count], memory[:count])
+            x_gradient[start:stop] = found[0]
+            narrow = carried(found[1], numbers.grad, numbers.seed).float()
+            h_gradient[start:stop] = narrow
+            back = self._back(narrow, wide)
+            carry = _replaced(carry, count, back if found[2] is None else back + found[2])
+            if found[3] is not None:
+                memory = _replaced(memory, count, found[3])
+        return (
+            None,
+            x_gradient,
+            carry,
+            memory if self.memory is not None else None,
+            *self._parameters(before, h_gradient),
+            None,
+        )
+
+    def _back(self, gradient: Tensor, wide: Tensor) -> Tensor:
+        """Return the gradient of the hidden state through its projection."""
+        numbers = self.layer.numbers
+        if numbers.accumulate is None or numbers.accumulate.format == "fp32":
+            return rounded(gradient @ wide, numbers.output, numbers.seed).float()
+        shape = (gradient.shape[0], wide.shape[1])
+        return computed(Linear(shape, tuple(wide.shape)), FIRST, numbers, wide, gradient).float()
+
+    def _parameters(self, before: Tensor, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        numbers = self.layer.numbers
+        weight = bias = None
+        if self.wanted[4]:
+            operand = carried(before, self.layer.input, numbers.seed)
+            weight = computed(_form(operand, self.weight), SECOND, numbers, operand, gradient)
+        if self.wanted[5]:
+            bias = rounded(gradient.sum(0), numbers.output, numbers.seed).to(self.bias.dtype)
+        return weight, bias
+
+    def _states_before(self) -> Tensor:
+        """Return the hidden state that every row saw."""
+        state, found = self.hidden, []
+        for start, stop, count in self.layer.steps():
+            found.append((start, state[:count]))
+            state = _replaced(state.to(self.result.dtype), count, self.result[start:stop])
+        return torch.cat([one for _, one in sorted(found, key=lambda pair: pair[0])])
+
+    def _memories(self, prepared: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Return the memory before and after every row, computed again (c = f c + i g)."""
+        i, f, g, _ = prepared
+        state = self.memory.float()
+        old, new = torch.empty_like(i), torch.empty_like(i)
+        for start, stop, count in self.layer.steps():
+            old[start:stop] = state[:count]
+            new[start:stop] = f[start:stop] * state[:count] + i[start:stop] * g[start:stop]
+            state = _replaced(state, count, new[start:stop])
+        return old, new
+
+
+def composed(
+    layer: Layer,
+    projected: Tensor,
+    hidden: Tensor,
+    memory: Tensor | None,
+    weight: Operand,
+    bias: Tensor | None,
+    readout: Operand | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same layer as a chain of differentiable ops: for double backward, torch.func, torch.compile and projections.
+
+    `readout` is the projection of an LSTM's hidden state (proj_size).
+    """
+    numbers = layer.numbers
+    state, cell_state = hidden, None if memory is None else memory.float()
+    outputs: list[tuple[int, Tensor]] = []
+    for start, stop, count in layer.steps():
+        operand = Operand(carried(state[:count], layer.input, numbers.seed))
+        size = tuple((weight.edge if weight.value is None else weight.value).shape)
+        h = product(Linear(tuple(operand.edge.shape), size), OUTPUT, numbers, operand, weight, bias).float()
+        kept = None if cell_state is None else cell_state[:count]
+        new, new_memory = layer.cell.step(projected[start:stop].float(), h, state[:count].float(), kept)
+        if readout is not None:
+            inner = Operand(carried(new, layer.input, numbers.seed))
+            size = tuple((readout.edge if readout.value is None else readout.value).shape)
+            written = product(Linear(tuple(new.shape), size), OUTPUT, numbers, inner, readout)
+        else:
+            written = rounded(new, numbers.output, numbers.seed)
+        outputs.append((start, written))
+        state = _replaced(state.to(written.dtype), count, written)
+        if cell_state is not None and new_memory is not None:
+            cell_state = _replaced(cell_state, count, new_memory)
+    result = torch.cat([one for _, one in sorted(outputs, key=lambda pair: pair[0])])
+    return result, state, None if cell_state is None else rounded(cell_state, numbers.output, numbers.seed)
+
+
+def _differentiable(
+    layer: Layer,
+    saved: tuple[Any, ...],
+    edge: Tensor | None,
+    gradients: tuple[Tensor | None, ...],
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Return gradients that can be differentiated again."""
+    projected, hidden, memory, weight, bias, _ = saved
+    operand = Operand(weight) if edge is None else Operand(edge, weight)
+    outputs = composed(layer, projected, hidden, memory, operand, bias)
+    inputs = (None, projected, hidden, memory, operand.edge, bias, None)
+    pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y is not None and g is not None]
+    indices = [index for index, one in enumerate(inputs) if one is not None and wanted[index]]
+    found = torch.autograd.grad(
+        [y for y, _ in pairs],
+        [cast(Tensor, inputs[index]) for index in indices],
+        [g.to(y.dtype) for y, g in pairs],
+        create_graph=True,
+        allow_unused=True,
+    )
+    result: list[Tensor | None] = [None] * 7
+    for index, one in zip(indices, found, strict=True):
+        result[index] = one
+    return tuple(result)
