@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from importlib import import_module
 
 # A row a command: its name, which is its module in this package, and its line in `lowp --help`.
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "formats": "list the number formats, show one in full, draw their bits",
+    "explain": "show a number, a sum or a weight update bit by bit, exactly",
+}
 
 _HELP_HEAD = (
     "usage: lowp COMMAND [arguments]",

@@ -1,0 +1,196 @@
+"""Show a number, a sum, a product or a weight update bit by bit, exactly.
+
+  lowp explain 1.12156456132 --to fp16
+  lowp explain "1.125 + 0.12457275390625" --in fp16
+  lowp explain 0b0 01011 1111111001 --from fp16 --to fp32
+  lowp explain --weight 1.125 --gradient 0.00041999 --steps 101 --in fp16
+  lowp explain --fma --accumulate fp16
+
+Numbers: decimal (1.125, -3e-5), fraction (1/3), power of two (2^-25), hex float (0x1.8p3), inf, nan, -0, or a bit
+pattern, most significant bit first: 0b0 01111 0001111100 or bits:0x3c7c (0x3c7c without bits: is the number 15484).
+Operators: + - * / with a number of --in on both sides (1 / 3 with blanks divides, 1/3 is the number one third).
+Formats: any row of `lowp formats`, or spelled (e5m7), with rounding and overflow: e4m3fn:toward-zero:saturate.
+
+A weight update is weight + gradient; with --minus weight - gradient, with --learning-rate R weight - R x gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from fractions import Fraction
+
+from lowp.cli.tables import show
+from lowp.errors import InvalidInput
+from lowp.explain import (
+    WORKED_CASES,
+    as_json,
+    convert,
+    evaluate,
+    fused_multiply_add,
+    parse_number,
+    render,
+    render_multiply_add,
+    split_expression,
+    weight_update,
+)
+from lowp.explain.multiply_add import ORDERS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `lowp explain`."""
+    # a negative number is a number, in every spelling that numbers have here: -1e-5, -inf, -1/3, -0x1p3, -2^-25
+    parser._negative_number_matcher = re.compile(r"^-(\d|\.\d|inf|nan).*$")
+    parser.add_argument("number", nargs="*", help="a number, or two with an operator between them")
+    parser.add_argument("--to", metavar="CAST", help="the format a number goes into: fp16, e4m3fn:toward-zero:saturate")
+    parser.add_argument("--in", dest="within", metavar="CAST", help="the format that an operation or update is done in")
+    parser.add_argument("--from", dest="source", metavar="FORMAT", help="the format whose bit pattern the number is")
+    parser.add_argument(
+        "--bits", action="store_true", help="numbers are bit patterns: 0x3c7c is not 15484 but its bits"
+    )
+    parser.add_argument("--via", metavar="CAST", help="a cast before --to: shows what rounding twice does")
+    parser.add_argument("--exponent", type=int, metavar="E", help="the shared scale 2^E of flex16+5, dfp16, mxfp8 ...")
+    parser.add_argument("--scale", metavar="NUMBER", help="the shared scale of int8, nvfp4 ...")
+    parser.add_argument("--random", metavar="U", help="the random number in [0, 1) of a stochastic cast")
+    update = parser.add_argument_group("a weight update")
+    update.add_argument("--weight", metavar="NUMBER")
+    update.add_argument("--gradient", metavar="NUMBER")
+    update.add_argument("--steps", type=int, default=1, metavar="N", help="how often the update is repeated (1)")
+    update.add_argument("--learning-rate", metavar="R", help="the update is - R x gradient")
+    update.add_argument("--minus", action="store_true", help="the update is - gradient")
+    fma = parser.add_argument_group("the tensor core's D = A B + C")
+    fma.add_argument("--fma", action="store_true", help="explain D = A B + C on matrices of up to 4 x 4")
+    for name in ("a", "b", "c"):
+        fma.add_argument(f"--{name}", metavar="ROWS", help="such as '1 2; 3 4' (without any: an example)")
+    fma.add_argument("--accumulate", default="fp32", metavar="FORMAT", help="the accumulator: fp32 or fp16 (fp32)")
+    fma.add_argument("--order", default="tensor-core", metavar="ORDER", help=f"{' or '.join(ORDERS)} (tensor-core)")
+    fma.add_argument("--element", metavar="I,J", help="the element of D shown in full, from 1,1")
+    parser.add_argument("--worked", action="store_true", help="run the worked cases, each with a title")
+    parser.add_argument("--json", action="store_true", help="the same facts for machines")
+    parser.add_argument("--plain", action="store_true", help="no colour on a terminal, either")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Explain what was asked for."""
+    if arguments.worked:
+        show(_worked(), arguments.plain)
+        return 0
+    result = _explanation(arguments)
+    if arguments.json:
+        import json
+
+        print(json.dumps(as_json(result), indent=2))
+    elif arguments.fma:
+        show(render_multiply_add(result, _element(arguments.element)), arguments.plain)  # type: ignore[arg-type]
+    else:
+        show(render(result), arguments.plain)
+    return 0
+
+
+def _explanation(arguments: argparse.Namespace) -> object:
+    text = " ".join(arguments.number)
+    is_update = arguments.weight is not None or arguments.gradient is not None
+    asked = [name for name, given in (("a number", text), ("--weight", is_update), ("--fma", arguments.fma)) if given]
+    if len(asked) > 1:
+        raise InvalidInput(f"{' and '.join(asked)} are different questions: give one of them")
+    if not asked:
+        raise InvalidInput(
+            "nothing to explain: give a number and --to (lowp explain 0.1 --to fp16), an operation and --in "
+            "(lowp explain '1.5 * 2.25' --in bf16), --weight and --gradient, --fma, or --worked"
+        )
+    if arguments.fma:
+        return fused_multiply_add(
+            arguments.a,
+            arguments.b,
+            arguments.c,
+            operands=arguments.within or "fp16",
+            accumulate=arguments.accumulate,
+            order=arguments.order,
+        )
+    return _update(arguments) if is_update else _number(text, arguments)
+
+
+def _update(arguments: argparse.Namespace) -> object:
+    for name in ("weight", "gradient"):
+        if getattr(arguments, name) is None:
+            raise InvalidInput(f"a weight update needs --weight and --gradient: --{name} is missing")
+    cast = arguments.within or arguments.to
+    if cast is None:
+        raise InvalidInput("say in which format the weight is updated, for example --in fp16")
+    rate = arguments.learning_rate
+    if rate is not None and arguments.minus:
+        raise InvalidInput("--learning-rate makes the update - R x gradient already: leave --minus out")
+    weight, gradient = (
+        parse_number(getattr(arguments, name), _element_format(cast), arguments.bits) for name in ("weight", "gradient")
+    )
+    return weight_update(
+        weight,
+        gradient,
+        cast,
+        steps=arguments.steps,
+        learning_rate=None if rate is None else _fraction(rate, "--learning-rate"),
+        minus=arguments.minus,
+    )
+
+
+def _number(text: str, arguments: argparse.Namespace) -> object:
+    parts = split_expression(text, arguments.bits)
+    target = arguments.to or arguments.within
+    random = None if arguments.random is None else _fraction(arguments.random, "--random")
+    if target is None:
+        option = (
+            "in which format to calculate, for example --in fp16"
+            if parts
+            else "into which format, for example --to fp16"
+        )
+        raise InvalidInput(f"{text}: say {option}; `lowp formats` lists them")
+    source = arguments.source or _element_format(arguments.within or target)
+    if parts:
+        left, operator, right = parts
+        first, second = (parse_number(part, source, arguments.bits) for part in (left, right))
+        result = arguments.to if arguments.within else None
+        return evaluate(operator, first, second, arguments.within or target, result, random)
+    return convert(
+        parse_number(text, source, arguments.bits),
+        target,
+        via=arguments.via,
+        source=arguments.source,
+        exponent=arguments.exponent,
+        scale=None if arguments.scale is None else _fraction(arguments.scale, "--scale"),
+        random=random,
+    )
+
+
+def _element_format(cast: str) -> str:
+    """The format whose bit patterns numbers may be when --from does not say."""
+    from lowp.casts import parse
+
+    return str(parse(cast).format)
+
+
+def _fraction(text: str, option: str) -> Fraction:
+    number = parse_number(text)
+    if not number.is_finite:
+        raise InvalidInput(f"{option} {text}: give a finite number")
+    return number.value
+
+
+def _element(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*([1-4])\s*,\s*([1-4])\s*", text)
+    if match is None:
+        raise InvalidInput(f"--element {text}: give row and column, from 1,1 to 4,4")
+    return int(match[1]) - 1, int(match[2]) - 1
+
+
+def _worked() -> str:
+    parser = argparse.ArgumentParser(prog="lowp explain")
+    add_arguments(parser)
+    shown = []
+    for index, case in enumerate(WORKED_CASES, 1):
+        arguments = parser.parse_args(case.arguments)
+        command = shlex.join(["lowp", "explain", *case.arguments])
+        shown.append(f"{index}. {case.title}\n$ {command}\n{render(_explanation(arguments))}")
+    return "\n\n".join(shown)

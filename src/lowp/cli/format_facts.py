@@ -1,0 +1,260 @@
+"""What there is to say about one format: numbers for tables and machines, lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from lowp.casts import Cast, possible_overflows
+from lowp.cost import SOURCE, Cost, cost
+from lowp.explain.numbers import Number, code_of_value
+from lowp.explain.text import bits_text, decimal_text, line, maximum_text, power_text
+from lowp.explain.text import brief as brief_text
+from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope, Specials
+
+SOURCES = {
+    **dict.fromkeys(("fp64", "fp32", "fp16"), "IEEE 754-2019"),
+    "tf32": "NVIDIA A100 white paper 2020",
+    "bf16": "Google; Kalamkar et al. 2019, arXiv 1905.12322",
+    "bf16-tpu": "Google Cloud TPU documentation",
+    **dict.fromkeys(("e5m2", "e4m3fn"), "OCP OFP8 1.0"),
+    **dict.fromkeys(("e5m2fnuz", "e4m3fnuz"), "Noune et al. 2022, arXiv 2206.02915"),
+    **dict.fromkeys(
+        ("e8m0", "e3m2", "e2m3", "e2m1", "mxfp8", "mxfp8-e5m2", "mxfp6", "mxfp6-e3m2", "mxfp4", "mxint8"), "OCP MX 1.0"
+    ),
+    "nvfp4": "NVIDIA Blackwell; NVIDIA 2025, arXiv 2509.25149",
+    "flex16+5": "Köster et al. 2017, arXiv 1711.02213",
+    "dfp16": "Das et al. 2018, arXiv 1802.00930",
+    **dict.fromkeys(("int8", "int16", "int4"), "Jacob et al. 2018, arXiv 1712.05877 (symmetric)"),
+    "int8-affine": "Jacob et al. 2018, arXiv 1712.05877",
+    "ternary": "Li et al. 2016, arXiv 1605.04711",
+    "binary": "Rastegari et al. 2016, arXiv 1603.05279",
+}
+_SPECIALS = {
+    Specials.IEEE: "the top exponent holds infinity (mantissa 0) and NaN (any other)",
+    Specials.FN: "no infinity; all ones is NaN",
+    Specials.FNUZ: "no infinity, no -0: its code is the one NaN; the bias is one larger",
+    Specials.FINITE: "none: every code is a number",
+}
+_SCOPES = {"tensor": "the tensor", "row": "a row (last dimension)", "channel": "a channel (first index)"}
+
+
+def source(format: Format) -> str:
+    """Where the format is defined; a spelled one is derived from its fields."""
+    return SOURCES.get(format.name, "spelled out") if FORMATS.get(format.name) == format else "spelled out"
+
+
+def scope_words(scope: Scope) -> str:
+    """What shares a scale."""
+    return _SCOPES.get(scope.kind, f"a block of {scope.size}")
+
+
+def brief(value: object) -> str:
+    """A limit in few characters: a number, a word, or a dash for none."""
+    if isinstance(value, Fraction):
+        return brief_text(value, 6) if value.denominator == 1 and value < 10**6 else brief_text(value, 3)
+    return "-" if value is None else str(value)
+
+
+def _smallest_scale(format: ScaledFormat) -> Fraction:
+    if isinstance(format.scale, PowerOfTwo):
+        return Fraction(2) ** format.scale.min_exponent
+    return Fraction(format.scale.smallest) * (Fraction(format.outer.smallest) if format.outer else 1)
+
+
+def _largest_scale(format: ScaledFormat) -> Fraction:
+    if isinstance(format.scale, PowerOfTwo):
+        return Fraction(2) ** format.scale.max_exponent
+    return Fraction(format.scale.maximum) * (Fraction(format.outer.maximum) if format.outer else 1)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Exact limits of a format, a shared scale included; None where there is none.
+
+    `ulp_at_1` is None where the shared scale decides it.
+    """
+
+    smallest: Fraction
+    smallest_subnormal: Fraction | None
+    smallest_normal: Fraction | None
+    maximum: Fraction
+    minimum: Fraction
+    ulp_at_1: Fraction | None
+
+
+def limits(format: Format) -> Limits:
+    """The limits of a format; with a shared scale those over all its values."""
+    if isinstance(format, IntFormat):
+        one = Fraction(1)
+        return Limits(one, None, None, Fraction(format.maximum), Fraction(format.minimum), one)
+    if isinstance(format, FloatFormat):
+        subnormal = format.smallest_subnormal
+        return Limits(
+            Fraction(format.smallest),
+            None if subnormal is None else Fraction(subnormal),
+            Fraction(format.smallest_normal),
+            Fraction(format.maximum),
+            Fraction(format.minimum),
+            Fraction(format.ulp(1.0)),
+        )
+    low, high, element = _smallest_scale(format), _largest_scale(format), limits(format.element)
+    subnormal_, normal = (None if x is None else x * low for x in (element.smallest_subnormal, element.smallest_normal))
+    return Limits(element.smallest * low, subnormal_, normal, element.maximum * high, element.minimum * high, None)
+
+
+def maximum_error(format: Format) -> str:
+    """Of rounding to nearest: relative for normal floats, half a unit for integers."""
+    element = format.element if isinstance(format, ScaledFormat) else format
+    if isinstance(element, IntFormat):
+        return "half unit" if element.bits > 1 else "sign only"
+    return f"2^-{element.precision} {percent(element)}"
+
+
+def percent(element: FloatFormat) -> str:
+    """The largest relative error in percent, two digits, without an exponent down to fp32's 0.0000060%."""
+    value = element.relative_error * 100
+    return f"{value:.2g}%" if value > 1e-4 or value < 1e-6 else f"{value:.7f}%"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Every number of one format."""
+
+    name: str
+    layout: str
+    kind: str
+    bits: int
+    bytes: float
+    limits: Limits
+    maximum_error: str
+    decimal_digits: float
+    cost: Cost
+
+
+def facts(format: Format) -> Facts:
+    """The row of a format in the list."""
+    element = format.element if isinstance(format, ScaledFormat) else format
+    kind = "scaled" if isinstance(format, ScaledFormat) else "integer" if isinstance(format, IntFormat) else "float"
+    return Facts(
+        str(format),
+        format.spelling,
+        kind,
+        format.bits,
+        format.bytes,
+        limits(format),
+        maximum_error(format),
+        element.decimal_digits,
+        cost(format),
+    )
+
+
+def in_full(cast: Cast) -> Iterator[str]:
+    """All there is to say about one format, a fact a line."""
+    format = cast.format
+    element = cast.element
+    if isinstance(format, ScaledFormat):
+        yield from _scaled_lines(format)
+    if isinstance(element, FloatFormat):
+        yield from _float_lines(element)
+    else:
+        yield from _integer_lines(element)
+    possible = [str(overflow) for overflow in possible_overflows(format)]
+    yield line("overflow", f"{', '.join(possible)}; here {cast.overflow}")
+    yield line("rounding", f"{cast.rounding} (any of `lowp explain --help` in a cast, as {format}:stochastic)")
+    yield from _cost_lines(format)
+    yield line("source", source(format))
+    for index, example in enumerate(_examples(element)):
+        yield line("" if index else "examples", example)
+
+
+def _scaled_lines(format: ScaledFormat) -> Iterator[str]:
+    scale = format.scale
+    kind = "a power of two, exponent" if isinstance(scale, PowerOfTwo) else "a number of"
+    size = f"{scale.min_exponent} .. {scale.max_exponent}" if isinstance(scale, PowerOfTwo) else str(scale)
+    yield line("spelling", format.spelling)
+    yield line(
+        "value",
+        "(element - zero point) x scale" if format.affine else "element x scale" + " x outer" * bool(format.outer),
+    )
+    yield line("scale", f"{kind} {size}, {format.scale_bits} bits, shared by {scope_words(format.scope)}")
+    if format.outer:
+        yield line("outer", f"one more scale for the tensor, {format.outer}")
+    found = limits(format)
+    for label, value in (("smallest", found.smallest), ("maximum", found.maximum)):
+        yield line(label, f"{brief_text(value, 6)} = {power_text(value)} over all scales")
+    yield line(
+        "bytes", f"{format.bytes:g} a number" + ", its share of the scale included" * (format.scope.kind == "block")
+    )
+    yield f"  element {format.element}"
+
+
+def _float_lines(format: FloatFormat) -> Iterator[str]:
+    sign = "1 sign, " if format.signed else "no sign, "
+    yield line(
+        "bits",
+        f"{format.bits}: {sign}{format.exponent_bits} exponent, {format.mantissa_bits} mantissa ({format.spelling})",
+    )
+    yield line("bias", f"{format.bias}; exponents {format.min_exponent} .. {format.max_exponent}")
+    yield line("specials", _SPECIALS[format.specials])
+    flushed = (
+        "no: |x| < 2^e_min becomes a zero of its sign before rounding" if format.mantissa_bits else "no: no mantissa"
+    )
+    yield line("subnormals", "yes" if format.subnormals else flushed)
+    yield line("maximum", f"{decimal_text(Fraction(format.maximum))} = {maximum_text(format)}")
+    yield line("normal", f"{_both(Fraction(format.smallest_normal))}, the smallest")
+    if format.smallest_subnormal is not None:
+        yield line("subnormal", f"{_both(Fraction(format.smallest_subnormal))}, the smallest")
+    yield line("ulp at 1", _both(Fraction(format.ulp(1.0))))
+    yield line("max error", f"{_both(Fraction(format.relative_error))} = {percent(format)} of a normal number")
+    yield line("digits", f"{format.decimal_digits:.2f} decimal")
+
+
+def _integer_lines(format: IntFormat) -> Iterator[str]:
+    yield line("bits", f"{format.bits}, two's complement" + ", symmetric" * format.symmetric)
+    yield line("range", f"{format.minimum} .. {format.maximum}")
+    yield line("unit", "1; rounding to nearest is off by half a unit at most" if format.bits > 1 else "the sign alone")
+    yield line("digits", f"{format.decimal_digits:.2f} decimal")
+
+
+def _both(value: Fraction) -> str:
+    return (
+        f"{power_text(value)} = {decimal_text(value) if value.denominator.bit_length() < 30 else brief_text(value, 6)}"
+    )
+
+
+def _cost_lines(format: Format) -> Iterator[str]:
+    price = cost(format)
+    square = f"{price.significand_bits}^2 = {price.significand_bits**2}"
+    share = f"{price.relative_multiplier_area:.3g} of fp32's 24^2 = 576"
+    yield line("multiplier", f"{square} by the square of the significand, {share}")
+    yield line("energy", f"multiply {price.multiply_energy}, add {price.add_energy}")
+    yield line("", ", ".join(f"read from {name} {energy}" for name, energy in price.read_energy.items()))
+    yield line("area", f"multiply {price.multiply_area}, add {price.add_area}")
+    yield line("", f"estimates: {SOURCE}; ~ is interpolated (or extrapolated) by that square")
+
+
+def _examples(element: FloatFormat | IntFormat) -> Iterator[str]:
+    for value in _example_values(element):
+        code = code_of_value(value, element)
+        text = str(value) if len(str(value)) < 24 else brief_text(value.value, 6)
+        yield f"{bits_text(code, element)}   {text}"
+
+
+def _example_values(element: FloatFormat | IntFormat) -> Iterator[Number]:
+    if isinstance(element, IntFormat):
+        numbers: list[float] = [element.minimum, -1, 0, 1, element.maximum]
+        yield from (Number.of(int(x)) for x in dict.fromkeys(numbers) if x or element.has_zero)
+        return
+    if element.has_zero:
+        yield Number(Fraction(0))
+    if element.has_minus_zero:
+        yield Number(Fraction(0), negative=True)
+    finite = [element.smallest, element.smallest_normal, 1.0, 1.0 + element.ulp(1.0), element.maximum]
+    low, high = element.smallest, element.maximum
+    yield from (Number.of(float(x)) for x in dict.fromkeys(finite) if low <= x <= high)
+    if element.has_infinity:
+        yield Number(Fraction(0), special="inf")
+    if element.has_nan:
+        yield Number(Fraction(0), special="nan")

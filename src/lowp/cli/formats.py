@@ -1,0 +1,131 @@
+"""List the number formats, show one in full, or draw the bits of several beside each other.
+
+  lowp formats
+  lowp formats bf16
+  lowp formats e5m7
+  lowp formats --layout fp32 fp16 bf16 flex16+5
+
+Any row of the list goes, and any spelled format: e5m7, e4m3b11fnuz, i6s, e4m3fn@e8m0/32.
+Energy and area are estimates from Horowitz, ISSCC 2014 (45 nm); ~ marks those that are not in its table.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from lowp.casts import NAMED, Cast, parse
+from lowp.cli import format_facts, layouts
+from lowp.cli.tables import columns, show, width
+from lowp.errors import InvalidInput
+from lowp.explain import as_json
+from lowp.formats import FORMATS, Format, ScaledFormat
+
+HEADS = ("format", "bits", "layout", "smallest", "normal", "maximum", "ulp at 1", "max error", "digits")
+COST_HEADS = ("bytes", "multiplier", "energy")
+NOTES = (
+    "smallest: the smallest positive number (a subnormal, where there are); normal: the smallest with the full",
+    "significand; max error: of rounding to nearest, relative for normal numbers. bytes: packed, a block's scale",
+    "shared out. multiplier: area by the square of the significand, fp32 = 1. energy: of one multiplication, estimate",
+    "from Horowitz, ISSCC 2014 (45 nm), ~ marks those interpolated or extrapolated by that square. Shared scales count",
+    "in smallest and maximum.",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `lowp formats`."""
+    parser.add_argument("name", nargs="*", help="formats to show in full (with --layout: to draw)")
+    parser.add_argument("--layout", action="store_true", help="draw the bits of the formats beside each other")
+    parser.add_argument("--json", action="store_true", help="the same facts for machines")
+    parser.add_argument("--markdown", action="store_true", help="the list as the page docs/formats.md")
+    parser.add_argument("--plain", action="store_true", help="no colour on a terminal, either")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List, show or draw."""
+    casts = [parse(name) for name in arguments.name]
+    given = [cast.format for cast in casts]
+    if arguments.layout:
+        if arguments.json or arguments.markdown:
+            raise InvalidInput("--layout draws: it goes with neither --json nor --markdown")
+        show(layouts.draw(given or [FORMATS[name] for name in layouts.DEFAULT], width()), arguments.plain)
+    elif arguments.json:
+        import json
+
+        facts = [format_facts.facts(format) for format in given or FORMATS.values()]
+        print(json.dumps(as_json(facts), indent=2))
+    elif arguments.markdown:
+        print(markdown(given or list(FORMATS.values())))
+    elif casts:
+        show("\n\n".join(_in_full(cast) for cast in casts), arguments.plain)
+    else:
+        show(_listing(), arguments.plain)
+    return 0
+
+
+def _cells(format: Format) -> list[str]:
+    row, brief = format_facts.facts(format), format_facts.brief
+    limits = row.limits
+    return [
+        row.name,
+        str(row.bits),
+        row.layout,
+        brief(limits.smallest),
+        brief(limits.smallest_normal),
+        brief(limits.maximum),
+        "by scale" if limits.ulp_at_1 is None else brief(limits.ulp_at_1),
+        row.maximum_error,
+        f"{row.decimal_digits:.1f}",
+        f"{row.bytes:g}",
+        f"{row.cost.relative_multiplier_area:.3g}",
+        str(row.cost.multiply_energy),
+    ]
+
+
+def _listing() -> str:
+    heads, limit = [*HEADS, *COST_HEADS], width()
+    plain = [_cells(format) for format in FORMATS.values() if not isinstance(format, ScaledFormat)]
+    scaled = [_cells(format) for format in FORMATS.values() if isinstance(format, ScaledFormat)]
+    named = ", ".join(f"{name} = {cast}" for name, cast in NAMED.items())
+    return "\n\n".join(
+        [
+            columns(heads, plain, limit, left=(0, 2)),
+            columns(heads, scaled, limit, left=(0, 2)),
+            "\n".join(_wrap(" ".join(NOTES), limit)),
+            f"casts with a name of their own: {named}",
+        ]
+    )
+
+
+def _wrap(text: str, limit: int) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, min(limit, 120))
+
+
+def markdown(formats: list[Format]) -> str:
+    """The page docs/formats.md: made by `lowp formats --markdown`, and a test holds the two together."""
+    heads = [*HEADS, *COST_HEADS, "source"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    for format in formats:
+        lines.append("| " + " | ".join([*_cells(format), format_facts.source(format)]) + " |")
+    named = ", ".join(f"`{name}` is `{cast}`" for name, cast in NAMED.items())
+    return "\n".join(
+        [
+            "# The number formats",
+            "",
+            "Made by `lowp formats --markdown > docs/formats.md`. `lowp formats NAME` shows one in full, and any",
+            "format can be spelled out: `e5m7`, `e4m3b11fnuz`, `i6s`, `e2m1@e8m0/32` (see `lowp.formats.parse`).",
+            "",
+            *lines,
+            "",
+            *(note.replace("~", "`~`") for note in NOTES),
+            "",
+            f"Casts with a name of their own: {named}.",
+        ]
+    )
+
+
+def _in_full(cast: Cast) -> str:
+    format = cast.format
+    heading = f"{format}" if str(cast) == str(format) else f"{format}, cast as {cast}"
+    return "\n".join([heading, *format_facts.in_full(cast), "", layouts.draw([format], width())])

@@ -1,0 +1,146 @@
+"""Bit layouts and ranges of formats, drawn below each other so that they compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lowp.cli.format_facts import scope_words
+from lowp.cli.tables import can_show
+from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
+
+DEFAULT = ("fp32", "tf32", "fp16", "bf16", "e5m2", "e4m3fn", "flex16+5")
+_BOX = "┌─┬┐│└┴┘░█▒"
+
+
+class Pens(NamedTuple):
+    """The characters of a drawing: box corners and lines, and the shades of a range."""
+
+    top_left: str
+    horizontal: str
+    top: str
+    top_right: str
+    vertical: str
+    bottom_left: str
+    bottom: str
+    bottom_right: str
+    subnormal: str
+    normal: str
+    shared: str
+
+
+def _pens() -> Pens:
+    return Pens(*_BOX) if can_show(_BOX) else Pens(*"+-++|+++.#:")
+
+
+def draw(formats: Sequence[Format], width: int) -> str:
+    """Boxes of one column a bit, exponents ending and mantissas beginning below each other; then the ranges."""
+    pens = _pens()
+    names = max(len(str(format)) for format in formats) + 2
+    left = max(sum(size for _, size in _left(_element(format))) + len(_left(_element(format))) for format in formats)
+    lines = ["bits: s sign, e exponent, m mantissa, i integer; one column a bit"]
+    for format in formats:
+        lines += _boxes(format, names, left, pens)
+    lines += ["", *_ranges(formats, names, width, pens)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _element(format: Format) -> FloatFormat | IntFormat:
+    return format.element if isinstance(format, ScaledFormat) else format
+
+
+def _left(element: FloatFormat | IntFormat) -> list[tuple[str, int]]:
+    """The fields left of the common edge: sign and exponent."""
+    if isinstance(element, IntFormat):
+        return [("s", 1)]
+    return [("s", 1)] * element.signed + [(f"e{element.exponent_bits}", element.exponent_bits)]
+
+
+def _right(element: FloatFormat | IntFormat) -> list[tuple[str, int]]:
+    """The fields right of it: mantissa, or the integer."""
+    if isinstance(element, IntFormat):
+        return [(f"i{element.bits - 1}", element.bits - 1)] if element.bits > 1 else []
+    return [(f"m{element.mantissa_bits}", element.mantissa_bits)] if element.mantissa_bits else []
+
+
+def _boxes(format: Format, names: int, left: int, pens: Pens) -> list[str]:
+    element = _element(format)
+    before = _left(element)
+    fields = before + _right(element)
+    indent = names + left - sum(size for _, size in before) - len(before)
+    top, middle, bottom = _box(fields, pens)
+    middle = f"{format!s:<{names}}{' ' * (indent - names)}{middle}"
+    top, bottom = " " * indent + top, " " * indent + bottom
+    if not isinstance(format, ScaledFormat):
+        return [top, f"{middle} {format.bits} bits", bottom]
+    apart = _box(_scale_fields(format), pens)
+    words = f"2^e, shared by {scope_words(format.scope)}"
+    if isinstance(format.scale, FloatFormat) and format.scale.mantissa_bits:
+        words = f"{format.scale}, shared by {scope_words(format.scope)}"
+    words += f", and {format.outer} for the tensor" if format.outer else ""
+    return [f"{top}   {apart[0]}", f"{middle} x {apart[1]}", f"{bottom}   {apart[2]}", f"{' ' * names}{'':4}x {words}"]
+
+
+def _scale_fields(format: ScaledFormat) -> list[tuple[str, int]]:
+    if isinstance(format.scale, PowerOfTwo):
+        return [(f"e{format.scale.bits}", format.scale.bits)]
+    return _left(format.scale) + _right(format.scale)
+
+
+def _box(fields: list[tuple[str, int]], pens: Pens) -> tuple[str, str, str]:
+    """Top, middle and bottom; a label that does not fit loses its letter."""
+    labels = [label if len(label) <= size else label[1:][:size] for label, size in fields]
+    middle = pens.vertical + pens.vertical.join(
+        label.center(size) for label, (_, size) in zip(labels, fields, strict=True)
+    )
+    lines = [pens.horizontal * size for _, size in fields]
+    top = pens.top_left + pens.top.join(lines) + pens.top_right
+    bottom = pens.bottom_left + pens.bottom.join(lines) + pens.bottom_right
+    return top, middle + pens.vertical, bottom
+
+
+class Reach(NamedTuple):
+    """log2 of the smallest positive number, of the smallest normal one, and of the first power beyond the largest."""
+
+    smallest: int
+    normal: int
+    end: int
+
+
+def reach(format: Format) -> Reach:
+    """The binades of a format; a shared scale moves the whole window, and all its places count."""
+    if isinstance(format, IntFormat):
+        return Reach(0, 0, format.maximum.bit_length())
+    if isinstance(format, FloatFormat):
+        smallest = format.min_exponent - (format.mantissa_bits if format.subnormals else 0)
+        return Reach(smallest, format.min_exponent, format.max_exponent + 1)
+    element = reach(format.element)
+    scale = format.scale
+    if isinstance(scale, PowerOfTwo):
+        low, high = scale.min_exponent, scale.max_exponent
+    else:
+        low, high = reach(scale).smallest, scale.max_exponent
+        if format.outer:
+            low, high = low + reach(format.outer).smallest, high + format.outer.max_exponent
+    return Reach(element.smallest + low, element.normal + low, element.end + high)
+
+
+def _ranges(formats: Sequence[Format], names: int, width: int, pens: Pens) -> list[str]:
+    found = [reach(format) for format in formats]
+    low, high = min(r.smallest for r in found), max(r.end for r in found)
+    room = max(width - names - 24, 20)
+
+    def place(exponent: int) -> int:
+        return round((exponent - low) * room / max(high - low, 1))
+
+    shades = f"{pens.subnormal} subnormal, {pens.normal} normal"
+    if any(isinstance(format, ScaledFormat) for format in formats):
+        shades += f", {pens.shared} wherever the shared scale puts the window"
+    lines = [f"range, log2 from {low} to {high}: {shades}"]
+    for format, r in zip(formats, found, strict=True):
+        start, normal, end = place(r.smallest), place(r.normal), max(place(r.end), place(r.normal) + 1)
+        shade = pens.shared if isinstance(format, ScaledFormat) else pens.normal
+        bar = " " * start + (pens.subnormal * (normal - start) if shade == pens.normal else shade * (normal - start))
+        bar += shade * (end - max(normal, start))
+        lines.append(f"{format!s:<{names}}{bar:<{room}}  2^{r.smallest} .. 2^{r.end}")
+    return lines

@@ -1,0 +1,96 @@
+"""Text for the terminal: columns that fit its width, and colour where a person looks. Loads rich only to colour."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+
+FALLBACK_WIDTH = 80
+
+# what is coloured, first match wins a place: a pattern with named groups, which are rich styles by STYLES
+_HIGHLIGHTS = (
+    r"(?m)^(?P<heading>\S.*)$",
+    r"(?P<sign>(?<![\d.+|-])[01]) (?P<exponent>[01]{2,11}) (?P<mantissa>[01]+)(?![\d.])",
+    r"(?m)^ {2}(?P<label>[A-Za-z].{0,10}?) +(?=\S)",
+    r"(?P<bad>\bLOST|DISTORTED|OVERFLOW\b)",
+    r"(?P<good>\bKEPT(?: ON AVERAGE)?\b)",
+)
+STYLES = {
+    "heading": "bold",
+    "sign": "red",
+    "exponent": "green",
+    "mantissa": "cyan",
+    "label": "dim",
+    "bad": "bold red",
+    "good": "bold green",
+}
+
+
+def width() -> int:
+    """Columns to fill: COLUMNS, else the terminal's, else 80 (a pipe, a file)."""
+    if os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty():
+        return shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns
+    return FALLBACK_WIDTH
+
+
+def can_show(characters: str) -> bool:
+    """Whether standard output's encoding has these characters."""
+    try:
+        characters.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_coloured(plain: bool = False) -> bool:
+    """Colour only on a terminal that knows it, and where neither --plain nor NO_COLOR (no-color.org) forbids it."""
+    return not plain and sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") != "dumb"
+
+
+def show(text: str, plain: bool = False) -> None:
+    """Print text; on a terminal with headings, labels and bit fields in colour. A pipe gets no escape codes."""
+    if not can_show(text):
+        text = text.encode("ascii", "replace").decode()
+    if not is_coloured(plain):
+        print(text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    styled = Text(text)
+    for pattern in _HIGHLIGHTS:
+        for match in re.finditer(pattern, text):
+            for name, value in match.groupdict().items():
+                if value is not None:
+                    styled.stylize(STYLES[name], *match.span(name))
+    Console(highlight=False).print(styled, soft_wrap=True)
+
+
+def columns(heads: Sequence[str], rows: Sequence[Sequence[str]], limit: int, left: Sequence[int] = (0,)) -> str:
+    """A table as text: columns to the right, those in `left` to the left, two blanks between.
+
+    Where it is wider than `limit`, it becomes several tables below each other, each beginning with the first column.
+    """
+    widths = [max(len(row[index]) for row in (heads, *rows)) for index in range(len(heads))]
+    groups: list[list[int]] = [[0]]
+    for index in range(1, len(heads)):
+        used = sum(widths[i] + 2 for i in groups[-1])
+        if used + widths[index] > limit and len(groups[-1]) > 1:
+            groups.append([0])
+        groups[-1].append(index)
+    return "\n\n".join(_group(heads, rows, group, widths, left) for group in groups)
+
+
+def _group(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], group: list[int], widths: list[int], left: Sequence[int]
+) -> str:
+    def text(row: Sequence[str]) -> str:
+        cells = (row[i].ljust(widths[i]) if i in left else row[i].rjust(widths[i]) for i in group)
+        return "  ".join(cells).rstrip()
+
+    rule = "  ".join("-" * widths[i] for i in group)
+    # rows are indented by nothing: a name in the first column can be searched for with grep ^name
+    return "\n".join([text(heads), rule, *(text(row) for row in rows)])

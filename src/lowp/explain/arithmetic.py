@@ -1,0 +1,251 @@
+"""Sums, differences, products and quotients of two numbers of a format, with the alignment drawn out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from lowp.casts import Cast, Rounding
+from lowp.casts import parse as parse_cast
+from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.explain.exact import Rounded, round_exact
+from lowp.explain.numbers import NAN, NUMBER, ZERO, Number, parse_number
+from lowp.explain.text import binary
+from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat
+
+OPERATORS = {"+": "sum", "-": "difference", "*": "product", "/": "quotient"}
+_SPELLED = {"x": "*", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-"}
+_SIGNS = r"[-+*/x\u00d7\u00b7\u00f7\u2212]"
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How the smaller operand of a sum was moved under the larger.
+
+    Significands are integers, in units of the last place of their own operand; `kept` and `cut` are the smaller one's
+    after the move: what still stands under the larger, and the `shift` bits that stick out on the right.
+    """
+
+    larger: Rounded
+    smaller: Rounded
+    larger_is_left: bool
+    larger_field: int
+    smaller_field: int
+    shift: int
+    larger_significand: int
+    smaller_significand: int
+    kept: int
+    cut: str
+
+    @property
+    def guard(self) -> int:
+        """The first bit that sticks out."""
+        return int(self.cut[:1] == "1")
+
+    @property
+    def round_bit(self) -> int:
+        """The second."""
+        return int(self.cut[1:2] == "1")
+
+    @property
+    def sticky(self) -> int:
+        """Whether any bit after these two is 1."""
+        return int("1" in self.cut[2:])
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """One operation: the operands as the format holds them, the exact result, and its one rounding.
+
+    `wider` is the same operation's result rounded to fp32 (fp64 for fp32), None where the format is fp64 or an integer.
+    """
+
+    operator: str
+    operands: Cast
+    left: Rounded
+    right: Rounded
+    exact: Number
+    rounded: Rounded
+    wider: Rounded | None
+    alignment: Alignment | None = None
+
+    @property
+    def result(self) -> Number:
+        """The rounded result."""
+        return self.rounded.result
+
+    @property
+    def code(self) -> int | None:
+        """Its bits."""
+        return self.rounded.code
+
+
+Operand = Number | Fraction | float | int | str
+
+
+def add(
+    left: Operand, right: Operand, cast: Cast | Format | str, result: Cast | Format | str | None = None
+) -> Arithmetic:
+    """left + right: both rounded to the format first, then the exact sum rounded once (to `result`, where given)."""
+    return evaluate("+", left, right, cast, result)
+
+
+def subtract(
+    left: Operand, right: Operand, cast: Cast | Format | str, result: Cast | Format | str | None = None
+) -> Arithmetic:
+    """left - right, as `add`."""
+    return evaluate("-", left, right, cast, result)
+
+
+def multiply(
+    left: Operand, right: Operand, cast: Cast | Format | str, result: Cast | Format | str | None = None
+) -> Arithmetic:
+    """left * right, as `add`."""
+    return evaluate("*", left, right, cast, result)
+
+
+def divide(
+    left: Operand, right: Operand, cast: Cast | Format | str, result: Cast | Format | str | None = None
+) -> Arithmetic:
+    """left / right, as `add`."""
+    return evaluate("/", left, right, cast, result)
+
+
+def evaluate(
+    operator: str,
+    left: Operand,
+    right: Operand,
+    cast: Cast | Format | str,
+    result: Cast | Format | str | None = None,
+    random: Fraction | None = None,
+) -> Arithmetic:
+    """One of + - * / on two numbers rounded to `cast`; specials as in IEEE 754-2019 section 6 and 7.
+
+    Operands are rounded to nearest even whatever the cast says (its rounding is that of the operation); the exact
+    result is rounded once by `result`, or by `cast`.
+    """
+    operator = _SPELLED.get(operator, operator)
+    if operator not in OPERATORS:
+        raise UnknownName(unknown("operator", operator, OPERATORS))
+    cast = parse_cast(cast)
+    target = cast if result is None else parse_cast(result)
+    for each in (cast, target):
+        if isinstance(each.format, ScaledFormat):
+            raise InvalidInput(
+                f"{each.format} numbers share a scale, so a {OPERATORS[operator]} is one of their tensors: "
+                f"possible here are formats without a shared scale, such as {each.element}; "
+                f"--to {each.format} shows one number"
+            )
+    first, second = (round_exact(_read(x, cast), Cast(cast.format, overflow=cast.overflow)) for x in (left, right))
+    exact = exact_result(operator, first.result, second.result, target.rounding is Rounding.DOWN)
+    rounded = round_exact(exact, target, random)
+    signed = -second.result if operator == "-" else second.result
+    aligned = _align(first, second, signed) if operator in "+-" else None
+    return Arithmetic(operator, cast, first, second, exact, rounded, _wider(exact, target), aligned)
+
+
+def _read(value: Operand, cast: Cast) -> Number:
+    return parse_number(value, cast.format) if isinstance(value, str) else Number.of(value)
+
+
+def _wider(exact: Number, cast: Cast) -> Rounded | None:
+    format = cast.format
+    if isinstance(format, IntFormat) or not isinstance(format, FloatFormat) or format.mantissa_bits > 23:
+        return None
+    return round_exact(exact, "fp64" if format.mantissa_bits == 23 else "fp32")
+
+
+def exact_result(operator: str, left: Number, right: Number, down: bool = False) -> Number:
+    """The exact result of one operation; `down` gives an exact zero sum its minus sign (IEEE 754 section 6.3)."""
+    if operator == "-":
+        operator, right = "+", -right
+    if "nan" in (left.special, right.special):
+        return left if left.special == "nan" else right
+    return _OPERATIONS[operator](left, right, down)
+
+
+def _sum(left: Number, right: Number, down: bool) -> Number:
+    if left.special or right.special:
+        if left.special and right.special and left.negative != right.negative:
+            return NAN
+        return left if left.special else right
+    total = left.value + right.value
+    if total == 0:
+        return Number(total, left.negative if left.negative == right.negative else down)
+    return Number.of(total)
+
+
+def _product(left: Number, right: Number, down: bool) -> Number:
+    negative = left.negative != right.negative
+    if left.special or right.special:
+        zero = any(x.is_finite and not x.magnitude for x in (left, right))
+        return NAN if zero else Number(Fraction(0), negative, "inf")
+    return Number(left.magnitude * right.magnitude, negative)
+
+
+def _quotient(left: Number, right: Number, down: bool) -> Number:
+    negative = left.negative != right.negative
+    zero_by_zero = not (left.magnitude or left.special or right.magnitude or right.special)
+    if zero_by_zero or (left.special and right.special):
+        return NAN
+    if right.special:
+        return Number(ZERO.magnitude, negative)
+    if left.special or not right.magnitude:
+        return Number(ZERO.magnitude, negative, "inf")
+    return Number(left.magnitude / right.magnitude, negative)
+
+
+_OPERATIONS: dict[str, Callable[[Number, Number, bool], Number]] = {"+": _sum, "*": _product, "/": _quotient}
+
+
+def _align(first: Rounded, second: Rounded, second_signed: Number) -> Alignment | None:
+    """The move of the smaller operand under the larger; None where an operand is zero, special or an integer."""
+    format = first.format
+    if not isinstance(format, FloatFormat) or not all(
+        x.is_finite and x.magnitude for x in (first.result, second_signed)
+    ):
+        return None
+    left_is_larger = first.result.magnitude >= second_signed.magnitude
+    larger, smaller = (first, second) if left_is_larger else (second, first)
+    assert larger.code is not None and smaller.code is not None
+    (_, larger_field, large), (_, smaller_field, small) = format.fields(larger.code), format.fields(smaller.code)
+    hidden = 1 << format.mantissa_bits
+    # the field 0 of subnormal numbers means the same power of two as the field 1
+    if format.has_zero:
+        large, small = large + hidden * (larger_field > 0), small + hidden * (smaller_field > 0)
+        shift = max(larger_field, 1) - max(smaller_field, 1)
+    else:
+        large, small, shift = large + hidden, small + hidden, larger_field - smaller_field
+    cut = binary(small & ((1 << shift) - 1), shift)
+    return Alignment(
+        larger, smaller, left_is_larger, larger_field, smaller_field, shift, large, small, small >> shift, cut
+    )
+
+
+_EXPRESSION = re.compile(rf"({NUMBER})\s*({_SIGNS})\s*({NUMBER})")
+_UNKNOWN_OPERATOR = re.compile(rf"({NUMBER})\s*([^\s\w.+-]+|[a-z]+)\s*({NUMBER})")
+
+
+def split_expression(text: str, bits: bool = False) -> tuple[str, str, str] | None:
+    """Left number, operator and right number of a text; None where it is one number.
+
+    1/3 without blanks is the number one third; 1 / 3 divides. With `bits` numbers are bit patterns, and the operator
+    needs a blank on both sides. Raises ValueError for another operator.
+    """
+    given = " ".join(text.strip().lower().split())
+    if bits:
+        parts = re.split(rf"\s({_SIGNS})\s", given)
+        if len(parts) == 3:
+            return parts[0], _SPELLED.get(parts[1], parts[1]), parts[2]
+        return None
+    if re.fullmatch(NUMBER, given):
+        return None
+    if match := _EXPRESSION.fullmatch(given):
+        return match[1], _SPELLED.get(match[2], match[2]), match[3]
+    if match := _UNKNOWN_OPERATOR.fullmatch(given):
+        raise UnknownName(unknown("operator", match[2], OPERATORS) + f", between two numbers, not as in {text!r}")
+    if len(re.findall(rf"(?<=\S)\s+{_SIGNS}\s+", given)) > 1:
+        raise InvalidInput(f"{text!r} has more than one operator: one step at a time, such as '1.125 + 0.5'")
+    return None

@@ -1,0 +1,273 @@
+"""The definition of rounding, in rational numbers: what every kernel must agree with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from fractions import Fraction
+
+from lowp.casts import Cast, Overflow, Rounding
+from lowp.casts import parse as parse_cast
+from lowp.errors import InvalidInput
+from lowp.explain.numbers import Number, code_of_value
+from lowp.explain.text import floor_log2
+from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat
+
+# A stochastic cast without a number of bits of its own compares this many: unbiased to 2**-160.
+RANDOM_BITS = 160
+_HALF = Fraction(1, 2)
+
+
+class Rule(str, Enum):
+    """What decided a result, before overflow is looked at."""
+
+    EXACT = "exact"  # the number is one of the format's
+    BELOW_HALF = "below-half"  # the part cut off is less than half a unit: the nearer is below
+    ABOVE_HALF = "above-half"  # more than half a unit: the nearer is above
+    TIE_TO_EVEN = "tie-to-even"  # exactly half: the neighbour whose last bit is 0
+    TIE_AWAY = "tie-away"  # exactly half: the larger magnitude
+    DIRECTED = "directed"  # toward zero, up or down: not nearness but the direction decides
+    STOCHASTIC = "stochastic"  # a random number decides
+    FLUSHED = "flushed"  # below the smallest normal number of a format without subnormals
+    TO_SMALLEST = "to-smallest"  # below the smallest number of a format that has no zero
+    SPECIAL = "special"  # an infinity or NaN was given
+    NEGATIVE = "negative"  # a negative number (or any zero) in a format that has none
+    SIGN = "sign"  # binary: the sign alone counts
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """One rounding, with all that decided it.
+
+    The magnitude was cut into `kept` units of 2**`quantum_exponent` and a `rest` in [0, 1) of such a unit; `away` says
+    whether one unit was added. Where nothing was cut (a special, a flushed number) both exponents are None.
+    `code` is None where the format has no bits for the result (NaN in a format without NaN).
+    """
+
+    given: Number
+    cast: Cast
+    result: Number
+    code: int | None
+    rule: Rule
+    exponent: int | None = None
+    quantum_exponent: int | None = None
+    kept: int = 0
+    rest: Fraction = Fraction(0)
+    away: bool = False
+    overflowed: bool = False
+
+    @property
+    def format(self) -> FloatFormat | IntFormat:
+        """The format rounded to."""
+        return self.cast.element
+
+    @property
+    def guard(self) -> int:
+        """The first bit that was cut off."""
+        return int(self.rest >= _HALF)
+
+    @property
+    def round_bit(self) -> int:
+        """The second bit that was cut off."""
+        return int(self.rest * 4) & 1
+
+    @property
+    def sticky(self) -> int:
+        """1 where any bit after guard and round bit is 1."""
+        return int((self.rest * 4).denominator != 1)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing was lost: same value, or same special."""
+        same = (self.given.special, self.given.magnitude) == (self.result.special, self.result.magnitude)
+        return same and (self.given.negative == self.result.negative or self.given.magnitude == 0)
+
+    @property
+    def error(self) -> Fraction | None:
+        """result - given; None where one of them is not finite."""
+        if not (self.given.is_finite and self.result.is_finite):
+            return None
+        return self.result.value - self.given.value
+
+    @property
+    def error_ulp(self) -> Fraction | None:
+        """The error in units of the last place at the given number; None where there is no error or no unit."""
+        error, exponent = self.error, self.ulp_exponent
+        return None if error is None or exponent is None else error / Fraction(2) ** exponent
+
+    @property
+    def ulp_exponent(self) -> int | None:
+        """log2 of the spacing of the format at the given number; None for an infinity or a NaN."""
+        if not self.given.is_finite:
+            return None
+        if isinstance(self.format, IntFormat):
+            return 0
+        exponent = self.format.min_exponent if self.exponent is None else max(self.exponent, self.format.min_exponent)
+        return exponent - self.format.mantissa_bits
+
+    @property
+    def relative_error(self) -> Fraction | None:
+        """|error| / |given|; None for a given zero or where there is no error."""
+        if self.error is None or not self.given.magnitude:
+            return None
+        return abs(self.error) / self.given.magnitude
+
+
+def round_exact(
+    value: Number | Fraction | float | int | str, cast: Cast | Format | str, random: Fraction | None = None
+) -> Rounded:
+    """Round one exact number: the definition.
+
+    `random` in [0, 1) is the random number of a stochastic cast: away from zero where its first N bits, as a number,
+    are below those of the part cut off (N the cast's random_bits, else 160). A stochastic cast that has to choose
+    without it raises ValueError, as does a format with a shared scale (`convert` takes one).
+    """
+    number, cast = Number.of(value), parse_cast(cast)
+    if isinstance(cast.format, ScaledFormat):
+        raise InvalidInput(f"{cast}: one number has no {cast.format} value without its shared scale: use convert")
+    if random is not None and not 0 <= random < 1:
+        raise InvalidInput(f"the random number {random} is outside [0, 1)")
+    if isinstance(cast.format, IntFormat):
+        return _round_integer(number, cast, cast.format, random)
+    return _round_float(number, cast, cast.format, random)
+
+
+def probability_away(rest: Fraction, random_bits: int | None) -> Fraction:
+    """With which probability a stochastic cast rounds away from zero: `rest`, cut to the random bits."""
+    steps = 1 << (random_bits or RANDOM_BITS)
+    return Fraction(int(rest * steps), steps)
+
+
+def _finish(start: Rounded, result: Number, rule: Rule, overflowed: bool = False) -> Rounded:
+    """`start` with its result, the result's bits and the reason."""
+    format = start.format
+    if result.is_finite and not result.magnitude and (isinstance(format, IntFormat) or not format.has_minus_zero):
+        result = Number(result.magnitude)
+    code = code_of_value(result, format)
+    return replace(start, result=result, code=code, rule=rule, overflowed=overflowed)
+
+
+def _round_float(number: Number, cast: Cast, format: FloatFormat, random: Fraction | None) -> Rounded:
+    magnitude = number.magnitude
+    start = Rounded(number, cast, number, None, Rule.EXACT)
+    if number.special == "nan":
+        return _finish(start, number, Rule.SPECIAL)
+    below = number.negative and bool(magnitude or number.special)
+    if not format.signed and (below or not (magnitude or number.special or format.has_zero)):
+        nan = Number(Fraction(0), number.negative, "nan")
+        return _finish(start, nan if format.has_nan else Number(Fraction(format.minimum)), Rule.NEGATIVE)
+    if number.special == "inf":
+        return _finish(start, _beyond(number.negative, cast, format, finite_allowed=False), Rule.SPECIAL)
+    if magnitude == 0:
+        return _finish(start, number, Rule.EXACT)
+    exponent = floor_log2(magnitude)
+    if exponent < format.min_exponent and not (format.has_zero and format.subnormals):
+        start = replace(start, exponent=exponent)
+        if format.has_zero:
+            return _finish(start, Number(Fraction(0), number.negative), Rule.FLUSHED)
+        return _finish(start, Number(Fraction(format.smallest_normal)), Rule.TO_SMALLEST)
+    quantum_exponent = max(exponent, format.min_exponent) - format.mantissa_bits
+    units = magnitude / Fraction(2) ** quantum_exponent
+    kept = int(units)
+    # without mantissa bits the last bit of a code is that of the exponent field
+    last_bit = (kept if format.mantissa_bits else exponent + format.bias) & 1
+    away, rule = _choose(units - kept, last_bit, number.negative, cast, random)
+    start = replace(
+        start, exponent=exponent, quantum_exponent=quantum_exponent, kept=kept, rest=units - kept, away=away
+    )
+    rounded = (kept + away) * Fraction(2) ** quantum_exponent
+    if rounded > format.maximum:
+        return _finish(start, _beyond(number.negative, cast, format), rule, overflowed=True)
+    return _finish(start, Number(rounded, number.negative), rule)
+
+
+def _beyond(negative: bool, cast: Cast, format: FloatFormat, finite_allowed: bool = True) -> Number:
+    """What a number beyond the maximum becomes (IEEE 754-2019 section 7.4); an infinity allows no finite result."""
+    largest = Number(Fraction(format.maximum), negative)
+    if cast.overflow is Overflow.SATURATE:
+        return largest
+    inward = (
+        cast.rounding is Rounding.TOWARD_ZERO
+        or (cast.rounding is Rounding.UP and negative)
+        or (cast.rounding is Rounding.DOWN and not negative)
+    )
+    if inward and finite_allowed:
+        return largest
+    return Number(Fraction(0), negative, "inf" if cast.overflow is Overflow.INFINITY else "nan")
+
+
+def _choose(rest: Fraction, last_bit: int, negative: bool, cast: Cast, random: Fraction | None) -> tuple[bool, Rule]:
+    """Whether one unit is added to the magnitude, and by which rule."""
+    if rest == 0:
+        return False, Rule.EXACT
+    mode = cast.rounding
+    if mode is Rounding.STOCHASTIC:
+        if random is None:
+            raise InvalidInput(f"{cast} depends on a random number: give random, in [0, 1)")
+        return probability_away(random, cast.random_bits) < probability_away(rest, cast.random_bits), Rule.STOCHASTIC
+    if mode in (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY):
+        if rest != _HALF:
+            return rest > _HALF, Rule.ABOVE_HALF if rest > _HALF else Rule.BELOW_HALF
+        return (bool(last_bit), Rule.TIE_TO_EVEN) if mode is Rounding.NEAREST_EVEN else (True, Rule.TIE_AWAY)
+    outward = (mode is Rounding.UP and not negative) or (mode is Rounding.DOWN and negative)
+    return outward, Rule.DIRECTED
+
+
+def _round_integer(number: Number, cast: Cast, format: IntFormat, random: Fraction | None) -> Rounded:
+    start = Rounded(number, cast, number, None, Rule.EXACT)
+    if number.special == "nan":
+        return _finish(start, number, Rule.SPECIAL)
+    if format.bits == 1:
+        return _finish(start, *_round_binary(number, cast, random))
+    bound = Number.of(format.minimum if number.negative else format.maximum)
+    if number.special == "inf":
+        return _finish(start, bound, Rule.SPECIAL, overflowed=True)
+    kept = int(number.magnitude)
+    rest = number.magnitude - kept
+    away, rule = _choose(rest, kept & 1, number.negative, cast, random)
+    exponent = floor_log2(number.magnitude) if number.magnitude else None
+    start = replace(start, exponent=exponent, quantum_exponent=0, kept=kept, rest=rest, away=away)
+    if kept + away > bound.magnitude:
+        return _finish(start, bound, rule, overflowed=True)
+    return _finish(start, Number(Fraction(kept + away), number.negative), rule)
+
+
+def _round_binary(number: Number, cast: Cast, random: Fraction | None) -> tuple[Number, Rule]:
+    """+1 or -1: by the sign (-0 counts as +), or, stochastic, +1 with the probability (x + 1) / 2."""
+    positive = not number.negative or not (number.magnitude or number.special)
+    within = number.is_finite and number.magnitude < 1
+    if cast.rounding is Rounding.STOCHASTIC and within:
+        if random is None:
+            raise InvalidInput(f"{cast} depends on a random number: give random, in [0, 1)")
+        chance = probability_away((number.value + 1) / 2, cast.random_bits)
+        return Number.of(1 if probability_away(random, cast.random_bits) < chance else -1), Rule.STOCHASTIC
+    return Number.of(1 if positive else -1), Rule.SIGN
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rounding gives, and with which probability."""
+
+    probability: Fraction
+    rounded: Rounded
+
+
+def outcomes(
+    value: Number | Fraction | float | int | str, cast: Cast | Format | str, random: Fraction | None = None
+) -> tuple[Outcome, ...]:
+    """Every result a cast can give, the likelier first: one, or two for a stochastic cast without `random`."""
+    number, cast = Number.of(value), parse_cast(cast)
+    if not cast.is_stochastic or random is not None:
+        return (Outcome(Fraction(1), round_exact(number, cast, random)),)
+    lowest, highest = Fraction(0), 1 - Fraction(1, 1 << (cast.random_bits or RANDOM_BITS))
+    first, second = round_exact(number, cast, lowest), round_exact(number, cast, highest)
+    if first == second:
+        return (Outcome(Fraction(1), first),)
+    share = probability_away(
+        first.rest if first.quantum_exponent is not None else (number.value + 1) / 2, cast.random_bits
+    )
+    both = (Outcome(share, first), Outcome(1 - share, second))
+    return tuple(sorted(both, key=lambda outcome: -outcome.probability))

@@ -1,0 +1,183 @@
+"""Exact numbers: what a user may type, as a rational number or a special."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from math import copysign, inf, isinf, isnan, nan
+
+from lowp.errors import InvalidInput
+from lowp.formats import FloatFormat, Format, IntFormat
+from lowp.formats import parse as parse_format
+
+# 10**EXPONENT_LIMIT is far outside every format; beyond it a typed exponent would only fill the memory
+EXPONENT_LIMIT = 2000
+LENGTH_LIMIT = 2000
+
+FORMS = (
+    "a decimal (1.125, -3e-5), a fraction (1/3), a power of two (2^-25), a hex float (0x1.8p3), a bit pattern "
+    "(0b0 01111 0001111100 or bits:0x3c7c), inf, nan or -0"
+)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A real number, an infinity or a NaN, with a sign that zero and NaN have, too.
+
+    `magnitude` is exact and not negative; it is 0 and means nothing where `special` is "inf" or "nan".
+    """
+
+    magnitude: Fraction
+    negative: bool = False
+    special: str = ""
+
+    @classmethod
+    def of(cls, value: Number | Fraction | float | int | str) -> Number:
+        """A number from what Python has for one; a float counts with the exact value it holds."""
+        if isinstance(value, Number):
+            return value
+        if isinstance(value, str):
+            return parse_number(value)
+        if isinstance(value, float):
+            negative = copysign(1.0, value) < 0
+            if isnan(value) or isinf(value):
+                return cls(Fraction(0), negative, "nan" if isnan(value) else "inf")
+            return cls(abs(Fraction(value)), negative)
+        if isinstance(value, (int, Fraction)):
+            return cls(abs(Fraction(value)), value < 0)
+        raise TypeError(f"a number is given as text, float, int or Fraction, not as {type(value).__name__}")
+
+    @property
+    def is_finite(self) -> bool:
+        """Neither infinity nor NaN."""
+        return not self.special
+
+    @property
+    def value(self) -> Fraction:
+        """The number with its sign; raises ValueError for an infinity or a NaN."""
+        if self.special:
+            raise InvalidInput(f"{self} has no rational value")
+        return -self.magnitude if self.negative else self.magnitude
+
+    def __float__(self) -> float:
+        magnitude = {"inf": inf, "nan": nan}.get(self.special)
+        return copysign(float(self.magnitude) if magnitude is None else magnitude, -1.0 if self.negative else 1.0)
+
+    def __neg__(self) -> Number:
+        return Number(self.magnitude, not self.negative, self.special)
+
+    def __str__(self) -> str:
+        from lowp.explain.text import decimal_text
+
+        return ("-" if self.negative else "") + (self.special or decimal_text(self.magnitude))
+
+
+NAN = Number(Fraction(0), special="nan")
+ZERO = Number(Fraction(0))
+
+_SIGN = r"[-+]?"
+_DECIMAL = _SIGN + r"(?:\d[\d_]*\.?\d*|\.\d+)(?:e[-+]?\d+)?"
+_FRACTION = _SIGN + r"\d+/\d+"
+_POWER = _SIGN + r"2(?:\^|\*\*)-?\d+"
+_HEX = _SIGN + r"0x(?:[0-9a-f]+\.?[0-9a-f]*|\.[0-9a-f]+)(?:p[-+]?\d+)?"
+_SPECIAL = _SIGN + r"(?:inf(?:inity)?|nan)"
+_BITS = r"(?:bits:\s*)?0b[01](?:[ _]*[01])*|bits:\s*(?:0x[0-9a-f]+|[01](?:[ _]*[01])*)"
+NUMBER = f"(?:{_BITS}|{_FRACTION}|{_POWER}|{_HEX}|{_DECIMAL}|{_SPECIAL})"
+
+
+def parse_number(text: str, source: Format | str | None = None, bits: bool = False) -> Number:
+    """The exact number that a text means.
+
+    Forms: decimal, fraction ``1/3``, ``2^-25``, hexadecimal ``0x1.8p3`` (without a p an integer: 0x10 is 16), inf, nan.
+    ``0b...`` and ``bits:0x...`` are bit patterns of the format `source`, all of its bits, most significant first;
+    `bits=True` reads any 0x or 0b, or plain zeros and ones, as a bit pattern. Raises ValueError naming the forms.
+    """
+    given = " ".join(text.strip().lower().split())
+    if len(given) > LENGTH_LIMIT:
+        raise InvalidInput(f"a number of {len(given)} characters is too long: give at most {LENGTH_LIMIT}")
+    if bits and not given.startswith(("bits:", "0b")):
+        given = "bits:" + given
+    if re.fullmatch(_BITS, given):
+        return _from_bits(given, source)
+    if bits:
+        raise InvalidInput(
+            f"{text!r} is no bit pattern: give zeros and ones (0 01111 0001111100) or hexadecimal (0x3c7c)"
+        )
+    negative = given.startswith("-")
+    body = given.lstrip("+-") if re.fullmatch(NUMBER, given) else ""
+    if not body:
+        raise InvalidInput(f"{text!r} is no number: give {FORMS}")
+    if body[0] in "in":
+        return Number(Fraction(0), negative, body[:3])
+    return Number(_magnitude(body, text), negative)
+
+
+def _magnitude(body: str, text: str) -> Fraction:
+    if body.startswith("0x"):
+        digits, _, power = body[2:].partition("p")
+        whole, _, part = digits.partition(".")
+        return int(whole + part, 16) * _power(2, power or "0", text) / (1 << 4 * len(part))
+    if match := re.fullmatch(r"2(?:\^|\*\*)(-?\d+)", body):
+        return _power(2, match[1], text)
+    if "/" in body:
+        numerator, denominator = map(int, body.split("/"))
+        if denominator == 0:
+            raise InvalidInput(f"{text!r} divides by zero: give inf or nan if that is meant")
+        return Fraction(numerator, denominator)
+    digits, _, power = body.replace("_", "").partition("e")
+    return Fraction(digits) * _power(10, power or "0", text)
+
+
+def _power(base: int, exponent: str, text: str) -> Fraction:
+    if abs(int(exponent)) > EXPONENT_LIMIT:
+        raise InvalidInput(f"{text!r}: an exponent beyond {EXPONENT_LIMIT} is outside every format")
+    power: Fraction = Fraction(base) ** int(exponent)
+    return power
+
+
+def _from_bits(given: str, source: Format | str | None) -> Number:
+    if source is None:
+        raise InvalidInput(f"{given!r} is a bit pattern: say of which format, for example --from fp16")
+    format = parse_format(source)
+    if not isinstance(format, (FloatFormat, IntFormat)):
+        raise InvalidInput(
+            f"{given!r} as {format}: a code has a value only with its shared scale; give the format of one element, "
+            f"{format.element}"
+        )
+    body = given.removeprefix("bits:").strip()
+    if body.startswith("0x"):
+        code = int(body, 16)
+        if code >> format.bits:
+            raise InvalidInput(f"{body} has more than the {format.bits} bits of {format}")
+        return value_of_code(code, format)
+    digits = re.sub("[ _]", "", body.removeprefix("0b"))
+    if len(digits) != format.bits:
+        raise InvalidInput(f"{body!r} has {len(digits)} bits, and {format} has {format.bits}: give all of them")
+    return value_of_code(int(digits, 2), format)
+
+
+def value_of_code(code: int, format: FloatFormat | IntFormat) -> Number:
+    """The number that a bit pattern means. A binary integer's 0 is -1; other integers are two's complement."""
+    if isinstance(format, FloatFormat):
+        return Number.of(format.decode(code))
+    if format.bits == 1:
+        return Number.of(1 if code else -1)
+    return Number.of(code - ((code >> (format.bits - 1)) << format.bits))
+
+
+def code_of_value(value: Number, format: FloatFormat | IntFormat) -> int | None:
+    """The bit pattern of a value of the format; None where it has none (NaN in a format without NaN).
+
+    NaN is the quiet one with the sign of `value`.
+    """
+    if isinstance(format, IntFormat):
+        if not value.is_finite:
+            return None
+        return int(value.value > 0) if format.bits == 1 else int(value.value) & ((1 << format.bits) - 1)
+    if value.special == "nan":
+        if not format.has_nan:
+            return None
+        sign = int(value.negative and format.has_minus_zero) << (format.bits - 1)
+        return format.encode(nan) | sign
+    return format.encode(float(value))

@@ -1,0 +1,382 @@
+"""Explanations as text: plain, no colour, one fact a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import singledispatch
+
+from lowp.errors import InvalidInput
+from lowp.explain.arithmetic import OPERATORS, Alignment, Arithmetic
+from lowp.explain.conversion import Conversion
+from lowp.explain.exact import Rounded, Rule
+from lowp.explain.multiply_add import ORDERS, Accumulated, MultiplyAdd
+from lowp.explain.numbers import Number, code_of_value
+from lowp.explain.render_update import render_update
+from lowp.explain.text import (
+    BITS_SHOWN,
+    binary,
+    bits_text,
+    brief,
+    decimal_text,
+    floor_log2,
+    fraction_bits,
+    line,
+    point,
+    power_text,
+)
+from lowp.explain.update import WeightUpdate
+from lowp.formats import FloatFormat, IntFormat
+
+
+@singledispatch
+def render(explanation: object) -> str:
+    """The explanation as text of several lines, without a newline at the end."""
+    raise TypeError(f"{type(explanation).__name__} is no explanation")
+
+
+render.register(WeightUpdate, render_update)
+
+
+# -- one rounding -----------------------------------------------------------------------------------------------------
+def rule_words(rounded: Rounded) -> str:
+    """Why the result is what it is, in words."""
+    mode, number = rounded.cast.rounding, rounded.given
+    part = f"the part cut off is {_share(rounded.rest)} of a unit"
+    step = "up by one unit" if rounded.away else "down: the kept bits stay"
+    if rounded.away and number.negative:
+        step = "away from zero by one unit"
+    words = {
+        Rule.EXACT: "nothing is cut off: exact",
+        Rule.BELOW_HALF: f"{part}, less than half: {step}",
+        Rule.ABOVE_HALF: f"{part}, more than half: {step}",
+        Rule.TIE_TO_EVEN: f"exactly half a unit, a tie: to the neighbour whose last bit is 0: {step}",
+        Rule.TIE_AWAY: f"exactly half a unit, a tie: away from zero: {step}",
+        Rule.DIRECTED: f"{part}; {mode} decides: {step}",
+        Rule.STOCHASTIC: f"{part}; the random number decides: {step}",
+        Rule.FLUSHED: f"{rounded.format} has no subnormals: below the smallest normal number zero, before rounding",
+        Rule.TO_SMALLEST: f"{rounded.format} has no zero: below its smallest number it is that number",
+        Rule.SPECIAL: "no number is cut: infinity and NaN follow the format's rules",
+        Rule.NEGATIVE: f"{rounded.format} has no negative number and no zero"
+        if not getattr(rounded.format, "has_zero", True)
+        else f"{rounded.format} has no negative number",
+        Rule.SIGN: f"{rounded.format} keeps the sign alone (zero counts as +)",
+    }[rounded.rule]
+    if rounded.overflowed:
+        largest = decimal_text(Fraction(rounded.format.maximum))
+        words += f"; beyond the largest number, {largest}: {rounded.cast.overflow}"
+    elif rounded.given.is_finite and rounded.given.magnitude and rounded.result == Number(Fraction(0), number.negative):
+        words += "; underflow to zero"
+    return words
+
+
+def _share(rest: Fraction) -> str:
+    """Four digits of a number in [0, 1), which never look like a tie or a whole unit that it is not."""
+    text = brief(rest)
+    for mark in (Fraction(0), Fraction(1, 2), Fraction(1)):
+        if Fraction(text) == mark != rest:
+            return f"just {'above' if rest > mark else 'below'} {text}"
+    return text
+
+
+def error_words(error: Fraction | None, ulps: Fraction | None, relative: Fraction | None) -> str:
+    """The error in decimal, in ulp and relative."""
+    if error is None:
+        return "none that is a number"
+    if error == 0:
+        return "none: exact"
+    in_ulps = f" = {brief(ulps)} ulp" if ulps is not None else ""
+    share = f", relative {brief(relative)}" if relative is not None else ""
+    return f"{brief(error, 6)}{in_ulps}{share}"
+
+
+def cut_lines(rounded: Rounded) -> Iterator[str]:
+    """Which bits of the exact number are kept and which are cut, and the rule that decided."""
+    exponent, quantum, format = rounded.exponent, rounded.quantum_exponent, rounded.format
+    if exponent is not None and quantum is not None:
+        if isinstance(format, FloatFormat):
+            subnormal = exponent < format.min_exponent
+            field = 0 if subnormal else exponent + format.bias
+            why = f"field {exponent} + {format.bias} ="
+            why = f"below 2^{format.min_exponent}: subnormal, field" if subnormal else why
+            fits = field < 1 << format.exponent_bits
+            known = f" = {binary(field, format.exponent_bits)}" if fits else ", beyond the field"
+            yield line("exponent", f"floor(log2 |x|) = {exponent}; {why} {field}{known}")
+        yield line("spacing", f"one unit (ulp) here is 2^{quantum} = {decimal_text(Fraction(2) ** quantum)}")
+        places = format.mantissa_bits if isinstance(format, FloatFormat) else 0
+        scale = f" x 2^{quantum + places}" if places or quantum else ""
+        yield line("significand", f"{point(rounded.kept, places)}|{fraction_bits(rounded.rest) or '0'}{scale}")
+        if rounded.rest:
+            bits = f"guard {rounded.guard}, round {rounded.round_bit}, sticky {rounded.sticky}"
+            yield line("cut off", f"{fraction_bits(rounded.rest)}: {bits}")
+    yield line("rule", rule_words(rounded))
+
+
+def _format_words(rounded: Rounded) -> str:
+    format = rounded.format
+    shape = (
+        f"{format.spelling}, bias {format.bias}"
+        if isinstance(format, FloatFormat)
+        else f"{format.bits} bits, {format.minimum} to {format.maximum}"
+    )
+    return f"{format} ({shape}), {rounded.cast.rounding}, overflow: {rounded.cast.overflow}"
+
+
+def code_words(rounded: Rounded) -> str:
+    """The bits of a result by field, with the code in hexadecimal."""
+    format = rounded.format
+    if rounded.code is None:
+        return f"no bits: {format} has no {rounded.result.special}"
+    fields = ""
+    if isinstance(format, FloatFormat):
+        fields = "   sign exponent mantissa" if format.signed and format.mantissa_bits else "   the exponent alone"
+        fields = "   exponent mantissa" if not format.signed and format.mantissa_bits else fields
+    return f"{bits_text(rounded.code, format)}   {rounded.code:#0{(format.bits + 3) // 4 + 2}x}{fields}"
+
+
+@render.register
+def _(conversion: Conversion) -> str:
+    return "\n".join(_conversion_lines(conversion))
+
+
+def _conversion_lines(conversion: Conversion) -> Iterator[str]:
+    rounded, given = conversion.rounded, conversion.given
+    yield f"{given} to {conversion.cast}"
+    yield line("format", _format_words(rounded))
+    yield from _given_lines(conversion)
+    if conversion.via is not None:
+        first = conversion.via
+        yield line("first", f"to {first.cast}: {rule_words(first)}")
+        yield line("", f"{code_words(first)} = {first.result}")
+    if conversion.scale is not None:
+        scale = conversion.scale
+        size = f"2^{scale.exponent}" if scale.exponent is not None else decimal_text(scale.value)
+        yield line("scale", f"{size} ({scale.chosen_by}); the element is {rounded.given}")
+    yield from cut_lines(rounded)
+    yield line("result", code_words(rounded))
+    if conversion.scale is not None:
+        yield line("", f"element {rounded.result} times the scale")
+    yield line("value", str(conversion.result) + _power_words(conversion.result))
+    yield line("error", error_words(conversion.error, conversion.error_ulp, conversion.relative_error))
+    for outcome in conversion.outcomes if len(conversion.outcomes) > 1 else ():
+        bits = code_words(outcome.rounded)
+        yield line("chance", f"{brief(outcome.probability, 6)}: {outcome.rounded.result}   {bits}")
+    if len(conversion.outcomes) > 1:
+        yield line("", "the result above is the likelier; --random 0.25 decides with that random number")
+    yield from _twice_lines(conversion)
+
+
+def _power_words(number: Number) -> str:
+    if not number.is_finite or not number.magnitude or -10 < floor_log2(number.magnitude) < 16:
+        return ""
+    text = power_text(number.value)
+    return f" = {text}" if len(text) < 40 else ""
+
+
+def _given_lines(conversion: Conversion) -> Iterator[str]:
+    given, source = conversion.given, conversion.source
+    if given.is_finite and given.magnitude:
+        power_exponent = floor_log2(given.magnitude)
+        rest = given.magnitude / Fraction(2) ** power_exponent - 1
+        places = fraction_bits(rest, BITS_SHOWN)
+        sign = "-" if given.negative else ""
+        yield line("exact", f"{sign}1.{places or '0'} x 2^{power_exponent}")
+    if source is None or not given.is_finite:
+        return
+    held = Rounded(given, conversion.cast, given, None, Rule.EXACT)
+    try:
+        code = code_of_value(held.result, source)
+    except ValueError:
+        yield line("from", f"{given} is no number of {source}: it is taken as it is")
+        return
+    yield line("from", f"{source}: {bits_text(code, source)}")
+    target = conversion.rounded.format
+    if isinstance(target, FloatFormat) and conversion.rounded.is_exact and given.magnitude:
+        added = target.mantissa_bits - source.mantissa_bits
+        moved = target.bias - source.bias
+        if added >= 0 and given.magnitude >= Fraction(source.smallest_normal):
+            yield line("widen", f"exponent field {moved:+d}, and {added} zero bits are appended to the mantissa: exact")
+
+
+def _twice_lines(conversion: Conversion) -> Iterator[str]:
+    direct, twice = conversion.direct, conversion.through_fp32
+    if direct is not None and conversion.rounded_twice_differs:
+        bits = bits_text(direct.code, direct.format)
+        yield line("twice", f"without the rounding in between: {bits} = {direct.result}")
+        yield line("", "two roundings are not one: the first moved the number onto, or over, a tie of the second")
+    elif direct is not None:
+        yield line("twice", "the rounding in between changes nothing here")
+    if twice is not None:
+        words = f"gives {twice.result} instead: double rounding (--via fp32)"
+        yield line("note", f"decimal to fp32 to {twice.format} {words}")
+
+
+# -- sums and products ------------------------------------------------------------------------------------------------
+@render.register
+def _(arithmetic: Arithmetic) -> str:
+    return "\n".join(_arithmetic_lines(arithmetic))
+
+
+def _arithmetic_lines(arithmetic: Arithmetic) -> Iterator[str]:
+    rounded, operator = arithmetic.rounded, arithmetic.operator
+    left, right = arithmetic.left, arithmetic.right
+    yield f"{left.given} {operator} {right.given} in {arithmetic.operands.format}"
+    yield line("format", _format_words(rounded))
+    for name, operand in (("left", left), ("right", right)):
+        yield from _operand_lines(name, operand)
+    if arithmetic.alignment is not None:
+        yield from _alignment_lines(arithmetic, arithmetic.alignment)
+    yield line("exact", f"the {OPERATORS[operator]} is {arithmetic.exact}")
+    if operator in "*/":
+        yield from _product_lines(arithmetic)
+    yield from cut_lines(rounded)
+    yield line("result", code_words(rounded))
+    yield line("value", str(rounded.result) + _power_words(rounded.result))
+    yield line("error", error_words(rounded.error, rounded.error_ulp, rounded.relative_error))
+    if arithmetic.wider is not None:
+        wider = arithmetic.wider
+        exact = "exact" if wider.is_exact else "rounded, too"
+        yield line(f"in {wider.format}", f"{wider.result} ({exact})")
+        yield line("", bits_text(wider.code, wider.format))
+
+
+def _operand_lines(name: str, operand: Rounded) -> Iterator[str]:
+    if not operand.is_exact:
+        yield line(name, f"{operand.given} is no number of {operand.format}: {operand.result} is taken")
+        yield line("", f"({rule_words(operand)})")
+    else:
+        yield line(name, str(operand.result))
+    yield line("", f"{bits_text(operand.code, operand.format)}{_significand_words(operand)}")
+
+
+def _significand_words(operand: Rounded) -> str:
+    format = operand.format
+    if isinstance(format, IntFormat) or not operand.result.is_finite or not operand.result.magnitude:
+        return ""
+    assert operand.code is not None
+    _, field, mantissa = format.fields(operand.code)
+    normal = bool(field) or not format.has_zero
+    exponent = field - format.bias if normal else format.min_exponent
+    return f"   {point(mantissa + (normal << format.mantissa_bits), format.mantissa_bits)} x 2^{exponent}"
+
+
+def _alignment_lines(arithmetic: Arithmetic, alignment: Alignment) -> Iterator[str]:
+    format = alignment.larger.format
+    assert isinstance(format, FloatFormat)
+    places, bits = format.mantissa_bits, format.exponent_bits
+    fields = f"{binary(alignment.larger_field, bits)} - {binary(alignment.smaller_field, bits)}"
+    cut = alignment.cut[:BITS_SHOWN] + ("..." if len(alignment.cut) > BITS_SHOWN else "")
+    moved = point(alignment.kept, places) + (f"|{cut}" if cut else "")
+    if alignment.shift:
+        before = point(alignment.smaller_significand, places)
+        yield line("align", f"exponents {fields} = {alignment.shift}:")
+        yield line("", f"{before} moves right by {alignment.shift} places to {moved}")
+        rest = cut[1:]
+        yield line("", f"guard {alignment.guard}, the rest ({rest or 'none'}) sticky {int('1' in rest)}")
+    else:
+        yield line("align", f"exponents {fields} = {alignment.shift}: nothing moves")
+    subtracts = (arithmetic.left.result.negative != arithmetic.right.result.negative) != (arithmetic.operator == "-")
+    kept, large = alignment.kept, alignment.larger_significand
+    small = (kept << alignment.shift) + int(alignment.cut or "0", 2)
+    total = (large << alignment.shift) + (-small if subtracts else small)
+    remaining = binary(total & ((1 << alignment.shift) - 1), alignment.shift)[:BITS_SHOWN]
+    tail = f"|{remaining}{'...' if len(alignment.cut) > BITS_SHOWN else ''}" if alignment.shift else ""
+    name = "subtract" if subtracts else "add"
+    yield line(name, f"  {point(large, places)}")
+    yield line("", f"{'-' if subtracts else '+'} {moved}")
+    yield line("", f"= {point(total >> alignment.shift, places)}{tail}")
+    hidden = 1 << places
+    whole = total >> alignment.shift
+    if not subtracts and places and large >= hidden > kept and whole < 2 * hidden:
+        yield from _mantissa_lines(arithmetic.rounded, large - hidden, kept, whole - hidden, places)
+
+
+def _mantissa_lines(rounded: Rounded, large: int, kept: int, total: int, places: int) -> Iterator[str]:
+    summed = binary(total, places)
+    words = f"{binary(large, places)} + {binary(kept, places)} = {summed}"
+    target = rounded.format
+    if isinstance(target, FloatFormat) and target.mantissa_bits == places and rounded.rest and not rounded.overflowed:
+        assert rounded.code is not None
+        after = binary(target.fields(rounded.code)[2], places)
+        words += f", rounded up to {after}" if rounded.away else f", rounded down: {after} stays"
+    yield line("mantissas", words)
+
+
+def _product_lines(arithmetic: Arithmetic) -> Iterator[str]:
+    left, right = arithmetic.left, arithmetic.right
+    formats = left.format
+    finite = all(x.result.is_finite and x.result.magnitude for x in (left, right))
+    if arithmetic.operator != "*" or not isinstance(formats, FloatFormat) or not finite:
+        return
+    one, two = (_significand_words(x).strip() for x in (left, right))
+    first, second = (floor_log2(x.result.magnitude) for x in (left, right))
+    carried = floor_log2(arithmetic.exact.magnitude) - first - second
+    yield line("multiply", f"{one} times {two}")
+    note = "; the significands' product is 2 or more: one place to the right" if carried else ""
+    yield line("", f"exponents are added: {first} + {second} = {first + second}{note}")
+
+
+# -- D = A B + C ------------------------------------------------------------------------------------------------------
+@render.register
+def _(multiply_add: MultiplyAdd) -> str:
+    return render_multiply_add(multiply_add)
+
+
+def render_multiply_add(result: MultiplyAdd, element: tuple[int, int] | None = None) -> str:
+    """All of D in both accumulators, and one element in full: `element` (row, column from 0), or the farthest apart."""
+    return "\n".join(_multiply_add_lines(result, element))
+
+
+def _multiply_add_lines(result: MultiplyAdd, element: tuple[int, int] | None) -> Iterator[str]:
+    other = result.other[0][0].accumulate
+    yield f"D = A B + C, A and B in {result.operands}, C and D in {result.accumulate} (beside it {other})"
+    yield line("order", ORDERS[result.order])
+    for name, matrix in (("A", result.a), ("B", result.b), ("C", result.c)):
+        yield from _matrix_lines(name, [[_short(x) for x in row] for row in matrix])
+    for elements, format in ((result.d, result.accumulate), (result.other, other)):
+        yield from _matrix_lines(f"D {format}", [[_short(x.rounded.result) for x in each] for each in elements])
+    row, column = element or result.farthest
+    if row >= len(result.d) or column >= len(result.d[0]):
+        raise InvalidInput(f"D is {len(result.d)} x {len(result.d[0])}: it has no element {row + 1},{column + 1}")
+    yield ""
+    yield f"D[{row + 1},{column + 1}] step by step"
+    for each in (result.d[row][column], result.other[row][column]):
+        yield f"  {each.accumulate} accumulator"
+        yield from _accumulated_lines(each, result.order)
+    difference = result.difference(row, column)
+    if difference is None:
+        yield line("differ", "one of the two is not finite")
+    else:
+        words = f"the accumulators differ by {decimal_text(difference)} here"
+        yield line("differ", words if difference else "not here")
+
+
+def _short(number: Number) -> str:
+    return str(number) if number.special else brief(number.value, 7)
+
+
+def _matrix_lines(name: str, rows: list[list[str]]) -> Iterator[str]:
+    width = max(len(cell) for row in rows for cell in row)
+    for index, row in enumerate(rows):
+        yield line(name if index == 0 else "", "  ".join(cell.rjust(width) for cell in row))
+
+
+def _accumulated_lines(each: Accumulated, order: str) -> Iterator[str]:
+    partial = iter(each.partial)
+    for addend in each.addends:
+        product = " * ".join(str(_short(x)) for x in addend.factors)
+        yield line("  product" if product else "  C", f"{product} = {addend.exact}" if product else str(addend.exact))
+        if addend.kept != addend.exact:
+            yield line("", f"cut while aligning to {addend.kept}")
+        if addend.factors and (after := next(partial, None)) is not None:
+            yield line("", f"sum rounded to {after}")
+    if each.rounded.given != each.exact or order == "tensor-core":
+        yield line("  sum", str(each.rounded.given))
+    yield line("  rule", f"{each.rounded.cast.rounding}: {rule_words(each.rounded)}")
+    yield line("  result", f"{bits_text(each.rounded.code, each.accumulate)} = {each.rounded.result}")
+    error = each.error
+    if error is None:
+        words = "none that is a number"
+    else:
+        words = f"exact {decimal_text(each.exact.value)}, so {decimal_text(error)}" if error else "none: exact"
+    yield line("  error", words)

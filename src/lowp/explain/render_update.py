@@ -1,0 +1,131 @@
+"""A weight update as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from lowp.casts import Rounding
+from lowp.explain.exact import Rounded
+from lowp.explain.numbers import Number
+from lowp.explain.text import bits_text, brief, decimal_text, floor_log2, line, power_text
+from lowp.explain.update import Threshold, Trajectory, Verdict, WeightUpdate
+
+_VERDICTS = {
+    Verdict.LOST: "LOST: the weight stays as it was",
+    Verdict.DISTORTED: "DISTORTED: the update is below one ulp and is taken for another size",
+    Verdict.KEPT: "KEPT",
+    Verdict.OVERFLOW: "OVERFLOW: the sum is beyond the largest number",
+    Verdict.NONE: "nothing to lose: the update is zero",
+    Verdict.CHANCE: "KEPT ON AVERAGE: below one ulp, stochastic rounding moves the weight by a whole ulp or not",
+}
+
+
+def render_update(update: WeightUpdate) -> str:
+    """The explanation of a weight update, as text."""
+    return "\n".join(_lines(update))
+
+
+def _lines(update: WeightUpdate) -> Iterator[str]:
+    sign = "-" if update.step * update.gradient.result.value < 0 else "+"
+    rate = f"{decimal_text(update.learning_rate)} x " if update.learning_rate is not None else ""
+    yield f"weight {sign} {rate}gradient in {update.cast}: {update.weight.given} {sign} {rate}{update.gradient.given}"
+    for name, operand in (("weight", update.weight), ("gradient", update.gradient)):
+        yield from _operand_lines(name, operand)
+    yield line("update", f"{decimal_text(update.step)}, exact")
+    if update.threshold is not None:
+        yield from _size_lines(update, update.threshold)
+    yield line("sum", decimal_text(update.weight.result.value + update.step) + " exactly")
+    if update.first is not None:
+        yield line("", f"rounded to {update.first.result}   {bits_text(update.first.code, update.first.format)}")
+    yield line("verdict", _VERDICTS[update.verdict] + _moved(update))
+    yield from _threshold_lines(update)
+    yield f"after {update.steps} step{'s' * (update.steps > 1)}"
+    for trajectory in (update.trajectory, update.fp32):
+        if trajectory is not None:
+            yield from _trajectory_lines(trajectory, update.steps)
+    yield line("stochastic", f"{decimal_text(update.expected)} expected: unbiased, whatever the format")
+
+
+def _operand_lines(name: str, operand: Rounded) -> Iterator[str]:
+    taken = "" if operand.is_exact else f" (from {operand.given})"
+    yield line(name, f"{operand.result}{taken}")
+    yield line("", bits_text(operand.code, operand.format))
+
+
+def _size_lines(update: WeightUpdate, threshold: Threshold) -> Iterator[str]:
+    toward = "up" if update.step > 0 else "down"
+    yield line("spacing", f"{power_text(threshold.spacing)} to the next number {toward}{_binade_note(update)}")
+    ratio = abs(update.step) / threshold.spacing
+    yield line("size", f"{brief(ratio)} of that spacing" + _relative(update.relative_step))
+
+
+def _binade_note(update: WeightUpdate) -> str:
+    """Say why the spacing toward zero is smaller where the weight is a power of two."""
+    weight = update.weight.result
+    toward_zero = (update.step > 0) == weight.negative
+    power = weight.magnitude and weight.magnitude == Fraction(2) ** floor_log2(weight.magnitude)
+    if not (toward_zero and power and update.threshold):
+        return ""
+    return f" (below the power of two 2^{floor_log2(weight.magnitude)} numbers are closer)"
+
+
+def _relative(relative: Fraction | None) -> str:
+    return f", |update| / |weight| = {brief(relative)}" if relative is not None else ""
+
+
+def _moved(update: WeightUpdate) -> str:
+    if update.first is None or update.verdict not in (Verdict.DISTORTED, Verdict.KEPT):
+        return ""
+    moved = update.first.result.value - update.weight.result.value
+    if moved == update.step:
+        return ": exactly"
+    return f": the weight moves by {decimal_text(moved)}, {brief(moved / update.step)} times the update"
+
+
+def _threshold_lines(update: WeightUpdate) -> Iterator[str]:
+    threshold = update.threshold
+    if update.step == 0:
+        return
+    if threshold is None:
+        yield line("counts", "at no size: the weight is the largest number, and sums saturate")
+        return
+    if update.cast.is_stochastic:
+        yield line("counts", "at every size, with a probability of update / spacing")
+        return
+    weight = update.weight.result.magnitude
+    share = f" = {brief(threshold.size / weight)} of the weight" if weight and threshold.size else ""
+    how = "from" if threshold.inclusive else "above"
+    size = f"{power_text(threshold.size)} = {decimal_text(threshold.size)}" if threshold.size else "0"
+    yield line("counts", f"{how} |update| {size}{share}")
+    if threshold.size == threshold.tie and update.cast.rounding in (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY):
+        last = "odd" if threshold.inclusive else "even"
+        rule = (
+            f"a tie goes to the even neighbour, and the weight's last bit is {last}"
+            if update.cast.rounding is Rounding.NEAREST_EVEN
+            else "a tie goes away from zero"
+        )
+        yield line("", f"{rule}: at exactly that size it is {'moved' if threshold.inclusive else 'lost'}")
+    if update.learning_rate:
+        needed = threshold.size / abs(update.learning_rate)
+        yield line("", f"that is a gradient {how} {brief(needed, 6)}")
+
+
+def _trajectory_lines(trajectory: Trajectory, steps: int) -> Iterator[str]:
+    format = str(trajectory.cast)
+    yield line(format, f"{trajectory.last}{_stuck(trajectory)}")
+    shown = [f"{index}: {_short(value)}" for index, value in trajectory.shown if 0 < index < steps]
+    if shown and trajectory.stuck_after != 0:
+        yield line("", "step " + ", ".join(shown))
+
+
+def _stuck(trajectory: Trajectory) -> str:
+    if trajectory.stuck_after is None or not trajectory.last.is_finite:
+        return ""
+    if trajectory.stuck_after == 0:
+        return ", for ever: no step moves it"
+    return f", for ever from step {trajectory.stuck_after} on"
+
+
+def _short(value: Number) -> str:
+    return str(value) if value.special else brief(value.value, 9)

@@ -1,0 +1,224 @@
+"""A weight and its update: lost, distorted or kept, and from which size on it would count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+
+from lowp.casts import Cast, Rounding
+from lowp.casts import parse as parse_cast
+from lowp.errors import InvalidInput
+from lowp.explain.exact import Rounded, probability_away, round_exact
+from lowp.explain.numbers import Number, parse_number
+from lowp.explain.text import floor_log2
+from lowp.formats import FloatFormat, Format
+
+STEPS_LIMIT = 100_000
+
+
+class Verdict(str, Enum):
+    """What becomes of an update."""
+
+    LOST = "lost"  # the weight stays as it was
+    DISTORTED = "distorted"  # it moves, but the update is below one ulp: it moves by a whole ulp instead
+    KEPT = "kept"  # the update is one ulp or more: it arrives with at most half an ulp of error, or exactly
+    OVERFLOW = "overflow"  # the sum is beyond the largest number
+    NONE = "none"  # the update is zero
+    CHANCE = "chance"  # stochastic rounding: below one ulp, right on average
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The least size of an update that moves a weight; `inclusive` tells whether that size itself does.
+
+    `tie` is the size at which the sum lies halfway to the neighbour (what nearest rounding decides by).
+    """
+
+    size: Fraction
+    inclusive: bool
+    spacing: Fraction
+    tie: Fraction
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A weight over the steps: its value after the steps in `shown`, and the last.
+
+    `stuck_after` is the number of steps that moved it, where it came to a stand; else None.
+    """
+
+    cast: Cast
+    shown: tuple[tuple[int, Number], ...]
+    last: Number
+    stuck_after: int | None
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """One update `weight + step`, rounded, its verdict and `steps` of them.
+
+    `step` is the exact signed update: +gradient, or -gradient, or -learning_rate * gradient. `spacing_ratio` is
+    |step| in units of the spacing that the step meets; `threshold` None means that no size in this direction moves it.
+    `expected` is the mean after all steps under stochastic rounding, exact while the weight stays clear of the maximum.
+    """
+
+    cast: Cast
+    weight: Rounded
+    gradient: Rounded
+    learning_rate: Fraction | None
+    step: Fraction
+    steps: int
+    first: Rounded | None
+    verdict: Verdict
+    threshold: Threshold | None
+    trajectory: Trajectory | None
+    fp32: Trajectory
+    expected: Fraction
+
+    @property
+    def spacing_ratio(self) -> Fraction | None:
+        """|step| / spacing of the numbers that it steps among."""
+        return None if self.threshold is None else abs(self.step) / self.threshold.spacing
+
+    @property
+    def relative_step(self) -> Fraction | None:
+        """|step| / |weight|; None for a weight of zero."""
+        return abs(self.step) / self.weight.result.magnitude if self.weight.result.magnitude else None
+
+    @property
+    def chance(self) -> Fraction | None:
+        """With which probability stochastic rounding moves the weight by the larger of its two choices."""
+        total = Number.of(self.weight.result.value + self.step)
+        away = round_exact(total, self.cast.with_rounding(Rounding.TOWARD_ZERO))
+        return probability_away(away.rest, self.cast.random_bits) if away.quantum_exponent is not None else None
+
+
+def weight_update(
+    weight: Number | Fraction | float | int | str,
+    gradient: Number | Fraction | float | int | str,
+    cast: Cast | Format | str,
+    *,
+    steps: int = 1,
+    learning_rate: Fraction | None = None,
+    minus: bool = False,
+) -> WeightUpdate:
+    """Explain `weight + gradient` (the source's sign), `weight - gradient` (`minus`), or `weight - learning_rate *
+    gradient`, in a format and `steps` times.
+
+    Weight and gradient are rounded to the format (nearest even) first; learning rate times gradient is exact, and the
+    sum is rounded once, as an optimizer does that computes in fp32 and writes 16 bits. The fp32 master weight starts at
+    the format's weight and receives the same update. Raises ValueError for an infinite weight or gradient.
+    """
+    cast = parse_cast(cast)
+    if not isinstance(cast.format, FloatFormat):
+        raise InvalidInput(
+            f"a weight update is explained in float formats (fp16, bf16, e4m3fn, e5m7), not in {cast.format}"
+        )
+    if not 1 <= steps <= STEPS_LIMIT:
+        raise InvalidInput(f"{steps} steps are not possible here: give 1 to {STEPS_LIMIT}")
+    start, slope = (_operand(x, cast) for x in (weight, gradient))
+    factor = Fraction(1) if learning_rate is None else learning_rate
+    sign = -1 if minus or learning_rate is not None else 1
+    step = sign * factor * slope.result.value
+    current = start.result
+    fp32 = _walk(round_exact(current, "fp32").result, step, parse_cast("fp32"), steps)
+    expected = current.value + steps * step
+    if cast.is_stochastic:
+        threshold = _threshold(current, step, cast.with_rounding(Rounding.NEAREST_EVEN))
+        verdict = _verdict(None, current, step, threshold)
+        return WeightUpdate(
+            cast, start, slope, learning_rate, step, steps, None, verdict, threshold, None, fp32, expected
+        )
+    threshold = _threshold(current, step, cast)
+    first = round_exact(_sum(current, step), cast)
+    verdict = _verdict(first, current, step, threshold)
+    trajectory = _walk(current, step, cast, steps)
+    return WeightUpdate(
+        cast, start, slope, learning_rate, step, steps, first, verdict, threshold, trajectory, fp32, expected
+    )
+
+
+def _operand(value: Number | Fraction | float | int | str, cast: Cast) -> Rounded:
+    number = parse_number(value, cast.format) if isinstance(value, str) else Number.of(value)
+    rounded = round_exact(number, Cast(cast.format, overflow=cast.overflow))
+    if not rounded.result.is_finite:
+        raise InvalidInput(f"{number} is {rounded.result} in {cast.format}: an update needs finite numbers")
+    return rounded
+
+
+def _sum(current: Number, step: Fraction) -> Number:
+    return current if step == 0 else Number.of(current.value + step)
+
+
+def _verdict(first: Rounded | None, current: Number, step: Fraction, threshold: Threshold | None) -> Verdict:
+    if step == 0:
+        return Verdict.NONE
+    below_one_ulp = threshold is not None and abs(step) < threshold.spacing
+    if first is None:
+        return Verdict.CHANCE if below_one_ulp else Verdict.KEPT
+    if _same(first.result, current):
+        return Verdict.LOST
+    if not first.result.is_finite:
+        return Verdict.OVERFLOW
+    return Verdict.DISTORTED if below_one_ulp and not first.is_exact else Verdict.KEPT
+
+
+def _same(first: Number, second: Number) -> bool:
+    """Equal as numbers: -0 and +0 are."""
+    return (first.special, first.magnitude) == (second.special, second.magnitude) and (
+        first.negative == second.negative or not first.magnitude
+    )
+
+
+def _threshold(current: Number, step: Fraction, cast: Cast) -> Threshold | None:
+    """Where rounding begins to move the weight: it can change only just above 0, at the tie, or at the neighbour."""
+    assert isinstance(cast.format, FloatFormat)
+    if step == 0:
+        return None
+    spacing = _spacing(current, step > 0, cast.format)
+    direction = 1 if step > 0 else -1
+
+    def moves(size: Fraction) -> bool:
+        return not _same(round_exact(_sum(current, direction * size), cast).result, current)
+
+    tie, little = spacing / 2, spacing / 1024
+    if moves(little):
+        return Threshold(Fraction(0), False, spacing, tie)
+    if moves(tie):
+        return Threshold(tie, True, spacing, tie)
+    if moves(tie + little):
+        return Threshold(tie, False, spacing, tie)
+    return Threshold(spacing, True, spacing, tie) if moves(spacing) else None
+
+
+def _spacing(current: Number, upward: bool, format: FloatFormat) -> Fraction:
+    """The distance to the neighbour in one direction: below a power of two it is half that above it."""
+    if not current.magnitude:
+        return Fraction(format.smallest)
+    exponent = floor_log2(current.magnitude)
+    toward_zero = upward == current.negative
+    if toward_zero and current.magnitude == Fraction(2) ** exponent:
+        if exponent == format.min_exponent and not format.subnormals:
+            return current.magnitude
+        exponent -= 1
+    return Fraction(2) ** (max(exponent, format.min_exponent) - format.mantissa_bits)
+
+
+def _walk(current: Number, step: Fraction, cast: Cast, steps: int) -> Trajectory:
+    """Repeat the rounded update; once it changes nothing it never will."""
+    wanted = {0, 1, 2, 3, steps} | {10**n for n in range(1, 6) if 10**n < steps}
+    shown: list[tuple[int, Number]] = [(0, current)]
+    for index in range(1, steps + 1):
+        following = round_exact(_sum(current, step), cast).result
+        if _same(following, current) or not following.is_finite:
+            shown += [(index, following)] if index == 1 or not following.is_finite else []
+            shown += [(steps, following)] if shown[-1][0] != steps else []
+            return Trajectory(cast, tuple(shown), following, index - (0 if not following.is_finite else 1))
+        current = following
+        if index in wanted:
+            shown.append((index, current))
+    return Trajectory(cast, tuple(shown), current, None)
