@@ -170,7 +170,7 @@ def decode(codes: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
 def statistics(x: Tensor) -> tuple[Tensor, float, float, int, int, int]:
     """Return exponent histogram (int64, 256), largest finite |x|, sum of squares, zeros, NaNs and infinities.
 
-    The bins are those of fp32's biased exponent; fp64 numbers outside are counted in bins 1 and 254. The sum is taken
+    The bins are those of fp32's biased exponent; fp64 numbers outside are counted in bins 0 and 254. The sum is taken
     in fp64 over the finite elements, in an order that depends on neither the threads nor the processor.
     """
     counts = torch.zeros(259, dtype=torch.int64)

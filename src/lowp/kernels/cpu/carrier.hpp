@@ -8,6 +8,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif !defined(__aarch64__)
+#include <fenv.h>
 #endif
 
 // Loads come before stores in every iteration, so `out` may be exactly `in`.
@@ -76,12 +78,13 @@ static inline typename C::Number power_of_two(int exponent) {
   return number(static_cast<typename C::Bits>(field) << C::kMantissa);
 }
 
-// Subnormals count, and rounding is to nearest even, whatever torch.set_flush_denormal or the caller's thread says.
+// Subnormals count, whatever torch.set_flush_denormal has set for the thread, and results are rounded to nearest even or
+// (where a kernel takes the floor of positive numbers) toward zero.
 class ExactArithmetic {
  public:
 #if defined(__x86_64__)
-  ExactArithmetic() : before_(_mm_getcsr()) {
-    _mm_setcsr(0x1f80);
+  explicit ExactArithmetic(bool toward_zero = false) : before_(_mm_getcsr()) {
+    _mm_setcsr(toward_zero ? 0x7f80 : 0x1f80);
     asm volatile("" ::: "memory");
   }
   ~ExactArithmetic() {
@@ -92,18 +95,27 @@ class ExactArithmetic {
  private:
   unsigned before_;
 #elif defined(__aarch64__)
-  ExactArithmetic() {
+  explicit ExactArithmetic(bool toward_zero = false) {
     asm volatile("mrs %0, fpcr" : "=r"(before_));
-    asm volatile("msr fpcr, %0" ::"r"(uint64_t{0}) : "memory");
+    asm volatile("msr fpcr, %0" ::"r"(uint64_t{toward_zero ? 3u << 22 : 0u}) : "memory");
   }
   ~ExactArithmetic() { asm volatile("msr fpcr, %0" ::"r"(before_) : "memory"); }
 
  private:
   uint64_t before_;
 #else
-  ExactArithmetic() {}
-  ~ExactArithmetic() {}
+  explicit ExactArithmetic(bool toward_zero = false) {
+    fegetenv(&before_);
+    fesetenv(FE_DFL_ENV);
+    if (toward_zero) fesetround(FE_TOWARDZERO);
+  }
+  ~ExactArithmetic() { fesetenv(&before_); }
+
+ private:
+  fenv_t before_;
 #endif
+
+ public:
   ExactArithmetic(const ExactArithmetic&) = delete;
   ExactArithmetic& operator=(const ExactArithmetic&) = delete;
 };

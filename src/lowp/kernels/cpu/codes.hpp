@@ -165,7 +165,7 @@ __attribute__((noinline)) static void decode_codes(const T* codes, typename C::B
 template <class C, class T>
 static void decode_in(const Task& task, int64_t begin, int64_t end) {
   const lowp_cast& cast = *task.cast;
-  const bool vector = cast.kind == kFloat && reaches<C>(cast);
+  const bool vector = cast.kind == kFloat && reaches<C>(cast) && !is_one_below<C>(cast);
   const Code<C> code = vector ? make_code<C>(cast) : Code<C>{};
   alignas(64) typename C::Bits values[kBlock];
   for (int64_t first = begin; first < end; first += kBlock) {
@@ -198,7 +198,8 @@ static void decode_as(const Task& task, int64_t begin, int64_t end) {
 
 static void decode(const Task& task, int64_t begin, int64_t end) {
   const ExactArithmetic exact;
-  if (task.out_type != kFp64 && reaches<F32>(*task.cast)) return decode_as<F32>(task, begin, end);
+  if (task.out_type != kFp64 && reaches<F32>(*task.cast) && !is_one_below<F32>(*task.cast))
+    return decode_as<F32>(task, begin, end);
   decode_as<F64>(task, begin, end);
 }
 

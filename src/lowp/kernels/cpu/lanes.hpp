@@ -3,8 +3,8 @@
 //
 // |x| = a, as bits. At and above the smallest normal number of the format the discarded part is the lowest `shift` bits
 // of a, and a carry into the exponent field is the right result: integer arithmetic rounds. Below it the quantum is
-// fixed: adding and subtracting `magic`, whose ulp is the quantum, gives the nearest multiple, and the exact difference
-// between that and a decides the other modes. Where the format's exponents start where the carrier's do (bf16 in fp32),
+// fixed: adding and subtracting `magic`, whose ulp is the quantum, gives the nearest multiple; with the processor rounding
+// toward zero it gives the multiple below, and the exact rest decides the other modes. Where the format's exponents start where the carrier's do (bf16 in fp32),
 // subnormal numbers of the carrier are a fixed-point number already: only the integer way is taken.
 #pragma once
 
@@ -12,6 +12,14 @@
 
 namespace lowp {
 namespace LOWP_ISA {
+
+// What has to be looked after beyond the ordinary.
+enum Form {
+  kPlain,        // nothing: signed, with a minus zero, as many negative as positive numbers
+  kNoMinusZero,  // integers and FNUZ; the range may be asymmetric
+  kScale,        // e8m0: neither zero nor negative numbers, NaN for them
+  kUnsigned,     // other unsigned formats
+};
 
 template <class C>
 struct Lane {
@@ -28,7 +36,7 @@ struct Lane {
   Bits odd;            // 1 where the code is odd when the last kept bit is 0 (formats without mantissa bits)
   Int smallest;        // bits of the smallest normal number; 0: no fixed quantum
   Number magic, quantum, half_quantum;
-  Bits below_and, below_or;  // what is left of a result below the smallest normal number
+  Bits at_least;       // the smallest number of a format without zero
   Int limit[2];        // largest magnitude, of positive and of negative results
   Int beyond[2];       // what a finite number beyond it becomes
   Int infinite;        // what an infinity becomes unless it saturates
@@ -39,13 +47,18 @@ struct Lane {
   int random_drop;                // 32 - used random bits, below the smallest normal number
   Bits doubt;          // all ones where the first random word may not decide, for normal numbers
   Bits doubt_below;    // and below them
-  bool plain;          // signed, with a zero and a minus zero, symmetric
-  // masks, all ones or zero, of formats that are not
+  int form;            // Form
+  // masks, all ones or zero, of unsigned formats
   Bits refuses_negative, refuses_zero;  // an unsigned format; one without a zero
   Bits refused;                         // what such a number becomes
   Bits refused_positive;                // and whether that has no sign
-  Bits zero_positive;                   // there is no minus zero
 };
+
+// e8m0 in fp32: its smallest number is half of fp32's smallest normal one. There is one step below that, of 2**-127.
+template <class C>
+static inline bool is_one_below(const lowp_cast& cast) {
+  return cast.mantissa_bits == 0 && !cast.has_zero && cast.min_exponent == C::kMinExponent - 1;
+}
 
 // Whether the branch-free cast reaches: everything it computes with must be a normal number of the carrier.
 template <class C>
@@ -53,8 +66,9 @@ static inline bool reaches(const lowp_cast& cast) {
   if (cast.kind == kInteger) return cast.bits <= C::kMantissa + 1;
   if (cast.kind != kFloat || cast.mantissa_bits > C::kMantissa) return false;
   if (cast.min_exponent == C::kMinExponent) return true;
+  if (is_one_below<C>(cast)) return cast.rounding != kStochastic;
   const int lowest = cast.min_exponent - cast.mantissa_bits;
-  return lowest >= C::kMinExponent + C::kRandomBits + 2 && cast.min_exponent + C::kMantissa + 2 <= C::kBias;
+  return lowest >= C::kMinExponent + C::kRandomBits + 2 && cast.min_exponent + C::kMantissa + 3 <= C::kBias;
 }
 
 template <class C>
@@ -71,7 +85,7 @@ static inline void set_randomness(Lane<C>& lane, const lowp_cast& cast) {
   if (lane.shift == 0) lane.random_mask = 0;
   const int below = used < C::kRandomBits ? used : C::kRandomBits;
   lane.random_drop = 32 - below;
-  lane.random_scale = power_of_two<C>(below) / lane.quantum;
+  lane.random_scale = lane.quantum != 0 ? power_of_two<C>(below) / lane.quantum : 0;
   lane.doubt = cast.random_bits == 0 && lane.shift > 32 ? ~typename C::Bits{0} : 0;
   lane.doubt_below = used > C::kRandomBits || cast.random_bits == 0 ? ~typename C::Bits{0} : 0;
 }
@@ -94,16 +108,19 @@ static Lane<C> make_lane(const lowp_cast& cast) {
   const bool ties_up = !integer && mantissa_bits == 0 && !cast.has_zero;
   lane.last = lane.shift > 0 && !ties_up;
   lane.odd = !integer && mantissa_bits == 0 ? static_cast<Bits>((C::kBias - cast.bias) & 1) | ties_up : 0;
-  const bool flush = !integer && !cast.subnormals;
-  const bool fixed = min_exponent > C::kMinExponent || flush || (!integer && !cast.has_zero);
-  lane.smallest = fixed ? static_cast<Int>(bits_of(power_of_two<C>(min_exponent))) : 0;
-  lane.quantum = power_of_two<C>(min_exponent - mantissa_bits);
-  // where the whole carrier's range is reached, a quantum below its normal numbers is never used: results are flushed
-  if (lane.quantum == 0) lane.quantum = power_of_two<C>(min_exponent);
+  const bool one_below = !integer && is_one_below<C>(cast);
+  const bool flush = !integer && !cast.subnormals && !one_below;
+  const int fixed_below = one_below ? min_exponent + 1 : min_exponent;
+  const bool fixed = fixed_below > C::kMinExponent || flush || one_below;
+  lane.smallest = fixed ? static_cast<Int>(bits_of(power_of_two<C>(fixed_below))) : 0;
+  if (flush) {  // a quantum so large that everything below rounds to zero, and no step up from there
+    lane.magic = power_of_two<C>(min_exponent + C::kMantissa + 3);
+  } else if (fixed) {
+    lane.magic = power_of_two<C>(min_exponent + C::kMantissa - mantissa_bits);
+    lane.quantum = one_below ? power_of_two<C>(fixed_below) / 2 : power_of_two<C>(min_exponent - mantissa_bits);
+  }
   lane.half_quantum = lane.quantum / 2;
-  lane.magic = power_of_two<C>(min_exponent + C::kMantissa - mantissa_bits);
-  lane.below_and = flush ? 0 : ~Bits{0};
-  lane.below_or = integer || cast.has_zero ? 0 : static_cast<Bits>(lane.smallest);
+  lane.at_least = integer || cast.has_zero ? 0 : static_cast<Bits>(magnitude_bits<C>(cast.minimum));
   lane.limit[0] = magnitude_bits<C>(cast.maximum);
   lane.limit[1] = integer ? magnitude_bits<C>(cast.minimum) : lane.limit[0];
   const Int infinity = static_cast<Int>(Constants<C>::kInf), nan = static_cast<Int>(Constants<C>::kQuietNan);
@@ -116,12 +133,12 @@ static Lane<C> make_lane(const lowp_cast& cast) {
   lane.keeps_infinity = cast.overflow == kSaturate ? 0 : ~Bits{0};
   const bool minus_zero = !integer && cast.is_signed && cast.specials != kFnuz;
   const bool has_zero = integer || cast.has_zero, is_signed = integer || cast.is_signed;
-  lane.plain = minus_zero && has_zero;
+  lane.form = minus_zero ? kPlain : is_signed ? kNoMinusZero : kUnsigned;
+  if (!has_zero && cast.specials != kFinite) lane.form = kScale;
   lane.refuses_negative = is_signed ? 0 : ~Bits{0};
   lane.refuses_zero = has_zero ? 0 : ~Bits{0};
   lane.refused = static_cast<Bits>(cast.specials == kFinite ? magnitude_bits<C>(cast.minimum) : nan);
   lane.refused_positive = cast.specials == kFinite ? ~Bits{0} : 0;
-  lane.zero_positive = minus_zero ? 0 : ~Bits{0};
   set_randomness(lane, cast);
   return lane;
 }
@@ -137,8 +154,7 @@ static inline Bits choose(Bits mask, Bits yes, Bits no) {
   return (yes & mask) | (no & ~mask);
 }
 
-// A whole number below 2**24 or 2**32 as a number of the carrier. (AVX2 converts no 64-bit integers.)
-static inline float small_number(uint32_t value) { return static_cast<float>(static_cast<int32_t>(value)); }
+// A whole number below 2**32. (AVX2 converts no 64-bit integers.)
 static inline double small_number(uint64_t value) { return number(value | 0x4330000000000000) - 0x1p52; }
 
 // |x| rounded to the format's grid, its exponents unbounded above.
@@ -154,13 +170,12 @@ static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits w
     const Bits up = lane.below_half + (((a >> lane.shift) & lane.last) ^ lane.odd);
     const Bits normal = (a + up) & lane.keep;
     const Bits fixed = bits_of((number(a) + lane.magic) - lane.magic);
-    return choose<Bits>(below, (fixed & lane.below_and) | lane.below_or, normal);
+    return choose<Bits>(below, fixed, normal);
   }
   const Bits negative = static_cast<Bits>(0) - (bits >> (C::kWidth - 1));
   const Number value = number(a & below);
-  const Number nearest = (value + lane.magic) - lane.magic;
   const Bits quantum = bits_of(lane.quantum);
-  const Number floor = nearest - number(mask<C>(nearest > value) & quantum);
+  const Number floor = (value + lane.magic) - lane.magic;  // rounds toward zero here: see cast_numbers
   const Number rest = value - floor;
   Bits up = 0;
   Bits step = 0;  // the quantum, or zero
@@ -173,22 +188,29 @@ static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits w
     step = mask<C>(rest > 0) & quantum & away;
   } else if constexpr (MODE == kStochastic) {
     // The carry of `discarded + (all ones - random)` is set exactly where random < discarded.
-    const Bits noise = ((word ^ 0xffffffffu) & lane.random_mask) << lane.random_left >> lane.random_right;
-    up = noise;
-    const Number random = small_number(word >> lane.random_drop);
+    up = ~word & lane.random_mask;
+    if constexpr (C::kWidth == 64) up <<= lane.random_left;
+    up >>= lane.random_right;
     const Number fraction = rest * lane.random_scale;
-    const Bits sure = mask<C>(fraction >= random + 1);
-    step = sure & quantum;
-    const Bits unsure = mask<C>((a & lane.discard) >> lane.random_left == word) & lane.doubt;
-    doubt |= choose<Bits>(below, mask<C>(fraction > random) & ~sure & lane.doubt_below, unsure);
+    if constexpr (C::kWidth == 32) {  // the first word always decides above the smallest normal number
+      const Int random = static_cast<Int>(word >> lane.random_drop), digits = static_cast<Int>(fraction);
+      step = mask<C>(digits > random) & quantum;
+      doubt |= mask<C>(digits == random) & lane.doubt_below;
+    } else {
+      const Number random = small_number(word >> lane.random_drop);
+      const Bits sure = mask<C>(fraction >= random + 1);
+      step = sure & quantum;
+      const Bits unsure = mask<C>((a & lane.discard) >> lane.random_left == word) & lane.doubt;
+      doubt |= choose<Bits>(below, mask<C>(fraction > random) & ~sure & lane.doubt_below, unsure);
+    }
   }
   const Bits normal = (a + up) & lane.keep;
   const Bits fixed = bits_of(floor + number(step));
-  return choose<Bits>(below, (fixed & lane.below_and) | lane.below_or, normal);
+  return choose<Bits>(below, fixed, normal);
 }
 
-// The value that a number becomes. PLAIN: a signed format with a zero and a minus zero, of symmetric range.
-template <class C, int MODE, bool PLAIN>
+// The value that a number becomes.
+template <class C, int MODE, int FORM>
 static inline typename C::Bits cast_lane(typename C::Bits bits, typename C::Bits word, const Lane<C>& lane,
                                          typename C::Bits& doubt) {
   using Bits = typename C::Bits;
@@ -200,26 +222,35 @@ static inline typename C::Bits cast_lane(typename C::Bits bits, typename C::Bits
   const Bits negative = static_cast<Bits>(0) - (bits >> (C::kWidth - 1));
   Bits result = rounded<C, MODE>(bits, word, lane, doubt);
   Bits limit = static_cast<Bits>(lane.limit[0]), beyond = static_cast<Bits>(lane.beyond[0]);
-  if constexpr (!PLAIN) limit = choose<Bits>(negative, static_cast<Bits>(lane.limit[1]), limit);
-  if constexpr (!PLAIN || kDirected) beyond = choose<Bits>(negative, static_cast<Bits>(lane.beyond[1]), beyond);
+  if constexpr (FORM == kNoMinusZero) limit += negative & static_cast<Bits>(lane.limit[1] - lane.limit[0]);
+  if constexpr (FORM == kNoMinusZero || kDirected)
+    beyond ^= negative & static_cast<Bits>(lane.beyond[1] ^ lane.beyond[0]);
   result = choose<Bits>(mask<C>(static_cast<Int>(result) > static_cast<Int>(limit)), beyond, result);
   if constexpr (kDirected) {
     const Bits infinite = choose<Bits>(lane.keeps_infinity, static_cast<Bits>(lane.infinite), limit);
     result = choose<Bits>(mask<C>(a == Constants<C>::kInf), infinite, result);
   }
-  if constexpr (!PLAIN) {
+  if constexpr (FORM == kNoMinusZero) sign &= mask<C>(result != 0);
+  if constexpr (FORM == kUnsigned) {
+    result = static_cast<Int>(result) < static_cast<Int>(lane.at_least) ? lane.at_least : result;
     const Bits zero = mask<C>(a == 0);
     const Bits refused = choose<Bits>(zero, lane.refuses_zero, negative & lane.refuses_negative);
     result = choose<Bits>(refused, lane.refused, result);
-    sign &= ~((refused & lane.refused_positive) | (mask<C>(result == 0) & lane.zero_positive));
+    sign &= ~((refused & lane.refused_positive) | mask<C>(result == 0));
+  }
+  if constexpr (FORM == kScale) {
+    result = static_cast<Int>(result) < static_cast<Int>(lane.at_least) ? lane.at_least : result;
+    const bool refused = bits - 1 > Constants<C>::kInf - 1;  // zero wraps around; minus zero and below are larger
+    return choose<Bits>(mask<C>(refused), Constants<C>::kQuietNan | sign, result);
   }
   const Bits nan = mask<C>(magnitude > static_cast<Int>(Constants<C>::kInf));
   result = choose<Bits>(nan, Constants<C>::kQuietNan, result);
-  if constexpr (!PLAIN) sign = choose<Bits>(nan, bits & Constants<C>::kSign, sign);  // whatever the format
+  if constexpr (FORM == kUnsigned) sign = choose<Bits>(nan, bits & Constants<C>::kSign, sign);
   return result | sign;
 }
 
-template <class C, int MODE, bool PLAIN>
+// For the modes other than nearest-even the processor must round toward zero. True where a result is in doubt.
+template <class C, int MODE, int FORM>
 __attribute__((noinline)) static bool cast_numbers(const typename C::Bits* in, typename C::Bits* out, int64_t count,
                                                    const uint32_t* words, const Lane<C>& given) {
   const Lane<C> lane = given;
@@ -227,7 +258,7 @@ __attribute__((noinline)) static bool cast_numbers(const typename C::Bits* in, t
   LOWP_VECTOR_LOOP
   for (int64_t i = 0; i < count; ++i) {
     const typename C::Bits word = MODE == kStochastic ? words[i] : 0;
-    out[i] = cast_lane<C, MODE, PLAIN>(in[i], word, lane, doubt);
+    out[i] = cast_lane<C, MODE, FORM>(in[i], word, lane, doubt);
   }
   return doubt != 0;
 }
@@ -235,16 +266,24 @@ __attribute__((noinline)) static bool cast_numbers(const typename C::Bits* in, t
 template <class C>
 using CastNumbers = bool (*)(const typename C::Bits*, typename C::Bits*, int64_t, const uint32_t*, const Lane<C>&);
 
-template <class C, bool PLAIN>
-static CastNumbers<C> cast_numbers_for(int rounding) {
+template <class C, int FORM>
+static CastNumbers<C> cast_numbers_of_form(int rounding) {
   switch (rounding) {
-    case kNearestEven: return cast_numbers<C, kNearestEven, PLAIN>;
-    case kNearestAway: return cast_numbers<C, kNearestAway, PLAIN>;
-    case kTowardZero: return cast_numbers<C, kTowardZero, PLAIN>;
-    case kUp: return cast_numbers<C, kUp, PLAIN>;
-    case kDown: return cast_numbers<C, kDown, PLAIN>;
-    default: return cast_numbers<C, kStochastic, PLAIN>;
+    case kNearestEven: return cast_numbers<C, kNearestEven, FORM>;
+    case kNearestAway: return cast_numbers<C, kNearestAway, FORM>;
+    case kTowardZero: return cast_numbers<C, kTowardZero, FORM>;
+    case kUp: return cast_numbers<C, kUp, FORM>;
+    case kDown: return cast_numbers<C, kDown, FORM>;
+    default: return cast_numbers<C, kStochastic, FORM>;
   }
+}
+
+template <class C>
+static CastNumbers<C> cast_numbers_for(int form, int rounding) {
+  if (form == kPlain) return cast_numbers_of_form<C, kPlain>(rounding);
+  if (form == kNoMinusZero) return cast_numbers_of_form<C, kNoMinusZero>(rounding);
+  if (form == kScale) return cast_numbers_of_form<C, kScale>(rounding);
+  return cast_numbers_of_form<C, kUnsigned>(rounding);
 }
 
 }  // namespace LOWP_ISA

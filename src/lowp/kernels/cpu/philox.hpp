@@ -44,6 +44,7 @@ static inline Words words_first(uint64_t at) {
 static inline Words words_set(uint64_t value) { return _mm512_set1_epi64(static_cast<long long>(value)); }
 static inline Words words_multiply(Words a, Words b) { return _mm512_mul_epu32(a, b); }
 static inline Words words_xor(Words a, Words b, Words c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
+static inline Words words_xor(Words a, Words b) { return _mm512_xor_si512(a, b); }
 static inline Words words_upper(Words a) { return _mm512_srli_epi64(a, 32); }
 static inline Words words_pair(Words low, Words high) {
   return _mm512_mask_blend_epi32(0xAAAA, low, _mm512_slli_epi64(high, 32));
@@ -60,7 +61,12 @@ static inline Words words_first(uint64_t at) {
 }
 static inline Words words_set(uint64_t value) { return _mm256_set1_epi64x(static_cast<long long>(value)); }
 static inline Words words_multiply(Words a, Words b) { return _mm256_mul_epu32(a, b); }
-static inline Words words_xor(Words a, Words b, Words c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
+static inline Words words_xor(Words a, Words b, Words c) {
+  Words early = _mm256_xor_si256(b, c);  // known before a is; the compiler is kept from pairing them otherwise
+  asm("" : "+x"(early));
+  return _mm256_xor_si256(a, early);
+}
+static inline Words words_xor(Words a, Words b) { return _mm256_xor_si256(a, b); }
 static inline Words words_upper(Words a) { return _mm256_srli_epi64(a, 32); }
 static inline Words words_pair(Words low, Words high) {
   return _mm256_blend_epi32(low, _mm256_slli_epi64(high, 32), 0xAA);
@@ -77,7 +83,12 @@ static inline Words words_first(uint64_t at) {
 }
 static inline Words words_set(uint64_t value) { return _mm_set1_epi64x(static_cast<long long>(value)); }
 static inline Words words_multiply(Words a, Words b) { return _mm_mul_epu32(a, b); }
-static inline Words words_xor(Words a, Words b, Words c) { return _mm_xor_si128(_mm_xor_si128(a, b), c); }
+static inline Words words_xor(Words a, Words b, Words c) {
+  Words early = _mm_xor_si128(b, c);  // known before a is; the compiler is kept from pairing them otherwise
+  asm("" : "+x"(early));
+  return _mm_xor_si128(a, early);
+}
+static inline Words words_xor(Words a, Words b) { return _mm_xor_si128(a, b); }
 static inline Words words_upper(Words a) { return _mm_srli_epi64(a, 32); }
 static inline Words words_pair(Words low, Words high) {
   return _mm_or_si128(_mm_srli_epi64(_mm_slli_epi64(low, 32), 32), _mm_slli_epi64(high, 32));
@@ -88,47 +99,82 @@ static inline void words_store(uint32_t* out, Words first, Words second) {
 }
 #endif
 
-constexpr int kChains = 4;  // independent chains hide the latency of the multiplications
-constexpr int kCounters = kLanes * kChains;
+// Independent chains hide the latency of the multiplications.
+constexpr int kChains = 3;
 
-// kCounters counters, four words each.
-static inline void philox_step(uint64_t seed, uint64_t counter, uint32_t* out) {
-  const Words m0 = words_set(kMultiplier0), m1 = words_set(kMultiplier1);
-  Words c0[kChains], c1[kChains], c2[kChains], c3[kChains];
-  for (int chain = 0; chain < kChains; ++chain) {
-    c0[chain] = words_first(counter + static_cast<uint64_t>(chain * kLanes));
-    c1[chain] = words_upper(c0[chain]);
-    c2[chain] = c3[chain] = words_set(0);
+// What all counters share whose words but the lowest are equal: the keys, and parts of the first two rounds.
+struct Schedule {
+  Words key0[10], key1[10];
+  Words upper, lower;
+
+  Schedule(uint64_t seed, uint64_t counter) {
+    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+    for (int round = 0; round < 10; ++round, k0 += kWeyl0, k1 += kWeyl1) {
+      key0[round] = words_set(k0);
+      key1[round] = words_set(k1);
+    }
+    const uint32_t word = static_cast<uint32_t>(counter >> 32) ^ static_cast<uint32_t>(seed);  // after the first round
+    const uint64_t product = static_cast<uint64_t>(kMultiplier0) * word;
+    upper = words_set((product >> 32) ^ static_cast<uint32_t>((seed >> 32) + kWeyl1));
+    lower = words_set(product);
   }
-  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-#pragma GCC unroll 10
-  for (int round = 0; round < 10; ++round, k0 += kWeyl0, k1 += kWeyl1) {
-    const Words key0 = words_set(k0), key1 = words_set(k1);
-#pragma GCC unroll 4
-    for (int chain = 0; chain < kChains; ++chain) {
+};
+
+// CHAINS * kLanes counters, four words each.
+template <int CHAINS>
+static inline void philox_step(const Schedule& schedule, uint64_t counter, uint32_t* out) {
+  const Words m0 = words_set(kMultiplier0), m1 = words_set(kMultiplier1);
+  Words c0[CHAINS], c1[CHAINS], c2[CHAINS], c3[CHAINS];
+#pragma GCC unroll 8
+  for (int chain = 0; chain < CHAINS; ++chain) {
+    const Words a = words_multiply(words_first(counter + static_cast<uint64_t>(chain * kLanes)), m0);
+    const Words b = words_multiply(words_xor(words_upper(a), schedule.key1[0]), m1);
+    c0[chain] = words_xor(words_upper(b), schedule.key0[1]);
+    c1[chain] = b;
+    c2[chain] = words_xor(a, schedule.upper);
+    c3[chain] = schedule.lower;
+  }
+#pragma GCC unroll 8
+  for (int round = 2; round < 10; ++round) {
+#pragma GCC unroll 8
+    for (int chain = 0; chain < CHAINS; ++chain) {
       const Words a = words_multiply(c0[chain], m0), b = words_multiply(c2[chain], m1);
-      c0[chain] = words_xor(words_upper(b), c1[chain], key0);
-      c2[chain] = words_xor(words_upper(a), c3[chain], key1);
+      c0[chain] = words_xor(words_upper(b), c1[chain], schedule.key0[round]);
+      c2[chain] = words_xor(words_upper(a), c3[chain], schedule.key1[round]);
       c1[chain] = b;
       c3[chain] = a;
     }
   }
-#pragma GCC unroll 4
-  for (int chain = 0; chain < kChains; ++chain)
+#pragma GCC unroll 8
+  for (int chain = 0; chain < CHAINS; ++chain)
     words_store(out + chain * kLanes * 4, words_pair(c0[chain], c1[chain]), words_pair(c2[chain], c3[chain]));
 }
-#else
-constexpr int kCounters = 1;
-static inline void philox_step(uint64_t seed, uint64_t counter, uint32_t* out) { philox_at(seed, counter, 0, out); }
-#endif
 
-static_assert(kBlock / 4 % kCounters == 0, "a block is a whole number of steps");
+// The words of counters counter .. counter + counters - 1, whose upper halves are equal; returns how many are done.
+// GCC's scheduling before register allocation, off by default on x86, is worth a tenth here.
+#if defined(__GNUC__) && !defined(__clang__)
+__attribute__((noinline, optimize("schedule-insns", "sched-pressure")))
+#else
+__attribute__((noinline))
+#endif
+static int64_t random_words_alike(uint64_t seed, uint64_t counter, int64_t counters, uint32_t* out) {
+  const Schedule schedule(seed, counter);
+  int64_t done = 0;
+  for (; done + kChains * kLanes <= counters; done += kChains * kLanes)
+    philox_step<kChains>(schedule, counter + static_cast<uint64_t>(done), out + 4 * done);
+  for (; done + kLanes <= counters; done += kLanes)
+    philox_step<1>(schedule, counter + static_cast<uint64_t>(done), out + 4 * done);
+  return done;
+}
+#else
+static inline int64_t random_words_alike(uint64_t, uint64_t, int64_t, uint32_t*) { return 0; }
+#endif
 
 // The words of counters counter .. counter + counters - 1.
 static void random_words(uint64_t seed, uint64_t counter, int64_t counters, uint32_t* out) {
+  const uint64_t last = counter + static_cast<uint64_t>(counters) - 1;
   int64_t done = 0;
-  for (; done + kCounters <= counters; done += kCounters)
-    philox_step(seed, counter + static_cast<uint64_t>(done), out + 4 * done);
+  if (counters > 0 && counter >> 32 == last >> 32) done = random_words_alike(seed, counter, counters, out);
   for (; done < counters; ++done) philox_at(seed, counter + static_cast<uint64_t>(done), 0, out + 4 * done);
 }
 

@@ -17,13 +17,15 @@ struct Caster {
   Caster(const lowp_cast& given, uint64_t given_seed) : cast(given), seed(given_seed), lane{}, kernel(nullptr) {
     if (!reaches<C>(cast)) return;
     lane = make_lane<C>(cast);
-    kernel = lane.plain ? cast_numbers_for<C, true>(cast.rounding) : cast_numbers_for<C, false>(cast.rounding);
+    kernel = cast_numbers_for<C>(lane.form, cast.rounding);
   }
 
   // At most kBlock elements; `begin`, the index of the first, is a multiple of four. `out` may be `in`.
   void operator()(const typename C::Bits* in, typename C::Bits* out, int64_t begin, int64_t count) const {
     if (kernel == nullptr || cast.rounding != kStochastic) return with_words(in, out, begin, count, nullptr);
     alignas(64) uint32_t words[kBlock];
+    // fetched while the processor is busy with the random numbers
+    for (int64_t i = 0; i < count; i += int64_t{64 / sizeof(in[0])}) __builtin_prefetch(in + i);
     random_words(seed, static_cast<uint64_t>(begin) / 4, (count + 3) / 4, words);
     with_words(in, out, begin, count, words);
   }
@@ -32,12 +34,14 @@ struct Caster {
   void with_words(const typename C::Bits* in, typename C::Bits* out, int64_t begin, int64_t count,
                   const uint32_t* words) const {
     if (kernel == nullptr) return one_by_one(in, out, begin, count);
-    if (cast.rounding != kStochastic) {
+    if (cast.rounding == kNearestEven) {
       kernel(in, out, count, nullptr, lane);
       return;
     }
+    const ExactArithmetic floors(true);
     alignas(64) typename C::Bits before[kBlock];
-    if (in == out) in = static_cast<const typename C::Bits*>(std::memcpy(before, in, sizeof(in[0]) * count));
+    if (in == out && cast.rounding == kStochastic)
+      in = static_cast<const typename C::Bits*>(std::memcpy(before, in, sizeof(in[0]) * static_cast<size_t>(count)));
     if (kernel(in, out, count, words, lane)) one_by_one(in, out, begin, count);
   }
 

@@ -35,7 +35,7 @@ static void narrow_exactly(uint64_t* values, int type, int64_t count) {
   cast.min_exponent = 1 - cast.bias;
   cast.maximum = type == kFp16 ? 65504.0 : 0x1.fep127;
   cast.minimum = -cast.maximum;
-  cast_numbers<F64, kNearestEven, true>(values, values, count, nullptr, make_lane<F64>(cast));
+  cast_numbers<F64, kNearestEven, kPlain>(values, values, count, nullptr, make_lane<F64>(cast));
 }
 
 static void quantize_scaled(const Task& task, const Scales& scales, int64_t begin, int64_t end) {

@@ -49,14 +49,13 @@ __attribute__((noinline)) static double sum_of_squares(const Bits* bits, int64_t
   return ((all[0] + all[1]) + (all[2] + all[3])) + ((all[4] + all[5]) + (all[6] + all[7]));
 }
 
-// The biased exponent as fp32 has it. fp64: zero in bin 0, other finite numbers clamped to 1 .. 254.
+// The biased exponent as fp32 has it, 0 for zeros and subnormals. fp64: finite numbers clamped to 0 .. 254.
 static inline unsigned bin_of(uint32_t bits) { return bits >> 23 & 255; }
 static inline unsigned bin_of(uint64_t bits) {
   const int field = static_cast<int>(bits >> 52 & 2047);
   if (field == 2047) return 255;
-  if ((bits & Constants<F64>::kMagnitude) == 0) return 0;
   const int clamped = field - (1023 - 127);
-  return static_cast<unsigned>(clamped < 1 ? 1 : clamped > 254 ? 254 : clamped);
+  return static_cast<unsigned>(clamped < 0 ? 0 : clamped > 254 ? 254 : clamped);
 }
 
 template <class C>
