@@ -157,7 +157,7 @@ class WeightCasts:
 
     def detach(self) -> None:
         """Let go of the graph, which holds the weights; the values stay."""
-        for entry in self._entries.values():
+        for entry in list(self._entries.values()):
             entry.attached = None
 
     def forget(self) -> None:

@@ -50,7 +50,7 @@ def promote(call: Call) -> Any:
 
 
 def inside(call: Call) -> Any:
-    """Read by the rule's `input`, compute in fp32, write by its `output`: norms and softmax without a kernel of ours."""
+    """Read by the rule's `input`, compute in fp32, write by its `output`: norms and softmax without a runner."""
     return _run(call, lambda x: _widened(rounded(x, call.rule.input, call.seed)))
 
 

@@ -25,7 +25,7 @@ _CONTRACTIONS = frozenset(
 )
 
 
-class Audit(_DispatchMode):  # type: ignore[misc]
+class Audit(_DispatchMode):  # type: ignore[misc, valid-type]
     """Watches what an engine's region sends to the dispatcher; costs about 20 us an op."""
 
     def __init__(self, engine: Engine) -> None:

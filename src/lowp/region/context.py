@@ -68,7 +68,7 @@ class autocast(torch.autocast):
         if device_type is not None or _is_torch_spelling(device, dtype):
             if strict:
                 raise InvalidInput(f"strict=True needs a policy: autocast({device!r}) follows torch's own lists")
-            super().__init__(device, dtype, enabled, cache_enabled)  # type: ignore[arg-type]
+            super().__init__(device, dtype, enabled, cache_enabled)
             return
         if dtype is not None:
             raise InvalidInput(f"autocast({device!r}, dtype={dtype}): a precision says its formats: leave dtype out")
@@ -93,9 +93,8 @@ class autocast(torch.autocast):
         self.enter()
         return self
 
-    def __exit__(self, kind: Any, value: Any, traceback: Any) -> bool:
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         self.leave(strict=kind is None)
-        return False
 
     def enter(self, path: ModulePath | None = None) -> None:
         """Enter the region in this thread; `path` is where in the model it is entered, if not where the thread is."""
@@ -106,7 +105,7 @@ class autocast(torch.autocast):
         threads.entries().append(entry)
         if self._rulebook is None:
             entry.attributes = {name: self.__dict__[name] for name in _TORCH_ATTRIBUTES if name in self.__dict__}
-            super().__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
             return
         if path is None:
             path = outer.engine.path if outer is not None and outer.engine is not None else ModulePath()
@@ -132,7 +131,7 @@ class autocast(torch.autocast):
         if self._rulebook.strict:
             entry.audit = Audit(engine)
             entry.audit.__enter__()
-        engine.__enter__()
+        engine.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self, strict: bool = True) -> None:
         """Leave the region in this thread; `strict` also complains about rules that nothing matched."""
@@ -143,7 +142,7 @@ class autocast(torch.autocast):
             super().__exit__(None, None, None)
             self.__dict__.update(entry.attributes)
         if entry.engine is not None:
-            entry.engine.__exit__(None, None, None)
+            entry.engine.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if entry.audit is not None:
             entry.audit.__exit__(None, None, None)
         if entry.follows_modules:

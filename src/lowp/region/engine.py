@@ -237,7 +237,7 @@ class Engine(TorchFunctionMode):
     def _without_kernel(
         self, error: RuntimeError, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an op in fp32 that the device cannot run in 16 bits, and plan it so from now on; raise any other error."""
+        """Run an op in fp32 that the device cannot run in 16 bits, and plan it so; raise any other error."""
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if not tensors or not _NO_KERNEL.search(str(error)):
             raise error
@@ -263,10 +263,10 @@ class Engine(TorchFunctionMode):
                 break
         else:
             return True
-        device = _device(args) or _device(list((kwargs or {}).values()))
-        if device is None or device not in self.devices:
+        found = _device(args) or _device(list((kwargs or {}).values()))
+        if found is None or found not in self.devices:
             return False
-        return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is self.dtype
+        return torch.is_autocast_enabled(found) and torch.get_autocast_dtype(found) is self.dtype
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -1,4 +1,4 @@
-"""Which regions a thread is in, and how regions follow code to other places: modules, checkpoints, DataParallel threads.
+"""Which regions a thread is in, and how regions follow code to other places: modules, checkpoints, worker threads.
 
 torch knows no way to hand a function mode to a recomputation or to a worker thread. The hooks here stand in the one
 private place each where torch.utils.checkpoint and torch.nn.parallel take the function that they run later. They are
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
@@ -27,6 +28,8 @@ from lowp.session import ModulePath
 
 if TYPE_CHECKING:
     from lowp.region.context import autocast
+
+_EnableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C._EnableTorchFunction"))
 
 __all__ = ["Entry", "current", "entries", "follow_modules", "install"]
 
@@ -124,11 +127,12 @@ def bound(function: Callable[..., Any], path: ModulePath | None = None) -> Calla
     region, place = entry.region, entry.engine.path.copy() if path is None else path
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        region.enter(place.copy())
-        try:
-            return function(*args, **kwargs)
-        finally:
-            region.leave(strict=False)
+        with _EnableTorchFunction():  # a backward that unpacks its tensors behind a shield must not disable this
+            region.enter(place.copy())
+            try:
+                return function(*args, **kwargs)
+            finally:
+                region.leave(strict=False)
 
     return run
 
@@ -141,7 +145,7 @@ def install() -> None:
     reentrant = cast(Any, private("torch.utils.checkpoint.CheckpointFunction"))
     keywords = cast(Callable[..., Any], private("torch.utils.checkpoint._get_autocast_kwargs"))
 
-    class CheckpointFunction(reentrant):  # type: ignore[misc]
+    class CheckpointFunction(reentrant):  # type: ignore[misc, valid-type]
         @staticmethod
         def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
             return reentrant.forward(ctx, bound(run_function), *args)
@@ -157,8 +161,8 @@ def install() -> None:
         return generator(bound(function), *args, **kwargs)
 
     class Thread(threading.Thread):
-        def __init__(self, *args: Any, target: Callable[..., Any] | None = None, **kwargs: Any) -> None:
-            super().__init__(*args, target=target if target is None else bound(target, ModulePath()), **kwargs)
+        def __init__(self, *, target: Callable[..., Any], args: tuple[Any, ...] = ()) -> None:
+            super().__init__(target=bound(target, ModulePath()), args=args)
 
     for name, value in {
         "_checkpoint_without_reentrant_generator": non_reentrant,
