@@ -88,7 +88,10 @@ def widen16(x: Tensor) -> Tensor:
     """Return fp16 or bf16 numbers in fp32, exactly."""
     if x.dtype == torch.bfloat16:
         return (x.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
-    return x.to(torch.float32) if x.dtype == torch.float16 else x
+    if x.dtype == torch.float16:
+        _, magnitude = sign_and_magnitude(x.to(torch.float32))  # torch loses the sign of some NaNs
+        return with_sign(magnitude, x.view(torch.int16) < 0, torch.float32)
+    return x
 
 
 def widen(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast, Rounding
+from lowp.casts import Cast, Overflow, Rounding
 from lowp.formats import FORMATS, FloatFormat, IntFormat
 from lowp.kernels import bitwise, scaled
 from lowp.kernels.floats import narrow, widen
@@ -20,7 +20,7 @@ def holds(cast: Cast, dtype: torch.dtype) -> bool:
     if cast.scaling is not None:
         return scaled.fits(cast, dtype)
     if dtype.itemsize > 2:
-        return dtype == torch.float64 or holds_format(cast.element, dtype) or _contains_fp32(cast.element)
+        return dtype == torch.float64 or holds_format(cast.element, dtype) or _is_identity_on_fp32(cast)
     every = widen(torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype))
     both_ways = (Rounding.UP, Rounding.DOWN) if cast.is_stochastic else (cast.rounding,)
     return all(
@@ -39,9 +39,10 @@ def holds_format(format: FloatFormat | IntFormat, dtype: torch.dtype) -> bool:
     return format.fits(carrier)
 
 
-def _contains_fp32(format: FloatFormat | IntFormat) -> bool:
-    carrier = FORMATS["fp32"]
-    return isinstance(carrier, FloatFormat) and isinstance(format, FloatFormat) and carrier.fits(format)
+def _is_identity_on_fp32(cast: Cast) -> bool:
+    carrier, format = FORMATS["fp32"], cast.element
+    contains = isinstance(carrier, FloatFormat) and isinstance(format, FloatFormat) and carrier.fits(format)
+    return contains and cast.overflow is not Overflow.SATURATE
 
 
 def _survives(values: Tensor, dtype: torch.dtype) -> bool:

@@ -31,14 +31,14 @@ def encode(x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor) -> int:
     found = torch.tensor(codes, dtype=torch.int64).reshape(x.shape)
     if isinstance(element, FloatFormat) and element.signed and element.has_nan and element.has_minus_zero:
         negative_nan = rounded.isnan() & sign_and_magnitude(rounded)[0]
-        found = torch.where(negative_nan, found | -(1 << (element.bits - 1)), found)
+        found = torch.where(negative_nan, found | _as_int64(1 << (element.bits - 1)), found)
     out.copy_(wrap(found, out.dtype))
     return int(rounded.isnan().sum()) if not _has_nan(element) else 0
 
 
 def decode(codes: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
     """Write the value of every code into `out`, exactly."""
-    found = [_value(format, int(code)) for code in codes.flatten().tolist()]
+    found = [_value(format, code) for code in codes.flatten().tolist()]
     wide = torch.tensor(found, dtype=torch.float64).reshape(codes.shape)
     out.copy_(narrow(wide, out.dtype))
 
@@ -206,7 +206,11 @@ def _has_nan(element: FloatFormat | IntFormat) -> bool:
 
 
 def _code(element: FloatFormat | IntFormat, value: float) -> int:
-    return element.encode(value) if isinstance(element, FloatFormat) else int(value)
+    return _as_int64(element.encode(value)) if isinstance(element, FloatFormat) else int(value)
+
+
+def _as_int64(code: int) -> int:
+    return code - (1 << 64) if code >= 1 << 63 else code
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -1,0 +1,139 @@
+"""Every implementation gives the bits of the definition, on every code, midpoint and neighbour."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact_casts import FORMATS_TRIED, bits, casts, inputs
+from torch import Tensor
+
+from lowp.casts import Cast, parse
+from lowp.errors import Unavailable
+from lowp.formats import FloatFormat, IntFormat
+from lowp.kernels import IMPLEMENTATIONS, available, bitwise, limits, native, reference
+from lowp.kernels.floats import widen16
+from lowp.kernels.packing import as_integers
+from lowp.kernels.scaled import code_dtype
+
+FAST = [name for name in available() if name not in ("reference", "native")]
+SEED = 0x1234_5678_9ABC_DEF0
+
+
+def quantized(name: str, x: Tensor, cast: Cast) -> Tensor:
+    out = torch.empty_like(x)
+    IMPLEMENTATIONS[name].quantize(x, cast, SEED, out)
+    return bits(out)
+
+
+@pytest.mark.parametrize("format", FORMATS_TRIED, ids=str)
+def test_values_are_those_of_the_definition(format: FloatFormat | IntFormat) -> None:
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        x = inputs(format, dtype)
+        for cast in casts(format):
+            if not limits.holds(cast, dtype):
+                continue
+            wanted = quantized("reference", x, cast)
+            for name in FAST:
+                found = quantized(name, x, cast)
+                same = found == wanted
+                assert same.all(), (name, str(cast), x[~same][:4], found[~same][:4], wanted[~same][:4])
+
+
+@pytest.mark.parametrize("format", FORMATS_TRIED, ids=str)
+def test_codes_are_those_of_the_definition(format: FloatFormat | IntFormat) -> None:
+    x = inputs(format, torch.float32, random=100)[::3].contiguous()
+    may_have_code = ~x.isnan() if isinstance(format, IntFormat) or not format.has_nan else torch.ones_like(x).bool()
+    cast = Cast(format)
+    wanted = torch.empty(x.shape, dtype=code_dtype(format))
+    uncodable = reference.encode(x, cast, SEED, wanted)
+    for name in FAST:
+        found = torch.empty_like(wanted)
+        assert IMPLEMENTATIONS[name].encode(x, cast, SEED, found) == uncodable, name
+        assert torch.equal(as_integers(found)[may_have_code], as_integers(wanted)[may_have_code]), name
+
+
+@pytest.mark.parametrize("format", FORMATS_TRIED, ids=str)
+def test_every_code_decodes_to_its_value_and_back(format: FloatFormat | IntFormat) -> None:
+    count = 1 << format.bits
+    codes = torch.tensor([code for code in (range(count) if format.bits <= 16 else [])])
+    if format.bits > 16:
+        codes = torch.tensor([i * 0x9E3779B97F4A7C15 % min(count, 1 << 62) for i in range(2000)])
+    if format.bits == 1:
+        codes = torch.tensor([1, -1])
+    codes = reference.wrap(codes, code_dtype(format))
+    if isinstance(format, IntFormat) and format.bits > 1:
+        codes = codes[(as_integers(codes) >= format.minimum) & (as_integers(codes) <= format.maximum)]
+    wanted = torch.empty(codes.shape, dtype=torch.float64)
+    reference.decode(codes, format, wanted)
+    for name in FAST:
+        found = torch.empty_like(wanted)
+        IMPLEMENTATIONS[name].decode(codes, format, found)
+        assert torch.equal(bits(found), bits(wanted)), name
+    again = torch.empty_like(codes)
+    reference.encode(wanted[~wanted.isnan()], Cast(format), 0, again[~wanted.isnan()])
+    for name in ["reference", *FAST]:
+        again = torch.empty(int((~wanted.isnan()).sum()), dtype=codes.dtype)
+        assert IMPLEMENTATIONS[name].encode(wanted[~wanted.isnan()], Cast(format), 0, again) == 0
+        decoded = torch.empty(again.shape, dtype=torch.float64)
+        reference.decode(again, format, decoded)
+        assert torch.equal(bits(decoded), bits(wanted[~wanted.isnan()])), name
+
+
+def test_native_is_the_definition_where_it_is_there() -> None:
+    for text in ("fp16", "bf16", "fp32"):
+        cast = parse(text)
+        assert isinstance(cast.element, FloatFormat)
+        x = inputs(cast.element, torch.float32, random=20_000)
+        assert torch.equal(quantized("native", x, cast), quantized("reference", x, cast)), text
+    x = inputs(parse("fp16").element, torch.float64)
+    assert torch.equal(quantized("native", x, parse("fp64")), quantized("reference", x, parse("fp64")))
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [("e4m3fn", torch.float32), ("fp16:up", torch.float32), ("fp16", torch.float64), ("fp32", torch.float64)],
+)
+def test_native_names_who_has_what_it_lacks(text: str, dtype: torch.dtype) -> None:
+    with pytest.raises(Unavailable, match=r"native does not have .* bitwise and reference have it"):
+        native.quantize(torch.ones(1, dtype=dtype), parse(text), 0, torch.ones(1, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_statistics_are_those_of_the_definition(dtype: torch.dtype) -> None:
+    x = inputs(parse("e5m7").element, dtype, random=5000)
+    tiny = torch.tensor([1, 0x400000, 0x7FFFFF], dtype=torch.int32).view(torch.float32)
+    x = torch.cat([x, tiny.double().to(dtype)])
+    histogram, *others = reference.statistics(x)
+    for name in FAST:
+        found, *numbers = IMPLEMENTATIONS[name].statistics(x)
+        assert torch.equal(found, histogram), name
+        for number, wanted in zip(numbers, others, strict=True):
+            # sums in another order: at most n roundings of 2**-53 each
+            assert float(number) == pytest.approx(float(wanted), rel=len(x) * 2.0**-53), name
+
+
+def test_the_histogram_counts_exponents_of_fp32() -> None:
+    x = torch.tensor([1.0, -1.5, 2.0, 0.0, -0.0, 1e-40, 2.0**-126, 3e38, torch.inf, torch.nan])
+    for name in ("reference", *FAST):
+        for dtype in (torch.float32, torch.float64):
+            histogram, maximum, _, zeros, nan, infinite = IMPLEMENTATIONS[name].statistics(x.to(dtype))
+            assert {i: n for i, n in enumerate(histogram.tolist()) if n} == {0: 3, 1: 1, 127: 2, 128: 1, 254: 1, 255: 2}
+            assert float(maximum) == x[7].item()
+            assert (int(zeros), int(nan), int(infinite)) == (2, 1, 1)
+
+
+def test_the_last_bits_of_an_unlikely_draw_decide() -> None:
+    # The word of element 1 under seed 0 is 0xe169c58d; a fraction that begins with it needs the words behind.
+    word = torch.tensor([0xE169C58D]).double() * 2.0**-32
+    tail = torch.tensor([2.0**-33 - 2.0**-50], dtype=torch.float64)
+    for fraction in (word, word + tail, word + 2.0**-50):
+        x = torch.cat([torch.zeros(1, dtype=torch.float64), fraction])
+        cast = parse("i8:stochastic")
+        wanted = quantized("reference", x, cast)
+        assert all(torch.equal(quantized(name, x, cast), wanted) for name in FAST)
+
+
+def test_bitwise_never_looks_at_data_on_other_devices() -> None:
+    x = torch.empty(3, 4, device="meta")
+    assert bitwise.quantized(x, parse("fp16:stochastic")).shape == (3, 4)
+    assert widen16(x) is x
