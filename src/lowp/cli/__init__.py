@@ -17,6 +17,9 @@ from importlib import import_module
 COMMANDS: dict[str, str] = {
     "formats": "list the number formats, show one in full, draw their bits",
     "explain": "show a number, a sum or a weight update bit by bit, exactly",
+    "recipes": "list the networks that can be trained",
+    "train": "train one recipe in one precision, with checkpoints",
+    "compare": "train one recipe in several precisions, and say which converge as fp32",
 }
 
 _HELP_HEAD = (

@@ -1,0 +1,196 @@
+"""Train one recipe in several precisions with several seeds, and say which converge as fp32 does.
+
+  lowp compare digits --precision fp32,fp16,bf16,bf16-tpu,e4m3fn
+  lowp compare digits-hard --precision fp16,fp16-naive
+  lowp compare digits --precision fp16 --loss-scale 1,8,256,dynamic
+  lowp compare digits --sweep exponent=3..8,mantissa=2..10
+
+fp32 is always trained too, first, as what the others are compared with. One seed gives the same initial weights and
+batches in every precision. Every number goes to a JSON file, the curves to a picture beside it. After Ctrl-C the
+file holds the runs that were done, and --resume goes on with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowp.cli import EXIT_INTERRUPTED, run_options
+
+if TYPE_CHECKING:
+    from lowp.recipes.comparison import Study
+
+DEFAULT = "fp32,fp16,bf16,bf16-tpu,e4m3fn"
+_SEEDS, _SEEDS_OF_A_SWEEP = 3, 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    run_options.add_run_arguments(parser)
+    parser.add_argument("--precision", metavar="LIST", help=f"presets, formats, policy files; {DEFAULT} if not given")
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help=f"runs of each: {_SEEDS}, of a sweep {_SEEDS_OF_A_SWEEP}"
+    )
+    parser.add_argument(
+        "--loss-scale", metavar="LIST", help="none, numbers, dynamic: a row for each; fp16 if no precision"
+    )
+    parser.add_argument("--sweep", metavar="GRID", help="exponent=3..8,mantissa=2..10: every eXmY, half the epochs")
+    parser.add_argument(
+        "--out", metavar="FILE.json", type=Path, help="compare-RECIPE.json or sweep-RECIPE.json if not given"
+    )
+    parser.add_argument("--plot", metavar="FILE", type=Path, help=".png, .svg or .pdf; beside the JSON if not given")
+    parser.add_argument("--resume", action="store_true", help="go on with the runs that the JSON file holds")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes to train in; chosen by the work if not given")
+    parser.add_argument(
+        "--timing",
+        type=float,
+        default=1.5,
+        metavar="SECONDS",
+        help="time a step for so long a precision; 0: no time, no memory",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare; 0 whatever the verdicts, 130 for Ctrl-C, with what is done written."""
+    from lowp.recipes import results
+    from lowp.report import plots
+
+    _check(arguments)
+    kind = "compare" if arguments.sweep is None else "sweep"
+    out = arguments.out or Path(f"{kind}-{arguments.recipe}.json")
+    plot = arguments.plot or out.with_suffix(".png")
+    study = _study(arguments)
+    study.command = results.command_line()
+    plots.check_suffix(plot)
+    results.check_writable(out)
+    results.check_writable(plot)
+    _take_over(study, out, arguments.resume)
+    if not plots.can_plot():
+        _say(f"there will be no picture: {plots.NO_MATPLOTLIB}")
+    try:
+        _train(study, out, arguments.jobs)
+        if arguments.timing and arguments.sweep is None:
+            _say("measuring the time and the memory of a step ...")
+            study.measure(seconds=arguments.timing)
+    except KeyboardInterrupt:
+        done = len(study.runs)
+        results.write(out, study.document())
+        _say(
+            f"interrupted; {done} of {done + len(study.jobs())} runs are in {out}. "
+            "To go on, repeat the command with --resume"
+        )
+        return EXIT_INTERRUPTED
+    document = study.document()
+    results.write(out, document)
+    _print(document)
+    if plots.can_plot():
+        (plots.curves if arguments.sweep is None else plots.grid)(document, plot)
+        print(f"written: {out}, {plot}")
+    else:
+        print(f"written: {out}; no picture: {plots.NO_MATPLOTLIB}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    from lowp.errors import InvalidInput
+    from lowp.recipes import get
+
+    get(arguments.recipe)
+    for option, value, least in (("--seeds", arguments.seeds, 1), ("--jobs", arguments.jobs, 1)):
+        if value is not None and value < least:
+            raise InvalidInput(f"{option} {value}: give {least} or more")
+    if not 0 <= arguments.timing < 3600:
+        raise InvalidInput(f"--timing {arguments.timing:g}: give seconds, 0 or more")
+    if arguments.sweep is not None and arguments.precision is not None:
+        raise InvalidInput("--sweep trains the formats of its grid: leave --precision out")
+    if arguments.out is not None and arguments.out.suffix != ".json":
+        raise InvalidInput(f"--out {arguments.out}: the numbers are written as JSON: give a name that ends in .json")
+
+
+def _study(arguments: argparse.Namespace) -> Study:
+    from lowp.errors import InvalidInput
+    from lowp.recipes.comparison import Study, variants_of
+    from lowp.recipes.sweep import Grid, Sweep
+
+    scales = _words(arguments.loss_scale)
+    named = run_options.given(arguments)
+    if arguments.sweep is not None:
+        if len(scales) > 1:
+            raise InvalidInput(
+                f"--loss-scale {arguments.loss_scale}: a sweep takes one; without it there is no loss scale"
+            )
+        grid = Grid.parse(arguments.sweep)
+        settings = run_options.filled({**named, "loss_scale": scales[0] if scales else None})
+        if arguments.epochs is None:
+            settings = replace(settings, epochs=max(1, (settings.epochs or 1) // 2))
+        return Sweep(settings, grid, range(arguments.seeds or _SEEDS_OF_A_SWEEP))
+    precisions = _words(arguments.precision) or _words("fp16" if scales else DEFAULT)
+    if "fp32" not in precisions:
+        _say("fp32 is trained too, as what the others are compared with")
+    variants = variants_of(run_options.filled(named), precisions, scales)
+    return Study(variants, range(arguments.seeds or _SEEDS))
+
+
+def _take_over(study: Study, out: Path, resume: bool) -> None:
+    """Take the runs of an interrupted comparison over, or refuse to write over them."""
+    from lowp.errors import InvalidInput
+    from lowp.recipes import results
+
+    if resume:
+        _say(f"{study.resume(out)} runs taken over from {out}")
+        return
+    if out.exists() and out.stat().st_size:
+        try:
+            earlier = results.read(out, study.kind)
+        except InvalidInput:
+            return  # results of another kind or version: complete, and lowp's own, as was checked
+        if not earlier["complete"]:
+            raise InvalidInput(
+                f"{out} holds the runs of an interrupted {study.kind}: "
+                "give --resume to go on with them, or another --out"
+            )
+
+
+def _train(study: Study, out: Path, processes: int | None) -> None:
+    """Run what is to be done, with a bar, and write the file after each run."""
+    from lowp.recipes import results
+    from lowp.recipes.comparison import result_line
+    from lowp.report.progress import Bar
+
+    jobs = study.jobs()
+    epochs = study.settings.epochs or 1
+    labels = ", ".join(variant.label for variant in study.variants)
+    names = labels if len(study.variants) <= 12 else f"{len(study.variants)} formats"
+    title = f"{study.recipe.name}: {names}; {len(study.seeds)} seeds, {epochs} epochs; {study.data.description}"
+    with Bar(study.recipe.name, len(jobs) * epochs, "epochs") as bar:
+        bar.line(title)
+        for done, (name, result) in enumerate(
+            study.run(lambda name, epoch: bar.advance(epoch > 0, name), processes), 1
+        ):
+            results.write(out, study.document())
+            bar.line(f"{done}/{len(jobs)}  {result_line(study, name, result)}")
+
+
+def _print(document: dict[str, Any]) -> None:
+    from lowp.report import tables
+
+    console = tables.console()
+    if document["kind"] == "sweep":
+        console.print(tables.heat_map(document))
+        console.print(tables.sweep_words(document), markup=False)
+        return
+    for table in tables.comparison_tables(document):
+        console.print(table)
+    console.print(tables.notes(document), markup=False)
+
+
+def _words(text: str | None) -> Sequence[str]:
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,52 @@
+"""List the recipes: networks of the literature, their sizes and data. With a name, one of them in full.
+
+lowp recipes
+lowp recipes digits
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowp.recipes.recipe import Recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("recipe", nargs="?", help="the recipe to show in full")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table, or one recipe."""
+    from rich.table import Table
+
+    from lowp.recipes import RECIPES, get
+    from lowp.report.tables import console, plain_table
+
+    if arguments.recipe is not None:
+        console().print(_full(get(arguments.recipe)), markup=False)
+        return 0
+    table: Table = plain_table(None, ["recipe", "what", "size", "parameters"])
+    for name in RECIPES:
+        recipe = get(name)
+        for place, (size, row) in enumerate(recipe.sizes.items()):
+            mark = " (default)" if size == recipe.default_size else ""
+            what = (recipe.name, recipe.summary) if place == 0 else ("", "")
+            table.add_row(*what, size + mark, f"{row.parameters:,}")
+    console().print(table)
+    return 0
+
+
+def _full(recipe: Recipe) -> str:
+    lines = [f"{recipe.name}: {recipe.summary}", f"  data    {recipe.data}", f"  source  {recipe.source}"]
+    for name, size in recipe.sizes.items():
+        options = ", ".join(f"{key} {value}" for key, value in size.options.items())
+        default = ", the default" if name == recipe.default_size else ""
+        lines.append(
+            f"  {name:<7} {size.parameters:,} parameters, {size.epochs} epochs, batch {size.batch}, "
+            f"learning rate {size.learning_rate:g}{', ' * bool(options)}{options}{default}"
+        )
+    lines.append(f"  judged by {recipe.metric.name}")
+    return "\n".join(lines)

@@ -1,0 +1,44 @@
+"""The options that training and comparing share, and the settings that they make."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowp.recipes.training import Settings
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the recipe and what changes its defaults."""
+    parser.add_argument("recipe", help="the recipe; `lowp recipes` lists them")
+    parser.add_argument("--size", help="the recipe's size: cpu (the default) or full")
+    parser.add_argument("--epochs", type=int, help="epochs, in place of the recipe's")
+    parser.add_argument("--batch", type=int, help="examples a step, in place of the recipe's")
+    parser.add_argument("--lr", type=float, help="learning rate, in place of the recipe's")
+    parser.add_argument("--accumulate", metavar="FORMAT", help="how contractions sum up: fp32, fp16/16, bf16/128 ...")
+    parser.add_argument("--device", help="cpu (the default), cuda, cuda:1 ...")
+    parser.add_argument("--data", metavar="DIR", help="the real data set, where the recipe takes one")
+
+
+def given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were named on the command line, by their names in `Settings`."""
+    named = {
+        "recipe": arguments.recipe,
+        "size": arguments.size,
+        "epochs": arguments.epochs,
+        "batch": arguments.batch,
+        "learning_rate": arguments.lr,
+        "accumulate": arguments.accumulate,
+        "device": arguments.device,
+        "data": None if arguments.data is None else str(Path(arguments.data)),
+    }
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def filled(settings: dict[str, Any]) -> Settings:
+    """Settings with the recipe's defaults; raises for an unknown recipe, precision, size or device."""
+    from lowp.recipes.training import Settings
+
+    return Settings(**settings).filled()

@@ -1,0 +1,161 @@
+"""Train one recipe in one precision, with a checkpoint after each epoch and at Ctrl-C.
+
+  lowp train digits --precision fp16
+  lowp train digits --precision fp16 --resume
+
+A run that was stopped, by Ctrl-C or kill -9, goes on with --resume as if it had not been, to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowp.cli import EXIT_ERROR, run_options
+from lowp.cli.interrupts import Interrupts
+
+if TYPE_CHECKING:
+    from lowp.recipes.training import Training
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    run_options.add_run_arguments(parser)
+    parser.add_argument("--precision", help="a preset, a format such as e5m7, or a policy file; fp32 if not given")
+    parser.add_argument("--loss-scale", metavar="SCALE", help="none, a number, or dynamic, in place of the precision's")
+    parser.add_argument("--seed", type=int, help="decides the initial weights and the batches; 0 if not given")
+    parser.add_argument("--checkpoint", metavar="FILE", type=Path, help="RECIPE-PRECISION-seedN.pt if not given")
+    parser.add_argument("--resume", action="store_true", help="go on with the run that the checkpoint holds")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="begin anew though the checkpoint holds an unfinished run"
+    )
+    parser.add_argument("--out", metavar="FILE.json", type=Path, help="write every number of the run here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, or go on; 0 at the end, 130 for Ctrl-C, with the checkpoint written."""
+    from lowp.errors import InvalidInput
+    from lowp.recipes import get, results
+    from lowp.recipes.measuring import threads_of
+
+    if arguments.resume and arguments.overwrite:
+        raise InvalidInput("--resume goes on with a checkpoint and --overwrite replaces it: give one of them")
+    recipe = get(arguments.recipe)
+    named = run_options.given(arguments)
+    own = {"precision": arguments.precision, "loss_scale": arguments.loss_scale, "seed": arguments.seed}
+    named.update({name: value for name, value in own.items() if value is not None})
+    path = arguments.checkpoint or _default_path(named)
+    for file in filter(None, (path, arguments.out)):
+        results.check_writable(file)
+    with threads_of(recipe.threads), Interrupts() as interrupts:
+        training = _begin(named, path, arguments)
+        finished = _train(training, path, interrupts)
+    if arguments.out is not None:
+        results.write(arguments.out, _document(training))
+    if not finished:
+        _say(
+            f"stopped in epoch {training.epoch + 1} of {training.epochs}; the checkpoint is {path}. To go on: "
+            f"lowp train {recipe.name} --checkpoint {path} --resume"
+        )
+        return interrupts.exit_code
+    return _report(training, path)
+
+
+def _begin(named: dict[str, Any], path: Path, arguments: argparse.Namespace) -> Training:
+    """A new run, or the one that the checkpoint holds."""
+    from lowp.errors import InvalidInput
+    from lowp.recipes.training import Training, read_extra
+
+    if arguments.resume:
+        training = Training.resume(path, named)
+        _say(f"going on with {path} after {training.epoch} of {training.epochs} epochs")
+        return training
+    settings = run_options.filled(named)
+    if path.exists() and not arguments.overwrite:
+        extra = read_extra(path)
+        if extra["epoch"] < extra["settings"]["epochs"] and extra["failure"] is None:
+            raise InvalidInput(
+                f"{path} holds a run that stopped after {extra['epoch']} of {extra['settings']['epochs']} epochs: give "
+                "--resume to go on with it, --overwrite to begin anew, or another --checkpoint"
+            )
+    return Training(settings)
+
+
+def _train(training: Training, path: Path, interrupts: Interrupts) -> bool:
+    """Run with a bar, and write the checkpoint after each epoch and where it was interrupted."""
+    from lowp.report.progress import Bar
+
+    title = f"{training.recipe.name}, {training.precision}"
+    with Bar(training.recipe.name, training.epochs, "epochs") as bar:
+        if not training.finished:
+            bar.line(f"{title}; {training.data.description}")
+        bar.advance(training.epoch)
+
+        def after_epoch(one: Training) -> None:
+            if one.failure is None:
+                one.save(path)
+            bar.line(_epoch_line(one))
+            bar.advance(1 if one.epoch else 0)
+
+        finished = training.run(after_epoch, interrupts)
+        if not finished:
+            training.save(path)
+    return finished
+
+
+def _epoch_line(training: Training) -> str:
+    last, metric = training.history[-1], training.recipe.metric
+    from lowp.report.tables import number
+
+    parts = [f"epoch {last['epoch']}/{training.epochs}", f"{metric.name} {number(last[metric.name], metric.share)}"]
+    parts.append(f"loss {last['loss']:.4f}")
+    if last["epoch"]:
+        parts.append(f"training loss {last['training_loss']:.4f}")
+    if training.precision.scaler.is_enabled():
+        parts.append(f"loss scale {last['loss_scale']:g}, {last['skipped_steps']} skipped")
+    return "  ".join(parts)
+
+
+def _report(training: Training, path: Path) -> int:
+    if training.failure is not None:
+        print(
+            f"lowp: error: {training.recipe.name} in {training.settings.precision} failed: {training.failure}",
+            file=sys.stderr,
+        )
+        return EXIT_ERROR
+    last, metric = training.history[-1], training.recipe.metric
+    from lowp.report.tables import number
+
+    print(
+        f"{training.recipe.name} in {training.settings.precision}, seed {training.settings.seed}: {metric.name} "
+        f"{number(last[metric.name], metric.share)}, loss {last['loss']:.4f} after {training.epoch} epochs; {path}"
+    )
+    return 0
+
+
+def _document(training: Training) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from lowp.recipes import results
+
+    return {
+        **results.header("training", results.command_line()),
+        "complete": training.finished,
+        "settings": asdict(training.settings),
+        "data": training.data.description,
+        "history": training.history,
+        "failure": training.failure,
+    }
+
+
+def _default_path(named: dict[str, Any]) -> Path:
+    """A name that tells what the run is; a policy file or a long format gives its last part."""
+    precision = re.sub(r"[^\w.+-]+", "-", Path(named.get("precision", "fp32")).name)
+    return Path(f"{named['recipe']}-{precision}-seed{named.get('seed', 0)}.pt")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,27 @@
+"""The networks of the literature as recipes, trained and compared in any precision: `lowp recipes` lists them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from lowp.errors import UnknownName, unknown
+
+if TYPE_CHECKING:
+    from lowp.recipes.recipe import Recipe
+
+# A row a recipe: its name, and where it is. A recipe is imported when it is used, so that one command does not load
+# what another network needs.
+RECIPES: dict[str, str] = {
+    "digits": "lowp.recipes.digits:DIGITS",
+    "digits-hard": "lowp.recipes.digits:DIGITS_HARD",
+}
+
+
+def get(name: str) -> Recipe:
+    """Return a recipe by name; raises UnknownName with the near names."""
+    if name not in RECIPES:
+        raise UnknownName(unknown("recipe", name, RECIPES))
+    module, _, attribute = RECIPES[name].partition(":")
+    recipe: Recipe = getattr(import_module(module), attribute)
+    return recipe

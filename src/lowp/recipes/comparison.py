@@ -1,0 +1,247 @@
+"""Several precisions on one recipe with several seeds: the plan, its runs, and what they showed, as one document."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lowp import presets
+from lowp.errors import InvalidInput
+from lowp.recipes import get, results
+from lowp.recipes.measuring import MEMORY_METHOD, TIME_METHOD, TURN, peak_memory, step_times, threads_of
+from lowp.recipes.recipe import Data
+from lowp.recipes.runs import Job, Told, processes_for, run_jobs
+from lowp.recipes.training import Settings, load_data
+from lowp.recipes.verdict import BASELINE, RULE, deviation, judge, mean
+
+__all__ = ["Study", "Variant", "result_line", "variants_of"]
+
+FLUSHED_METHOD = (
+    "flushed gradients: elements that are zero in this precision and not zero in an fp32 backward on the same weights "
+    "and batch, of those not zero in fp32; lost updates: weights (masters where there are some) that the step left as "
+    "they were, of those with a gradient that is not zero; updates < 2^-24: wanted changes below the smallest number "
+    "of fp16, of those not zero. Counted at {samples} steps of each run"
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of a comparison: what it is called, and its settings, of which the seed changes."""
+
+    label: str
+    settings: Settings
+
+
+def variants_of(settings: Settings, precisions: Sequence[str], loss_scales: Sequence[str] = ()) -> list[Variant]:
+    """The rows for these precisions, fp32 first whether it is among them or not, each with every loss scale.
+
+    fp32 is not scaled, nor is what stores parameters in few bits without masters. Raises InvalidInput for unknown
+    precisions or scales, with the near names.
+    """
+    rows = [Variant("fp32", replace(settings, precision="fp32", loss_scale=None, accumulate=None).filled())]
+    for precision in dict.fromkeys(word.strip() for word in precisions):
+        if precision == "fp32":
+            continue
+        for scale in loss_scales if loss_scales and _takes_scale(precision) else (None,):
+            label = precision if scale is None else f"{precision}, scale {scale}"
+            chosen = settings.loss_scale if scale is None and _takes_scale(precision) else scale
+            rows.append(Variant(label, replace(settings, precision=precision, loss_scale=chosen).filled()))
+    return rows
+
+
+def _takes_scale(precision: str) -> bool:
+    """Whether gradients can be unscaled: not where they are stored in few bits and nothing is kept beside them."""
+    preset = presets.parse(precision)
+    return preset.policy.parameters is None or preset.masters.kind != "none"
+
+
+class Study:
+    """Runs a plan, keeps what is done, and can go on with what a file of an earlier, interrupted one holds.
+
+    `variants[0]` is the baseline. The runs are in the order of the seeds, so that an interrupted study has whole
+    rounds. `kind` is ``comparison`` or ``sweep``.
+    """
+
+    def __init__(
+        self, variants: Sequence[Variant], seeds: Sequence[int], *, kind: str = "comparison", samples: int = 8
+    ) -> None:
+        if not seeds:
+            raise InvalidInput("seeds 0: give 1 or more; 3 show how far runs of one precision are apart")
+        self.variants = list(variants)
+        self.seeds = list(seeds)
+        self.kind = kind
+        self.samples = samples
+        self.settings = variants[0].settings
+        self.recipe = get(self.settings.recipe)
+        self.data: Data = load_data(self.settings)
+        self.runs: dict[tuple[str, int], dict[str, Any]] = {}
+        self.costs: dict[str, dict[str, Any]] = {}
+        self.command: str | None = None
+        self._header = results.header(kind)
+
+    # -- doing it ---------------------------------------------------------------------------------------------------
+    def jobs(self) -> list[Job]:
+        """What is still to be done."""
+        return [
+            Job(_name(variant.label, seed), replace(variant.settings, seed=seed), self.samples)
+            for seed in self.seeds
+            for variant in self.variants
+            if (variant.label, seed) not in self.runs
+        ]
+
+    def run(self, on_epoch: Told, processes: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Do what is to be done, yielding each run's name as it is done; on Ctrl-C what is done is kept."""
+        jobs = self.jobs()
+        labels = {_name(variant.label, seed): (variant.label, seed) for variant in self.variants for seed in self.seeds}
+        count = processes_for(jobs, self.data) if processes is None else min(processes, len(jobs))
+        for job, run in run_jobs(jobs, self.data, count, on_epoch):
+            self.runs[labels[job.name]] = run
+            yield job.name, run
+
+    def measure(self, on_row: Callable[[str], None] = lambda label: None, seconds: float = 1.5) -> None:
+        """Time a step of every row and take its peak of memory, alone on this process."""
+        settings = [variant.settings for variant in self.variants]
+        with threads_of(self.recipe.threads) as threads:
+            times = step_times(settings, self.data, seconds)
+            for variant, timed in zip(self.variants, times, strict=True):
+                on_row(variant.label)
+                self.costs[variant.label] = {
+                    "step_seconds": None if timed is None else timed.median,
+                    "step_seconds_quartiles": None if timed is None else timed.quartiles,
+                    "steps_timed": None if timed is None else timed.steps,
+                    "threads": threads,
+                    "peak_memory_bytes": peak_memory(variant.settings, self.data),
+                }
+
+    def resume(self, path: Path) -> int:
+        """Take over the runs that a file holds; returns how many. Raises InvalidInput for those of another plan."""
+        document = results.read(path, self.kind)
+        wanted = {
+            (variant.label, seed): asdict(replace(variant.settings, seed=seed))
+            for variant in self.variants
+            for seed in self.seeds
+        }
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        for row in document["variants"]:
+            for run in row["runs"]:
+                key = (row["label"], run["seed"])
+                if wanted.get(key) != run["settings"] or document["samples"] != self.samples:
+                    raise InvalidInput(
+                        f"{path} holds runs that this command does not ask for ({_name(*key)}): repeat the command as "
+                        f"it was ({document['command']}), or name another --out"
+                    )
+                found[key] = {**run, "history": [_with_nan(record) for record in run["history"]]}
+        self.runs.update(found)
+        return len(found)
+
+    # -- what it showed -----------------------------------------------------------------------------------------------
+    def document(self) -> dict[str, Any]:
+        """Everything as plain values; statistics only of rows that have runs, and verdicts once fp32's are there."""
+        recipe, size = self.recipe, self.recipe.size(self.settings.size)
+        device = "cuda" if self.settings.device.startswith("cuda") else "cpu"
+        return {
+            **self._header,
+            "command": self.command,
+            "complete": not self.jobs(),
+            "recipe": {
+                "name": recipe.name,
+                "summary": recipe.summary,
+                "source": recipe.source,
+                "data": self.data.description,
+                "size": self.settings.size,
+                "parameters": size.parameters,
+                "metric": recipe.metric.name,
+                "metric_is_share": recipe.metric.share,
+                "higher_is_better": recipe.metric.higher_is_better,
+                "validation_examples": len(self.data.validation),
+            },
+            "settings": asdict(self.settings),
+            "seeds": self.seeds,
+            "samples": self.samples,
+            "baseline": self.variants[0].label,
+            "methods": {
+                "verdict": RULE,
+                "time": TIME_METHOD.format(turn=TURN),
+                "memory": MEMORY_METHOD[device],
+                "losses": FLUSHED_METHOD.format(samples=self.samples),
+            },
+            "variants": [self._row(variant) for variant in self.variants],
+        }
+
+    def _row(self, variant: Variant) -> dict[str, Any]:
+        runs = [self.runs[variant.label, seed] for seed in self.seeds if (variant.label, seed) in self.runs]
+        preset = presets.parse(variant.settings.precision)
+        scale = variant.settings.loss_scale
+        row: dict[str, Any] = {
+            "label": variant.label,
+            "precision": variant.settings.precision,
+            "summary": preset.summary,
+            "source": preset.source,
+            "policy": preset.policy.to_toml(),
+            "masters": str(preset.masters),
+            "loss_scaling": str(preset.loss_scale if scale is None else presets.LossScale.parse(scale)),
+            "runs": runs,
+            **self.costs.get(variant.label, {}),
+        }
+        if runs:
+            row["statistics"] = self._statistics(runs)
+            row["verdict"] = self._verdict(variant, runs)
+        return row
+
+    def _statistics(self, runs: list[dict[str, Any]]) -> dict[str, Any]:
+        columns: dict[str, list[float]] = {name: [_last(run, name) for run in runs] for name in self._numbers()}
+        for name in ("skipped_steps", "loss_scale", "flushed_gradients", "lost_updates", "small_updates"):
+            columns[name] = [run[name] for run in runs if run.get(name) is not None]
+        return {
+            name: {"mean": mean(values), "deviation": deviation(values), "values": values}
+            for name, values in columns.items()
+        }
+
+    def _numbers(self) -> list[str]:
+        return list(dict.fromkeys([self.recipe.metric.name, "loss"]))
+
+    def _verdict(self, variant: Variant, runs: list[dict[str, Any]]) -> dict[str, Any] | None:
+        metric = self.recipe.metric
+        base = [self.runs.get((self.variants[0].label, run["seed"])) for run in runs]
+        if variant is self.variants[0]:
+            return {"verdict": BASELINE, "gap": 0.0, "gap_in_deviations": 0.0, "p": None, "reason": ""}
+        if any(run is None for run in base):
+            return None
+        baseline = [_last(run, metric.name) for run in base if run is not None]
+        if not all(map(math.isfinite, baseline)):
+            return None
+        failures = sum(run["failure"] is not None or not math.isfinite(_last(run, "loss")) for run in runs)
+        start = mean([run["history"][0][metric.name] for run in base if run is not None])
+        values = [_last(run, metric.name) for run in runs]
+        verdict = judge(values, baseline, start, metric, len(self.data.validation), failures)._asdict()
+        causes = [run["failure"] for run in runs if run["failure"]]
+        return {**verdict, "reason": "; ".join([verdict["reason"], *causes[:1]])}
+
+
+def result_line(study: Study, name: str, run: dict[str, Any]) -> str:
+    """A run in a line, for the progress."""
+    metric = study.recipe.metric
+    if run["failure"]:
+        return f"{name}: failed: {run['failure']}"
+    value = _last(run, metric.name)
+    shown = f"{value:.2%}" if metric.share else f"{value:.4g}"
+    skipped = f", {run['skipped_steps']} steps skipped" if run["skipped_steps"] else ""
+    return f"{name}: {metric.name} {shown}, loss {_last(run, 'loss'):.4f}{skipped}"
+
+
+def _name(label: str, seed: int) -> str:
+    return f"{label}, seed {seed}"
+
+
+def _last(run: dict[str, Any], name: str) -> float:
+    """A number after the last epoch; NaN of a run that ended in an error."""
+    history = run["history"]
+    return float(history[-1][name]) if history and len(history) > 1 else math.nan
+
+
+def _with_nan(record: dict[str, Any]) -> dict[str, Any]:
+    """A record as it was before JSON, which has no NaN."""
+    return {name: math.nan if value is None else value for name, value in record.items()}

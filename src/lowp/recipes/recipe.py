@@ -1,0 +1,148 @@
+"""What a recipe is: a network, its data, loss and optimizer, in plain torch; the precision is added elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lowp.errors import UnknownName, unknown
+
+__all__ = ["Data", "Examples", "Metric", "Recipe", "Size", "TensorExamples", "constant", "linear_decay", "one_cycle"]
+
+
+class Examples(Protocol):
+    """A set of examples that gives any choice of them as a batch."""
+
+    def __len__(self) -> int:
+        """The number of examples."""
+
+    def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> Any:
+        """The examples at `indices` (int64, 1-d) as tensors, or a tuple, list or dictionary of tensors, on the CPU.
+
+        Augmentation draws from `generator`, which is the same in every precision; without one there is none.
+        """
+
+
+class TensorExamples:
+    """Examples that are the rows of tensors of equal length."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+        """The rows at `indices`, one tensor each."""
+        return tuple(tensor[indices] for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is trained on, and what is measured on; `description` says in words what it is and where it is from."""
+
+    training: Examples
+    validation: Examples
+    description: str
+
+
+@dataclass(frozen=True)
+class Size:
+    """One size of a recipe: `epochs`, `batch` (examples a step) and `learning_rate` are what a user may change.
+
+    `parameters` is the number of the model's parameters; `options` is for the recipe itself (widths, image sizes …).
+    """
+
+    epochs: int
+    batch: int
+    learning_rate: float
+    parameters: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What the verdict is about. `share`: a share of the validation examples (0 to 1), printed in percent."""
+
+    name: str
+    higher_is_better: bool = True
+    share: bool = True
+
+    def resolution(self, examples: int) -> float:
+        """The smallest difference that the validation set can show: one example of a share, else 0."""
+        return 1 / examples if self.share and examples else 0.0
+
+    def worse_by(self, value: float, than: float) -> float:
+        """How much worse `value` is `than` another; negative where it is better."""
+        return than - value if self.higher_is_better else value - than
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A network of the literature with everything that training it takes, as functions of a `Size`.
+
+    `load(size, path)` gives the data, from the user's `path` where one is given. `loss(model, batch)` runs the model
+    and is called inside the precision's region. `evaluate(model, batches)` returns numbers by name, over the whole
+    validation set, ``loss`` and the metric's among them; the model is in eval mode, inside the region, without grad.
+    `schedule(optimizer, progress)` is called before each step with the share of the training that is done (0 to below
+    1) and sets the learning rate. Gradients are clipped to the norm `clip` where it is given. `threads`, where given,
+    is the number of CPU threads that suits a step of it best: small steps are fastest on one.
+    """
+
+    name: str
+    summary: str
+    source: str
+    data: str
+    sizes: Mapping[str, Size]
+    metric: Metric
+    load: Callable[[Size, Path | None], Data]
+    make_model: Callable[[Size], nn.Module]
+    loss: Callable[[nn.Module, Any], Tensor]
+    evaluate: Callable[[nn.Module, Iterable[Any]], dict[str, float]]
+    make_optimizer: Callable[[nn.Module, float], torch.optim.Optimizer]
+    schedule: Callable[[torch.optim.Optimizer, float], None]
+    default_size: str = "cpu"
+    clip: float | None = None
+    threads: int | None = None
+
+    def size(self, name: str | None = None) -> Size:
+        """One of the sizes by name, or the default one; raises UnknownName with the allowed ones."""
+        chosen = self.default_size if name is None else name
+        if chosen not in self.sizes:
+            raise UnknownName(unknown(f"size of {self.name}", chosen, self.sizes))
+        return self.sizes[chosen]
+
+
+# -- schedules --------------------------------------------------------------------------------------------------------
+def constant(optimizer: torch.optim.Optimizer, progress: float) -> None:
+    """The learning rate stays what it is."""
+
+
+def linear_decay(optimizer: torch.optim.Optimizer, progress: float) -> None:
+    """From the learning rate down to zero in a straight line."""
+    _scale_learning_rate(optimizer, 1 - progress)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer, progress: float) -> None:
+    """Up from 1/25 in 30 % of the steps and down to nearly zero, both along a cosine (Smith 2018, arXiv 1708.07120)."""
+    if progress < 0.3:
+        factor = _cosine(1 / 25, 1.0, progress / 0.3)
+    else:
+        factor = _cosine(1.0, 1 / 25e4, (progress - 0.3) / 0.7)
+    _scale_learning_rate(optimizer, factor)
+
+
+def _cosine(start: float, end: float, progress: float) -> float:
+    return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def _scale_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set each group's rate to a share of the one that it began with, which the group remembers across checkpoints."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor

@@ -1,0 +1,157 @@
+"""What a comparison leaves behind: a JSON file with every number, the machine in words, and how each was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from lowp import __version__
+from lowp.errors import InvalidInput
+
+__all__ = ["VERSION", "check_writable", "header", "machine", "read", "write"]
+
+VERSION = 1
+_MARK = "lowp_results"
+
+
+def header(kind: str, command: str | None = None) -> dict[str, Any]:
+    """The entries that every file of results begins with; `kind` says what it holds (``comparison``, ``sweep`` …)."""
+    return {
+        _MARK: VERSION,
+        "kind": kind,
+        "command": command,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": {
+            "lowp": __version__,
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The machine: ``words`` for a reader, and its parts; ``cores`` are those that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = _memory()
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    words = [_cpu(), f"{cores} core{'s' * (cores > 1)}"]
+    words += [f"{memory / 2**30:.0f} GiB of memory"] if memory else []
+    words += gpus or ["no GPU"]
+    return {
+        "words": ", ".join([*words, platform.system()]),
+        "cpu": _cpu(),
+        "cores": cores,
+        "memory_bytes": memory,
+        "gpus": gpus,
+        "system": platform.platform(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+def check_writable(path: Path) -> None:
+    """Raise InvalidInput, before any work is done, where a file could not be written or is not lowp's to overwrite."""
+    if path.is_dir():
+        raise InvalidInput(f"{path} is a folder: give a file in it, such as {path / 'run.json'}")
+    if not path.parent.is_dir():
+        raise InvalidInput(f"{path}: there is no folder {path.parent}: make it first")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be written: {error.strerror}") from None
+    if path.exists() and not os.access(path, os.W_OK):
+        raise InvalidInput(f"{path} cannot be written: it is read-only")
+    if path.exists() and path.suffix == ".json" and path.stat().st_size and not _is_results(path):
+        raise InvalidInput(f"{path} is no file of lowp's results and was left as it is: give another name")
+
+
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a document atomically; what is not finite is written as null, since JSON has no NaN."""
+    text = json.dumps(_without_nan(document), indent=1, allow_nan=False) + "\n"
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path, kind: str) -> dict[str, Any]:
+    """Read a document of a kind; raises InvalidInput for any other file."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InvalidInput(f"there is no file {path}") from None
+    except (ValueError, OSError) as error:
+        raise InvalidInput(f"{path} cannot be read as results of lowp: {error}") from None
+    if not isinstance(document, dict) or _MARK not in document:
+        raise InvalidInput(f"{path} holds no results of lowp")
+    if document[_MARK] != VERSION or document.get("kind") != kind:
+        raise InvalidInput(
+            f"{path} holds a {document.get('kind')} of version {document[_MARK]}, not a {kind} of version {VERSION}"
+        )
+    return document
+
+
+def command_line() -> str:
+    """The command as it was typed, for the record."""
+    import shlex
+
+    return shlex.join(["lowp", *sys.argv[1:]])
+
+
+def _is_results(path: Path) -> bool:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return False
+    return isinstance(document, dict) and _MARK in document
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return value
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

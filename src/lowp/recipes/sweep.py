@@ -1,0 +1,96 @@
+"""A grid of floating-point formats eXmY, all trained: which bits matter, those of the exponent or the mantissa."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from lowp import formats
+from lowp.errors import InvalidInput
+from lowp.recipes.comparison import Study, Variant
+from lowp.recipes.training import Settings
+from lowp.recipes.verdict import mean
+
+__all__ = ["Grid", "Sweep"]
+
+_EXAMPLE = "exponent=3..8,mantissa=2..10"
+
+
+class Grid(NamedTuple):
+    """The numbers of exponent bits and of mantissa bits that are combined."""
+
+    exponents: tuple[int, ...]
+    mantissas: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Grid:
+        """``exponent=3..8,mantissa=2..10``; one number for one value. Raises InvalidInput for what is no grid."""
+        ranges: dict[str, tuple[int, ...]] = {}
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            name = name.strip().lower()
+            match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", value)
+            if name not in ("exponent", "mantissa") or match is None or name in ranges:
+                raise InvalidInput(f"sweep {text!r}: {part!r} is not understood; give both ranges, as in {_EXAMPLE}")
+            first, last = int(match[1]), int(match[2] or match[1])
+            if first > last:
+                raise InvalidInput(
+                    f"sweep {text!r}: {part.strip()} runs backwards; did you mean {name}={last}..{first}?"
+                )
+            ranges[name] = tuple(range(first, last + 1)) if last - first < 100 else (first, last)
+        missing = [name for name in ("exponent", "mantissa") if name not in ranges]
+        if missing:
+            raise InvalidInput(f"sweep {text!r}: it has no {missing[0]}; give both ranges, as in {_EXAMPLE}")
+        grid = cls(ranges["exponent"], ranges["mantissa"])
+        if grid.exponents[0] < 2 or grid.exponents[-1] > 8:
+            raise InvalidInput(f"sweep {text!r}: eXmY takes 2 to 8 exponent bits, as in {_EXAMPLE}")
+        for exponent in grid.exponents:
+            for mantissa in grid.mantissas:
+                try:
+                    formats.parse(f"e{exponent}m{mantissa}")
+                except InvalidInput as error:
+                    raise InvalidInput(f"sweep {text!r}: {error}") from None
+        return grid
+
+
+class Sweep(Study):
+    """A study whose rows, after fp32, are the formats of a grid, without a loss scale unless the settings have one.
+
+    A loss scale that follows the gradients would make good for missing exponent bits, and hide what the grid shows.
+    """
+
+    def __init__(self, settings: Settings, grid: Grid, seeds: Sequence[int]) -> None:
+        self.grid = grid
+        scale = settings.loss_scale or "none"
+        rows = [Variant("fp32", replace(settings, precision="fp32", loss_scale=None, accumulate=None).filled())]
+        rows += [
+            Variant(name, replace(settings, precision=name, loss_scale=scale).filled())
+            for name in (f"e{exponent}m{mantissa}" for exponent in grid.exponents for mantissa in grid.mantissas)
+        ]
+        super().__init__(rows, seeds, kind="sweep", samples=0)
+
+    def document(self) -> dict[str, Any]:
+        """The study's document with the grid, and how far the metric moves along each of its axes."""
+        document = super().document()
+        cells = {row["label"]: row for row in document["variants"]}
+        metric = self.recipe.metric.name
+
+        def value(exponent: int, mantissa: int) -> float | None:
+            statistics = cells[f"e{exponent}m{mantissa}"].get("statistics")
+            return None if statistics is None else statistics[metric]["mean"]
+
+        rows = [[value(exponent, mantissa) for mantissa in self.grid.mantissas] for exponent in self.grid.exponents]
+        document["grid"] = {"exponent_bits": self.grid.exponents, "mantissa_bits": self.grid.mantissas, "values": rows}
+        if document["complete"]:
+            columns = list(zip(*rows, strict=True))
+            document["grid"]["effect_of_exponent"] = _effect(rows)
+            document["grid"]["effect_of_mantissa"] = _effect(columns)
+        return document
+
+
+def _effect(lines: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+    """The mean of each line over the other axis, and how far apart the best and the worst line are."""
+    means = [mean([value for value in line if value is not None]) for line in lines]
+    return {"means": means, "spread": max(means) - min(means)}

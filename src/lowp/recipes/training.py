@@ -1,0 +1,307 @@
+"""The one training loop: any recipe in any precision, stopped and continued at any step without changing a bit."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lowp import checkpoint, presets
+from lowp.errors import InvalidInput, Unavailable
+from lowp.precision import Precision
+from lowp.recipes import get
+from lowp.recipes.recipe import Data, Recipe, Size
+from lowp.recipes.sampling import Sampler
+
+__all__ = ["Settings", "Training", "load_data"]
+
+_KIND = "lowp train"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides a run, as plain values: two runs of equal settings are equal to the bit on one machine.
+
+    None where a default of the recipe's size, or of the precision's preset (loss scale), is meant; `filled` puts the
+    recipe's in.
+    """
+
+    recipe: str
+    precision: str = "fp32"
+    size: str | None = None
+    seed: int = 0
+    epochs: int | None = None
+    batch: int | None = None
+    learning_rate: float | None = None
+    loss_scale: str | None = None
+    accumulate: str | None = None
+    device: str = "cpu"
+    data: str | None = None
+
+    def filled(self) -> Settings:
+        """With the recipe's defaults in place of None, and checked; raises InvalidInput for what cannot be run."""
+        recipe = get(self.recipe)
+        name = self.size or recipe.default_size
+        size = recipe.size(name)
+        filled = replace(
+            self,
+            size=name,
+            epochs=size.epochs if self.epochs is None else self.epochs,
+            batch=size.batch if self.batch is None else self.batch,
+            learning_rate=size.learning_rate if self.learning_rate is None else self.learning_rate,
+        )
+        filled._check()
+        return filled
+
+    def make_precision(self) -> Precision:
+        """A new precision of these settings; raises InvalidInput with the near names."""
+        return Precision(self.precision, loss_scale=self.loss_scale, accumulate=self.accumulate, seed=self.seed)
+
+    def _check(self) -> None:
+        for what, number in (("epochs", self.epochs), ("batch", self.batch)):
+            if number is None or number < 1:
+                raise InvalidInput(f"{what} {number}: give 1 or more")
+        if self.learning_rate is None or not 0 < self.learning_rate < math.inf:
+            raise InvalidInput(f"learning rate {self.learning_rate}: give a finite number above zero")
+        if not 0 <= self.seed < 2**31:
+            raise InvalidInput(f"seed {self.seed}: give 0 to {2**31 - 1}")
+        presets.parse(self.precision)
+        if self.loss_scale is not None:
+            presets.LossScale.parse(self.loss_scale)
+        self.make_precision()
+        _check_device(self.device)
+
+
+def _check_device(name: str) -> None:
+    """Raise where torch does not know the device, or this machine does not have it."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidInput(f"device {name!r} is none that torch knows: give cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise Unavailable(f"device {name}: this machine has {torch.cuda.device_count()} CUDA devices; cpu always works")
+
+
+def load_data(settings: Settings) -> Data:
+    """The recipe's own data, or that under the path which the user gave."""
+    recipe = get(settings.recipe)
+    return recipe.load(recipe.size(settings.size), None if settings.data is None else Path(settings.data))
+
+
+class Training:
+    """One run of a recipe: the model, its optimizer and its precision, and how far they are.
+
+    The seed decides the initial weights (drawn on the CPU, before the precision touches them), the order of the
+    batches and their augmentation, all alike in every precision and on every device. An incomplete last batch is left
+    out. `history` has a dictionary an epoch; entry 0 is the model before training. `failure` says why a run was given
+    up: its weights were no numbers any more.
+    """
+
+    def __init__(self, settings: Settings, data: Data | None = None) -> None:
+        self.settings = settings = settings.filled()
+        self.recipe: Recipe = get(settings.recipe)
+        self.size: Size = self.recipe.size(settings.size)
+        self.data = load_data(settings) if data is None else data
+        self.device = torch.device(settings.device)
+        random.seed(settings.seed)
+        np.random.seed(settings.seed)
+        torch.manual_seed(settings.seed)
+        model = self.recipe.make_model(self.size).to(self.device)
+        optimizer = self.recipe.make_optimizer(model, _known(settings.learning_rate))
+        self.precision = settings.make_precision()
+        self.model: nn.Module
+        self.optimizer: torch.optim.Optimizer
+        self.model, self.optimizer = self.precision.prepare(model, optimizer)
+        self.batch: int = min(_known(settings.batch), len(self.data.training))
+        self.epochs: int = _known(settings.epochs)
+        self.steps_per_epoch = len(self.data.training) // self.batch
+        self.epoch = 0
+        self.step_of_epoch = 0
+        self.history: list[dict[str, float]] = []
+        self.failure: str | None = None
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._seconds = 0.0
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+    def step(self, batch: Any, sampler: Sampler | None = None) -> Tensor:
+        """One training step, five lines beside plain PyTorch; returns the loss, without a wait for the device."""
+        self.recipe.schedule(self.optimizer, self.progress)
+        self.optimizer.zero_grad()
+        if sampler is not None:
+            sampler.before_forward()
+        with self.precision.autocast():
+            loss = self.recipe.loss(self.model, batch)
+        self.precision.backward(loss)
+        if sampler is not None or self.recipe.clip is not None:
+            self.precision.unscale_(self.optimizer)
+        if self.recipe.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        if sampler is not None:
+            sampler.before_step(self.model, self.optimizer, batch)
+        self.precision.step(self.optimizer)
+        if sampler is not None and (not self.precision.scaler.is_enabled() or bool(self.precision.stepped)):
+            sampler.after_step(self.model)
+        return loss.detach()
+
+    @property
+    def progress(self) -> float:
+        """The share of the training that is done, 0 to 1."""
+        done = self.epoch * self.steps_per_epoch + self.step_of_epoch
+        return done / (self.epochs * self.steps_per_epoch)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.epoch >= self.epochs or self.failure is not None
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+    def run(
+        self,
+        on_epoch: Callable[[Training], None] = lambda training: None,
+        stop: Callable[[], bool] = lambda: False,
+        sampler: Sampler | None = None,
+    ) -> bool:
+        """Train to the end and return True, or False as soon as `stop()`, asked before each step, says so.
+
+        Where it stopped, in the middle of an epoch or not, `run` goes on. `on_epoch` is called after each epoch, and
+        once for the model before training.
+        """
+        if not self.history:
+            self._finish_epoch()
+            on_epoch(self)
+        while not self.finished:
+            started = time.perf_counter()
+            complete = self._run_epoch(stop, sampler)
+            self._seconds += time.perf_counter() - started
+            if not complete:
+                return False
+            self.epoch += 1
+            self.step_of_epoch = 0
+            self._finish_epoch()
+            on_epoch(self)
+        return True
+
+    def _run_epoch(self, stop: Callable[[], bool], sampler: Sampler | None) -> bool:
+        """Train from `step_of_epoch` to the end of the epoch; False if it was stopped before."""
+        self.model.train()
+        order = torch.randperm(len(self.data.training), generator=self._generator(0))
+        while self.step_of_epoch < self.steps_per_epoch:
+            if stop():
+                return False
+            at = self.step_of_epoch * self.batch
+            batch = self.data.training.batch(order[at : at + self.batch], self._generator(self.step_of_epoch + 1))
+            sampled = sampler if sampler is not None and sampler.wants(self.progress) else None
+            self._loss_sum += self.step(moved(batch, self.device), sampled)
+            self.step_of_epoch += 1
+        return True
+
+    def _generator(self, use: int) -> torch.Generator:
+        """The generator for the order of this epoch (use 0) or the augmentation of its step `use` - 1."""
+        seed = (self.settings.seed * 1_000_003 + self.epoch) * 1_000_003 + use
+        return torch.Generator().manual_seed(seed % 2**63)
+
+    def _finish_epoch(self) -> None:
+        record = {
+            "epoch": self.epoch,
+            "training_loss": float(self._loss_sum) / self.steps_per_epoch if self.epoch else math.nan,
+            **self.evaluate(),
+            "loss_scale": self.precision.scale,
+            "skipped_steps": self.precision.skipped_steps,
+            "seconds": self._seconds,
+        }
+        self.history.append(record)
+        self._loss_sum.zero_()
+        self._seconds = 0.0
+        if not math.isfinite(record["loss"]) and not _all_finite(self.model):
+            self.failure = f"its weights were no numbers after epoch {self.epoch}"
+
+    def evaluate(self) -> dict[str, float]:
+        """The recipe's numbers on the validation set, in this precision."""
+        self.model.eval()
+        with torch.no_grad(), self.precision.autocast():
+            return self.recipe.evaluate(self.model, self._validation_batches())
+
+    def _validation_batches(self) -> Iterator[Any]:
+        examples = self.data.validation
+        for indices in torch.split(torch.arange(len(examples)), self.batch):
+            yield moved(examples.batch(indices), self.device)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+    def save(self, path: Path) -> None:
+        """Write everything that is needed to go on from here, atomically."""
+        extra = {
+            "kind": _KIND,
+            "settings": asdict(self.settings),
+            "epoch": self.epoch,
+            "step_of_epoch": self.step_of_epoch,
+            "loss_sum": float(self._loss_sum),
+            "seconds": self._seconds,
+            "history": self.history,
+            "failure": self.failure,
+        }
+        checkpoint.save(path, model=self.model, optimizer=self.optimizer, precision=self.precision, extra=extra)
+
+    @classmethod
+    def resume(cls, path: Path, given: dict[str, Any] | None = None) -> Training:
+        """The run that a checkpoint holds, to go on where it was, to the bit.
+
+        `given` are settings that the user named: raises InvalidInput where the checkpoint has others, and
+        InvalidCheckpoint for a file that is damaged or not of `lowp train`.
+        """
+        extra = read_extra(path)
+        settings = Settings(**extra["settings"])
+        for name, value in (given or {}).items():
+            if value is not None and value != getattr(settings, name):
+                word = name.replace("_", " ")
+                raise InvalidInput(
+                    f"{path} was trained with {word} {getattr(settings, name)}, and {word} {value} was asked for: "
+                    "leave it out to go on, or name another --checkpoint to begin anew"
+                )
+        training = cls(settings)
+        parts: dict[str, Any] = {"model": training.model, "optimizer": training.optimizer}
+        checkpoint.load(path, map_location=training.device, **parts, precision=training.precision)
+        training.epoch, training.step_of_epoch = extra["epoch"], extra["step_of_epoch"]
+        training.history, training.failure = extra["history"], extra["failure"]
+        training._loss_sum.fill_(extra["loss_sum"])
+        training._seconds = extra["seconds"]
+        return training
+
+
+def read_extra(path: Path) -> dict[str, Any]:
+    """What `Training.save` wrote beside the states; raises InvalidCheckpoint for a file that is not its own."""
+    extra = checkpoint.read(path).get("extra")
+    names = {one.name for one in fields(Settings)}
+    if not isinstance(extra, dict) or extra.get("kind") != _KIND or set(extra.get("settings", ())) != names:
+        raise checkpoint.InvalidCheckpoint(
+            f"{path} is a checkpoint of lowp, but not of `lowp train`: read it with lowp.load"
+        )
+    return extra
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """A batch on a device: its tensors, in whatever tuples, lists and dictionaries they are."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {name: moved(part, device) for name, part in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(moved(part, device) for part in batch)
+    return batch
+
+
+def _known(value: Any) -> Any:
+    """A setting that `filled` has filled."""
+    assert value is not None
+    return value
+
+
+def _all_finite(model: nn.Module) -> bool:
+    return all(bool(parameter.isfinite().all()) for parameter in model.parameters())

@@ -1,0 +1,114 @@
+"""Whether a precision converges as fp32 does: means, deviations, and a rule that is stated."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lowp.recipes.recipe import Metric
+
+__all__ = ["AS_FP32", "BASELINE", "FAILS", "LOSES", "RULE", "UNDECIDED", "Verdict", "deviation", "judge", "mean"]
+
+AS_FP32 = "converges as fp32"
+LOSES = "loses"
+FAILS = "fails"
+UNDECIDED = "undecided"
+BASELINE = "baseline"
+
+SIGNIFICANCE = 0.05
+RULE = (
+    "verdict: 'converges as fp32' if the mean is worse than fp32's by no more than one seed deviation (the sample "
+    "standard deviation of fp32 over the seeds, or one validation example where that is larger); 'loses' if it is "
+    "worse by more and a one-sided Welch test over the seeds gives p < 0.05; 'undecided' if it is worse by more but not "
+    "significantly: give more seeds; 'fails' if a run ended in an error or without a finite loss, or learned less than "
+    "half of what fp32 did"
+)
+
+
+class Verdict(NamedTuple):
+    """The verdict in words, the gap to fp32 (positive: worse), in seed deviations too, p of Welch's test, and why."""
+
+    verdict: str
+    gap: float
+    gap_in_deviations: float
+    p: float
+    reason: str
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean; NaN of none or where one is NaN."""
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The sample standard deviation; NaN of fewer than two or where one is not finite."""
+    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
+
+
+def judge(
+    values: Sequence[float], baseline: Sequence[float], start: float, metric: Metric, examples: int, failures: int
+) -> Verdict:
+    """Judge the final `values` of a metric, one a seed, against fp32's on the same seeds.
+
+    `start` is the metric before training, `examples` the number of validation examples, `failures` how many of the
+    runs ended in an error or without a finite loss (their values may be missing or NaN).
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    gap = metric.worse_by(mean(finite), mean(baseline)) if finite else math.nan
+    unit = max(metric.resolution(examples), _or_zero(deviation(baseline)))
+    p = welch(finite, baseline, metric)
+    in_units = gap / unit if unit else math.nan
+    if failures or not finite:
+        return Verdict(FAILS, gap, in_units, p, f"{failures} of {max(failures, len(values))} runs came to nothing")
+    learned = -metric.worse_by(mean(finite), start)
+    learned_by_baseline = -metric.worse_by(mean(baseline), start)
+    if learned < learned_by_baseline / 2:
+        share = learned / learned_by_baseline
+        return Verdict(FAILS, gap, in_units, p, f"learned {share:.0%} of what fp32 did")
+    if gap <= unit:
+        return Verdict(AS_FP32, gap, in_units, p, "within one seed deviation")
+    if p < SIGNIFICANCE:
+        return Verdict(LOSES, gap, in_units, p, f"worse by {in_units:.1f} seed deviations, p = {p:.2g}")
+    reason = f"p = {p:.2g} with {len(values)} seeds: give more" if len(baseline) > 1 else "one seed has no deviation"
+    return Verdict(UNDECIDED, gap, in_units, p, reason)
+
+
+def welch(values: Sequence[float], baseline: Sequence[float], metric: Metric) -> float:
+    """The one-sided p of Welch's t test that `values` are worse than `baseline`; NaN with fewer than two of either.
+
+    Welch 1947, Biometrika 34, 28-35.
+    """
+    if len(values) < 2 or len(baseline) < 2:
+        return math.nan
+    parts = [statistics.variance(some) / len(some) for some in (values, baseline)]
+    gap = metric.worse_by(mean(values), mean(baseline))
+    error = math.fsum(parts)
+    if error == 0:
+        return 0.0 if gap > 0 else 1.0
+    freedom = error**2 / math.fsum(
+        part**2 / (len(some) - 1) for part, some in zip(parts, (values, baseline), strict=True)
+    )
+    return student_tail(gap / math.sqrt(error), freedom)
+
+
+def student_tail(t: float, freedom: float) -> float:
+    """The probability that Student's t with `freedom` (1 or more) degrees is above `t`.
+
+    With t = sqrt(freedom) tan(angle) its density is a power of a cosine, which Simpson's rule integrates.
+    """
+    if t < 0:
+        return 1 - student_tail(-t, freedom)
+    low, high, count = math.atan(t / math.sqrt(freedom)), math.pi / 2, 2000
+    width = (high - low) / count
+    weights = [1, *([4, 2] * (count // 2))]
+    weights[-1] = 1
+    heights = (max(math.cos(low + width * k), 0.0) ** (freedom - 1) for k in range(count + 1))
+    area = width / 3 * math.fsum(weight * height for weight, height in zip(weights, heights, strict=True))
+    log_constant = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(math.pi) / 2
+    return min(max(math.exp(log_constant) * area, 0.0), 1.0)
+
+
+def _or_zero(value: float) -> float:
+    return value if math.isfinite(value) else 0.0

@@ -1,0 +1,110 @@
+"""Pictures of comparisons and sweeps with matplotlib, from the documents that are written as JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowp.errors import InvalidInput, unknown
+
+__all__ = ["NO_MATPLOTLIB", "SUFFIXES", "can_plot", "check_suffix", "curves", "grid"]
+
+SUFFIXES = (".png", ".svg", ".pdf")
+NO_MATPLOTLIB = "matplotlib is not installed: pip install 'lowp[plot]'"
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is there; it is loaded only when a picture is made."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def check_suffix(path: Path) -> None:
+    """Raise InvalidInput for a kind of picture that is not made."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise InvalidInput(unknown("kind of picture", path.suffix or path.name, SUFFIXES))
+
+
+def curves(document: Mapping[str, Any], path: Path) -> None:
+    """Loss and metric by epoch, a line a precision: the mean over the seeds, and a band of one standard deviation."""
+    recipe = document["recipe"]
+    names = list(dict.fromkeys(["loss", recipe["metric"]]))
+    figure = _figure(5.2 * len(names), 4.2)
+    panels = figure.subplots(1, len(names), squeeze=False)[0]
+    for panel, name in zip(panels, names, strict=True):
+        share = recipe["metric_is_share"] and name == recipe["metric"]
+        for place, row in enumerate(document["variants"]):
+            _curve(panel, row, name, place, 100.0 if share else 1.0)
+        panel.set(xlabel="epoch", ylabel=f"{name} in percent" if share else f"{name} (validation)")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.grid(alpha=0.3)
+    panels[0].set_yscale("log")
+    panels[-1].legend(fontsize=8)
+    seeds = len(document["seeds"])
+    figure.suptitle(f"{recipe['name']}: mean and standard deviation of {seeds} seed{'s' * (seeds > 1)}", fontsize=10)
+    _save(figure, path)
+
+
+def _curve(panel: Any, row: Mapping[str, Any], name: str, place: int, factor: float) -> None:
+    """One precision's line; epochs that not all of its runs reached, or that are not finite, are left out."""
+    histories = [run["history"] for run in row["runs"] if run["history"]]
+    length = min(map(len, histories), default=0)
+    epochs, means, low, high = [], [], [], []
+    for epoch in range(1 if name == "loss" else 0, length):
+        values = [history[epoch][name] for history in histories]
+        if any(value is None or not math.isfinite(value) for value in values):
+            continue
+        mean, deviation = _mean_and_deviation(values)
+        epochs.append(histories[0][epoch]["epoch"])
+        means.append(factor * mean)
+        low.append(factor * (mean - deviation))
+        high.append(factor * (mean + deviation))
+    style = ("-", "--", "-.", ":")[place % 4]
+    (line,) = panel.plot(epochs, means, style, label=row["label"], linewidth=1.5)
+    panel.fill_between(epochs, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+
+
+def grid(document: Mapping[str, Any], path: Path) -> None:
+    """The heat map of a sweep: exponent bits upwards, mantissa bits to the right."""
+    table, recipe = document["grid"], document["recipe"]
+    factor = 100.0 if recipe["metric_is_share"] else 1.0
+    values = [[math.nan if cell is None else factor * cell for cell in line] for line in table["values"]]
+    figure = _figure(1.6 + 0.75 * len(table["mantissa_bits"]), 1.6 + 0.55 * len(table["exponent_bits"]))
+    panel = figure.subplots()
+    image = panel.imshow(
+        values, origin="lower", aspect="auto", cmap="viridis" + "_r" * (not recipe["higher_is_better"])
+    )
+    panel.set_xticks(range(len(table["mantissa_bits"])), table["mantissa_bits"])
+    panel.set_yticks(range(len(table["exponent_bits"])), table["exponent_bits"])
+    unit = f"{recipe['metric']} in percent" if recipe["metric_is_share"] else recipe["metric"]
+    panel.set(xlabel="mantissa bits", ylabel="exponent bits")
+    panel.set_title(f"{recipe['name']}: {unit}", fontsize=10)
+    known = [value for line in values for value in line if math.isfinite(value)]
+    middle = (min(known) + max(known)) / 2 if known else 0.0
+    for y, line in enumerate(values):
+        for x, value in enumerate(line):
+            if math.isfinite(value):
+                dark = (value < middle) == recipe["higher_is_better"]
+                panel.text(x, y, f"{value:.4g}", ha="center", va="center", fontsize=8, color="w" if dark else "k")
+    figure.colorbar(image)
+    _save(figure, path)
+
+
+def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return mean, 0.0
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=150)
+
+
+def _save(figure: Any, path: Path) -> None:
+    check_suffix(path)
+    figure.savefig(path)

@@ -1,0 +1,50 @@
+"""Progress of long work on stderr: a bar where that is a terminal, else a line whenever something is done."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+__all__ = ["Bar"]
+
+
+class Bar:
+    """``with Bar("comparing", total=60, unit="epochs") as bar``: `advance` moves it, `line` says what is done."""
+
+    def __init__(self, title: str, total: int, unit: str, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._progress: Progress | None = None
+        if self._stream.isatty():
+            console = Console(file=self._stream)
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+            self._progress = Progress(
+                *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True
+            )
+            self._task = self._progress.add_task(title, total=total)
+
+    def __enter__(self) -> Bar:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def advance(self, steps: int = 1, title: str | None = None) -> None:
+        """Move the bar on, and give it another title."""
+        if self._progress is not None:
+            self._progress.update(self._task, advance=steps, description=title)
+
+    def line(self, text: str) -> None:
+        """Print a line, above the bar where there is one."""
+        if self._progress is not None:
+            self._progress.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=self._stream, flush=True)

@@ -1,0 +1,223 @@
+"""Terminal tables of a comparison, a sweep and the recipes: functions of the documents that are written as JSON."""
+
+from __future__ import annotations
+
+import math
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO, TypeGuard
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["comparison_tables", "console", "heat_map", "notes", "number", "plain_table", "sweep_words"]
+
+_NOTHING = "-"
+_STYLES = {"converges as fp32": "green", "loses": "yellow", "fails": "red", "undecided": "cyan"}
+_WIDTH = 120
+_WORDS = ("verdict", "what", "size", "data")
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """A console on a stream, stdout by default; where that is no terminal, wide enough for the tables and plain."""
+    stream = sys.stdout if stream is None else stream
+    return Console(file=stream, width=None if stream.isatty() else _WIDTH, highlight=False, soft_wrap=False)
+
+
+# -- a comparison -----------------------------------------------------------------------------------------------------
+def comparison_tables(document: Mapping[str, Any]) -> list[Table]:
+    """Two tables, a line a precision: how it converged, and what it cost and lost."""
+    return [_convergence(document), _costs(document)]
+
+
+def _convergence(document: Mapping[str, Any]) -> Table:
+    recipe, metric = document["recipe"], document["recipe"]["metric"]
+    seeds = len(document["seeds"])
+    title = f"{recipe['name']}: mean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}"
+    table = plain_table(title, ["precision", metric, "loss", "gap to fp32", "in seed deviations", "verdict"])
+    for row in document["variants"]:
+        statistics, verdict = row.get("statistics"), row.get("verdict") or {}
+        if statistics is None:
+            table.add_row(row["label"], *[_NOTHING] * 4, "not run")
+            continue
+        words = Text(verdict.get("verdict", "no fp32 to judge by"), _STYLES.get(verdict.get("verdict", ""), ""))
+        baseline = row["label"] == document["baseline"]
+        table.add_row(
+            row["label"],
+            _spread(statistics[metric], recipe["metric_is_share"]),
+            _spread(statistics["loss"], False),
+            _NOTHING if baseline else _gap(verdict.get("gap"), recipe["metric_is_share"]),
+            _NOTHING if baseline else _signed(verdict.get("gap_in_deviations"), "{:+.1f}"),
+            words,
+        )
+    return table
+
+
+def _costs(document: Mapping[str, Any]) -> Table:
+    names = ["precision", "time a step", "peak memory", "skipped", "loss scale", "flushed gradients"]
+    table = plain_table("what it cost, and what it lost", [*names, "lost updates", "updates < 2^-24"])
+    rows = document["variants"]
+    base = rows[0].get("step_seconds")
+    for row in rows:
+        statistics = row.get("statistics")
+        if statistics is None:
+            continue
+        time, memory = row.get("step_seconds"), row.get("peak_memory_bytes")
+        relative = f" ({time / base:.2f}x)" if time and base else ""
+        table.add_row(
+            row["label"],
+            _NOTHING if not time else f"{seconds(time)}{relative}",
+            _NOTHING if not memory else bytes_of(memory),
+            _counts(statistics["skipped_steps"]["values"]),
+            _scales(row, statistics["loss_scale"]["values"]),
+            *(_share(statistics[name]["values"]) for name in ("flushed_gradients", "lost_updates", "small_updates")),
+        )
+    return table
+
+
+def notes(document: Mapping[str, Any]) -> str:
+    """What stands below the tables: why rows were judged as they were, the methods, the machine."""
+    lines = [
+        f"{row['label']}: {row['verdict']['verdict']}: {row['verdict']['reason']}."
+        for row in document["variants"]
+        if row.get("verdict") and row["verdict"]["verdict"] not in ("baseline", "converges as fp32")
+    ]
+    lines += ["gap to fp32: + is worse, - better.", *(f"{text}." for text in document["methods"].values())]
+    versions = document["versions"]
+    lines.append(f"{document['machine']['words']}; torch {versions['torch']}, lowp {versions['lowp']}.")
+    return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="  ") for line in lines)
+
+
+# -- a sweep ----------------------------------------------------------------------------------------------------------
+def heat_map(document: Mapping[str, Any]) -> Table:
+    """The grid of a sweep: a line an exponent width, a column a mantissa width, the colour from worst to best."""
+    grid, recipe = document["grid"], document["recipe"]
+    fp32 = (document["variants"][0].get("statistics") or {}).get(recipe["metric"], {}).get("mean")
+    title = f"{recipe['name']}: {recipe['metric']} of eXmY (fp32: {number(fp32, recipe['metric_is_share'])})"
+    table = plain_table(title, ["", *(f"m{bits}" for bits in grid["mantissa_bits"])])
+    known = [value for line in grid["values"] for value in line if _is_number(value)]
+    low, high = (min(known), max(known)) if known else (0.0, 0.0)
+    for bits, line in zip(grid["exponent_bits"], grid["values"], strict=True):
+        cells = [_cell(value, low, high, recipe) for value in line]
+        table.add_row(f"e{bits}", *cells)
+    return table
+
+
+def _cell(value: float | None, low: float, high: float, recipe: Mapping[str, Any]) -> Text:
+    if not _is_number(value):
+        return Text(_NOTHING)
+    share = (value - low) / (high - low) if high > low else 1.0
+    if not recipe["higher_is_better"]:
+        share = 1 - share
+    red, green, blue = (round(dark + (light - dark) * share) for dark, light in ((68, 253), (1, 231), (84, 37)))
+    style = Style(color="black" if share > 0.5 else "white", bgcolor=f"#{red:02x}{green:02x}{blue:02x}")
+    return Text(f" {number(value, recipe['metric_is_share'])} ", style)
+
+
+def sweep_words(document: Mapping[str, Any]) -> str:
+    """In a sentence, how far the metric moves along the exponent and along the mantissa."""
+    grid, recipe = document["grid"], document["recipe"]
+    if "effect_of_exponent" not in grid:
+        return "The grid is not complete: --resume goes on with it."
+    share = recipe["metric_is_share"]
+    by_exponent, by_mantissa = (grid[f"effect_of_{name}"]["spread"] for name in ("exponent", "mantissa"))
+    if by_exponent == by_mantissa:
+        conclusion = "neither matters more here"
+    else:
+        more, less = ("exponent", "mantissa") if by_exponent > by_mantissa else ("mantissa", "exponent")
+        conclusion = f"{more} bits matter more than {less} bits here"
+    exponents, mantissas = grid["exponent_bits"], grid["mantissa_bits"]
+    return textwrap.fill(
+        f"Between {exponents[0]} and {exponents[-1]} exponent bits the mean {recipe['metric']} moves by "
+        f"{points(by_exponent, share)}, between {mantissas[0]} and {mantissas[-1]} mantissa bits by "
+        f"{points(by_mantissa, share)}: {conclusion}. Each number is the {recipe['metric']} after the last epoch "
+        f"(mean over {len(document['seeds'])} seeds), "
+        f"loss scale {document['variants'][-1]['loss_scaling']}.",
+        _WIDTH,
+    )
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+def number(value: float | None, share: bool) -> str:
+    """A value of a metric: a share in percent, anything else with four digits."""
+    if not _is_number(value):
+        return _NOTHING
+    return f"{value:.1%}" if share else f"{value:.4g}"
+
+
+def points(difference: float, share: bool) -> str:
+    """A difference of a metric: of shares in percentage points."""
+    return f"{100 * difference:.1f} points" if share else f"{difference:.4g}"
+
+
+def seconds(value: float) -> str:
+    """A time with three digits and its unit."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if value * factor >= 1 or unit == "µs":
+            return f"{value * factor:.3g} {unit}"
+    raise AssertionError(value)
+
+
+def bytes_of(value: int) -> str:
+    """A size with three digits and its binary unit."""
+    size, units = float(value), ["B", "KiB", "MiB", "GiB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.3g} {units[0]}"
+
+
+def plain_table(title: str | None, columns: Sequence[str]) -> Table:
+    """A table without frames; the first column and the words are on the left."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="left" if place == 0 or name in _WORDS else "right", no_wrap=name not in _WORDS)
+    return table
+
+
+def _spread(statistics: Mapping[str, Any], share: bool) -> str:
+    mean, deviation = statistics["mean"], statistics["deviation"]
+    if not _is_number(mean):
+        return "not a number"
+    shown = f"{mean:.2%}" if share else f"{mean:.4f}"
+    if not _is_number(deviation):
+        return shown
+    return f"{shown} ± {100 * deviation:.2f}" if share else f"{shown} ± {deviation:.4f}"
+
+
+def _gap(value: float | None, share: bool) -> str:
+    return _signed(
+        None if not _is_number(value) else 100 * value if share else value, "{:+.2f}" if share else "{:+.4f}"
+    )
+
+
+def _signed(value: float | None, pattern: str) -> str:
+    return pattern.format(value + 0.0) if _is_number(value) else _NOTHING
+
+
+def _counts(values: Sequence[float]) -> str:
+    """Skipped steps: one number where all seeds agree, else the range."""
+    if not values:
+        return _NOTHING
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g}-{high:g}"
+
+
+def _scales(row: Mapping[str, Any], values: Sequence[float]) -> str:
+    return "none" if row["loss_scaling"] == "none" else _counts(values)
+
+
+def _share(values: Iterable[float | None]) -> str:
+    present = [value for value in values if _is_number(value)]
+    if not present:
+        return _NOTHING
+    mean = sum(present) / len(present)
+    return "0" if mean == 0 else f"{mean:.2%}" if mean >= 5e-5 else "< 0.01%"
+
+
+def _is_number(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
