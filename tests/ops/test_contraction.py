@@ -1,0 +1,212 @@
+"""Contractions under a rule: equal to the definition bit by bit, in every spelling, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ops.cases import CHAINS, CONTRACTIONS, DTYPES, Case, sixteen_bit, under
+from torch import Tensor, nn
+
+from lowp.ops.casting import Call
+from lowp.ops.contraction import chain, linear
+from lowp.policy import Rule
+
+
+def leaves(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.clone().requires_grad_() for x in tensors]
+
+
+def by_definition(case: Case, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Return the fp32 result of operands rounded to a dtype, and those operands; a bias is not rounded."""
+    operands = [
+        (x if index == case.bias else x.to(dtype).float()).requires_grad_() for index, x in enumerate(case.tensors())
+    ]
+    return case.call(*operands), operands
+
+
+@pytest.mark.parametrize("format", DTYPES)
+@pytest.mark.parametrize("name", CONTRACTIONS)
+def test_the_output_is_the_fp32_product_of_cast_operands_rounded_once(name: str, format: str) -> None:
+    case, dtype = CONTRACTIONS[name], DTYPES[format]
+    result = case.run(sixteen_bit(format), *case.tensors())
+    assert result.dtype is dtype
+    assert torch.equal(result, by_definition(case, dtype)[0].to(dtype))
+
+
+@pytest.mark.parametrize("format", DTYPES)
+@pytest.mark.parametrize("name", CONTRACTIONS)
+def test_gradients_are_fp32_products_of_cast_operands_rounded_once(name: str, format: str) -> None:
+    case, dtype = CONTRACTIONS[name], DTYPES[format]
+    tensors = leaves(case.tensors())
+    result = case.run(sixteen_bit(format), *tensors)
+    gradient = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = torch.autograd.grad(result, tensors, gradient, allow_unused=True)
+    wanted_result, operands = by_definition(case, dtype)
+    wanted = torch.autograd.grad(wanted_result, operands, gradient.float(), allow_unused=True)
+    for one, other in zip(found, wanted, strict=True):
+        if case.kwargs.get("beta") == 0 and (one is None or other is None):
+            assert one is None and (other is None or not other.any())  # an input that is ignored has no gradient
+            continue
+        assert one is not None and other is not None
+        assert one.dtype is torch.float32
+        assert torch.equal(one, other.to(dtype).float())
+
+
+@pytest.mark.parametrize("name", [*CONTRACTIONS, *CHAINS])
+def test_fp32_operands_give_the_gradients_of_float64(name: str) -> None:
+    case = {**CONTRACTIONS, **CHAINS}[name]
+    tensors = leaves(case.tensors())
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    rule = Rule.of(input="fp32", weight="fp32", grad="fp32", output="fp32")
+    result = run_case(case, rule, *tensors)
+    reference = case.call(*wide)
+    torch.testing.assert_close(result.double(), reference, rtol=1e-4, atol=1e-4)
+    found = torch.autograd.grad(result.sin().sum(), tensors, allow_unused=True)
+    wanted = torch.autograd.grad(reference.sin().sum(), wide, allow_unused=True)
+    for one, other in zip(found, wanted, strict=True):
+        if one is not None and other is not None:
+            torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3)
+
+
+def run_case(case: Case, rule: Rule, *tensors: Tensor) -> Any:
+    """Run a case; a chain of matrices comes as a list."""
+    if case is CHAINS["multi_dot"]:
+        return under(rule, torch.linalg.multi_dot, list(tensors))
+    return case.run(rule, *tensors)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_is_close_to_the_definition(name: str) -> None:
+    case = CHAINS[name]
+    result = run_case(case, sixteen_bit("bf16"), *case.tensors())
+    wanted = case.call(*case.tensors())
+    assert result.dtype is torch.bfloat16
+    assert (result.float() - wanted).abs().max() <= 0.03 * wanted.abs().max()
+
+
+def test_einsum_contracts_in_pairs_and_rounds_every_intermediate() -> None:
+    a, b, c = CHAINS["einsum of three"].tensors()
+    half = torch.einsum("bi,oij->boj", a.bfloat16().float(), b.bfloat16().float()).bfloat16()
+    wanted = torch.einsum("boj,bj->bo", half.float(), c.bfloat16().float()).bfloat16()
+    assert torch.equal(under(sixteen_bit("bf16"), torch.einsum, "bi,oij,bj->bo", a, b, c), wanted)
+
+
+SPELLINGS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]] = {
+    "keywords": (F.linear, (), {"input": 0, "weight": 1, "bias": None}),
+    "list of operands": (torch.einsum, ("nk,mk->nm", [0, 1]), {}),
+    "lists of indices": (torch.einsum, (0, [0, 1], 1, [2, 1], [0, 2]), {}),
+    "spaces": (torch.einsum, (" n k , m k -> n m ", 0, 1), {}),
+    "implicit output": (torch.einsum, ("ab,cb", 0, 1), {}),
+    "tensordot of negative dims": (torch.tensordot, (0, 1), {"dims": ([-1], [-1])}),
+    "inner": (torch.inner, (0, 1), {}),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_of_a_product_gives_the_same(name: str) -> None:
+    function, args, kwargs = SPELLINGS[name]
+    tensors = [torch.randn(4, 6), torch.randn(5, 6)]
+
+    def placed(value: Any) -> Any:
+        if type(value) is list and value == [0, 1] and name == "list of operands":
+            return tensors
+        return tensors[value] if type(value) is int else value
+
+    result = under(
+        sixteen_bit("bf16"), function, *map(placed, args), **{key: placed(one) for key, one in kwargs.items()}
+    )
+    assert torch.equal(result, F.linear(tensors[0].bfloat16().float(), tensors[1].bfloat16().float()).bfloat16())
+
+
+def test_out_takes_the_result_and_is_returned() -> None:
+    a, b, out = torch.randn(4, 6), torch.randn(6, 5), torch.empty(0)
+    result = under(sixteen_bit("bf16"), torch.mm, a, b, out=out)
+    assert result is out
+    assert torch.equal(out, (a.bfloat16().float() @ b.bfloat16().float()).bfloat16().float())
+
+
+def test_out_refuses_what_autograd_would_have_to_follow() -> None:
+    a, b = torch.randn(4, 6, requires_grad=True), torch.randn(6, 5)
+    with pytest.raises(RuntimeError, match=r"mm\(\): functions with out=.* don't support automatic differentiation"):
+        under(sixteen_bit("bf16"), torch.mm, a, b, out=torch.empty(4, 5))
+
+
+@pytest.mark.parametrize("name", ["addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_"])
+def test_in_place_forms_write_into_their_input(name: str) -> None:
+    case = CONTRACTIONS[{"addmm_": "addmm method"}.get(name, name[:-1])]
+    bias, *operands = case.tensors()
+    wanted = case.run(sixteen_bit("bf16"), bias.clone(), *operands).float()
+    result = under(sixteen_bit("bf16"), getattr(torch.Tensor, name), bias, *operands, **case.kwargs)
+    assert result is bias and torch.equal(bias, wanted)
+
+
+def test_tensors_that_no_rule_speaks_of_are_left_alone() -> None:
+    for tensors in (torch.randn(2, 3, 3).double(), torch.arange(18).reshape(2, 3, 3), torch.randn(2, 3, 3) * 1j):
+        assert torch.equal(under(sixteen_bit("bf16"), torch.matmul, *tensors), tensors[0] @ tensors[1])
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "linear": (F.linear, (torch.randn(2, 3), torch.randn(4, 5)), {}),
+    "matmul": (torch.matmul, (torch.randn(2, 3), torch.randn(4, 5)), {}),
+    "matmul of a number": (torch.matmul, (torch.randn(2, 3), torch.tensor(1.0)), {}),
+    "an unknown keyword": (torch.mm, (torch.randn(2, 3), torch.randn(3, 5)), {"colour": 1}),
+    "too few": (torch.mm, (torch.randn(2, 3),), {}),
+    "einsum": (torch.einsum, ("ij,jk->il", torch.randn(2, 3), torch.randn(3, 4)), {}),
+    "conv2d": (F.conv2d, (torch.randn(1, 3, 5, 5), torch.randn(4, 2, 3, 3)), {}),
+    "same with a stride": (
+        F.conv2d,
+        (torch.randn(1, 3, 5, 5), torch.randn(4, 3, 3, 3)),
+        {"padding": "same", "stride": 2},
+    ),
+    "multi_dot": (torch.linalg.multi_dot, ([torch.randn(2, 3)],), {}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_is_refused_in_its_words(name: str) -> None:
+    function, args, kwargs = REFUSED[name]
+    with pytest.raises((RuntimeError, TypeError)) as plain:
+        function(*args, **kwargs)
+    with pytest.raises(type(plain.value)) as found:
+        under(sixteen_bit("bf16"), function, *args, **kwargs)
+    assert str(found.value).split("\n")[0] == str(plain.value).split("\n")[0]
+
+
+def test_a_parameter_that_stands_first_is_the_weight() -> None:
+    rule = Rule.of(input="bf16", weight="fp16")
+    weight, x = nn.Parameter(torch.randn(4, 6)), torch.randn(6, 5)
+    assert torch.equal(under(rule, torch.matmul, weight, x), weight.half().float() @ x.bfloat16().float())
+
+
+def test_leaf_parameters_are_cast_by_the_session() -> None:
+    seen: list[tuple[Tensor, str]] = []
+
+    def cached(weight: Tensor, to: Any) -> Tensor:
+        seen.append((weight, str(to)))
+        return weight.to(torch.bfloat16)
+
+    weight, x = nn.Parameter(torch.randn(5, 6)), torch.randn(4, 6)
+    rule = sixteen_bit("bf16")
+    CONTRACTIONS["linear"].run(rule, x, weight)
+    linear(Call("linear", F.linear, (x, weight), {}, rule, cached))
+    assert len(seen) == 1 and seen[0][0] is weight and seen[0][1] == "bf16"
+
+
+def test_the_chain_with_fewest_multiplications_is_taken() -> None:
+    sizes = [10, 100, 5, 50]
+    matrices = [torch.randn(sizes[i : i + 2]) for i in range(3)]
+    rule = sixteen_bit("bf16")
+    inner = under(rule, torch.mm, matrices[0], matrices[1])
+    wanted = under(rule, torch.mm, inner, matrices[2])
+    assert torch.equal(chain(Call("linalg_multi_dot", torch.linalg.multi_dot, (matrices,), {}, rule)), wanted)
+
+
+def test_no_rows_give_an_empty_result_and_zero_gradients() -> None:
+    x, weight = torch.randn(0, 6, requires_grad=True), torch.randn(5, 6, requires_grad=True)
+    result = under(sixteen_bit("bf16"), F.linear, x, weight)
+    result.float().sum().backward()
+    assert result.shape == (0, 5) and weight.grad is not None and not weight.grad.any()
