@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from lowp import presets
 from lowp.errors import InvalidInput
@@ -29,7 +30,22 @@ _TORCH_ATTRIBUTES = ("prev", "prev_fastdtype", "prev_cache_enabled")
 _warned: set[Policy] = set()
 
 
-class autocast(torch.autocast):
+class TorchAutocast(torch.autocast):
+    """torch.autocast, which also puts a region of lowp's own to rest that it is entered in."""
+
+    def __enter__(self) -> Any:
+        entry = Entry(self)
+        entry.attributes = {name: self.__dict__[name] for name in _TORCH_ATTRIBUTES if name in self.__dict__}
+        threads.push(entry)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> Any:
+        result = super().__exit__(kind, value, traceback)
+        self.__dict__.update(threads.pop(self).attributes)
+        return result
+
+
+class autocast(TorchFunctionMode):
     """Run ops in the number formats that a policy says: ``with lowp.autocast("fp16"): ...``, or as a decorator.
 
     `precision` is a preset (``fp16``), any format (``e5m7``: operands and gradients of contractions in it), a Policy,
@@ -40,14 +56,14 @@ class autocast(torch.autocast):
     honoured.
 
     torch's own spellings, ``lowp.autocast("cuda", dtype=torch.float16)`` and ``lowp.autocast()`` as in
-    torch.cuda.amp, are torch.autocast itself, with torch's own lists.
+    torch.cuda.amp, give a torch.autocast, with torch's own lists.
 
     The same object can be entered again and again, also within itself and by several threads; it keeps cast weights
     until they change. Raises UnknownName, with the near names, for a precision or an op in a rule that does not exist.
     """
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         precision: str | bool | Policy | Preset | Path | None = None,
         dtype: torch.dtype | None = None,
         enabled: bool = True,
@@ -55,76 +71,96 @@ class autocast(torch.autocast):
         *,
         device_type: str | None = None,
         strict: bool = False,
-    ) -> None:
+    ) -> Any:
+        """Return a region, or a torch.autocast where the call is spelled as torch's."""
         if isinstance(precision, bool):  # torch.cuda.amp.autocast(enabled, dtype, cache_enabled)
             enabled, precision, cache_enabled = precision, None, enabled if cache_enabled is None else cache_enabled
-        self._rulebook: Rulebook | None = None
         if device_type is not None and precision is not None:
             raise InvalidInput(
                 f"autocast takes a precision ({precision!r}) or torch's device_type ({device_type!r}), not both: "
                 "under a precision of lowp's the rules hold on every device"
             )
         device = device_type if device_type is not None else "cuda" if precision is None else precision
-        if device_type is not None or _is_torch_spelling(device, dtype):
-            if strict:
-                raise InvalidInput(f"strict=True needs a policy: autocast({device!r}) follows torch's own lists")
-            super().__init__(device, dtype, enabled, cache_enabled)
-            return
-        if dtype is not None:
-            raise InvalidInput(f"autocast({device!r}, dtype={dtype}): a precision says its formats: leave dtype out")
-        self._begin(presets.parse(device), precision, enabled, strict)  # type: ignore[arg-type]
+        if device_type is None and not _is_torch_spelling(device, dtype):
+            return super().__new__(cls)
+        if strict:
+            raise InvalidInput(f"strict=True needs a policy: autocast({device!r}) follows torch's own lists")
+        return TorchAutocast(device, dtype, enabled, cache_enabled)  # type: ignore[arg-type]
 
-    def _begin(self, preset: Preset, given: object, enabled: bool, strict: bool) -> None:
-        self.preset, self.policy = preset, preset.policy
+    def __init__(
+        self,
+        precision: str | Policy | Preset | Path,
+        dtype: None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        device_type: None = None,
+        strict: bool = False,
+    ) -> None:
+        if dtype is not None:
+            raise InvalidInput(f"autocast({precision!r}, dtype={dtype}): a precision says its formats: leave dtype out")
+        super().__init__()
+        self.preset = presets.parse(precision)
+        self.policy = self.preset.policy
         _check(self.policy)
         self._rulebook = Rulebook(self.policy, strict)
-        self._is_users = not isinstance(given, str) or str(given).endswith(".toml")
+        self._is_users = not isinstance(precision, str) or precision.endswith(".toml")
         self._weights = WeightCasts()
         self._observers: list[Callable[[Observation], object]] = []
         self._devices = _devices()
-        self.device = self._devices[-1]
-        self.fast_dtype = self._rulebook.main_dtype()
+        self._dtype = self._rulebook.main_dtype()
         self._enabled = enabled
-        self._cache_enabled = True
+        self._compiled = self._engine(ModulePath())
 
     # -- entering and leaving -------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> autocast:
         self.enter()
         return self
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         self.leave(strict=kind is None)
 
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one call where torch.compile has entered the region itself: it puts a mode to work without entering it.
+
+        There torch.autocast is not switched on, so that a nested ``torch.autocast(enabled=False)`` is not seen.
+        """
+        if not self._enabled or not self.policy.rules:
+            return func(*args, **(kwargs or {}))
+        return self._compiled.apply(func, args, kwargs or {})
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, which runs in this region."""
+        if not callable(function):
+            raise InvalidInput(f"as a decorator {self!r} takes a function, not {type(function).__name__}")
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return run
+
     def enter(self, path: ModulePath | None = None) -> None:
         """Enter the region in this thread; `path` is where in the model it is entered, if not where the thread is."""
-        outer = threads.current()
         entry = Entry(self)
-        if outer is not None and outer.engine is not None:
-            entry.outer_active, outer.engine.active = outer.engine.active, False
-        threads.entries().append(entry)
-        if self._rulebook is None:
-            entry.attributes = {name: self.__dict__[name] for name in _TORCH_ATTRIBUTES if name in self.__dict__}
-            super().__enter__()  # type: ignore[no-untyped-call]
-            return
+        outer = threads.push(entry)
         if path is None:
             path = outer.engine.path if outer is not None and outer.engine is not None else ModulePath()
-        self._switch(entry, path)
-
-    def _switch(self, entry: Entry, path: ModulePath) -> None:
-        assert self._rulebook is not None
-        runs = self._enabled and bool(self.policy.rules or self._observers)
+        runs = self._runs
         for device in self._devices:
             state = torch.is_autocast_enabled(device)
             if runs or state:
                 entry.before.append((device, state, torch.get_autocast_dtype(device)))
                 torch.set_autocast_enabled(device, runs)
-                torch.set_autocast_dtype(device, self.fast_dtype if runs else entry.before[-1][2])
+                torch.set_autocast_dtype(device, self._dtype if runs else entry.before[-1][2])
         if not runs:
             return
         threads.install()
-        engine = Engine(self._rulebook, self._weights, path, _present(), self.fast_dtype, self._observers)
-        entry.engine = engine
+        entry.engine = engine = self._engine(path)
         if self.policy.uses_paths or self._observers:
             entry.follows_modules = True
             threads.follow_modules(True)
@@ -133,14 +169,16 @@ class autocast(torch.autocast):
             entry.audit.__enter__()
         engine.__enter__()  # type: ignore[no-untyped-call]
 
+    @property
+    def _runs(self) -> bool:
+        return self._enabled and bool(self.policy.rules or self._observers)
+
+    def _engine(self, path: ModulePath) -> Engine:
+        return Engine(self._rulebook, self._weights, path, _present(), self._dtype, self._observers)
+
     def leave(self, strict: bool = True) -> None:
         """Leave the region in this thread; `strict` also complains about rules that nothing matched."""
-        open_entries = threads.entries()
-        index = next(i for i in reversed(range(len(open_entries))) if open_entries[i].region is self)
-        entry = open_entries.pop(index)
-        if self._rulebook is None:
-            super().__exit__(None, None, None)
-            self.__dict__.update(entry.attributes)
+        entry = threads.pop(self)
         if entry.engine is not None:
             entry.engine.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if entry.audit is not None:
@@ -150,17 +188,13 @@ class autocast(torch.autocast):
         for device, enabled, dtype in entry.before:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
-        outer = open_entries[index - 1] if index else None
-        if outer is not None and outer.engine is not None:
-            outer.engine.active = entry.outer_active
-        if entry.engine is not None and all(one.region is not self for one in open_entries):
+        if entry.engine is not None and not threads.is_in(self):
             self._weights.detach()
             if strict:
                 self._complain()
 
     def _complain(self) -> None:
         """Tell about rules of the user's that nothing matched: raise if strict, else warn once for a policy."""
-        assert self._rulebook is not None
         if not self._is_users or not self._rulebook.has_run:
             return
         report = self._rulebook.report()
@@ -180,12 +214,7 @@ class autocast(torch.autocast):
     # -- what was seen --------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """Return what this region has seen so far: unused rules, unseen contractions, ops that went to fp32.
-
-        Raises InvalidInput in torch's own spelling, where torch keeps no record.
-        """
-        if self._rulebook is None:
-            raise InvalidInput("torch's own spelling of autocast keeps no record: give a precision, such as fp16")
+        """Return what this region has seen so far: unused rules, unseen contractions, ops that went to fp32."""
         return self._rulebook.report()
 
     def observe(self, callback: Callable[[Observation], object]) -> Callable[[], None]:
@@ -193,8 +222,6 @@ class autocast(torch.autocast):
 
         Costs nothing where there is no callback. The callback runs outside the policy, with module paths.
         """
-        if self._rulebook is None:
-            raise InvalidInput("torch's own spelling of autocast cannot be observed: give a precision, such as fp16")
         self._observers.append(callback)
 
         def end() -> None:
@@ -205,14 +232,10 @@ class autocast(torch.autocast):
 
     def forget(self) -> None:
         """Let go of cast weights, after weights were written through their `.data`."""
-        if self._rulebook is not None:
-            self._weights.forget()
+        self._weights.forget()
 
     def __repr__(self) -> str:
-        if self._rulebook is None:
-            return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled})"
-        name = self.preset.name
-        return f"autocast({name!r}{'' if self._enabled else ', enabled=False'})"
+        return f"autocast({self.preset.name!r}{'' if self._enabled else ', enabled=False'})"
 
 
 def _is_torch_spelling(device: object, dtype: torch.dtype | None) -> bool:

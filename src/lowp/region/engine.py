@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -82,6 +83,7 @@ class Rulebook:
         self._ops: dict[str, None] = {}
         self._unseen: dict[str, None] = {}
         self._widened: dict[str, None] = {}
+        self.kept = SimpleNamespace()
         self._refuses = any(sixteen_bit(rule.output) for rule in policy.rules)
 
     def plans(self, path: str) -> Plans:
@@ -183,45 +185,49 @@ class Engine(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one call under the rule that speaks of it."""
-        kwargs = kwargs or {}
         if not self.active:
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         if torch.compiler.is_compiling():
-            return self._traced(func, args, kwargs)
+            return self.apply(func, args, kwargs or {}) if self.is_ours(args, kwargs) else func(*args, **(kwargs or {}))
         plan = self.plans.get(func, _UNKNOWN)
         if plan is _UNKNOWN:
             plan = self.rulebook.find(func, self.path.current)
-        if plan is None:
-            return func(*args, **kwargs)
-        if not self.is_ours(args, kwargs):
-            return func(*args, **kwargs)
+        if plan is None or not self.is_ours(args, kwargs):
+            return func(*args, **(kwargs or {}))
         with _DisableAutocast():
-            if plan.run is None and not self.observers:
-                if plan.row.op_class == "structural":
-                    return self._suspended(func, args, kwargs)
-                try:
-                    return func(*args, **kwargs)
-                except RuntimeError as error:
-                    return self._without_kernel(error, func, args, kwargs)
-            return self._run(plan, func, args, kwargs)
+            return self._run(plan, func, args, kwargs or {})
+
+    def apply(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call that is this region's, also while torch.compile traces it."""
+        if not torch.compiler.is_compiling():
+            plan = self.rulebook.find(func, self.path.current)
+            return func(*args, **kwargs) if plan is None else self._run(plan, func, args, kwargs)
+        kept: Plan | None = getattr(self.rulebook.kept, _kept(self.rulebook, func, self.path.current))
+        if kept is None:
+            return func(*args, **kwargs)
+        with torch.autocast(self.devices[-1], enabled=False):
+            if kept.run is None:
+                return func(*args, **kwargs)
+            return kept.run(Call(kept.row.name, func, args, kwargs, kept.rule or _NO_RULE))
 
     def _run(self, plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if plan.row.op_class == "structural":
+        row, rule, run = plan
+        if row.op_class == "structural":
             return self._suspended(func, args, kwargs)
-        self.in_op += plan.rule is not None
+        if rule is not None:
+            self.in_op += 1
         try:
-            if plan.run is None:
+            if run is None:
                 result = func(*args, **kwargs)
             else:
-                rule = plan.rule or _NO_RULE
-                result = plan.run(Call(plan.row.name, func, args, kwargs, rule, self.weights, draw_seed))
+                result = run(Call(row.name, func, args, kwargs, rule or _NO_RULE, self.weights, draw_seed))
         except RuntimeError as error:
             result = self._without_kernel(error, func, args, kwargs)
         finally:
-            self.in_op -= plan.rule is not None
+            if rule is not None:
+                self.in_op -= 1
         if self.observers:
-            row = plan.row
-            seen = Observation(row.name, row.op_class, self.path.current, plan.rule, args, kwargs, result, row.operands)
+            seen = Observation(row.name, row.op_class, self.path.current, rule, args, kwargs, result, row.operands)
             for observer in tuple(self.observers):
                 observer(seen)
         return result
@@ -245,17 +251,6 @@ class Engine(TorchFunctionMode):
         assert plan.run is not None and plan.rule is not None
         return plan.run(Call(plan.row.name, func, args, kwargs, plan.rule, self.weights, draw_seed))
 
-    def _traced(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call while torch.compile traces it."""
-        plan = _plan(self.rulebook, func, self.path)
-        if plan is None or not self.is_ours(args, kwargs):
-            return func(*args, **kwargs)
-        with torch.autocast(self.devices[-1], enabled=False):
-            if plan.run is None:
-                return func(*args, **kwargs)
-            rule = plan.rule or _NO_RULE
-            return plan.run(Call(plan.row.name, func, args, kwargs, rule, self.weights, draw_seed))
-
     def is_ours(self, args: Any = (), kwargs: Any = None) -> bool:
         """Whether torch.autocast is as this region set it, at least on the device of the call."""
         for device in self.devices:
@@ -270,8 +265,12 @@ class Engine(TorchFunctionMode):
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _plan(rulebook: Rulebook, function: Callable[..., Any], path: ModulePath) -> Plan | None:
-    return rulebook.find(function, path.current)
+def _kept(rulebook: Rulebook, function: Callable[..., Any], path: str) -> str:
+    """Return the name under which a plan is kept, so that torch.compile takes the search for a constant."""
+    name = f"{table.name_of(function)}_{id(function)}_{path}"
+    if not hasattr(rulebook.kept, name):
+        setattr(rulebook.kept, name, rulebook.find(function, path))
+    return name
 
 
 def _device(values: Any) -> str | None:

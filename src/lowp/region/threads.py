@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.utils.checkpoint
@@ -26,19 +26,16 @@ from lowp.compat import private
 from lowp.region.engine import Engine
 from lowp.session import ModulePath
 
-if TYPE_CHECKING:
-    from lowp.region.context import autocast
-
 _EnableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C._EnableTorchFunction"))
 
-__all__ = ["Entry", "current", "entries", "follow_modules", "install"]
+__all__ = ["Entry", "current", "follow_modules", "install", "is_in", "pop", "push"]
 
 
 @dataclass
 class Entry:
     """One entry of a region: what runs it, and what was there before, to be restored."""
 
-    region: autocast
+    region: Any
     engine: Engine | None = None
     outer_active: bool = False
     before: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
@@ -55,9 +52,28 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def entries() -> list[Entry]:
-    """Return the entries of this thread, the innermost last."""
-    return _local.entries
+def push(entry: Entry) -> Entry | None:
+    """Enter: put the region to rest that this thread is in, and return its entry."""
+    outer = current()
+    if outer is not None and outer.engine is not None:
+        entry.outer_active, outer.engine.active = outer.engine.active, False
+    _local.entries.append(entry)
+    return outer
+
+
+def pop(region: object) -> Entry:
+    """Leave: take away the innermost entry of a region, and let the one around it go on."""
+    index = next(i for i in reversed(range(len(_local.entries))) if _local.entries[i].region is region)
+    entry = _local.entries.pop(index)
+    outer = _local.entries[index - 1] if index else None
+    if outer is not None and outer.engine is not None:
+        outer.engine.active = entry.outer_active
+    return entry
+
+
+def is_in(region: object) -> bool:
+    """Whether this thread is in a region."""
+    return any(entry.region is region for entry in _local.entries)
 
 
 def current() -> Entry | None:
