@@ -96,8 +96,8 @@ DIGITS_HARD = Recipe(
     source="Micikevicius et al. 2018, arXiv 1710.03740, section 3.1; data as for digits",
     data=DIGITS.data,
     sizes={
-        "cpu": Size(epochs=60, batch=32, learning_rate=5e-4, parameters=26_122, options={"hidden": (128, 128)}),
-        "full": Size(epochs=100, batch=32, learning_rate=3e-4, parameters=85_002, options={"hidden": (256, 256)}),
+        "cpu": Size(epochs=60, batch=32, learning_rate=4e-4, parameters=85_002, options={"hidden": (256, 256)}),
+        "full": Size(epochs=120, batch=32, learning_rate=2e-4, parameters=301_066, options={"hidden": (512, 512)}),
     },
     metric=DIGITS.metric,
     load=load,

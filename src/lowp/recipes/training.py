@@ -155,7 +155,8 @@ class Training:
     def progress(self) -> float:
         """The share of the training that is done, 0 to 1."""
         done = self.epoch * self.steps_per_epoch + self.step_of_epoch
-        return done / (self.epochs * self.steps_per_epoch)
+        share: float = done / (self.epochs * self.steps_per_epoch)
+        return share
 
     @property
     def finished(self) -> bool:

@@ -18,14 +18,15 @@ __all__ = ["comparison_tables", "console", "heat_map", "notes", "number", "plain
 
 _NOTHING = "-"
 _STYLES = {"converges as fp32": "green", "loses": "yellow", "fails": "red", "undecided": "cyan"}
-_WIDTH = 120
+_WIDTH = 110
 _WORDS = ("verdict", "what", "size", "data")
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """A console on a stream, stdout by default; where that is no terminal, wide enough for the tables and plain."""
-    stream = sys.stdout if stream is None else stream
-    return Console(file=stream, width=None if stream.isatty() else _WIDTH, highlight=False, soft_wrap=False)
+    """A console on a stream, stdout by default; never so narrow that it would cut the numbers of a table off."""
+    found = Console(file=sys.stdout if stream is None else stream, highlight=False)
+    found.width = max(found.width, _WIDTH) if found.is_terminal else _WIDTH
+    return found
 
 
 # -- a comparison -----------------------------------------------------------------------------------------------------
@@ -38,7 +39,7 @@ def _convergence(document: Mapping[str, Any]) -> Table:
     recipe, metric = document["recipe"], document["recipe"]["metric"]
     seeds = len(document["seeds"])
     title = f"{recipe['name']}: mean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}"
-    table = plain_table(title, ["precision", metric, "loss", "gap to fp32", "in seed deviations", "verdict"])
+    table = plain_table(title, ["precision", metric, "loss", "gap to\nfp32", "in seed\ndeviations", "verdict"])
     for row in document["variants"]:
         statistics, verdict = row.get("statistics"), row.get("verdict") or {}
         if statistics is None:
@@ -58,8 +59,9 @@ def _convergence(document: Mapping[str, Any]) -> Table:
 
 
 def _costs(document: Mapping[str, Any]) -> Table:
-    names = ["precision", "time a step", "peak memory", "skipped", "loss scale", "flushed gradients"]
-    table = plain_table("what it cost, and what it lost", [*names, "lost updates", "updates < 2^-24"])
+    names = ["precision", "time a step", "peak\nmemory", "skipped\nsteps", "loss\nscale"]
+    names += ["flushed\ngradients", "lost\nupdates", "updates\n< 2^-24"]
+    table = plain_table("what it cost, and what it lost", names)
     rows = document["variants"]
     base = rows[0].get("step_seconds")
     for row in rows:
