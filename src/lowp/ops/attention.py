@@ -26,6 +26,7 @@ from lowp.ops.casting import (
     shield,
 )
 from lowp.ops.contraction import check, matmul, runner
+from lowp.ops.generic import gradient_cast
 from lowp.ops.signature import bound
 from lowp.policy import Rule
 
@@ -72,19 +73,25 @@ def _attention(
         # gradients are rounded by the conversions of the graph, unless the rule leaves them wide
         dtype = _plain_carrier(rule)
         wide = [x if rule.input is None else rounded(x, rule.input, call.seed, dtype=dtype) for x in tensors]
-        return rounded(
-            settings.attend(wide[0].float(), wide[1].float(), wide[2].float(), _wide_mask(mask)), rule.output, call.seed
-        )
+        with _differentiable_kernel():
+            result = settings.attend(wide[0].float(), wide[1].float(), wide[2].float(), _wide_mask(mask))
+        result = rounded(result, rule.output, call.seed)
+        return result if rule.grad is None else gradient_cast(result, rule.grad, call.seed)
     values = [carried(x, rule.input, call.seed) for x in tensors]
     if _is_native(values, rule.output):
         narrow = mask.to(values[0].dtype) if mask is not None and mask.is_floating_point() else mask
         return settings.attend(values[0], values[1], values[2], narrow)
     dtype = result_dtype(rule.output)
     operands = [operand(x, v, dtype) for x, v in zip(tensors, values, strict=True)]
-    result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+    attended: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         settings, rule, call.seed, _wide_mask(mask), *(one.edge for one in operands), *(one.value for one in operands)
     )
-    return result
+    return attended
+
+
+def _differentiable_kernel() -> AbstractContextManager[Any]:
+    """The kernel whose derivatives are derivable: the fused CPU attention has neither second ones nor vmap."""
+    return nullcontext() if torch.compiler.is_compiling() else sdpa_kernel(SDPBackend.MATH)
 
 
 def _wide_mask(mask: Tensor | None) -> Tensor | None:
@@ -130,8 +137,7 @@ class _Attention(torch.autograd.Function):
                 inputs = [x.float().requires_grad_() for x in values]
                 mask = mask.detach().requires_grad_() if ctx.needs_input_grad[3] else mask
             wide = carried(gradient, ctx.rule.grad, ctx.seed).float()
-            # the fused CPU attention has no second derivative
-            kernel: AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH) if graph else nullcontext()
+            kernel = _differentiable_kernel() if graph else nullcontext()
             with torch.enable_grad(), kernel, ctx.random or nullcontext():
                 result = ctx.settings.attend(*inputs, mask)
             candidates = dict(zip((3, 4, 5, 6), (mask, *inputs), strict=True))

@@ -113,7 +113,7 @@ def _pair(
     bias_scale: float = 1,
 ) -> Tensor:
     """Contract two operands by an equation under the call's rule."""
-    shape = () if bias is None else tuple(bias.shape)
+    shape = None if bias is None else tuple(bias.shape)
     form = Einsum(equation.terms, tuple(first.shape), tuple(second.shape), function, scale, bias_scale, shape)
     swapped = isinstance(first, nn.Parameter) and not isinstance(second, nn.Parameter)
     return contract(form, call, first, second, bias, "weight input" if swapped else "input weight")

@@ -95,7 +95,7 @@ class Einsum(Form):
     call: Callable[..., Tensor] | None = None
     scale: float = 1
     bias_scale: float = 1
-    bias: tuple[int, ...] = ()
+    bias: tuple[int, ...] | None = None
 
     @property
     def contracted(self) -> dict[int, Pair]:  # type: ignore[override]
@@ -113,7 +113,7 @@ class Einsum(Form):
         if slot != OUTPUT:
             result = self._gradient(slot, left, right)
             return result if self.scale == 1 else result * self.scale
-        if self.call is None:
+        if self.call is None or (bias is None) != (self.bias is None):  # double backward has the product without bias
             result = torch.einsum("{},{}->{}".format(*self.terms), left, right)
             result = result if self.scale == 1 else result * self.scale
             return result if bias is None else self.with_bias(result, bias)
@@ -170,4 +170,4 @@ class Einsum(Form):
         return result + bias * self.bias_scale
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
-        return (gradient if self.bias_scale == 1 else gradient * self.bias_scale).sum_to_size(self.bias)
+        return (gradient if self.bias_scale == 1 else gradient * self.bias_scale).sum_to_size(self.bias or ())

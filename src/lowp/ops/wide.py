@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowp.ops.casting import functorch_is_active, rounded, shield
+from lowp.ops.generic import gradient_cast
 from lowp.policy import Rule
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -55,7 +56,8 @@ def computed_wide(
     rule = Rule(grad=rule.grad, output=rule.output)
     parameters = [None if one is None else one.float() for one in (weight, bias)]
     if functorch_is_active() or (x.dtype is torch.float32 and rule.grad is None):
-        return rounded(computation.plain(x.float(), *parameters), rule.output, seed)
+        wide = rounded(computation.plain(x.float(), *parameters), rule.output, seed)
+        return wide if rule.grad is None else gradient_cast(wide, rule.grad, seed)
     result: Tensor = _Wide.apply(computation, rule, seed, x, *parameters)  # type: ignore[no-untyped-call]
     return result
 
