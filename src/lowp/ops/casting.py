@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple, cast
+from functools import cache, wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from lowp.policy import Rule
 
 __all__ = ["Call", "Operand", "carried", "carrier_dtype", "operand", "rounded", "shield", "with_tangents"]
 
+_Answer = TypeVar("_Answer")
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
 _DisableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C.DisableTorchFunction"))
@@ -69,7 +70,19 @@ class Call:
         self.weight_cast, self.seed = weight_cast, seed
 
 
-@cache
+def _constant(function: Callable[[Cast], _Answer]) -> Callable[[Cast], _Answer]:
+    """Remember a function's answers; torch.compile takes them as constants, without tracing how they are found."""
+    remembered = cache(function)
+
+    @wraps(function)
+    def answer(to: Cast) -> _Answer:
+        return remembered(to)
+
+    marked: Callable[[Cast], _Answer] = torch.compiler.assume_constant_result(answer)  # type: ignore[no-untyped-call]
+    return marked
+
+
+@_constant
 def native_dtype(to: Cast) -> torch.dtype | None:
     """Return the dtype whose conversion `Tensor.to` IS this cast (nearest-even, overflow to infinity), or None."""
     if to.rounding is Rounding.NEAREST_EVEN and to.overflow is Overflow.INFINITY:
@@ -77,7 +90,7 @@ def native_dtype(to: Cast) -> torch.dtype | None:
     return None
 
 
-@cache
+@_constant
 def carrier_dtype(to: Cast) -> torch.dtype:
     """Return the dtype that carries an operand of a contraction: the smallest that holds every value of the format.
 
@@ -99,7 +112,7 @@ def result_dtype(to: Cast | None) -> torch.dtype:
     return torch.float32 if to is None else _own_dtype(to) or torch.float32
 
 
-@cache
+@_constant
 def _own_dtype(to: Cast) -> torch.dtype | None:
     return next((dtype for name, dtype in _DTYPES.items() if FORMATS[name] == to.format), None)
 
