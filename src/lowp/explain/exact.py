@@ -10,12 +10,13 @@ from lowp.casts import Cast, Overflow, Rounding
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput
 from lowp.explain.numbers import Number, code_of_value
-from lowp.explain.text import floor_log2
+from lowp.explain.text import floor_log2, times_power
 from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat
 
 # A stochastic cast without a number of bits of its own compares this many: unbiased to 2**-160.
 RANDOM_BITS = 160
 _HALF = Fraction(1, 2)
+_ZERO = Fraction(0)
 
 
 class Rule(str, Enum):
@@ -170,16 +171,17 @@ def _round_float(number: Number, cast: Cast, format: FloatFormat, random: Fracti
             return _finish(start, Number(Fraction(0), number.negative), Rule.FLUSHED)
         return _finish(start, Number(Fraction(format.smallest_normal)), Rule.TO_SMALLEST)
     quantum_exponent = max(exponent, format.min_exponent) - format.mantissa_bits
-    units = magnitude / Fraction(2) ** quantum_exponent
-    kept = int(units)
-    # without mantissa bits the last bit of a code is that of the exponent field
-    last_bit = (kept if format.mantissa_bits else exponent + format.bias) & 1
-    away, rule = _choose(units - kept, last_bit, number.negative, cast, random)
-    start = replace(
-        start, exponent=exponent, quantum_exponent=quantum_exponent, kept=kept, rest=units - kept, away=away
-    )
-    rounded = (kept + away) * Fraction(2) ** quantum_exponent
-    if rounded > format.maximum:
+    # integers are several times faster than fractions, and the tests call this a million times
+    divisor = magnitude.denominator << max(quantum_exponent, 0)
+    kept, remainder = divmod(magnitude.numerator << max(-quantum_exponent, 0), divisor)
+    rest = Fraction(remainder, divisor) if remainder else _ZERO
+    # without mantissa bits the last bit of a code is that of the exponent field; but in a format without zero (e8m0)
+    # a tie becomes the larger number, as in torch and ml_dtypes: its significand 1 counts as odd
+    last_bit = (kept if format.mantissa_bits or not format.has_zero else exponent + format.bias) & 1
+    away, rule = _choose(rest, last_bit, number.negative, cast, random)
+    start = Rounded(number, cast, number, None, rule, exponent, quantum_exponent, kept, rest, away)
+    rounded = times_power(kept + away, quantum_exponent)
+    if exponent >= format.max_exponent and rounded > Fraction(format.maximum):
         return _finish(start, _beyond(number.negative, cast, format), rule, overflowed=True)
     return _finish(start, Number(rounded, number.negative), rule)
 

@@ -50,13 +50,13 @@ def rule_words(rounded: Rounded) -> str:
         Rule.EXACT: "nothing is cut off: exact",
         Rule.BELOW_HALF: f"{part}, less than half: {step}",
         Rule.ABOVE_HALF: f"{part}, more than half: {step}",
-        Rule.TIE_TO_EVEN: f"exactly half a unit, a tie: to the neighbour whose last bit is 0: {step}",
+        Rule.TIE_TO_EVEN: f"exactly half a unit, a tie: {_even_words(rounded)}: {step}",
         Rule.TIE_AWAY: f"exactly half a unit, a tie: away from zero: {step}",
         Rule.DIRECTED: f"{part}; {mode} decides: {step}",
         Rule.STOCHASTIC: f"{part}; the random number decides: {step}",
         Rule.FLUSHED: f"{rounded.format} has no subnormals: below the smallest normal number zero, before rounding",
         Rule.TO_SMALLEST: f"{rounded.format} has no zero: below its smallest number it is that number",
-        Rule.SPECIAL: "no number is cut: infinity and NaN follow the format's rules",
+        Rule.SPECIAL: _special_words(rounded),
         Rule.NEGATIVE: f"{rounded.format} has no negative number and no zero"
         if not getattr(rounded.format, "has_zero", True)
         else f"{rounded.format} has no negative number",
@@ -64,10 +64,26 @@ def rule_words(rounded: Rounded) -> str:
     }[rounded.rule]
     if rounded.overflowed:
         largest = decimal_text(Fraction(rounded.format.maximum))
+        words = "no bit of the significand is cut off" if rounded.rule is Rule.EXACT else words
         words += f"; beyond the largest number, {largest}: {rounded.cast.overflow}"
     elif rounded.given.is_finite and rounded.given.magnitude and rounded.result == Number(Fraction(0), number.negative):
         words += "; underflow to zero"
     return words
+
+
+def _even_words(rounded: Rounded) -> str:
+    if not getattr(rounded.format, "has_zero", True):
+        return "to the larger number, as there is no mantissa bit to be even"
+    return "to the neighbour whose last bit is 0"
+
+
+def _special_words(rounded: Rounded) -> str:
+    given, result = rounded.given.special, rounded.result.special
+    if given == result:
+        return {"nan": "NaN stays NaN", "inf": "infinity stays infinity", "": ""}[given]
+    if result == "nan":
+        return f"infinity becomes NaN (overflow: {rounded.cast.overflow})"
+    return f"infinity becomes the largest number (overflow: {rounded.cast.overflow})"
 
 
 def _share(rest: Fraction) -> str:

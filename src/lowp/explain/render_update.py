@@ -16,6 +16,7 @@ _VERDICTS = {
     Verdict.DISTORTED: "DISTORTED: the update is below one ulp and is taken for another size",
     Verdict.KEPT: "KEPT",
     Verdict.OVERFLOW: "OVERFLOW: the sum is beyond the largest number",
+    Verdict.UNDERFLOW: "LOST before it is added: the gradient is too small for the format and becomes zero",
     Verdict.NONE: "nothing to lose: the update is zero",
     Verdict.CHANCE: "KEPT ON AVERAGE: below one ulp, stochastic rounding moves the weight by a whole ulp or not",
 }
@@ -27,7 +28,7 @@ def render_update(update: WeightUpdate) -> str:
 
 
 def _lines(update: WeightUpdate) -> Iterator[str]:
-    sign = "-" if update.step * update.gradient.result.value < 0 else "+"
+    sign = "-" if update.upward == update.gradient.given.negative else "+"
     rate = f"{decimal_text(update.learning_rate)} x " if update.learning_rate is not None else ""
     yield f"weight {sign} {rate}gradient in {update.cast}: {update.weight.given} {sign} {rate}{update.gradient.given}"
     for name, operand in (("weight", update.weight), ("gradient", update.gradient)):
@@ -54,16 +55,17 @@ def _operand_lines(name: str, operand: Rounded) -> Iterator[str]:
 
 
 def _size_lines(update: WeightUpdate, threshold: Threshold) -> Iterator[str]:
-    toward = "up" if update.step > 0 else "down"
+    toward = "up" if update.upward else "down"
     yield line("spacing", f"{power_text(threshold.spacing)} to the next number {toward}{_binade_note(update)}")
     ratio = abs(update.step) / threshold.spacing
-    yield line("size", f"{brief(ratio)} of that spacing" + _relative(update.relative_step))
+    if update.step:
+        yield line("size", f"{brief(ratio)} of that spacing" + _relative(update.relative_step))
 
 
 def _binade_note(update: WeightUpdate) -> str:
     """Say why the spacing toward zero is smaller where the weight is a power of two."""
     weight = update.weight.result
-    toward_zero = (update.step > 0) == weight.negative
+    toward_zero = update.upward == weight.negative
     power = weight.magnitude and weight.magnitude == Fraction(2) ** floor_log2(weight.magnitude)
     if not (toward_zero and power and update.threshold):
         return ""
@@ -85,8 +87,6 @@ def _moved(update: WeightUpdate) -> str:
 
 def _threshold_lines(update: WeightUpdate) -> Iterator[str]:
     threshold = update.threshold
-    if update.step == 0:
-        return
     if threshold is None:
         yield line("counts", "at no size: the weight is the largest number, and sums saturate")
         return

@@ -13,8 +13,14 @@ BITS_SHOWN = 40
 
 def floor_log2(magnitude: Fraction) -> int:
     """floor(log2(magnitude)) of a positive number, from its bits."""
-    estimate = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
-    return estimate if Fraction(2) ** estimate <= magnitude else estimate - 1
+    numerator, denominator = magnitude.numerator, magnitude.denominator
+    estimate = numerator.bit_length() - denominator.bit_length()
+    return estimate - (numerator << max(-estimate, 0) < denominator << max(estimate, 0))
+
+
+def times_power(units: int, exponent: int) -> Fraction:
+    """units * 2**exponent."""
+    return Fraction(units << exponent) if exponent >= 0 else Fraction(units, 1 << -exponent)
 
 
 def decimal_text(value: Fraction) -> str:

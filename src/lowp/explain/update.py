@@ -24,6 +24,7 @@ class Verdict(str, Enum):
     DISTORTED = "distorted"  # it moves, but the update is below one ulp: it moves by a whole ulp instead
     KEPT = "kept"  # the update is one ulp or more: it arrives with at most half an ulp of error, or exactly
     OVERFLOW = "overflow"  # the sum is beyond the largest number
+    UNDERFLOW = "underflow"  # the gradient is not zero, and becomes zero in the format
     NONE = "none"  # the update is zero
     CHANCE = "chance"  # stochastic rounding: below one ulp, right on average
 
@@ -71,6 +72,7 @@ class WeightUpdate:
     gradient: Rounded
     learning_rate: Fraction | None
     step: Fraction
+    upward: bool
     steps: int
     first: Rounded | None
     verdict: Verdict
@@ -125,20 +127,22 @@ def weight_update(
     sign = -1 if minus or learning_rate is not None else 1
     step = sign * factor * slope.result.value
     current = start.result
+    # the direction that was meant, also where the gradient has become zero
+    upward = slope.given.negative == (sign * factor < 0)
     fp32 = _walk(round_exact(current, "fp32").result, step, parse_cast("fp32"), steps)
     expected = current.value + steps * step
     if cast.is_stochastic:
-        threshold = _threshold(current, step, cast.with_rounding(Rounding.NEAREST_EVEN))
-        verdict = _verdict(None, current, step, threshold)
+        threshold = _threshold(current, upward, cast.with_rounding(Rounding.NEAREST_EVEN))
+        verdict = _verdict(None, slope, current, step, threshold)
         return WeightUpdate(
-            cast, start, slope, learning_rate, step, steps, None, verdict, threshold, None, fp32, expected
+            cast, start, slope, learning_rate, step, upward, steps, None, verdict, threshold, None, fp32, expected
         )
-    threshold = _threshold(current, step, cast)
+    threshold = _threshold(current, upward, cast)
     first = round_exact(_sum(current, step), cast)
-    verdict = _verdict(first, current, step, threshold)
+    verdict = _verdict(first, slope, current, step, threshold)
     trajectory = _walk(current, step, cast, steps)
     return WeightUpdate(
-        cast, start, slope, learning_rate, step, steps, first, verdict, threshold, trajectory, fp32, expected
+        cast, start, slope, learning_rate, step, upward, steps, first, verdict, threshold, trajectory, fp32, expected
     )
 
 
@@ -154,9 +158,11 @@ def _sum(current: Number, step: Fraction) -> Number:
     return current if step == 0 else Number.of(current.value + step)
 
 
-def _verdict(first: Rounded | None, current: Number, step: Fraction, threshold: Threshold | None) -> Verdict:
+def _verdict(
+    first: Rounded | None, gradient: Rounded, current: Number, step: Fraction, threshold: Threshold | None
+) -> Verdict:
     if step == 0:
-        return Verdict.NONE
+        return Verdict.UNDERFLOW if gradient.given.magnitude and not gradient.result.magnitude else Verdict.NONE
     below_one_ulp = threshold is not None and abs(step) < threshold.spacing
     if first is None:
         return Verdict.CHANCE if below_one_ulp else Verdict.KEPT
@@ -174,13 +180,11 @@ def _same(first: Number, second: Number) -> bool:
     )
 
 
-def _threshold(current: Number, step: Fraction, cast: Cast) -> Threshold | None:
+def _threshold(current: Number, upward: bool, cast: Cast) -> Threshold | None:
     """Where rounding begins to move the weight: it can change only just above 0, at the tie, or at the neighbour."""
     assert isinstance(cast.format, FloatFormat)
-    if step == 0:
-        return None
-    spacing = _spacing(current, step > 0, cast.format)
-    direction = 1 if step > 0 else -1
+    spacing = _spacing(current, upward, cast.format)
+    direction = 1 if upward else -1
 
     def moves(size: Fraction) -> bool:
         return not _same(round_exact(_sum(current, direction * size), cast).result, current)
