@@ -5,10 +5,10 @@ is an integer times 2^(exponent of a + exponent of b). Two ways to write that su
 
 * exact: the integer is exact whatever the operands (all -32768 included) and is rounded once, to nearest even, where it
   is written as int16 mantissas, fp32 or fp64; int64 is not rounded at all. (Flexpoint: Köster et al. 2017,
-  arXiv 1711.02213, section 3.)
-* chained: the depth is cut into blocks of 256 elements; the exact sum of each block is rounded to fp32 and the blocks are
-  added in fp32 in order, beginning with 0; the result is multiplied by 2^exponent and rounded once. This is the fp32
-  accumulation of DFP-16 (Das et al. 2018, arXiv 1802.00930, section 4) with its longest chain; the addition here is
+  arXiv 1711.02213.)
+* chained: the depth is cut into blocks of 256 elements; the exact sum of each block is rounded to fp32 and the blocks
+  are added in fp32 in order, beginning with 0; the result is multiplied by 2^exponent and rounded once. This is the
+  fp32 accumulation of DFP-16 (Das et al. 2018, arXiv 1802.00930) with its longest chain; the addition here is
   that the sum of a block is exact for ALL operands. A block runs as one int32 chain where the Cauchy-Schwarz inequality
   on its norms proves that int32 cannot overflow, as several shorter chains where it proves those, and on the high and
   low bytes of `a` otherwise. So the bits depend neither on the proof, nor on the threads, nor on the processor.
@@ -87,12 +87,13 @@ class _Output:
 def safe_chain_length(bits: int) -> int:
     """Return how many products of symmetric `bits`-bit integers int32 can sum whatever they are, as a power of two.
 
-    16 bits: 2, 15: 8, 14: 32, 13: 128, 12: 512. Raises InvalidInput outside 2 to 16 bits. The products here need no such
-    promise: they prove the length of each chain from the operands.
+    16 bits: 2, 15: 8, 14: 32, 13: 128, 12: 512. Raises InvalidInput outside 2 to 16 bits. The products here need no
+    such promise: they prove the length of each chain from the operands.
     """
     if not 2 <= bits <= 16:
         raise InvalidInput(f"{bits}-bit operands; allowed: 2 to 16 bits, what int16 holds")
-    longest = (2**31 - 1) // (2 ** (bits - 1) - 1) ** 2
+    magnitude: int = (1 << (bits - 1)) - 1
+    longest = (2**31 - 1) // magnitude**2
     return 1 << (longest.bit_length() - 1)
 
 
@@ -109,12 +110,13 @@ def matmul_exact(
 ) -> Exact:
     """Return a @ b of int16 matrices, exact, times 2^exponent, rounded once to nearest even.
 
-    `a` is [..., m, k] ([..., k, m] with `transpose_a`), `b` is [..., k, n] ([..., n, k] with `transpose_b`); the leading
-    dimensions broadcast; the result is [..., m, n]. Views are read as they lie: a transposed view costs no copy.
-    `dtype`: int16 (mantissas, saturated at -32768 or, `symmetric`, -32767, and at 32767; for operands of exponents Ea, Eb
-    and a result of exponent E, `exponent` is Ea + Eb - E), float32, float64, or int64 (the integer sums; `exponent` must
-    be 0). `exponent` is an integer or a 0-d integer tensor, -900 to 900. `kernel` forces one of avx512, avx2, neon,
-    portable, reference (default: LOWP_CPU_ISA, or the best of this machine). A depth of 0 gives zeros.
+    `a` is [..., m, k] ([..., k, m] with `transpose_a`), `b` is [..., k, n] ([..., n, k] with `transpose_b`); the
+    leading dimensions broadcast; the result is [..., m, n]. Views are read as they lie: a transposed view costs no
+    copy. `dtype`: int16 (mantissas, saturated at -32768 or, `symmetric`, -32767, and at 32767; for operands of
+    exponents Ea, Eb and a result of exponent E, `exponent` is Ea + Eb - E), float32, float64, or int64 (the integer
+    sums; `exponent` must be 0). `exponent` is an integer or a 0-d integer tensor, -900 to 900. `kernel` forces one of
+    avx512, avx2, neon, portable, reference (default: LOWP_CPU_ISA, or the best of this machine). A depth of 0 gives
+    zeros.
 
     Raises InvalidInput for other dtypes, devices, shapes or a depth above 2^32, Unavailable for a kernel that this
     machine lacks.
@@ -155,7 +157,8 @@ def convolution_exact(
 
     `product` and the operands: "forward" takes input [n, c, *size] and weight [o, c / groups, *kernel] and gives
     [n, o, *out]; "input_gradient" takes the output's gradient and the weight; "weight_gradient" the input and the
-    output's gradient. `shape` is `ConvolutionShape.of(...)`, 1 to 3 spatial dimensions. The rest is as in `matmul_exact`.
+    output's gradient. `shape` is `ConvolutionShape.of(...)`, 1 to 3 spatial dimensions. The rest is as in
+    `matmul_exact`.
     """
     return _exact(_convolution(product, a, b, shape, _output(exponent, dtype, symmetric, kernel)))
 
@@ -171,10 +174,10 @@ def convolution_chained(
 ) -> Chained:
     """Return one of the three products of a convolution of int16 tensors times 2^exponent in fp32, in chains of 256.
 
-    The depth, which is cut every 256 elements, runs over: (tap, channel) for the forward product, (tap, out channel) for
-    the input gradient, taken apart for each residue of the pixel modulo the stride and over the taps that reach it, and
-    (image, pixel) for the weight gradient; the last index is fastest. Channels of a group, and in the last case the
-    pixels of an image, are padded with a zero to an even number.
+    The depth, which is cut every 256 elements, runs over: (tap, channel) for the forward product, (tap, out channel)
+    for the input gradient, taken apart for each residue of the pixel modulo the stride and over the taps that reach
+    it, and (image, pixel) for the weight gradient; the last index is fastest. Channels of a group, and in the last
+    case the pixels of an image, are padded with a zero to an even number.
     """
     return _chained(_convolution(product, a, b, shape, _output(exponent, None, False, kernel)))
 
@@ -222,7 +225,7 @@ def _matrices(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> tup
             f"{right.shape[-2]} in b {tuple(b.shape)}{' transposed' if transpose_b else ''}"
         )
     try:
-        batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
     except RuntimeError:
         raise InvalidInput(
             f"the leading dimensions {tuple(left.shape[:-2])} of a and {tuple(right.shape[:-2])} of b do not broadcast"

@@ -1,7 +1,7 @@
 """The integer products in plain torch: the definition of their bits, and what runs where the C++ library is missing.
 
-Sums are exact because every partial sum is an integer below 2^53 in fp64, in whatever order torch adds. A convolution is
-turned into the matrix product whose depth order `lowp.kernels.integer` defines.
+Sums are exact because every partial sum is an integer below 2^53 in fp64, in whatever order torch adds. A convolution
+is turned into the matrix product whose depth order `lowp.kernels.integer` defines.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ class ConvolutionShape:
         dilation: int | tuple[int, ...] = 1,
         groups: int = 1,
     ) -> ConvolutionShape:
-        """Return the shape for an input [n, c, *size] and a weight [o, c / groups, *kernel], as in torch's convolutions.
+        """Return the shape for an input [n, c, *size] and a weight [o, c / groups, *kernel], like torch's own.
 
         Raises InvalidInput where they do not fit each other or the result would have a negative size.
         """
         dims = len(input) - 2
         if not 1 <= dims <= 3 or len(weight) != len(input):
             raise InvalidInput(
-                f"input {tuple(input)} and weight {tuple(weight)}; both must have 1 to 3 spatial dimensions after two others"
+                f"input {tuple(input)} and weight {tuple(weight)}; "
+                "both must have 1 to 3 spatial dimensions after two others"
             )
         steps, pads, gaps = (
             (value,) * dims if isinstance(value, int) else tuple(value) for value in (stride, padding, dilation)
@@ -156,6 +157,13 @@ def _even(count: int) -> int:
     return (count + 1) // 2 * 2
 
 
+def _split(x: Tensor, dim: int, *sizes: int) -> Tensor:
+    """Return x with `dim` split into `sizes`; one of them may be -1, also where x is empty."""
+    known = math.prod(size for size in sizes if size != -1)
+    whole = [x.shape[dim] // known if size == -1 else size for size in sizes]
+    return x.reshape(*x.shape[:dim], *whole, *x.shape[dim + 1 :])
+
+
 def _pad_even(x: Tensor, dim: int) -> Tensor:
     """Append a zero along `dim` where its size is odd."""
     return torch.cat([x, torch.zeros_like(x.narrow(dim, 0, 1))], dim) if x.shape[dim] % 2 else x
@@ -163,7 +171,7 @@ def _pad_even(x: Tensor, dim: int) -> Tensor:
 
 def _by_group(x: Tensor, groups: int, dim: int) -> Tensor:
     """Split `dim` into [groups, channels padded to even]."""
-    return _pad_even(x.unflatten(dim, (groups, x.shape[dim] // groups)), dim + 1)
+    return _pad_even(_split(x, dim, groups, x.shape[dim] // groups), dim + 1)
 
 
 def _windows(x: Tensor, shape: ConvolutionShape) -> Tensor:
@@ -183,9 +191,9 @@ def _windows(x: Tensor, shape: ConvolutionShape) -> Tensor:
 
 def _forward(x: Tensor, w: Tensor, shape: ConvolutionShape, chained: bool) -> Tensor:
     windows = _windows(x, shape)
-    weights = _pad_even(w.unflatten(0, (shape.groups, -1)).flatten(3), 2).transpose(2, 3).flatten(2)
+    weights = _pad_even(_split(w, 0, shape.groups, -1).flatten(3), 2).transpose(2, 3).flatten(2)
     sums = matmul(weights, windows.flatten(1, 2).flatten(2), chained)  # [groups, out channels, n * pixels]
-    return sums.unflatten(2, (shape.output[0], math.prod(shape.output[2:]))).permute(2, 0, 1, 3).flatten(1, 2)
+    return _split(sums, 2, shape.output[0], math.prod(shape.output[2:])).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _reach(shape: ConvolutionShape, dim: int, residue: int) -> list[tuple[int, int]]:
@@ -209,7 +217,7 @@ def _shifted(x: Tensor, dim: int, shift: int, count: int) -> Tensor:
 
 def _input_gradient(grad: Tensor, w: Tensor, shape: ConvolutionShape, chained: bool) -> Tensor:
     grouped = _by_group(grad, shape.groups, 1)
-    weights = _pad_even(w.unflatten(0, (shape.groups, -1)), 1)  # [groups, out channels, channels, *kernel]
+    weights = _pad_even(_split(w, 0, shape.groups, -1), 1)  # [groups, out channels, channels, *kernel]
     result = torch.zeros(shape.input, dtype=torch.float32 if chained else torch.int64)
     for residue in itertools.product(*(range(min(s, n)) for s, n in zip(shape.stride, shape.input[2:], strict=True))):
         place = (slice(None), slice(None), *(slice(r, None, s) for r, s in zip(residue, shape.stride, strict=True)))
@@ -225,7 +233,7 @@ def _input_gradient(grad: Tensor, w: Tensor, shape: ConvolutionShape, chained: b
             continue
         rows = torch.stack(left, 1).permute(0, 3, 1, 2).flatten(2)  # [groups, channels, taps * out channels]
         columns = torch.stack(right).permute(2, 0, 3, 1, 4, 5, 6).flatten(1, 2).flatten(2)
-        sums = matmul(rows, columns, chained).unflatten(2, (shape.input[0], *counts))
+        sums = _split(matmul(rows, columns, chained), 2, shape.input[0], *counts)
         result[place] = sums.transpose(1, 2).transpose(0, 1).flatten(1, 2)
     return result
 
@@ -233,7 +241,7 @@ def _input_gradient(grad: Tensor, w: Tensor, shape: ConvolutionShape, chained: b
 def _weight_gradient(x: Tensor, grad: Tensor, shape: ConvolutionShape, chained: bool) -> Tensor:
     groups, channels = shape.groups, shape.weight[1]
     windows = _pad_even(_windows(x, shape).flatten(4), 4).flatten(3)  # [groups, taps, channels, n * pixels]
-    grads = _pad_even(grad.unflatten(1, (groups, -1)).flatten(3), 3).permute(1, 2, 0, 3).flatten(2)
+    grads = _pad_even(_split(grad, 1, groups, -1).flatten(3), 3).permute(1, 2, 0, 3).flatten(2)
     sums = matmul(grads, windows.flatten(1, 2).transpose(1, 2), chained)
-    by_tap = sums.unflatten(2, (math.prod(shape.weight[2:]), -1))[..., :channels]
+    by_tap = _split(sums, 2, math.prod(shape.weight[2:]), -1)[..., :channels]
     return by_tap.transpose(2, 3).reshape(shape.weight)

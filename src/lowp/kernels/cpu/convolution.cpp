@@ -1,12 +1,15 @@
 // Convolution in 1 to 3 dimensions as integer matrix products. Nothing of the size of all windows is ever stored: the
-// image is copied once, padded, with its channels innermost, and each panel of windows (16 KiB) is packed from that copy
-// where it is used. The three products of training are three matrix products:
+// image is copied once, padded, with its channels innermost, and each panel of windows (16 KiB) is packed from that
+// copy where it is used. The three products of training are three matrix products:
 //   forward          y[out channel, pixel]      = sum over (tap, channel)     w * x
-//   input gradient   dx[channel, pixel]         = sum over (tap, out channel) w * g, one product for each residue of the
-//                                                 pixel modulo the stride, so that no zero between strides is multiplied
+//   input gradient   dx[channel, pixel]         = sum over (tap, out channel) w * g, one product for each residue of
+//   the
+//                                                 pixel modulo the stride, so that no zero between strides is
+//                                                 multiplied
 //   weight gradient  dw[out channel, (tap, channel)] = sum over (image, pixel) g * x
-// The depth runs in that order, the last index fastest; channels (and in the last row the pixels of an image) are padded
-// with zeros to an even number. The order decides where the chained product rounds, so it is part of the definition.
+// The depth runs in that order, the last index fastest; channels (and in the last row the pixels of an image) are
+// padded with zeros to an even number. The order decides where the chained product rounds, so it is part of the
+// definition.
 #include <algorithm>
 #include <array>
 #include <cstdlib>
@@ -27,26 +30,37 @@ int64_t even(int64_t n) { return (n + 1) / 2 * 2; }
 int64_t floor_divide(int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
 struct Geometry {
-  int64_t batch, channels, out_channels, groups;   // channels of all groups
+  int64_t batch, channels, out_channels, groups;  // channels of all groups
   Triple size, out_size, kernel, stride, padding, dilation;
 
   explicit Geometry(const int64_t* s)
-      : batch(s[0]), channels(s[1]), out_channels(s[2]), groups(s[3]), size{s[4], s[5], s[6]},
-        out_size{s[7], s[8], s[9]}, kernel{s[10], s[11], s[12]}, stride{s[13], s[14], s[15]},
-        padding{s[16], s[17], s[18]}, dilation{s[19], s[20], s[21]} {}
+      : batch(s[0]),
+        channels(s[1]),
+        out_channels(s[2]),
+        groups(s[3]),
+        size{s[4], s[5], s[6]},
+        out_size{s[7], s[8], s[9]},
+        kernel{s[10], s[11], s[12]},
+        stride{s[13], s[14], s[15]},
+        padding{s[16], s[17], s[18]},
+        dilation{s[19], s[20], s[21]} {}
 };
 
-// An image with its channels innermost, an even number of them a group, and zeros around: element (n, position, channel)
-// for positions -before .. extent - before.
+// An image with its channels innermost, an even number of them a group, and zeros around: element (n, position,
+// channel) for positions -before .. extent - before.
 struct Padded {
   Triple before, extent;
-  int64_t group_channels, pixel, image;   // channels a group; int16 a pixel and an image
+  int64_t group_channels, pixel, image;  // channels a group; int16 a pixel and an image
   std::unique_ptr<int16_t[]> data;
 
-  Padded(const int16_t* source, int64_t batch, int64_t channels, int64_t groups, const Triple& size, const Triple& before,
-         const Triple& extent, const Micro& micro, int threads)
-      : before(before), extent(extent), group_channels(even(channels / groups)), pixel(group_channels * groups),
-        image(pixel * volume(extent)), data(new int16_t[static_cast<size_t>(batch * image)]) {
+  Padded(const int16_t* source, int64_t batch, int64_t channels, int64_t groups, const Triple& size,
+         const Triple& before, const Triple& extent, const Micro& micro, int threads)
+      : before(before),
+        extent(extent),
+        group_channels(even(channels / groups)),
+        pixel(group_channels * groups),
+        image(pixel * volume(extent)),
+        data(new int16_t[static_cast<size_t>(batch * image)]) {
     const int64_t rows = extent[0] * extent[1], row = extent[2] * pixel, real = channels / groups;
     const int64_t first = std::max<int64_t>(0, -before[2]), past = std::min(size[2], extent[2] - before[2]);
     parallel_for(batch * rows, 1, threads, [&](int64_t begin, int64_t end) {
@@ -62,9 +76,10 @@ struct Padded {
         std::memset(to + (past + before[2]) * pixel, 0,
                     static_cast<size_t>((extent[2] - past - before[2]) * pixel) * sizeof(int16_t));
         for (int64_t g = 0; g < groups; g++) {
-          const int16_t* from = source + (n * channels + g * real) * volume(size) + (y0 * size[1] + y1) * size[2] + first;
-          micro.interleave(from, volume(size), real, past - first, to + (first + before[2]) * pixel + g * group_channels,
-                           pixel);
+          const int16_t* from =
+              source + (n * channels + g * real) * volume(size) + (y0 * size[1] + y1) * size[2] + first;
+          micro.interleave(from, volume(size), real, past - first,
+                           to + (first + before[2]) * pixel + g * group_channels, pixel);
         }
       }
     });
@@ -176,7 +191,10 @@ class ImageRows : public Operand {
 class WindowColumns : public Operand {
  public:
   WindowColumns(const int16_t* data, const Lattice& lattice, const std::vector<int64_t>& taps, int64_t channels)
-      : Operand(static_cast<int64_t>(taps.size()) * channels), data_(data), lattice_(lattice), taps_(taps),
+      : Operand(static_cast<int64_t>(taps.size()) * channels),
+        data_(data),
+        lattice_(lattice),
+        taps_(taps),
         channels_(channels) {}
 
   void pack(const Packer& packer, int64_t first, int64_t k0, int64_t k1, int32_t* panel) const override {
@@ -200,7 +218,8 @@ class WindowColumns : public Operand {
   }
 
  private:
-  void gather(int width, int64_t present, const int64_t* columns, const int64_t* offsets, int64_t length, int32_t* to) const {
+  void gather(int width, int64_t present, const int64_t* columns, const int64_t* offsets, int64_t length,
+              int32_t* to) const {
     for (int64_t k = 0; k < length; k += 2) {
       for (int64_t w = 0; w < width; w++) {
         const uint16_t low = w < present ? static_cast<uint16_t>(data_[offsets[k] + columns[w]]) : uint16_t{0};
@@ -273,7 +292,6 @@ class Products {
     lowp::run(micro, products_, format_, false, threads, tally);
   }
 
-
  private:
   const Format format_;
   void* out_;
@@ -313,7 +331,8 @@ std::vector<int64_t> window_taps(const Geometry& g, const Padded& padded) {
 void forward(const Geometry& g, const int16_t* x, const int16_t* w, Products& products, const Call& call) {
   const Padded padded = pad_for_windows(g, x, call);
   const std::vector<int64_t> taps = window_taps(g, padded);
-  const int64_t out_channels = g.out_channels / g.groups, channels = g.channels / g.groups, length = padded.group_channels;
+  const int64_t out_channels = g.out_channels / g.groups, channels = g.channels / g.groups,
+                length = padded.group_channels;
   const int64_t tap_count = volume(g.kernel), depth = tap_count * length, out_pixels = volume(g.out_size);
   std::vector<int16_t> weights(static_cast<size_t>(g.out_channels * depth));
   for (int64_t o = 0; o < g.out_channels; o++)
@@ -365,11 +384,13 @@ Padded pad_for_input_gradient(const Geometry& g, const int16_t* grad, const Call
 void input_gradient(const Geometry& g, const int16_t* grad, const int16_t* w, Products& products, const Call& call) {
   const Padded padded = pad_for_input_gradient(g, grad, call);
   const Triple steps = padded.steps();
-  const int64_t out_channels = g.out_channels / g.groups, channels = g.channels / g.groups, length = padded.group_channels;
+  const int64_t out_channels = g.out_channels / g.groups, channels = g.channels / g.groups,
+                length = padded.group_channels;
   const int64_t tap_count = volume(g.kernel), pixels = volume(g.size);
   const Triple plane{g.size[1] * g.size[2], g.size[2], 1};
-  const Triple residues{std::min(g.stride[0], g.size[0]), std::min(g.stride[1], g.size[1]), std::min(g.stride[2], g.size[2])};
-  std::vector<std::unique_ptr<std::vector<int16_t>>> weights;   // kept until the products have run
+  const Triple residues{std::min(g.stride[0], g.size[0]), std::min(g.stride[1], g.size[1]),
+                        std::min(g.stride[2], g.size[2])};
+  std::vector<std::unique_ptr<std::vector<int16_t>>> weights;  // kept until the products have run
   std::vector<std::unique_ptr<std::vector<int64_t>>> taps;
   each(residues, [&](const Triple& r) {
     const Reach found[3] = {reach(g, 0, r[0]), reach(g, 1, r[1]), reach(g, 2, r[2])};
@@ -396,7 +417,8 @@ void input_gradient(const Geometry& g, const int16_t* grad, const int16_t* w, Pr
       taps.back()->push_back(offset);
       for (int64_t o = 0; o < g.out_channels; o++)
         for (int64_t c = 0; c < channels; c++)
-          rows[(o / out_channels * channels + c) * depth + place + o % out_channels] = w[(o * channels + c) * tap_count + tap];
+          rows[(o / out_channels * channels + c) * depth + place + o % out_channels] =
+              w[(o * channels + c) * tap_count + tap];
     });
     const Lattice from(counts, padded.image, steps), to(counts, g.channels * pixels, step);
     for (int64_t group = 0; group < g.groups; group++)
@@ -411,14 +433,16 @@ void input_gradient(const Geometry& g, const int16_t* grad, const int16_t* w, Pr
 void weight_gradient(const Geometry& g, const int16_t* x, const int16_t* grad, Products& products, const Call& call) {
   const Padded padded = pad_for_windows(g, x, call);
   const std::vector<int64_t> taps = window_taps(g, padded);
-  const int64_t out_channels = g.out_channels / g.groups, channels = g.channels / g.groups, length = padded.group_channels;
+  const int64_t out_channels = g.out_channels / g.groups, channels = g.channels / g.groups,
+                length = padded.group_channels;
   const int64_t tap_count = volume(g.kernel), out_pixels = volume(g.out_size), row = channels * tap_count;
   const Lattice from(g.out_size, padded.image, window_steps(g, padded));
   for (int64_t group = 0; group < g.groups; group++)
     products.add(std::make_unique<ImageRows>(grad + group * out_channels * out_pixels, out_channels, out_pixels,
                                              g.out_channels * out_pixels),
                  std::make_unique<WindowColumns>(padded.data.get() + group * length, from, taps, length),
-                 g.batch * even(out_pixels), std::make_unique<Weights>(tap_count, channels), group * out_channels * row, row);
+                 g.batch * even(out_pixels), std::make_unique<Weights>(tap_count, channels), group * out_channels * row,
+                 row);
   products.run(call.micro, call.threads, call.tally);
 }
 
@@ -426,9 +450,11 @@ void weight_gradient(const Geometry& g, const int16_t* x, const int16_t* grad, P
 }  // namespace lowp
 
 // One of the three products of a convolution, on contiguous int16 tensors; see convolution_exact in integer.py.
-//   product   0 forward (a = x, b = w, c = y), 1 input gradient (a = grad, b = w, c = dx), 2 weight gradient (a = x, b = grad,
+//   product   0 forward (a = x, b = w, c = y), 1 input gradient (a = grad, b = w, c = dx), 2 weight gradient (a = x, b
+//   = grad,
 //             c = dw)
-//   geometry  int64[22]: batch, channels, out channels, groups; then three numbers each (1 or 0 for a missing dimension):
+//   geometry  int64[22]: batch, channels, out channels, groups; then three numbers each (1 or 0 for a missing
+//   dimension):
 //             size, out size, kernel, stride, padding, dilation
 // The rest is as in lowp_integer_matmul.
 LOWP_EXPORT int lowp_integer_convolution(const char* forced, int product, const int16_t* a, const int16_t* b, void* c,

@@ -138,7 +138,7 @@ class PackedSides {
 // A part of one result: some panels of rows times some panels of columns, over the whole depth.
 struct Unit {
   size_t product;
-  int64_t row, rows, column, columns;   // in panels
+  int64_t row, rows, column, columns;  // in panels
 };
 
 void cut(int64_t total, int64_t at_most, std::vector<int64_t>& begins) {
@@ -147,7 +147,8 @@ void cut(int64_t total, int64_t at_most, std::vector<int64_t>& begins) {
   for (int64_t part = 0; part <= parts; part++) begins.push_back(total * part / parts);
 }
 
-// Rows a unit: what stays in the second-level cache beside the accumulators. Columns: likewise; fewer when threads wait.
+// Rows a unit: what stays in the second-level cache beside the accumulators. Columns: likewise; fewer when threads
+// wait.
 std::vector<Unit> plan(const Micro& micro, const std::vector<Product>& products, bool right_ahead, int threads) {
   std::vector<Unit> units;
   for (int64_t shrink = 1; shrink <= 8; shrink *= 2) {
@@ -163,7 +164,8 @@ std::vector<Unit> plan(const Micro& micro, const std::vector<Product>& products,
       cut(columns, unit_columns, column_cuts);
       for (size_t c = 0; c + 1 < column_cuts.size(); c++)
         for (size_t r = 0; r + 1 < row_cuts.size(); r++)
-          units.push_back({i, row_cuts[r], row_cuts[r + 1] - row_cuts[r], column_cuts[c], column_cuts[c + 1] - column_cuts[c]});
+          units.push_back(
+              {i, row_cuts[r], row_cuts[r + 1] - row_cuts[r], column_cuts[c], column_cuts[c + 1] - column_cuts[c]});
     }
     if (threads == 1 || units.size() >= 4 * static_cast<size_t>(threads)) break;
   }
@@ -180,9 +182,13 @@ struct Buffers {
 template <class T>
 T* accumulators(Buffers& buffers, int64_t count);
 template <>
-float* accumulators<float>(Buffers& buffers, int64_t count) { return buffers.chained.get(count); }
+float* accumulators<float>(Buffers& buffers, int64_t count) {
+  return buffers.chained.get(count);
+}
 template <>
-int64_t* accumulators<int64_t>(Buffers& buffers, int64_t count) { return buffers.exact.get(count); }
+int64_t* accumulators<int64_t>(Buffers& buffers, int64_t count) {
+  return buffers.exact.get(count);
+}
 
 void add(const Micro& micro, int64_t pairs, const Left& a, const int32_t* b, const float* b_bounds, float* out) {
   micro.add_chained(pairs, a, b, b_bounds, out);
@@ -219,7 +225,7 @@ class Writer {
     if (!together_) {
       for (int64_t j = 0; j < count_; j++)
         if (offsets_[j] >= 0) row[offsets_[j]] = from[j];
-    } else if (count_ % 16 == 0) {   // of known size, so no call
+    } else if (count_ % 16 == 0) {  // of known size, so no call
       for (int64_t j = 0; j < count_; j += 16) std::memcpy(row + offsets_[0] + j, from + j, 16 * sizeof(Out));
     } else {
       std::memcpy(row + offsets_[0], from, static_cast<size_t>(count_) * sizeof(Out));
@@ -232,9 +238,9 @@ class Writer {
   bool together_ = false;
 };
 
-// Sums all tiles of a unit over the depth, step by step, and writes each tile when it has its last step; `finish` turns a
-// tile of sums into a tile of results. Tile (column, row) lies at (column * rows + row) * tile size, or all lie at the
-// same place when one step is the whole depth.
+// Sums all tiles of a unit over the depth, step by step, and writes each tile when it has its last step; `finish` turns
+// a tile of sums into a tile of results. Tile (column, row) lies at (column * rows + row) * tile size, or all lie at
+// the same place when one step is the whole depth.
 template <class T, class Out, class Finish>
 void run_tiles(const Micro& micro, const Unit& unit, const Product& product, const Packed& left, const Packed* right,
                Buffers& buffers, Finish finish) {
@@ -251,7 +257,7 @@ void run_tiles(const Micro& micro, const Unit& unit, const Product& product, con
   float* right_bounds = right ? nullptr : buffers.right_bounds.get(STEP / BLOCK * BOUNDS);
   Writer<Out> writer(micro, product);
   int64_t k = 0;
-  do {   // once also for a depth of 0, which writes zeros
+  do {  // once also for a depth of 0, which writes zeros
     const int64_t end = std::min(k + step, depth), pairs = (end - k + 1) / 2;
     std::memset(ready, 0, static_cast<size_t>(unit.rows));
     for (int64_t c = 0; c < unit.columns; c++) {
@@ -265,8 +271,12 @@ void run_tiles(const Micro& micro, const Unit& unit, const Product& product, con
       }
       if (end == depth) writer.begin_columns(unit.column + c);
       for (int64_t r = 0; r < unit.rows; r++) {
-        const Left a{left.panel(unit.row + r, micro.rows, k / 2), left.bound(unit.row + r, k / BLOCK), pairs,
-                     split + 2 * split_size * r, split_size, ready + r};
+        const Left a{left.panel(unit.row + r, micro.rows, k / 2),
+                     left.bound(unit.row + r, k / BLOCK),
+                     pairs,
+                     split + 2 * split_size * r,
+                     split_size,
+                     ready + r};
         T* tile_sums = one_step ? sums : sums + (c * unit.rows + r) * tile;
         if (one_step) std::memset(sums, 0, static_cast<size_t>(tile) * sizeof(T));
         add(micro, pairs, a, b, b_bounds, tile_sums);
@@ -290,21 +300,22 @@ void run_unit(const Micro& micro, const Unit& unit, const Product& product, cons
         micro.finish_chained(from, exponent, to, tally);
       });
     case Kind::int16:
-      return run_tiles<int64_t, int16_t>(micro, unit, product, left, right, buffers, [&](const int64_t* from, int16_t* to) {
-        micro.finish_int16(from, narrow, exponent, format.lowest, to, tally);
-      });
+      return run_tiles<int64_t, int16_t>(micro, unit, product, left, right, buffers,
+                                         [&](const int64_t* from, int16_t* to) {
+                                           micro.finish_int16(from, narrow, exponent, format.lowest, to, tally);
+                                         });
     case Kind::float32:
       return run_tiles<int64_t, float>(micro, unit, product, left, right, buffers, [&](const int64_t* from, float* to) {
         micro.finish_float(from, narrow, exponent, to, tally);
       });
     case Kind::float64:
-      return run_tiles<int64_t, double>(micro, unit, product, left, right, buffers, [&](const int64_t* from, double* to) {
-        micro.finish_double(from, narrow, exponent, to, tally);
-      });
+      return run_tiles<int64_t, double>(
+          micro, unit, product, left, right, buffers,
+          [&](const int64_t* from, double* to) { micro.finish_double(from, narrow, exponent, to, tally); });
     case Kind::int64:
-      return run_tiles<int64_t, int64_t>(micro, unit, product, left, right, buffers, [&](const int64_t* from, int64_t* to) {
-        micro.finish_int64(from, narrow, to, tally);
-      });
+      return run_tiles<int64_t, int64_t>(
+          micro, unit, product, left, right, buffers,
+          [&](const int64_t* from, int64_t* to) { micro.finish_int64(from, narrow, to, tally); });
   }
 }
 
@@ -378,7 +389,8 @@ class Matrix : public Operand {
 }  // namespace
 }  // namespace lowp
 
-// The name of the micro-kernel that `forced` ("" or null = the best) leads to, or null where this machine cannot run it.
+// The name of the micro-kernel that `forced` ("" or null = the best) leads to, or null where this machine cannot run
+// it.
 LOWP_EXPORT const char* lowp_integer_kernel(const char* forced) {
   const lowp::Micro* micro = lowp::choose_micro(forced);
   return micro ? micro->name : nullptr;
@@ -390,9 +402,9 @@ LOWP_EXPORT const char* lowp_integer_kernel(const char* forced) {
 //   kind    0 chained fp32; exact: 1 int16, 2 fp32, 3 fp64, 4 int64
 //   seen    int64[3]: saturated, largest mantissa, largest sum; largest: the largest value written (chained)
 // Returns 0; 1 where `forced` names a kernel this machine lacks; 2 where memory ran out.
-LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const int16_t* b, void* c, const int64_t* sizes,
-                                    const int64_t* strides, int kind, int exponent, int lowest, int threads,
-                                    int64_t* seen, double* largest) {
+LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const int16_t* b, void* c,
+                                    const int64_t* sizes, const int64_t* strides, int kind, int exponent, int lowest,
+                                    int threads, int64_t* seen, double* largest) {
   const lowp::Micro* micro = lowp::choose_micro(forced);
   if (!micro) return 1;
   try {

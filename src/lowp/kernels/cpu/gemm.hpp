@@ -12,13 +12,13 @@
 
 namespace lowp {
 
-constexpr int64_t BLOCK = 256;      // DFP-16: at most 256 accumulation steps before the sum goes to fp32
-constexpr int64_t CHUNK = 32;       // the shortest chain that is cheaper than splitting one operand into bytes
-constexpr int64_t STEP = 768;       // the most depth taken at once: a panel of B (24 KiB) stays in the first-level cache
-// 24 chains a step, each moving at most 2^31 / 2^5, stay below 2^31; what is left in a sum, below 2^5, is within the margin
-// of the bounds
+constexpr int64_t BLOCK = 256;  // DFP-16: at most 256 accumulation steps before the sum goes to fp32
+constexpr int64_t CHUNK = 32;   // the shortest chain that is cheaper than splitting one operand into bytes
+constexpr int64_t STEP = 768;   // the most depth taken at once: a panel of B (24 KiB) stays in the first-level cache
+// 24 chains a step, each moving at most 2^31 / 2^5, stay below 2^31; what is left in a sum, below 2^5, is within the
+// margin of the bounds
 constexpr int TOP_SHIFT = 5;
-constexpr int BOUNDS = 1 + BLOCK / CHUNK;   // per block: the bound of the block, then of each chunk
+constexpr int BOUNDS = 1 + BLOCK / CHUNK;  // per block: the bound of the block, then of each chunk
 
 static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t blocks(int64_t depth) { return divide_up(depth, BLOCK); }
@@ -32,12 +32,13 @@ struct Tally {
   void merge(const Tally& other);
 };
 
-// One panel of A seen by a tile: packed pairs, their bounds, and room for the bytes it is split into when no chain is safe.
+// One panel of A seen by a tile: packed pairs, their bounds, and room for the bytes it is split into when no chain is
+// safe.
 struct Left {
   const int32_t* pairs;
   const float* bounds;
   int64_t step_pairs;
-  int32_t* split;         // [high bytes | low bytes], `split_offset` int32 apart, once `split_ready`
+  int32_t* split;  // [high bytes | low bytes], `split_offset` int32 apart, once `split_ready`
   int64_t split_offset;
   uint8_t* split_ready;
 };
@@ -45,8 +46,9 @@ struct Left {
 // Packs one side. `lines[w]` may be null (zeros); an odd length is filled with a zero.
 struct Packer {
   int width;
-  void (*lines)(const int16_t* const* lines, int64_t length, int32_t* panel);                      // line w runs along K
-  void (*rows)(const int16_t* source, const int64_t* offsets, int64_t length, int64_t count, int32_t* panel);  // along w
+  void (*lines)(const int16_t* const* lines, int64_t length, int32_t* panel);  // line w runs along K
+  void (*rows)(const int16_t* source, const int64_t* offsets, int64_t length, int64_t count,
+               int32_t* panel);  // along w
   void (*bound)(int64_t pairs, const int32_t* panel, float* bounds);
 };
 
@@ -93,15 +95,16 @@ enum class Kind : int { chained = 0, int16 = 1, float32 = 2, float64 = 3, int64 
 class Target {
  public:
   virtual ~Target() = default;
-  virtual void offsets(int64_t first, int64_t count, int64_t* out) const;   // -1: not written; default: first, first + 1 ...
+  virtual void offsets(int64_t first, int64_t count,
+                       int64_t* out) const;  // -1: not written; default: first, first + 1 ...
   void* data = nullptr;
   int64_t row_stride = 0;
 };
 
 struct Format {
   Kind kind;
-  int exponent;   // values are sum * 2^exponent; for int16 the mantissa is that, rounded
-  int lowest;     // -32768, or -32767 for symmetric saturation
+  int exponent;  // values are sum * 2^exponent; for int16 the mantissa is that, rounded
+  int lowest;    // -32768, or -32767 for symmetric saturation
 };
 
 struct Product {

@@ -21,7 +21,8 @@ __attribute__((noinline, noclone)) void multiply(const int64_t* chains, int64_t 
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
           __m256i* top = reinterpret_cast<__m256i*>(tops + i * COLUMNS + 8 * h);
-          _mm256_storeu_si256(top, _mm256_add_epi32(_mm256_loadu_si256(top), _mm256_srai_epi32(c[i][h], lowp::TOP_SHIFT)));
+          _mm256_storeu_si256(top,
+                              _mm256_add_epi32(_mm256_loadu_si256(top), _mm256_srai_epi32(c[i][h], lowp::TOP_SHIFT)));
           c[i][h] = _mm256_and_si256(c[i][h], _mm256_set1_epi32((1 << lowp::TOP_SHIFT) - 1));
         }
       }

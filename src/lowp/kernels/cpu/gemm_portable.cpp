@@ -16,7 +16,8 @@ void multiply(const int64_t* chains, int64_t count, const int32_t* a, const int3
     for (int64_t k = 0; k < chains[chain]; k++, a += ROWS, b += COLUMNS) {
       for (int i = 0; i < ROWS; i++) {
         const int32_t even = static_cast<int16_t>(a[i] & 0xffff), odd = a[i] >> 16;
-        for (int j = 0; j < COLUMNS; j++) total[i][j] += even * static_cast<int16_t>(b[j] & 0xffff) + odd * (b[j] >> 16);
+        for (int j = 0; j < COLUMNS; j++)
+          total[i][j] += even * static_cast<int16_t>(b[j] & 0xffff) + odd * (b[j] >> 16);
       }
     }
   }

@@ -1,6 +1,7 @@
 // What every instruction set does alike, compiled once in each of their files. The including file defines, in an
 // anonymous namespace, ROWS, COLUMNS and
-//   void multiply(const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b, int32_t* tops, int32_t* sums);
+//   void multiply(const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b, int32_t* tops, int32_t*
+//   sums);
 // before it includes this. multiply runs `count` chains of chains[i] pairs each, one after the other, in int32. Between
 // two chains it moves all but the lowest TOP_SHIFT bits of each sum to `tops`, so each chain begins near zero; the
 // result is 2^TOP_SHIFT * tops + sums. One chain leaves `tops` alone; else it is zero on entry. Everything here
@@ -27,7 +28,7 @@ constexpr int64_t CHUNK_PAIRS = CHUNK / 2;
 
 // Cauchy-Schwarz: every partial sum of a*b over a set of k is at most ||a|| ||b|| over that set. The norms are rounded
 // up, so a product below this limit proves that int32 cannot overflow, in whatever order the sum is taken.
-constexpr float SAFE = 2147482624.0f;   // the largest float below 2^31 but for a margin of 1024
+constexpr float SAFE = 2147482624.0f;  // the largest float below 2^31 but for a margin of 1024
 
 // not std::max: what is `inline` may be merged across files, and so across instruction sets
 static inline int64_t larger(int64_t a, int64_t b) { return a < b ? b : a; }
@@ -229,8 +230,8 @@ static void split_pairs(int64_t pairs, const int32_t* from, int32_t* high, int32
   }
 }
 
-static __attribute__((noinline)) void add_split(int64_t pairs, const int32_t* high, const int32_t* low, const int32_t* b,
-                                                int64_t* accumulators) {
+static __attribute__((noinline)) void add_split(int64_t pairs, const int32_t* high, const int32_t* low,
+                                                const int32_t* b, int64_t* accumulators) {
   alignas(64) int32_t high_sums[TILE], low_sums[TILE];
   multiply_one(pairs, high, b, high_sums);
   multiply_one(pairs, low, b, low_sums);
@@ -239,8 +240,8 @@ static __attribute__((noinline)) void add_split(int64_t pairs, const int32_t* hi
 }
 
 // sums += the product over several chains
-static __attribute__((noinline)) void add_chains(const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b,
-                                                 int64_t* accumulators) {
+static __attribute__((noinline)) void add_chains(const int64_t* chains, int64_t count, const int32_t* a,
+                                                 const int32_t* b, int64_t* accumulators) {
   alignas(64) int32_t tops[TILE], sums[TILE];
   std::memset(tops, 0, sizeof tops);
   multiply(chains, count, a, b, tops, sums);
@@ -253,7 +254,7 @@ struct Part {
   const Left& a;
   const int32_t* b;
   const float* b_bounds;
-  int64_t first, pairs;   // where in the step it begins, a multiple of BLOCK_PAIRS, and its length
+  int64_t first, pairs;  // where in the step it begins, a multiple of BLOCK_PAIRS, and its length
 
   int64_t chunks() const { return lowp::divide_up(pairs, CHUNK_PAIRS); }
   int64_t bound_of(int64_t chunk) const {
@@ -283,8 +284,8 @@ static int64_t cut_chains(const Part& part, int64_t begin, int64_t* chains, int6
   return chunk;
 }
 
-// Returns the end of the chunks from `begin` on that are not safe and whose bytes can be multiplied in one chain: a byte
-// is at most 128, so 128 sqrt(STEP) bounds its norm over a step, and a block is safe for any b.
+// Returns the end of the chunks from `begin` on that are not safe and whose bytes can be multiplied in one chain: a
+// byte is at most 128, so 128 sqrt(STEP) bounds its norm over a step, and a block is safe for any b.
 static int64_t cut_split(const Part& part, int64_t begin) {
   const int64_t end = part.chunks();
   int64_t chunk = begin;
@@ -337,7 +338,8 @@ static void add_chained(int64_t pairs, const Left& a, const int32_t* b, const fl
       multiply(chains, chain_count, a.pairs + first * ROWS, b + first * COLUMNS, tops, sums);
       // |sum| <= 2^38 is exact in double, so this rounds once, like the conversion of an int32.
       for (int t = 0; t < TILE; t++)
-        accumulators[t] += static_cast<float>(static_cast<double>(tops[t]) * (1 << TOP_SHIFT) + static_cast<double>(sums[t]));
+        accumulators[t] +=
+            static_cast<float>(static_cast<double>(tops[t]) * (1 << TOP_SHIFT) + static_cast<double>(sums[t]));
       continue;
     }
     alignas(64) int64_t sums[TILE];
@@ -350,7 +352,8 @@ static void add_chained(int64_t pairs, const Left& a, const int32_t* b, const fl
 // accumulators += the exact sum of the step
 static void add_exact(int64_t pairs, const Left& a, const int32_t* b, const float* b_bounds, int64_t* accumulators) {
   float total = 0;
-  for (int64_t block = 0; block * BLOCK_PAIRS < pairs; block++) total += a.bounds[block * BOUNDS] * b_bounds[block * BOUNDS];
+  for (int64_t block = 0; block * BLOCK_PAIRS < pairs; block++)
+    total += a.bounds[block * BOUNDS] * b_bounds[block * BOUNDS];
   if (!(total < SAFE)) return add_carefully({a, b, b_bounds, 0, pairs}, accumulators);
   alignas(64) int32_t sums[TILE];
   multiply_one(pairs, a.pairs, b, sums);

@@ -1,0 +1,354 @@
+"""The integer products against int64 arithmetic, the definition in torch, and torch's own convolutions in fp64."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from torch import Tensor
+
+from lowp.errors import InvalidInput, Unavailable
+from lowp.kernels import cpu, integer
+from lowp.kernels.integer import ConvolutionShape
+
+Fill = Callable[..., Tensor]
+
+
+def random_int16(*shape: int) -> Tensor:
+    return torch.randint(-32768, 32768, shape).to(torch.int16)
+
+
+def one_hot(*shape: int) -> Tensor:
+    x = torch.zeros(shape, dtype=torch.int16)
+    x.flatten()[:: max(1, x.numel() // 7)] = -32768
+    return x
+
+
+def normal(deviation: float) -> Fill:
+    return lambda *shape: (torch.randn(shape) * deviation).round().clamp(-32767, 32767).to(torch.int16)
+
+
+# The deviations lead through every way to sum a block: one chain, several chains, some chunks by bytes, all by bytes.
+FILLS: dict[str, Fill] = {
+    "random": random_int16,
+    "all largest": lambda *shape: torch.full(shape, 32767, dtype=torch.int16),
+    "all smallest": lambda *shape: torch.full(shape, -32768, dtype=torch.int16),
+    "mixed signs": lambda *shape: torch.where(torch.rand(shape) < 0.5, 32767, -32768).to(torch.int16),
+    "one-hot": one_hot,
+    **{f"normal {deviation}": normal(deviation) for deviation in (100.0, 2500.0, 4000.0, 6500.0)},
+}
+DEPTHS = (1, 2, 7, 255, 256, 257, 511, 513, 769, 1300, 4099, 65535)
+
+
+def kernels() -> list[str]:
+    """The kernels this machine has beside the reference."""
+    one = torch.ones(1, 1, dtype=torch.int16)
+    found = []
+    for name in integer.KERNELS[:-1]:
+        try:
+            integer.matmul_exact(one, one, kernel=name)
+        except Unavailable:
+            continue
+        found.append(name)
+    return found
+
+
+KERNELS = kernels()
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def int64_product(a: Tensor, b: Tensor) -> Tensor:
+    """Exact for a depth below 2^23: every partial sum is an integer that fp64 holds."""
+    return (a.double() @ b.double()).to(torch.int64)
+
+
+def same(left: tuple[object, ...], right: tuple[object, ...]) -> bool:
+    return all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def test_the_library_serves_the_integer_kernels() -> None:
+    if cpu.library() is None:
+        assert KERNELS == []
+    else:
+        assert KERNELS[-1] == "portable"
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_exact_sums_equal_int64(fill: str, depth: int) -> None:
+    torch.manual_seed(depth)
+    a, b = FILLS[fill](7, depth), FILLS[fill](depth, 19)
+    expected = int64_product(a, b)
+    for kernel in (*KERNELS, "reference"):
+        result = integer.matmul_exact(a, b, dtype=torch.int64, kernel=kernel)
+        assert torch.equal(result.values, expected), kernel
+        assert result.largest_sum == expected.abs().max()
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_chained_has_the_bits_of_its_definition(fill: str, depth: int) -> None:
+    torch.manual_seed(depth)
+    a, b = FILLS[fill](7, depth), FILLS[fill](depth, 19)
+    expected = torch.zeros(7, 19)
+    for start in range(0, depth, 256):
+        expected += int64_product(a[:, start : start + 256], b[start : start + 256]).double().float()
+    expected *= 2.0**-31
+    for kernel in (*KERNELS, "reference"):
+        result = integer.matmul_chained(a, b, exponent=-31, kernel=kernel)
+        assert torch.equal(result.values, expected), kernel
+        assert result.largest == expected.abs().max()
+
+
+@pytest.mark.parametrize("symmetric", (False, True))
+@pytest.mark.parametrize("exponent", (0, -1, -15, -22, -31, -62, -900, 3, 40, 900))
+def test_int16_is_rounded_once_to_nearest_even_and_saturated(exponent: int, symmetric: bool) -> None:
+    torch.manual_seed(0)
+    a, b = random_int16(13, 300), random_int16(300, 37)
+    a[0], a[1, 3:], b[:, :4] = 0, 0, torch.tensor([1, 2, 3, -6])
+    expected = (int64_product(a, b).double() * 2.0**exponent).round()
+    lowest = -32767 if symmetric else -32768
+    for kernel in (*KERNELS, "reference"):
+        result = integer.matmul_exact(a, b, exponent=exponent, symmetric=symmetric, kernel=kernel)
+        clamped = expected.clamp(lowest, 32767)
+        assert torch.equal(result.values, clamped.to(torch.int16)), kernel
+        assert result.saturated == (clamped != expected).sum()
+        assert result.largest_mantissa == clamped.abs().max()
+
+
+def test_ties_go_to_even_in_both_signs() -> None:
+    a = torch.tensor([[1], [-1]], dtype=torch.int16)
+    b = torch.arange(0, 32, dtype=torch.int16).reshape(1, 32)
+    expected = torch.tensor([round(n / 2) for n in range(32)])
+    for kernel in (*KERNELS, "reference"):
+        values = integer.matmul_exact(a, b, exponent=-1, kernel=kernel).values
+        assert values[0].tolist() == expected.tolist()
+        assert values[1].tolist() == (-expected).tolist()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+def test_floats_are_the_sum_rounded_once(dtype: torch.dtype) -> None:
+    a, b = random_int16(5, 1000), random_int16(1000, 33)
+    for exponent in (-30, 0, 17, -170):
+        expected = (int64_product(a, b).double() * 2.0**exponent).to(dtype)
+        for kernel in (*KERNELS, "reference"):
+            assert torch.equal(
+                integer.matmul_exact(a, b, exponent=exponent, dtype=dtype, kernel=kernel).values, expected
+            )
+
+
+def test_a_depth_beyond_what_fp64_holds_in_passing_is_exact() -> None:
+    depth = (1 << 21) + 3
+    a, b = torch.full((1, depth), -32768, dtype=torch.int16), torch.full((depth, 1), -32768, dtype=torch.int16)
+    b[0] = 1
+    total = (depth - 1) * 2**30 - 32768
+    for kernel in KERNELS or ["reference"]:
+        assert integer.matmul_exact(a, b, dtype=torch.int64, kernel=kernel).values.item() == total
+        fp32 = integer.matmul_exact(a, b, dtype=torch.float32, kernel=kernel).values
+        assert fp32.item() == torch.tensor(total).float()
+        assert integer.matmul_exact(a, b, exponent=-38, kernel=kernel).values.item() == round(total / 2**38)
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.tuples(*(st.integers(0, 40),) * 3),
+    transposes=st.tuples(st.booleans(), st.booleans()),
+    fill=st.sampled_from(sorted(FILLS)),
+    exponent=st.integers(-40, 5),
+)
+def test_any_shape_and_layout_gives_the_bits_of_the_reference(
+    sizes: tuple[int, int, int], transposes: tuple[bool, bool], fill: str, exponent: int
+) -> None:
+    m, k, n = sizes
+    a = FILLS[fill](*((k, m) if transposes[0] else (m, k)))
+    b = FILLS[fill](*((n, k) if transposes[1] else (k, n)))
+    options = {"transpose_a": transposes[0], "transpose_b": transposes[1], "exponent": exponent}
+    for kernel in KERNELS:
+        for product in (integer.matmul_exact, integer.matmul_chained):
+            assert same(product(a, b, kernel=kernel, **options), product(a, b, kernel="reference", **options))
+
+
+def test_batches_broadcast_and_strided_views_are_read_as_they_lie() -> None:
+    a, b = random_int16(2, 1, 9, 33), random_int16(3, 33, 20)
+    expected = int64_product(a, b)
+    assert torch.equal(integer.matmul_exact(a, b, dtype=torch.int64).values, expected)
+    assert torch.equal(integer.matmul_exact(a[..., :, ::2], b[:, ::2], dtype=torch.int64).values,
+                       int64_product(a[..., ::2], b[:, ::2]))  # fmt: skip
+    inner = random_int16(9, 50, 33).permute(1, 2, 0)
+    assert torch.equal(integer.matmul_exact(a[0, 0], inner, dtype=torch.int64).values, int64_product(a[0, 0], inner))
+    row, column = random_int16(40, 3)[:, :1].mT, random_int16(40, 5)[:, 2:3]
+    assert torch.equal(integer.matmul_exact(row, column, dtype=torch.int64).values, int64_product(row, column))
+
+
+def test_two_threads_give_the_bits_of_one(two_threads: None) -> None:
+    a, b = normal(4000)(150, 700), normal(4000)(700, 600)
+    shape = ConvolutionShape.of((3, 20, 12, 12), (24, 20, 3, 3), 1, 1)
+    x, w = random_int16(*shape.input), random_int16(*shape.weight)
+
+    def run() -> list[tuple[object, ...]]:
+        return [
+            integer.matmul_exact(a, b, exponent=-18),
+            integer.matmul_chained(a, b),
+            integer.convolution_chained("forward", x, w, shape),
+        ]
+
+    two = run()
+    torch.set_num_threads(1)
+    assert all(same(left, right) for left, right in zip(two, run(), strict=True))
+
+
+def _child(queue: multiprocessing.SimpleQueue[bool], a: Tensor, expected: bytes) -> None:
+    # Compared as bytes: an operation of torch with OpenMP threads would wait for those that fork has left behind.
+    queue.put(integer.matmul_exact(a, a, dtype=torch.int64).values.numpy().tobytes() == expected)
+
+
+def test_a_forked_child_multiplies_too(two_threads: None) -> None:
+    a = random_int16(200, 200)
+    for _ in KERNELS[:1]:  # torch's own products, which serve without the library, do not survive fork
+        expected = integer.matmul_exact(a, a, dtype=torch.int64).values.numpy().tobytes()
+        context = multiprocessing.get_context("fork")
+        queue: multiprocessing.SimpleQueue[bool] = context.SimpleQueue()
+        child = context.Process(target=_child, args=(queue, a, expected))
+        child.start()
+        assert queue.get()
+        child.join()
+
+
+# channels, out channels, kernel, stride, padding, dilation, groups
+CONVOLUTIONS = (
+    (6, 4, 3, 1, 1, 1, 1),
+    (4, 6, 3, 2, 1, 1, 2),
+    (3, 5, 2, 3, 0, 2, 1),
+    (40, 33, 3, 1, 1, 1, 1),
+    (4, 4, 1, 2, 0, 1, 4),
+    (2, 3, 3, 1, 3, 1, 1),
+)
+CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize("dims", CONVOLVE)
+def test_convolutions_equal_torch_in_fp64(dims: int, case: tuple[int, ...]) -> None:
+    channels, out_channels, kernel_size, stride, padding, dilation, groups = case
+    shape = ConvolutionShape.of(
+        (2, channels, *(9, 8, 7)[:dims]),
+        (out_channels, channels // groups, *(kernel_size,) * dims),
+        stride, padding, dilation, groups,
+    )  # fmt: skip
+    x, w, g = random_int16(*shape.input), random_int16(*shape.weight), random_int16(*shape.output)
+    wide_x, wide_w = x.double().requires_grad_(), w.double().requires_grad_()
+    y = CONVOLVE[dims](wide_x, wide_w, None, stride, padding, dilation, groups)
+    y.backward(g.double())
+    for product, a, b, expected in (
+        ("forward", x, w, y.detach()),
+        ("input_gradient", g, w, wide_x.grad),
+        ("weight_gradient", x, g, wide_w.grad),
+    ):
+        chained = integer.convolution_chained(product, a, b, shape, exponent=-30, kernel="reference")
+        for kernel in (*KERNELS, "reference"):
+            exact = integer.convolution_exact(product, a, b, shape, dtype=torch.int64, kernel=kernel)
+            assert expected is not None
+            assert torch.equal(exact.values, expected.to(torch.int64)), (product, kernel)
+            assert same(integer.convolution_chained(product, a, b, shape, exponent=-30, kernel=kernel), chained)
+    narrow = integer.convolution_exact("forward", x, w, shape, exponent=-20)
+    rounded = (y.detach() * 2.0**-20).round()
+    assert torch.equal(narrow.values, rounded.clamp(-32768, 32767).to(torch.int16))
+    assert narrow.saturated == (rounded != narrow.values).sum()
+
+
+def test_pixels_that_no_window_reaches_have_no_gradient() -> None:
+    shape = ConvolutionShape.of((1, 2, 6), (2, 2, 1), stride=3)
+    grad, weight = random_int16(*shape.output), random_int16(*shape.weight)
+    for kernel in (*KERNELS, "reference"):
+        gradient = integer.convolution_exact("input_gradient", grad, weight, shape, dtype=torch.int64, kernel=kernel)
+        assert not gradient.values[..., [1, 2, 4, 5]].any()
+
+
+def test_empty_operands_give_zeros_or_nothing() -> None:
+    shape = ConvolutionShape.of((0, 2, 5), (3, 2, 3))
+    empty = random_int16(*shape.input)
+    for kernel in (*KERNELS, "reference"):
+        zeros = integer.matmul_exact(random_int16(3, 0), random_int16(0, 4), kernel=kernel)
+        assert same(zeros, (torch.zeros(3, 4, dtype=torch.int16), 0, 0, 0))
+        assert integer.matmul_chained(random_int16(0, 5), random_int16(5, 4), kernel=kernel).values.shape == (0, 4)
+        batch = integer.matmul_chained(random_int16(0, 2, 5), random_int16(0, 5, 4), kernel=kernel)
+        assert batch.values.shape == (0, 2, 4)
+        output = random_int16(*shape.output)
+        gradient = integer.convolution_exact("weight_gradient", empty, output, shape, kernel=kernel)
+        assert same(gradient, (torch.zeros(3, 2, 3, dtype=torch.int16), 0, 0, 0))
+
+
+def test_the_safe_lengths_are_those_of_the_paper_and_cannot_be_longer() -> None:
+    assert [integer.safe_chain_length(bits) for bits in (16, 15, 14, 13, 12)] == [2, 8, 32, 128, 512]
+    for bits in range(2, 17):
+        largest = (2 ** (bits - 1) - 1) ** 2
+        assert integer.safe_chain_length(bits) * largest < 2**31 <= 2 * integer.safe_chain_length(bits) * largest
+
+
+def test_an_exponent_can_be_a_tensor() -> None:
+    a = random_int16(4, 4)
+    assert same(integer.matmul_chained(a, a, exponent=torch.tensor(-9)), integer.matmul_chained(a, a, exponent=-9))
+
+
+X = torch.ones(2, 3, dtype=torch.int16)
+MISTAKES: tuple[tuple[Callable[[], object], str], ...] = (
+    (lambda: integer.matmul_exact(X.float(), X), r"a is torch.float32 on cpu; the integer kernels take torch.int16"),
+    (lambda: integer.matmul_exact(X, X), r"the depths differ: 3 in a \(2, 3\), 2 in b \(2, 3\)"),
+    (lambda: integer.matmul_exact(X[0], X), r"a matrix has two dimensions or more"),
+    (lambda: integer.matmul_exact(X.expand(2, 2, 3), X.mT.expand(3, 3, 2)), r"\(2,\) of a and \(3,\) of b do not"),
+    (lambda: integer.matmul_exact(X, X.mT, dtype=torch.int32), r"cannot be torch.int32; allowed: torch.int16"),
+    (lambda: integer.matmul_exact(X, X.mT, exponent=-901), r"exponent -901; allowed: -900 to 900"),
+    (lambda: integer.matmul_exact(X, X.mT, exponent=1, dtype=torch.int64), r"exponent must be 0, not 1; use float64"),
+    (lambda: integer.matmul_exact(X, X.mT, kernel="avx3"), r"unknown integer kernel 'avx3'; did you mean avx2"),
+    (lambda: integer.matmul_exact(X[:1, :1].expand(1, 2**32 + 1), X[:1, :1].expand(2**32 + 1, 1)), r"sum in parts"),
+    (
+        lambda: integer.convolution_exact("backward", X, X, ConvolutionShape.of((1, 1, 3), (1, 1, 1))),
+        r"unknown product",
+    ),
+    (
+        lambda: integer.convolution_exact("forward", X, X, ConvolutionShape.of((1, 1, 3), (1, 1, 1))),
+        r"the input has shape \(2, 3\); this convolution takes \(1, 1, 3\)",
+    ),
+    (lambda: ConvolutionShape.of((1, 4, 3), (2, 4, 1), groups=2), r"4 channels into 2 with 2 groups"),
+    (lambda: ConvolutionShape.of((1, 4, 3), (2, 4, 5)), r"a kernel of \(5,\) does not fit an input of \(3,\)"),
+    (lambda: ConvolutionShape.of((1, 4, 3), (2, 4, 1), stride=0), r"stride \(0,\); allowed: 1 integers of at least 1"),
+    (lambda: ConvolutionShape.of((1, 4), (2, 4)), r"must have 1 to 3 spatial dimensions"),
+    (lambda: integer.safe_chain_length(17), r"17-bit operands; allowed: 2 to 16"),
+)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake[1])
+def test_a_mistake_is_named(mistake: tuple[Callable[[], object], str]) -> None:
+    with pytest.raises(InvalidInput, match=mistake[1]):
+        mistake[0]()
+
+
+def test_a_kernel_that_the_processor_lacks_is_refused() -> None:
+    for kernel in set(integer.KERNELS[:-1]) - set(KERNELS):
+        with pytest.raises(Unavailable, match=kernel):
+            integer.matmul_exact(X, X.mT, kernel=kernel)
+
+
+def test_without_the_library_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = normal(4000)(20, 600), normal(4000)(600, 30)
+    expected = [integer.matmul_exact(a, b, exponent=-20), integer.matmul_chained(a, b)]
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    found = [integer.matmul_exact(a, b, exponent=-20), integer.matmul_chained(a, b)]
+    assert all(same(x, y) for x, y in zip(expected, found, strict=True))
+    with pytest.raises(Unavailable, match="reference runs without it"):
+        integer.matmul_exact(a, b, kernel="portable")
