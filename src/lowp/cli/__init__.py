@@ -17,6 +17,7 @@ from importlib import import_module
 COMMANDS: dict[str, str] = {
     "formats": "list the number formats, show one in full, draw their bits",
     "explain": "show a number, a sum or a weight update bit by bit, exactly",
+    "policy": "list the policies, print one with its op table, check a policy file",
     "recipes": "list the networks that can be trained",
     "train": "train one recipe in one precision, with checkpoints",
     "compare": "train one recipe in several precisions, and say which converge as fp32",

@@ -1,0 +1,118 @@
+"""List the policies, print one, or check a policy file.
+
+  lowp policy list
+  lowp policy show fp16
+  lowp policy show fp16 --toml > my.toml
+  lowp policy show torch-2.13-cpu --ops
+  lowp policy check my.toml
+
+A policy is a list of rules, the first match winning: which ops, in which modules, and the format of each operand. The
+printed TOML is what `lowp.autocast("my.toml")` and `lowp run --precision my.toml` take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+
+from lowp import presets
+from lowp.cli.tables import columns
+from lowp.errors import InvalidInput, UnknownName, near, unknown
+from lowp.policy import OP_CLASSES, Policy, check_ops
+from lowp.presets import PRESETS, Preset
+
+TORCH = {"torch-2.13-cpu": ("cpu", "bf16"), "torch-2.13-cuda": ("cuda", "fp16")}
+ACTIONS = ("list", "show", "check")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `lowp policy`."""
+    parser.add_argument("action", metavar="list|show|check", help="what to do")
+    parser.add_argument("name", nargs="?", help="a preset, a format, torch-2.13-cpu, torch-2.13-cuda or a file (.toml)")
+    parser.add_argument("--toml", action="store_true", help="show it as the file that autocast reads")
+    parser.add_argument("--ops", action="store_true", help="show the op table, too: which op is of which class")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List, show or check."""
+    if arguments.action not in ACTIONS:
+        raise UnknownName(unknown("action", arguments.action, ACTIONS))
+    if arguments.action == "list":
+        if arguments.name is not None:
+            raise InvalidInput(f"lowp policy list takes no name; lowp policy show {arguments.name} shows one")
+        print(_listed())
+        return 0
+    if arguments.name is None:
+        raise InvalidInput(
+            f"lowp policy {arguments.action} needs a name or a file, such as {_example(arguments.action)}"
+        )
+    if arguments.action == "check":
+        print(_checked(arguments.name))
+    elif arguments.toml:
+        print(_found(arguments.name).policy.to_toml(), end="")
+    else:
+        print(_shown(_found(arguments.name)))
+        if arguments.ops:
+            print("\n" + _ops(_found(arguments.name).policy.table))
+    return 0
+
+
+def _example(action: str) -> str:
+    return "fp16" if action == "show" else "my.toml"
+
+
+def _listed() -> str:
+    rows = [(name, preset.summary) for name, preset in PRESETS.items()]
+    rows += [(name, f"torch.autocast's own lists on {device}, {cast}") for name, (device, cast) in TORCH.items()]
+    table = columns(("policy", "what it is"), rows, 10**6, left=(0, 1))
+    return f"{table}\n\nAny format is one, too: e4m3fn, e5m7, bf16:stochastic put the operands of contractions in it."
+
+
+def _found(name: str) -> Preset:
+    """Return a preset by name, a policy of torch's, or a file."""
+    if name in TORCH:
+        from lowp.ops.table import torch_policy
+
+        return presets.parse(torch_policy(*TORCH[name]))
+    try:
+        return presets.parse(name)
+    except UnknownName as error:
+        if nearest := near(name, TORCH):
+            raise UnknownName(f"{error}; or {' or '.join(nearest)}") from None
+        raise
+
+
+def _shown(preset: Preset) -> str:
+    lines = [str(preset.policy), f"loss scale {preset.loss_scale}, master weights {preset.masters}"]
+    if preset.policy.name in PRESETS:
+        lines += [preset.summary, f"source: {preset.source}"]
+    return "\n".join(lines)
+
+
+def _checked(file: str) -> str:
+    """Return what a policy file holds; raise InvalidInput for what is wrong with it."""
+    from lowp.ops.table import op_names
+
+    policy = Policy.load(file)
+    check_ops(policy, op_names(policy.table))
+    rules = f"{len(policy.rules)} rule{'' if len(policy.rules) == 1 else 's'}"
+    hidden = [
+        index
+        for index, rule in enumerate(policy.rules, 1)
+        if any(not earlier.ops and earlier.where == "*" for earlier in policy.rules[: index - 1])
+    ]
+    if hidden:
+        return f"{file}: {rules}; rule {hidden[0]} is never reached: a rule before it matches every op everywhere"
+    return f"{file}: {rules}, every op is known to table {policy.table}"
+
+
+def _ops(name: str) -> str:
+    """Return an op table as text: a paragraph a class."""
+    from lowp.ops.table import TABLES
+
+    lines = [f"op table {name}; what is not listed is pointwise"]
+    for op_class, meaning in OP_CLASSES.items():
+        names = [row.name for row in TABLES[name].values() if row.op_class == op_class]
+        if names:
+            lines += ["", f"{op_class}: {meaning}", textwrap.indent(textwrap.fill(" ".join(names), 108), "  ")]
+    return "\n".join(lines)
