@@ -133,16 +133,15 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
     results: dict[str, dict[str, dict[str, float]]] = {}
-    print(
-        f"{'network':12} {'format':6} {'fp32 ms':>8} {'lowp ms':>8} {'ratio':>6} {'torch.autocast ms':>18} {'faster':>7}"
-    )
+    heads = ("fp32 ms", "lowp ms", "ratio", "torch.autocast ms", "faster")
+    print(f"{'network':12} {'format':6} " + " ".join(f"{head:>8}" for head in heads))
     for name, network, x in networks():
         for format in DTYPES:
             one = measured(network, x, format, given.rounds, given.torch_rounds)
             results.setdefault(name, {})[format] = {key: round(value, 3) for key, value in one.items()}
             print(
-                f"{name:12} {format:6} {one['fp32_ms']:8.1f} {one['lowp_ms']:8.1f} {one['lowp_over_fp32']:6.2f} "
-                f"{one['torch_autocast_ms']:18.1f} {one['torch_over_lowp']:6.1f}x"
+                f"{name:12} {format:6} {one['fp32_ms']:8.1f} {one['lowp_ms']:8.1f} {one['lowp_over_fp32']:8.2f} "
+                f"{one['torch_autocast_ms']:17.1f} {one['torch_over_lowp']:7.1f}x"
             )
     if given.json is not None:
         machine = {

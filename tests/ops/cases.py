@@ -52,7 +52,8 @@ def under(rule: Rule, function: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _multi_dot(*matrices: Tensor) -> Tensor:
-    return torch.linalg.multi_dot(matrices)
+    result: Tensor = torch.linalg.multi_dot(matrices)
+    return result
 
 
 _MATMUL = {

@@ -1,0 +1,134 @@
+"""Attention under a rule: the fused call, and nn.MultiheadAttention's one call for everything."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ops.cases import sixteen_bit, under
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lowp.policy import Rule
+
+EXACT = Rule.of(input="fp32", weight="fp32", grad="fp32", output="fp32")
+
+
+class Under(TorchFunctionMode):
+    """Runs one function by its runner."""
+
+    def __init__(self, function: Any, rule: Rule) -> None:
+        super().__init__()
+        self.function, self.rule, self.seen = function, rule, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not self.function:
+            return func(*args, **(kwargs or {}))
+        self.seen += 1
+        return under(self.rule, func, *args, **(kwargs or {}))
+
+
+def test_dropout_is_the_same_in_backward() -> None:
+    tensors = [torch.randn(2, 4, 9, 8) for _ in range(3)]
+    mine, plain = ([x.clone().requires_grad_() for x in tensors] for _ in range(2))
+    narrow = [x.bfloat16().float() for x in plain]
+    torch.manual_seed(0)
+    result = under(sixteen_bit("bf16"), F.scaled_dot_product_attention, *mine, dropout_p=0.5)
+    torch.manual_seed(0)
+    query, key, value = narrow
+    wanted = F.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
+    assert torch.equal(result, wanted.bfloat16())
+    gradient = torch.randn_like(result)
+    state = torch.get_rng_state()
+    found = torch.autograd.grad(result, mine, gradient)
+    assert torch.equal(torch.get_rng_state(), state)
+    for one, other in zip(found, torch.autograd.grad(wanted, narrow, gradient.float()), strict=True):
+        assert torch.equal(one, other.bfloat16().float())
+
+
+def test_a_mask_that_is_learnt_gets_its_gradient() -> None:
+    q, k, v = (torch.randn(2, 4, 9, 8) for _ in range(3))
+    mask = torch.randn(9, 9, requires_grad=True)
+    plain = mask.detach().clone().requires_grad_()
+    result = under(EXACT, F.scaled_dot_product_attention, q, k, v, mask)
+    wanted = F.scaled_dot_product_attention(q, k, v, plain)
+    (found,) = torch.autograd.grad(result.sin().sum(), mask)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted.sin().sum(), plain)[0])
+
+
+FLAGS = ("bias_kv", "zero", "sizes", "cross", "weights", "unbatched")
+
+
+@pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=len(FLAGS))), ids=str)
+def test_multi_head_attention_is_torch_s_in_every_form(flags: tuple[bool, ...]) -> None:
+    bias_kv, zero, sizes, cross, weights, unbatched = flags
+    torch.manual_seed(0)
+    other = {"kdim": 12, "vdim": 10} if sizes else {}
+    module = nn.MultiheadAttention(16, 4, add_bias_kv=bias_kv, add_zero_attn=zero, **other)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    batch = () if unbatched else (3,)
+    query = torch.randn(7, *batch, 16)
+    key = torch.randn(5, *batch, 12 if sizes else 16) if sizes or cross else query
+    value = torch.randn(5, *batch, 10) if sizes else key
+    for padding, mask in itertools.product(range(2), range(3)):
+        last = (torch.arange(len(key)) >= len(key) - 1).expand(*batch, len(key))
+        # torch wants both masks of one kind
+        last = torch.zeros(last.shape).masked_fill(last, -torch.inf) if mask == 2 else last
+        given = {
+            "key_padding_mask": last if padding else None,
+            "attn_mask": masks(len(key), 1 if unbatched else 3)[mask],
+            "need_weights": weights,
+        }
+        wanted = module(query, key, value, **given)
+        for rule, tolerance in ((EXACT, 1e-5), (sixteen_bit("bf16"), 0.06)):
+            with Under(F.multi_head_attention_forward, rule) as mode:
+                found = module(query, key, value, **given)
+            assert mode.seen == 1
+            close(found[0], wanted[0], tolerance)
+            assert (found[1] is None) == (not weights)
+            if weights:
+                close(found[1], wanted[1], tolerance)
+
+
+def masks(sources: int, batch: int) -> list[Tensor | None]:
+    triangle = torch.ones(7, sources, dtype=torch.bool).triu(1)
+    return [None, triangle, torch.randn(batch * 4, 7, sources)]
+
+
+def close(one: Tensor, other: Tensor, tolerance: float) -> None:
+    assert one.shape == other.shape
+    assert (one.float() - other).abs().max() <= tolerance * other.abs().max()
+
+
+def test_multi_head_attention_trains() -> None:
+    module = nn.MultiheadAttention(16, 4, dropout=0.0)
+    x = torch.randn(7, 3, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(7)
+    gradients = []
+    for rule in (None, EXACT, sixteen_bit("fp16")):
+        module.zero_grad()
+        if rule is None:
+            result, _ = module(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)
+        else:
+            with Under(F.multi_head_attention_forward, rule):
+                result, _ = module(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)
+        result.float().sin().sum().backward()
+        gradients.append([p.grad for p in module.parameters() if p.grad is not None])
+    for plain, exact, narrow in zip(*gradients, strict=True):
+        assert (plain - exact).abs().max() <= 1e-5 * plain.abs().max() + 1e-6
+        assert (plain - narrow).abs().max() <= 2e-2 * plain.abs().max() + 1e-6
+
+
+def test_what_multi_head_attention_refuses_is_refused_in_its_words() -> None:
+    module, x = nn.MultiheadAttention(16, 4), torch.randn(7, 3, 16)
+    for given in ({"is_causal": True}, {"key_padding_mask": torch.zeros(2, 7, dtype=torch.bool)}):
+        with pytest.raises((RuntimeError, AssertionError)) as plain:
+            module(x, x, x, **given)
+        rule = sixteen_bit("bf16")
+        with pytest.raises(type(plain.value)) as found, Under(F.multi_head_attention_forward, rule):
+            module(x, x, x, **given)
+        assert str(found.value) == str(plain.value)
