@@ -645,7 +645,8 @@ def test_a_weight_may_get_stuck_on_its_way() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("1", "1", "flex16+5", 1), "a weight update is explained in float formats"),
+        (("1", "1", "flex16+5", 1), "a weight update is explained in signed float formats"),
+        (("1", "1", "e8m0", 1), "a weight update is explained in signed float formats"),
         (("1", "inf", "fp16", 1), "an update needs finite numbers"),
         (("1", "1", "fp16", 0), "0 steps are not possible here: give 1 to 100000"),
     ],

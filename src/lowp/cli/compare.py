@@ -19,7 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowp.cli import EXIT_INTERRUPTED, run_options
+from lowp.cli import run_options
+from lowp.cli.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from lowp.recipes.comparison import Study
@@ -71,19 +72,19 @@ def run(arguments: argparse.Namespace) -> int:
     _take_over(study, out, arguments.resume)
     if not plots.can_plot():
         _say(f"there will be no picture: {plots.NO_MATPLOTLIB}")
-    try:
-        _train(study, out, arguments.jobs)
-        if arguments.timing and arguments.sweep is None:
+    with Interrupts() as interrupts:
+        _train(study, out, arguments.jobs, interrupts)
+        if arguments.timing and arguments.sweep is None and not interrupts():
             _say("measuring the time and the memory of a step ...")
-            study.measure(seconds=arguments.timing)
-    except KeyboardInterrupt:
+            study.measure(arguments.timing, interrupts)
+    if interrupts():
         done = len(study.runs)
         results.write(out, study.document())
         _say(
             f"interrupted; {done} of {done + len(study.jobs())} runs are in {out}. "
             "To go on, repeat the command with --resume"
         )
-        return EXIT_INTERRUPTED
+        return interrupts.exit_code
     document = study.document()
     results.write(out, document)
     _print(document)
@@ -155,7 +156,7 @@ def _take_over(study: Study, out: Path, resume: bool) -> None:
             )
 
 
-def _train(study: Study, out: Path, processes: int | None) -> None:
+def _train(study: Study, out: Path, processes: int | None, stop: Interrupts) -> None:
     """Run what is to be done, with a bar, and write the file after each run."""
     from lowp.recipes import results
     from lowp.recipes.comparison import result_line
@@ -168,9 +169,8 @@ def _train(study: Study, out: Path, processes: int | None) -> None:
     title = f"{study.recipe.name}: {names}; {len(study.seeds)} seeds, {epochs} epochs; {study.data.description}"
     with Bar(study.recipe.name, len(jobs) * epochs, "epochs") as bar:
         bar.line(title)
-        for done, (name, result) in enumerate(
-            study.run(lambda name, epoch: bar.advance(epoch > 0, name), processes), 1
-        ):
+        runs = study.run(lambda name, epoch: bar.advance(epoch > 0, name), processes, stop)
+        for done, (name, result) in enumerate(runs, 1):
             results.write(out, study.document())
             bar.line(f"{done}/{len(jobs)}  {result_line(study, name, result)}")
 

@@ -115,7 +115,9 @@ def maximum_error(format: Format) -> str:
 def percent(element: FloatFormat) -> str:
     """The largest relative error in percent, two digits, without an exponent down to fp32's 0.0000060%."""
     value = element.relative_error * 100
-    return f"{value:.2g}%" if value > 1e-4 or value < 1e-6 else f"{value:.7f}%"
+    if 1e-6 < value < 1e-4:
+        return f"{value:.7f}%"
+    return f"{value:.3g}%" if value > 1 else f"{value:.2g}%"
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def in_full(cast: Cast) -> Iterator[str]:
         yield from _integer_lines(element)
     possible = [str(overflow) for overflow in possible_overflows(format)]
     yield line("overflow", f"{', '.join(possible)}; here {cast.overflow}")
-    yield line("rounding", f"{cast.rounding} (any of `lowp explain --help` in a cast, as {format}:stochastic)")
+    yield line("rounding", f"{cast.rounding}; another as in {format}:stochastic")
     yield from _cost_lines(format)
     yield line("source", source(format))
     for index, example in enumerate(_examples(element)):
@@ -202,7 +204,8 @@ def _float_lines(format: FloatFormat) -> Iterator[str]:
         "no: |x| < 2^e_min becomes a zero of its sign before rounding" if format.mantissa_bits else "no: no mantissa"
     )
     yield line("subnormals", "yes" if format.subnormals else flushed)
-    yield line("maximum", f"{decimal_text(Fraction(format.maximum))} = {maximum_text(format)}")
+    largest = decimal_text(Fraction(format.maximum))
+    yield line("maximum", f"{largest if len(largest) < 50 else format.maximum} = {maximum_text(format)}")
     yield line("normal", f"{_both(Fraction(format.smallest_normal))}, the smallest")
     if format.smallest_subnormal is not None:
         yield line("subnormal", f"{_both(Fraction(format.smallest_subnormal))}, the smallest")
@@ -228,7 +231,8 @@ def _cost_lines(format: Format) -> Iterator[str]:
     price = cost(format)
     square = f"{price.significand_bits}^2 = {price.significand_bits**2}"
     share = f"{price.relative_multiplier_area:.3g} of fp32's 24^2 = 576"
-    yield line("multiplier", f"{square} by the square of the significand, {share}")
+    yield line("multiplier", f"{square} by the square of the significand,")
+    yield line("", share)
     yield line("energy", f"multiply {price.multiply_energy}, add {price.add_energy}")
     yield line("", ", ".join(f"read from {name} {energy}" for name, energy in price.read_energy.items()))
     yield line("area", f"multiply {price.multiply_area}, add {price.add_area}")

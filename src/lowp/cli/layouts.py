@@ -72,7 +72,7 @@ def _boxes(format: Format, names: int, left: int, pens: Pens) -> list[str]:
     middle = f"{format!s:<{names}}{' ' * (indent - names)}{middle}"
     top, bottom = " " * indent + top, " " * indent + bottom
     if not isinstance(format, ScaledFormat):
-        return [top, f"{middle} {format.bits} bits", bottom]
+        return [top, f"{middle} = {format.bits}", bottom]
     apart = _box(_scale_fields(format), pens)
     words = f"2^e, shared by {scope_words(format.scope)}"
     if isinstance(format.scale, FloatFormat) and format.scale.mantissa_bits:
@@ -136,7 +136,7 @@ def _ranges(formats: Sequence[Format], names: int, width: int, pens: Pens) -> li
     shades = f"{pens.subnormal} subnormal, {pens.normal} normal"
     if any(isinstance(format, ScaledFormat) for format in formats):
         shades += f", {pens.shared} wherever the shared scale puts the window"
-    lines = [f"range, log2 from {low} to {high}: {shades}"]
+    lines = [f"range, log2 from {low} to {high}", shades]
     for format, r in zip(formats, found, strict=True):
         start, normal, end = place(r.smallest), place(r.normal), max(place(r.end), place(r.normal) + 1)
         shade = pens.shared if isinstance(format, ScaledFormat) else pens.normal

@@ -21,7 +21,6 @@ from lowp.errors import InvalidInput, UnknownName, near, unknown
 from lowp.policy import OP_CLASSES, Policy, check_ops
 from lowp.presets import PRESETS, Preset
 
-TORCH = {"torch-2.13-cpu": ("cpu", "bf16"), "torch-2.13-cuda": ("cuda", "fp16")}
 ACTIONS = ("list", "show", "check")
 
 
@@ -62,22 +61,24 @@ def _example(action: str) -> str:
 
 
 def _listed() -> str:
+    from lowp.ops.table import TORCH_POLICIES
+
     rows = [(name, preset.summary) for name, preset in PRESETS.items()]
-    rows += [(name, f"torch.autocast's own lists on {device}, {cast}") for name, (device, cast) in TORCH.items()]
+    rows += [(name, f"torch.autocast's own lists, {policy.rules[0].input}") for name, policy in TORCH_POLICIES.items()]
     table = columns(("policy", "what it is"), rows, 10**6, left=(0, 1))
     return f"{table}\n\nAny format is one, too: e4m3fn, e5m7, bf16:stochastic put the operands of contractions in it."
 
 
 def _found(name: str) -> Preset:
     """Return a preset by name, a policy of torch's, or a file."""
-    if name in TORCH:
-        from lowp.ops.table import torch_policy
+    from lowp.ops.table import TORCH_POLICIES
 
-        return presets.parse(torch_policy(*TORCH[name]))
+    if name in TORCH_POLICIES:
+        return presets.parse(TORCH_POLICIES[name])
     try:
         return presets.parse(name)
     except UnknownName as error:
-        if nearest := near(name, TORCH):
+        if nearest := near(name, TORCH_POLICIES):
             raise UnknownName(f"{error}; or {' or '.join(nearest)}") from None
         raise
 

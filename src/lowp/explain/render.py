@@ -42,7 +42,7 @@ render.register(WeightUpdate, render_update)
 def rule_words(rounded: Rounded) -> str:
     """Why the result is what it is, in words."""
     mode, number = rounded.cast.rounding, rounded.given
-    part = f"the part cut off is {_share(rounded.rest)} of a unit"
+    part = f"the cut part is {_share(rounded.rest)} of a unit"
     step = "up by one unit" if rounded.away else "down: the kept bits stay"
     if rounded.away and number.negative:
         step = "away from zero by one unit"
@@ -125,7 +125,8 @@ def cut_lines(rounded: Rounded) -> Iterator[str]:
         if rounded.rest:
             bits = f"guard {rounded.guard}, round {rounded.round_bit}, sticky {rounded.sticky}"
             yield line("cut off", f"{fraction_bits(rounded.rest)}: {bits}")
-    yield line("rule", rule_words(rounded))
+    for index, words in enumerate(rule_words(rounded).split("; ")):
+        yield line("" if index else "rule", words)
 
 
 def _format_words(rounded: Rounded) -> str:
@@ -202,7 +203,7 @@ def _given_lines(conversion: Conversion) -> Iterator[str]:
     held = Rounded(given, conversion.cast, given, None, Rule.EXACT)
     try:
         code = code_of_value(held.result, source)
-    except ValueError:
+    except (ValueError, OverflowError):
         yield line("from", f"{given} is no number of {source}: it is taken as it is")
         return
     yield line("from", f"{source}: {bits_text(code, source)}")
@@ -223,8 +224,8 @@ def _twice_lines(conversion: Conversion) -> Iterator[str]:
     elif direct is not None:
         yield line("twice", "the rounding in between changes nothing here")
     if twice is not None:
-        words = f"gives {twice.result} instead: double rounding (--via fp32)"
-        yield line("note", f"decimal to fp32 to {twice.format} {words}")
+        yield line("note", f"number to fp32 to {twice.format} gives {twice.result} instead:")
+        yield line("", "double rounding (--via fp32)")
 
 
 # -- sums and products ------------------------------------------------------------------------------------------------

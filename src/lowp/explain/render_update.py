@@ -56,7 +56,9 @@ def _operand_lines(name: str, operand: Rounded) -> Iterator[str]:
 
 def _size_lines(update: WeightUpdate, threshold: Threshold) -> Iterator[str]:
     toward = "up" if update.upward else "down"
-    yield line("spacing", f"{power_text(threshold.spacing)} to the next number {toward}{_binade_note(update)}")
+    yield line("spacing", f"{power_text(threshold.spacing)} to the next number {toward}")
+    if note := _binade_note(update):
+        yield line("", note)
     ratio = abs(update.step) / threshold.spacing
     if update.step:
         yield line("size", f"{brief(ratio)} of that spacing" + _relative(update.relative_step))
@@ -69,7 +71,7 @@ def _binade_note(update: WeightUpdate) -> str:
     power = weight.magnitude and weight.magnitude == Fraction(2) ** floor_log2(weight.magnitude)
     if not (toward_zero and power and update.threshold):
         return ""
-    return f" (below the power of two 2^{floor_log2(weight.magnitude)} numbers are closer)"
+    return f"below the power of two 2^{floor_log2(weight.magnitude)} numbers are closer"
 
 
 def _relative(relative: Fraction | None) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from decimal import Context, Decimal
 from fractions import Fraction
 
 from lowp.formats import FloatFormat, IntFormat
 
 DIGITS_LIMIT = 1500  # fp64's smallest subnormal has 1074 decimal places
-BITS_SHOWN = 40
+BITS_SHOWN = 32
+LINE_WIDTH = 80
 
 
 def floor_log2(magnitude: Fraction) -> int:
@@ -106,5 +108,8 @@ def fraction_bits(rest: Fraction, limit: int = BITS_SHOWN) -> str:
 
 
 def line(label: str, text: str) -> str:
-    """One line of an explanation: a label of 11 letters, and what it says."""
-    return f"  {label:<11} {text}"
+    """One fact of an explanation: a label of 11 letters, and what it says, broken at blanks before LINE_WIDTH."""
+    if len(text) <= LINE_WIDTH - 14:
+        return f"  {label:<11} {text}".rstrip()
+    parts = textwrap.wrap(text, LINE_WIDTH - 14, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(f"  {label if index == 0 else '':<11} {part}".rstrip() for index, part in enumerate(parts))

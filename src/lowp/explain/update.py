@@ -116,9 +116,9 @@ def weight_update(
     the format's weight and receives the same update. Raises ValueError for an infinite weight or gradient.
     """
     cast = parse_cast(cast)
-    if not isinstance(cast.format, FloatFormat):
+    if not isinstance(cast.format, FloatFormat) or not cast.format.signed:
         raise InvalidInput(
-            f"a weight update is explained in float formats (fp16, bf16, e4m3fn, e5m7), not in {cast.format}"
+            f"a weight update is explained in signed float formats (fp16, bf16, e4m3fn, e5m7), not in {cast.format}"
         )
     if not 1 <= steps <= STEPS_LIMIT:
         raise InvalidInput(f"{steps} steps are not possible here: give 1 to {STEPS_LIMIT}")

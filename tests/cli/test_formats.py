@@ -1,0 +1,200 @@
+"""lowp formats: the list, one in full, the drawings, and how they fit a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowp.cli import tables
+from lowp.formats import FORMATS
+
+LIGHT = {"torch", "numpy", "rich", "jinja2", "matplotlib"}
+
+
+@pytest.fixture(autouse=True)
+def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def cells(out: str, name: str) -> list[str]:
+    """The words behind a format's name in every table that lists it."""
+    return [word for line in out.splitlines() if line.split()[:1] == [name] for word in line.split()[1:]]
+
+
+def test_every_row_is_listed_with_its_numbers(lowp: Callable[..., Any]) -> None:
+    result = lowp("formats")
+    assert (result.code, result.err) == (0, "")
+    for name in FORMATS:
+        assert cells(result.out, name)
+    assert cells(result.out, "fp16") == [
+        *("16", "e5m10", "5.96e-8", "0.0000610", "65504", "0.000977"),
+        *("2^-11", "0.049%", "3.3", "2", "0.21", "1.1", "pJ"),
+    ]
+    assert "0.0000060%" in cells(result.out, "fp32")
+    assert cells(result.out, "flex16+5")[-6:] == ["unit", "4.5", "2", "0.444", "~0.78", "pJ"]
+    assert "bf16-trunc = bf16:toward-zero" in result.out
+    assert "Horowitz" in result.out and "estimate" in result.out
+
+
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_the_list_fits_the_terminal(lowp: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = lowp("formats").out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert sum(line.startswith("fp16 ") for line in lines) == (1 if columns == 200 else 2)
+
+
+def test_one_format_is_shown_in_full(lowp: Callable[..., Any]) -> None:
+    out = lowp("formats", "bf16").out
+    for shown in (
+        "16: 1 sign, 8 exponent, 7 mantissa (e8m7)",
+        "127; exponents -126 .. 127",
+        "338953138925153547590470800371487866880 = (2 - 2^-7) x 2^127",
+        "2^-133 = 9.18355e-41, the smallest",
+        "2^-7 = 0.0078125",
+        "inf, saturate, nan; here inf",
+        "0 11111111 1000000   nan",
+        "8^2 = 64 by the square of the significand",
+        "0.111 of fp32's 24^2 = 576",
+        "arXiv 1905.12322",
+        "│s│   e8   │   m7  │ = 16",
+    ):
+        assert shown in out
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "e5m7", "e4m3b11fnuz", "i6s", "ue5m3", "e2m1@e8m0/32", "e4m3fn:saturate"])
+def test_any_format_can_be_shown_and_drawn(lowp: Callable[..., Any], name: str) -> None:
+    result = lowp("formats", name)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.splitlines()[0].startswith(name.partition(":")[0])
+    assert max(map(len, result.out.splitlines())) <= 80
+    assert lowp("formats", "--layout", name).code == 0
+
+
+def test_a_cast_with_a_name_of_its_own_is_shown_as_its_format(lowp: Callable[..., Any]) -> None:
+    assert lowp("formats", "bf16-trunc").out.startswith("bf16, cast as bf16:toward-zero\n")
+
+
+LAYOUT = """\
+bits: s sign, e exponent, m mantissa, i integer; one column a bit
+          ┌─┬────────┬───────────────────────┐
+fp32      │s│   e8   │          m23          │ = 32
+          └─┴────────┴───────────────────────┘
+             ┌─┬─────┬──────────┐
+fp16         │s│  e5 │   m10    │ = 16
+             └─┴─────┴──────────┘
+          ┌─┬────────┬───────┐
+bf16      │s│   e8   │   m7  │ = 16
+          └─┴────────┴───────┘
+                   ┌─┬───────────────┐   ┌─────┐
+flex16+5           │s│      i15      │ x │  e5 │
+                   └─┴───────────────┘   └─────┘
+              x 2^e, shared by the tensor
+"""
+
+
+def test_layouts_are_drawn_with_their_exponents_above_each_other(lowp: Callable[..., Any]) -> None:
+    out = lowp("formats", "--layout", "fp32", "fp16", "bf16", "flex16+5").out
+    assert out.startswith(LAYOUT)
+    ranges = out[len(LAYOUT) :].splitlines()
+    assert ranges[1] == "range, log2 from -149 to 128"
+    assert [line.rpartition("  ")[2] for line in ranges[3:]] == [
+        *("2^-149 .. 2^128", "2^-24 .. 2^16", "2^-133 .. 2^128", "2^-31 .. 2^15")
+    ]
+    # fp16's numbers begin right of bf16's and end left of them
+    fp16, bf16 = ranges[4], ranges[5]
+    assert bf16.index("█") < fp16.index("█") and fp16.rindex("█") < bf16.rindex("█")
+    assert max(map(len, ranges)) <= 80
+
+
+def test_layouts_without_names_draw_the_common_formats(lowp: Callable[..., Any]) -> None:
+    out = lowp("formats", "--layout").out
+    assert "e4m3fn" in out and "flex16+5" in out
+
+
+def test_a_terminal_without_box_characters_gets_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.cli.layouts import draw
+
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    drawn = draw([FORMATS["fp16"]], 80)
+    assert drawn.isascii()
+    assert "|s|  e5 |   m10    | = 16" in drawn
+
+
+def test_machines_get_exact_numbers(lowp: Callable[..., Any]) -> None:
+    rows = {row["name"]: row for row in json.loads(lowp("formats", "--json").out)}
+    assert list(rows) == list(FORMATS)
+    assert Fraction(rows["fp16"]["limits"]["smallest_subnormal"]) == Fraction(1, 1 << 24)
+    assert rows["bf16-tpu"]["limits"]["smallest_subnormal"] is None
+    assert rows["flex16+5"]["limits"]["maximum"] == "32767"
+    assert rows["fp32"]["cost"]["multiply_energy"] == {"value": 3.7, "unit": "pJ", "how": "table"}
+    assert [row["name"] for row in json.loads(lowp("formats", "e5m7", "--json").out)] == ["e5m7"]
+
+
+def test_the_page_is_current(lowp: Callable[..., Any], repository: Path) -> None:
+    page = (repository / "docs" / "formats.md").read_text()
+    assert page == lowp("formats", "--markdown").out, "run: lowp formats --markdown > docs/formats.md"
+
+
+def test_an_unknown_format_lists_the_near_ones(lowp: Callable[..., Any]) -> None:
+    result = lowp("formats", "bf61")
+    assert result.code == 2
+    assert "unknown format 'bf61'; did you mean bf16" in result.err
+    assert lowp("formats", "e12m3").err.startswith(
+        "lowp: error: e12m3 is not possible: eXmY takes 2 to 8 exponent bits"
+    )
+    assert "--layout draws" in lowp("formats", "--layout", "--json").err
+
+
+def test_a_pipe_gets_no_escape_codes_and_loads_nothing_heavy() -> None:
+    script = (
+        "import sys; from lowp.cli import main; main(['formats']); main(['explain', '0.1', '--to', 'fp16']); "
+        "print('LOADED', *{name.partition('.')[0] for name in sys.modules})"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert "\x1b" not in out
+    loaded = set(out.splitlines()[-1].split()[1:])
+    assert "lowp" in loaded and not loaded & LIGHT
+
+
+class Terminal(io.StringIO):
+    """A standard output that is a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "coloured"),
+    [({}, (), True), ({"NO_COLOR": "1"}, (), False), ({}, ("--plain",), False), ({"TERM": "dumb"}, (), False)],
+)
+def test_a_terminal_gets_colour_unless_it_asks_not_to(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], arguments: tuple[str, ...], coloured: bool
+) -> None:
+    from lowp.cli import main
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["formats", "bf16", *arguments]) == 0
+    out = terminal.getvalue()
+    assert ("\x1b[" in out) == coloured
+    assert "bf16" in out and "exponents -126 .. 127" in out
+
+
+def test_columns_that_do_not_fit_go_below() -> None:
+    text = tables.columns(["name", "one", "two"], [["a", "11111", "22222"]], limit=12)
+    assert text == "name    one\n----  -----\na     11111\n\nname    two\n----  -----\na     22222"
