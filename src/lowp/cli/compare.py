@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loss-scale", metavar="LIST", help="none, numbers, dynamic: a row for each; fp16 if no precision"
     )
-    parser.add_argument("--sweep", metavar="GRID", help="exponent=3..8,mantissa=2..10: every eXmY, half the epochs")
+    parser.add_argument(
+        "--sweep", metavar="GRID", help="exponent=3..8,mantissa=2..10[,subnormals=no]: every eXmY, half the epochs"
+    )
     parser.add_argument(
         "--out", metavar="FILE.json", type=Path, help="compare-RECIPE.json or sweep-RECIPE.json if not given"
     )

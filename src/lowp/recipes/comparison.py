@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from lowp.errors import InvalidInput
 from lowp.recipes import get, results
 from lowp.recipes.measuring import MEMORY_METHOD, TIME_METHOD, TURN, peak_memory, step_times, threads_of
 from lowp.recipes.recipe import Data
-from lowp.recipes.runs import Job, Told, processes_for, run_jobs
+from lowp.recipes.runs import Job, Stop, Told, processes_for, run_jobs
 from lowp.recipes.training import Settings, load_data
 from lowp.recipes.verdict import BASELINE, RULE, deviation, judge, mean
 
@@ -92,22 +92,25 @@ class Study:
             if (variant.label, seed) not in self.runs
         ]
 
-    def run(self, on_epoch: Told, processes: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Do what is to be done, yielding each run's name as it is done; on Ctrl-C what is done is kept."""
+    def run(
+        self, on_epoch: Told, processes: int | None = None, stop: Stop = lambda: False
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Do what is to be done, yielding each run's name as it is done, until `stop()` is true."""
         jobs = self.jobs()
         labels = {_name(variant.label, seed): (variant.label, seed) for variant in self.variants for seed in self.seeds}
         count = processes_for(jobs, self.data) if processes is None else min(processes, len(jobs))
-        for job, run in run_jobs(jobs, self.data, count, on_epoch):
+        for job, run in run_jobs(jobs, self.data, count, on_epoch, stop):
             self.runs[labels[job.name]] = run
             yield job.name, run
 
-    def measure(self, on_row: Callable[[str], None] = lambda label: None, seconds: float = 1.5) -> None:
-        """Time a step of every row and take its peak of memory, alone on this process."""
+    def measure(self, seconds: float = 1.5, stop: Stop = lambda: False) -> None:
+        """Time a step of every row, for about `seconds` each, and take its peak of memory, alone on this process."""
         settings = [variant.settings for variant in self.variants]
         with threads_of(self.recipe.threads) as threads:
-            times = step_times(settings, self.data, seconds)
+            times = step_times(settings, self.data, seconds, stop)
             for variant, timed in zip(self.variants, times, strict=True):
-                on_row(variant.label)
+                if stop():
+                    return
                 self.costs[variant.label] = {
                     "step_seconds": None if timed is None else timed.median,
                     "step_seconds_quartiles": None if timed is None else timed.quartiles,

@@ -9,7 +9,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,16 +61,20 @@ def threads_of(count: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def step_times(settings: Sequence[Settings], data: Data, seconds: float = 1.5) -> list[StepTime | None]:
+def step_times(
+    settings: Sequence[Settings], data: Data, seconds: float = 1.5, stop: Callable[[], bool] = lambda: False
+) -> list[StepTime | None]:
     """Time the step of each of the settings, in turns of `TURN` steps, for about `seconds` each (one turn at least).
 
-    None for a precision that cannot take these steps, because an error stops them.
+    None for a precision that cannot take these steps, because an error stops them. Ends early when `stop()` is true.
     """
     trainings: list[Training | None] = [_ready(one, data) for one in settings]
     batches = [None if one is None else _batch(one) for one in trainings]
     taken: list[list[float]] = [[] for _ in settings]
     end = time.perf_counter() + seconds * len(settings)
-    while not any(taken) or (time.perf_counter() < end and min(map(len, filter(None, taken))) < 40 * TURN):
+    while not stop() and (
+        not any(taken) or (time.perf_counter() < end and min(map(len, filter(None, taken))) < 40 * TURN)
+    ):
         for place, training in enumerate(trainings):
             if training is None:
                 continue

@@ -22,12 +22,17 @@ from lowp.recipes.recipe import Data
 from lowp.recipes.sampling import Sampler
 from lowp.recipes.training import Settings, Training, load_data
 
-__all__ = ["Job", "processes_for", "run_jobs", "train_once"]
+__all__ = ["Job", "Stop", "processes_for", "run_jobs", "train_once"]
 
 # Fewer steps than these are done before a second process has imported torch.
 _STEPS_WORTH_A_PROCESS = 4000
 
 Told = Callable[[str, int], None]
+Stop = Callable[[], bool]
+
+
+def _never() -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,14 @@ class Job:
     samples: int = 8
 
 
-def train_once(job: Job, data: Data, on_epoch: Told, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+def train_once(job: Job, data: Data, on_epoch: Told, stop: Stop = _never) -> dict[str, Any] | None:
     """Train, and return the run as plain values: settings, history, shares lost, and why it failed; None if stopped.
 
     An error that speaks of numbers (no loss scale is small enough, not a number, no memory) is that run's result.
     """
     training = None
+    if stop():
+        return None
     try:
         training = Training(job.settings, data)
         sampler = Sampler(training.recipe, training.size, training.device, job.samples) if job.samples else None
@@ -77,19 +84,23 @@ def processes_for(jobs: Sequence[Job], data: Data) -> int:
     return min(cores, len(jobs)) if steps >= _STEPS_WORTH_A_PROCESS else 1
 
 
-def run_jobs(jobs: Sequence[Job], data: Data, processes: int, on_epoch: Told) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """Yield each job with its run as it is done. Ctrl-C stops the processes within a step and is raised again."""
-    if processes <= 1:
-        for job in jobs:
-            with threads_of(get(job.settings.recipe).threads):
-                run = train_once(job, data, on_epoch)
-            if run is not None:
-                yield job, run
+def run_jobs(
+    jobs: Sequence[Job], data: Data, processes: int, on_epoch: Told, stop: Stop = _never
+) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Yield each job with its run as it is done. Once `stop()` is true all end within a step, and are not yielded."""
+    if processes > 1:
+        yield from _in_processes(jobs, processes, on_epoch, stop)
         return
-    yield from _in_processes(jobs, processes, on_epoch)
+    for job in jobs:
+        with threads_of(get(job.settings.recipe).threads):
+            run = train_once(job, data, on_epoch, stop)
+        if run is not None:
+            yield job, run
 
 
-def _in_processes(jobs: Sequence[Job], processes: int, on_epoch: Told) -> Iterator[tuple[Job, dict[str, Any]]]:
+def _in_processes(
+    jobs: Sequence[Job], processes: int, on_epoch: Told, stop: Stop
+) -> Iterator[tuple[Job, dict[str, Any]]]:
     # A fresh interpreter each: a fork of one whose OpenMP threads have run would hang.
     context = multiprocessing.get_context("spawn")
     stopping, told = context.Event(), context.Queue()
@@ -99,6 +110,8 @@ def _in_processes(jobs: Sequence[Job], processes: int, on_epoch: Told) -> Iterat
             waiting: dict[Future[dict[str, Any] | None], Job] = {executor.submit(_work, job): job for job in jobs}
         while waiting:
             done, _ = wait(waiting, timeout=0.1, return_when=FIRST_COMPLETED)
+            if stop():
+                stopping.set()
             _pass_on(told, on_epoch)
             for future in done:
                 run = future.result()
@@ -159,7 +172,5 @@ def _data_of(settings: Settings) -> Data:
 
 
 def _work(job: Job) -> dict[str, Any] | None:
-    if _stopping.is_set():
-        return None
     of_data = Settings(job.settings.recipe, size=job.settings.size, data=job.settings.data)
     return train_once(job, _data_of(of_data), lambda name, epoch: _told.put((name, epoch)), _stopping.is_set)

@@ -19,18 +19,29 @@ _EXAMPLE = "exponent=3..8,mantissa=2..10"
 
 
 class Grid(NamedTuple):
-    """The numbers of exponent bits and of mantissa bits that are combined."""
+    """The numbers of exponent bits and of mantissa bits that are combined, and whether there are subnormal numbers.
+
+    With them each mantissa bit adds to the range as well: it halves the smallest number.
+    """
 
     exponents: tuple[int, ...]
     mantissas: tuple[int, ...]
+    subnormals: bool = True
 
     @classmethod
     def parse(cls, text: str) -> Grid:
-        """``exponent=3..8,mantissa=2..10``; one number for one value. Raises InvalidInput for what is no grid."""
+        """``exponent=3..8,mantissa=2..10``, one number for one value, and ``,subnormals=no`` for formats without.
+
+        Raises InvalidInput for what is no grid.
+        """
         ranges: dict[str, tuple[int, ...]] = {}
+        subnormals = True
         for part in text.split(","):
             name, _, value = part.partition("=")
             name = name.strip().lower()
+            if name == "subnormals" and value.strip().lower() in ("yes", "no"):
+                subnormals = value.strip().lower() == "yes"
+                continue
             match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", value)
             if name not in ("exponent", "mantissa") or match is None or name in ranges:
                 raise InvalidInput(f"sweep {text!r}: {part!r} is not understood; give both ranges, as in {_EXAMPLE}")
@@ -43,16 +54,20 @@ class Grid(NamedTuple):
         missing = [name for name in ("exponent", "mantissa") if name not in ranges]
         if missing:
             raise InvalidInput(f"sweep {text!r}: it has no {missing[0]}; give both ranges, as in {_EXAMPLE}")
-        grid = cls(ranges["exponent"], ranges["mantissa"])
+        grid = cls(ranges["exponent"], ranges["mantissa"], subnormals)
         if grid.exponents[0] < 2 or grid.exponents[-1] > 8:
             raise InvalidInput(f"sweep {text!r}: eXmY takes 2 to 8 exponent bits, as in {_EXAMPLE}")
         for exponent in grid.exponents:
             for mantissa in grid.mantissas:
                 try:
-                    formats.parse(f"e{exponent}m{mantissa}")
+                    formats.parse(grid.name(exponent, mantissa))
                 except InvalidInput as error:
                     raise InvalidInput(f"sweep {text!r}: {error}") from None
         return grid
+
+    def name(self, exponent: int, mantissa: int) -> str:
+        """The format of a cell."""
+        return f"e{exponent}m{mantissa}{'' if self.subnormals else 'ftz'}"
 
 
 class Sweep(Study):
@@ -67,7 +82,7 @@ class Sweep(Study):
         rows = [Variant("fp32", replace(settings, precision="fp32", loss_scale=None, accumulate=None).filled())]
         rows += [
             Variant(name, replace(settings, precision=name, loss_scale=scale).filled())
-            for name in (f"e{exponent}m{mantissa}" for exponent in grid.exponents for mantissa in grid.mantissas)
+            for name in (grid.name(exponent, mantissa) for exponent in grid.exponents for mantissa in grid.mantissas)
         ]
         super().__init__(rows, seeds, kind="sweep", samples=0)
 
@@ -78,11 +93,16 @@ class Sweep(Study):
         metric = self.recipe.metric.name
 
         def value(exponent: int, mantissa: int) -> float | None:
-            statistics = cells[f"e{exponent}m{mantissa}"].get("statistics")
+            statistics = cells[self.grid.name(exponent, mantissa)].get("statistics")
             return None if statistics is None else statistics[metric]["mean"]
 
         rows = [[value(exponent, mantissa) for mantissa in self.grid.mantissas] for exponent in self.grid.exponents]
-        document["grid"] = {"exponent_bits": self.grid.exponents, "mantissa_bits": self.grid.mantissas, "values": rows}
+        document["grid"] = {
+            "exponent_bits": self.grid.exponents,
+            "mantissa_bits": self.grid.mantissas,
+            "subnormals": self.grid.subnormals,
+            "values": rows,
+        }
         if document["complete"]:
             columns = list(zip(*rows, strict=True))
             document["grid"]["effect_of_exponent"] = _effect(rows)

@@ -80,7 +80,8 @@ def grid(document: Mapping[str, Any], path: Path) -> None:
     panel.set_yticks(range(len(table["exponent_bits"])), table["exponent_bits"])
     unit = f"{recipe['metric']} in percent" if recipe["metric_is_share"] else recipe["metric"]
     panel.set(xlabel="mantissa bits", ylabel="exponent bits")
-    panel.set_title(f"{recipe['name']}: {unit}", fontsize=10)
+    without = "" if table["subnormals"] else ", no subnormals"
+    panel.set_title(f"{recipe['name']}: {unit}{without}", fontsize=10)
     known = [value for line in values for value in line if math.isfinite(value)]
     middle = (min(known) + max(known)) / 2 if known else 0.0
     for y, line in enumerate(values):

@@ -99,7 +99,8 @@ def heat_map(document: Mapping[str, Any]) -> Table:
     """The grid of a sweep: a line an exponent width, a column a mantissa width, the colour from worst to best."""
     grid, recipe = document["grid"], document["recipe"]
     fp32 = (document["variants"][0].get("statistics") or {}).get(recipe["metric"], {}).get("mean")
-    title = f"{recipe['name']}: {recipe['metric']} of eXmY (fp32: {number(fp32, recipe['metric_is_share'])})"
+    kind = "eXmY" if grid["subnormals"] else "eXmY without subnormals"
+    title = f"{recipe['name']}: {recipe['metric']} of {kind} (fp32: {number(fp32, recipe['metric_is_share'])})"
     table = plain_table(title, ["", *(f"m{bits}" for bits in grid["mantissa_bits"])])
     known = [value for line in grid["values"] for value in line if _is_number(value)]
     low, high = (min(known), max(known)) if known else (0.0, 0.0)
@@ -132,13 +133,12 @@ def sweep_words(document: Mapping[str, Any]) -> str:
     else:
         more, less = ("exponent", "mantissa") if by_exponent > by_mantissa else ("mantissa", "exponent")
         conclusion = f"{more} bits matter more than {less} bits here"
-    exponents, mantissas = grid["exponent_bits"], grid["mantissa_bits"]
+    exponents, mantissas, seeds = grid["exponent_bits"], grid["mantissa_bits"], len(document["seeds"])
     return textwrap.fill(
         f"Between {exponents[0]} and {exponents[-1]} exponent bits the mean {recipe['metric']} moves by "
         f"{points(by_exponent, share)}, between {mantissas[0]} and {mantissas[-1]} mantissa bits by "
         f"{points(by_mantissa, share)}: {conclusion}. Each number is the {recipe['metric']} after the last epoch "
-        f"(mean over {len(document['seeds'])} seeds), "
-        f"loss scale {document['variants'][-1]['loss_scaling']}.",
+        f"({seeds} seed{'s' * (seeds > 1)}), loss scale {document['variants'][-1]['loss_scaling']}.",
         _WIDTH,
     )
 
