@@ -259,7 +259,9 @@ class FloatFormat:
         offset = f"b{self.bias}" if self.bias_offset else ""
         specials = "" if self.specials is Specials.IEEE else self.specials.value
         flush = "ftz" if not self.subnormals and self.mantissa_bits else ""
-        return ("" if self.signed else "u") + f"e{self.exponent_bits}m{self.mantissa_bits}{offset}{specials}{flush}"
+        layout = ("" if self.signed else "u") + f"e{self.exponent_bits}m{self.mantissa_bits}{offset}"
+        named = FORMATS.get(layout + specials + flush, self)
+        return layout + (specials if named == self else "ieee") + flush  # e2m1 alone is the row without specials
 
     def __str__(self) -> str:
         return self.name if FORMATS.get(self.name) == self else self.spelling

@@ -108,15 +108,14 @@ def quantize(x: Any, cast: str | Cast | Format, *, scale: Any = None, seed: int 
         return _with_arrays(quantize, x, cast, scale=scale, seed=seed, out=out)
     plan = _plan(cast, x.dtype)
     _check(x, seed)
-    scales = _scales(scale, plan, x)
     if out is None:
         if not _is_ours(x):
             return custom_ops.quantize(x, plan, scale, seed)
-        return run.quantize(implementation(x.device), x, plan, scales, seed)
+        return run.quantize(implementation(x.device), x, plan, _scales(scale, plan, x), seed)
     _check_out(x, out)
     if not (_is_ours(x) and _is_ours(out)):
         return custom_ops.quantize(x, plan, scale, seed, out)
-    run.quantize_into(implementation(x.device), x, plan, scales, seed, out)
+    run.quantize_into(implementation(x.device), x, plan, _scales(scale, plan, x), seed, out)
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
     return out

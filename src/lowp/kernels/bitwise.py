@@ -41,6 +41,7 @@ class Parameters(NamedTuple):
     parity_offset: int | None  # added to the exponent field, gives the parity of a code without mantissa
     maximum: int  # largest magnitude of a positive and of a negative number
     minimum: int
+    refused: int  # what numbers become that an unsigned format cannot hold
 
 
 def quantize(x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor) -> None:
@@ -84,12 +85,17 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 
 
 def quantized(x: Tensor, cast: Cast, seed: int | Tensor = 0) -> Tensor:
-    """Return the values that `cast` makes of `x`, in x's dtype; compiles and never looks at the data."""
+    """Return the values that `cast` makes of `x`, in x's dtype, without looking at the data."""
+    return apply(x, cast, parameters(cast, x.dtype), seed)
+
+
+def apply(x: Tensor, cast: Cast, prepared: Parameters, seed: int | Tensor = 0) -> Tensor:
+    """Do `quantized` with parameters that were looked up before: nothing here breaks a compiled graph."""
     dtype = x.dtype
     x = widen16(x)
-    if _needs_fp64(cast, x.dtype):
+    if prepared.carrier.integer.itemsize > x.dtype.itemsize:
         x = widen(x)
-    result = _cast_bits(x, cast, _parameters(cast, x.dtype), seed)
+    result = _cast_bits(x, cast, prepared, seed)
     return result if result.dtype == dtype else narrow(result, dtype)
 
 
@@ -121,34 +127,31 @@ def decoded(codes: Tensor, format: FloatFormat | IntFormat, dtype: torch.dtype) 
 
 
 @functools.lru_cache(maxsize=1024)
-def _parameters(cast: Cast, dtype: torch.dtype) -> Parameters:
-    element, carrier = cast.element, CARRIERS[dtype]
+def parameters(cast: Cast, dtype: torch.dtype) -> Parameters:
+    """Return what a cast of tensors of `dtype` is in bits: those of fp64 where fp32's are too narrow."""
+    element = cast.element
+    carrier = CARRIERS[torch.float64 if dtype == torch.float64 or _needs_fp64(cast) else torch.float32]
+    bits = carrier.bits
     if isinstance(element, IntFormat):
         # The integers are the numbers of a format whose neighbours are 1 apart everywhere: all "subnormal".
-        bits = carrier.bits
-        return Parameters(
-            carrier, 10_000, 0, bits(1.0), 0, None, bits(float(element.maximum)), bits(-float(element.minimum))
-        )
-    flush = 0 if element.subnormals else carrier.bits(element.smallest_normal)
-    largest = carrier.bits(element.maximum)
+        largest, lowest = bits(float(element.maximum)), bits(-float(element.minimum))
+        return Parameters(carrier, 10_000, 0, bits(1.0), 0, None, largest, lowest, 0)
     return Parameters(
         carrier,
         element.min_exponent,
         carrier.mantissa_bits - element.mantissa_bits,
-        carrier.bits(2.0 ** (element.min_exponent - element.mantissa_bits)),
-        flush,
+        bits(2.0 ** (element.min_exponent - element.mantissa_bits)),
+        0 if element.subnormals else bits(element.smallest_normal),
         element.bias - carrier.bias if ties_by_code(element) else None,
-        largest,
-        largest,
+        bits(element.maximum),
+        bits(element.maximum),
+        carrier.nan if element.has_nan or element.signed else bits(element.minimum),
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def _needs_fp64(cast: Cast, dtype: torch.dtype) -> bool:
+def _needs_fp64(cast: Cast) -> bool:
     """Whether fp32 bits are too narrow: finer or wider formats, and those with normal numbers below fp32's."""
-    element, carrier = cast.element, CARRIERS[dtype]
-    if dtype == torch.float64:
-        return False
+    element, carrier = cast.element, CARRIERS[torch.float32]
     if isinstance(element, IntFormat):
         return element.bits > carrier.precision or (element.bits == 1 and cast.is_stochastic)
     return (
@@ -172,7 +175,7 @@ def _cast_bits(x: Tensor, cast: Cast, p: Parameters, seed: int | Tensor) -> Tens
         refused = negative & (magnitude != 0)
         if not element.has_zero:
             refused = refused | (magnitude == 0)
-        rounded = torch.where(refused, carrier.nan if element.has_nan else carrier.bits(element.minimum), rounded)
+        rounded = torch.where(refused, p.refused, rounded)
     rounded = torch.where(magnitude > carrier.infinity, carrier.nan, rounded)
     if isinstance(element, FloatFormat) and not element.signed:
         negative = negative & (rounded > carrier.infinity)
@@ -186,7 +189,8 @@ def _round(magnitude: Tensor, negative: Tensor, cast: Cast, p: Parameters, seed:
     mantissa_bits = p.carrier.mantissa_bits
     field = magnitude >> mantissa_bits
     exponent = field.clamp(min=1) - p.carrier.bias
-    significand = (magnitude & ((1 << mantissa_bits) - 1)) | ((field > 0).to(field.dtype) << mantissa_bits)
+    hidden = 1 << mantissa_bits  # not (field > 0) << 52: torch 2.13's inductor shifts a converted bool in 32 bits
+    significand = torch.where(field > 0, (magnitude & (hidden - 1)) | hidden, magnitude)
 
     if isinstance(cast.element, IntFormat):
         shift = (mantissa_bits - exponent).clamp(min=0)

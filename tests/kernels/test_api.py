@@ -1,0 +1,362 @@
+"""The public functions: what they take, what they leave alone, and what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import timeit
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from exact_casts import FORMATS_TRIED, bits
+
+from lowp import kernels
+from lowp.casts import parse
+from lowp.errors import InvalidInput, Unavailable, UnknownName
+from lowp.formats import FloatFormat, IntFormat
+from lowp.kernels import Statistics, decode, encode, quantize, statistics, use
+
+EVERY_CAST = ["e4m3fn", "e4m3fn:stochastic", "mxfp4", "int8:stochastic", "flex16+5", "int8-affine"]
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------------
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(0, 3).contiguous().transpose(0, 3),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "strided": lambda x: torch.stack((x, x + 1), dim=-1)[..., 0],
+    "expanded": lambda x: x[:1].expand(2, -1, -1, -1),
+    "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+    "negated lazily": lambda x: torch.complex(x, -x).conj().imag,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cast", EVERY_CAST)
+@pytest.mark.parametrize("name", [n for n in kernels.available() if n != "native"])
+def test_the_layout_does_not_change_the_values(layout: str, cast: str, name: str) -> None:
+    x = LAYOUTS[layout](torch.randn(2, 3, 4, 40, generator=torch.Generator().manual_seed(0)))
+    plain = quantize(x.clone(memory_format=torch.contiguous_format).resolve_neg(), cast, seed=3)
+    with use(name):
+        found = quantize(x, cast, seed=3)
+    assert torch.equal(found, plain)
+    assert found.stride() == torch.empty_like(x).stride()
+    assert type(found) is torch.Tensor
+
+
+@pytest.mark.parametrize("cast", EVERY_CAST)
+def test_out_takes_the_result_in_its_own_strides(cast: str) -> None:
+    x = torch.randn(6, 8)
+    wanted = quantize(x, cast, seed=3)
+    strided = torch.full((8, 6, 2), 5.0)
+    for out in (torch.empty(6, 8), torch.empty(8, 6).t(), strided[..., 0].t()):
+        assert quantize(x, cast, seed=3, out=out) is out
+        assert torch.equal(out, wanted)
+    assert (strided[..., 1] == 5).all()
+
+
+@pytest.mark.parametrize("cast", EVERY_CAST)
+def test_in_place_and_overlapping_memory_work(cast: str) -> None:
+    x = torch.randn(9, 8)
+    wanted = quantize(x[:8], cast, seed=3)
+    same = x.clone()[:8]
+    version = same._version
+    assert quantize(same, cast, seed=3, out=same) is same
+    assert torch.equal(same, wanted)
+    assert same._version > version  # autograd notices
+    transposed = x[:8].clone().t()
+    quantize(transposed, cast, seed=3, out=transposed)
+    assert torch.equal(transposed, quantize(x[:8].t().contiguous(), cast, seed=3))
+    shifted = x.clone()
+    quantize(shifted[:8], cast, seed=3, out=shifted[1:])
+    assert torch.equal(shifted[1:], wanted)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (0, 3), (5, 1, 2)], ids=str)
+def test_any_shape_goes(shape: tuple[int, ...]) -> None:
+    x = torch.full(shape, 1.3)
+    for cast in (*EVERY_CAST, "mxint8", "nvfp4", "binary", "e4m3fn@fp32/channel"):
+        assert quantize(x, cast).shape == shape
+    assert encode(x, "fp16").shape == shape
+    assert decode(encode(x, "fp16"), "fp16").shape == shape
+    assert statistics(x).count == x.numel()
+
+
+def test_zeros_of_all_dtypes_stay() -> None:
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        x = torch.tensor([0.0, -0.0, 1.0], dtype=dtype)
+        found = quantize(x, "e5m2")
+        assert found.dtype == dtype
+        assert torch.equal(bits(found), bits(x))
+
+
+# -- NumPy ------------------------------------------------------------------------------------------------------------
+def test_numpy_arrays_come_back_as_numpy_arrays() -> None:
+    x = np.random.default_rng(0).normal(size=(4, 6))
+    read_only = x.astype(np.float32)
+    read_only.flags.writeable = False
+    arrays = [x, x.astype(np.float32), x.astype(np.float16), x[::-1, ::-2], np.asfortranarray(x), x.astype(">f4")]
+    for array in [*arrays, read_only, x[0, 0], np.float32(1.3), x[:0]]:
+        native = np.ascontiguousarray(np.asarray(array).astype(array.dtype.newbyteorder("=")))
+        wanted = quantize(torch.from_numpy(native.reshape(array.shape)), "e4m3fn:stochastic", seed=2).numpy()
+        found = quantize(array, "e4m3fn:stochastic", seed=2)
+        assert isinstance(found, np.ndarray)
+        assert found.dtype == wanted.dtype
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_bfloat16_array_of_ml_dtypes_is_taken() -> None:
+    x = np.array([1.3, -0.1, np.nan], dtype=ml_dtypes.bfloat16)
+    found = quantize(x, "e4m3fn")
+    assert found.dtype == x.dtype
+    wanted = x.astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(found.astype(np.float32), wanted.astype(np.float32))
+
+
+def test_what_hands_out_an_array_is_taken() -> None:
+    class Other:
+        def asnumpy(self) -> np.ndarray:
+            return np.array([1.3], dtype=np.float32)
+
+    np.testing.assert_array_equal(quantize(Other(), "e5m2"), np.array([1.25], dtype=np.float32))
+
+
+def test_numpy_in_place_and_out() -> None:
+    x = np.array([1.3, 2.7], dtype=np.float32)
+    assert quantize(x, "e5m2", out=x) is x
+    np.testing.assert_array_equal(x, [1.25, 2.5])
+    backwards = np.zeros(2, dtype=np.float32)[::-1]
+    with pytest.raises(ValueError, match="out is an array that torch cannot write: read-only, byte-swapped"):
+        quantize(x, "e5m2", out=backwards)
+    with pytest.raises(TypeError, match="out is an array where x is one, not Tensor"):
+        quantize(x, "e5m2", out=torch.zeros(2))
+
+
+def test_codes_and_statistics_of_arrays() -> None:
+    x = np.array([1.5, -2.0, 0.0], dtype=np.float32)
+    codes = encode(x, "fp16")
+    assert codes.dtype == np.uint16
+    np.testing.assert_array_equal(codes, x.astype(np.float16).view(np.uint16))
+    np.testing.assert_array_equal(decode(codes, "fp16"), x)
+    assert statistics(x).maximum == 2.0
+
+
+# -- codes ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("format", [f for f in FORMATS_TRIED if f.bits <= 16], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_encoding_and_decoding_is_quantizing(format: FloatFormat | IntFormat, packed: bool) -> None:
+    x = torch.randn(7, 13, generator=torch.Generator().manual_seed(0)) * 3
+    if isinstance(format, FloatFormat) and not format.signed:
+        x = x.abs() + 0.01
+    codes = encode(x, format, packed=packed)
+    if packed and format.bits % 8:
+        assert codes.shape == (7, -(-13 * format.bits // 8))
+        assert codes.dtype == torch.uint8
+    found = decode(codes, format, packed=packed, length=13 if packed else None)
+    assert torch.equal(bits(found), bits(quantize(x, format)))
+
+
+def test_packing_puts_the_first_code_lowest() -> None:
+    # e2m1: 1.0 is 0b0010, -6.0 is 0b1111; as torch.float4_e2m1fn_x2, the first is in the low half
+    assert encode(torch.tensor([1.0, -6.0, 1.0]), "e2m1", packed=True).tolist() == [0xF2, 0x02]
+    assert encode(torch.tensor([1.0, -1.0, -1.0]), "i1", packed=True).tolist() == [0b110]
+    assert decode(torch.tensor([0xF2, 0x02], dtype=torch.uint8), "e2m1", packed=True).tolist() == [1.0, -6.0, 1.0, 0.0]
+
+
+def test_codes_are_those_of_torch() -> None:
+    x = torch.randn(1000)
+    for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("e5m2", torch.float8_e5m2)):
+        codes = encode(x, name)
+        same_size = torch.uint8 if dtype.itemsize == 1 else torch.int16
+        assert torch.equal(codes.view(same_size), x.to(dtype).view(same_size))
+        assert torch.equal(decode(codes, name), x.to(dtype).float())
+
+
+def test_a_code_needs_no_dtype_that_holds_the_value() -> None:
+    assert decode(encode(torch.tensor([65504.0], dtype=torch.float16), "bf16"), "bf16").item() == 65536.0
+
+
+def test_nan_without_a_code_is_counted() -> None:
+    text = "2 of 3 numbers are NaN, which e2m1 has no code for: replace them first"
+    with pytest.raises(InvalidInput, match=re.escape(text)):
+        encode(torch.tensor([torch.nan, 1.0, torch.nan]), "e2m1")
+    assert quantize(torch.tensor([torch.nan]), "e2m1").isnan().all()
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+def test_statistics_count_and_merge() -> None:
+    x, y = torch.tensor([0.0, -3.0, torch.inf, 1.0]), torch.tensor([[torch.nan, -0.0], [0.5, -torch.inf]])
+    both = statistics(x) + statistics(y)
+    assert (both.count, both.zeros, both.nan, both.inf, both.nonfinite) == (8, 2, 1, 2, 3)
+    assert (both.maximum, both.sum_squares) == (3.0, 10.25)
+    assert {i: n for i, n in enumerate(both.exponent_histogram.tolist()) if n} == {0: 2, 126: 1, 127: 1, 128: 1, 255: 3}
+    assert repr(both) == "Statistics(count=8, maximum=3, sum_squares=10.25, zeros=2, nan=1, inf=2)"
+
+
+def test_statistics_of_nothing_and_of_views() -> None:
+    nothing = statistics(torch.empty(0))
+    assert (nothing.count, nothing.maximum, nothing.sum_squares) == (0, 0.0, 0.0)
+    x = torch.randn(6, 8)
+    for view in (x.t(), x[:, ::2], x[:1].expand(3, 8)):
+        found, wanted = statistics(view), statistics(view.contiguous())
+        assert torch.equal(found.exponent_histogram, wanted.exponent_histogram)
+        assert found.maximum == wanted.maximum
+        assert found.sum_squares == pytest.approx(wanted.sum_squares, rel=48 * 2.0**-53)
+    with pytest.raises(TypeError):
+        nothing + 1  # type: ignore[operator]
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+def test_use_restores_what_it_saw_on_entry() -> None:
+    def chosen() -> str:
+        return kernels.implementation(torch.device("cpu")).__name__.rpartition(".")[2]
+
+    default = chosen()
+    with use("reference"):
+        inner = use("bitwise")
+        with inner:
+            assert chosen() == "bitwise"
+        with pytest.raises(RuntimeError, match="boom"), use("bitwise"):
+            raise RuntimeError("boom")
+        assert chosen() == "reference"
+        others: list[str] = []
+        thread = threading.Thread(target=lambda: others.append(chosen()))
+        thread.start()
+        thread.join()
+        assert others == [default]
+    assert chosen() == default
+
+
+def test_an_unknown_implementation_lists_the_near_ones() -> None:
+    text = "unknown implementation 'bitwize'; did you mean bitwise? Also allowed: reference, native, cpu"
+    with pytest.raises(UnknownName, match=re.escape(text)):
+        use("bitwize")
+
+
+def test_what_native_lacks_names_who_has_it() -> None:
+    with use("native"):
+        assert quantize(torch.tensor([1.0 + 2.0**-11]), "fp16").item() == 1.0
+        with pytest.raises(Unavailable, match=r"native does not have e4m3fn .* bitwise and reference have it"):
+            quantize(torch.ones(1), "e4m3fn")
+        with pytest.raises(Unavailable, match=r"native has no statistics; reference, bitwise.* have it"):
+            statistics(torch.ones(1))
+        with pytest.raises(Unavailable, match=r"native has no encode; reference, bitwise.* have it"):
+            encode(torch.ones(1), "fp16")
+
+
+def test_a_missing_library_is_said_once_and_changes_no_bit() -> None:
+    script = """
+import pathlib, torch, lowp.kernels.cpu as cpu
+cpu.PATH = pathlib.Path("/nowhere/liblowp_cpu.so")
+import lowp.kernels as k
+x = torch.linspace(-400, 400, 999)
+for cast in ("e4m3fn:stochastic", "fp16", "mxfp8"):
+    for _ in range(2):
+        y = k.quantize(x, cast, seed=4)
+    print(hash(tuple(y.tolist())))
+print(k.available())
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment())
+    *hashes, names = run.stdout.split("\n", 3)
+    x = torch.linspace(-400, 400, 999)
+    wanted = [quantize(x, cast, seed=4) for cast in ("e4m3fn:stochastic", "fp16", "mxfp8")]
+    assert hashes == [str(hash(tuple(y.tolist()))) for y in wanted]
+    assert names.strip() == "('reference', 'bitwise', 'native')"
+    assert run.stderr.count("liblowp_cpu.so") == 1, run.stderr
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+REFUSED = [
+    (dict(x=[1.0], cast="fp16"), TypeError, "lowp takes torch tensors and NumPy arrays, not list"),
+    (dict(x=torch.ones(2, dtype=torch.int32), cast="fp16"), TypeError, "lowp rounds tensors of float64, float32,"),
+    (dict(x=torch.ones(2, dtype=torch.complex64), cast="fp16"), TypeError, "not torch.complex64: convert first"),
+    (dict(x=np.ones(2, dtype=np.int64), cast="fp16"), TypeError, "not torch.int64: convert first"),
+    (dict(x=torch.eye(2).to_sparse(), cast="fp16"), TypeError, "lowp takes strided tensors, not torch.sparse_coo"),
+    (dict(x=torch.ones(2), cast="bf61"), ValueError, "unknown format 'bf61'; did you mean bf16"),
+    (dict(x=torch.ones(2), cast="fp16:nearest"), ValueError, "did you mean nearest-even"),
+    (dict(x=torch.ones(2), cast=3), TypeError, "a cast is given as text"),
+    (
+        dict(x=torch.ones(2, dtype=torch.float16), cast="bf16"),
+        ValueError,
+        "bf16: torch.float16 cannot hold every result",
+    ),
+    (
+        dict(x=torch.ones(2), cast="i32"),
+        ValueError,
+        "torch.float32 cannot hold every result exactly: convert to float64",
+    ),
+    (dict(x=torch.ones(2, dtype=torch.bfloat16), cast="int8"), ValueError, "convert to float32 first"),
+    (dict(x=torch.ones(2), cast="fp16", seed=1.5), TypeError, "a seed is an int or a 0-d int64 tensor, not float"),
+    (dict(x=torch.ones(2), cast="fp16", seed=torch.ones(2)), TypeError, "not 1-d torch.float32"),
+    (dict(x=torch.ones(2), cast="fp16", out=torch.ones(3)), ValueError, "out has shape (3,) and x (2,)"),
+    (dict(x=torch.ones(2), cast="fp16", out=torch.ones(2).double()), ValueError, "out has dtype torch.float64 and x"),
+    (dict(x=torch.ones(2), cast="fp16", out=torch.ones(2, device="meta")), ValueError, "out has device meta and x cpu"),
+    (dict(x=torch.ones(2), cast="fp16", out=[0]), TypeError, "out is a tensor where x is one, not list"),
+    (dict(x=torch.ones(2), cast="fp16", scale=2.0), ValueError, "fp16 has no shared scale"),
+    (dict(x=torch.ones(2), cast="mxfp8", scale=0.3), ValueError, "scale 0.3 is no value of its scale's format, e8m0"),
+    (dict(x=torch.ones(2), cast="flex16+5", scale=4.0), ValueError, "no value of its scale's format, 2^-31..0"),
+    (dict(x=torch.ones(2), cast="int8", scale=torch.ones(3)), ValueError, "takes one number"),
+    (dict(x=torch.ones(2, 3), cast="int8", scale=torch.ones(3)), ValueError, "a tensor (2, 3) takes shape (2,)"),
+    (dict(x=torch.ones(2), cast="int8", scale="big"), TypeError, "scale is a number or a tensor, not str"),
+    (dict(x=torch.ones(2), cast="int8-affine", scale=2.0), ValueError, "is affine: give scale=(scale, zero_point)"),
+    (dict(x=torch.ones(2), cast="nvfp4", scale=2.0), ValueError, "two levels of scale are always current"),
+    (dict(x=torch.ones(2), cast="flex16+5:autoflex"), ValueError, "keep its state with lowp.scaling and give scale="),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), REFUSED, ids=[text for _, _, text in REFUSED])
+def test_what_cannot_be_done_is_refused(call: dict[str, object], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=re.escape(text)):
+        quantize(call.pop("x"), call.pop("cast"), **call)  # type: ignore[arg-type]
+
+
+def test_other_functions_refuse_alike() -> None:
+    with pytest.raises(TypeError, match=r"not torch\.int64: convert first"):
+        statistics(torch.ones(2, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"not torch\.int64: convert first"):
+        encode(torch.ones(2, dtype=torch.int64), "fp16")
+    with pytest.raises(InvalidInput, match=r"codes of fp16 are torch.uint16, .* not torch.uint8"):
+        decode(torch.zeros(2, dtype=torch.uint8), "fp16")
+    with pytest.raises(InvalidInput, match=r"fp64: torch.float32 cannot hold every value"):
+        decode(torch.zeros(2, dtype=torch.uint64), "fp64")
+    with pytest.raises(
+        InvalidInput, match=r"mxfp8 needs its scales: give what lowp.encode returned to lowp.dequantize"
+    ):
+        decode(torch.zeros(2, dtype=torch.uint8), "mxfp8")
+    with pytest.raises(InvalidInput, match=r"a row of 2 bytes holds 4 codes of e2m1, not 5"):
+        decode(torch.zeros(2, dtype=torch.uint8), "e2m1", packed=True, length=5)
+    with pytest.raises(TypeError, match=r"plain codes go to lowp.decode"):
+        kernels.dequantize(torch.zeros(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("format", FORMATS_TRIED, ids=str)
+def test_sixteen_bits_hold_what_is_said_to_fit(format: FloatFormat | IntFormat) -> None:
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        x = every.view(dtype)
+        for text in (f"{format}", f"{format}:up"):
+            wide = quantize(x.double(), text)
+            fits = bool(((wide.to(dtype).double() == wide) | wide.isnan()).all())
+            assert kernels.limits.holds(parse(text), dtype) == fits
+            if fits:
+                assert torch.equal(quantize(x, text).double().nan_to_num(), wide.nan_to_num())
+
+
+# -- speed ------------------------------------------------------------------------------------------------------------
+def test_a_small_eager_call_takes_microseconds() -> None:
+    x = torch.randn(1000)
+    fastest = min(timeit.repeat(lambda: quantize(x, "e4m3fn"), number=500, repeat=7)) / 500
+    assert fastest < (15e-6 if "cpu" in kernels.available() else 1e-3)
+
+
+def test_statistics_are_a_value() -> None:
+    assert isinstance(statistics(torch.ones(3)), Statistics)

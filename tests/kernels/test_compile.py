@@ -1,0 +1,248 @@
+"""torch sees a cast as one operator: compilers keep it, gradients and transforms pass through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from exact_casts import bits, inputs
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowp.casts import Cast, parse
+from lowp.kernels import bitwise, decode, encode, quantize, statistics, use
+
+# torch's own compiler and forward derivatives, when first used
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+
+CASTS = ["fp16", "bf16", "e4m3fn", "e4m3fn:stochastic", "mxfp4", "int8"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(function: Callable[..., object], backend: str = "inductor", **options: bool) -> Callable[..., object]:
+    return torch.compile(function, fullgraph=True, backend=backend, **options)  # type: ignore[call-overload]
+
+
+def graphs(found: list[int]) -> Callable[..., object]:
+    """Return a backend that counts the graphs it is given."""
+
+    def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., object]:
+        found.append(len(graph.graph.nodes))
+        return graph.forward
+
+    return backend
+
+
+# -- compile ----------------------------------------------------------------------------------------------------------
+def test_inductor_does_not_delete_a_cast() -> None:
+    # there and back by torch's dtypes is deleted (pytorch issues 185337 and 176565): every bit is compared
+    for text in ("fp16", "bf16"):
+        x = inputs(parse(text).element, torch.float32, random=1000)
+        wanted = quantize(x, text)
+        found = compiled(lambda x, text=text: quantize(x, text) * 1.0)(x)
+        assert torch.equal(bits(found), bits(wanted * 1.0))  # type: ignore[arg-type]
+        assert not torch.equal(wanted.nan_to_num(), x.nan_to_num())
+
+
+@pytest.mark.parametrize("text", CASTS)
+def test_one_graph_gives_the_eager_bits(text: str) -> None:
+    x = torch.randn(6, 40)
+    for given in (text, parse(text)):
+        found = compiled(lambda x, given=given: quantize(x + 1, given, seed=5).sin(), backend="aot_eager")(x)
+        assert torch.equal(found, quantize(x + 1, text, seed=5).sin())  # type: ignore[arg-type]
+
+
+def test_shapes_may_be_dynamic() -> None:
+    count: list[int] = []
+    function = torch.compile(lambda x: quantize(x, "e5m2") + 1, backend=graphs(count), fullgraph=True, dynamic=True)
+    for length in (3, 8, 21):
+        x = torch.randn(length, 2)
+        assert torch.equal(function(x), quantize(x, "e5m2") + 1)
+    assert len(count) == 1
+
+
+def test_a_seed_does_not_recompile() -> None:
+    x, count = torch.randn(50), []
+    function = torch.compile(
+        lambda x, seed: quantize(x, "e4m3fn:stochastic", seed=seed) + 0, backend=graphs(count), fullgraph=True
+    )
+    for seed in range(4):
+        tensor = torch.tensor(seed)
+        assert torch.equal(function(x, tensor), quantize(x, "e4m3fn:stochastic", seed=seed))
+    assert len(count) == 1
+    for seed in range(2, 7):
+        assert torch.equal(function(x, seed), quantize(x, "e4m3fn:stochastic", seed=seed))
+    assert len(count) <= 3  # once as a constant, once as a symbol
+
+
+def test_in_place_and_given_scales_compile() -> None:
+    def function(x: Tensor, scale: Tensor) -> Tensor:
+        y = x * 2
+        quantize(y, "e5m2", out=y)
+        return quantize(y, "int8", scale=scale) + quantize(y, "flex16+5", scale=2.0**-8)
+
+    x, scale = torch.randn(4, 8), torch.full((4,), 0.25)
+    assert torch.equal(compiled(function, "aot_eager")(x, scale), function(x, scale))  # type: ignore[arg-type]
+
+
+def test_codes_and_statistics_compile() -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found = statistics(x)
+        codes = encode(x, "e2m1", packed=True)
+        return found.exponent_histogram, codes, decode(codes, "e2m1", packed=True, length=7)
+
+    x = torch.randn(3, 7)
+    for found, wanted in zip(compiled(function, "aot_eager")(x), function(x), strict=True):  # type: ignore[call-overload]
+        assert torch.equal(found, wanted)
+
+
+def test_the_arithmetic_itself_compiles_to_the_same_bits() -> None:
+    casts = [parse(text) for text in ("fp16", "e8m0")]  # in int32 and in int64
+    x = inputs(casts[0].element, torch.float32, random=2000)
+    prepared = [bitwise.parameters(cast, x.dtype) for cast in casts]
+    found = compiled(lambda x: [bitwise.apply(x, cast, p) for cast, p in zip(casts, prepared, strict=True)])(x)
+    for cast, result in zip(casts, found, strict=True):  # type: ignore[call-overload]
+        assert torch.equal(bits(result), bits(bitwise.quantized(x, cast)))
+
+
+def test_gradients_pass_through_a_compiled_cast() -> None:
+    x = torch.randn(8, requires_grad=True)
+    compiled(lambda x: (quantize(x * 3, "e4m3fn") * 2).sum(), "aot_eager")(x).backward()  # type: ignore[attr-defined]
+    assert torch.equal(x.grad, torch.full((8,), 6.0))
+
+
+def test_use_reaches_into_compiled_code() -> None:
+    function = compiled(lambda x: quantize(x, "e4m3fn") + 0, backend="eager")
+    x = torch.randn(4)
+    function(x)
+    with use("native"), pytest.raises(RuntimeError, match=r"native does not have e4m3fn"):
+        function(x)
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("text", CASTS)
+def test_the_gradient_is_passed_on_unchanged(text: str) -> None:
+    x = torch.randn(3, 40, requires_grad=True)
+    y = quantize(x, text)
+    assert torch.equal(y, quantize(x.detach(), text))
+    gradient = torch.randn(3, 40)
+    y.backward(gradient)
+    assert torch.equal(x.grad, gradient)
+
+
+def test_the_second_derivative_is_that_of_the_rest() -> None:
+    x = torch.tensor([1.3, -2.0], requires_grad=True)
+    (first,) = torch.autograd.grad((quantize(x, "e5m2") ** 3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert torch.equal(second, 6 * quantize(x.detach(), "e5m2"))
+
+
+def test_in_place_on_what_requires_grad_is_refused() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
+        quantize(leaf, "fp16", out=leaf)
+    with pytest.raises(RuntimeError, match="quantize with out= has no gradient"):
+        quantize(leaf, "fp16", out=torch.empty(3))
+    with torch.no_grad():
+        assert quantize(leaf, "fp16", out=leaf) is leaf
+
+
+def test_autograd_notices_an_overwritten_tensor() -> None:
+    x = torch.ones(3, requires_grad=True)
+    hidden = x.exp()
+    quantize(hidden.detach(), "e5m2", out=hidden.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        hidden.sum().backward()
+
+
+def test_inference_mode_works() -> None:
+    with torch.inference_mode():
+        x = torch.full((3,), 1.3)
+        assert quantize(x, "e5m2").tolist() == [1.25] * 3
+        assert quantize(x, "e5m2", out=x).tolist() == [1.25] * 3
+
+
+# -- torch.func -------------------------------------------------------------------------------------------------------
+def test_func_transforms_go_straight_through() -> None:
+    x, tangent = torch.randn(5), torch.randn(5)
+
+    def loss(x: Tensor) -> Tensor:
+        return (quantize(x, "e4m3fn") ** 2).sum()
+
+    gradient = 2 * quantize(x, "e4m3fn")
+    assert torch.equal(torch.func.grad(loss)(x), gradient)
+    value, derivative = torch.func.jvp(loss, (x,), (tangent,))
+    assert torch.equal(value, loss(x))
+    assert torch.allclose(derivative, gradient @ tangent)
+    assert torch.equal(torch.func.hessian(loss)(x), 2 * torch.eye(5))
+    per_example = torch.func.vmap(torch.func.grad(loss))(torch.stack((x, tangent)))
+    assert torch.equal(per_example, 2 * quantize(torch.stack((x, tangent)), "e4m3fn"))
+
+
+@pytest.mark.parametrize("text", [*CASTS, "flex16+5", "nvfp4"])
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_vmap_is_the_loop(text: str, dimension: int) -> None:
+    x = torch.randn(4, 4, 20)
+    found = torch.func.vmap(lambda x: quantize(x, text, seed=9), in_dims=dimension)(x)
+    assert torch.equal(found, torch.stack([quantize(each, text, seed=9) for each in x.unbind(dimension)]))
+
+
+def test_vmap_over_seeds_and_scales() -> None:
+    x, seeds, scales = torch.randn(20), torch.arange(3), torch.tensor([0.5, 0.25, 1.0])
+    found = torch.func.vmap(lambda seed: quantize(x, "e4m3fn:stochastic", seed=seed))(seeds)
+    assert torch.equal(found, torch.stack([quantize(x, "e4m3fn:stochastic", seed=s) for s in range(3)]))
+    found = torch.func.vmap(lambda scale: quantize(x, "int8", scale=scale))(scales)
+    assert torch.equal(found, torch.stack([quantize(x, "int8", scale=scale) for scale in scales]))
+
+
+# -- other ways that torch looks at a call ----------------------------------------------------------------------------
+def test_fake_and_meta_tensors_have_the_shape() -> None:
+    for text in CASTS:
+        assert quantize(torch.empty(2, 40, device="meta"), text).shape == (2, 40)
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(2, 7)
+        assert quantize(x, "mxfp4").shape == (2, 7)
+        assert encode(x, "e2m1", packed=True).shape == (2, 4)
+        assert statistics(x).exponent_histogram.shape == (256,)
+
+
+def test_a_trace_shows_the_operator() -> None:
+    graph = make_fx(lambda x: quantize(x, "e4m3fn"))(torch.randn(3)).graph
+    assert "lowp.quantize" in str(graph)
+
+
+def test_a_dispatch_mode_sees_the_operator() -> None:
+    seen: list[str] = []
+
+    class Audit(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    x = torch.randn(3)
+    with Audit():
+        assert torch.equal(quantize(x, "e4m3fn"), quantize(x, "e4m3fn"))
+    assert "lowp.quantize.default" in seen
+
+
+def test_operators_keep_the_rules_of_torch() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    arguments = (x, str(Cast(parse("e4m3fn").format)), None, None, 0, None)
+    results = torch.library.opcheck(torch.ops.lowp.quantize.default, arguments)
+    assert set(results.values()) == {"SUCCESS"}
+    out = (x.detach(), "fp16", None, None, 0, None, torch.empty(3, 4))
+    assert set(torch.library.opcheck(torch.ops.lowp.quantize_out.default, out).values()) == {"SUCCESS"}
+    for operator, call in (
+        (torch.ops.lowp.encode.default, (x.detach(), "e2m1", 0, None, True)),
+        (torch.ops.lowp.decode.default, (torch.zeros(3, 4, dtype=torch.uint8), "e2m1", torch.float32, True, 7)),
+        (torch.ops.lowp.statistics.default, (x.detach(),)),
+    ):
+        assert set(torch.library.opcheck(operator, call).values()) == {"SUCCESS"}, operator

@@ -1,0 +1,124 @@
+"""A cast is a value that prints itself and reads itself back, and refuses what has no meaning."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowp import formats
+from lowp.casts import Cast, Overflow, Rounding, ScalingSpec, parse, possible_overflows, power_of_two_scale
+from lowp.errors import InvalidInput
+from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
+
+SPELLED = ["e5m7", "e4m3b11fnuz", "ue5m3", "e8m7ftz", "i6s", "e2m1@e8m0/16", "i8@fp32/channel", "i4@2^-9..9/row"]
+EVERY = [*FORMATS.values(), *(formats.parse(text) for text in SPELLED)]
+
+
+@st.composite
+def scalings(draw: st.DrawFn) -> ScalingSpec:
+    """Draw a description of how a scale is chosen."""
+    kind = draw(st.sampled_from(ScalingSpec.KINDS))
+    exponent = draw(st.integers(-40, 40)) if kind == "static" else None
+    return ScalingSpec(kind, draw(st.integers(1, 99)), draw(st.integers(0, 9)), exponent)
+
+
+@st.composite
+def casts(draw: st.DrawFn) -> Cast:
+    """Draw a cast."""
+    format = draw(st.sampled_from(EVERY))
+    rounding = draw(st.sampled_from(Rounding))
+    random_bits = draw(st.none() | st.integers(1, 32)) if rounding is Rounding.STOCHASTIC else None
+    scaling = draw(st.none() | scalings()) if isinstance(format, ScaledFormat) else None
+    return Cast(format, rounding, draw(st.sampled_from(possible_overflows(format))), scaling, random_bits)
+
+
+@given(casts())
+def test_a_cast_reads_back_from_what_it_prints(cast: Cast) -> None:
+    again = parse(str(cast))
+    assert again == cast
+    assert hash(again) == hash(cast)
+    assert str(again) == str(cast)
+    assert parse(str(cast).upper()) == cast
+
+
+@pytest.mark.parametrize("format", EVERY, ids=str)
+def test_a_format_alone_is_a_cast_to_nearest_even(format: formats.Format) -> None:
+    cast = parse(format)
+    assert cast == parse(str(format)) == Cast(format)
+    assert (cast.rounding, cast.random_bits, cast.is_stochastic) == (Rounding.NEAREST_EVEN, None, False)
+    assert cast.overflow is possible_overflows(format)[0]
+    assert (cast.scaling is None) == (not isinstance(format, ScaledFormat))
+    assert parse(cast) is cast
+
+
+def test_overflow_follows_from_what_the_format_has() -> None:
+    for format in EVERY:
+        element = format.element if isinstance(format, ScaledFormat) else format
+        default = possible_overflows(format)[0]
+        if isinstance(format, ScaledFormat) or isinstance(element, IntFormat) or not element.has_nan:
+            assert possible_overflows(format) == (Overflow.SATURATE,)
+        else:
+            assert default is (Overflow.INFINITY if element.has_infinity else Overflow.NAN)
+
+
+def test_the_words_after_the_format_come_in_any_order() -> None:
+    assert parse("e4m3fn:saturate:stochastic-8") == parse("e4m3fn:stochastic-8:saturate")
+    assert parse("dfp16:static(-8):up") == Cast("dfp16", Rounding.UP, scaling=ScalingSpec("static", exponent=-8))
+    assert parse(" BF16-trunc ") == Cast("bf16", Rounding.TOWARD_ZERO)
+    assert str(parse("bf16-trunc")) == "bf16:toward-zero"
+
+
+def test_the_element_cast_leaves_the_scale_out() -> None:
+    cast = parse("mxfp4:stochastic-4")
+    assert cast.element == FORMATS["e2m1"]
+    assert cast.element_cast == parse("e2m1:stochastic-4")
+    assert parse("fp16:up").element_cast == parse("fp16:up")
+    assert cast.with_rounding("nearest-even") == parse("mxfp4")
+    assert cast.with_rounding(Rounding.STOCHASTIC, 7) == parse("mxfp4:stochastic-7")
+
+
+def test_only_a_bare_power_of_two_is_one() -> None:
+    assert power_of_two_scale(FORMATS["flex16+5"]) == PowerOfTwo(-31, 0)
+    assert power_of_two_scale(FORMATS["mxfp8"]) is None
+    assert power_of_two_scale(FORMATS["fp16"]) is None
+    assert isinstance(parse("fp16").element, FloatFormat)
+
+
+REFUSED = {
+    "bf61": "unknown format 'bf61'; did you mean bf16",
+    "fp16:nearest": "fp16:nearest: unknown rounding, overflow or scaling 'nearest'; did you mean nearest-even",
+    "fp16:up:down": "fp16:up:down: rounding is given twice",
+    "e4m3fn:inf": "e4m3fn cannot overflow to inf: possible is nan, saturate",
+    "e2m1:nan": "e2m1 cannot overflow to nan: possible is saturate",
+    "mxfp8:inf": "mxfp8 cannot overflow to inf: possible is saturate",
+    "fp16:current": "fp16 has no shared scale, so scaling current means nothing: leave it out",
+    "fp16:stochastic-0": "stochastic rounding takes 1 to 32 random bits, not 0",
+    "fp16:stochastic-33": "stochastic rounding takes 1 to 32 random bits, not 33",
+    "dfp16:static": "scaling static with exponent None: static(-8) takes one, others none",
+    "dfp16:delayed(3)": "scaling delayed with exponent 3",
+    "dfp16:delayed(window=0)": "a window of 0 maxima is empty: give 1 or more",
+    "dfp16:delayed(window=x)": "'window=x' is no whole number, as in delayed(window=8)",
+    "dfp16:delayed(size=3)": "unknown scaling argument 'size'",
+    "dfp16:current(headroom=-1)": "-1 bits of headroom are impossible: give 0 or more",
+    "fp16:": "unknown rounding, overflow or scaling ''",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_no_cast_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(REFUSED[text])):
+        parse(text)
+
+
+def test_what_is_no_cast_at_all_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match=r"a cast is given as text \(e4m3fn:stochastic\), Cast or format, not float"):
+        parse(1.5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="unknown rounding 'nearest'; did you mean nearest-"):
+        Cast("fp16", "nearest")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="random_bits=3 needs stochastic rounding, not nearest-even"):
+        Cast("fp16", random_bits=3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="unknown scaling 'curent'; did you mean current"):
+        ScalingSpec("curent")

@@ -1,0 +1,247 @@
+"""Every format is what its standard says, prints itself, and reads itself back."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowp import formats
+from lowp.errors import InvalidInput
+from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat, Scope, Specials
+
+FLOATS = [row for row in FORMATS.values() if isinstance(row, FloatFormat)]
+SCALED = [row for row in FORMATS.values() if isinstance(row, ScaledFormat)]
+SMALL = [row for row in FLOATS if row.bits <= 16]
+
+# maximum, smallest normal, smallest subnormal, bias: IEEE 754-2019 table 3.5, OCP OFP8 1.0 table 2, OCP MX 1.0 tables
+# 3 to 5, and for the FNUZ formats the documentation of ml_dtypes
+LIMITS = {
+    "fp64": (1.7976931348623157e308, 2.0**-1022, 2.0**-1074, 1023),
+    "fp32": (3.4028234663852886e38, 2.0**-126, 2.0**-149, 127),
+    "tf32": (2.0**128 - 2.0**117, 2.0**-126, 2.0**-136, 127),
+    "fp16": (65504.0, 2.0**-14, 2.0**-24, 15),
+    "bf16": (2.0**128 - 2.0**120, 2.0**-126, 2.0**-133, 127),
+    "bf16-tpu": (2.0**128 - 2.0**120, 2.0**-126, None, 127),
+    "e5m2": (57344.0, 2.0**-14, 2.0**-16, 15),
+    "e4m3fn": (448.0, 2.0**-6, 2.0**-9, 7),
+    "e5m2fnuz": (57344.0, 2.0**-15, 2.0**-17, 16),
+    "e4m3fnuz": (240.0, 2.0**-7, 2.0**-10, 8),
+    "e8m0": (2.0**127, 2.0**-127, None, 127),
+    "e3m2": (28.0, 0.25, 0.0625, 3),
+    "e2m3": (7.5, 1.0, 0.125, 1),
+    "e2m1": (6.0, 1.0, 0.5, 1),
+}
+
+LIBRARIES = {
+    "fp16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e4m3fn": ml_dtypes.float8_e4m3fn,
+    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
+    "e4m3": ml_dtypes.float8_e4m3,
+    "e3m4": ml_dtypes.float8_e3m4,
+    "e8m0": ml_dtypes.float8_e8m0fnu,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}
+
+
+@st.composite
+def spellings(draw: st.DrawFn) -> str:
+    """Draw the spelling of a floating-point format; not every one is possible."""
+    exponent = draw(st.integers(2, 8))
+    mantissa = draw(st.integers(0, 18 - exponent))
+    bias = draw(st.sampled_from(["", f"b{draw(st.integers(-20, 150))}"]))
+    specials = draw(st.sampled_from(["", "fn", "fnuz", "finite", "ieee"]))
+    return (
+        f"{draw(st.sampled_from(['', 'u']))}e{exponent}m{mantissa}{bias}{specials}{draw(st.sampled_from(['', 'ftz']))}"
+    )
+
+
+def parse_if_possible(text: str) -> FloatFormat | None:
+    try:
+        found = formats.parse(text)
+    except InvalidInput:
+        return None
+    assert isinstance(found, FloatFormat)
+    return found
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+def test_the_limits_of_every_row_are_those_of_its_standard() -> None:
+    assert {row.name for row in FLOATS} == set(LIMITS)
+    for row in FLOATS:
+        found = (row.maximum, row.smallest_normal, row.smallest_subnormal, row.bias)
+        assert found == LIMITS[row.name], row.name
+
+
+def test_the_limits_are_those_of_torch_and_ml_dtypes() -> None:
+    for name, dtype in (("fp64", torch.float64), ("fp32", torch.float32), ("fp16", torch.float16)):
+        row, info = formats.parse(name), torch.finfo(dtype)
+        assert isinstance(row, FloatFormat)
+        assert (row.maximum, row.smallest_normal, row.ulp(1.0)) == (info.max, info.tiny, info.eps)
+    for name, dtype in LIBRARIES.items():
+        row, info = formats.parse(name), ml_dtypes.finfo(dtype)
+        assert isinstance(row, FloatFormat)
+        assert row.maximum == float(info.max), name
+        assert row.smallest_normal == float(info.smallest_normal), name
+
+
+# -- codes ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")  # of ml_dtypes, at NaN
+def test_every_code_means_what_the_library_says(name: str) -> None:
+    row = formats.parse(name)
+    assert isinstance(row, FloatFormat)
+    codes = np.arange(1 << row.bits, dtype=np.uint8 if row.bits <= 8 else np.uint16)
+    wanted = codes.view(LIBRARIES[name]).astype(np.float64)
+    found = np.array(list(row.values()))
+    np.testing.assert_array_equal(found, wanted)
+    number = ~np.isnan(wanted)
+    np.testing.assert_array_equal(np.signbit(found[number]), np.signbit(wanted[number]))
+
+
+@pytest.mark.parametrize("row", SMALL, ids=str)
+def test_every_number_encodes_to_its_code(row: FloatFormat) -> None:
+    for code in row.codes:
+        value = row.decode(code)
+        if math.isnan(value):
+            assert math.isnan(row.decode(row.encode(value)))
+        elif row.subnormals or value != 0 or row.fields(code)[2] == 0:
+            assert row.encode(value) == code
+
+
+@given(spellings())
+def test_codes_of_any_format_are_in_order(text: str) -> None:
+    row = parse_if_possible(text)
+    if row is None or row.bits > 12:
+        return
+    half = row.codes[: 1 << (row.exponent_bits + row.mantissa_bits)]
+    numbers = [v for v in (row.decode(code) for code in half) if not math.isnan(v)]
+    assert numbers == sorted(numbers)
+    finite = [v for v in numbers if math.isfinite(v)]
+    assert max(finite) == row.maximum
+    assert min(v for v in finite if v > 0) == row.smallest
+    assert all(row.encode(v) in row.codes for v in numbers)
+
+
+def test_what_has_no_code_is_refused() -> None:
+    fp16, e2m1 = formats.parse("fp16"), formats.parse("e2m1")
+    assert isinstance(fp16, FloatFormat) and isinstance(e2m1, FloatFormat)
+    for value in (1.0 + 2.0**-11, 65520.0, 2.0**-25):
+        with pytest.raises(InvalidInput, match=re.escape(f"{value!r} is not a number of fp16: round it first")):
+            fp16.encode(value)
+    with pytest.raises(InvalidInput, match="e2m1 has no code for NaN"):
+        e2m1.encode(math.nan)
+    with pytest.raises(InvalidInput, match="0x10 is no code of e2m1: codes go from 0 to 0xf"):
+        e2m1.decode(16)
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("row", FORMATS.values(), ids=list(FORMATS))
+def test_a_row_reads_back_from_its_name_and_its_spelling(row: formats.Format) -> None:
+    assert formats.parse(str(row)) == row
+    assert str(row) == row.name
+    assert formats.parse(row.name.upper()) is row
+    assert formats.parse(row) is row
+    if not (isinstance(row, FloatFormat) and row.bits > 19):
+        assert formats.parse(row.spelling) == row
+
+
+@given(spellings())
+def test_any_spelling_reads_back(text: str) -> None:
+    row = parse_if_possible(text)
+    if row is not None:
+        assert formats.parse(str(row)) == row
+        assert formats.parse(row.spelling) == row
+        assert hash(formats.parse(row.spelling)) == hash(row)
+
+
+@given(st.integers(1, 32), st.booleans())
+def test_any_integer_reads_back(bits: int, symmetric: bool) -> None:
+    row = IntFormat("mine", bits, symmetric)
+    assert formats.parse(str(row)) == row
+    assert row.maximum - row.minimum + 1 == (1 << bits) - (row.symmetric and bits > 1) + (bits == 1)
+
+
+@pytest.mark.parametrize("alias", formats.ALIASES)
+def test_other_names_mean_a_row(alias: str) -> None:
+    assert formats.parse(alias) is FORMATS[formats.ALIASES[alias]]
+
+
+REFUSED = {
+    "bf61": "unknown format 'bf61'; did you mean bf16",
+    "": "unknown format ''",
+    "e9m2": "e9m2 is not possible: eXmY takes 2 to 8 exponent bits",
+    "e8m12": "at most 19 bits with the sign",
+    "e5m0": "with no mantissa bit an infinity and a NaN would share one code",
+    "ue4m3fnuz": "fnuz puts NaN on minus zero's code",
+    "e8m7fn": "give fewer exponent bits, another bias (bN), or no suffix",
+    "i0": "0 bits are not possible: give 1 to 32",
+    "i33": "33 bits are not possible",
+    "bf16-trunc": "bf16-trunc is a cast, not a format",
+    "e4m3fn@e8m0": "is not ELEMENT@SCALE/SCOPE",
+    "e4m3fn@i8/32": "a scale is a float format (e8m0, fp32) or a power of two",
+    "mxfp8@e8m0/32": "the element mxfp8 has a shared scale already",
+    "i8@fp32/rows": "unknown scope 'rows'; did you mean row?",
+    "i8@2^3..1/row": "is empty: give the smaller exponent first",
+    "i8@fp32/0": "a block has a size of 1 or more",
+    "e4m3fn@fp32/row/affine": "a zero point needs an integer element",
+    "i8@fp32@fp32/tensor": "an outer scale adds nothing",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_no_format_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(REFUSED[text])):
+        formats.parse(text)
+
+
+# -- relations --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("row", SMALL, ids=str)
+@pytest.mark.parametrize("other", SMALL, ids=str)
+def test_a_format_fits_another_when_its_numbers_do(row: FloatFormat, other: FloatFormat) -> None:
+    if row.bits > 8 or not row.signed or other.bits > 16:
+        assert row.fits(row)
+        return
+    finite = [v for v in row.values() if math.isfinite(v)]
+    assert row.fits(other) == all(is_number_of(other, v) for v in finite)
+
+
+def is_number_of(row: FloatFormat, value: float) -> bool:
+    try:
+        row.encode(value)
+    except InvalidInput:
+        return False
+    return True
+
+
+def test_an_ulp_is_the_distance_to_the_next_number() -> None:
+    for row in SMALL:
+        numbers = sorted({v for v in row.values() if math.isfinite(v) and v > 0})
+        for low, high in list(itertools.pairwise(numbers))[:: max(1, len(numbers) // 100)]:
+            if row.subnormals or low >= row.smallest_normal:
+                assert row.ulp(low) == high - low, (row.name, low)
+
+
+def test_bytes_count_the_share_of_the_scale() -> None:
+    found = {row.name: row.bytes for row in SCALED}
+    assert found["mxfp8"] == 33 / 32
+    assert found["mxfp4"] == 17 / 32
+    assert found["nvfp4"] == 9 / 16
+    assert found["flex16+5"] == 2.0
+    assert (PowerOfTwo(-31, 0).bits, PowerOfTwo(-128, 127).bits) == (5, 8)
+    assert Scope("block", 32) == Scope("block", 32)
+    assert FloatFormat("other name", 5, 10) == FORMATS["fp16"]
+    assert FloatFormat("no subnormals", 4, 0, Specials.FN).subnormals is False
