@@ -249,34 +249,39 @@ static __attribute__((noinline)) void add_chains(const int64_t* chains, int64_t 
     accumulators[t] += static_cast<int64_t>(tops[t]) * (1 << TOP_SHIFT) + static_cast<int64_t>(sums[t]);
 }
 
-// The product of a panel of A and a panel of B over a part of a step, with the bounds of their chunks.
+// The product of a panel of A and a panel of B over a part of a step, with the bounds of its chunks.
 struct Part {
+  Part(const Left& left, const int32_t* right, const float* b_bounds, int64_t begin, int64_t count)
+      : a(left), b(right), first(begin), pairs(count), chunks(lowp::divide_up(count, CHUNK_PAIRS)) {
+    constexpr int64_t PER_BLOCK = BOUNDS - 1;
+    float squares = 0;
+    for (int64_t chunk = 0; chunk < chunks; chunk += PER_BLOCK) {
+      const int64_t block = (first / CHUNK_PAIRS + chunk) / PER_BLOCK * BOUNDS;
+      for (int64_t c = 0; c < PER_BLOCK; c++) bounds[chunk + c] = a.bounds[block + 1 + c] * b_bounds[block + 1 + c];
+      squares += b_bounds[block] * b_bounds[block];
+    }
+    // A byte is at most 128, so 128 sqrt(STEP) bounds its norm over a step; 3547.5 is above that.
+    bytes_safe = 3547.5f * 3547.5f * squares < SAFE * SAFE;
+  }
+  int64_t pair(int64_t chunk) const { return smaller(chunk * CHUNK_PAIRS, pairs); }
+
   const Left& a;
   const int32_t* b;
-  const float* b_bounds;
-  int64_t first, pairs;  // where in the step it begins, a multiple of BLOCK_PAIRS, and its length
-
-  int64_t chunks() const { return lowp::divide_up(pairs, CHUNK_PAIRS); }
-  int64_t bound_of(int64_t chunk) const {
-    const int64_t index = first / CHUNK_PAIRS + chunk;
-    return index / (BOUNDS - 1) * BOUNDS + 1 + index % (BOUNDS - 1);
-  }
-  float product(int64_t chunk) const { return a.bounds[bound_of(chunk)] * b_bounds[bound_of(chunk)]; }
-  int64_t pair(int64_t chunk) const { return smaller(chunk * CHUNK_PAIRS, pairs); }
+  const int64_t first, pairs, chunks;  // where in the step it begins, a multiple of BLOCK_PAIRS, and its length
+  float bounds[STEP / CHUNK];          // of the chunks' products
+  bool bytes_safe;                     // bytes of A times B fit int32 over the whole part
 };
 
 // Cuts chunks from `begin` on into as few chains as their norms prove safe, up to the first chunk that is not safe even
 // alone, and returns that chunk.
 static int64_t cut_chains(const Part& part, int64_t begin, int64_t* chains, int64_t* count) {
-  const int64_t end = part.chunks();
   int64_t chunk = begin;
   *count = 0;
-  while (chunk < end) {
+  while (chunk < part.chunks && part.bounds[chunk] < SAFE) {
     const int64_t start = chunk;
-    float total = part.product(chunk);
-    if (!(total < SAFE)) break;
-    for (chunk++; chunk < end; chunk++) {
-      total += part.product(chunk);
+    float total = part.bounds[chunk];
+    for (chunk++; chunk < part.chunks; chunk++) {
+      total += part.bounds[chunk];
       if (!(total < SAFE)) break;
     }
     chains[(*count)++] = part.pair(chunk) - part.pair(start);
@@ -285,24 +290,18 @@ static int64_t cut_chains(const Part& part, int64_t begin, int64_t* chains, int6
 }
 
 // Returns the end of the chunks from `begin` on that are not safe and whose bytes can be multiplied in one chain: a
-// byte is at most 128, so 128 sqrt(STEP) bounds its norm over a step, and a block is safe for any b.
+// block is safe for any b.
 static int64_t cut_split(const Part& part, int64_t begin) {
-  const int64_t end = part.chunks();
   int64_t chunk = begin;
-  float squares = 0;
-  for (; chunk < end && !(part.product(chunk) < SAFE); chunk++) {
-    const float norm = part.b_bounds[part.bound_of(chunk)];
-    squares += norm * norm;
-  }
-  const bool safe = 3547.5f * std::sqrt(squares) < SAFE;
-  return safe ? chunk : smaller(chunk, begin + BOUNDS - 1);
+  while (chunk < part.chunks && !(part.bounds[chunk] < SAFE)) chunk++;
+  return part.bytes_safe ? chunk : smaller(chunk, begin + BOUNDS - 1);
 }
 
 // A part whose norms do not prove one chain safe: chains where they prove some, bytes where not even a chunk is proven.
 static __attribute__((noinline)) void add_carefully(const Part& part, int64_t* accumulators) {
   const Left& a = part.a;
   int64_t chains[STEP / CHUNK], count;
-  for (int64_t begin = 0, end = 0; begin < part.chunks(); begin = end) {
+  for (int64_t begin = 0, end = 0; begin < part.chunks; begin = end) {
     end = cut_chains(part, begin, chains, &count);
     if (count > 0) {
       const int64_t from = part.first + part.pair(begin);
@@ -330,9 +329,9 @@ static void add_chained(int64_t pairs, const Left& a, const int32_t* b, const fl
       for (int t = 0; t < TILE; t++) accumulators[t] += static_cast<float>(sums[t]);
       continue;
     }
-    const Part part{a, b, b_bounds, first, count};
+    const Part part(a, b, b_bounds, first, count);
     int64_t chains[STEP / CHUNK], chain_count;
-    if (cut_chains(part, 0, chains, &chain_count) == part.chunks()) {
+    if (cut_chains(part, 0, chains, &chain_count) == part.chunks) {
       alignas(64) int32_t tops[TILE], sums[TILE];
       std::memset(tops, 0, sizeof tops);
       multiply(chains, chain_count, a.pairs + first * ROWS, b + first * COLUMNS, tops, sums);
@@ -354,7 +353,7 @@ static void add_exact(int64_t pairs, const Left& a, const int32_t* b, const floa
   float total = 0;
   for (int64_t block = 0; block * BLOCK_PAIRS < pairs; block++)
     total += a.bounds[block * BOUNDS] * b_bounds[block * BOUNDS];
-  if (!(total < SAFE)) return add_carefully({a, b, b_bounds, 0, pairs}, accumulators);
+  if (!(total < SAFE)) return add_carefully(Part(a, b, b_bounds, 0, pairs), accumulators);
   alignas(64) int32_t sums[TILE];
   multiply_one(pairs, a.pairs, b, sums);
   for (int t = 0; t < TILE; t++) accumulators[t] += sums[t];

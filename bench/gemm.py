@@ -1,0 +1,155 @@
+"""Time the int16 products beside torch's fp32 and fp64 ones: `python bench/gemm.py [--quick] [--json FILE]`.
+
+All candidates of a row run in turn within each round, so that what else the machine does hits them alike; the best
+round counts. With one thread the clock is that thread's processor time, so being preempted does not count either. Operands
+are normal, quantised as DFP-16 does (exponent of the maximum - 14, shifted by 2 more for 14 bits), and uniform over all of
+int16, which is the worst case: no chain can be proven and every product is done by bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowp.kernels import integer
+from lowp.kernels.integer import ConvolutionShape
+
+SIZES = (512, 1024, 2048)
+CONVOLUTIONS = (
+    (16, 64, 32),
+    (16, 128, 16),
+    (16, 256, 8),
+)  # batch, channels in and out, height and width; 3x3, padding 1
+
+
+def quantised(x: Tensor, shift: int = 0) -> Tensor:
+    """Return the mantissas that DFP-16 makes of x."""
+    exponent = math.frexp(x.abs().max().item())[1] - 1 - 14 + shift
+    return (x.double() * 2.0**-exponent).round().clamp(-32767, 32767).to(torch.int16)
+
+
+def full_range(*shape: int) -> Tensor:
+    return torch.randint(-32768, 32768, shape).to(torch.int16)
+
+
+def best_times(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the shortest time of each candidate in seconds, all of them run in turn."""
+    best = dict.fromkeys(candidates, math.inf)
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    for run in candidates.values():
+        run()
+    for _ in range(rounds):
+        for name, run in candidates.items():
+            start = clock()
+            run()
+            best[name] = min(best[name], clock() - start)
+    return best
+
+
+def matrix_row(n: int, rounds: int) -> dict[str, float]:
+    """Return the times of n x n products."""
+    a, b = torch.randn(n, n), torch.randn(n, n)
+    wide_a, wide_b = a.double(), b.double()
+    a16, b16, a14, b14 = quantised(a), quantised(b), quantised(a, 2), quantised(b, 2)
+    a_full, b_full = full_range(n, n), full_range(n, n)
+    return best_times(
+        {
+            "sgemm": lambda: torch.mm(a, b),
+            "dgemm": lambda: torch.mm(wide_a, wide_b),
+            "chained, 14 bits": lambda: integer.matmul_chained(a14, b14, exponent=-24),
+            "chained, 16 bits": lambda: integer.matmul_chained(a16, b16, exponent=-24),
+            "exact, 16 bits": lambda: integer.matmul_exact(a16, b16, exponent=-16),
+            "exact, full range": lambda: integer.matmul_exact(a_full, b_full, exponent=-22),
+        },
+        rounds,
+    )
+
+
+def convolution_row(batch: int, channels: int, side: int, rounds: int) -> dict[str, float]:
+    """Return the times of the three products of a 3x3 convolution in fp32 and chained."""
+    x, g = torch.randn(batch, channels, side, side), torch.randn(batch, channels, side, side)
+    w = torch.randn(channels, channels, 3, 3)
+    x14, g14, w14 = quantised(x, 2), quantised(g, 2), quantised(w, 2)
+    shape = ConvolutionShape.of(tuple(x.shape), tuple(w.shape), 1, 1)
+
+    def backward(mask: list[bool]) -> object:
+        return torch.ops.aten.convolution_backward(g, x, w, [0], (1, 1), (1, 1), (1, 1), False, (0, 0), 1, mask)
+
+    def chained(product: str, a: Tensor, b: Tensor) -> Callable[[], object]:
+        return lambda: integer.convolution_chained(product, a, b, shape, exponent=-24)
+
+    return best_times(
+        {
+            "fp32 forward": lambda: F.conv2d(x, w, None, 1, 1),
+            "chained forward": chained("forward", x14, w14),
+            "fp32 input gradient": lambda: backward([True, False, False]),
+            "chained input gradient": chained("input_gradient", g14, w14),
+            "fp32 weight gradient": lambda: backward([False, True, False]),
+            "chained weight gradient": chained("weight_gradient", x14, g14),
+        },
+        rounds,
+    )
+
+
+def report(title: str, times: dict[str, float], multiplications: float, base: Callable[[str], str]) -> dict[str, Any]:
+    """Print one row and return it: billions of multiplications a second, and speed relative to `base` of the name."""
+    row = {
+        name: {
+            "gmac_per_second": round(multiplications / seconds / 1e9, 2),
+            "relative": round(times[base(name)] / seconds, 3),
+        }
+        for name, seconds in times.items()
+    }
+    print(title)
+    for name, figures in row.items():
+        print(f"  {name:26} {figures['gmac_per_second']:7.1f} G/s  {figures['relative']:5.2f}")
+    return row
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def main() -> None:
+    """Run all rows with one thread and with two."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="only the smallest size of each kind")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    sizes, convolutions = (SIZES[:1], CONVOLUTIONS[:1]) if options.quick else (SIZES, CONVOLUTIONS)
+    results: dict[str, Any] = {
+        "machine": f"{processor()}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "rows": {},
+    }
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for n in sizes:
+            title = f"{n} x {n} x {n}, threads: {threads}"
+            results["rows"][title] = report(title, matrix_row(n, 15 if n < 2048 else 6), n**3, lambda name: "sgemm")
+        for batch, channels, side in convolutions:
+            title = f"3x3 convolution, batch {batch}, {channels} channels, {side} x {side}, threads: {threads}"
+            work = batch * channels * channels * 9 * side * side
+            times = convolution_row(batch, channels, side, 12)
+            results["rows"][title] = report(title, times, work, lambda name: "fp32 " + name.partition(" ")[2])
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
