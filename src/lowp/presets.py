@@ -186,6 +186,14 @@ _ROWS = [
         f"{_MIXED}, section 3.1",
     ),
     Preset(
+        "dfp16",
+        Policy((Rule.of("contraction", input="dfp16", weight="dfp16", grad="dfp16", accumulate="int32"),)),
+        LossScale(),
+        Masters(),
+        "contraction operands int16 under one exponent a tensor, sums in int32 chains; the rest and the masters fp32",
+        "Das et al. 2018, arXiv 1802.00930",
+    ),
+    Preset(
         "fp8",
         _operands("e4m3fn@fp32/tensor", "e5m2@fp32/tensor"),
         LossScale(),

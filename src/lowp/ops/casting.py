@@ -232,6 +232,16 @@ class Operand(NamedTuple):
     edge: Tensor
     value: Tensor | None = None
 
+    @property
+    def plain(self) -> Tensor:
+        """The rounded tensor alone; its gradient may go nowhere."""
+        return self.edge if self.value is None else self.value
+
+    @property
+    def connected(self) -> Tensor:
+        """The rounded tensor in fp32 as part of the graph, its gradient going to the edge (whose elements are zero)."""
+        return self.edge.float() if self.value is None else self.value.float() + self.edge
+
 
 class _Edge(torch.autograd.Function):
     """A tensor of x's shape without storage, in the dtype its gradient shall have."""

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowp.kernels import integer
+from lowp.kernels.mantissas import Mantissas
 from lowp.ops.casting import Call
 from lowp.ops.contraction import check, require, runner
 from lowp.ops.forms import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair
@@ -22,6 +24,7 @@ from lowp.ops.products import contract
 from lowp.ops.signature import Mismatch, bound
 
 Sizes = tuple[int, ...]
+_PRODUCTS = {OUTPUT: "forward", FIRST: "input_gradient", SECOND: "weight_gradient"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,21 @@ class Convolution(Form):
         result = torch.ops.aten.convolution_backward(right, x, weight, None, *settings, wanted)
         gradient: Tensor = result[slot]
         return gradient
+
+    def integer_product(self, slot: int, left: Mantissas, right: Mantissas, exact: bool) -> Tensor:
+        if self.transposed:
+            return super().integer_product(slot, left, right, exact)
+        shape = integer.ConvolutionShape.of(
+            self.first, self.second, self.stride, self.padding, self.dilation, self.groups
+        )
+        a, b = (right, left) if slot == FIRST else (left, right)  # the kernels take the gradient before the weight
+        exponent = left.exponent + right.exponent
+        if exact:
+            sums = integer.convolution_exact(
+                _PRODUCTS[slot], a.payload, b.payload, shape, exponent=exponent, dtype=torch.float32
+            )
+            return sums.values
+        return integer.convolution_chained(_PRODUCTS[slot], a.payload, b.payload, shape, exponent=exponent).values
 
     def with_bias(self, result: Tensor, bias: Tensor) -> Tensor:
         return result + bias.reshape(-1, *(1 for _ in self.stride))

@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowp.kernels import integer
+from lowp.kernels.mantissas import Mantissas, values
+
 FIRST, SECOND, OUTPUT = 0, 1, 2
 Pair = tuple[int, int]
 Finish = Callable[[Tensor], Tensor]
@@ -33,6 +36,17 @@ class Form:
     def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Finish]:
         """Return the same product as matrices (batch, m, k) and (batch, k, n), and what shapes the result back."""
         raise NotImplementedError
+
+    def integer_product(self, slot: int, left: Mantissas, right: Mantissas, exact: bool) -> Tensor:
+        """Return the same product of int16 mantissas in fp32, summed exactly and rounded once or in chains of int32."""
+        rows, columns, finish = self.matrices(slot, left.payload, right.payload)
+        if rows.dtype is not torch.int16 or columns.dtype is not torch.int16:  # summed along a letter of its own
+            wide = (values(one.payload, one.exponent) for one in (left, right))
+            return self.product(slot, *wide)
+        exponent = left.exponent + right.exponent
+        if exact:
+            return finish(integer.matmul_exact(rows, columns, exponent=exponent, dtype=torch.float32).values)
+        return finish(integer.matmul_chained(rows, columns, exponent=exponent).values)
 
     def with_bias(self, result: Tensor, bias: Tensor) -> Tensor:
         """Return the output with its bias added."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -35,6 +37,7 @@ from lowp.ops.casting import (
     with_tangents,
 )
 from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form
+from lowp.ops.integer import integer_contraction, is_integer
 from lowp.policy import Accumulation, Rule
 
 __all__ = ["contract", "product"]
@@ -55,7 +58,7 @@ class Numbers:
     @classmethod
     def of(cls, rule: Rule, seed: Callable[[], Tensor | int]) -> Numbers:
         """Return the part of a rule that is not about the operands of the output."""
-        return cls(rule.grad, rule.output, rule.accumulate, seed)
+        return cls(rule.grad, rule.output, None if is_integer(rule) else rule.accumulate, seed)
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -68,6 +71,11 @@ def contract(
 ) -> Tensor:
     """Return the output of a contraction whose operands are cast by the call's rule, each by its role."""
     numbers = Numbers.of(call.rule, call.seed)
+    if is_integer(call.rule) and roles == "input weight":
+        in_fp32 = partial(_integer_gradients, form, numbers)
+        result = integer_contraction(form, call, first, second, bias, in_fp32)
+        if result is not None:
+            return result
     axes = form.contracted[OUTPUT]
     left, right = (
         operand(x, cast_operand(call, x, getattr(call.rule, role), axis), numbers.gradient_dtype)
@@ -188,16 +196,21 @@ def _gradients(
         if graph:
             result[index] = product(form, target, numbers, left, right)
         else:
-            result[index] = computed(form, target, numbers, _value(left), _value(right))
+            result[index] = computed(form, target, numbers, left.plain, right.plain)
     bias = None
     if ctx.needs_input_grad[5]:
-        wide = _value(incoming(-1)) if not graph else incoming(-1).edge
-        bias = rounded(form.bias_gradient(wide.float()), numbers.output, numbers.seed).to(ctx.bias_dtype)
+        wide = incoming(-1).connected
+        bias = rounded(form.bias_gradient(wide), numbers.output, numbers.seed).to(ctx.bias_dtype)
     return result[0], result[1], bias
 
 
-def _value(one: Operand) -> Tensor:
-    return one.edge if one.value is None else one.value
+def _integer_gradients(
+    form: Form, numbers: Numbers, ctx: Any, gradient: Tensor, values: tuple[Tensor, Tensor], edges: list[Tensor | None]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of an integer contraction, whose context counts one argument less, from its fp32 values."""
+    needs = (False, *ctx.needs_input_grad)
+    like = SimpleNamespace(form=form, slot=OUTPUT, numbers=numbers, bias_dtype=ctx.bias_dtype, needs_input_grad=needs)
+    return _gradients(like, gradient, values, edges)
 
 
 def computed(

@@ -1,0 +1,120 @@
+"""Contractions of int16 mantissas: DFP-16's chains and exact sums, forward and both gradients.
+
+The operands of a rule with ``accumulate = int32`` (chains of int32, flushed to fp32) or ``exact`` (one rounding) are
+written as int16 mantissas under one exponent a tensor, and saved as such for backward. Where that is not possible the
+same values run as fp32 numbers: on devices without the integer kernels, inside torch.func and torch.compile, in double
+backward, and for operands that hold an infinity or a NaN, which no integer can stand for: they must reach the result.
+
+Source: Das et al. 2018, arXiv 1802.00930 (DFP-16); Koester et al. 2017, arXiv 1711.02213 (exact sums).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.errors import Unavailable
+from lowp.kernels.mantissas import Mantissas, current_exponent, has_mantissas, to_mantissas, values
+from lowp.ops.casting import Call, functorch_is_active, operand, rounded, shield
+from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form
+from lowp.policy import Rule
+
+__all__ = ["integer_contraction", "is_integer"]
+
+Gradients = Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
+_KINDS = ("int32", "exact")
+
+
+def is_integer(rule: Rule) -> bool:
+    """Whether a rule asks for integer sums; raises Unavailable where its operands are not int16 under one exponent."""
+    if rule.accumulate is None or rule.accumulate.format not in _KINDS:
+        return False
+    for role in ("input", "weight"):
+        if not has_mantissas(getattr(rule, role)):
+            raise Unavailable(
+                f"accumulate={rule.accumulate} sums int16 mantissas, and {role} is {getattr(rule, role) or 'fp32'}: "
+                "use dfp16 or flex16+5 for the operands, or accumulate in fp32, fp16/n or bf16/n"
+            )
+    return True
+
+
+def integer_contraction(
+    form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None, in_fp32: Gradients
+) -> Tensor | None:
+    """Return the output of a contraction of mantissas, part of the autograd graph; None where it has to run in fp32.
+
+    `in_fp32` computes the gradients of the same values as fp32 numbers, for what integers cannot do in backward.
+    """
+    if functorch_is_active():
+        return None
+    a, b = _mantissas(first, call.rule.input, call), _mantissas(second, call.rule.weight, call)
+    if a is None or b is None:
+        return None
+    left, right = (operand(x, one.payload, torch.float32) for x, one in ((first, a), (second, b)))
+    apply: Callable[..., Tensor] = _IntegerProduct.apply
+    return apply(form, call, left.edge, right.edge, bias, a, b, in_fp32)
+
+
+def _mantissas(x: Tensor, to: Cast | None, call: Call) -> Mantissas | None:
+    """Return x as mantissas, or None where that cannot be: not on the CPU, nothing to round to, or not finite."""
+    if to is None or not has_mantissas(to) or x.device.type != "cpu" or x.dtype is torch.float64:
+        return None
+    exponent = current_exponent(x, to)
+    return None if exponent is None else to_mantissas(x, to, exponent, int(call.seed()) if to.is_stochastic else 0)
+
+
+class _IntegerProduct(torch.autograd.Function):
+    """The output of a contraction of mantissas; saves int16 payloads, two bytes an element."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        form: Form,
+        call: Call,
+        first: Tensor,
+        second: Tensor,
+        bias: Tensor | None,
+        a: Mantissas,
+        b: Mantissas,
+        in_fp32: Gradients,
+    ) -> Tensor:
+        ctx.form, ctx.call, ctx.in_fp32 = form, call, in_fp32
+        ctx.edges = [one if one.is_floating_point() else None for one in (first, second)]
+        ctx.exponents = a.exponent, b.exponent
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(a.payload, b.payload)
+        result = form.integer_product(OUTPUT, a, b, _is_exact(call))
+        if bias is not None:
+            result = form.with_bias(result, bias.float())
+        return rounded(result, call.rule.output, call.seed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with shield():
+            form, call, rule = ctx.form, ctx.call, ctx.call.rule
+            saved = [
+                Mantissas(payload, exponent, 0, 0, 0)
+                for payload, exponent in zip(ctx.saved_tensors, ctx.exponents, strict=True)
+            ]
+            incoming = None if torch.is_grad_enabled() else _mantissas(gradient, rule.grad, call)
+            if incoming is None:
+                operands = [values(one.payload, one.exponent) for one in saved]
+                return None, None, *ctx.in_fp32(ctx, gradient, operands, ctx.edges), None, None, None
+            result: list[Tensor | None] = [None, None]
+            for index, target in enumerate((FIRST, SECOND)):
+                if ctx.needs_input_grad[2 + index]:
+                    product = form.integer_product(target, saved[1 - index], incoming, _is_exact(call))
+                    result[index] = rounded(product, rule.output, call.seed)
+            bias = None
+            if ctx.needs_input_grad[4]:
+                wide = form.bias_gradient(values(incoming.payload, incoming.exponent))
+                bias = rounded(wide, rule.output, call.seed).to(ctx.bias_dtype)
+            return None, None, *result, bias, None, None, None
+
+
+def _is_exact(call: Call) -> bool:
+    return call.rule.accumulate is not None and call.rule.accumulate.format == "exact"
