@@ -21,7 +21,8 @@ from lowp.explain.exact import Outcome, Rounded, Rule, outcomes, round_exact
 from lowp.explain.multiply_add import Accumulated, Addend, MultiplyAdd, fused_multiply_add
 from lowp.explain.numbers import Number, parse_number
 from lowp.explain.plain_data import as_json
-from lowp.explain.render import render, render_multiply_add
+from lowp.explain.render import render
+from lowp.explain.render_multiply_add import render_multiply_add
 from lowp.explain.update import Threshold, Trajectory, Verdict, WeightUpdate, weight_update
 from lowp.explain.worked import WORKED_CASES, WorkedCase
 

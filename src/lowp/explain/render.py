@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from fractions import Fraction
 from functools import singledispatch
 
-from lowp.errors import InvalidInput
 from lowp.explain.arithmetic import OPERATORS, Alignment, Arithmetic
 from lowp.explain.conversion import Conversion
 from lowp.explain.exact import Rounded, Rule
-from lowp.explain.multiply_add import ORDERS, Accumulated, MultiplyAdd
+from lowp.explain.multiply_add import MultiplyAdd
 from lowp.explain.numbers import Number, code_of_value
+from lowp.explain.render_multiply_add import render_multiply_add
 from lowp.explain.render_update import render_update
 from lowp.explain.text import (
     BITS_SHOWN,
@@ -26,6 +26,7 @@ from lowp.explain.text import (
     power_text,
 )
 from lowp.explain.update import WeightUpdate
+from lowp.explain.words import code_words, cut_lines, error_words, format_words, rule_words
 from lowp.formats import FloatFormat, IntFormat
 
 
@@ -36,121 +37,10 @@ def render(explanation: object) -> str:
 
 
 render.register(WeightUpdate, render_update)
+render.register(MultiplyAdd, render_multiply_add)
 
 
-# -- one rounding -----------------------------------------------------------------------------------------------------
-def rule_words(rounded: Rounded) -> str:
-    """Why the result is what it is, in words."""
-    mode, number = rounded.cast.rounding, rounded.given
-    part = f"the cut part is {_share(rounded.rest)} of a unit"
-    step = "up by one unit" if rounded.away else "down: the kept bits stay"
-    if rounded.away and number.negative:
-        step = "away from zero by one unit"
-    words = {
-        Rule.EXACT: "nothing is cut off: exact",
-        Rule.BELOW_HALF: f"{part}, less than half: {step}",
-        Rule.ABOVE_HALF: f"{part}, more than half: {step}",
-        Rule.TIE_TO_EVEN: f"exactly half a unit, a tie: {_even_words(rounded)}: {step}",
-        Rule.TIE_AWAY: f"exactly half a unit, a tie: away from zero: {step}",
-        Rule.DIRECTED: f"{part}; {mode} decides: {step}",
-        Rule.STOCHASTIC: f"{part}; the random number decides: {step}",
-        Rule.FLUSHED: f"{rounded.format} has no subnormals: below the smallest normal number zero, before rounding",
-        Rule.TO_SMALLEST: f"{rounded.format} has no zero: below its smallest number it is that number",
-        Rule.SPECIAL: _special_words(rounded),
-        Rule.NEGATIVE: f"{rounded.format} has no negative number and no zero"
-        if not getattr(rounded.format, "has_zero", True)
-        else f"{rounded.format} has no negative number",
-        Rule.SIGN: f"{rounded.format} keeps the sign alone (zero counts as +)",
-    }[rounded.rule]
-    if rounded.overflowed:
-        largest = decimal_text(Fraction(rounded.format.maximum))
-        words = "no bit of the significand is cut off" if rounded.rule is Rule.EXACT else words
-        words += f"; beyond the largest number, {largest}: {rounded.cast.overflow}"
-    elif rounded.given.is_finite and rounded.given.magnitude and rounded.result == Number(Fraction(0), number.negative):
-        words += "; underflow to zero"
-    return words
-
-
-def _even_words(rounded: Rounded) -> str:
-    if not getattr(rounded.format, "has_zero", True):
-        return "to the larger number, as there is no mantissa bit to be even"
-    return "to the neighbour whose last bit is 0"
-
-
-def _special_words(rounded: Rounded) -> str:
-    given, result = rounded.given.special, rounded.result.special
-    if given == result:
-        return {"nan": "NaN stays NaN", "inf": "infinity stays infinity", "": ""}[given]
-    if result == "nan":
-        return f"infinity becomes NaN (overflow: {rounded.cast.overflow})"
-    return f"infinity becomes the largest number (overflow: {rounded.cast.overflow})"
-
-
-def _share(rest: Fraction) -> str:
-    """Four digits of a number in [0, 1), which never look like a tie or a whole unit that it is not."""
-    text = brief(rest)
-    for mark in (Fraction(0), Fraction(1, 2), Fraction(1)):
-        if Fraction(text) == mark != rest:
-            return f"just {'above' if rest > mark else 'below'} {text}"
-    return text
-
-
-def error_words(error: Fraction | None, ulps: Fraction | None, relative: Fraction | None) -> str:
-    """The error in decimal, in ulp and relative."""
-    if error is None:
-        return "none that is a number"
-    if error == 0:
-        return "none: exact"
-    in_ulps = f" = {brief(ulps)} ulp" if ulps is not None else ""
-    share = f", relative {brief(relative)}" if relative is not None else ""
-    return f"{brief(error, 6)}{in_ulps}{share}"
-
-
-def cut_lines(rounded: Rounded) -> Iterator[str]:
-    """Which bits of the exact number are kept and which are cut, and the rule that decided."""
-    exponent, quantum, format = rounded.exponent, rounded.quantum_exponent, rounded.format
-    if exponent is not None and quantum is not None:
-        if isinstance(format, FloatFormat):
-            subnormal = exponent < format.min_exponent
-            field = 0 if subnormal else exponent + format.bias
-            why = f"field {exponent} + {format.bias} ="
-            why = f"below 2^{format.min_exponent}: subnormal, field" if subnormal else why
-            fits = field < 1 << format.exponent_bits
-            known = f" = {binary(field, format.exponent_bits)}" if fits else ", beyond the field"
-            yield line("exponent", f"floor(log2 |x|) = {exponent}; {why} {field}{known}")
-        yield line("spacing", f"one unit (ulp) here is 2^{quantum} = {decimal_text(Fraction(2) ** quantum)}")
-        places = format.mantissa_bits if isinstance(format, FloatFormat) else 0
-        scale = f" x 2^{quantum + places}" if places or quantum else ""
-        yield line("significand", f"{point(rounded.kept, places)}|{fraction_bits(rounded.rest) or '0'}{scale}")
-        if rounded.rest:
-            bits = f"guard {rounded.guard}, round {rounded.round_bit}, sticky {rounded.sticky}"
-            yield line("cut off", f"{fraction_bits(rounded.rest)}: {bits}")
-    for index, words in enumerate(rule_words(rounded).split("; ")):
-        yield line("" if index else "rule", words)
-
-
-def _format_words(rounded: Rounded) -> str:
-    format = rounded.format
-    shape = (
-        f"{format.spelling}, bias {format.bias}"
-        if isinstance(format, FloatFormat)
-        else f"{format.bits} bits, {format.minimum} to {format.maximum}"
-    )
-    return f"{format} ({shape}), {rounded.cast.rounding}, overflow: {rounded.cast.overflow}"
-
-
-def code_words(rounded: Rounded) -> str:
-    """The bits of a result by field, with the code in hexadecimal."""
-    format = rounded.format
-    if rounded.code is None:
-        return f"no bits: {format} has no {rounded.result.special}"
-    fields = ""
-    if isinstance(format, FloatFormat):
-        fields = "   sign exponent mantissa" if format.signed and format.mantissa_bits else "   the exponent alone"
-        fields = "   exponent mantissa" if not format.signed and format.mantissa_bits else fields
-    return f"{bits_text(rounded.code, format)}   {rounded.code:#0{(format.bits + 3) // 4 + 2}x}{fields}"
-
-
+# -- conversions -------------------------------------------------------------------------------------------------------
 @render.register
 def _(conversion: Conversion) -> str:
     return "\n".join(_conversion_lines(conversion))
@@ -159,7 +49,7 @@ def _(conversion: Conversion) -> str:
 def _conversion_lines(conversion: Conversion) -> Iterator[str]:
     rounded, given = conversion.rounded, conversion.given
     yield f"{given} to {conversion.cast}"
-    yield line("format", _format_words(rounded))
+    yield line("format", format_words(rounded))
     yield from _given_lines(conversion)
     if conversion.via is not None:
         first = conversion.via
@@ -238,7 +128,7 @@ def _arithmetic_lines(arithmetic: Arithmetic) -> Iterator[str]:
     rounded, operator = arithmetic.rounded, arithmetic.operator
     left, right = arithmetic.left, arithmetic.right
     yield f"{left.given} {operator} {right.given} in {arithmetic.operands.format}"
-    yield line("format", _format_words(rounded))
+    yield line("format", format_words(rounded))
     for name, operand in (("left", left), ("right", right)):
         yield from _operand_lines(name, operand)
     if arithmetic.alignment is not None:
@@ -331,69 +221,3 @@ def _product_lines(arithmetic: Arithmetic) -> Iterator[str]:
     yield line("multiply", f"{one} times {two}")
     note = "; the significands' product is 2 or more: one place to the right" if carried else ""
     yield line("", f"exponents are added: {first} + {second} = {first + second}{note}")
-
-
-# -- D = A B + C ------------------------------------------------------------------------------------------------------
-@render.register
-def _(multiply_add: MultiplyAdd) -> str:
-    return render_multiply_add(multiply_add)
-
-
-def render_multiply_add(result: MultiplyAdd, element: tuple[int, int] | None = None) -> str:
-    """All of D in both accumulators, and one element in full: `element` (row, column from 0), or the farthest apart."""
-    return "\n".join(_multiply_add_lines(result, element))
-
-
-def _multiply_add_lines(result: MultiplyAdd, element: tuple[int, int] | None) -> Iterator[str]:
-    other = result.other[0][0].accumulate
-    yield f"D = A B + C, A and B in {result.operands}, C and D in {result.accumulate} (beside it {other})"
-    yield line("order", ORDERS[result.order])
-    for name, matrix in (("A", result.a), ("B", result.b), ("C", result.c)):
-        yield from _matrix_lines(name, [[_short(x) for x in row] for row in matrix])
-    for elements, format in ((result.d, result.accumulate), (result.other, other)):
-        yield from _matrix_lines(f"D {format}", [[_short(x.rounded.result) for x in each] for each in elements])
-    row, column = element or result.farthest
-    if row >= len(result.d) or column >= len(result.d[0]):
-        raise InvalidInput(f"D is {len(result.d)} x {len(result.d[0])}: it has no element {row + 1},{column + 1}")
-    yield ""
-    yield f"D[{row + 1},{column + 1}] step by step"
-    for each in (result.d[row][column], result.other[row][column]):
-        yield f"  {each.accumulate} accumulator"
-        yield from _accumulated_lines(each, result.order)
-    difference = result.difference(row, column)
-    if difference is None:
-        yield line("differ", "one of the two is not finite")
-    else:
-        words = f"the accumulators differ by {decimal_text(difference)} here"
-        yield line("differ", words if difference else "not here")
-
-
-def _short(number: Number) -> str:
-    return str(number) if number.special else brief(number.value, 7)
-
-
-def _matrix_lines(name: str, rows: list[list[str]]) -> Iterator[str]:
-    width = max(len(cell) for row in rows for cell in row)
-    for index, row in enumerate(rows):
-        yield line(name if index == 0 else "", "  ".join(cell.rjust(width) for cell in row))
-
-
-def _accumulated_lines(each: Accumulated, order: str) -> Iterator[str]:
-    partial = iter(each.partial)
-    for addend in each.addends:
-        product = " * ".join(str(_short(x)) for x in addend.factors)
-        yield line("  product" if product else "  C", f"{product} = {addend.exact}" if product else str(addend.exact))
-        if addend.kept != addend.exact:
-            yield line("", f"cut while aligning to {addend.kept}")
-        if addend.factors and (after := next(partial, None)) is not None:
-            yield line("", f"sum rounded to {after}")
-    if each.rounded.given != each.exact or order == "tensor-core":
-        yield line("  sum", str(each.rounded.given))
-    yield line("  rule", f"{each.rounded.cast.rounding}: {rule_words(each.rounded)}")
-    yield line("  result", f"{bits_text(each.rounded.code, each.accumulate)} = {each.rounded.result}")
-    error = each.error
-    if error is None:
-        words = "none that is a number"
-    else:
-        words = f"exact {decimal_text(each.exact.value)}, so {decimal_text(error)}" if error else "none: exact"
-    yield line("  error", words)

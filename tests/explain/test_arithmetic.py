@@ -1,0 +1,116 @@
+"""Sums, differences, products and quotients."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import isnan
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowp.errors import InvalidInput, UnknownName
+from lowp.explain import (
+    add,
+    divide,
+    multiply,
+    render,
+    split_expression,
+    subtract,
+)
+from lowp.explain.text import bits_text
+
+
+def bits(value: object) -> str:
+    """The fields of the result of an explanation."""
+    rounded = value.rounded if hasattr(value, "rounded") else value
+    return bits_text(rounded.code, rounded.format)  # type: ignore[attr-defined]
+
+
+@given(
+    st.sampled_from(["+", "-", "*", "/"]),
+    st.floats(width=16),
+    st.floats(width=16),
+)
+def test_fp16_arithmetic_agrees_with_numpy(operator: str, left: float, right: float) -> None:
+    function = {"+": add, "-": subtract, "*": multiply, "/": divide}[operator]
+    x, y = np.float64(left), np.float64(right)
+    with np.errstate(all="ignore"):
+        # fp32 holds 2 x 11 + 2 bits: the result of one operation on fp16 numbers is rounded as if once (Figueroa 1995)
+        wide = {"+": np.add, "-": np.subtract, "*": np.multiply, "/": np.divide}[operator](np.float32(x), np.float32(y))
+        expected = float(np.float16(wide))
+    result = function(left, right, "fp16")
+    got = float(result.result)
+    assert got == expected or (isnan(got) and isnan(expected))
+    assert isnan(expected) or str(got) == str(expected)
+    assert render(result).startswith(str(result.left.given))
+
+
+def test_zero_sums_have_the_sign_of_ieee_754() -> None:
+    assert str(subtract("1", "1", "fp16").result) == "0"
+    assert str(subtract("1", "1", "fp16:down").result) == "-0"
+    assert str(add("-0", "-0", "fp16").result) == "-0"
+    assert str(add("0", "-0", "fp16").result) == "0"
+
+
+def test_specials_in_arithmetic() -> None:
+    cases = [("+", "inf", "-inf"), ("*", "0", "inf"), ("/", "0", "0"), ("/", "inf", "inf"), ("-", "nan", "1")]
+    functions = {"+": add, "-": subtract, "*": multiply, "/": divide}
+    for operator, left, right in cases:
+        assert functions[operator](left, right, "fp32").result.special == "nan"
+    assert str(divide("-1", "0", "fp16").result) == "-inf"
+    assert str(divide("1", "-inf", "fp16").result) == "-0"
+    assert str(divide("inf", "-2", "fp16").result) == "-inf"
+
+
+def test_a_product_and_its_fields() -> None:
+    result = multiply("1.5", "2.25", "bf16")
+    assert (str(result.result), bits(result)) == ("3.375", "0 10000000 1011000")
+    assert "exponents are added: 0 + 1 = 1" in render(result)
+    assert "one place to the right" in render(multiply("1.5", "1.5", "bf16"))
+    rounded = multiply("1.0078125", "1.0078125", "bf16")
+    assert rounded.exact.value == Fraction(129, 128) ** 2
+    assert rounded.result.value == Fraction(130, 128)
+
+
+def test_a_subtraction_cancels_exactly() -> None:
+    result = subtract("1.5", "1.4990234375", "fp16")
+    assert result.rounded.is_exact
+    assert result.result.value == Fraction(1, 1024)
+
+
+def test_the_result_may_have_another_format() -> None:
+    result = add("1.125", "0.12457275390625", "fp16", "fp32")
+    assert str(result.result) == "1.24957275390625"
+    assert add("100", "100", "i8").result.value == 127
+
+
+def test_sums_of_shared_scales_say_what_is_possible() -> None:
+    with pytest.raises(InvalidInput, match="possible here are formats without a shared scale, such as i16"):
+        add("1", "2", "flex16+5")
+
+
+def test_an_expression_is_split_at_its_operator() -> None:
+    cases = {
+        "1.125 + 0.5": ("1.125", "+", "0.5"),
+        "1.5*2.25": ("1.5", "*", "2.25"),
+        "1e-5-3": ("1e-5", "-", "3"),
+        "1 - -3": ("1", "-", "-3"),
+        "1/3": None,
+        "1 / 3": ("1", "/", "3"),
+        "1/3 + 1/7": ("1/3", "+", "1/7"),
+        "2^-3 + 2^-14": ("2^-3", "+", "2^-14"),
+        "2 x 3": ("2", "*", "3"),
+        "2 \u00d7 3": ("2", "*", "3"),
+        "0b0 01111 0010000000 + 0b0 01011 1111111001": ("0b0 01111 0010000000", "+", "0b0 01011 1111111001"),
+        "0x1.8p3 * 0x1p-2": ("0x1.8p3", "*", "0x1p-2"),
+        "inf - inf": ("inf", "-", "inf"),
+        "-0": None,
+    }
+    assert {text: split_expression(text) for text in cases} == cases
+    assert split_expression("0x3c7c + 0x0001", bits=True) == ("0x3c7c", "+", "0x0001")
+    with pytest.raises(UnknownName, match=r"unknown operator '%'; allowed: \+, -, \*, /"):
+        split_expression("1 % 2")
+    with pytest.raises(InvalidInput, match="more than one operator"):
+        split_expression("1 + 2 + 3")

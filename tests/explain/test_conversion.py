@@ -1,0 +1,144 @@
+"""Numbers as typed, conversions, and explanations as plain data."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from math import nan
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowp.errors import InvalidInput
+from lowp.explain import (
+    Number,
+    add,
+    as_json,
+    convert,
+    fused_multiply_add,
+    parse_number,
+    render,
+    weight_update,
+)
+from lowp.explain.text import brief, decimal_text, power_text
+
+
+def test_rounding_twice_is_shown() -> None:
+    text = "1.00048828125000001"
+    once, twice = convert(text, "fp16"), convert(text, "fp16", via="fp32")
+    assert str(once.result) == "1.0009765625"
+    assert str(twice.result) == "1"
+    assert twice.rounded_twice_differs
+    assert once.through_fp32 is not None and once.through_fp32.code == twice.code
+    assert "double rounding" in render(once)
+    assert "two roundings are not one" in render(twice)
+    assert convert("0.1", "fp16").through_fp32 is None
+    assert not convert("0.1", "fp16", via="fp32").rounded_twice_differs
+
+
+def test_a_shared_scale_is_given_or_chosen() -> None:
+    flex = convert("0.3", "flex16+5", exponent=-8)
+    assert (flex.code, flex.result.value, flex.error_ulp) == (77, Fraction(77, 256), Fraction(1, 5))
+    chosen = {"flex16+5": -16, "dfp16": -16, "mxfp8": -10, "mxint8": -8, "mxfp4": -4}
+    for name, exponent in chosen.items():
+        scale = convert("0.3", name).scale
+        assert scale is not None and scale.exponent == exponent, name
+    assert convert("0.3", "int8", scale=Fraction(1, 100)).code == 30
+    saturated = convert("3", "flex16+5", exponent=-16)
+    assert saturated.rounded.overflowed and saturated.result.value == Fraction(32767, 65536)
+    assert convert("0", "mxfp8").scale is not None
+    nvfp4 = convert("6", "nvfp4").scale
+    assert nvfp4 is not None and abs(nvfp4.value - 1) < Fraction(1, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("to", "given", "text"),
+    [
+        ("flex16+5", {"exponent": 1}, "flex16+5 has shared exponents from -31 to 0, not 1"),
+        ("fp16", {"exponent": 1}, "fp16 has no shared scale: leave --exponent and --scale out"),
+        ("int8", {"scale": Fraction(-1)}, "a scale of -1 is not possible: give a positive number"),
+        ("int8", {"scale": Fraction(1), "exponent": 0}, "say the same thing: give one of them"),
+        ("int8-affine", {}, "one number cannot show it"),
+        ("fp16", {"via": "flex16+5"}, "give a format without a shared scale"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(to: str, given: dict[str, object], text: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        convert("0.3", to, **given)  # type: ignore[arg-type]
+    assert text in str(caught.value)
+
+
+def test_a_number_is_read_exactly() -> None:
+    cases = {
+        "1.125": Fraction(9, 8),
+        "-3e-5": Fraction(-3, 100000),
+        ".5": Fraction(1, 2),
+        "1_000.": Fraction(1000),
+        "1/3": Fraction(1, 3),
+        "2^-25": Fraction(1, 1 << 25),
+        "2**10": Fraction(1024),
+        "-0x1.8p3": Fraction(-12),
+        "0x3c7c": Fraction(0x3C7C),
+        "0x.8": Fraction(1, 2),
+        "0b0 01111 0001111100": Fraction("1.12109375"),
+        "bits:0x3c7c": Fraction("1.12109375"),
+        "bits: 0011110001111100": Fraction("1.12109375"),
+    }
+    assert {text: parse_number(text, "fp16").value for text in cases} == cases
+    assert parse_number("0x3c7c", "fp16", bits=True).value == Fraction("1.12109375")
+    assert parse_number("-0") == Number(Fraction(0), negative=True)
+    assert (parse_number("-Infinity").special, parse_number("-inf").negative) == ("inf", True)
+    assert parse_number("bits:0xff", "i8").value == -1
+    assert Number.of(nan).special == "nan"
+    assert Number.of(-0.0).negative
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "words"),
+    [
+        ("1.2.3", None, "'1.2.3' is no number: give a decimal (1.125, -3e-5), a fraction (1/3)"),
+        ("", None, "'' is no number"),
+        ("1/0", None, "divides by zero"),
+        ("1e99999", None, "an exponent beyond 2000 is outside every format"),
+        ("0b0101", "fp16", "'0b0101' has 4 bits, and fp16 has 16: give all of them"),
+        ("bits:0x10000", "fp16", "0x10000 has more than the 16 bits of fp16"),
+        ("0b0101", None, "say of which format, for example --from fp16"),
+        ("0b0101", "flex16+5", "a code has a value only with its shared scale"),
+        ("1" * 3000, None, "a number of 3000 characters is too long"),
+    ],
+)
+def test_what_is_no_number_is_refused(text: str, source: str | None, words: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_number(text, source)
+    assert words in str(caught.value)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_all_decimal_digits_are_the_number(value: float) -> None:
+    assert Fraction(decimal_text(Fraction(value))) == Fraction(value)
+    assert float(brief(Fraction(value), 17)) == value
+
+
+def test_powers_of_two_are_named() -> None:
+    assert [power_text(Fraction(x)) for x in (0.125, -1, 1.75 * 2**15, 0)] == ["2^-3", "-2^0", "1.75 x 2^15", "0"]
+    assert decimal_text(Fraction(1, 3)) == "1/3"
+
+
+def test_every_explanation_is_plain_data() -> None:
+    explanations = [
+        convert("0.3", "e5m2:stochastic"),
+        convert("0.3", "flex16+5"),
+        add("1", "2", "fp16"),
+        weight_update("1", "2", "fp16"),
+        fused_multiply_add("1", "2"),
+    ]
+    for explanation in explanations:
+        data = json.loads(json.dumps(as_json(explanation)))
+        assert isinstance(data, dict)
+        assert render(explanation)
+    data = json.loads(json.dumps(as_json(convert("1.12156456132", "fp16"))))
+    assert data["result"] == "1.12109375"
+    assert data["outcomes"][0]["rounded"]["bits"] == "0 01111 0001111100"
+    with pytest.raises(TypeError, match="int is no explanation"):
+        render(1)

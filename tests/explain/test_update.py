@@ -1,0 +1,116 @@
+"""Weight updates: lost, distorted or kept."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowp.casts import parse
+from lowp.errors import InvalidInput
+from lowp.explain import (
+    Verdict,
+    render,
+    round_exact,
+    weight_update,
+)
+
+
+def test_an_update_is_lost_distorted_or_kept() -> None:
+    cases = [
+        ("1.125", "2^-11", Verdict.LOST),  # a tie, and 1.125 is even
+        ("1.1259765625", "2^-11", Verdict.DISTORTED),  # a tie, and the last bit is odd: moves up
+        ("1.125", "0.0006", Verdict.DISTORTED),
+        ("1.125", "2^-10", Verdict.KEPT),
+        ("1.125", "0.01", Verdict.KEPT),
+        ("1.125", "0", Verdict.NONE),
+        ("1.125", "1e-9", Verdict.UNDERFLOW),
+        ("65504", "1000", Verdict.OVERFLOW),
+    ]
+    for weight, gradient, verdict in cases:
+        assert weight_update(weight, gradient, "fp16").verdict is verdict, (weight, gradient)
+
+
+def test_below_a_power_of_two_half_the_size_counts() -> None:
+    up, down = weight_update("1", "0.0003", "fp16"), weight_update("1", "0.0003", "fp16", minus=True)
+    assert up.threshold is not None and down.threshold is not None
+    assert (up.threshold.size, up.threshold.inclusive) == (Fraction(1, 1 << 11), False)
+    assert (down.threshold.size, down.threshold.inclusive) == (Fraction(1, 1 << 12), False)
+    assert (up.verdict, down.verdict) == (Verdict.LOST, Verdict.DISTORTED)
+    assert "numbers are closer" in render(down)
+    assert weight_update("1", "2^-12", "fp16", minus=True).verdict is Verdict.LOST
+
+
+def test_the_threshold_lies_where_the_source_says_by_the_significand() -> None:
+    for cast, low, high in (("fp16", -12, -11), ("bf16", -9, -8)):
+        for weight in ("1", "1.5", "1.9921875", "3"):
+            threshold = weight_update(weight, "1e-9", cast).threshold
+            assert threshold is not None
+            share = threshold.size / Fraction(weight)
+            assert Fraction(2) ** low < share <= Fraction(2) ** high
+
+
+@given(
+    st.sampled_from(["fp16", "bf16", "bf16-tpu", "e4m3fn", "e5m2:saturate", "fp16:up", "fp16:toward-zero", "e3m2"]),
+    st.floats(-60000, 60000, width=16),
+    st.booleans(),
+)
+def test_the_threshold_is_exact(cast: str, weight: float, minus: bool) -> None:
+    start = round_exact(weight, parse(cast).format).result
+    if not start.is_finite:
+        return
+    threshold = weight_update(weight, 1.0, cast, minus=minus).threshold
+    if threshold is None:
+        return
+    sign, little = (-1 if minus else 1), threshold.spacing / 1000
+
+    def moves(size: Fraction) -> bool:
+        result = round_exact(start.value + sign * size, cast).result
+        return bool(result.special) or result.value != start.value
+
+    if threshold.size:
+        assert moves(threshold.size) == threshold.inclusive
+        assert not moves(threshold.size - little)
+    assert moves(threshold.size + little)
+
+
+def test_a_learning_rate_takes_the_gradient_off() -> None:
+    update = weight_update("1", "0.5", "fp16", learning_rate=Fraction("0.01"), steps=2)
+    assert update.step == Fraction("-0.005")
+    assert update.first is not None and update.first.result.value == Fraction("0.9951171875")
+    assert render(update).startswith("weight - 0.01 x gradient in fp16: 1 - 0.01 x 0.5")
+    assert "that is a gradient above 0.0244141" in render(update)
+
+
+def test_stochastic_rounding_keeps_an_update_on_average() -> None:
+    update = weight_update("1.125", "0.00041999", "fp16:stochastic", steps=101)
+    assert update.verdict is Verdict.CHANCE
+    assert update.expected == Fraction("1.167429447174072265625")
+    assert update.chance is not None and abs(update.chance - Fraction("0.4301757812")) < Fraction(1, 10**9)
+    assert "KEPT ON AVERAGE" in render(update)
+
+
+def test_a_weight_may_get_stuck_on_its_way() -> None:
+    update = weight_update("1", "0.002", "bf16", steps=5000)
+    assert update.verdict is Verdict.LOST
+    moving = weight_update("0.1", "0.002", "bf16", steps=5000).trajectory
+    assert moving is not None and moving.stuck_after is not None
+    assert float(moving.last) == 1.0  # below 1 half an ulp is 2^-9 = 0.00195, from 1 on it is twice that
+    assert moving.stuck_after < 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("1", "1", "flex16+5", 1), "a weight update is explained in signed float formats"),
+        (("1", "1", "e8m0", 1), "a weight update is explained in signed float formats"),
+        (("1", "inf", "fp16", 1), "an update needs finite numbers"),
+        (("1", "1", "fp16", 0), "0 steps are not possible here: give 1 to 100000"),
+    ],
+)
+def test_an_update_that_makes_no_sense_is_refused(arguments: tuple[str, str, str, int], text: str) -> None:
+    weight, gradient, cast, steps = arguments
+    with pytest.raises(InvalidInput, match=text):
+        weight_update(weight, gradient, cast, steps=steps)
