@@ -23,7 +23,7 @@ from lowp.ops.casting import Call
 from lowp.ops.torch_lists import LISTS
 from lowp.policy import Policy, Rule
 
-__all__ = ["TABLES", "Row", "entry_points", "is_structural", "name_of", "op_names", "row_of", "torch_policy"]
+__all__ = ["TABLES", "TORCH_POLICIES", "Row", "entry_points", "is_structural", "name_of", "op_names", "row_of"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ _PROMOTE = "cat stack where lerp index_copy index_add scatter masked_scatter gri
 # Python composites and ops with no 16-bit kernel on any device, beyond torch's own fp32 lists
 _WIDE = """
     cross_entropy ctc_loss gaussian_nll_loss multilabel_soft_margin_loss triplet_margin_with_distance_loss
-    interpolate normalize local_response_norm lp_pool1d lp_pool2d lp_pool3d norm pairwise_distance norm_except_dim
+    interpolate normalize local_response_norm lp_pool1d lp_pool2d lp_pool3d pairwise_distance norm_except_dim
     lobpcg pca_lowrank svd_lowrank lu stft istft float_power logcumsumexp corrcoef cov
     cholesky cholesky_inverse cholesky_solve geqrf inverse logdet det slogdet lu_solve lu_unpack matrix_exp
     matrix_power orgqr ormqr pinverse polar qr quantile nanquantile svd triangular_solve view_as_complex
@@ -120,8 +120,9 @@ _WIDE = """
     linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve
 """
 
-# another name for the same op
+# another name for the same op; torch.norm has its namesake's name because "norm" is a class of ops
 ALIASES = {
+    "norm": "linalg_norm",
     **{"linalg_matmul": "matmul", "__matmul__": "matmul", "__imatmul__": "matmul", "concat": "cat"},
     **{"concatenate": "cat", "linalg_cross": "cross", "ger": "outer"},
     **{"special_softmax": "softmax", "_softmax": "softmax", "special_log_softmax": "log_softmax"},
@@ -142,8 +143,9 @@ def _rows(groups: dict[str, str], op_class: str, **given: str) -> Iterator[Row]:
 
 
 def _bare(names: tuple[str, ...]) -> Iterator[str]:
-    """Yield the names without their overloads, each once."""
-    yield from dict.fromkeys(name.partition(".")[0] for name in names)
+    """Yield the names that ops are known by, without their overloads, each once."""
+    bare = (name.partition(".")[0] for name in names)
+    yield from dict.fromkeys(ALIASES.get(name, name) for name in bare)
 
 
 def _lowp_1() -> dict[str, Row]:
@@ -189,9 +191,8 @@ def _of_torch(device: str) -> dict[str, Row]:
     # Python functions that stand before listed ops and are seen in their place
     for name in ("multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu", "__rmatmul__"):
         rows[name] = full[name]
-    for name, listed in {"cross_entropy": "cross_entropy_loss", "interpolate": "upsample_nearest1d"}.items():
-        if listed in rows:
-            rows[name] = Row(name, "wide", "generic:wide", source=f"{device}: {listed}")
+    if "upsample_nearest1d" in rows:
+        rows["interpolate"] = Row("interpolate", "wide", "generic:wide", source=f"{device}: upsample_nearest1d")
     return rows
 
 
@@ -202,10 +203,13 @@ TABLES: dict[str, dict[str, Row]] = {
 }
 
 
-def torch_policy(device: str, cast: str) -> Policy:
+def _torch_policy(device: str, cast: str) -> Policy:
     """Return torch's own autocast on a device as a policy: its lists, and casts to one 16-bit format and to fp32."""
     rules = (Rule.of("contraction", input=cast, weight=cast, grad=cast, output=cast), Rule.of("wide", input="fp32"))
     return Policy(rules, table=f"torch-2.13-{device}", name=f"torch-2.13-{device}")
+
+
+TORCH_POLICIES = {policy.name: policy for policy in (_torch_policy("cpu", "bf16"), _torch_policy("cuda", "fp16"))}
 
 
 # -- functions ----------------------------------------------------------------------------------------------------

@@ -36,10 +36,15 @@ class Audit(_DispatchMode):  # type: ignore[misc, valid-type]
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Note a contraction that no runner has sent; backward passes carry out what the forward decided."""
-        engine = self.engine
-        if engine.active and not engine.in_op and _current_autograd_node() is None and engine.is_ours(args, kwargs):
-            name = str(func).partition(".")[2].partition(".")[0]
-            if name in _CONTRACTIONS:
-                path = engine.path.current
-                engine.rulebook.missed(f"{name} in {path}" if path else name)
+        name = str(func).partition(".")[2].partition(".")[0]
+        if name in _CONTRACTIONS and self.engine.active and _current_autograd_node() is None:
+            running = self.engine.running
+            if running is None and self.engine.is_ours(args, kwargs):
+                self._miss(name)
+            elif running is not None and not running[1]:
+                self._miss(running[0])
         return func(*args, **(kwargs or {}))
+
+    def _miss(self, name: str) -> None:
+        path = self.engine.path.current
+        self.engine.rulebook.missed(f"{name} in {path}" if path else name)

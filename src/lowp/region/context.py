@@ -49,11 +49,11 @@ class autocast(TorchFunctionMode):
     """Run ops in the number formats that a policy says: ``with lowp.autocast("fp16"): ...``, or as a decorator.
 
     `precision` is a preset (``fp16``), any format (``e5m7``: operands and gradients of contractions in it), a Policy,
-    a Preset, or the path of a policy file (.toml). An inner region replaces the outer one; ``lowp.autocast("fp32")``
-    and ``enabled=False`` switch it off. `strict` raises InvalidInput for a contraction that no rule speaks of, and on
-    leaving for a rule of the user's that nothing matched. Within, `torch.is_autocast_enabled` is true and
-    `torch.get_autocast_dtype` is the dtype that contractions write; a nested ``torch.autocast(enabled=False)`` is
-    honoured.
+    a Preset, the path of a policy file (.toml), or ``torch-2.13-cpu`` or ``torch-2.13-cuda``, torch's lists as rules.
+    An inner region replaces the outer one; ``lowp.autocast("fp32")`` and ``enabled=False`` switch it off. `strict`
+    raises InvalidInput for a contraction that no rule speaks of, and on leaving for a rule of the user's that nothing
+    matched. Within, `torch.is_autocast_enabled` is true and `torch.get_autocast_dtype` is the dtype that contractions
+    write; a nested ``torch.autocast(enabled=False)`` is honoured.
 
     torch's own spellings, ``lowp.autocast("cuda", dtype=torch.float16)`` and ``lowp.autocast()`` as in
     torch.cuda.amp, give a torch.autocast, with torch's own lists.
@@ -100,7 +100,7 @@ class autocast(TorchFunctionMode):
         if dtype is not None:
             raise InvalidInput(f"autocast({precision!r}, dtype={dtype}): a precision says its formats: leave dtype out")
         super().__init__()
-        self.preset = presets.parse(precision)
+        self.preset = presets.parse(table.TORCH_POLICIES.get(str(precision), precision))
         self.policy = self.preset.policy
         _check(self.policy)
         self._rulebook = Rulebook(self.policy, strict)

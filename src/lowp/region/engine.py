@@ -174,7 +174,7 @@ class Engine(TorchFunctionMode):
         self.rulebook, self.weights, self.path, self.observers = rulebook, weights, path, observers
         self.devices, self.dtype = tuple(devices), dtype
         self.active = True
-        self.in_op = 0
+        self.running: tuple[str, bool] | None = None  # the op that runs now, and whether a rule speaks of it
         self.plans = rulebook.plans(path.current)
 
     def move(self) -> None:
@@ -214,8 +214,7 @@ class Engine(TorchFunctionMode):
         row, rule, run = plan
         if row.op_class == "structural":
             return self._suspended(func, args, kwargs)
-        if rule is not None:
-            self.in_op += 1
+        before, self.running = self.running, (row.name, rule is not None)
         try:
             if run is None:
                 result = func(*args, **kwargs)
@@ -224,8 +223,7 @@ class Engine(TorchFunctionMode):
         except RuntimeError as error:
             result = self._without_kernel(error, func, args, kwargs)
         finally:
-            if rule is not None:
-                self.in_op -= 1
+            self.running = before
         if self.observers:
             seen = Observation(row.name, row.op_class, self.path.current, rule, args, kwargs, result, row.operands)
             for observer in tuple(self.observers):

@@ -1,0 +1,502 @@
+"""Regions: what runs in which format, how they nest and end, and what torch is told meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowp import presets
+from lowp.errors import InvalidInput, Misuse, UnknownName
+from lowp.policy import Policy, Rule
+from lowp.region import Observation, autocast, context
+
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    torch.manual_seed(0)
+    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
+    yield
+    assert before == (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
+    )
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is FULL
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def product() -> torch.dtype:
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+def gradients(model: nn.Module, output: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(output.float().pow(2).sum(), list(model.parameters())))
+
+
+# -- the formats --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp16", HALF), ("bf16", BRAIN), ("bf16-trunc", BRAIN)])
+def test_a_16_bit_region_writes_16_bits_and_says_so(precision: str, dtype: torch.dtype, model: nn.Module) -> None:
+    with autocast(precision):
+        assert model(torch.randn(3, 8)).dtype is dtype
+        for device in ("cpu", "cuda"):
+            assert torch.is_autocast_enabled(device)
+            assert torch.get_autocast_dtype(device) is dtype
+
+
+@pytest.mark.parametrize("precision", ["e4m3fn", "bf16-tpu", "fp8", "e5m7"])
+def test_an_emulated_region_writes_fp32_and_says_so(precision: str, model: nn.Module) -> None:
+    with autocast(precision):
+        assert model(torch.randn(3, 8)).dtype is FULL
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is FULL
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_linear_layer_is_the_fp32_product_of_cast_operands_rounded_once(precision: str) -> None:
+    layer, x = nn.Linear(64, 32), torch.randn(16, 64)
+    dtype = HALF if precision == "fp16" else BRAIN
+
+    def rounded(t: Tensor) -> Tensor:
+        return t.detach().to(dtype).float()
+
+    with autocast(precision):
+        y = layer(x)
+    y.backward(torch.ones_like(y))
+    assert layer.weight.grad is not None
+    assert torch.equal(y, F.linear(rounded(x), rounded(layer.weight), layer.bias.detach()).to(dtype))
+    assert torch.equal(layer.weight.grad, (torch.ones(32, 16) @ rounded(x)).to(dtype).float())
+
+
+def test_each_operand_is_cast_by_its_role() -> None:
+    policy = Policy((Rule.of("contraction", input="e4m3fn", weight="e5m2", grad="e3m2"),))
+    layer, x = nn.Linear(4, 4, bias=False), torch.randn(4, 4, requires_grad=True)
+    with autocast(policy):
+        y = layer(x)
+    gradient = torch.full((4, 4), 0.3)
+    y.backward(gradient)
+    x8, w8 = (t.detach().to(d).float() for t, d in ((x, torch.float8_e4m3fn), (layer.weight, torch.float8_e5m2)))
+    g6 = torch.full((4, 4), 0.3125)  # e3m2: 0.3 between 0.25 and 0.3125
+    assert torch.equal(y, x8 @ w8.t())
+    assert torch.equal(x.grad, g6 @ w8)
+    assert torch.equal(layer.weight.grad, g6.t() @ x8)
+
+
+def test_the_fp32_preset_does_not_touch_anything(model: nn.Module) -> None:
+    x = torch.randn(3, 8)
+    expected = gradients(model, model(x))
+    calls = []
+    with autocast("fp32") as region:
+        assert torch.overrides._get_current_function_mode_stack() == []
+        calls.append(gradients(model, model(x)))
+    assert all(torch.equal(a, b) for a, b in zip(expected, calls[0], strict=True))
+    assert region.report().ops == ()
+
+
+CASES: list[tuple[str, Callable[[Tensor, Tensor], Any], torch.dtype]] = [
+    ("operator", lambda a, b: a @ b, HALF),
+    ("reflected operator", lambda a, b: a.__rmatmul__(b), HALF),
+    ("einsum", lambda a, b: torch.einsum("ij,jk->ik", a, b), HALF),
+    ("method", lambda a, b: a.mm(b), HALF),
+    ("aten packet", lambda a, b: torch.ops.aten.mm(a, b), HALF),
+    ("aten overload", lambda a, b: torch.ops.aten.mm.default(a, b), HALF),
+    ("prelu", lambda a, b: F.prelu(a, torch.ones(1)), HALF),
+    ("softmax", lambda a, b: F.softmax(a, -1), HALF),
+    ("layer_norm", lambda a, b: F.layer_norm(a, (4,)), HALF),
+    ("cross_entropy", lambda a, b: F.cross_entropy(b, torch.arange(4)), FULL),
+    ("linear_cross_entropy", lambda a, b: F.linear_cross_entropy(a, a, torch.arange(4)), FULL),
+    ("mse_loss", lambda a, b: F.mse_loss(b, b), FULL),
+    ("exp", lambda a, b: b.exp(), FULL),
+    ("power operator", lambda a, b: b**2, FULL),
+    ("reflected power", lambda a, b: 2**b, FULL),
+    ("sum", lambda a, b: b.sum(), FULL),
+    ("norm", lambda a, b: b.norm(), FULL),
+    ("fft", lambda a, b: torch.fft.rfft(b).real, FULL),
+    ("inverse", lambda a, b: torch.linalg.inv(torch.eye(4).half()), FULL),
+    ("interpolate", lambda a, b: F.interpolate(b[None], scale_factor=2), FULL),
+    ("cat", lambda a, b: torch.cat([a, b]), FULL),
+    ("addcmul", lambda a, b: torch.addcmul(a, b, b), FULL),
+    ("dot", lambda a, b: torch.dot(a[0], b[0]), FULL),
+    ("dot of 16 bits", lambda a, b: torch.dot(b[0], b[0]), HALF),
+    ("where", lambda a, b: torch.where(b > 0, a, b), FULL),
+    ("relu", lambda a, b: F.relu(b), HALF),
+    ("add", lambda a, b: b + b, HALF),
+    ("fp64 stays", lambda a, b: a.double() @ a.double(), torch.float64),
+    ("fp64 stays in wide ops", lambda a, b: a.double().exp(), torch.float64),
+    ("integers stay", lambda a, b: torch.arange(4).reshape(2, 2) @ torch.arange(4).reshape(2, 2), torch.int64),
+]
+
+
+@pytest.mark.parametrize(("call", "dtype"), [pytest.param(c, d, id=n) for n, c, d in CASES])
+def test_the_type_an_op_writes(call: Callable[[Tensor, Tensor], Any], dtype: torch.dtype) -> None:
+    with autocast("fp16"):
+        assert call(torch.rand(4, 4), torch.rand(4, 4).half()).dtype is dtype
+
+
+def test_in_place_and_out_forms_keep_the_types_of_their_tensors() -> None:
+    a, b, out = torch.rand(3, 3), torch.rand(3, 3).half(), torch.empty(0)
+    expected = (a.half().float() @ b.float()).half().float()
+    with autocast("fp16"):
+        assert torch.mm(a, b, out=out) is out
+        assert torch.equal(out, expected)
+        c = a.clone()
+        assert c.addmm_(b, b) is c
+        assert c.dtype is FULL
+        h = b.clone()
+        h.exp_()
+        assert torch.equal(h, b.float().exp().half())
+        h **= 2
+        assert h.dtype is HALF
+        total = torch.empty((), dtype=HALF)
+        assert torch.sum(b, dim=(0, 1), out=total) is total
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.LSTM(8, 4),
+        nn.GRU(8, 4),
+        nn.RNN(8, 4),
+        nn.LSTMCell(8, 4),
+        nn.MultiheadAttention(8, 2),
+        nn.Conv1d(2, 4, 3),
+        nn.BatchNorm1d(2),
+        nn.GroupNorm(1, 2),
+        nn.InstanceNorm1d(2, affine=True),
+        nn.TransformerEncoderLayer(8, 2),
+        nn.Bilinear(8, 8, 2),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+@pytest.mark.parametrize("precision", ["fp16", "e4m3fn"])
+def test_modules_run_forward_and_backward(module: nn.Module, precision: str) -> None:
+    x = torch.randn(3, 8) if isinstance(module, nn.LSTMCell) else torch.randn(3, 2, 8)
+    inputs = {"MultiheadAttention": 3, "Bilinear": 2}.get(type(module).__name__, 1) * (x,)
+    with autocast(precision):
+        y = module(*inputs)
+    while isinstance(y, tuple):
+        y = y[0]
+    y.float().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+    module.zero_grad()
+
+
+def test_an_op_without_a_16_bit_kernel_goes_to_fp32_and_is_reported() -> None:
+    region = autocast("fp16")
+    x = torch.rand(4).half()
+    with region:
+        for _ in range(2):
+            assert torch.special.bessel_j0(x).dtype is FULL
+    assert region.report().widened == ("special_bessel_j0 on cpu",)
+
+
+@pytest.mark.parametrize("call", [F.binary_cross_entropy, nn.BCELoss()], ids=["function", "module"])
+def test_binary_cross_entropy_is_refused_and_names_the_safe_form(call: Callable[..., Tensor]) -> None:
+    with pytest.raises(Misuse, match="binary_cross_entropy_with_logits") as caught, autocast("fp16"):
+        call(torch.rand(3), torch.rand(3))
+    assert isinstance(caught.value, RuntimeError)
+    with autocast("bf16-tpu"):
+        assert call(torch.rand(3), torch.rand(3)).dtype is FULL
+    allowed = presets.PRESETS["fp16"].policy.before(Rule.of("binary_cross_entropy", input="fp32"))
+    with autocast(allowed):
+        assert call(torch.rand(3).half(), torch.rand(3).half()).dtype is FULL
+
+
+# -- how regions nest ---------------------------------------------------------------------------------------------
+
+
+def test_an_inner_region_replaces_the_outer_one() -> None:
+    with autocast("fp16"):
+        with autocast("bf16"):
+            assert product() is BRAIN
+            with autocast("fp32"):
+                assert product() is FULL
+                assert not torch.is_autocast_enabled("cpu")
+            with autocast("fp16", enabled=False):
+                assert product() is FULL
+            with autocast("cpu", dtype=torch.bfloat16):
+                assert product() is BRAIN
+                assert torch.exp(torch.ones(2, dtype=BRAIN)).dtype is BRAIN  # torch's CPU lists, not lowp-1
+            assert product() is BRAIN
+        assert product() is HALF
+        assert torch.get_autocast_dtype("cpu") is HALF
+
+
+def test_torch_autocast_within_a_region_is_honoured() -> None:
+    for precision in ("fp16", "e4m3fn"):
+        with autocast(precision):
+            with torch.autocast("cpu", enabled=False):
+                x, w = torch.rand(2, 2), torch.rand(2, 2)
+                assert torch.equal(x @ w, torch.matmul(x, w))
+                assert (x @ w).dtype is FULL
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert product() is BRAIN
+                assert torch.exp(torch.ones(2, dtype=BRAIN)).dtype is BRAIN
+
+
+def test_a_region_within_torch_autocast_wins() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with autocast("fp16"):
+            assert product() is HALF
+        with autocast("fp32"):
+            assert product() is FULL
+        assert product() is BRAIN
+
+
+def test_the_same_region_can_be_entered_within_itself_and_after_an_error() -> None:
+    region = autocast("fp16")
+    with region:
+        with pytest.raises(ZeroDivisionError), region:
+            raise ZeroDivisionError
+        assert product() is HALF
+    with region:
+        assert product() is HALF
+
+
+def test_a_region_decorates_functions_and_recursion() -> None:
+    @autocast("fp16")
+    def down(n: int) -> list[torch.dtype]:
+        """Count."""
+        return [product()] if n == 0 else [product(), *down(n - 1)]
+
+    assert down.__doc__ == "Count."
+    assert down(2) == [HALF] * 3
+    with pytest.raises(InvalidInput, match="takes a function, not int"):
+        autocast("fp16")(3)  # type: ignore[arg-type]
+
+
+def test_a_region_is_of_its_thread() -> None:
+    found: list[torch.dtype] = []
+
+    def work() -> None:
+        found.append(product())
+        with autocast("bf16"):
+            found.append(product())
+        found.append(product())
+
+    with autocast("fp16"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert product() is HALF
+    assert found == [FULL, BRAIN, FULL]
+
+
+def test_one_region_serves_several_threads() -> None:
+    region, layer, found = autocast("fp16"), nn.Linear(4, 4), []
+    x = torch.ones(2, 4)
+
+    def work() -> None:
+        for _ in range(20):
+            with region:
+                found.append(layer(x))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 60
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_a_generator_that_holds_a_region_gives_it_back() -> None:
+    def steps() -> Iterator[torch.dtype]:
+        with autocast("fp16"):
+            yield product()
+            yield product()
+
+    assert list(steps()) == [HALF, HALF]
+
+
+# -- torch's spelling ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        lambda: autocast("cpu", torch.bfloat16, True, None),
+        lambda: autocast("cpu", dtype=torch.bfloat16),
+        lambda: autocast(device_type="cpu", dtype=torch.bfloat16, enabled=True, cache_enabled=False),
+        lambda: autocast(device_type="cpu"),
+    ],
+)
+def test_torch_spelling_is_torch_autocast(spelled: Callable[[], Any]) -> None:
+    region = spelled()
+    assert isinstance(region, torch.autocast)
+    with region:
+        assert product() is BRAIN
+        assert torch.exp(torch.ones(2, dtype=BRAIN)).dtype is BRAIN
+    assert spelled()(product)() is BRAIN
+
+
+def test_torch_cuda_amp_spelling_follows_torch_where_there_is_no_cuda() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("for machines without CUDA")  # pragma: no cover
+    for spelled in (autocast, lambda: autocast(True, torch.float16, True), lambda: autocast(dtype=torch.float16)):
+        with pytest.warns(UserWarning, match="CUDA is not available"):
+            region = spelled()
+        assert isinstance(region, torch.autocast)
+        assert (region.device, region.fast_dtype) == ("cuda", HALF)
+    for spelled in (lambda: autocast(False), lambda: autocast(enabled=False)):
+        with spelled():
+            assert product() is FULL
+
+
+def test_torch_refuses_what_torch_refuses() -> None:
+    with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
+        autocast(torch.device("cpu"))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="Invalid device string: 'not a real device'"):
+        autocast(device_type="not a real device")
+    with pytest.warns(UserWarning, match="target dtype is not supported"):
+        region = autocast("cpu", dtype=torch.float64)
+    with region:
+        assert product() is FULL
+
+
+def test_a_torch_region_entered_within_itself_restores_what_it_saw() -> None:
+    region = autocast("cpu", dtype=torch.bfloat16)
+    with region:
+        with region:
+            assert product() is BRAIN
+        assert product() is BRAIN
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (lambda: autocast("fp61"), "unknown precision 'fp61'; did you mean"),
+        (lambda: autocast("fp16", device_type="cpu"), "not both"),
+        (lambda: autocast("cpu", strict=True), "strict=True needs a policy"),
+        (lambda: autocast("gone.toml"), "no policy file gone.toml"),
+        (lambda: autocast(Policy((Rule.of("lineer", input="fp16"),))), "unknown op 'lineer'; did you mean linear"),
+        (lambda: autocast(presets.PRESETS["fp16"], dtype=HALF), "leave dtype out"),
+    ],
+)
+def test_wrong_input_is_explained(arguments: Callable[[], Any], text: str) -> None:
+    with pytest.raises(InvalidInput, match=text):
+        arguments()
+
+
+# -- what is given, what is told ----------------------------------------------------------------------------------
+
+
+def test_a_policy_file_runs(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text(presets.PRESETS["bf16"].policy.to_toml())
+    for given in (file, str(file), presets.PRESETS["bf16"], presets.PRESETS["bf16"].policy, "torch-2.13-cpu"):
+        with autocast(given):
+            assert product() is BRAIN
+
+
+def test_torch_lists_as_rules_give_what_torch_gives() -> None:
+    x, layer = torch.randn(4, 8), nn.Linear(8, 8)
+
+    def run() -> list[Tensor]:
+        y = layer(x)
+        return [y, y.softmax(-1), y.exp(), F.mse_loss(y, y.detach() + 1), F.layer_norm(y, (8,)), y.sum()]
+
+    with autocast("torch-2.13-cpu"):
+        ours = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        theirs = run()
+    assert [one.dtype for one in ours] == [one.dtype for one in theirs]
+
+
+def test_an_unused_rule_of_the_users_is_told_once() -> None:
+    policy = presets.PRESETS["fp16"].policy.before(Rule.of("conv3d", where="nowhere.*", input="bf16"))
+    context._warned.discard(policy)
+    with pytest.warns(UserWarning, match=r"nothing matched rule 1 \(conv3d in nowhere\.\*: input=bf16\)"):
+        with autocast(policy) as region:
+            product()
+    with autocast(policy):
+        product()
+    assert region.report().unused_by_user == policy.rules[:1]
+    assert "unused rule 1: conv3d in nowhere.*" in str(region.report())
+    with pytest.raises(InvalidInput, match="nothing matched rule 1"), autocast(policy, strict=True):
+        product()
+
+
+def test_the_rules_of_a_preset_may_stay_unused() -> None:
+    with autocast("fp16", strict=True) as region:
+        product()
+    assert len(region.report().unused) == 2
+    assert region.report().unused_by_user == ()
+
+
+def test_contractions_without_a_rule_are_reported_and_refused_when_strict() -> None:
+    policy = Policy((Rule.of("conv2d", input="fp16"),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with autocast(policy) as region:
+            product()
+    assert region.report().unseen == ("matmul",)
+    assert "no rule for matmul" in str(region.report())
+    with pytest.raises(InvalidInput, match="no rule of policy unnamed speaks of the contraction matmul"):
+        with autocast(policy, strict=True):
+            product()
+    with autocast(Policy((Rule.of("matmul"),)), strict=True) as region:
+        assert product() is FULL
+    assert region.report().unseen == ()
+
+
+def test_a_contraction_below_the_surface_is_found_by_the_audit() -> None:
+    with pytest.raises(InvalidInput, match="speaks of the contraction tensordot"), autocast("fp16", strict=True):
+        torch.cov(torch.rand(3, 5))  # under the rule for wide ops
+        torch.tensordot(torch.rand(2, 2), torch.rand(2, 2))
+
+
+def test_rules_by_op_class_op_and_path(model: nn.Module) -> None:
+    policy = presets.PRESETS["fp16"].policy.before(
+        Rule.of("linear", where="2", input="bf16", weight="bf16", output="bf16"), Rule.of("relu", output="e4m3fn")
+    )
+    seen: list[Observation] = []
+    region = autocast(policy)
+    end = region.observe(seen.append)
+    with region:
+        y = model(torch.randn(3, 8))
+    end()
+    with region:
+        model(torch.randn(3, 8))
+    assert y.dtype is BRAIN
+    assert [(one.op, one.path) for one in seen] == [("linear", "0"), ("relu", "1"), ("linear", "2")]
+    assert [one.output.dtype for one in seen] == [HALF, FULL, BRAIN]
+    assert torch.equal(seen[1].output, seen[0].output.relu().float().to(torch.float8_e4m3fn).float())
+    assert [role for role, _ in seen[0].tensors()] == ["input", "weight", "output"]
+
+
+def test_a_product_that_torch_only_promotes_obeys_a_rule_that_names_it() -> None:
+    a, b = torch.rand(4), torch.rand(4)
+    with autocast(Policy((Rule.of("dot", input="bf16", weight="bf16"),))):
+        assert torch.equal(torch.dot(a, b), torch.dot(a.bfloat16().float(), b.bfloat16().float()))
+
+
+def test_an_observer_watches_the_fp32_preset(model: nn.Module) -> None:
+    x, seen = torch.randn(3, 8), []
+    region = autocast("fp32")
+    region.observe(lambda one: seen.append(one.op))
+    with region:
+        y = model(x)
+    assert torch.equal(y, model(x))
+    assert seen == ["linear", "relu", "linear"]
+
+
+def test_unknown_names_are_value_errors() -> None:
+    with pytest.raises(UnknownName):
+        autocast("no-such-precision")
