@@ -11,7 +11,7 @@ import ctypes
 import functools
 import os
 import warnings
-from ctypes import byref, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import byref, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 import torch
@@ -61,6 +61,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_uint64, c_int, c_void_p, c_void_p),
     ),
     "lowp_random_words": (None, (c_uint64, c_uint64, c_int64, c_void_p)),
+    "lowp_random_block": (None, (c_uint64, c_void_p, c_void_p)),
     "lowp_integer_matmul": (c_int, (*(c_void_p,) * 6, *(c_int,) * 4, c_void_p, c_void_p)),
     "lowp_integer_convolution": (c_int, (c_void_p, c_int, *(c_void_p,) * 4, *(c_int,) * 4, c_void_p, c_void_p)),
 }
@@ -282,6 +283,13 @@ def random_words(seed: int, counter: int, counters: int) -> Tensor:
     words = torch.zeros(counters, 4, dtype=torch.int32)
     _loaded().lowp_random_words(seed & MASK, counter & MASK, counters, words.data_ptr())
     return words.to(torch.int64) & 0xFFFFFFFF
+
+
+def random_block(seed: int, counter: tuple[int, int, int, int]) -> list[int]:
+    """Return the four Philox-4x32-10 words of one counter."""
+    words = (c_uint32 * 4)()
+    _loaded().lowp_random_block(seed & MASK, (c_uint32 * 4)(*counter), words)
+    return list(words)
 
 
 def _loaded() -> ctypes.CDLL:

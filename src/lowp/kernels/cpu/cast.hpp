@@ -84,6 +84,7 @@ struct Kernels {
   void (*effects)(const Task&, const void* previous, Statistics*, double* partial_sums, Effects*, int64_t begin,
                   int64_t end);
   void (*random_words)(uint64_t seed, uint64_t counter, int64_t counters, uint32_t* out);
+  void (*random_block)(uint64_t seed, const uint32_t* counter, uint32_t* out);
 };
 
 extern const Kernels kPortableKernels;

@@ -223,3 +223,7 @@ LOWP_EXPORT int lowp_quantize_statistics(const lowp_cast* cast, int type, const 
 LOWP_EXPORT void lowp_random_words(uint64_t seed, uint64_t counter, int64_t counters, uint32_t* out) {
   kernels().random_words(seed, counter, counters, out);
 }
+
+LOWP_EXPORT void lowp_random_block(uint64_t seed, const uint32_t* counter, uint32_t* out) {
+  kernels().random_block(seed, counter, out);
+}

@@ -16,7 +16,8 @@ namespace LOWP_ISA {
 // What has to be looked after beyond the ordinary.
 enum Form {
   kPlain,        // nothing: signed, with a minus zero, as many negative as positive numbers
-  kNoMinusZero,  // integers and FNUZ; the range may be asymmetric
+  kNoMinusZero,  // FNUZ
+  kWhole,        // integers: no minus zero, saturation to a range that may be asymmetric
   kScale,        // e8m0: neither zero nor negative numbers, NaN for them
   kUnsigned,     // other unsigned formats
 };
@@ -133,7 +134,7 @@ static Lane<C> make_lane(const lowp_cast& cast) {
   lane.keeps_infinity = cast.overflow == kSaturate ? 0 : ~Bits{0};
   const bool minus_zero = !integer && cast.is_signed && cast.specials != kFnuz;
   const bool has_zero = integer || cast.has_zero, is_signed = integer || cast.is_signed;
-  lane.form = minus_zero ? kPlain : is_signed ? kNoMinusZero : kUnsigned;
+  lane.form = minus_zero ? kPlain : integer ? kWhole : is_signed ? kNoMinusZero : kUnsigned;
   if (!has_zero && cast.specials != kFinite) lane.form = kScale;
   lane.refuses_negative = is_signed ? 0 : ~Bits{0};
   lane.refuses_zero = has_zero ? 0 : ~Bits{0};
@@ -222,15 +223,18 @@ static inline typename C::Bits cast_lane(typename C::Bits bits, typename C::Bits
   const Bits negative = static_cast<Bits>(0) - (bits >> (C::kWidth - 1));
   Bits result = rounded<C, MODE>(bits, word, lane, doubt);
   Bits limit = static_cast<Bits>(lane.limit[0]), beyond = static_cast<Bits>(lane.beyond[0]);
-  if constexpr (FORM == kNoMinusZero) limit += negative & static_cast<Bits>(lane.limit[1] - lane.limit[0]);
-  if constexpr (FORM == kNoMinusZero || kDirected)
-    beyond ^= negative & static_cast<Bits>(lane.beyond[1] ^ lane.beyond[0]);
-  result = choose<Bits>(mask<C>(static_cast<Int>(result) > static_cast<Int>(limit)), beyond, result);
-  if constexpr (kDirected) {
+  if constexpr (FORM == kWhole) {
+    limit += negative & static_cast<Bits>(lane.limit[1] - lane.limit[0]);
+    result = static_cast<Int>(result) < static_cast<Int>(limit) ? result : limit;
+  } else {
+    if constexpr (kDirected) beyond ^= negative & static_cast<Bits>(lane.beyond[1] ^ lane.beyond[0]);
+    result = choose<Bits>(mask<C>(static_cast<Int>(result) > static_cast<Int>(limit)), beyond, result);
+  }
+  if constexpr (kDirected && FORM != kWhole) {
     const Bits infinite = choose<Bits>(lane.keeps_infinity, static_cast<Bits>(lane.infinite), limit);
     result = choose<Bits>(mask<C>(a == Constants<C>::kInf), infinite, result);
   }
-  if constexpr (FORM == kNoMinusZero) sign &= mask<C>(result != 0);
+  if constexpr (FORM == kNoMinusZero || FORM == kWhole) sign &= mask<C>(result != 0);
   if constexpr (FORM == kUnsigned) {
     result = static_cast<Int>(result) < static_cast<Int>(lane.at_least) ? lane.at_least : result;
     const Bits zero = mask<C>(a == 0);
@@ -282,6 +286,7 @@ template <class C>
 static CastNumbers<C> cast_numbers_for(int form, int rounding) {
   if (form == kPlain) return cast_numbers_of_form<C, kPlain>(rounding);
   if (form == kNoMinusZero) return cast_numbers_of_form<C, kNoMinusZero>(rounding);
+  if (form == kWhole) return cast_numbers_of_form<C, kWhole>(rounding);
   if (form == kScale) return cast_numbers_of_form<C, kScale>(rounding);
   return cast_numbers_of_form<C, kUnsigned>(rounding);
 }

@@ -178,5 +178,8 @@ static void random_words(uint64_t seed, uint64_t counter, int64_t counters, uint
   for (; done < counters; ++done) philox_at(seed, counter + static_cast<uint64_t>(done), 0, out + 4 * done);
 }
 
+// The words of one counter of four words.
+static void random_block(uint64_t seed, const uint32_t* counter, uint32_t* out) { philox(counter, seed, out); }
+
 }  // namespace LOWP_ISA
 }  // namespace lowp

@@ -130,25 +130,55 @@ static void statistics(const Task& task, Statistics* seen, double* partial_sums,
   statistics_in<F32>(task, seen, partial_sums, begin, end);
 }
 
-// Counts, and puts in place what numbers beyond the limit become: the lane has marked them with infinity.
+// A cast whose results are not limited yet, and what becomes of those beyond the limit, positive and negative.
+template <class C>
+struct Limits {
+  typename C::Bits limit[2], beyond[2], infinite[2];
+
+  explicit Limits(const lowp_cast& cast) {
+    for (int negative = 0; negative < 2; ++negative) {
+      limit[negative] = bits(cast.kind == kFloat || !negative ? cast.maximum : -cast.minimum);
+      beyond[negative] = bits(__builtin_fabs(overflowed(cast, negative, true)));
+      infinite[negative] = bits(__builtin_fabs(overflowed(cast, negative, false)));
+    }
+  }
+
+  static lowp_cast lifted(const lowp_cast& cast) {
+    lowp_cast result = cast;
+    if (cast.kind == kBinary) return result;
+    result.maximum = number(Constants<F64>::kInf);
+    if (cast.kind == kInteger) result.minimum = -result.maximum;
+    return result;
+  }
+
+ private:
+  static typename C::Bits bits(double value) { return bits_of(static_cast<typename C::Number>(value)); }
+};
+
+// Limits the values, and counts.
 template <class C>
 __attribute__((noinline)) static void count_effects(const typename C::Bits* in, typename C::Bits* out, int64_t count,
-                                                    const typename C::Int* beyond, Effects* effects) {
+                                                    const Limits<C>& limits, Effects* effects) {
   using Bits = typename C::Bits;
   using Int = typename C::Int;
-  const Bits positive = static_cast<Bits>(beyond[0]), negative = static_cast<Bits>(beyond[1]) | Constants<C>::kSign;
+  constexpr Int kInf = static_cast<Int>(Constants<C>::kInf);
+  const Limits<C> by = limits;
   Int flushed = 0, overflowed = 0, inexact = 0, nans = 0;
   LOWP_VECTOR_LOOP
   for (int64_t i = 0; i < count; ++i) {
-    const Bits x = in[i];
+    const Bits x = in[i], y = out[i], sign = y & Constants<C>::kSign;
+    const Bits negative = static_cast<Bits>(0) - (y >> (C::kWidth - 1));
     const Int before = static_cast<Int>(x & Constants<C>::kMagnitude);
-    const Int after = static_cast<Int>(out[i] & Constants<C>::kMagnitude);
-    constexpr Int kInf = static_cast<Int>(Constants<C>::kInf);
-    const bool over = (before < kInf) & (after == kInf);
-    const Bits result = over ? ((x & Constants<C>::kSign) != 0 ? negative : positive) : out[i];
-    const Int size = static_cast<Int>(result & Constants<C>::kMagnitude);
+    const Int after = static_cast<Int>(y & Constants<C>::kMagnitude);
+    const Bits limit = choose<Bits>(negative, by.limit[1], by.limit[0]);
+    const Bits finite = mask<C>(before < kInf);
+    const Bits far = mask<C>(after > static_cast<Int>(limit)) & mask<C>(after <= kInf);
+    const Bits beyond = choose<Bits>(negative, by.beyond[1], by.beyond[0]);
+    const Bits infinite = choose<Bits>(negative, by.infinite[1], by.infinite[0]);
+    const Bits result = choose<Bits>(far, choose<Bits>(finite, beyond, infinite) | sign, y);
+    const Bits size = result & Constants<C>::kMagnitude;
     flushed += (before != 0) & (size == 0);
-    overflowed += over;
+    overflowed += static_cast<Int>(far & finite & 1);
     nans += before > kInf;
     inexact += (before <= kInf) & (result != x) & ((before != 0) | (size != 0));
     out[i] = result;
@@ -170,33 +200,12 @@ __attribute__((noinline)) static void count_stalled(const typename C::Bits* in, 
   effects->stalled += stalled;
 }
 
-// Where the vector cast does not reach: overflow shows in the same cast without a limit.
-template <class C>
-static void mark_overflow(const lowp_cast& cast, uint64_t seed, const typename C::Bits* in, typename C::Bits* out,
-                          int64_t begin, int64_t count) {
-  if (cast.kind == kBinary) return;
-  lowp_cast unlimited = cast;
-  unlimited.maximum = number(Constants<F64>::kInf);
-  if (cast.kind == kInteger) unlimited.minimum = -unlimited.maximum;
-  for (int64_t i = 0; i < count; ++i) {
-    const double x = static_cast<double>(number(in[i]));
-    const double value = cast_general(x, unlimited, seed, begin + i);
-    const bool over = value > cast.maximum || (cast.is_signed && value < cast.minimum);
-    if (over) out[i] = Constants<C>::kInf | (in[i] & Constants<C>::kSign);
-  }
-}
-
 template <class C>
 static void effects_in(const Task& task, const void* previous, Statistics* seen, double* partial_sums,
                        Effects* effects, int64_t begin, int64_t end) {
-  const lowp_cast& cast = *task.cast;
-  Caster<C> caster(cast, task.seed);
-  typename C::Int beyond[2];
-  for (int negative = 0; negative < 2; ++negative) {
-    const double result = __builtin_fabs(overflowed(cast, negative, true));
-    beyond[negative] = static_cast<typename C::Int>(bits_of(static_cast<typename C::Number>(result)));
-    caster.lane.beyond[negative] = static_cast<typename C::Int>(Constants<C>::kInf);
-  }
+  const Limits<C> limits(*task.cast);
+  const lowp_cast lifted = Limits<C>::lifted(*task.cast);
+  const Caster<C> caster(lifted, task.seed);
   alignas(64) typename C::Bits buffer[kSumBlock], result[kSumBlock], before[kSumBlock];
   Histogram histogram;
   for (int64_t first = begin; first < end; first += kSumBlock) {
@@ -206,9 +215,8 @@ static void effects_in(const Task& task, const void* previous, Statistics* seen,
     for (int64_t done = 0; done < count; done += kBlock) {
       const int64_t part = count - done < kBlock ? count - done : kBlock;
       caster(bits + done, result + done, first + done, part);
-      if (caster.kernel == nullptr) mark_overflow<C>(cast, task.seed, bits + done, result + done, first + done, part);
     }
-    count_effects<C>(bits, result, count, beyond, effects);
+    count_effects<C>(bits, result, count, limits, effects);
     if (previous != nullptr)
       count_stalled<C>(bits, result, load<C>(previous, task.in_type, first, count, before), count, effects);
     if (task.out != nullptr) store<C>(result, task.out, task.out_type, first, count, false);

@@ -1,0 +1,485 @@
+"""The C++ kernels: every instruction set gives the same bits, and threads, forks and the processor's modes change none."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from exact_casts import FORMATS_TRIED, bits, casts, exact_cast, inputs, uniform
+from torch import Tensor
+
+from lowp import kernels
+from lowp.casts import Cast, Rounding, parse
+from lowp.errors import Unavailable
+from lowp.formats import FloatFormat, IntFormat
+from lowp.kernels import cpu, limits, reference
+
+SEED = 0x0123_4567_89AB_CDEF
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+LARGE = 300_001  # several threads, several blocks, and a rest
+SETS = cpu.available() if cpu.library() is not None else ()
+
+
+@pytest.fixture(autouse=True)
+def best_kernels_and_threads_again() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    cpu.select(None)
+
+
+def quantized(x: Tensor, cast: Cast, seed: int = SEED) -> Tensor:
+    out = torch.empty_like(x)
+    cpu.quantize(x, cast, seed, out)
+    return out
+
+
+def mixed_numbers(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(count, generator=generator) * torch.exp2(torch.randint(-28, 18, (count,), generator=generator))
+    x[::1000], x[1::1000], x[2::1000] = torch.nan, torch.inf, 0.0
+    return x.to(dtype)
+
+
+def test_the_library_is_there_and_has_portable_kernels() -> None:
+    assert SETS[0] == "portable"
+
+
+# -- the same bits everywhere -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("format", FORMATS_TRIED, ids=str)
+def test_all_instruction_sets_give_the_same_values_and_codes(format: FloatFormat | IntFormat) -> None:
+    code_dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[code_bytes(format)]
+    for dtype in DTYPES:
+        x = inputs(format, dtype)
+        for cast in casts(format):
+            found = []
+            for name in SETS:
+                cpu.select(name)
+                codes = torch.empty(x.shape, dtype=code_dtype)
+                nans = cpu.encode(x, cast, SEED, codes)
+                values = torch.empty_like(x)
+                cpu.decode(codes, format, values)
+                found.append((quantized(x, cast), codes, nans, values))
+            for other in found[1:]:
+                assert torch.equal(bits(found[0][0]), bits(other[0])), (str(cast), dtype)
+                assert torch.equal(found[0][1], other[1]), (str(cast), dtype)
+                assert found[0][2] == other[2]
+                assert torch.equal(bits(found[0][3]), bits(other[3])), (str(cast), dtype)
+
+
+def code_bytes(format: FloatFormat | IntFormat) -> int:
+    return next(size for size in (1, 2, 4, 8) if format.bits <= 8 * size)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_instruction_set_agrees_with_rational_arithmetic(name: str) -> None:
+    cpu.select(name)
+    for format in FORMATS_TRIED:
+        for dtype in (torch.float32, torch.float64):
+            x = inputs(format, dtype, random=20)
+            x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(5))[:60]]
+            for cast in casts(format):
+                if not limits.holds(cast, dtype):
+                    continue
+                drawn = [uniform(SEED, i, cast.random_bits) if cast.is_stochastic else None for i in range(len(x))]
+                wanted = [exact_cast(v, cast, u) for v, u in zip(x.tolist(), drawn, strict=True)]
+                for v, found, exact in zip(x.tolist(), quantized(x, cast).tolist(), wanted, strict=True):
+                    assert same(found, exact), (str(cast), v, found, exact)
+
+
+def same(a: float, b: float) -> bool:
+    return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1.0, a) == math.copysign(1.0, b))
+
+
+@pytest.mark.parametrize("name", ["fp16", "e4m3fn:stochastic", "i8:up", "e8m0", "e5m2b142:stochastic"])
+def test_the_number_of_threads_changes_no_bit(name: str) -> None:
+    x, cast = mixed_numbers(LARGE), parse(name)
+    torch.set_num_threads(1)
+    wanted = quantized(x, cast)
+    for threads in (2, 3, 8):
+        torch.set_num_threads(threads)
+        assert cpu.threads() == threads
+        assert torch.equal(bits(quantized(x, cast)), bits(wanted))
+
+
+def test_in_place_unaligned_and_large_outputs_hold_the_same_values() -> None:
+    torch.set_num_threads(2)
+    for name in ("e5m7", "e5m7:stochastic", "e5m7:up"):
+        cast = parse(name)
+        for dtype in DTYPES:
+            x = mixed_numbers((1 << 22) + 5, dtype)  # large enough to be written around the cache
+            wanted = quantized(x, cast)
+            shifted = torch.empty(len(x) + 1, dtype=dtype)[1:]
+            cpu.quantize(x, cast, SEED, shifted)
+            assert torch.equal(bits(shifted), bits(wanted))
+            cpu.quantize(x, cast, SEED, x)
+            assert torch.equal(bits(x), bits(wanted))
+
+
+def test_empty_tensors_are_left_alone() -> None:
+    empty = torch.empty(0)
+    assert quantized(empty, parse("fp16")).shape == (0,)
+    assert cpu.statistics(empty)[1:] == (0.0, 0.0, 0, 0, 0)
+    assert cpu.to_int16(empty, 0, True, Rounding.NEAREST_EVEN, 0, empty.to(torch.int16)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_flush_to_zero_of_the_processor_changes_no_bit(name: str) -> None:
+    cpu.select(name)
+    torch.set_num_threads(2)
+    x = (torch.arange(70_000, dtype=torch.int32) * 997 % (1 << 24)).view(torch.float32)  # fp32 subnormals and above
+    for text in ("bf16", "bf16:stochastic", "e5m2b140", "e8m0", "fp32", "e5m2b120:up", "e6m9b126:stochastic"):
+        cast = parse(text)
+        wanted = quantized(x, cast)
+        codes, plain, flushed = (torch.empty(x.shape, dtype=torch.int32) for _ in range(3))
+        cpu.encode(x, cast, SEED, plain)
+        assert torch.set_flush_denormal(True)
+        try:
+            found = quantized(x, cast)
+            cpu.encode(x, cast, SEED, codes)
+            cpu.decode(codes, cast.element, flushed.view(torch.float32))
+            squares = cpu.statistics(x)[2]
+            still_flushing = torch.tensor([1e-40]) * 1.0 == 0
+        finally:
+            torch.set_flush_denormal(False)
+        assert still_flushing, "the caller's mode is left as it was"
+        assert torch.equal(bits(found), bits(wanted))
+        assert torch.equal(codes, plain)
+        assert torch.equal(flushed, wanted.view(torch.int32))
+        assert squares == cpu.statistics(x)[2] > 0
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------------
+# Random123 1.14, tests/kat_vectors: philox4x32 10
+KNOWN = [
+    ((0, 0, 0, 0), 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ((0xFFFFFFFF,) * 4, 0xFFFFFFFF_FFFFFFFF, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0_A4093822, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_philox_gives_the_published_words(name: str) -> None:
+    cpu.select(name)
+    for counter, seed, words in KNOWN:
+        assert " ".join(f"{word:08x}" for word in cpu.random_block(seed, counter)) == words
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_vectorised_philox_equals_one_counter_at_a_time(name: str) -> None:
+    cpu.select(name)
+    for start in (0, 3, 2**32 - 20, 2**40 + 1, 2**64 - 8):
+        for seed in (0, SEED, 2**64 - 1):
+            found = cpu.random_words(seed, start, 70).tolist()
+            counters = [(start + i) % 2**64 for i in range(70)]
+            assert found == [cpu.random_block(seed, (c & 0xFFFFFFFF, c >> 32, 0, 0)) for c in counters]
+
+
+def test_an_element_depends_on_its_position_but_not_on_the_length() -> None:
+    cast, x = parse("e4m3fn:stochastic"), mixed_numbers(5000)
+    wanted = quantized(x, cast)
+    for length in (1, 3, 1023, 1025, 4097):
+        assert torch.equal(bits(quantized(x[:length].contiguous(), cast)), bits(wanted[:length]))
+    assert not torch.equal(bits(quantized(x, cast, SEED + 1)), bits(wanted))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_where_the_first_random_bits_do_not_decide_the_next_ones_do(name: str) -> None:
+    """The discarded fraction is put within 2**-24 (fp32) or 2**-32 (fp64) of the element's first random word."""
+    cpu.select(name)
+    words = cpu.random_words(SEED, 0, 16).flatten().tolist()
+    decided = set()
+    for dtype, format, places in ((torch.float32, "e4m3fn", 24), (torch.float64, "fp16", 32), (torch.float64, "i8", 32)):
+        cast = parse(f"{format}:stochastic")
+        unit = 2.0**-9 if format == "e4m3fn" else 2.0**-24 if format == "fp16" else 1.0
+        for extra in (0.0, 0.25, 0.5, 0.75):
+            fractions = [((word >> (32 - places)) + extra) * 2.0**-places for word in words]
+            x = (torch.tensor(fractions, dtype=torch.float64) * unit).to(dtype)
+            found = quantized(x, cast).tolist()
+            wanted = [exact_cast(v, cast, uniform(SEED, i, None)) for i, v in enumerate(x.tolist())]
+            assert found == wanted, (cast, extra)
+            decided |= {v > 0 for v in wanted} if extra else set()
+    assert decided == {False, True}
+
+
+def test_stochastic_rounding_is_unbiased() -> None:
+    count = 1 << 20
+    for text, x in (("fp16", 1.0 + 0.3 * 2**-10), ("e4m3fn", 0.7 * 2**-9), ("i8", -3.05), ("bf16", 1e-39)):
+        cast = parse(f"{text}:stochastic")
+        rounded = quantized(torch.full((count,), x), cast).to(torch.float64)
+        low, high = rounded.min().item(), rounded.max().item()
+        value = torch.tensor(x).item()
+        assert low < value < high and set(rounded.unique().tolist()) == {low, high}
+        probability = (value - low) / (high - low)
+        # the mean of `count` draws deviates by more than six of its standard deviations once in 5e8 tries
+        bound = 6 * math.sqrt(probability * (1 - probability) / count) * (high - low)
+        assert abs(rounded.mean().item() - value) < bound, text
+
+
+def test_few_random_bits_round_up_for_exactly_the_right_share_of_the_numbers_drawn() -> None:
+    """stochastic-4: of the 16 numbers that can be drawn, floor(16 t) round away from zero."""
+    words = cpu.random_words(SEED, 0, 256).flatten() >> 28
+    for sixteenths in range(17):
+        for dtype in (torch.float32, torch.float64):
+            x = torch.full((1024,), 1.0 + (sixteenths + 0.5) / 16 * 2**-3 if sixteenths < 16 else 1.125, dtype=dtype)
+            away = quantized(x, parse("e4m3fn:stochastic-4")) == 1.125
+            assert torch.equal(away, words < sixteenths if sixteenths < 16 else torch.ones(1024, dtype=torch.bool))
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_statistics_are_those_of_the_definition(dtype: torch.dtype) -> None:
+    x = torch.cat([mixed_numbers(9000), torch.tensor([1e-40, -1e-45, 3e38, -0.0])]).to(dtype)
+    if dtype == torch.float64:
+        x = torch.cat([x, torch.tensor([1e-300, 5e-324, 1e150], dtype=dtype)])
+    histogram, maximum, squares, zeros, nans, infinities = reference.statistics(x)
+    for name in SETS:
+        cpu.select(name)
+        found = cpu.statistics(x)
+        assert torch.equal(found[0], histogram)
+        assert (found[1], *found[3:]) == (maximum, zeros, nans, infinities)
+        # both sums are rounded after at most len(x) additions of positive numbers
+        assert abs(found[2] - squares) <= squares * len(x) * 2.0**-53
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_statistics_do_not_depend_on_threads_or_instruction_set(dtype: torch.dtype) -> None:
+    x = mixed_numbers(LARGE, dtype)
+    found = []
+    for name in SETS:
+        cpu.select(name)
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            histogram, *rest = cpu.statistics(x)
+            found.append((histogram.tolist(), rest))
+    assert all(other == found[0] for other in found)
+    assert sum(found[0][0]) == len(x)
+
+
+@pytest.mark.parametrize("text", ["e4m3fn", "e4m3fn:saturate", "fp16:up", "e5m7:stochastic", "i8", "i1", "ue4m3", "e8m0"])
+def test_the_effects_of_a_cast_are_counted_in_the_same_pass(text: str) -> None:
+    cast = parse(text)
+    for dtype in (torch.float32, torch.float64):
+        x = torch.cat([mixed_numbers(4000, dtype), torch.linspace(-0.01, 0.01, 66_000, dtype=dtype)])
+        previous = quantized(x * 0.99, cast)
+        wanted = quantized(x, cast)
+        counted = {
+            "flushed": int(((x != 0) & (wanted == 0)).sum()),
+            "overflowed": overflowed(x, cast),
+            "inexact": int((~x.isnan() & (x != wanted)).sum()),
+            "nan": int(x.isnan().sum()),
+            "stalled": int(((wanted == previous) & (x != previous)).sum()),
+        }
+        for name in SETS:
+            cpu.select(name)
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                out = torch.empty_like(x)
+                statistics, effects = cpu.quantize_statistics(x, cast, SEED, out, previous)
+                assert torch.equal(bits(out), bits(wanted))
+                assert statistics[0].tolist() == cpu.statistics(x)[0].tolist()
+                assert statistics[1:] == cpu.statistics(x)[1:]
+                assert effects == counted, (name, threads)
+
+
+def overflowed(x: Tensor, cast: Cast) -> int:
+    """How many finite numbers are rounded beyond the largest value, by looking at the unlimited grid."""
+    format = cast.element
+    count = 0
+    far = (x.abs() > 0.9 * format.maximum) & x.isfinite()
+    if isinstance(format, IntFormat) and format.bits == 1:
+        return 0
+    for i in far.nonzero().flatten().tolist():
+        value = float(x[i])
+        drawn = uniform(SEED, i, None) if cast.is_stochastic else None
+        if isinstance(format, IntFormat):
+            wide = exact_cast(value, Cast(IntFormat("wide", 32), cast.rounding), drawn)
+            count += not format.minimum <= wide <= format.maximum
+        elif format.signed or value > 0:
+            wider = FloatFormat("wider", 11, format.mantissa_bits)
+            count += abs(exact_cast(value, Cast(wider, cast.rounding), drawn)) > format.maximum
+    return count
+
+
+# -- shared scales ----------------------------------------------------------------------------------------------------
+def test_scaled_values_are_quotient_cast_and_product_in_fp64() -> None:
+    x = mixed_numbers(6 * 1111).reshape(6, 1111)
+    for dtype in DTYPES:
+        numbers = x.to(dtype)
+        for text, group in (("int8", 0), ("mxfp8", 32), ("e3m2@fp32/100:stochastic", 100), ("i4s@fp32/7", 7)):
+            cast = parse(text)
+            groups = -(-1111 // (group or 1111))
+            scale = torch.rand(6, groups, generator=torch.Generator().manual_seed(1)) + 0.01
+            wide = numbers.to(torch.float64)
+            each = scale.to(torch.float64).repeat_interleave(group or 1111, dim=1)[:, :1111]
+            wanted = reference.values(wide / each, cast.element_cast, SEED) * each
+            for name in SETS:
+                cpu.select(name)
+                out = torch.empty_like(numbers)
+                cpu.quantize_scaled(numbers, cast, scale, SEED, out, group)
+                assert torch.equal(out.isnan(), wanted.isnan())
+                assert torch.equal(out.nan_to_num(), wanted.to(dtype).nan_to_num()), (text, dtype)
+
+
+def test_a_zero_point_moves_the_range_of_the_integers() -> None:
+    x = torch.linspace(-1.0, 3.0, 4000).reshape(2, 2000)
+    scale, point = torch.tensor([[0.01], [0.02]]), torch.tensor([[-28], [-100]])
+    out = torch.empty_like(x)
+    cpu.quantize_scaled(x, parse("int8-affine"), scale, 0, out, zero_point=point)
+    codes = (x.double() / scale.double()).round() + point
+    wanted = (codes.clamp(-128, 127) - point) * scale.double()
+    assert torch.equal(out, wanted.float())
+
+
+def test_scales_that_do_not_fit_the_groups_are_refused() -> None:
+    x = torch.zeros(2, 10)
+    with pytest.raises(ValueError, match=r"\(2, 2\) scales for 2 rows of 3 groups: give one a group"):
+        cpu.quantize_scaled(x, parse("i8@fp32/4"), torch.ones(2, 2), 0, x, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int16_mantissas_are_the_rounded_saturated_multiples(dtype: torch.dtype) -> None:
+    x = torch.cat([mixed_numbers(3000), torch.tensor([1e-38, -1e-45, 3e38, 0.5, 1.5, 2.5])]).to(dtype)
+    for exponent in (-31, -8, 0, 3, -128, 127):
+        for symmetric in (False, True):
+            for rounding in (*Rounding,):
+                cast = Cast(IntFormat("int16", 16, symmetric), rounding)
+                scaled = x.to(torch.float64) * 2.0**-exponent
+                wanted = reference.values(scaled, cast, SEED).nan_to_num(0.0).to(torch.int16)
+                wide = reference.values(scaled, Cast(IntFormat("wide", 32), rounding), SEED)
+                far = x.isfinite() & ((wide > 32767) | (wide < (-32767 if symmetric else -32768)))
+                for name in SETS:
+                    cpu.select(name)
+                    out = torch.empty(x.shape, dtype=torch.int16)
+                    seen = cpu.to_int16(x, exponent, symmetric, rounding, SEED, out)
+                    assert torch.equal(out, wanted), (exponent, rounding)
+                    largest = int(wanted.to(torch.int32).abs().max())
+                    assert seen == (largest, int(far.sum()), int((~x.isfinite()).sum()))
+
+
+# -- threads, forks and the end ---------------------------------------------------------------------------------------
+# The children call no operation of torch that uses its threads: torch's own (OpenMP) do not survive a fork.
+def _child(x: Tensor, queue: multiprocessing.Queue[list[int]]) -> None:
+    queue.put(bits(quantized(x, parse("e5m7")))[-2000:].tolist())
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_has_a_pool_of_its_own() -> None:
+    torch.set_num_threads(2)
+    x = mixed_numbers(LARGE)
+    wanted = bits(quantized(x, parse("e5m7")))
+    context = multiprocessing.get_context("fork")
+    for _ in range(3):
+        queue: multiprocessing.Queue[list[int]] = context.Queue()
+        process = context.Process(target=_child, args=(x, queue), daemon=True)
+        process.start()
+        try:
+            assert queue.get(timeout=20) == wanted[-2000:].tolist()
+            process.join(timeout=20)
+            assert process.exitcode == 0
+        finally:
+            process.kill()
+    assert torch.equal(bits(quantized(x, parse("e5m7"))), wanted)
+
+
+class _Samples(torch.utils.data.Dataset[Tensor]):
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        torch.set_num_threads(2)  # a worker starts with one
+        return quantized(self.x, parse("fp16:stochastic"), seed=index)[:1000]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_the_workers_of_a_data_loader_can_quantise() -> None:
+    torch.set_num_threads(2)
+    x = mixed_numbers(LARGE)
+    wanted = torch.stack([quantized(x, parse("fp16:stochastic"), seed=index)[:1000] for index in range(4)])
+    loader = torch.utils.data.DataLoader(
+        _Samples(x), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=20
+    )
+    assert torch.equal(bits(torch.cat(list(loader))), bits(wanted))
+
+
+def test_two_python_threads_can_call_at_once() -> None:
+    torch.set_num_threads(2)
+    x, names = mixed_numbers(LARGE), ["fp16", "e4m3fn", "bf16:stochastic", "i8"]
+    wanted = {name: quantized(x, parse(name)) for name in names}
+    wrong: list[str] = []
+
+    def work(name: str) -> None:
+        torch.set_num_threads(2)
+        for _ in range(30):
+            if not torch.equal(bits(quantized(x, parse(name))), bits(wanted[name])):
+                wrong.append(name)
+
+    workers = [threading.Thread(target=work, args=(name,)) for name in names]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=60)
+    assert wrong == [] and not any(worker.is_alive() for worker in workers)
+
+
+def test_the_interpreter_can_end_while_a_daemon_thread_quantises() -> None:
+    code = (
+        "import threading, torch; from lowp.kernels import cpu; from lowp.casts import parse\n"
+        "torch.set_num_threads(2); x = torch.randn(1 << 20); cast = parse('fp16:stochastic')\n"
+        "def work():\n    while True: cpu.quantize(x, cast, 0, x)\n"
+        "threading.Thread(target=work, daemon=True).start(); cpu.quantize(x, cast, 0, x.clone())"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+def test_the_environment_chooses_the_instruction_set() -> None:
+    code = "from lowp.kernels import cpu; cpu.library(); cpu.select(None); print(cpu.available())"
+    for chosen, error in (("portable", ""), ("mmx", "no kernels for 'mmx'; allowed: portable, avx2, avx512")):
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env={"LOWP_CPU_ISA": chosen, "PYTHONPATH": ":".join(sys.path)},
+        )
+        assert error in ended.stderr
+        assert (ended.returncode == 0) == (error == "")
+
+
+def test_an_instruction_set_that_is_not_there_is_named() -> None:
+    for name in set(cpu.INSTRUCTION_SETS) - set(SETS):
+        with pytest.raises(Unavailable, match=f"this CPU has no {name}; it has portable"):
+            cpu.select(name)
+    with pytest.raises(Unavailable, match="no kernels for 'sse9'; allowed: portable, avx2, avx512"):
+        cpu.select("sse9")
+
+
+def test_a_missing_library_is_said_once_and_the_bits_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = mixed_numbers(2000)
+    wanted = kernels.quantize(x, "e4m3fn:stochastic", seed=3)
+    monkeypatch.setattr(cpu, "PATH", Path("nowhere/liblowp_cpu.so"))
+    cpu.library.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match=r"nowhere/liblowp_cpu.so is not used \(it was not built\)"):
+            found = kernels.quantize(x, "e4m3fn:stochastic", seed=3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            kernels.quantize(x, "fp16")
+        with pytest.raises(Unavailable, match="the bitwise and reference kernels are"):
+            cpu.quantize(x, parse("fp16"), 0, x)
+    finally:
+        monkeypatch.undo()
+        cpu.library.cache_clear()
+    assert torch.equal(bits(found), bits(wanted))
