@@ -38,6 +38,7 @@ _forced: ContextVar[str | None] = ContextVar("lowp.kernels.use", default=None)
 _is_compiling = torch.compiler.is_compiling
 _dispatch_modes: Any = private("torch._C._len_torch_dispatch_stack")
 _transform: Any = private("torch._C._functorch.peek_interpreter_stack")
+private("torch.autograd.forward_ad._current_level")  # read at every call, below; its absence is said here
 
 
 # -- which implementation ---------------------------------------------------------------------------------------------

@@ -85,8 +85,9 @@ def encode_scaled(
     module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed, packed: bool
 ) -> Quantized:
     """Return codes and scales; raise ValueError for NaNs that neither can hold."""
-    wide, format = widen(x.resolve_neg()), scaled.scaled_format(cast)
-    scales = scaled.choose(wide, cast) if scales is None else scales
+    x, format = x.resolve_neg(), scaled.scaled_format(cast)
+    scales = scaled.choose(x, cast) if scales is None else scales
+    wide = widen(x)
     element = scaled.elements(wide, cast, scales, _element_cast(module, seed))
     poisoned = scaled.spread(scales.scale, x.shape, format.scope).isnan()
     payload = encode(module, torch.where(poisoned, 0.0, element), Cast(format.element), 0, packed)
@@ -110,9 +111,23 @@ def dequantize(module: ModuleType, q: Quantized) -> Tensor:
 
 
 def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
+    scales = scaled.choose(x, cast) if scales is None else scales
+    if module is cpu and x.numel() and x.dtype in (torch.float32, torch.float64):
+        return _quantize_scaled_in_one_pass(x.contiguous(), cast, scales, int(seed))
     wide = widen(x)
-    scales = scaled.choose(wide, cast) if scales is None else scales
     return scaled.values(scaled.elements(wide, cast, scales, _element_cast(module, seed)), cast, scales, x.dtype)
+
+
+def _quantize_scaled_in_one_pass(x: Tensor, cast: Cast, scales: Scales, seed: int) -> Tensor:
+    scope = scaled.scaled_format(cast).scope
+    rows = {"tensor": 1, "channel": x.shape[0] if x.ndim else 1}.get(scope.kind, x[..., 0].numel() if x.ndim else 1)
+    table, out = x.reshape(rows, -1), torch.empty_like(x)
+    scale = scaled.divisor(scales).expand(scales.scale.shape).reshape(rows, -1)
+    zero_point = None if scales.zero_point is None else scales.zero_point.reshape(rows, -1)
+    cpu.quantize_scaled(table, cast, scale, seed, out.reshape(rows, -1), scope.size, zero_point)
+    if bool((scale == 0).any()):  # a block too small for its e4m3 scale: zeros, where the division gives NaN
+        out = torch.where(scaled.spread(scaled.divisor(scales), x.shape, scope) == 0, 0.0, out)
+    return out
 
 
 def _element_cast(module: ModuleType, seed: Seed) -> scaled.ElementCast:

@@ -16,7 +16,7 @@ from lowp.casts import Cast, Overflow
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat, Scope
 from lowp.kernels import bitwise
-from lowp.kernels.floats import CARRIERS, integer_parts, narrow, two_to_the, widen
+from lowp.kernels.floats import CARRIERS, integer_parts, narrow, sign_and_magnitude, two_to_the, widen
 
 FP32 = FORMATS["fp32"]
 assert isinstance(FP32, FloatFormat)
@@ -78,7 +78,7 @@ def spread(scale: Tensor, shape: torch.Size, scope: Scope) -> Tensor:
 
 # -- which scale ------------------------------------------------------------------------------------------------------
 def choose(x: Tensor, cast: Cast) -> Scales:
-    """Return the scales of the fp64 tensor `x` under current or static scaling.
+    """Return the scales of the tensor `x` (any float dtype) under current or static scaling.
 
     Sources: OCP MX 1.0 section 6.3 (e8m0); Das et al. 2018, arXiv 1802.00930, section 3.1 (one power of two a tensor);
     Rastegari et al. 2016, arXiv 1603.05279, equation 6 (binary: the mean magnitude).
@@ -94,26 +94,26 @@ def choose(x: Tensor, cast: Cast) -> Scales:
             f"{cast}: a {scaling.kind} scale follows from tensors seen before, and quantize remembers none: "
             "keep its state with lowp.scaling and give scale=, or use current scaling"
         )
-    finite = torch.where(x.isfinite(), x, 0.0)
     if format.affine:
-        return _affine(finite, format)
+        return _affine(x, format)
     if isinstance(format.element, IntFormat) and format.element.bits == 1:
-        return Scales(_mean_magnitude(x, finite, format.scope))
-    largest = _maximum(fold(finite.abs(), format.scope))
+        return Scales(_mean_magnitude(x, format.scope))
+    magnitude, infinity = sign_and_magnitude(x)[1], CARRIERS[x.dtype].infinity
+    finite = torch.where(magnitude < infinity, magnitude, 0)  # as integers they are in the order of the numbers
+    largest = widen(_maximum(fold(finite, format.scope)).view(x.dtype))
     if isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero:
         scale = _power_of_two(largest, format, scaling.headroom)
         outer = None
     else:
-        scale, outer = _ratio(largest * 2.0**scaling.headroom, _maximum(finite.abs().reshape(-1)), format)
+        scale, outer = _ratio(largest * 2.0**scaling.headroom, _maximum(largest.reshape(-1)), format)
     if isinstance(format.scale, FloatFormat) and format.scale.bits <= 8 and format.scale.has_nan:
         # a scale of few bits marks a group with a NaN or an infinity by being NaN (OCP MX 1.0 section 6.3)
-        poisoned = fold((~x.isfinite()).to(torch.float64), format.scope)
-        scale = torch.where(_maximum(poisoned) > 0, torch.nan, scale)
+        scale = torch.where(_maximum(fold(magnitude, format.scope)) >= infinity, torch.nan, scale)
     return Scales(scale, None, outer)
 
 
 def _maximum(folded: Tensor) -> Tensor:
-    return folded.amax(-1) if folded.shape[-1] else folded.sum(-1)
+    return folded.amax(-1) if folded.shape[-1] else folded.sum(-1, dtype=folded.dtype)
 
 
 def floor_log2(x: Tensor) -> Tensor:
@@ -155,17 +155,18 @@ def _rounded_scale(scale: Tensor, format: FloatFormat) -> Tensor:
     return torch.where(scale == 0, 1.0, rounded.clamp(min=format.smallest_normal))
 
 
-def _mean_magnitude(x: Tensor, finite: Tensor, scope: Scope) -> Tensor:
+def _mean_magnitude(x: Tensor, scope: Scope) -> Tensor:
+    finite = torch.where(x.isfinite(), widen(x), 0.0)
     count = fold(x.isfinite().to(torch.float64), scope).sum(-1)
     mean = fold(finite.abs(), scope).sum(-1) / count.clamp(min=1)
     return _rounded_scale(mean, FP32)  # type: ignore[arg-type]
 
 
-def _affine(finite: Tensor, format: ScaledFormat) -> Scales:
+def _affine(x: Tensor, format: ScaledFormat) -> Scales:
     """Return scale = (max - min) / (2**bits - 1) and the zero point that maps min, widened to hold 0, to the lowest."""
     element = format.element
     assert isinstance(element, IntFormat) and isinstance(format.scale, FloatFormat)
-    folded = fold(finite, format.scope)
+    folded = fold(torch.where(x.isfinite(), widen(x), 0.0), format.scope)
     highest, lowest = _maximum(folded).clamp(min=0), (-_maximum(-folded)).clamp(max=0)
     scale = _rounded_scale((highest - lowest) / (element.maximum - element.minimum), format.scale)
     zero_point = (element.minimum - lowest / scale).round().clamp(element.minimum, element.maximum)
