@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lowp import kernels
 from lowp.errors import Unavailable
+from lowp.ops.casting import Call
+from lowp.ops.table import row_of
 from lowp.policy import Rule
 
 FP32 = Rule.of(input="fp32", weight="fp32", grad="fp32", output="fp32")
@@ -77,11 +79,15 @@ def test_double_backward_gives_the_second_derivatives_of_float64(name: str) -> N
         assert (one.double() - other).abs().max() <= 2e-4 * scale
 
 
+RULES = [sixteen_bit("bf16"), Rule.of(input="e4m3fn", weight="e4m3fn", grad="e5m2"), Rule.of(input="bf16-tpu")]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("name", TWICE)
-def test_double_backward_does_not_change_the_first_gradient(name: str) -> None:
+def test_double_backward_does_not_change_the_first_gradient(name: str, rule: Rule) -> None:
     case = CONTRACTIONS[name]
     tensors = [x.requires_grad_() for x in case.tensors()]
-    result = case.run(sixteen_bit("bf16"), *tensors)
+    result = case.run(rule, *tensors)
     gradient = torch.randn_like(result)
     lean = torch.autograd.grad(result, tensors, gradient, retain_graph=True)
     graph = torch.autograd.grad(result, tensors, gradient, create_graph=True)
@@ -194,7 +200,7 @@ def test_attention_with_a_narrow_accumulator_is_two_contractions() -> None:
 
 
 def test_accumulators_of_integers_ask_for_integers() -> None:
-    with pytest.raises(Unavailable, match="accumulate=int32 needs integer elements under a shared scale"):
+    with pytest.raises(Unavailable, match="accumulate=int32 sums int16 mantissas, and input is fp32"):
         under(Rule.of(accumulate="int32"), F.linear, torch.randn(2, 3), torch.randn(4, 3))
 
 
@@ -266,3 +272,36 @@ def test_a_tensor_changed_in_place_before_backward_is_noticed() -> None:
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("linear bias", RULES[1]),
+        ("matmul 3x2", RULES[0]),
+        ("matmul 3x2", Rule.of(input="mxfp8", weight="mxfp8")),
+        ("conv2d", RULES[1]),
+        ("attention", RULES[0]),
+    ],
+    ids=str,
+)
+def test_torch_compile_gives_the_same_numbers_in_one_graph(name: str, rule: Rule) -> None:
+    case = CONTRACTIONS[name]
+    row = row_of(case.function)
+    assert row is not None
+    run = row.run(rule)
+
+    def function(*tensors: Tensor) -> Tensor:
+        result: Tensor = run(Call(row.name, case.function, tensors, case.kwargs, rule))
+        return result
+
+    def gradients(compiled: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        tensors = [x.requires_grad_() for x in case.tensors()]
+        result = compiled(*tensors)
+        return result, *torch.autograd.grad(result.float().sin().sum(), tensors)
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for one, other in zip(gradients(function), gradients(compiled), strict=True):
+        torch.testing.assert_close(one, other, rtol=2.0**-8, atol=1e-4)

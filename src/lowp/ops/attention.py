@@ -118,7 +118,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: _Settings, rule: Rule, seed: Any, mask: Tensor | None, *operands: Any) -> Tensor:
         pairs = [Operand(*pair) for pair in zip(operands[:3], operands[3:], strict=True)]
-        values = [one.edge if one.value is None else one.value for one in pairs]
+        values = [one.plain for one in pairs]
         ctx.settings, ctx.rule, ctx.seed = settings, rule, seed
         ctx.edges = [None if one.value is None else one.edge for one in pairs]
         ctx.random = _RandomState(values[0].device) if settings.dropout else None
@@ -132,7 +132,8 @@ class _Attention(torch.autograd.Function):
             mask, *values = ctx.saved_tensors
             graph = torch.is_grad_enabled()
             if graph:  # connected to where the operands came from, so that the gradient can be differentiated again
-                inputs = [_connected(edge, x) for edge, x in zip(ctx.edges, values, strict=True)]
+                pairs = zip(ctx.edges, values, strict=True)
+                inputs = [(Operand(x) if edge is None else Operand(edge, x)).connected for edge, x in pairs]
             else:
                 inputs = [x.float().requires_grad_() for x in values]
                 mask = mask.detach().requires_grad_() if ctx.needs_input_grad[3] else mask
@@ -147,11 +148,6 @@ class _Attention(torch.autograd.Function):
             for index, one in zip(wanted, found, strict=True):
                 gradients[index] = rounded(one, ctx.rule.output, ctx.seed) if index > 3 else one
             return tuple(gradients)
-
-
-def _connected(edge: Tensor | None, value: Tensor) -> Tensor:
-    """Return the value in fp32, its gradient going to its edge."""
-    return value.float() if edge is None else value.float() + edge
 
 
 class _RandomState:

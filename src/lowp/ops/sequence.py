@@ -214,13 +214,13 @@ def composed(
     outputs: list[tuple[int, Tensor]] = []
     for start, stop, count in layer.steps():
         operand = Operand(carried(state[:count], layer.input, numbers.seed))
-        size = tuple((weight.edge if weight.value is None else weight.value).shape)
+        size = tuple(weight.edge.shape)
         h = product(Linear(tuple(operand.edge.shape), size), OUTPUT, numbers, operand, weight, bias).float()
         kept = None if cell_state is None else cell_state[:count]
         new, new_memory = layer.cell.step(projected[start:stop].float(), h, state[:count].float(), kept)
         if readout is not None:
             inner = Operand(carried(new, layer.input, numbers.seed))
-            size = tuple((readout.edge if readout.value is None else readout.value).shape)
+            size = tuple(readout.edge.shape)
             written = product(Linear(tuple(new.shape), size), OUTPUT, numbers, inner, readout)
         else:
             written = rounded(new, numbers.output, numbers.seed)
