@@ -1,9 +1,9 @@
 """Time the int16 products beside torch's fp32 and fp64 ones: `python bench/gemm.py [--quick] [--json FILE]`.
 
 All candidates of a row run in turn within each round, so that what else the machine does hits them alike; the best
-round counts. With one thread the clock is that thread's processor time, so being preempted does not count either. Operands
-are normal, quantised as DFP-16 does (exponent of the maximum - 14, shifted by 2 more for 14 bits), and uniform over all of
-int16, which is the worst case: no chain can be proven and every product is done by bytes.
+round counts. With one thread the clock is that thread's processor time, so being preempted does not count either.
+Operands are normal, quantised as DFP-16 does (exponent of the maximum - 14, shifted by 2 more for 14 bits), and uniform
+over all of int16, the worst case: no chain can be proven and every product is done by bytes.
 """
 
 from __future__ import annotations

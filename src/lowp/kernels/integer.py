@@ -20,6 +20,7 @@ serves where the library was not built, and gives the same bits. All of it is fo
 from __future__ import annotations
 
 import os
+from array import array
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -224,35 +225,46 @@ def _matrices(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> tup
             f"the depths differ: {left.shape[-1]} in a {tuple(a.shape)}{' transposed' if transpose_a else ''}, "
             f"{right.shape[-2]} in b {tuple(b.shape)}{' transposed' if transpose_b else ''}"
         )
+    _check_depth(left.shape[-1])
+    if left.dim() == right.dim() == 2:
+        return left, right
     try:
         batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
     except RuntimeError:
         raise InvalidInput(
             f"the leading dimensions {tuple(left.shape[:-2])} of a and {tuple(right.shape[:-2])} of b do not broadcast"
         ) from None
-    _check_depth(left.shape[-1])
     return left.expand(*batch, *left.shape[-2:]), right.expand(*batch, *right.shape[-2:])
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
 class _Seen(NamedTuple):
     values: Tensor
-    integers: Tensor  # saturated, largest mantissa, largest sum
-    largest: Tensor
+    integers: array[int]  # saturated, largest mantissa, largest sum
+    largest: array[float]
 
 
 def _exact(seen: _Seen) -> Exact:
-    saturated, mantissa, total = seen.integers.tolist()
-    return Exact(seen.values, saturated, mantissa, total)
+    return Exact(seen.values, *seen.integers)
 
 
 def _chained(seen: _Seen) -> Chained:
-    return Chained(seen.values, seen.largest.item())
+    return Chained(seen.values, seen.largest[0])
+
+
+def _nothing_seen(values: Tensor) -> _Seen:
+    return _Seen(values, array("q", (0, 0, 0)), array("d", (0.0,)))
+
+
+def _address(numbers: array[int] | array[float]) -> int:
+    return numbers.buffer_info()[0]
 
 
 def _batched(x: Tensor) -> Tensor:
     """Return [..., r, c] as [batch, r, c] with one of the last two strides 1 (a copy only where neither is)."""
-    if x.dim() != 3:
+    if x.dim() == 2:
+        x = x.unsqueeze(0)
+    elif x.dim() != 3:
         x = x.reshape(-1, *x.shape[-2:]) if x.numel() else x.new_empty(x.shape[:-2].numel(), *x.shape[-2:])
     return x if x.stride(1) == 1 or x.stride(2) == 1 else x.contiguous()
 
@@ -271,26 +283,25 @@ def _matmul(left: Tensor, right: Tensor, output: _Output) -> _Seen:
     if a_depth != 1 and a.shape[1] == 1:
         a, a_depth, a_rows = a.contiguous(), 1, a.shape[2]
     m, k, n = a.shape[1], a.shape[2], b.shape[2]
-    numbers = torch.tensor(
-        [a.shape[0], m, n, k, a.stride(0), a_rows, a_depth, b.stride(0), b.stride(2), b.stride(1), m * n, n],
-    )
-    integers, largest = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
+    sizes = array("q", (a.shape[0], m, n, k))
+    strides = array("q", (a.stride(0), a_rows, a_depth, b.stride(0), b.stride(2), b.stride(1), m * n, n))
+    seen = _nothing_seen(result)
     status = library.lowp_integer_matmul(
         output.kernel.encode() or None,
         a.data_ptr(),
         b.data_ptr(),
         result.data_ptr(),
-        numbers.data_ptr(),
-        numbers.data_ptr() + 4 * 8,
+        _address(sizes),
+        _address(strides),
         output.kind,
         output.exponent,
         output.lowest,
         cpu.threads(),
-        integers.data_ptr(),
-        largest.data_ptr(),
+        _address(seen.integers),
+        _address(seen.largest),
     )
     _check_status(status, output)
-    return _Seen(result, integers, largest)
+    return seen
 
 
 def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: _Output) -> _Seen:
@@ -314,24 +325,24 @@ def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, ou
         return _finish_reference(sums, output)
     result = torch.empty(expected[names[2]], dtype=output.dtype)
     a, b = a.contiguous(), b.contiguous()
-    integers, largest = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
-    geometry = torch.tensor(shape.numbers())
+    seen = _nothing_seen(result)
+    geometry = array("q", shape.numbers())
     status = library.lowp_integer_convolution(
         output.kernel.encode() or None,
         PRODUCTS.index(product),
         a.data_ptr(),
         b.data_ptr(),
         result.data_ptr(),
-        geometry.data_ptr(),
+        _address(geometry),
         output.kind,
         output.exponent,
         output.lowest,
         cpu.threads(),
-        integers.data_ptr(),
-        largest.data_ptr(),
+        _address(seen.integers),
+        _address(seen.largest),
     )
     _check_status(status, output)
-    return _Seen(result, integers, largest)
+    return seen
 
 
 def _check_status(status: int, output: _Output) -> None:
@@ -347,18 +358,19 @@ def _check_reference(output: _Output) -> None:
 
 
 def _finish_reference(sums: Tensor, output: _Output) -> _Seen:
-    integers, largest = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
     if output.chained:
-        values = (sums.double() * 2.0**output.exponent).float()
-        if values.numel():
-            largest[0] = values.abs().max()
-        return _Seen(values, integers, largest)
-    if sums.numel():
-        integers[2] = sums.abs().max()
+        seen = _nothing_seen((sums.double() * 2.0**output.exponent).float())
+        if sums.numel():
+            seen.largest[0] = seen.values.abs().max().item()
+        return seen
     if output.dtype is not torch.int16:
-        return _Seen(integer_reference.scaled(sums, output.exponent, output.dtype), integers, largest)
-    rounded = integer_reference.shift_rounded(sums, output.exponent)
-    values = rounded.clamp(output.lowest, 32767)
-    if values.numel():
-        integers[0], integers[1] = (values != rounded).sum(), values.abs().max()
-    return _Seen(values.to(torch.int16), integers, largest)
+        seen = _nothing_seen(integer_reference.scaled(sums, output.exponent, output.dtype))
+    else:
+        rounded = integer_reference.shift_rounded(sums, output.exponent)
+        mantissas = rounded.clamp(output.lowest, 32767)
+        seen = _nothing_seen(mantissas.to(torch.int16))
+        if sums.numel():
+            seen.integers[0], seen.integers[1] = int((mantissas != rounded).sum()), int(mantissas.abs().max())
+    if sums.numel():
+        seen.integers[2] = int(sums.abs().max())
+    return seen
