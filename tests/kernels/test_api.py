@@ -354,7 +354,7 @@ def test_sixteen_bits_hold_what_is_said_to_fit(format: FloatFormat | IntFormat) 
 # -- speed ------------------------------------------------------------------------------------------------------------
 def test_a_small_eager_call_takes_microseconds() -> None:
     x = torch.randn(1000)
-    fastest = min(timeit.repeat(lambda: quantize(x, "e4m3fn"), number=500, repeat=7)) / 500
+    fastest = min(timeit.repeat(lambda: quantize(x, "e4m3fn"), number=50, repeat=60)) / 50
     assert fastest < (15e-6 if "cpu" in kernels.available() else 1e-3)
 
 
