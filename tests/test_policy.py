@@ -1,0 +1,137 @@
+"""Policies: rules match in order, print, and survive TOML; wrong ones are explained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowp.errors import InvalidInput, UnknownName
+from lowp.ops.table import op_names
+from lowp.policy import OP_CLASSES, Accumulation, Policy, Rule, check_ops
+from lowp.presets import PRESETS
+
+CASTS = st.none() | st.sampled_from(["fp16", "bf16:toward-zero", "e4m3fn:saturate", "flex16+5", "mxfp8", "bf16-tpu"])
+ACCUMULATIONS = st.none() | st.sampled_from(["fp32", "fp16/16", "bf16/128", "int32", "exact"])
+RULES = st.builds(
+    lambda ops, where, casts, accumulate: Rule.of(
+        *ops, where=where, accumulate=accumulate, **dict(zip(("input", "weight", "grad", "output"), casts, strict=True))
+    ),
+    st.lists(st.sampled_from(["linear", "conv*", "contraction", "norm"]), max_size=2),
+    st.sampled_from(["*", "layer4.*", "*.head"]),
+    st.tuples(CASTS, CASTS, CASTS, CASTS),
+    ACCUMULATIONS,
+)
+POLICIES = st.builds(
+    Policy,
+    st.lists(RULES, max_size=4).map(tuple),
+    st.sampled_from([None, "bf16"]),
+    st.sampled_from(Policy.TABLES),
+    st.sampled_from(["", "mine"]),
+)
+
+
+@given(POLICIES)
+def test_a_policy_survives_toml(policy: Policy) -> None:
+    again = Policy.from_toml(policy.to_toml())
+    assert again == policy
+    assert again.name == policy.name
+    assert hash(again) == hash(policy)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_survives_a_file(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text(PRESETS[name].policy.to_toml())
+    assert Policy.load(file) == PRESETS[name].policy
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_names_ops_that_exist(name: str) -> None:
+    check_ops(PRESETS[name].policy, op_names(PRESETS[name].policy.table))
+
+
+@pytest.mark.parametrize(
+    ("rule", "op", "op_class", "path", "expected"),
+    [
+        (Rule(), "relu", "pointwise", "", True),
+        (Rule.of("linear"), "linear", "contraction", "a.b", True),
+        (Rule.of("linear"), "conv2d", "contraction", "", False),
+        (Rule.of("contraction"), "conv2d", "contraction", "", True),
+        (Rule.of("conv*"), "conv2d", "contraction", "", True),
+        (Rule.of("conv*", where="stem.*"), "conv2d", "contraction", "stem.0", True),
+        (Rule.of("conv*", where="stem.*"), "conv2d", "contraction", "stem", False),
+        (Rule.of("conv*", where="*.head"), "conv2d", "contraction", "a.b.head", True),
+        (Rule(where="head"), "relu", "pointwise", "head", True),
+        (Rule(where="head"), "relu", "pointwise", "", False),
+    ],
+)
+def test_what_a_rule_speaks_of(rule: Rule, op: str, op_class: str, path: str, expected: bool) -> None:
+    assert rule.matches(op, op_class, path) is expected
+
+
+def test_the_first_match_wins_and_the_unused_are_told() -> None:
+    special, general = Rule.of("linear", where="head"), Rule.of("contraction", input="fp16")
+    policy = Policy((general,)).before(special)
+    assert policy.match("linear", "contraction", "head") is special
+    assert policy.match("linear", "contraction", "body") is general
+    assert policy.match("relu", "pointwise") is None
+    assert policy.uses_paths
+    assert not Policy((general,)).uses_paths
+    assert policy.unused([general]) == (special,)
+    assert special.is_empty
+    assert not general.is_empty
+
+
+def test_a_policy_prints_its_rules() -> None:
+    policy = Policy((Rule.of("linear", where="head", input="bf16", accumulate="fp16/16"), Rule()), name="mine")
+    assert str(policy).splitlines() == [
+        "policy mine on op table lowp-1, parameters as they are",
+        "  1. linear in head: input=bf16 accumulate=fp16/16",
+        "  2. every op: as it is",
+    ]
+
+
+@pytest.mark.parametrize("text", ["fp32", "fp16/16", "bf16/128", "int32", "exact"])
+def test_an_accumulation_prints_as_it_is_read(text: str) -> None:
+    assert str(Accumulation.parse(text)) == text
+    assert str(Accumulation.parse("fp16")) == "fp16/1"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[[rule]]\nops = 3\n", "rule 1: ops is a list of names"),
+        ("[[rule]]\ninput = 'bf61'\n", "rule 1: unknown format 'bf61'; did you mean bf16"),
+        ("[[rule]]\nimput = 'bf16'\n", "rule 1: unknown key 'imput'; did you mean input"),
+        ("[[rule]]\naccumulate = 'fp16/x'\n", "after the slash comes the block length"),
+        ("[[rule]]\naccumulate = 'fp32/8'\n", "fp16 and bf16 take a block"),
+        ("[[rule]]\ninput = 16\n", 'input is given as text, as in input = "fp16"'),
+        ("table = 'lowp-2'\n", "unknown op table 'lowp-2'; did you mean lowp-1"),
+        ("tabel = 'lowp-1'\n", "unknown key 'tabel'; did you mean table"),
+        ("rule = 3\n", r"rules are given as \[\[rule\]\] tables"),
+        ("rule = [", "is not TOML"),
+        ("parameters = 'fp61'\n", "unknown format 'fp61'"),
+    ],
+)
+def test_a_wrong_file_is_explained(text: str, expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidInput, match=expected) as caught:
+        Policy.load(file)
+    assert "wrong.toml" in str(caught.value)
+
+
+def test_a_missing_file_says_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="lowp policy show fp16 --toml"):
+        Policy.load(tmp_path / "gone.toml")
+
+
+def test_an_op_that_no_table_has_is_named_with_the_near_ones() -> None:
+    with pytest.raises(UnknownName, match="unknown op 'layernorm'; did you mean layer_norm"):
+        check_ops(Policy((Rule.of("layernorm"),)), op_names())
+    with pytest.raises(UnknownName, match=r"unknown op 'konv\*'"):
+        check_ops(Policy((Rule.of("konv*"),)), op_names())
+    check_ops(Policy((Rule.of("conv*", *OP_CLASSES, "relu"),)), op_names())

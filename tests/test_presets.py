@@ -1,0 +1,126 @@
+"""Presets: each is what its name says, has a source, and bare formats and policies become one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lowp.errors import InvalidInput, UnknownName
+from lowp.policy import Policy, Rule
+from lowp.presets import PRESETS, LossScale, Masters, Preset, parse
+
+NAMES = ("fp32", "fp16", "bf16", "fp16-storage", "bf16-storage", "bf16-tpu", "bf16-trunc", "fp16-naive", "fp8")
+
+
+def test_the_presets_are_these() -> None:
+    assert set(NAMES) <= set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_a_source_a_summary_and_its_own_name(name: str) -> None:
+    preset = PRESETS[name]
+    assert preset.name == preset.policy.name == name
+    assert preset.source and preset.summary
+    assert parse(name) is preset
+    assert parse(preset) is preset
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "masters", "parameters"),
+    [
+        ("fp32", "none", "none", None),
+        ("fp16", "dynamic", "none", None),
+        ("bf16", "none", "none", None),
+        ("fp16-storage", "dynamic", "fp32", "fp16"),
+        ("bf16-storage", "none", "fp32", "bf16"),
+        ("bf16-tpu", "none", "none", None),
+        ("fp16-naive", "none", "none", "fp16"),
+    ],
+)
+def test_scale_masters_and_storage(name: str, scale: str, masters: str, parameters: str | None) -> None:
+    preset = PRESETS[name]
+    stored = preset.policy.parameters
+    assert (str(preset.loss_scale), str(preset.masters)) == (scale, masters)
+    assert (None if stored is None else str(stored)) == parameters
+
+
+def test_fp32_has_no_rules() -> None:
+    assert PRESETS["fp32"].policy.rules == ()
+
+
+def test_fp8_is_e4m3_forward_and_e5m2_backward_with_current_scaling() -> None:
+    (rule,) = PRESETS["fp8"].policy.rules
+    assert (str(rule.input), str(rule.weight), str(rule.grad), rule.output) == (
+        "e4m3fn@fp32/tensor",
+        "e4m3fn@fp32/tensor",
+        "e5m2@fp32/tensor",
+        None,
+    )
+    assert rule.input is not None and str(rule.input.scaling) == "current"
+
+
+@pytest.mark.parametrize(
+    ("text", "scale", "forward", "backward"),
+    [
+        ("e4m3fn", "dynamic", "e4m3fn:saturate", "e4m3fn"),
+        ("e5m7", "dynamic", "e5m7", "e5m7"),
+        ("e8m3", "none", "e8m3", "e8m3"),
+        ("mxfp8", "none", "mxfp8", "mxfp8"),
+        ("bf16:stochastic", "none", "bf16:stochastic", "bf16:stochastic"),
+    ],
+)
+def test_a_bare_format_is_for_operands_and_gradients(text: str, scale: str, forward: str, backward: str) -> None:
+    preset = parse(text)
+    (rule,) = preset.policy.rules
+    assert rule.ops == ("contraction",)
+    assert (str(rule.input), str(rule.weight), str(rule.grad)) == (forward, forward, backward)
+    assert rule.output is None
+    assert str(preset.loss_scale) == scale
+
+
+def test_a_policy_and_a_file_become_a_preset(tmp_path: Path) -> None:
+    policy = Policy((Rule.of("contraction", input="fp16", grad="fp16"),), parameters="fp16", name="mine")  # type: ignore[arg-type]
+    file = tmp_path / "mine.toml"
+    file.write_text(policy.to_toml())
+    for given in (policy, file, str(file)):
+        preset = parse(given)
+        assert preset.policy == policy
+        assert (preset.name, str(preset.loss_scale), str(preset.masters)) == ("mine", "dynamic", "fp32")
+
+
+def test_an_unknown_precision_names_the_near_ones() -> None:
+    with pytest.raises(
+        UnknownName, match=r"unknown precision 'fp61'; did you mean .*fp16.*; or any format, such as e5m7"
+    ):
+        parse("fp61")
+    with pytest.raises(InvalidInput, match="e9m3 is not possible"):
+        parse("e9m3")
+
+
+@pytest.mark.parametrize("text", ["none", "dynamic", "dynamic(1024)", "128", "0.5"])
+def test_a_loss_scale_prints_as_it_is_read(text: str) -> None:
+    scale = LossScale.parse(text)
+    assert str(scale) == text
+    assert LossScale.parse(scale) is scale
+    assert 0 < scale.floor <= scale.initial <= scale.ceiling
+
+
+@pytest.mark.parametrize("text", ["fast", "0", "-1", "inf", "nan", "dynamic(x)", "dynamic(0)"])
+def test_a_loss_scale_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="loss scale"):
+        LossScale.parse(text)
+
+
+def test_unknown_kinds_are_refused() -> None:
+    with pytest.raises(UnknownName, match="unknown kind of master weights 'split16'; did you mean split"):
+        Masters("split16")
+    with pytest.raises(UnknownName, match="unknown loss scale"):
+        LossScale("dynamical")
+    with pytest.raises(InvalidInput, match="between its floor"):
+        LossScale("static", 0.5)
+
+
+def test_presets_are_values() -> None:
+    assert PRESETS["fp16"] == Preset(**vars(PRESETS["fp16"]))
+    assert hash(PRESETS["fp16"].policy) == hash(Policy(PRESETS["fp16"].policy.rules))
