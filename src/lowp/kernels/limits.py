@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import functools
+import typing
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Overflow, Rounding
+from lowp.compat import private
 from lowp.formats import FORMATS, FloatFormat, IntFormat
 from lowp.kernels import bitwise, scaled
 from lowp.kernels.floats import narrow, widen
+
+_real_tensors = typing.cast(
+    Callable[[], AbstractContextManager[object]], private("torch.utils._python_dispatch._disable_current_modes")
+)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -21,11 +29,11 @@ def holds(cast: Cast, dtype: torch.dtype) -> bool:
         return scaled.fits(cast, dtype)
     if dtype.itemsize > 2:
         return dtype == torch.float64 or holds_format(cast.element, dtype) or _is_identity_on_fp32(cast)
-    every = widen(torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype))
     both_ways = (Rounding.UP, Rounding.DOWN) if cast.is_stochastic else (cast.rounding,)
-    return all(
-        _survives(bitwise.quantized(every, replace(cast, rounding=mode, random_bits=None)), dtype) for mode in both_ways
-    )
+    casts = [replace(cast, rounding=mode, random_bits=None) for mode in both_ways]
+    with _real_tensors():  # torch.compile may ask, whose tensors have no values
+        every = widen(torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype))
+        return all(_survives(bitwise.quantized(every, one), dtype) for one in casts)
 
 
 def holds_format(format: FloatFormat | IntFormat, dtype: torch.dtype) -> bool:
