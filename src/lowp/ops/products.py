@@ -180,6 +180,8 @@ def _gradients(
         axis = axis if depends_on_axis(numbers.grad) else -1
         if axis not in rounded_gradient:
             value = carried(gradient, numbers.grad, numbers.seed, axis)
+            if not graph and not value.is_cuda:
+                value = value.float()  # once for all the products and the bias
             rounded_gradient[axis] = operand(gradient, value, numbers.gradient_dtype) if graph else Operand(value)
         return rounded_gradient[axis]
 
