@@ -1,0 +1,133 @@
+"""lowp train: lines, checkpoints, a real Ctrl-C and a real kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+COMMAND = [sys.executable, "-m", "lowp", "train", "digits", "--precision", "fp16"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # for the processes that a test starts, where lowp is not installed
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(repository / "src"), os.environ.get("PYTHONPATH", "")]))
+
+
+def stop_with(number: int, after: str, *arguments: str) -> tuple[int, str]:
+    """Start a training, send a signal once a line of stderr begins with `after`; return the exit code and stderr."""
+    command = [*COMMAND, *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr is not None
+        seen = ""
+        for line in process.stderr:
+            seen += line
+            if line.startswith(after):
+                time.sleep(0.05)
+                process.send_signal(number)
+                break
+        seen += process.stderr.read()
+    return process.returncode, seen
+
+
+def history(path: str) -> list[dict[str, float]]:
+    records = json.loads(Path(path).read_text())["history"]
+    return [{name: value for name, value in record.items() if name != "seconds"} for record in records]
+
+
+def weights(path: str) -> dict[str, torch.Tensor]:
+    model: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["model"]
+    return model
+
+
+def same(one: str, other: str) -> bool:
+    mine, theirs = weights(one), weights(other)
+    return all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_line_an_epoch_and_a_checkpoint(lowp: Callable[..., Any]) -> None:
+    result = lowp("train", "digits", "--precision", "bf16", "--epochs", "2", "--seed", "1", "--out", "run.json")
+    assert result.code == 0
+    assert "digits in bf16, seed 1: accuracy " in result.out and "digits-bf16-seed1.pt" in result.out
+    assert "epoch 0/2  accuracy" in result.err and "epoch 2/2  accuracy" in result.err
+    assert weights("digits-bf16-seed1.pt")["0.weight"].shape == (128, 64)
+    document = json.loads(Path("run.json").read_text())
+    assert document["complete"] and [record["epoch"] for record in document["history"]] == [0, 1, 2]
+    assert document["settings"]["precision"] == "bf16" and document["machine"]["words"]
+
+
+def test_ctrl_c_and_kill_9_and_on_to_the_same_bits(lowp: Callable[..., Any]) -> None:
+    epochs = ("--epochs", "25")
+    code, said = stop_with(signal.SIGINT, "epoch 2/", *epochs, "--checkpoint", "part.pt")
+    assert code == 130, said
+    assert "the checkpoint is part.pt. To go on: lowp train digits --checkpoint part.pt --resume" in said
+    code, said = stop_with(signal.SIGKILL, "epoch 5/", "--checkpoint", "part.pt", "--resume")
+    assert code == -signal.SIGKILL and "going on with part.pt after" in said
+    assert lowp("train", "digits", "--checkpoint", "part.pt", "--resume", "--out", "part.json").code == 0
+    whole = ("train", "digits", "--precision", "fp16", *epochs, "--checkpoint", "whole.pt", "--out", "whole.json")
+    assert lowp(*whole).code == 0
+    assert same("part.pt", "whole.pt")
+    assert history("part.json") == history("whole.json")
+
+
+def test_an_unfinished_run_is_not_overwritten_unless_asked(lowp: Callable[..., Any]) -> None:
+    from lowp.recipes.training import Settings, Training
+
+    Training(Settings("digits", "fp16", epochs=4)).save(Path("digits-fp16-seed0.pt"))
+    before = Path("digits-fp16-seed0.pt").read_bytes()
+    result = lowp("train", "digits", "--precision", "fp16", "--epochs", "1")
+    assert result.code == 2 and "holds a run that stopped after 0 of 4 epochs: give --resume to go on" in result.err
+    assert Path("digits-fp16-seed0.pt").read_bytes() == before
+    assert lowp("train", "digits", "--precision", "fp16", "--epochs", "1", "--overwrite").code == 0
+
+
+def test_a_finished_run_has_nothing_left_to_do(lowp: Callable[..., Any]) -> None:
+    assert lowp("train", "digits", "--epochs", "1").code == 0
+    before = Path("digits-fp32-seed0.pt").read_bytes()
+    result = lowp("train", "digits", "--resume")
+    assert result.code == 0 and "after 1 epochs" in result.out
+    assert Path("digits-fp32-seed0.pt").read_bytes() == before
+
+
+def test_a_run_whose_weights_are_no_numbers_keeps_its_last_good_checkpoint(lowp: Callable[..., Any]) -> None:
+    result = lowp("train", "digits", "--epochs", "3", "--lr", "1e30", "--checkpoint", "run.pt")
+    assert result.code == 2 and "failed: its weights were no numbers after epoch 1" in result.err
+    assert all(value.isfinite().all() for value in weights("run.pt").values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("digts",), "unknown recipe 'digts'; did you mean digits or digits-hard?"),
+        (("digits", "--precision", "fp61"), "unknown precision 'fp61'; did you mean"),
+        (("digits", "--epochs", "0"), "epochs 0: give 1 or more"),
+        (("digits", "--lr", "-1"), "learning rate -1.0: give a finite number above zero"),
+        (("digits", "--size", "tiny"), "unknown size of digits 'tiny'; allowed: cpu, full"),
+        (("digits", "--loss-scale", "big"), "loss scale 'big' is not one"),
+        (("digits", "--checkpoint", "no/run.pt"), "no/run.pt: there is no folder no: make it first"),
+        (("digits", "--resume", "--checkpoint", "no.pt"), "there is no checkpoint no.pt"),
+        (("digits", "--resume", "--overwrite"), "--resume goes on with a checkpoint and --overwrite replaces it"),
+        (("digits", "--data", "here"), "digits takes no --data here"),
+        (("digits", "--resume", "--checkpoint", "cut.pt"), "cut.pt is damaged or no torch file"),
+        (("digits", "--checkpoint", "cut.pt"), "cut.pt is damaged or no torch file"),
+    ],
+)
+def test_bad_input_is_named_and_nothing_is_written(
+    lowp: Callable[..., Any], arguments: tuple[str, ...], text: str
+) -> None:
+    Path("cut.pt").write_bytes(b"PK\x03\x04 cut short")
+    result = lowp("train", *arguments)
+    assert result.code == 2 and text in result.err, result.err
+    assert Path("cut.pt").read_bytes() == b"PK\x03\x04 cut short"
+    assert [path.name for path in Path().iterdir()] == ["cut.pt"]

@@ -1,0 +1,217 @@
+"""A study trains what was planned, says what it showed, and goes on with what it has."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowp.errors import InvalidInput
+from lowp.recipes import results
+from lowp.recipes.comparison import Study, variants_of
+from lowp.recipes.measuring import peak_memory, step_times, threads_of
+from lowp.recipes.sweep import Grid, Sweep
+from lowp.recipes.training import Settings, Training, load_data
+
+TINY = Settings("digits", epochs=2, batch=128)
+DATA = load_data(TINY)
+
+
+def quiet(name: str, epoch: int) -> None:
+    """Tell nobody."""
+
+
+def done(study: Study, processes: int = 1) -> dict[str, Any]:
+    for _ in study.run(quiet, processes):
+        pass
+    return study.document()
+
+
+def without_seconds(document: dict[str, Any]) -> list[Any]:
+    rows = json.loads(json.dumps(document["variants"]))
+    for row in rows:
+        for run in row["runs"]:
+            for record in run["history"]:
+                del record["seconds"]
+    return rows
+
+
+def test_fp32_comes_first_and_once() -> None:
+    assert [row.label for row in variants_of(TINY, ["bf16", "fp32", "bf16 "])] == ["fp32", "bf16"]
+
+
+def test_each_precision_that_can_be_scaled_has_a_row_a_scale() -> None:
+    rows = variants_of(TINY, ["fp16", "fp16-naive"], ["1", "dynamic"])
+    assert [row.label for row in rows] == ["fp32", "fp16, scale 1", "fp16, scale dynamic", "fp16-naive"]
+    assert [row.settings.loss_scale for row in rows] == [None, "1", "dynamic", None]
+
+
+def test_a_comparison_says_what_its_runs_showed() -> None:
+    study = Study(variants_of(TINY, ["bf16", "fp16"], ["8"]), range(2), samples=2)
+    document = done(study)
+    assert document["complete"] and document["baseline"] == "fp32"
+    for row in document["variants"]:
+        values = [run["history"][-1]["accuracy"] for run in row["runs"]]
+        assert [run["seed"] for run in row["runs"]] == [0, 1]
+        assert row["statistics"]["accuracy"]["values"] == values
+        assert row["statistics"]["accuracy"]["mean"] == pytest.approx(sum(values) / 2)
+        assert row["statistics"]["accuracy"]["deviation"] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2))
+    baseline, bf16, fp16 = document["variants"]
+    assert baseline["verdict"]["verdict"] == "baseline"
+    assert baseline["statistics"]["flushed_gradients"]["mean"] == 0
+    gap = baseline["statistics"]["accuracy"]["mean"] - bf16["statistics"]["accuracy"]["mean"]
+    assert bf16["verdict"]["gap"] == pytest.approx(gap)
+    assert fp16["statistics"]["loss_scale"]["values"] == [8.0, 8.0]
+
+
+def test_two_processes_train_the_same_bits_as_one() -> None:
+    rows = variants_of(TINY, ["fp16"])
+    with threads_of(1):
+        alone = done(Study(rows, [0], samples=2))
+    assert without_seconds(alone) == without_seconds(done(Study(rows, [0], samples=2), processes=2))
+
+
+def test_a_run_that_ends_in_an_error_fails_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Training.step
+
+    def breaking(self: Training, *arguments: Any) -> torch.Tensor:
+        if self.settings.precision == "bf16" and self.epoch == 1:
+            raise FloatingPointError("no scale is small enough")
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Training, "step", breaking)
+    document = done(Study(variants_of(TINY, ["bf16", "bf16-tpu"]), [0, 1], samples=0))
+    _, bf16, tpu = document["variants"]
+    assert bf16["verdict"]["verdict"] == "fails"
+    assert "2 of 2 runs came to nothing; FloatingPointError: no scale is small enough" in bf16["verdict"]["reason"]
+    assert tpu["verdict"]["verdict"] != "fails" and len(tpu["runs"]) == 2
+
+
+def test_a_study_that_was_stopped_goes_on_and_is_the_same_in_the_end(tmp_path: Path) -> None:
+    rows, path = variants_of(TINY, ["bf16"]), tmp_path / "run.json"
+    whole = done(Study(rows, [0, 1], samples=2))
+    part = Study(rows, [0, 1], samples=2)
+    asked = iter(range(100))
+    names = [name for name, _ in part.run(quiet, 1, lambda: next(asked) >= 45)]
+    assert names == ["fp32, seed 0", "bf16, seed 0"]
+    results.write(path, part.document())
+    assert not results.read(path, "comparison")["complete"]
+    rest = Study(rows, [0, 1], samples=2)
+    assert rest.resume(path) == 2 and len(rest.jobs()) == 2
+    assert repr(without_seconds(done(rest))) == repr(without_seconds(whole))
+
+
+def test_runs_of_another_plan_are_not_taken_over(tmp_path: Path) -> None:
+    results.write(tmp_path / "run.json", done(Study(variants_of(TINY, ["bf16"]), [0], samples=0)))
+    other = Study(variants_of(Settings("digits", epochs=3), ["bf16"]), [0], samples=0)
+    with pytest.raises(InvalidInput, match=r"holds runs that this command does not ask for \(fp32, seed 0\)"):
+        other.resume(tmp_path / "run.json")
+    assert not other.runs
+
+
+# -- the cost of a step -----------------------------------------------------------------------------------------------
+def test_a_step_is_timed_and_one_that_cannot_be_taken_is_not() -> None:
+    timed, broken = step_times([TINY, Settings("digits", "fp16-naive", loss_scale="8", batch=128)], DATA, 0.05)
+    assert timed is not None and 1e-5 < timed.median < 1 and timed.quartiles[0] <= timed.median <= timed.quartiles[1]
+    assert broken is None
+
+
+def test_peak_memory_counts_what_a_step_keeps() -> None:
+    peak = peak_memory(Settings("digits", batch=128).filled(), DATA)
+    # weights, gradients and momentum of 9,610 fp32 numbers, the batch, and the hidden layer before and after its ReLU
+    least = 3 * 4 * 9_610 + 4 * 128 * 64 + 2 * 4 * 128 * 128
+    assert peak is not None and least < peak < 2 * least
+    assert peak == peak_memory(Settings("digits", batch=128).filled(), DATA)
+    larger = peak_memory(Settings("digits", batch=256).filled(), DATA)
+    assert larger is not None and larger - peak >= 4 * 128 * (64 + 2 * 128)
+
+
+def test_measuring_fills_the_rows() -> None:
+    study = Study(variants_of(TINY, ["bf16"]), [0], samples=0)
+    study.measure(seconds=0.05)
+    for row in study.document()["variants"]:
+        assert row["step_seconds"] > 0 and row["peak_memory_bytes"] > 0 and row["threads"] == 1
+
+
+# -- sweeps -----------------------------------------------------------------------------------------------------------
+def test_a_grid_is_read() -> None:
+    assert Grid.parse("exponent=3..5,mantissa=2") == Grid((3, 4, 5), (2,), True)
+    assert Grid.parse(" mantissa = 2 .. 3 , exponent=8,subnormals=no") == Grid((8,), (2, 3), False)
+    assert Grid.parse("exponent=5,mantissa=7,subnormals=no").name(5, 7) == "e5m7ftz"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("exponent=9..2,mantissa=2..3", "exponent=9..2 runs backwards; did you mean exponent=2..9"),
+        ("exponent=2..9,mantissa=2..3", "eXmY takes 2 to 8 exponent bits"),
+        ("exponent=1..3,mantissa=2", "eXmY takes 2 to 8 exponent bits"),
+        ("exponent=2..8,mantissa=2..11", "e8m11 is not possible"),
+        ("exponent=2..8,mantissa=2..999999999", "e2m999999999 is not possible"),
+        ("exponent=2..8", "it has no mantissa; give both ranges, as in exponent=3..8,mantissa=2..10"),
+        ("exponent=2..8,mantissa=x", "'mantissa=x' is not understood"),
+        ("exponent=2,exponent=3,mantissa=2", "'exponent=3' is not understood"),
+        ("bits=2,mantissa=2", "'bits=2' is not understood"),
+        ("", "'' is not understood"),
+    ],
+)
+def test_what_is_no_grid_is_named(text: str, error: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        Grid.parse(text)
+    assert error in str(raised.value)
+
+
+def test_a_sweep_shows_that_three_exponent_bits_are_too_few() -> None:
+    sweep = Sweep(Settings("digits", epochs=3), Grid.parse("exponent=3..5,mantissa=2..3"), [0])
+    assert len(sweep.jobs()) == 7
+    grid = done(sweep)["grid"]
+    assert max(grid["values"][0]) < 0.3 and min(grid["values"][2]) > 0.9
+    means = [sum(line) / 2 for line in grid["values"]]
+    assert grid["effect_of_exponent"]["spread"] == pytest.approx(max(means) - min(means))
+    assert grid["effect_of_exponent"]["spread"] > 0.5 > 0.1 > grid["effect_of_mantissa"]["spread"]
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+def test_results_are_json_without_nan(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    results.write(path, {**results.header("comparison"), "values": [1.5, math.nan, math.inf], 3: (1, None)})
+    document = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert document["values"] == [1.5, None, None] and document["3"] == [1, None]
+    assert document["machine"]["words"] and document["versions"]["torch"] == torch.__version__
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_what_could_not_be_written_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="there is no folder"):
+        results.check_writable(tmp_path / "no" / "run.json")
+    with pytest.raises(InvalidInput, match="is a folder: give a file in it"):
+        results.check_writable(tmp_path)
+    (tmp_path / "mine.json").write_text('{"mine": 1}')
+    with pytest.raises(InvalidInput, match="is no file of lowp's results and was left as it is"):
+        results.check_writable(tmp_path / "mine.json")
+    if os.geteuid() != 0:  # root may write everywhere
+        (tmp_path / "fixed").mkdir()
+        (tmp_path / "fixed").chmod(stat.S_IRUSR | stat.S_IXUSR)
+        with pytest.raises(InvalidInput, match="cannot be written: Permission denied"):
+            results.check_writable(tmp_path / "fixed" / "run.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", "cannot be read as results"),
+        ("[1]", "holds no results of lowp"),
+        ('{"lowp_results": 9, "kind": "comparison"}', "holds a comparison of version 9, not a comparison of version 1"),
+        ('{"lowp_results": 1, "kind": "sweep"}', "holds a sweep of version 1, not a comparison"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_refused(text: str, error: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(InvalidInput, match=error):
+        results.read(tmp_path / "run.json", "comparison")

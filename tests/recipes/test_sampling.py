@@ -1,0 +1,93 @@
+"""What is counted as flushed, lost and small is what was flushed, lost and small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowp.recipes import get
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, TensorExamples, constant
+from lowp.recipes.sampling import Sampler
+from lowp.recipes.training import Settings, Training, load_data
+
+SLOPES = torch.tensor([1.0, 2.0**-14, 2.0**-26, 0.0])  # the gradients; the third is nothing in fp16, the fourth in any
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+def make_toy() -> Recipe:
+    """Four weights of 1 whose gradients are SLOPES, which a step of SGD with rate 1/4 changes by a quarter of them."""
+    return Recipe(
+        name="toy",
+        summary="",
+        source="",
+        data="",
+        sizes={"cpu": Size(1, 1, 0.25, 4)},
+        metric=Metric("loss", higher_is_better=False, share=False),
+        load=lambda size, path: Data(TensorExamples(torch.zeros(1)), TensorExamples(torch.zeros(1)), ""),
+        make_model=lambda size: Weights(),
+        loss=lambda model, batch: (model.weight.float() * SLOPES).sum(),
+        evaluate=lambda model, batches: {"loss": 0.0},
+        make_optimizer=lambda model, rate: torch.optim.SGD(model.parameters(), lr=rate),
+        schedule=constant,
+    )
+
+
+def sampled(precision: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, float | None]:
+    monkeypatch.setattr("lowp.recipes.training.get", lambda name: make_toy())
+    training = Training(Settings("toy", precision))
+    sampler = Sampler(training.recipe, training.size, training.device, 1)
+    training.step((torch.zeros(1),), sampler)
+    return sampler.shares()
+
+
+def test_in_fp32_nothing_is_flushed_and_an_update_below_half_an_ulp_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 2^-28 is below half an ulp of 1 - in fp32 (2^-25): one of three is lost; one of three is below 2^-24
+    assert sampled("fp32", monkeypatch) == {
+        "flushed_gradients": 0.0,
+        "lost_updates": pytest.approx(1 / 3),
+        "small_updates": pytest.approx(1 / 3),
+    }
+
+
+def test_in_naive_fp16_the_small_gradient_is_flushed_and_the_middle_update_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 1 - 2^-16 rounds to 1 in fp16: of two gradients left one does not move its weight, and none is below 2^-24
+    assert sampled("fp16-naive", monkeypatch) == {
+        "flushed_gradients": pytest.approx(1 / 3),
+        "lost_updates": 0.5,
+        "small_updates": 0.0,
+    }
+
+
+def test_masters_keep_what_fp16_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    # bf16 has all three gradients, and the fp32 masters lose no more than fp32 does
+    shares = sampled("bf16-storage", monkeypatch)
+    assert shares["flushed_gradients"] == 0.0 and shares["lost_updates"] == pytest.approx(1 / 3)
+
+
+def test_samples_are_spread_over_the_run() -> None:
+    training = Training(Settings("digits", epochs=2, batch=128), load_data(Settings("digits")))
+    sampler = Sampler(training.recipe, training.size, training.device, 4)
+    wanted = [step for step in range(18) if sampler.wants(step / 18)]
+    assert len(wanted) == 4 and wanted == [3, 7, 12, 16]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16-storage", "fp16-naive"])
+def test_looking_changes_no_bit_of_the_run(precision: str) -> None:
+    data = load_data(Settings("digits"))
+    states: list[dict[str, Any]] = []
+    for look in (False, True):
+        training = Training(Settings("digits", precision, epochs=1, batch=128), data)
+        recipe, size = get("digits"), get("digits").size()
+        training.run(sampler=Sampler(recipe, size, training.device, 5) if look else None)
+        states.append({**training.model.state_dict(), "draw": torch.rand(1)})
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

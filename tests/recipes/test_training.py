@@ -1,0 +1,179 @@
+"""One loop: it learns, begins alike in every precision, and goes on after a stop as if there had been none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowp
+from lowp.checkpoint import InvalidCheckpoint
+from lowp.errors import InvalidInput, Unavailable
+from lowp.recipes.training import Settings, Training, load_data, moved
+
+DATA = load_data(Settings("digits"))
+PRECISIONS = ("fp32", "fp16", "bf16-storage", "fp16-naive", "e4m3fn")
+
+
+def begin(precision: str = "fp16", **changes: Any) -> Training:
+    return Training(Settings("digits", precision, **{"epochs": 2, "batch": 128, **changes}), DATA)
+
+
+class StopAfter:
+    """Asks to stop before the step of this number, once."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left == -1
+
+
+def without_seconds(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: repr(value) for name, value in record.items() if name != "seconds"} for record in history]  # type: ignore[misc]
+
+
+def same_bits(one: Training, other: Training) -> bool:
+    mine, theirs = one.model.state_dict(), other.model.state_dict()
+    return all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_digits_are_learned(precision: str) -> None:
+    training = begin(precision, epochs=3, batch=32)
+    assert training.run()
+    assert [record["epoch"] for record in training.history] == [0, 1, 2, 3]
+    assert training.history[0]["accuracy"] < 0.3
+    assert training.history[-1]["accuracy"] > 0.9
+    assert training.history[-1]["loss"] < training.history[1]["loss"] < training.history[0]["loss"]
+
+
+def test_fp32_is_plain_torch_to_the_bit() -> None:
+    training = begin("fp32", seed=5)
+    training.run()
+    torch.manual_seed(5)
+    recipe = training.recipe
+    model = recipe.make_model(recipe.size())
+    optimizer = recipe.make_optimizer(model, 0.1)
+    for epoch in range(2):
+        generator = torch.Generator().manual_seed((5 * 1_000_003 + epoch) * 1_000_003)
+        order = torch.randperm(1257, generator=generator)
+        for step in range(9):
+            optimizer.param_groups[0]["lr"] = 0.1 * (1 - (epoch * 9 + step) / 18)
+            optimizer.zero_grad()
+            recipe.loss(model, DATA.training.batch(order[step * 128 : (step + 1) * 128])).backward()
+            optimizer.step()
+    trained = training.model.state_dict()
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_one_seed_gives_the_same_initial_weights_in_every_precision(precision: str) -> None:
+    plain, other = begin("fp32", seed=3).model.state_dict(), begin(precision, seed=3).model.state_dict()
+    for name, value in plain.items():
+        stored = value.half().float() if precision == "fp16-naive" else value
+        assert torch.equal(other[name], stored)
+    assert not torch.equal(plain["0.weight"], begin("fp32", seed=4).model.state_dict()["0.weight"])
+
+
+def test_one_seed_gives_the_same_batches_in_every_precision() -> None:
+    class Recorded:
+        def __init__(self) -> None:
+            self.asked: list[list[int]] = []
+
+        def __len__(self) -> int:
+            return len(DATA.training)
+
+        def batch(self, indices: torch.Tensor, generator: torch.Generator | None = None) -> Any:
+            self.asked.append(indices.tolist())
+            return DATA.training.batch(indices)
+
+    orders = []
+    for precision in ("fp32", "fp16", "bf16-tpu"):
+        recorded = Recorded()
+        data = lowp.recipes.recipe.Data(recorded, DATA.validation, "")  # type: ignore[attr-defined]
+        Training(Settings("digits", precision, epochs=2, batch=256), data).run()
+        orders.append(recorded.asked)
+    assert orders[0] == orders[1] == orders[2]
+    assert orders[0][0] != orders[0][4]  # the second epoch has an order of its own
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16-storage", "fp16-naive", "e4m3fn"])
+@pytest.mark.parametrize("steps", [0, 4, 9, 13])
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(precision: str, steps: int, tmp_path: Path) -> None:
+    whole = begin(precision)
+    assert whole.run()
+    part = begin(precision)
+    assert not part.run(stop=StopAfter(steps))
+    part.save(tmp_path / "run.pt")
+    torch.manual_seed(99)
+    rest = Training.resume(tmp_path / "run.pt")
+    assert rest.run()
+    assert same_bits(whole, rest)
+    assert without_seconds(whole.history) == without_seconds(rest.history)
+    assert whole.precision.steps == rest.precision.steps == 18
+
+
+def test_a_run_that_was_stopped_in_memory_goes_on_too() -> None:
+    whole, part = begin(), begin()
+    whole.run()
+    assert not part.run(stop=StopAfter(5))
+    assert part.run()
+    assert same_bits(whole, part)
+
+
+def test_a_checkpoint_opens_with_plain_torch(tmp_path: Path) -> None:
+    training = begin("fp16-storage", epochs=1)
+    training.run()
+    training.save(tmp_path / "run.pt")
+    model = torch.load(tmp_path / "run.pt", weights_only=True)["model"]
+    assert model["0.weight"].dtype == torch.float32 and model["0.weight"].shape == (128, 64)
+
+
+def test_a_checkpoint_of_other_settings_is_not_gone_on_with(tmp_path: Path) -> None:
+    begin("fp16").save(tmp_path / "run.pt")
+    with pytest.raises(
+        InvalidInput, match="was trained with precision fp16, and precision bf16 was asked for: leave it"
+    ):
+        Training.resume(tmp_path / "run.pt", {"precision": "bf16"})
+    assert Training.resume(tmp_path / "run.pt", {"precision": "fp16", "seed": None}).settings.seed == 0
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
+    lowp.checkpoint.save(tmp_path / "other.pt", model=torch.nn.Linear(1, 1))  # type: ignore[attr-defined]
+    with pytest.raises(InvalidCheckpoint, match="not of `lowp train`"):
+        Training.resume(tmp_path / "other.pt")
+
+
+def test_weights_that_are_no_numbers_end_a_run() -> None:
+    training = begin("fp32", epochs=5, learning_rate=1e30)
+    assert training.run()
+    assert training.failure == f"its weights were no numbers after epoch {training.epoch}"
+    assert training.epoch < 5 and training.finished
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"epochs": 0}, InvalidInput, "epochs 0: give 1 or more"),
+        ({"batch": -1}, InvalidInput, "batch -1: give 1 or more"),
+        ({"learning_rate": float("nan")}, InvalidInput, "learning rate nan: give a finite number above zero"),
+        ({"seed": -1}, InvalidInput, "seed -1: give 0 to"),
+        ({"loss_scale": "0"}, InvalidInput, "loss scale '0': a scale is a finite number above zero"),
+        ({"precision": "fp61"}, InvalidInput, "unknown precision 'fp61'; did you mean"),
+        ({"device": "gpu"}, InvalidInput, "device 'gpu' is none that torch knows"),
+        ({"device": "cuda:99"}, Unavailable, "device cuda:99: this machine has"),
+    ],
+)
+def test_settings_that_cannot_be_run_are_named(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        Settings(**{"recipe": "digits", **changes}).filled()
+
+
+def test_a_batch_moves_with_all_its_parts() -> None:
+    batch = {"boxes": [torch.zeros(1), (torch.ones(2), "name")]}
+    moved_batch = moved(batch, torch.device("meta"))
+    assert moved_batch["boxes"][0].device.type == "meta" and moved_batch["boxes"][1][1] == "name"
