@@ -11,11 +11,12 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/low
 # pip reads the constraints for lowp's own dependencies and for the packages that build it.
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -e
 
-# The main job.
+# The main job: a minute or two on two cores. The numbers and the pictures are left in build/demo.
 define DEMO
+mkdir -p build/demo
 $(BIN)/lowp explain 1.12156456132 --to fp16
-$(BIN)/lowp explain "1.125 + 0.12457275390625" --in fp16
-$(BIN)/lowp explain --weight 1.125 --gradient 0.00041999 --steps 101 --in fp16
+$(BIN)/lowp compare digits --precision fp32,fp16,bf16,bf16-tpu,e4m3fn --out build/demo/digits.json
+$(BIN)/lowp compare digits-hard --precision fp32,fp16,fp16-naive --out build/demo/digits-hard.json
 endef
 
 .PHONY: demo test lint pytest slow clean
