@@ -56,6 +56,7 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return result
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _text(cast: str | Cast | Format) -> str:
     return cast if isinstance(cast, str) else str(cast)
 

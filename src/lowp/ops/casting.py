@@ -206,6 +206,9 @@ def rounded(
     if to is None:
         return x
     if (native := native_dtype(to)) is not None:
+        if x.dtype is torch.float32 and torch.compiler.is_compiling():
+            # inductor deletes a conversion there and back, and the rounding with it; an operator it leaves alone
+            return cast(Tensor, _straight_through(x, to, native, 0, axis))
         return x.to(native)
     wanted = result_dtype(to) if dtype is None else dtype
     if x.dtype is _own_dtype(to):

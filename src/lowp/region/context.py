@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lowp import presets
-from lowp.errors import InvalidInput
+from lowp.errors import InvalidInput, Unavailable
 from lowp.ops import table
 from lowp.policy import Policy, check_ops
 from lowp.presets import Preset
@@ -130,6 +130,11 @@ class autocast(TorchFunctionMode):
         """
         if not self._enabled or not self.policy.rules:
             return func(*args, **(kwargs or {}))
+        if self.policy.uses_paths:
+            raise Unavailable(
+                "a policy with rules for module paths cannot be entered inside a compiled function, where modules "
+                "cannot be followed: enter it around the call of the compiled function"
+            )
         return self._compiled.apply(func, args, kwargs or {})
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from lowp.compat import private
+from lowp.errors import Misuse
 from lowp.region.engine import Engine
 from lowp.session import ModulePath
 
@@ -63,7 +64,9 @@ def push(entry: Entry) -> Entry | None:
 
 def pop(region: object) -> Entry:
     """Leave: take away the innermost entry of a region, and let the one around it go on."""
-    index = next(i for i in reversed(range(len(_local.entries))) if _local.entries[i].region is region)
+    index = next((i for i in reversed(range(len(_local.entries))) if _local.entries[i].region is region), None)
+    if index is None:
+        raise Misuse(f"{region!r} is left in a thread that has not entered it, or twice")
     entry = _local.entries.pop(index)
     outer = _local.entries[index - 1] if index else None
     if outer is not None and outer.engine is not None:
