@@ -1,0 +1,156 @@
+"""CIFAR-10 as published (python or binary batches) or as one npz, without running anything that a pickle says.
+
+Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009: 50,000 and 10,000 images of 32x32 in ten
+classes; a row of a batch is 1024 red values, 1024 green, 1024 blue, each from the top left row by row.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lowp.recipes.data.files import Published, read_bytes
+from lowp.recipes.data.images import LabelledImages
+
+__all__ = ["CLASSES", "read_cifar10"]
+
+CIFAR10 = Published("CIFAR-10", "https://www.cs.toronto.edu/~kriz/cifar.html")
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+_VALUES = 3 * 32 * 32
+_BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
+_LOOKED_FOR = ("data_batch_1", "data_batch_1.bin", "*cifar10*.npz")
+
+Bytes = npt.NDArray[np.uint8]
+Part = tuple[Bytes, npt.NDArray[np.int64]]  # images [N, 3, 32, 32], labels [N]
+
+
+def read_cifar10(path: Path) -> LabelledImages:
+    """CIFAR-10 from a folder with its batches or a .npz, or from the .npz itself; of the batches, those that are there.
+
+    A .npz has x_train, y_train, x_test and y_test, its images as [N, 32, 32, 3] or [N, 3, 32, 32] in bytes. Raises
+    InvalidInput for what is missing or damaged.
+    """
+    first = CIFAR10.find(path, _LOOKED_FOR)
+    if first.suffix == ".npz":
+        training, held = _from_npz(first)
+    else:
+        ending, read = (".bin", _from_binary) if first.suffix == ".bin" else ("", _from_pickle)
+        files = [first.with_name(name + ending) for name in _BATCHES]
+        training = _joined([read(file) for file in files if file.exists()])
+        held = read(CIFAR10.find(first.parent, [f"test_batch{ending}"]))
+    description = f"CIFAR-10 from {first.parent}, {len(training[1]):,} to train on and {len(held[1]):,} held back"
+    images, labels, held_images, held_labels = (torch.from_numpy(part) for part in (*training, *held))
+    return LabelledImages(images, labels, held_images, held_labels, CLASSES, description)
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    return np.concatenate([images for images, _ in parts]), np.concatenate([labels for _, labels in parts])
+
+
+def _from_npz(path: Path) -> tuple[Part, Part]:
+    try:
+        with np.load(io.BytesIO(read_bytes(CIFAR10, path)), allow_pickle=False) as arrays:
+            missing = [name for name in ("x_train", "y_train", "x_test", "y_test") if name not in arrays]
+            if missing:
+                raise CIFAR10.broken(path, f"has no {', '.join(missing)}; it holds {', '.join(arrays) or 'nothing'}")
+            return tuple(_part(path, arrays[f"x_{which}"], arrays[f"y_{which}"]) for which in ("train", "test"))  # type: ignore[return-value]
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        raise CIFAR10.broken(path, f"is no .npz: {error}") from None
+
+
+def _from_binary(path: Path) -> Part:
+    """Rows of a label and 3072 values (the published "binary version")."""
+    raw = np.frombuffer(read_bytes(CIFAR10, path), np.uint8)
+    if len(raw) % (1 + _VALUES) or not len(raw):
+        raise CIFAR10.broken(path, f"has {len(raw):,} bytes, which is no multiple of {1 + _VALUES:,}")
+    rows = raw.reshape(-1, 1 + _VALUES)
+    return _part(path, rows[:, 1:], rows[:, 0])
+
+
+def _from_pickle(path: Path) -> Part:
+    """A pickled dictionary with the values ``data`` and ``labels``; nothing else of the pickle is carried out."""
+    try:
+        content = _ArraysOnly(io.BytesIO(read_bytes(CIFAR10, path)), encoding="latin-1").load()
+        values, labels = content["data"], content["labels"]
+        pixels = values.values() if isinstance(values, _Array) else None
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise CIFAR10.broken(path, f"is no batch of CIFAR-10: {error!r}") from None
+    if pixels is None or not isinstance(labels, list) or not all(isinstance(label, int) for label in labels):
+        raise CIFAR10.broken(
+            path, "is no batch of CIFAR-10: its data is no array or its labels are no list of integers"
+        )
+    return _part(path, pixels, np.asarray(labels))
+
+
+def _part(path: Path, images: npt.NDArray[Any], labels: npt.NDArray[Any]) -> Part:
+    """Images as [N, 3, 32, 32] and labels, checked."""
+    if images.ndim == 4 and images.shape[-1] == 3:
+        images = images.transpose(0, 3, 1, 2)
+    labels = labels.reshape(-1)
+    if images.dtype != np.uint8 or images.size != len(labels) * _VALUES or not len(labels):
+        raise CIFAR10.broken(path, f"has {images.dtype} images of shape {images.shape} for {len(labels)} labels")
+    if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() > 9:
+        raise CIFAR10.broken(path, "has labels that are not 0 to 9")
+    return np.array(images.reshape(-1, 3, 32, 32), order="C"), labels.astype(np.int64)
+
+
+# -- pickles ----------------------------------------------------------------------------------------------------------
+class _ArraysOnly(pickle.Unpickler):
+    """Reads dictionaries, lists, numbers, text and arrays of bytes. Any other class or function is refused by name.
+
+    Not even numpy's own functions are called: stand-ins take what a pickled array consists of.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in for one of the names by which numpy pickles an array; raises UnpicklingError for others."""
+        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
+            return _Array
+        if (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
+            return {"ndarray": _NoType, "dtype": _ElementType}[name]
+        if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes in protocol 2
+            return _encoded
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch of CIFAR-10 needs")
+
+
+class _NoType:
+    """Stands for numpy.ndarray, which is only named."""
+
+
+class _ElementType:
+    def __init__(self, name: str = "", *rest: object) -> None:
+        self.name = name
+
+    def __setstate__(self, state: object) -> None:
+        """The byte order and the like: of no meaning for bytes."""
+
+
+class _Array:
+    def __init__(self, *rest: object) -> None:
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def values(self) -> Bytes:
+        """The array; raises ValueError for one that is not of bytes."""
+        _, shape, element, fortran, raw = self.state
+        if getattr(element, "name", None) != "u1":
+            raise ValueError("an array that is not of bytes")
+        raw = raw.encode("latin-1") if isinstance(raw, str) else raw
+        flat: Bytes = np.frombuffer(raw, np.uint8)
+        return flat.reshape(shape, order="F" if fortran else "C")
+
+
+def _encoded(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it encodes as {encoding}")
+    return text.encode("latin-1")
