@@ -139,7 +139,8 @@ def sweep_words(document: Mapping[str, Any]) -> str:
         f"{points(by_exponent, share)}, between {mantissas[0]} and {mantissas[-1]} mantissa bits by "
         f"{points(by_mantissa, share)}: {conclusion}. Each number is the {recipe['metric']} after the last epoch "
         f"({seeds} seed{'s' * (seeds > 1)}), loss scale {document['variants'][-1]['loss_scaling']}."
-        + " A mantissa bit also halves the smallest subnormal number: ,subnormals=no takes that away." * grid["subnormals"],
+        + " A mantissa bit also halves the smallest subnormal: ,subnormals=no takes that away."
+        * grid["subnormals"],
         _WIDTH,
     )
 
