@@ -1,4 +1,4 @@
-"""The C++ kernels: every instruction set gives the same bits, and threads, forks and the processor's modes change none."""
+"""The C++ kernels: the same bits with every instruction set, any number of threads, after a fork, in every CPU mode."""
 
 from __future__ import annotations
 
@@ -197,7 +197,11 @@ def test_where_the_first_random_bits_do_not_decide_the_next_ones_do(name: str) -
     cpu.select(name)
     words = cpu.random_words(SEED, 0, 16).flatten().tolist()
     decided = set()
-    for dtype, format, places in ((torch.float32, "e4m3fn", 24), (torch.float64, "fp16", 32), (torch.float64, "i8", 32)):
+    for dtype, format, places in (
+        (torch.float32, "e4m3fn", 24),
+        (torch.float64, "fp16", 32),
+        (torch.float64, "i8", 32),
+    ):
         cast = parse(f"{format}:stochastic")
         unit = 2.0**-9 if format == "e4m3fn" else 2.0**-24 if format == "fp16" else 1.0
         for extra in (0.0, 0.25, 0.5, 0.75):
@@ -264,7 +268,9 @@ def test_statistics_do_not_depend_on_threads_or_instruction_set(dtype: torch.dty
     assert sum(found[0][0]) == len(x)
 
 
-@pytest.mark.parametrize("text", ["e4m3fn", "e4m3fn:saturate", "fp16:up", "e5m7:stochastic", "i8", "i1", "ue4m3", "e8m0"])
+@pytest.mark.parametrize(
+    "text", ["e4m3fn", "e4m3fn:saturate", "fp16:up", "e5m7:stochastic", "i8", "i1", "ue4m3", "e8m0"]
+)
 def test_the_effects_of_a_cast_are_counted_in_the_same_pass(text: str) -> None:
     cast = parse(text)
     for dtype in (torch.float32, torch.float64):

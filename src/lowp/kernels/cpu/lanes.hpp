@@ -44,7 +44,7 @@ struct Lane {
   Bits keeps_infinity;  // mask: it does not saturate
   Bits random_mask;    // the random bits that are used
   int random_left, random_right;  // from a random word to the discarded bits
-  Number random_scale;            // 2**(used random bits) / quantum
+  Number random_scale;            // 2**(random bits that a fraction is compared with) / quantum
   int random_drop;                // 32 - used random bits, below the smallest normal number
   Bits doubt;          // all ones where the first random word may not decide, for normal numbers
   Bits doubt_below;    // and below them
@@ -67,6 +67,7 @@ static inline bool reaches(const lowp_cast& cast) {
   if (cast.kind == kInteger) return cast.bits <= C::kMantissa + 1;
   if (cast.kind != kFloat || cast.mantissa_bits > C::kMantissa) return false;
   if (cast.min_exponent == C::kMinExponent) return true;
+  if (cast.mantissa_bits == C::kMantissa && cast.rounding == kStochastic) return false;
   if (is_one_below<C>(cast)) return cast.rounding != kStochastic;
   const int lowest = cast.min_exponent - cast.mantissa_bits;
   return lowest >= C::kMinExponent + C::kRandomBits + 2 && cast.min_exponent + C::kMantissa + 3 <= C::kBias;
@@ -82,11 +83,11 @@ static inline void set_randomness(Lane<C>& lane, const lowp_cast& cast) {
   const int used = cast.random_bits > 0 ? cast.random_bits : 32;
   lane.random_mask = static_cast<typename C::Bits>(0xffffffffu << (32 - used) & 0xffffffffu);
   lane.random_left = lane.shift > 32 ? lane.shift - 32 : 0;
-  lane.random_right = lane.shift > 32 || lane.shift == 0 ? 0 : 32 - lane.shift;
-  if (lane.shift == 0) lane.random_mask = 0;
+  lane.random_right = lane.shift > 32 || lane.shift == 0 ? 0 : 32 - lane.shift;  // 0: not used
   const int below = used < C::kRandomBits ? used : C::kRandomBits;
   lane.random_drop = 32 - below;
-  lane.random_scale = lane.quantum != 0 ? power_of_two<C>(below) / lane.quantum : 0;
+  const int scale_bits = C::kWidth == 32 ? C::kRandomBits : below;
+  lane.random_scale = lane.quantum != 0 ? power_of_two<C>(scale_bits) / lane.quantum : 0;
   lane.doubt = cast.random_bits == 0 && lane.shift > 32 ? ~typename C::Bits{0} : 0;
   lane.doubt_below = used > C::kRandomBits || cast.random_bits == 0 ? ~typename C::Bits{0} : 0;
 }
@@ -159,7 +160,7 @@ static inline Bits choose(Bits mask, Bits yes, Bits no) {
 static inline double small_number(uint64_t value) { return number(value | 0x4330000000000000) - 0x1p52; }
 
 // |x| rounded to the format's grid, its exponents unbounded above.
-template <class C, int MODE>
+template <class C, int MODE, int FORM>
 static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits word, const Lane<C>& lane,
                                        typename C::Bits& doubt) {
   using Bits = typename C::Bits;
@@ -190,13 +191,17 @@ static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits w
   } else if constexpr (MODE == kStochastic) {
     // The carry of `discarded + (all ones - random)` is set exactly where random < discarded.
     up = ~word & lane.random_mask;
+    const Bits noise = up;
     if constexpr (C::kWidth == 64) up <<= lane.random_left;
-    up >>= lane.random_right;
+    up = FORM == kWhole ? 0 : up >> lane.random_right;
     const Number fraction = rest * lane.random_scale;
-    if constexpr (C::kWidth == 32) {  // the first word always decides above the smallest normal number
-      const Int random = static_cast<Int>(word >> lane.random_drop), digits = static_cast<Int>(fraction);
-      step = mask<C>(digits > random) & quantum;
-      doubt |= mask<C>(digits == random) & lane.doubt_below;
+    if constexpr (C::kWidth == 32) {
+      // Below, the same carry with the 24 bits that a significand has. A sum of all ones is in doubt; above the smallest
+      // normal number the first word always decides.
+      constexpr Int kOnes = (1 << C::kRandomBits) - 1;
+      const Int sum = static_cast<Int>(fraction) + static_cast<Int>(noise >> (32 - C::kRandomBits));
+      step = mask<C>(sum > kOnes) & quantum;
+      doubt |= mask<C>(sum == kOnes);
     } else {
       const Number random = small_number(word >> lane.random_drop);
       const Bits sure = mask<C>(fraction >= random + 1);
@@ -219,9 +224,9 @@ static inline typename C::Bits cast_lane(typename C::Bits bits, typename C::Bits
   constexpr bool kDirected = MODE == kTowardZero || MODE == kUp || MODE == kDown;
   const Bits a = bits & Constants<C>::kMagnitude;
   const Int magnitude = static_cast<Int>(a);
-  Bits sign = bits & Constants<C>::kSign;
+  Bits sign = bits ^ a;
   const Bits negative = static_cast<Bits>(0) - (bits >> (C::kWidth - 1));
-  Bits result = rounded<C, MODE>(bits, word, lane, doubt);
+  Bits result = rounded<C, MODE, FORM>(bits, word, lane, doubt);
   Bits limit = static_cast<Bits>(lane.limit[0]), beyond = static_cast<Bits>(lane.beyond[0]);
   if constexpr (FORM == kWhole) {
     limit += negative & static_cast<Bits>(lane.limit[1] - lane.limit[0]);
@@ -264,7 +269,7 @@ __attribute__((noinline)) static bool cast_numbers(const typename C::Bits* in, t
     const typename C::Bits word = MODE == kStochastic ? words[i] : 0;
     out[i] = cast_lane<C, MODE, FORM>(in[i], word, lane, doubt);
   }
-  return doubt != 0;
+  return (doubt & (C::kWidth == 32 ? lane.doubt_below : ~typename C::Bits{0})) != 0;
 }
 
 template <class C>

@@ -17,7 +17,9 @@ struct Caster {
   Caster(const lowp_cast& given, uint64_t given_seed) : cast(given), seed(given_seed), lane{}, kernel(nullptr) {
     if (!reaches<C>(cast)) return;
     lane = make_lane<C>(cast);
-    kernel = cast_numbers_for<C>(lane.form, cast.rounding);
+    // a format with the carrier's own mantissa and exponents rounds nothing
+    const bool exact = cast.kind == kFloat && lane.shift == 0 && cast.rounding == kStochastic;
+    kernel = cast_numbers_for<C>(lane.form, exact ? kTowardZero : cast.rounding);
   }
 
   // At most kBlock elements; `begin`, the index of the first, is a multiple of four. `out` may be `in`.

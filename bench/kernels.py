@@ -1,0 +1,185 @@
+"""Time the casts beside torch.copy_ and the peers: `python bench/kernels.py [--quick] [--threads N] [--json FILE]`.
+
+16 M fp32 normal numbers, results in a reused buffer. Every round runs all candidates in turn, so that what else the
+machine does hits them alike; the best round of each counts. Bandwidth counts what must be read and written (8 bytes an
+element for fp32 to fp32). Peers that are not installed are left out; those that take longer than a second do not get
+every round. qtorch compiles its kernels when it is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lowp
+from lowp.casts import Rounding, parse
+from lowp.kernels import cpu
+
+ELEMENTS = 1 << 24
+NEAREST = ("fp16", "bf16", "bf16-tpu", "e4m3fn", "e4m3fn:saturate", "e5m2", "e4m3fnuz", "e8m0", "e3m2", "e2m1", "tf32")
+NEAREST += ("e5m7", "e6m9", "i8", "i16")
+OTHER_MODES = ("bf16-trunc", "fp16:nearest-away", "fp16:up", "e4m3fn:down")
+STOCHASTIC = ("fp16:stochastic", "bf16:stochastic", "e4m3fn:stochastic", "e5m7:stochastic", "fp16:stochastic-8")
+Candidates = dict[str, Callable[[], object]]
+
+
+def ours(x: Tensor, out: Tensor) -> Candidates:
+    """Return what lowp does, by name."""
+    candidates: Candidates = {}
+    for text in (*NEAREST, *OTHER_MODES, *STOCHASTIC):
+        candidates[f"lowp {text}"] = lambda text=text: lowp.quantize(x, text, seed=1, out=out)
+    codes, mantissas = torch.empty(len(x), dtype=torch.uint8), torch.empty(len(x), dtype=torch.int16)
+    fp8, own = parse("e4m3fn"), out.clone()
+    candidates["lowp fp16 in place"] = lambda: lowp.quantize(own, "fp16", out=own)
+    candidates["lowp encode e4m3fn"] = lambda: cpu.encode(x, fp8, 0, codes)
+    candidates["lowp decode e4m3fn"] = lambda: cpu.decode(codes, fp8.element, out)
+    candidates["lowp int16 and maximum"] = lambda: cpu.to_int16(x, -12, False, Rounding.NEAREST_EVEN, 0, mantissas)
+    candidates["lowp statistics"] = lambda: lowp.statistics(x)
+    candidates["lowp e4m3fn and statistics"] = lambda: cpu.quantize_statistics(x, fp8, 0, out)
+    return candidates
+
+
+def peers(x: Tensor, out: Tensor) -> Candidates:
+    """Return what the installed peers do, by name."""
+    candidates: Candidates = {
+        "torch .to(float16).to(float32)": lambda: out.copy_(x.to(torch.float16)),
+        "torch .to(bfloat16).to(float32)": lambda: out.copy_(x.to(torch.bfloat16)),
+        "torch .to(float8_e4m3fn).to(float32)": lambda: out.copy_(x.to(torch.float8_e4m3fn)),
+    }
+    array = x.numpy()
+    if ml_dtypes := installed("ml_dtypes"):
+        for name in ("bfloat16", "float8_e4m3fn"):
+            dtype = getattr(ml_dtypes, name)
+            candidates[f"ml_dtypes {name}"] = lambda dtype=dtype: array.astype(dtype).astype("float32")
+    if gfloat := installed("gfloat"):
+        table = importlib.import_module("gfloat.formats").format_info_ocp_e4m3
+        candidates["gfloat e4m3fn"] = lambda: gfloat.round_ndarray(table, array)
+    if quant := installed("qtorch.quant"):
+        candidates["qtorch e4m3"] = lambda: quant.float_quantize(x, 4, 3, "nearest")
+        candidates["qtorch e4m3 stochastic"] = lambda: quant.float_quantize(x, 4, 3, "stochastic")
+    if elements := installed("mx.elemwise_ops"):
+        candidates["microxcaling e4m3"] = lambda: elements.quantize_elemwise_op(
+            x, {"bfloat": 16, "fp": 0, "round": "even"}
+        )
+    return candidates
+
+
+def installed(name: str) -> Any:
+    """Return a peer's module, or None."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+    except Exception as error:  # a peer may fail to compile in any way it likes
+        print(f"left out: {name} ({type(error).__name__})")
+        return None
+
+
+def best_times(candidates: Candidates, rounds: int) -> dict[str, float]:
+    """Return the shortest time of each candidate in seconds, all of them run in turn."""
+    best = {}
+    for name, run in candidates.items():  # the first run warms up
+        start = time.perf_counter()
+        run()
+        best[name] = math.inf if (took := time.perf_counter() - start) < 1 else took
+    for turn in range(rounds):
+        for name, run in candidates.items():
+            if best[name] > 1 and math.isfinite(best[name]) and turn:
+                continue
+            start = time.perf_counter()
+            run()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def small_calls(count: int = 1000) -> dict[str, float]:
+    """Return the microseconds of an eager call on a small tensor through the public functions."""
+    x = torch.randn(count)
+    out = torch.empty_like(x)
+    calls: Candidates = {
+        "quantize e4m3fn": lambda: lowp.quantize(x, "e4m3fn"),
+        "quantize e4m3fn, out": lambda: lowp.quantize(x, "e4m3fn", out=out),
+        "quantize e4m3fn stochastic": lambda: lowp.quantize(x, "e4m3fn:stochastic", seed=1),
+        "encode e4m3fn": lambda: lowp.encode(x, "e4m3fn"),
+        "statistics": lambda: lowp.statistics(x),
+        "torch .to(float16).to(float32)": lambda: x.to(torch.float16).to(torch.float32),
+    }
+    found = {}
+    for name, call in calls.items():
+        times = []
+        for _ in range(200):
+            start = time.perf_counter()
+            for _ in range(10):
+                call()
+            times.append((time.perf_counter() - start) / 10)
+        found[name] = min(times) * 1e6
+    return found
+
+
+def bytes_of(name: str) -> int:
+    """What must be read and written for an element."""
+    if "encode" in name or "decode" in name:
+        return 5
+    if "int16" in name:
+        return 6
+    return 4 if name == "lowp statistics" else 8
+
+
+def machine() -> str:
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    return f"{model}, {os.cpu_count()} cores, {cpu.select(None)} kernels, torch {torch.__version__}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 15, no peers")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))
+    out = torch.empty_like(x)
+    candidates: Candidates = {"torch.copy_": lambda: out.copy_(x), **ours(x, out)}
+    if not arguments.quick:
+        candidates |= peers(x, out)
+    best = best_times(candidates, 3 if arguments.quick else 15)
+    copy = best["torch.copy_"]
+    print(f"{machine()}; {arguments.threads} threads, {ELEMENTS:,} elements")
+    rows = {}
+    for name, seconds in best.items():
+        row = {
+            "milliseconds": round(seconds * 1e3, 2),
+            "gigabytes_per_second": round(ELEMENTS * bytes_of(name) / seconds / 1e9, 2),
+            "percent_of_copy": round(100 * copy / seconds, 1),
+            "nanoseconds_an_element_a_thread": round(seconds * arguments.threads / ELEMENTS * 1e9, 3),
+        }
+        rows[name] = row
+        print(
+            f"{name:38}{row['milliseconds']:10.2f} ms{row['gigabytes_per_second']:8.2f} GB/s"
+            f"{row['percent_of_copy']:8.1f} % of copy_{row['nanoseconds_an_element_a_thread']:9.3f} ns/element/thread"
+        )
+    small = {name: round(microseconds, 2) for name, microseconds in small_calls().items()}
+    for name, microseconds in small.items():
+        print(f"{name + ', 1,000 elements':54}{microseconds:8.2f} us")
+    if arguments.json:
+        found = {"machine": machine(), "threads": arguments.threads, "elements": ELEMENTS, "rows": rows}
+        arguments.json.write_text(json.dumps({**found, "microseconds_1000_elements": small}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
