@@ -125,8 +125,8 @@ def blocks(columns: int = 8) -> Tensor:
     x = torch.cat([x.float(), torch.randn(20, columns, generator=generator)])
     x[:8] = 0.0
     x[1, 0], x[2, 1], x[3, 2], x[4, 3] = math.inf, math.nan, -0.0, 2.0**-149
-    x[5, 0] = x[60, 0] = 0.99999994  # the block where floor(log2) in fp32 goes wrong
-    x[6] = 0.999999940395 * torch.tensor([1.0, -1.0] * (columns // 2))
+    x[5, 0] = x[60, 0] = 7.9999995  # the block where floor(log2) in fp32 goes wrong
+    x[6] = 0.0624999962747 * torch.tensor([1.0, -1.0] * (columns // 2))
     x[7, :2] = torch.tensor([3.4028234663852886e38, 1e-45])
     return x
 
@@ -192,6 +192,13 @@ def test_element_formats_are_given_in_any_case_or_as_an_enumeration() -> None:
     x, member = torch.randn(2, 32), Enum("ElemFormat", {"fp6_e3m2": 6}).fp6_e3m2  # type: ignore[attr-defined]
     assert torch.equal(quantize_mx_op(x, SPECS, member, axes=[-1]), quantize_mx_op(x, SPECS, "FP6_E3M2", axes=[-1]))
     assert quantize_mx_op(x, SPECS) is x
+
+
+def test_exponents_just_below_a_power_of_two_are_right() -> None:
+    x = torch.tensor([7.9999995, 0.7])
+    assert torch.log2(x[0]).item() == 3.0  # what microxcaling goes by
+    assert quantize_mx_op(x, SPECS, "fp4_e2m1", 2, [0], "even").tolist() == [6.0, 0.5]  # there [8, 1]
+    assert quantize_elemwise_op(x, {"bfloat": 12}, "floor").tolist() == [7.5, 0.6875]
 
 
 def test_dither_is_unbiased_and_repeatable() -> None:

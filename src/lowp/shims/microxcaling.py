@@ -2,10 +2,11 @@
 
 Rouhani et al. 2023, "Microscaling Data Formats for Deep Learning", arXiv 2310.10537; OCP Microscaling Formats (MX) 1.0.
 Roundings by their names there: `nearest` takes ties away from zero, `even` to even, `floor` toward zero, `dither` is
-stochastic. What differs, because the original's fp32 arithmetic is wrong there (read off mx_ops.py, elemwise_ops.py):
+stochastic. What differs, because the original's fp32 arithmetic is wrong there (each input was run through its
+elemwise_ops.py):
 
-* exponents come from bits. There floor(log2(x)) in fp32 is one too large just below a power of two: the block
-  [0.99999994, 0.1] gets twice the scale it should have.
+* exponents come from bits. There floor(log2(x)) in fp32 is one too large just below a power of two: 7.9999995 gets
+  the exponent 3, so that `floor` makes 7 of it in fp8_e4m3, not 7.5, and a block with that maximum twice its scale.
 * rounding adds no 0.5 in fp32: 0.49999997 of the smallest subnormal is 0, not the smallest subnormal.
 * a zero keeps its sign in floating-point formats.
 * `floor` never makes infinity out of a finite number (IEEE 754, section 7.4): 70000 in `fp` 16 is 65504.
