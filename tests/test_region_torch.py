@@ -315,6 +315,40 @@ def test_a_region_inside_a_compiled_function(model: Net, precision: str) -> None
     assert after.dtype is torch.float32
 
 
+@compiles
+def test_module_paths_around_a_compiled_model(model: Net) -> None:
+    torch._dynamo.reset()
+    policy = PRESETS["fp16"].policy.before(Rule.of("linear", where="last", input="bf16", weight="bf16", output="bf16"))
+    compiled = torch.compile(model.forward, backend="aot_eager")
+    with autocast(policy):
+        assert torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(3, 8)).dtype is torch.float16
+    region = autocast(policy)
+
+    def run(x: Tensor) -> Tensor:
+        with region:
+            return model.last(x)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(run, backend="aot_eager", fullgraph=True)(torch.randn(3, 16))
+    assert compiled(torch.randn(3, 8)).dtype is torch.float32
+
+
+@compiles
+def test_a_checkpoint_within_a_compiled_function_runs_in_the_region_or_raises(model: Net) -> None:
+    torch._dynamo.reset()
+
+    def run(x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(model, x, use_reentrant=False)
+        return result
+
+    x = torch.randn(3, 8)
+    with autocast("fp16"):
+        expected = model(x)
+        assert torch.equal(torch.compile(run, backend="aot_eager")(x), expected)
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+
+
 def test_torch_spelling_inside_a_compiled_function(model: Net) -> None:
     torch._dynamo.reset()
 

@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from lowp.casts import Cast
 from lowp.compat import private
-from lowp.errors import InvalidInput
-from lowp.ops import table
-from lowp.ops.casting import Call, draw_seed, result_dtype
+from lowp.errors import InvalidInput, Unavailable
+from lowp.exponents import SharedExponents
+from lowp.ops import predicted, table
+from lowp.ops.casting import Call, draw_seed, functorch_is_active, result_dtype
 from lowp.ops.generic import sixteen_bit
 from lowp.ops.table import Row
 from lowp.policy import Policy, Rule
@@ -31,6 +32,8 @@ from lowp.session import ModulePath, WeightCasts
 __all__ = ["Engine", "Observation", "Rulebook"]
 
 _DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
+_tracing = cast(Callable[[], object], private("torch._guards.TracingContext.try_get"))
+_checkpoint_operator = private("torch._higher_order_ops.wrap.tag_activation_checkpoint")
 _NO_RULE = Rule()
 _BACKWARD = ("backward", "grad")
 _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|not implemented for (Half|BFloat16)")
@@ -67,6 +70,7 @@ class Plan(NamedTuple):
     row: Row
     rule: Rule | None
     run: Callable[[Call], Any] | None
+    is_predicted: bool = False  # its results are written under exponents that belong to places
 
 
 _UNKNOWN = Plan(Row("", ""), None, None)
@@ -111,7 +115,12 @@ class Rulebook:
             self._ops[row.name] = None
         elif row.is_contraction and self.policy.rules:
             self.missed(f"{row.name} in {path}" if path else row.name)
-        plans[function] = Plan(row, rule, run)
+        if rule is not None and predicted.is_predicted(rule.output):
+            # without places, as under torch.compile and torch.func, every tensor has the exponent of its own maximum
+            alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
+            plans[function] = Plan(row, rule, _under(alone, row.run(alone)), True)
+        else:
+            plans[function] = Plan(row, rule, run)
         return plans[function]
 
     def missed(self, name: str) -> None:
@@ -158,6 +167,15 @@ class Rulebook:
         return torch.float32 if rule is None else result_dtype(rule.output)
 
 
+def _under(rule: Rule, run: Callable[[Call], Any]) -> Callable[[Call], Any]:
+    """Return the runner as it carries out another rule than the one that a call comes with."""
+
+    def runner(call: Call) -> Any:
+        return run(Call(call.op, call.func, call.args, call.kwargs, rule, call.weight_cast, call.seed))
+
+    return runner
+
+
 class Engine(TorchFunctionMode):
     """One entry of a region in one thread. `active` is false while an inner region has replaced it."""
 
@@ -169,6 +187,7 @@ class Engine(TorchFunctionMode):
         devices: Sequence[str],
         dtype: torch.dtype,
         observers: Sequence[Callable[[Observation], object]] = (),
+        exponents: SharedExponents | None = None,
     ) -> None:
         super().__init__()
         self.rulebook, self.weights, self.path, self.observers = rulebook, weights, path, observers
@@ -176,6 +195,8 @@ class Engine(TorchFunctionMode):
         self.active = True
         self.running: tuple[str, bool] | None = None  # the op that runs now, and whether a rule speaks of it
         self.plans = rulebook.plans(path.current)
+        self.exponents = exponents
+        self._met: dict[str, int] = {}  # how often each op ran at each path: its places in the step
 
     def move(self) -> None:
         """Follow the module path."""
@@ -189,6 +210,8 @@ class Engine(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if torch.compiler.is_compiling():
             return self.apply(func, args, kwargs or {}) if self.is_ours(args, kwargs) else func(*args, **(kwargs or {}))
+        if _tracing() is not None:  # a compiler's backend runs what was traced, casts included
+            return func(*args, **(kwargs or {}))
         plan = self.plans.get(func, _UNKNOWN)
         if plan is _UNKNOWN:
             plan = self.rulebook.find(func, self.path.current)
@@ -203,6 +226,11 @@ class Engine(TorchFunctionMode):
             plan = self.rulebook.find(func, self.path.current)
             return func(*args, **kwargs) if plan is None else self._run(plan, func, args, kwargs)
         kept: Plan | None = getattr(self.rulebook.kept, _kept(self.rulebook, func, self.path.current))
+        if func is _checkpoint_operator:
+            raise Unavailable(
+                "torch.compile does not follow a region into a checkpoint: compile the function that is checkpointed, "
+                "or leave out fullgraph=True, so that the checkpoint runs outside the compiled graph"
+            )
         if kept is None:
             return func(*args, **kwargs)
         with torch.autocast(self.devices[-1], enabled=False):
@@ -211,12 +239,14 @@ class Engine(TorchFunctionMode):
             return kept.run(Call(kept.row.name, func, args, kwargs, kept.rule or _NO_RULE))
 
     def _run(self, plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        row, rule, run = plan
+        row, rule, run, _ = plan
         if row.op_class == "structural":
             return self._suspended(func, args, kwargs)
         before, self.running = self.running, (row.name, rule is not None)
         try:
-            if run is None:
+            if plan.is_predicted and self.exponents is not None and not functorch_is_active():
+                result = predicted.run(row, self._placed(row, func, args, kwargs, rule or _NO_RULE))
+            elif run is None:
                 result = func(*args, **kwargs)
             else:
                 result = run(Call(row.name, func, args, kwargs, rule or _NO_RULE, self.weights, draw_seed))
@@ -229,6 +259,16 @@ class Engine(TorchFunctionMode):
             for observer in tuple(self.observers):
                 observer(seen)
         return result
+
+    def _placed(
+        self, row: Row, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], rule: Rule
+    ) -> Call:
+        """Return the call with the site of this op at this spot of the step."""
+        assert self.exponents is not None and rule.output is not None
+        where = f"{self.exponents.root(self.path.outermost)}{self.path.current} {row.name}".strip()
+        count = self._met[where] = self._met.get(where, 0) + 1
+        site = self.exponents.site(rule.output, where if count == 1 else f"{where} #{count}")
+        return Call(row.name, func, args, kwargs, rule, self.weights, draw_seed, site)
 
     def _suspended(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a backward pass: what it computes was decided in the forward pass."""
