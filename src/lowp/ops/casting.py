@@ -7,7 +7,7 @@ a contraction, whose carrier is the smallest torch dtype that holds the format: 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar, cast
@@ -291,7 +291,8 @@ def functorch_is_active() -> bool:
 def shield() -> AbstractContextManager[object]:
     """Keep function modes and torch.autocast away from what runs inside: a backward may be called within a region."""
     if torch.compiler.is_compiling():
-        return nullcontext()
+        accelerator = torch.accelerator.current_accelerator()
+        return torch.autocast("cpu" if accelerator is None else accelerator.type, enabled=False)
     stack = ExitStack()
     stack.enter_context(_DisableTorchFunction())
     stack.enter_context(_DisableAutocast())
