@@ -254,7 +254,7 @@ class Engine(TorchFunctionMode):
             result = self._without_kernel(error, func, args, kwargs)
         finally:
             self.running = before
-        if self.observers:
+        if self.observers and (_device(args) or _device(list(kwargs.values()))):
             seen = Observation(row.name, row.op_class, self.path.current, rule, args, kwargs, result, row.operands)
             for observer in tuple(self.observers):
                 observer(seen)
