@@ -47,6 +47,8 @@ class ScalingSpec:
 
     ``current``: from the tensor's own maximum. ``delayed``: from the maxima of the last `window` tensors.
     ``autoflex``: predicted from the last `window` maxima (Koester et al. 2017). ``static``: given once, `exponent`.
+    ``frozen``: guessed at the first tensor and kept. ``reactive``: moved by one step at a time once too many elements
+    have overflowed (Courbariaux et al. 2014, arXiv 1412.7024). The last two are what autoflex is compared with.
     `headroom` leaves that many bits free above the maximum.
     """
 
@@ -55,7 +57,7 @@ class ScalingSpec:
     headroom: int = 0
     exponent: int | None = None
 
-    KINDS = ("current", "delayed", "autoflex", "static")
+    KINDS = ("current", "delayed", "autoflex", "static", "frozen", "reactive")
 
     def __post_init__(self) -> None:
         if self.kind not in self.KINDS:

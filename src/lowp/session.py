@@ -193,6 +193,11 @@ class ModulePath:
         """The path, '' in the outermost module and outside any."""
         return self._stack[-1] if self._stack else ""
 
+    @property
+    def outermost(self) -> nn.Module | None:
+        """The outermost module that was called, while one runs."""
+        return self._outermost() if self._stack and self._outermost is not None else None
+
     def copy(self) -> ModulePath:
         """Return a path that stands where this one stands now and goes its own way."""
         other = ModulePath()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from lowp.compat import private
 from lowp.formats import FORMATS, FloatFormat, ScaledFormat
 from lowp.policy import Rule
 
-__all__ = ["Call", "Operand", "carried", "carrier_dtype", "operand", "rounded", "shield", "with_tangents"]
+__all__ = ["Call", "Operand", "Site", "carried", "carrier_dtype", "operand", "rounded", "shield", "with_tangents"]
 
 _Answer = TypeVar("_Answer")
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -40,14 +40,30 @@ def cast_weight(weight: Tensor, to: Cast) -> Tensor:
     return carried(weight, to)
 
 
+class Site(Protocol):
+    """One op at one place of the step, whose results are written under shared exponents that remember the place."""
+
+    def write(self, x: Tensor, role: str, unless_exact: bool = False) -> Tensor:
+        """Return x (fp32 or fp64, outside the graph) as values of the format, in fp32, under the role's exponent.
+
+        `unless_exact`: a tensor that is in the format already stays as it is.
+        """
+        ...
+
+    def part(self) -> Site:
+        """Return the site of the op's next product: this one, then one more for each that follows."""
+        ...
+
+
 @dataclass
 class Call:
     """One call of an op that a rule speaks of, as the region hands it to the op's runner.
 
     `weight_cast` casts leaf parameters, which a session caches; `seed` gives a fresh seed for each stochastic cast.
+    `site` writes the results where the rule's output has an exponent that is predicted; see `lowp.ops.predicted`.
     """
 
-    __slots__ = ("args", "func", "kwargs", "op", "rule", "seed", "weight_cast")
+    __slots__ = ("args", "func", "kwargs", "op", "rule", "seed", "site", "weight_cast")
     op: str
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -55,6 +71,7 @@ class Call:
     rule: Rule
     weight_cast: Callable[[Tensor, Cast], Tensor]
     seed: Callable[[], Tensor | int]
+    site: Site | None
 
     def __init__(
         self,
@@ -65,9 +82,10 @@ class Call:
         rule: Rule,
         weight_cast: Callable[[Tensor, Cast], Tensor] = cast_weight,
         seed: Callable[[], Tensor | int] = draw_seed,
+        site: Site | None = None,
     ) -> None:
         self.op, self.func, self.args, self.kwargs, self.rule = op, func, args, kwargs, rule
-        self.weight_cast, self.seed = weight_cast, seed
+        self.weight_cast, self.seed, self.site = weight_cast, seed, site
 
 
 def _constant(function: Callable[[Cast], _Answer]) -> Callable[[Cast], _Answer]:

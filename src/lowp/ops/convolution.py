@@ -58,9 +58,11 @@ class Convolution(Form):
         gradient: Tensor = result[slot]
         return gradient
 
-    def integer_product(self, slot: int, left: Mantissas, right: Mantissas, exact: bool) -> Tensor:
+    def integer_product(
+        self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         if self.transposed:
-            return super().integer_product(slot, left, right, exact)
+            return super().integer_product(slot, left, right, exact, dtype)
         shape = integer.ConvolutionShape.of(
             self.first, self.second, self.stride, self.padding, self.dilation, self.groups
         )
@@ -68,7 +70,7 @@ class Convolution(Form):
         exponent = left.exponent + right.exponent
         if exact:
             sums = integer.convolution_exact(
-                _PRODUCTS[slot], a.payload, b.payload, shape, exponent=exponent, dtype=torch.float32
+                _PRODUCTS[slot], a.payload, b.payload, shape, exponent=exponent, dtype=dtype
             )
             return sums.values
         return integer.convolution_chained(_PRODUCTS[slot], a.payload, b.payload, shape, exponent=exponent).values

@@ -37,15 +37,20 @@ class Form:
         """Return the same product as matrices (batch, m, k) and (batch, k, n), and what shapes the result back."""
         raise NotImplementedError
 
-    def integer_product(self, slot: int, left: Mantissas, right: Mantissas, exact: bool) -> Tensor:
-        """Return the same product of int16 mantissas in fp32, summed exactly and rounded once or in chains of int32."""
+    def integer_product(
+        self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Return the same product of int16 mantissas, summed exactly and rounded once to `dtype`, or in int32 chains.
+
+        Chains are flushed to fp32 and returned in it.
+        """
         rows, columns, finish = self.matrices(slot, left.payload, right.payload)
         if rows.dtype is not torch.int16 or columns.dtype is not torch.int16:  # summed along a letter of its own
             wide = (values(one.payload, one.exponent) for one in (left, right))
-            return self.product(slot, *wide)
+            return self.product(slot, *(one.to(dtype) for one in wide))
         exponent = left.exponent + right.exponent
         if exact:
-            return finish(integer.matmul_exact(rows, columns, exponent=exponent, dtype=torch.float32).values)
+            return finish(integer.matmul_exact(rows, columns, exponent=exponent, dtype=dtype).values)
         return finish(integer.matmul_chained(rows, columns, exponent=exponent).values)
 
     def with_bias(self, result: Tensor, bias: Tensor) -> Tensor:

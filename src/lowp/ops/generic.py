@@ -20,7 +20,18 @@ from lowp.errors import Misuse
 from lowp.ops.casting import Call, is_castable, native_dtype, rounded, shield
 from lowp.ops.signature import without_out, written
 
-__all__ = ["inside", "linear_cross_entropy", "lowered", "plain", "pointwise", "promote", "refused", "wide"]
+__all__ = [
+    "changed",
+    "inside",
+    "linear_cross_entropy",
+    "lowered",
+    "plain",
+    "pointwise",
+    "promote",
+    "refused",
+    "run_changed",
+    "wide",
+]
 
 _Change = Callable[[Tensor], Tensor]
 
@@ -102,17 +113,24 @@ def linear_cross_entropy(call: Call) -> Any:
 
 
 def _run(call: Call, change: _Change) -> Any:
-    """Run the function on changed tensors, in place and out= forms too, and cast what comes out."""
+    """Run the function on changed tensors, and cast what comes out by the rule's `output` and `grad`."""
     rule = call.rule
+    if rule.output is None and rule.grad is None:
+        return run_changed(call, change)
+    return run_changed(call, change, lambda y: _result(y, rule.output, rule.grad, call.seed))
+
+
+def run_changed(call: Call, change: _Change, finish: _Change | None = None) -> Any:
+    """Run the function on changed tensors, in place and out= forms too, and change what comes out by `finish`."""
     function, target = call.func, None
     if (outside := _out_of_place(call.func)) is not None and call.args:
         function, target = outside, call.args[0]
     inner, out = without_out(call)
-    args = _map(inner.args, change)
-    kwargs = _map(inner.kwargs, change)
+    args = changed(inner.args, change)
+    kwargs = changed(inner.kwargs, change)
     result = function(*args, **kwargs)
-    if rule.output is not None or rule.grad is not None:
-        result = _map(result, lambda y: _result(y, rule.output, rule.grad, call.seed))
+    if finish is not None:
+        result = changed(result, finish)
     if target is not None:
         return target.copy_(result)
     if "out" not in call.kwargs or out is None:
@@ -156,14 +174,14 @@ def _widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _map(value: Any, change: _Change) -> Any:
+def changed(value: Any, change: _Change) -> Any:
     """Change the castable tensors in arguments or results, however they are nested."""
     if isinstance(value, Tensor):
         return change(value) if is_castable(value) else value
     if isinstance(value, dict):
-        return {key: _map(one, change) for key, one in value.items()}
+        return {key: changed(one, change) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [_map(one, change) for one in value]
+        items = [changed(one, change) for one in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return items if isinstance(value, list) else _rebuilt(value, items)

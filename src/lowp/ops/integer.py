@@ -10,8 +10,8 @@ Source: Das et al. 2018, arXiv 1802.00930 (DFP-16); Koester et al. 2017, arXiv 1
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,16 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import Unavailable
 from lowp.kernels.mantissas import Mantissas, current_exponent, has_mantissas, to_mantissas, values
-from lowp.ops.casting import Call, functorch_is_active, operand, rounded, shield
+from lowp.ops.casting import Call, Site, functorch_is_active, operand, rounded, shield
 from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form
+from lowp.ops.writing import (
+    BIAS_GRADIENT,
+    OUTPUT_GRADIENT,
+    OUTPUT_ROLE,
+    gradient_roles,
+    wide_contraction,
+    written_gradient,
+)
 from lowp.policy import Rule
 
 __all__ = ["integer_contraction", "is_integer"]
@@ -53,10 +61,21 @@ def integer_contraction(
         return None
     a, b = _mantissas(first, call.rule.input, call), _mantissas(second, call.rule.weight, call)
     if a is None or b is None:
-        return None
+        return None if call.site is None else wide_contraction(form, call, first, second, bias)
     left, right = (operand(x, one.payload, torch.float32) for x, one in ((first, a), (second, b)))
     apply: Callable[..., Tensor] = _IntegerProduct.apply
-    return apply(form, call, left.edge, right.edge, bias, a, b, in_fp32)
+    if call.site is not None:
+        role_of = gradient_roles()
+        written = _Written(call.site.part(), (role_of(first), role_of(second)))
+        return apply(form, call, left.edge, right.edge, bias, a, b, in_fp32, written)
+    return apply(form, call, left.edge, right.edge, bias, a, b, in_fp32, None)
+
+
+class _Written(NamedTuple):
+    """Where the results of one contraction are written, and the roles of the gradients of both operands."""
+
+    site: Site
+    gradients: tuple[str, str]
 
 
 def _mantissas(x: Tensor, to: Cast | None, call: Call) -> Mantissas | None:
@@ -81,12 +100,17 @@ class _IntegerProduct(torch.autograd.Function):
         a: Mantissas,
         b: Mantissas,
         in_fp32: Gradients,
+        written: _Written | None,
     ) -> Tensor:
-        ctx.form, ctx.call, ctx.in_fp32 = form, call, in_fp32
+        ctx.form, ctx.call, ctx.in_fp32, ctx.written = form, call, in_fp32, written
         ctx.edges = [one if one.is_floating_point() else None for one in (first, second)]
         ctx.exponents = a.exponent, b.exponent
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(a.payload, b.payload)
+        if written is not None:  # the exact sum, bias included, is rounded once
+            result = form.integer_product(OUTPUT, a, b, _is_exact(call), torch.float64).double()
+            result = result if bias is None else form.with_bias(result, bias.double())
+            return written.site.write(result, OUTPUT_ROLE)
         result = form.integer_product(OUTPUT, a, b, _is_exact(call))
         if bias is not None:
             result = form.with_bias(result, bias.float())
@@ -100,20 +124,43 @@ class _IntegerProduct(torch.autograd.Function):
                 Mantissas(payload, exponent, 0, 0, 0)
                 for payload, exponent in zip(ctx.saved_tensors, ctx.exponents, strict=True)
             ]
+            written: _Written | None = ctx.written
+            if written is not None:
+                gradient = written_gradient(gradient, written.site, OUTPUT_GRADIENT, unless_exact=True)
             incoming = None if torch.is_grad_enabled() else _mantissas(gradient, rule.grad, call)
             if incoming is None:
                 operands = [values(one.payload, one.exponent) for one in saved]
-                return None, None, *ctx.in_fp32(ctx, gradient, operands, ctx.edges), None, None, None
-            result: list[Tensor | None] = [None, None]
-            for index, target in enumerate((FIRST, SECOND)):
-                if ctx.needs_input_grad[2 + index]:
-                    product = form.integer_product(target, saved[1 - index], incoming, _is_exact(call))
-                    result[index] = rounded(product, rule.output, call.seed)
-            bias = None
-            if ctx.needs_input_grad[4]:
-                wide = form.bias_gradient(values(incoming.payload, incoming.exponent))
-                bias = rounded(wide, rule.output, call.seed).to(ctx.bias_dtype)
-            return None, None, *result, bias, None, None, None
+                found = ctx.in_fp32(ctx, gradient, operands, ctx.edges)
+                return None, None, *_written_gradients(found, written), None, None, None, None
+            found = _integer_gradients(ctx, saved, incoming, torch.float32 if written is None else torch.float64)
+            if written is not None:
+                return None, None, *_written_gradients(found, written), None, None, None, None
+            result = [None if one is None else rounded(one, rule.output, call.seed) for one in found]
+            bias = None if result[2] is None else result[2].to(ctx.bias_dtype)
+            return None, None, *result[:2], bias, None, None, None, None
+
+
+def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: Mantissas, dtype: torch.dtype) -> list[Tensor | None]:
+    """Return the gradients of both operands and of the bias, each summed as the rule says, not yet rounded."""
+    form, call = ctx.form, ctx.call
+    result: list[Tensor | None] = [None, None, None]
+    for index, target in enumerate((FIRST, SECOND)):
+        if ctx.needs_input_grad[2 + index]:
+            result[index] = form.integer_product(target, saved[1 - index], incoming, _is_exact(call), dtype)
+    if ctx.needs_input_grad[4]:
+        result[2] = form.bias_gradient(values(incoming.payload, incoming.exponent).to(dtype))
+    return result
+
+
+def _written_gradients(found: Sequence[Tensor | None], written: _Written | None) -> list[Tensor | None]:
+    """Return gradients written each under its role, or as they are where nothing is written."""
+    if written is None:
+        return list(found)
+    roles = (*written.gradients, BIAS_GRADIENT)
+    return [
+        None if one is None else written_gradient(one, written.site, role, unless_exact=False)
+        for one, role in zip(found, roles, strict=True)
+    ]
 
 
 def _is_exact(call: Call) -> bool:

@@ -12,7 +12,7 @@ rounded ONCE by the rule's `output`. The incoming gradient is rounded by `grad` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -38,6 +38,8 @@ from lowp.ops.casting import (
 )
 from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form
 from lowp.ops.integer import integer_contraction, is_integer
+
+from lowp.ops.writing import wide_contraction
 from lowp.policy import Accumulation, Rule
 
 __all__ = ["contract", "product"]
@@ -70,8 +72,11 @@ def contract(
     form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None = None, roles: str = "input weight"
 ) -> Tensor:
     """Return the output of a contraction whose operands are cast by the call's rule, each by its role."""
-    numbers = Numbers.of(call.rule, call.seed)
-    if is_integer(call.rule) and roles == "input weight":
+    if call.site is not None and not is_integer(call.rule):
+        return wide_contraction(form, call, first, second, bias)
+    rule = call.rule if call.site is None else replace(call.rule, output=None)  # the site writes in its place
+    numbers = Numbers.of(rule, call.seed)
+    if is_integer(call.rule) and (roles == "input weight" or call.rule.input == call.rule.weight):
         in_fp32 = partial(_integer_gradients, form, numbers)
         result = integer_contraction(form, call, first, second, bias, in_fp32)
         if result is not None:

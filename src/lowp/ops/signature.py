@@ -43,7 +43,7 @@ def without_out(call: Call) -> tuple[Call, Tensor | None]:
     if "out" not in call.kwargs:
         return call, None
     kwargs = {name: value for name, value in call.kwargs.items() if name != "out"}
-    return Call(call.op, call.func, call.args, kwargs, call.rule, call.weight_cast, call.seed), out
+    return Call(call.op, call.func, call.args, kwargs, call.rule, call.weight_cast, call.seed, call.site), out
 
 
 def written(call: Call, result: Tensor, out: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowp import presets
 from lowp.errors import InvalidInput, Unavailable
+from lowp.exponents import SharedExponents
 from lowp.ops import table
 from lowp.policy import Policy, check_ops
 from lowp.presets import Preset
@@ -110,6 +111,8 @@ class autocast(TorchFunctionMode):
         self._devices = _devices()
         self._dtype = self._rulebook.main_dtype()
         self._enabled = enabled
+        # the exponents of results that are written under places; None where no rule asks for them
+        self.exponents = SharedExponents() if self._rulebook.is_predicted else None
         self._compiled = self._engine(ModulePath())
 
     # -- entering and leaving -------------------------------------------------------------------------------------
@@ -166,7 +169,7 @@ class autocast(TorchFunctionMode):
             return
         threads.install()
         entry.engine = engine = self._engine(path)
-        if self.policy.uses_paths or self._observers:
+        if self.policy.uses_paths or self._observers or self.exponents is not None:
             entry.follows_modules = True
             threads.follow_modules(True)
         if self._rulebook.strict:
@@ -179,7 +182,7 @@ class autocast(TorchFunctionMode):
         return self._enabled and bool(self.policy.rules or self._observers)
 
     def _engine(self, path: ModulePath) -> Engine:
-        return Engine(self._rulebook, self._weights, path, _present(), self._dtype, self._observers)
+        return Engine(self._rulebook, self._weights, path, _present(), self._dtype, self._observers, self.exponents)
 
     def leave(self, strict: bool = True) -> None:
         """Leave the region in this thread; `strict` also complains about rules that nothing matched."""

@@ -156,6 +156,11 @@ class Rulebook:
         )
 
     @property
+    def is_predicted(self) -> bool:
+        """Whether any rule's results are written under exponents that belong to places."""
+        return any(predicted.is_predicted(rule.output) for rule in self.policy.rules)
+
+    @property
     def has_run(self) -> bool:
         """Whether any op has been looked up, so that an unused rule means something."""
         return any(plan is not None for plans in self._plans.values() for plan in plans.values())

@@ -18,6 +18,7 @@ from lowp.scaling.loss_scale import (
     StaticLossScale,
 )
 from lowp.scaling.protocol import Scaling
+from lowp.scaling.reactive import Reactive, ReactiveState
 
 __all__ = [
     "LARGEST_SCALE",
@@ -29,6 +30,8 @@ __all__ = [
     "GradientsSeen",
     "LossScale",
     "LossScaleState",
+    "Reactive",
+    "ReactiveState",
     "Scaling",
     "StaticLossScale",
     "Written",

@@ -44,6 +44,9 @@ class Written(NamedTuple):
     mask: Tensor | None = None  # bool[n]: the entries that were written; all by default
     nonfinite: Tensor | None = None  # bool[n]: the entries whose values were not all finite
     vanished: Tensor | None = None  # bool[n]: the entries whose values, not all zero, were all rounded to zero
+    overflowed: Tensor | None = None  # int64[n]: elements that did not fit; what a reactive exponent looks at
+    crowded: Tensor | None = None  # int64[n]: elements that would not fit under half the scale
+    elements: Tensor | None = None  # int64[n]: elements written
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ class Autoflex:
             exponent,
             history,
             count,
-            state.started if seen.vanished is None else state.started & ~(seen.vanished & good),
+            state.started if seen.vanished is None or not self.adapt else state.started & ~(seen.vanished & good),
             state.writes + written,
             state.saturated + saturated,
             state.moved + (exponent != state.exponent),

@@ -1,0 +1,104 @@
+"""Nodes of the graph that write tensors under shared exponents which belong to places: results and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowp.casts import Cast
+from lowp.ops.casting import Call, Site, rounded, shield
+from lowp.ops.forms import OUTPUT, Form
+
+OUTPUT_ROLE, OUTPUT_GRADIENT = "output", "output gradient"
+INPUT_GRADIENT, WEIGHT_GRADIENT, BIAS_GRADIENT = "input gradient", "weight gradient", "bias gradient"
+
+
+def wide_contraction(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a contraction whose operands integers cannot stand for, or whose device has no integer kernels.
+
+    The same values run in fp64, where the sums of int16 products are exact; an infinity or a NaN reaches the result.
+    """
+    assert call.site is not None
+    site = call.site.part()
+    role_of = gradient_roles()
+    pairs = ((first, call.rule.input), (second, call.rule.weight))
+    x, y = (read_by(_operand(one, cast), site, role_of(one), torch.float64) for one, cast in pairs)
+    result = form.product(OUTPUT, x, y)
+    if bias is not None:
+        result = form.with_bias(result, read_by(bias, site, BIAS_GRADIENT, torch.float64))
+    return write_by(result, site, OUTPUT_ROLE, OUTPUT_GRADIENT)
+
+
+def _operand(x: Tensor, cast: Cast | None) -> Tensor:
+    """Return x as values of the format, which it mostly is; what is not finite stays so."""
+    return x if cast is None else torch.where(x.isfinite(), rounded(torch.nan_to_num(x, 0.0, 0.0, 0.0), cast), x)
+
+
+def gradient_roles() -> Callable[[Tensor], str]:
+    """Return what names the gradients of an op's inputs, one after another: input gradient, weight gradient 2 ..."""
+    count = {WEIGHT_GRADIENT: 0, INPUT_GRADIENT: 0}
+
+    def role_of(x: Tensor) -> str:
+        role = WEIGHT_GRADIENT if isinstance(x, nn.Parameter) else INPUT_GRADIENT
+        count[role] += 1
+        return role if count[role] == 1 else f"{role} {count[role]}"
+
+    return role_of
+
+
+# -- nodes of the graph -------------------------------------------------------------------------------------------
+
+
+class _Write(torch.autograd.Function):
+    """Write a tensor under a role; the gradient that comes back is written under another, or passes as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, site: Site, role: str, gradient_role: str | None, unless_exact: bool) -> Tensor:
+        ctx.site, ctx.gradient_role, ctx.dtype = site, gradient_role, x.dtype
+        with shield():
+            return site.write(x.detach(), role, unless_exact)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with shield():
+            if ctx.gradient_role is not None:
+                gradient = written_gradient(gradient, ctx.site, ctx.gradient_role, unless_exact=True)
+            return gradient.to(ctx.dtype), None, None, None, None
+
+
+class _Read(torch.autograd.Function):
+    """The identity in a dtype; the gradient that an op computed for this input is written as it leaves the op."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, site: Site, role: str, dtype: torch.dtype) -> Tensor:
+        ctx.site, ctx.role, ctx.dtype = site, role, x.dtype
+        return x.view_as(x) if x.dtype is dtype else x.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with shield():
+            return written_gradient(gradient, ctx.site, ctx.role, unless_exact=True).to(ctx.dtype), None, None, None
+
+
+def write_by(x: Tensor, site: Site, role: str, gradient_role: str | None, unless_exact: bool = False) -> Tensor:
+    """Return x written under a role, part of the graph; gradients pass straight through the rounding."""
+    result: Tensor = _Write.apply(x, site, role, gradient_role, unless_exact)  # type: ignore[no-untyped-call]
+    return result
+
+
+def read_by(x: Tensor, site: Site, role: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return x as input of an op; where it needs no gradient there is no node."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x.to(dtype)
+    result: Tensor = _Read.apply(x, site, role, dtype)  # type: ignore[no-untyped-call]
+    return result
+
+
+def written_gradient(gradient: Tensor, site: Site, role: str, unless_exact: bool) -> Tensor:
+    """Return a gradient written under a role; differentiable where a graph of the backward is asked for."""
+    if torch.is_grad_enabled() and gradient.requires_grad:
+        return write_by(gradient, site, role, None, unless_exact)
+    return site.write(gradient, role, unless_exact)

@@ -1,0 +1,109 @@
+"""The dynamic fixed point before Autoflex: an exponent that moves by one after too many elements have overflowed.
+
+Source: Courbariaux, Bengio and David 2014, arXiv 1412.7024, section 5: a scale is doubled where more than a share of
+the elements overflowed since it was last looked at, and halved where no more than that share would overflow at half of
+it. It waits for the damage that Autoflex predicts, and is here to be compared with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.errors import InvalidInput
+from lowp.scaling.autoflex import Autoflex, Written
+
+
+class ReactiveState(NamedTuple):
+    """What is remembered of n entries; the tensors of a checkpoint."""
+
+    exponent: Tensor  # int32[n]: the next write's kappa is 2**exponent
+    overflowed: Tensor  # int64[n]: elements that did not fit since the exponent was last looked at
+    crowded: Tensor  # int64[n]: those that would not have fitted under half the scale
+    elements: Tensor  # int64[n]: elements written since then
+    started: Tensor  # bool[n]: whether the first guess is done
+    writes: Tensor  # int64[n]
+    saturated: Tensor  # int64[n]: writes whose largest mantissa was at its limit
+    moved: Tensor  # int64[n]: changes of the exponent
+    nonfinite: Tensor  # int64[n]: writes that held an infinity or a NaN
+
+
+@dataclass(frozen=True)
+class Reactive:
+    """Moves shared exponents by one after each `period` writes; `rate` is the share of elements that may overflow.
+
+    `guess` makes the first exponent, as Autoflex does, and says the range of exponents and mantissas.
+    """
+
+    period: int = 100
+    rate: float = 1e-4
+    guess: Autoflex = field(default_factory=Autoflex)
+
+    def __post_init__(self) -> None:
+        if self.period < 1 or not 0 <= self.rate < 1:
+            raise InvalidInput(
+                f"Reactive with a period of {self.period} writes and a rate of {self.rate}: allowed are 1 write or "
+                "more, and a share from 0 to below 1"
+            )
+
+    @property
+    def limit(self) -> int:
+        """The largest mantissa; a mantissa as large as that counts as saturated."""
+        return self.guess.limit
+
+    def init(self, device: torch.device | str | None = None, entries: int = 1) -> ReactiveState:
+        """The state of `entries` tensors of which nothing was seen."""
+        first = self.guess.init(device, entries)
+        zeros = [torch.zeros(entries, dtype=torch.int64, device=device) for _ in range(7)]
+        return ReactiveState(first.exponent, *zeros[:3], first.started, *zeros[3:])
+
+    def extend(self, state: ReactiveState, entries: int) -> ReactiveState:
+        """The state with `entries` more entries at its end."""
+        more = self.init(state.exponent.device, entries)
+        return ReactiveState(*(torch.cat(pair) for pair in zip(state, more, strict=True)))
+
+    def scale(self, state: ReactiveState) -> Tensor:
+        """kappa of the next write of every entry: fp32[n], powers of two."""
+        return torch.ldexp(torch.ones_like(state.exponent, dtype=torch.float32), state.exponent)
+
+    def start(self, state: ReactiveState, maximum: Tensor, mask: Tensor | None = None) -> ReactiveState:
+        """The first guess, which is Autoflex's, for entries that have not started."""
+        guessed = self.guess.init(state.exponent.device, len(state.exponent))
+        guessed = guessed._replace(exponent=state.exponent, started=state.started)
+        guessed = self.guess.start(guessed, maximum, mask)
+        return state._replace(exponent=guessed.exponent, started=guessed.started)
+
+    def observe(self, state: ReactiveState, seen: Written) -> ReactiveState:
+        """Count what overflowed, and after `period` writes double the scale, halve it or leave it."""
+        written = torch.ones_like(state.started) if seen.mask is None else seen.mask
+        bad = torch.zeros_like(written) if seen.nonfinite is None else seen.nonfinite & written
+        good = written & ~bad
+        counts = [
+            before + torch.where(good, torch.zeros_like(before) if new is None else new, 0)
+            for before, new in (
+                (state.overflowed, seen.overflowed),
+                (state.crowded, seen.crowded),
+                (state.elements, seen.elements),
+            )
+        ]
+        overflowed, crowded, elements = counts
+        writes = state.writes + written
+        due = good & (writes % self.period == 0) & (elements > 0)
+        share = self.rate * elements
+        step = (overflowed > share).to(torch.int32) - (crowded <= share).to(torch.int32) * (overflowed <= share)
+        moved_to = (state.exponent + step).clamp(self.guess.min_exponent, self.guess.max_exponent)
+        exponent = torch.where(due, moved_to, state.exponent)
+        kept = [torch.where(due, 0, count) for count in counts]
+        saturated = good & (seen.mantissa >= self.limit)
+        return ReactiveState(
+            exponent,
+            *kept,
+            state.started,
+            writes,
+            state.saturated + saturated,
+            state.moved + (exponent != state.exponent),
+            state.nonfinite + bad,
+        )
