@@ -62,8 +62,8 @@ def test_the_stall_of_pure_bf16_at_a_small_learning_rate_is_cured() -> None:
     assert moved["none"] == 0.0
     # fp32 itself rounds each step of 1e-5 to 168 of its ulps, which is 1.0014e-5
     assert moved["fp32"] == moved["split"] == pytest.approx(4e-3, rel=2e-3)
-    # a stochastic step moves by 2**-8 (the ulp below 1) with probability p = 1e-5 * 2**8; the mean of 4096 weights after
-    # 400 steps then deviates by sqrt(400 * p / 4096) * 2**-8 = 6.2e-5
+    # a stochastic step moves by 2**-8 (the ulp below 1) with probability p = 1e-5 * 2**8; the mean of 4096 weights
+    # after 400 steps then deviates by sqrt(400 * p / 4096) * 2**-8 = 6.2e-5
     assert moved["stochastic"] == pytest.approx(4e-3, abs=5 * 6.2e-5)
 
 
