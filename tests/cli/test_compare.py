@@ -82,7 +82,7 @@ def test_half_the_epochs_are_swept(lowp: Callable[..., Any]) -> None:
 
 
 def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(lowp: Callable[..., Any]) -> None:
-    arguments = ["compare", "digits", "--precision", "fp16,e4m3fn", "--epochs", "40", "--timing", "0"]
+    arguments = ["compare", "digits", "--precision", "fp16,e4m3fn", "--epochs", "15", "--timing", "0"]
     command = [sys.executable, "-m", "lowp", *arguments, "--jobs", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stderr is not None
