@@ -20,7 +20,7 @@ from lowp import kernels
 from lowp.casts import Cast, Rounding, parse
 from lowp.errors import Unavailable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels import cpu, limits, reference
+from lowp.kernels import bitwise, cpu, limits, reference
 
 SEED = 0x0123_4567_89AB_CDEF
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -212,6 +212,19 @@ def test_where_the_first_random_bits_do_not_decide_the_next_ones_do(name: str) -
             assert found == wanted, (cast, extra)
             decided |= {v > 0 for v in wanted} if extra else set()
     assert decided == {False, True}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_numbers_below_the_normal_ones_are_rounded_with_all_their_bits(name: str) -> None:
+    """Among them zeros and tiny numbers: the quick kernel hands blocks over to the slower one, here a tenth of them."""
+    cpu.select(name)
+    x = torch.linspace(-(2.0**-13), 2.0**-13, 1 << 17)
+    x[::3] = 0.0
+    x[1::3] *= 2.0**-11
+    for text in ("fp16:stochastic", "fp16:stochastic-20", "e5m7:stochastic", "e5m2fnuz:stochastic"):
+        wanted = torch.empty_like(x)
+        bitwise.quantize(x, parse(text), SEED, wanted)
+        assert torch.equal(bits(quantized(x, parse(text))), bits(wanted)), text
 
 
 def test_stochastic_rounding_is_unbiased() -> None:

@@ -1,4 +1,4 @@
-// The two types in which values are rounded, as bits and as numbers. Included once per instruction set: see kernels.inc.
+// The two types in which values are rounded, as bits and as numbers. Included once per instruction set (kernels.inc).
 #pragma once
 
 #include <cstdint>
@@ -78,8 +78,8 @@ static inline typename C::Number power_of_two(int exponent) {
   return number(static_cast<typename C::Bits>(field) << C::kMantissa);
 }
 
-// Subnormals count, whatever torch.set_flush_denormal has set for the thread, and results are rounded to nearest even or
-// (where a kernel takes the floor of positive numbers) toward zero.
+// Subnormals count, whatever torch.set_flush_denormal has set for the thread, and results are rounded to nearest even
+// or (where a kernel takes the floor of positive numbers) toward zero.
 class ExactArithmetic {
  public:
 #if defined(__x86_64__)

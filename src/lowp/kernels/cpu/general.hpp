@@ -60,7 +60,10 @@ static inline double binary_general(double x, const lowp_cast& cast, uint64_t se
   int64_t fraction[5];
   for (int word = 0; word < 5; ++word) fraction[word] = fraction_word(significand, drop, word);
   bool sticky = false;
-  if (drop > 160) sticky = drop - 160 >= 64 ? significand != 0 : (significand & ((uint64_t{1} << (drop - 160)) - 1)) != 0;
+  if (drop > 160) {
+    const int lost = drop - 160;
+    sticky = (lost < 64 ? significand & ((uint64_t{1} << lost) - 1) : significand) != 0;
+  }
   if (x < 0) {
     int64_t borrow = sticky;
     for (int word = 4; word >= 0; --word) {
@@ -123,7 +126,7 @@ static double cast_general(double x, const lowp_cast& cast, uint64_t seed, int64
     const int drop = quantum - lowest;
     uint64_t multiple = drop < 64 ? significand >> drop : 0;
     const uint64_t remainder = drop < 64 ? significand & ((uint64_t{1} << drop) - 1) : significand;
-    // Without a mantissa "even" is the last bit of the exponent field; in e8m0 (no zero) a tie goes up, as in ml_dtypes.
+    // Without a mantissa "even" is the last bit of the exponent field; in e8m0 a tie goes up, as in ml_dtypes.
     const bool by_code = !integer && cast.mantissa_bits == 0 && cast.has_zero;
     const bool code_is_odd = by_code ? (exponent + cast.bias) & 1 : multiple & 1;
     multiple += rounds_away(cast, remainder, drop, code_is_odd, negative, seed, index);

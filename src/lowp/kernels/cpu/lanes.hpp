@@ -3,9 +3,10 @@
 //
 // |x| = a, as bits. At and above the smallest normal number of the format the discarded part is the lowest `shift` bits
 // of a, and a carry into the exponent field is the right result: integer arithmetic rounds. Below it the quantum is
-// fixed: adding and subtracting `magic`, whose ulp is the quantum, gives the nearest multiple; with the processor rounding
-// toward zero it gives the multiple below, and the exact rest decides the other modes. Where the format's exponents start where the carrier's do (bf16 in fp32),
-// subnormal numbers of the carrier are a fixed-point number already: only the integer way is taken.
+// fixed: adding and subtracting `magic`, whose ulp is the quantum, gives the nearest multiple; with the processor
+// rounding toward zero it gives the multiple below, and the exact rest decides the other modes. Where the format's
+// exponents start where the carrier's do (bf16 in fp32), subnormal numbers of the carrier are a fixed-point number
+// already: only the integer way is taken.
 #pragma once
 
 #include "general.hpp"
@@ -48,6 +49,7 @@ struct Lane {
   int random_drop;                // 32 - used random bits, below the smallest normal number
   Bits doubt;          // all ones where the first random word may not decide, for normal numbers
   Bits doubt_below;    // and below them
+  Bits doubt_quick;    // the same of rounded_quickly
   int form;            // Form
   // masks, all ones or zero, of unsigned formats
   Bits refuses_negative, refuses_zero;  // an unsigned format; one without a zero
@@ -89,6 +91,7 @@ static inline void set_randomness(Lane<C>& lane, const lowp_cast& cast) {
   const int scale_bits = C::kWidth == 32 ? C::kRandomBits : below;
   lane.random_scale = lane.quantum != 0 ? power_of_two<C>(scale_bits) / lane.quantum : 0;
   lane.doubt = cast.random_bits == 0 && lane.shift > 32 ? ~typename C::Bits{0} : 0;
+  lane.doubt_quick = used > lane.shift ? ~typename C::Bits{0} : 0;
   lane.doubt_below = used > C::kRandomBits || cast.random_bits == 0 ? ~typename C::Bits{0} : 0;
 }
 
@@ -106,7 +109,7 @@ static Lane<C> make_lane(const lowp_cast& cast) {
   lane.keep = ~lane.discard;
   lane.half = lane.shift > 0 ? Bits{1} << (lane.shift - 1) : 0;
   lane.below_half = lane.shift > 0 ? lane.half - 1 : 0;
-  // Without a mantissa "even" is the last bit of the exponent field; in e8m0 (no zero) a tie goes up, as in ml_dtypes.
+  // Without a mantissa "even" is the last bit of the exponent field; in e8m0 a tie goes up, as in ml_dtypes.
   const bool ties_up = !integer && mantissa_bits == 0 && !cast.has_zero;
   lane.last = lane.shift > 0 && !ties_up;
   lane.odd = !integer && mantissa_bits == 0 ? static_cast<Bits>((C::kBias - cast.bias) & 1) | ties_up : 0;
@@ -160,6 +163,24 @@ static inline Bits choose(Bits mask, Bits yes, Bits no) {
 static inline double small_number(uint64_t value) { return number(value | 0x4330000000000000) - 0x1p52; }
 
 // |x| rounded to the format's grid, its exponents unbounded above.
+// Stochastic rounding with the lowest `shift` bits of the fraction alone, which are all of it above the smallest normal
+// number. Below, adding that number makes the quantum the same as above; what is lost matters once in 2**shift times,
+// and the slower kernel decides then.
+constexpr int kStochasticQuick = 6;
+constexpr int kQuickShift = 10;  // with fewer bits the slower kernel would be asked too often
+
+template <class C, int FORM>
+static inline typename C::Bits rounded_quickly(typename C::Bits a, typename C::Bits below, typename C::Bits word,
+                                               const Lane<C>& lane, typename C::Bits& doubt) {
+  using Bits = typename C::Bits;
+  const typename C::Number offset = number(static_cast<Bits>(lane.smallest));
+  const Bits base = choose<Bits>(below, bits_of(number(a) + offset), a);
+  const Bits sum = base + ((~word & lane.random_mask) >> lane.random_right);
+  doubt |= mask<C>((sum | lane.keep) == ~Bits{0}) & below;
+  const Bits kept = sum & lane.keep;
+  return choose<Bits>(below, bits_of(number(kept) - offset), kept);
+}
+
 template <class C, int MODE, int FORM>
 static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits word, const Lane<C>& lane,
                                        typename C::Bits& doubt) {
@@ -174,6 +195,7 @@ static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits w
     const Bits fixed = bits_of((number(a) + lane.magic) - lane.magic);
     return choose<Bits>(below, fixed, normal);
   }
+  if constexpr (MODE == kStochasticQuick) return rounded_quickly<C, FORM>(a, below, word, lane, doubt);
   const Bits negative = static_cast<Bits>(0) - (bits >> (C::kWidth - 1));
   const Number value = number(a & below);
   const Bits quantum = bits_of(lane.quantum);
@@ -196,8 +218,8 @@ static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits w
     up = FORM == kWhole ? 0 : up >> lane.random_right;
     const Number fraction = rest * lane.random_scale;
     if constexpr (C::kWidth == 32) {
-      // Below, the same carry with the 24 bits that a significand has. A sum of all ones is in doubt; above the smallest
-      // normal number the first word always decides.
+      // Below, the same carry with the 24 bits that a significand has. A sum of all ones is in doubt; above the
+      // smallest normal number the first word always decides.
       constexpr Int kOnes = (1 << C::kRandomBits) - 1;
       const Int sum = static_cast<Int>(fraction) + static_cast<Int>(noise >> (32 - C::kRandomBits));
       step = mask<C>(sum > kOnes) & quantum;
@@ -266,9 +288,10 @@ __attribute__((noinline)) static bool cast_numbers(const typename C::Bits* in, t
   typename C::Bits doubt = 0;
   LOWP_VECTOR_LOOP
   for (int64_t i = 0; i < count; ++i) {
-    const typename C::Bits word = MODE == kStochastic ? words[i] : 0;
+    const typename C::Bits word = MODE >= kStochastic ? words[i] : 0;
     out[i] = cast_lane<C, MODE, FORM>(in[i], word, lane, doubt);
   }
+  if (MODE == kStochasticQuick) return (doubt & lane.doubt_quick) != 0;
   return (doubt & (C::kWidth == 32 ? lane.doubt_below : ~typename C::Bits{0})) != 0;
 }
 
@@ -285,6 +308,16 @@ static CastNumbers<C> cast_numbers_of_form(int rounding) {
     case kDown: return cast_numbers<C, kDown, FORM>;
     default: return cast_numbers<C, kStochastic, FORM>;
   }
+}
+
+// The kernel that rounds stochastically with fewer operations, or null.
+template <class C>
+static CastNumbers<C> quick_cast_numbers_for(const Lane<C>& lane) {
+  const bool flushes = lane.smallest != 0 && lane.quantum == 0;
+  if (C::kWidth != 32 || lane.shift < kQuickShift || flushes) return nullptr;
+  if (lane.form == kPlain) return cast_numbers<C, kStochasticQuick, kPlain>;
+  if (lane.form == kNoMinusZero) return cast_numbers<C, kStochasticQuick, kNoMinusZero>;
+  return nullptr;
 }
 
 template <class C>

@@ -12,14 +12,16 @@ struct Caster {
   const lowp_cast& cast;
   uint64_t seed;
   Lane<C> lane;
-  CastNumbers<C> kernel;
+  CastNumbers<C> kernel, quick;
 
-  Caster(const lowp_cast& given, uint64_t given_seed) : cast(given), seed(given_seed), lane{}, kernel(nullptr) {
+  Caster(const lowp_cast& given, uint64_t given_seed)
+      : cast(given), seed(given_seed), lane{}, kernel(nullptr), quick(nullptr) {
     if (!reaches<C>(cast)) return;
     lane = make_lane<C>(cast);
     // a format with the carrier's own mantissa and exponents rounds nothing
     const bool exact = cast.kind == kFloat && lane.shift == 0 && cast.rounding == kStochastic;
     kernel = cast_numbers_for<C>(lane.form, exact ? kTowardZero : cast.rounding);
+    if (cast.rounding == kStochastic) quick = quick_cast_numbers_for<C>(lane);
   }
 
   // At most kBlock elements; `begin`, the index of the first, is a multiple of four. `out` may be `in`.
@@ -44,6 +46,7 @@ struct Caster {
     alignas(64) typename C::Bits before[kBlock];
     if (in == out && cast.rounding == kStochastic)
       in = static_cast<const typename C::Bits*>(std::memcpy(before, in, sizeof(in[0]) * static_cast<size_t>(count)));
+    if (quick != nullptr && !quick(in, out, count, words, lane)) return;
     if (kernel(in, out, count, words, lane)) one_by_one(in, out, begin, count);
   }
 

@@ -72,7 +72,7 @@ static void quantize_scaled(const Task& task, const Scales& scales, int64_t begi
 
 // x * 2**-exponent, rounded, saturated; NaN becomes 0. The product is exact in fp64 for every fp32, fp16 and bf16.
 template <class C>
-__attribute__((noinline)) static void write_mantissas(const typename C::Bits* in, const typename C::Bits* rounded_values,
+__attribute__((noinline)) static void write_mantissas(const typename C::Bits* in, const typename C::Bits* values,
                                                       const lowp_cast& cast, int16_t* out, int64_t count,
                                                       Mantissas* seen) {
   using Number = typename C::Number;
@@ -82,7 +82,7 @@ __attribute__((noinline)) static void write_mantissas(const typename C::Bits* in
   LOWP_VECTOR_LOOP
   for (int64_t i = 0; i < count; ++i) {
     const bool finite = (in[i] & Constants<C>::kMagnitude) < Constants<C>::kInf;
-    Number value = number(rounded_values[i]);
+    Number value = number(values[i]);
     saturated += finite & ((value > upper) | (value < lower));
     non_finite += !finite;
     value = value > upper ? upper : value;
@@ -143,7 +143,8 @@ static void to_int16_in(const Task& task, int exponent, Mantissas* seen, int64_t
 static void to_int16(const Task& task, int exponent, Mantissas* seen, int64_t begin, int64_t end) {
   const ExactArithmetic exact;
   // In fp32 the product may lose bits below 2**-126, which only the nearest mode does not see.
-  const bool narrow = task.in_type != kFp64 && task.cast->rounding == kNearestEven && exponent >= -126 && exponent <= 126;
+  const bool near = task.cast->rounding == kNearestEven && exponent >= -126 && exponent <= 126;
+  const bool narrow = task.in_type != kFp64 && near;
   if (narrow) return to_int16_in<F32>(task, exponent, seen, begin, end);
   to_int16_in<F64>(task, exponent, seen, begin, end);
 }
