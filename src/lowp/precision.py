@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,20 +11,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lowp import presets, region
+from lowp import distributed, presets, region
 from lowp.errors import InvalidInput, Misuse
-from lowp.grad_scaler import GradScaler, NonFinite
-from lowp.optim import MasterWeights
+from lowp.exponents import SharedExponents
+from lowp.grad_scaler import GradScaler, NonFinite, NonFiniteGradients
+from lowp.optim import FlexWeights, MasterWeights
 from lowp.optim.blockwise import BlockwiseOptimizer
 from lowp.optim.model_state import attach
 from lowp.optim.storage import Storage
+from lowp.ops.predicted import is_predicted
 from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset
 from lowp.random_state import random_states, restore_random_states
+from lowp.session import BatchNormJournal
 
 __all__ = ["Precision"]
 
 _VERSION = 1
+_PATIENCE = 20  # steps skipped in a row, with nothing that could be made smaller, before training is given up
 Optimizer = TypeVar("Optimizer", bound="torch.optim.Optimizer | None")
 
 
@@ -60,6 +65,11 @@ class Precision:
             preset = replace(preset, masters=masters if isinstance(masters, Masters) else Masters(masters))
         if accumulate is not None:
             preset = replace(preset, policy=_accumulating(preset.policy, Accumulation.parse(accumulate)))
+        if is_predicted(preset.policy.parameters) and preset.masters.kind != "none":
+            raise InvalidInput(
+                f"masters={preset.masters}: in {preset.policy.parameters} weights and updates have exponents of their "
+                "own and no masters: leave masters out, or use dfp16, whose parameters are fp32"
+            )
         if preset.masters.kind != "none" and preset.policy.parameters is None:
             raise InvalidInput(
                 f"masters={preset.masters} keep the fp32 value of parameters in few bits, but {preset.name} leaves the "
@@ -73,6 +83,11 @@ class Precision:
         self._region = region.autocast(self.policy, strict=strict)
         self._scaler: GradScaler | None = None
         self._skipped: Tensor | None = None
+        self._device = torch.device("cpu")
+        self._prepared = 0
+        self._journals: list[BatchNormJournal] = []
+        self._skipped_in_a_row = 0
+        self._faults: list[str] = []
 
     # -- a training step, in the order of its calls ---------------------------------------------------------------
     def prepare(self, model: nn.Module, optimizer: Optimizer = None) -> tuple[nn.Module, Optimizer]:  # type: ignore[assignment]
@@ -86,6 +101,7 @@ class Precision:
         if not isinstance(model, nn.Module):
             raise TypeError(f"prepare takes a torch module and its optimizer, not {type(model).__name__}")
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._device = device
         if self._scaler is None:
             self._scaler = self._new_scaler(device.type)
         prepared: Any = optimizer
@@ -93,6 +109,8 @@ class Precision:
             prepared = self._store(model, optimizer)
         if self._scaler.is_enabled():
             self._scaler.watch(model)
+        elif self.exponents is not None:
+            self._journals.append(BatchNormJournal(model))
         return model, prepared
 
     def autocast(self) -> region.autocast:
@@ -119,6 +137,8 @@ class Precision:
                 "a closure computes its loss without the loss scale: compute loss and gradients first, or train this "
                 "optimizer with Precision(..., loss_scale='none')"
             )
+        if self.exponents is not None and not self.scaler.is_enabled() and self._skips_faulty(self.exponents):
+            return None
         result = None
         for optimizer in optimizers:
             result = self.scaler.step(optimizer) if closure is None else optimizer.step(closure)
@@ -128,7 +148,37 @@ class Precision:
             self._skipped = skipped.to(torch.int64) if self._skipped is None else self._skipped + skipped
         self.scaler.update()
         self.steps += 1
+        if self.exponents is not None:
+            self._skipped_in_a_row = 0
+            self._end_step(self.exponents, stepped=True)
         return result
+
+    def _skips_faulty(self, exponents: SharedExponents) -> bool:
+        """Skip the step if a value that is not finite was written in it, here or on another rank: told, and counted."""
+        faults = exponents.faults()
+        flag = torch.tensor(bool(faults), dtype=torch.int32)
+        distributed.agree_on_maximum_(flag, distributed.world())
+        if not flag:
+            return False
+        self._faults = faults
+        self._skipped = (0 if self._skipped is None else self._skipped) + torch.ones((), dtype=torch.int64)
+        self.steps += 1
+        self._skipped_in_a_row += 1
+        self._end_step(exponents, stepped=False)
+        where = f"first in the {faults[0]}" if faults else "on another rank"
+        text = f"an infinity or a NaN, {where}: int16 has neither, and step {self.steps} was skipped"
+        if self._skipped_in_a_row >= _PATIENCE:
+            raise NonFiniteGradients(
+                f"{text}, as were the {_PATIENCE - 1} steps before it: look at the inputs, the learning rate and the "
+                "loss, or keep that op in fp32 by a rule of its own"
+            )
+        warnings.warn(text, UserWarning, stacklevel=4)
+        return True
+
+    def _end_step(self, exponents: SharedExponents, stepped: bool) -> None:
+        for journal in self._journals:
+            journal.settle(torch.tensor(stepped))
+        exponents.flush()
 
     # -- what can be asked ----------------------------------------------------------------------------------------
     @property
@@ -144,8 +194,20 @@ class Precision:
         return float(self.scaler.get_scale()) if self.scaler.is_enabled() else 1.0
 
     @property
+    def exponents(self) -> SharedExponents | None:
+        """The shared exponents of everything that is written under a place; None in precisions without any."""
+        return self._region.exponents
+
+    @property
+    def faults(self) -> list[str]:
+        """The places where the latest step that was skipped for it had written an infinity or a NaN, in order."""
+        return list(self._faults)
+
+    @property
     def stepped(self) -> Tensor:
         """Whether the last `step` changed the weights: a 0-d bool tensor on the device."""
+        if self.exponents is not None and not self.scaler.is_enabled():
+            return torch.tensor(self.steps > 0 and self._skipped_in_a_row == 0)
         return self.scaler.stepped
 
     @property
@@ -184,6 +246,7 @@ class Precision:
             "skipped_steps": self.skipped_steps,
             "seed": self.seed,
             "random": random_states(),
+            "exponents": None if self.exponents is None else self.exponents.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -195,6 +258,8 @@ class Precision:
                 f"the checkpoint was trained in {state['name']} and this run is in {self.preset.name}: use "
                 f"Precision({state['name']!r}), or load the model alone, whose state is fp32 in every precision"
             )
+        if self.exponents is not None and state.get("exponents") is not None:
+            self.exponents.load_state_dict(state["exponents"], self._device)
         self.scaler.load_state_dict(state["scaler"])
         self.steps, self.seed = int(state["steps"]), int(state["seed"])
         self._skipped = torch.tensor(int(state["skipped_steps"]))
@@ -220,6 +285,8 @@ class Precision:
 
     def _store(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
         """Convert the parameters to the format that the policy stores them in; returns the optimizer to use."""
+        if is_predicted(self.policy.parameters):
+            return self._store_predicted(model, optimizer)
         storage = Storage(self.policy.parameters, self.preset.masters.kind)
         if isinstance(optimizer, (MasterWeights, BlockwiseOptimizer)):
             optimizer.attach(model)
@@ -235,6 +302,27 @@ class Precision:
             plain.adopt(parameter, {})
         if others:
             _give_fp32(model, set(others), plain)
+        return optimizer
+
+
+    def _store_predicted(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
+        """Write the parameters under exponents that belong to their names."""
+        exponents, cast = self.exponents, self.policy.parameters
+        if exponents is None or cast is None:
+            raise InvalidInput(
+                f"parameters={cast} needs a rule that writes results in the same way, such as Rule.of(output={cast!s})"
+            )
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        prefix = f"model {self._prepared + 1}: " if self._prepared else ""
+        self._prepared += 1
+        if optimizer is not None:
+            optimizer = FlexWeights(optimizer, cast, exponents, {one: prefix + name for one, name in names.items()})
+            optimizer.attach(model)
+        kept = {parameter for group in optimizer.param_groups for parameter in group["params"]} if optimizer else set()
+        with torch.no_grad():
+            for parameter, name in names.items():
+                if parameter not in kept and parameter.is_floating_point():
+                    parameter.copy_(exponents.write(parameter, cast, f"weight of {prefix}{name}"))
         return optimizer
 
 

@@ -131,6 +131,13 @@ def _dfp16() -> Policy:
     return Policy((Rule.of("contraction", input=operand, weight=operand, grad=operand, accumulate="int32"),))
 
 
+def _predicted(scaling: str) -> Policy:
+    """Every tensor int16 under an exponent of its own place, parameters and optimizer state too; sums exact."""
+    written = f"flex16+5:{scaling}"
+    rule = Rule.of(input="flex16+5", weight="flex16+5", grad="flex16+5", output=written, accumulate="exact")
+    return Policy((rule,), casts.parse(written))
+
+
 _MIXED = "Micikevicius et al. 2018, arXiv 1710.03740"
 _TPU = "Google Cloud TPU documentation, 'The bfloat16 numerical format'"
 _ROWS = [
@@ -200,6 +207,14 @@ _ROWS = [
         "Das et al. 2018, arXiv 1802.00930",
     ),
     Preset(
+        "flex16+5",
+        _predicted("autoflex"),
+        LossScale(),
+        Masters(),
+        "every tensor int16 under a predicted exponent, weights, updates and optimizer state too; exact sums",
+        "Koester et al. 2017, arXiv 1711.02213 (Flexpoint, Autoflex)",
+    ),
+    Preset(
         "fp8",
         _operands("e4m3fn@fp32/tensor", "e5m2@fp32/tensor"),
         LossScale(),
@@ -245,6 +260,10 @@ def _of_cast(cast: Cast) -> Preset:
     """
     if str(cast) in PRESETS:
         return PRESETS[str(cast)]
+    if str(cast.format) == "flex16+5" and cast.scaling is not None and cast.scaling.kind not in ("current", "delayed"):
+        flex = PRESETS["flex16+5"]
+        policy = replace(_predicted(str(cast.scaling)), name=str(cast))
+        return replace(flex, name=str(cast), policy=policy, summary=f"every tensor int16, exponents {cast.scaling}")
     forward = replace(cast, overflow=Overflow.SATURATE) if cast.overflow is Overflow.NAN else cast
     scaled = isinstance(cast.format, ScaledFormat)
     return Preset(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lowp.exponents import SharedExponents
 from lowp.recipes import get
 from lowp.recipes.measuring import STOPS, threads_of
 from lowp.recipes.recipe import Data
@@ -71,7 +72,16 @@ def train_once(job: Job, data: Data, on_epoch: Told, stop: Stop = _never) -> dic
         "loss_scale": None if last is None else last.scale,
         "skipped_steps": None if last is None else last.skipped_steps,
         "steps": None if last is None else last.steps,
+        **({} if last is None or last.exponents is None else {"shared_exponents": sums_of(last.exponents)}),
         **shares,
+    }
+
+
+def sums_of(exponents: SharedExponents) -> dict[str, dict[str, float]]:
+    """What was written under shared exponents in training, by class of tensors, as plain values."""
+    return {
+        name: {**asdict(summary), "headroom_bits": summary.headroom_bits}
+        for name, summary in exponents.summary().items()
     }
 
 

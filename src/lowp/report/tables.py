@@ -14,6 +14,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from lowp.report.exponents import exponent_table
+
 __all__ = ["comparison_tables", "console", "heat_map", "notes", "number", "plain_table", "sweep_words"]
 
 _NOTHING = "-"
@@ -31,8 +33,9 @@ def console(stream: TextIO | None = None) -> Console:
 
 # -- a comparison -----------------------------------------------------------------------------------------------------
 def comparison_tables(document: Mapping[str, Any]) -> list[Table]:
-    """Two tables, a line a precision: how it converged, and what it cost and lost."""
-    return [_convergence(document), _costs(document)]
+    """A line a precision: how it converged, what it cost and lost, and what its shared exponents did, if any."""
+    exponents = exponent_table(document)
+    return [_convergence(document), _costs(document), *([] if exponents is None else [exponents])]
 
 
 def _convergence(document: Mapping[str, Any]) -> Table:

@@ -1,0 +1,157 @@
+"""Training without a wider copy: weights, updates and optimizer state all live under shared exponents.
+
+Source: Koester et al. 2017, arXiv 1711.02213, section 4: "all tensors" are flex16+5, the weights and what the optimizer
+keeps included, with the hyper-parameters of the fp32 run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowp.casts import Cast
+from lowp.errors import InvalidInput, Misuse
+from lowp.exponents import SharedExponents
+from lowp.optim.model_state import Attachment, attach
+
+_VERSION = 1
+
+
+class FlexWeights(torch.optim.Optimizer):
+    """Lets any torch optimizer train parameters that are int16 under shared exponents, without masters.
+
+    The parameters are written when the wrapper is made, and stay fp32 tensors whose values the format holds. A step of
+    the inner optimizer computes in fp32 on such values; then the update is written, the weight as the sum of the old
+    one and the update, and every floating-point tensor of the optimizer's state with more than one element. Gradients
+    that are sums (accumulated, averaged over ranks, clipped) are written first. `names` gives the parameters' names.
+
+    `param_groups`, `state` and `state_dict` are the inner optimizer's; the exponents are kept by `exponents`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        cast: Cast,
+        exponents: SharedExponents,
+        names: Mapping[Tensor, str] | None = None,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"FlexWeights wraps a torch optimizer, not {type(optimizer).__name__}")
+        self.inner = optimizer
+        self.cast, self.exponents = cast, exponents
+        self._names: dict[Tensor, str] = dict(names or {})
+        self._buffers: dict[str, Callable[[], Tensor | None]] = {}
+        # groups, state and defaults ARE the inner optimizer's, so only the hooks of the base class are set up
+        super().__setstate__({"defaults": optimizer.defaults})
+        self._adopted: set[Tensor] = set()
+        self._adopt()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's groups."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+        """The inner optimizer's state."""
+        return self.inner.state
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Add a group; its parameters are written to the format."""
+        self.inner.add_param_group(group)
+        self._adopt()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop (or zero) the gradients."""
+        self.inner.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the inner optimizer and write update, weights and state. Raises Misuse for a closure."""
+        if closure is not None:
+            raise Misuse(
+                "a closure would see weights that are in no format yet: optimizers that need one (LBFGS) train with "
+                "fp32 parameters, as in Precision('dfp16')"
+            )
+        before = {}
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                name = self._names[parameter]
+                parameter.grad.copy_(self._written(parameter.grad, f"gradient of {name}", unless_exact=True))
+                before[parameter] = parameter.detach().clone()
+        result = self.inner.step()
+        for parameter, old in before.items():
+            name = self._names[parameter]
+            update = self._written(parameter.double() - old.double(), f"update of {name}")
+            parameter.copy_(self._written(old.double() + update.double(), f"weight of {name}"))
+            for key, value in self.inner.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
+                    value.copy_(self._written(value, f"{key} of {name}"))
+        for name, find in self._buffers.items():
+            if (buffer := find()) is not None:
+                buffer.copy_(self._written(buffer, f"buffer of {name}", unless_exact=True))
+        return result
+
+    def attach(self, model: nn.Module) -> Attachment:
+        """Write what is loaded into the model, and its running statistics after each step."""
+        for path, module in model.named_modules():
+            for name in ("running_mean", "running_var"):
+                if isinstance(getattr(module, name, None), Tensor):
+                    whole = f"{path}.{name}".lstrip(".")
+                    self._buffers[whole] = _finder(module, name)
+
+        def load(values: Mapping[Tensor, Tensor]) -> None:
+            with torch.no_grad():
+                for parameter in values:
+                    if parameter in self._adopted:
+                        place = f"weight of {self._names[parameter]}"
+                        parameter.copy_(self._written(parameter, place, unless_exact=True))
+
+        return attach(model, lambda parameter: None, load)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's dictionary; the weights are in the model's, the exponents in the precision's."""
+        return {**self.inner.state_dict(), "flex_weights": {"version": _VERSION, "cast": str(self.cast)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load such a dictionary, or the inner optimizer's own. Raises InvalidInput for one of another version."""
+        state = dict(state)
+        saved = state.pop("flex_weights", {"version": _VERSION})
+        state.pop("master_weights", None)
+        if saved.get("version") != _VERSION:
+            raise InvalidInput(f"flex weights of version {saved.get('version')}: this lowp reads version {_VERSION}")
+        self.inner.load_state_dict(state)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.inner.param_groups for parameter in group["params"]]
+
+    def _adopt(self) -> None:
+        with torch.no_grad():
+            for parameter in self._parameters():
+                if parameter in self._adopted:
+                    continue
+                if parameter.dtype is not torch.float32 or parameter.is_sparse:
+                    raise InvalidInput(f"a {parameter.dtype} parameter cannot be stored in {self.cast}: give fp32 ones")
+                name = self._names.setdefault(parameter, f"parameter {len(self._adopted)}")
+                parameter.copy_(self._written(parameter, f"weight of {name}"))
+                self._adopted.add(parameter)
+
+    def _written(self, x: Tensor, place: str, unless_exact: bool = False) -> Tensor:
+        return self.exponents.write(x, self.cast, place, unless_exact=unless_exact)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __repr__(self) -> str:
+        return f"FlexWeights({self.cast}, {self.inner!r})"
+
+
+def _finder(module: nn.Module, name: str) -> Callable[[], Tensor | None]:
+    def find() -> Tensor | None:
+        found = getattr(module, name, None)
+        return found if isinstance(found, Tensor) else None
+
+    return find

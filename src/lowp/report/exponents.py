@@ -1,0 +1,50 @@
+"""What shared exponents did in a comparison, as a table: how often writes saturated, and how much room was left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+__all__ = ["exponent_table"]
+
+_COLUMNS = ("precision", "tensors", "saturated\nwrites", "writes", "raises\nin time", "changes of\nexponents", "free\nbits")
+
+
+def exponent_table(document: Mapping[str, Any]) -> Table | None:
+    """A line a precision whose tensors have exponents of their own: sums over its runs; None where there is none.
+
+    Free bits are the mean of log2(32768 / Γ) over the writes. Raises in time: of the maxima that the exponent of the
+    write before could not have held, those that its own exponent could.
+    """
+    rows = [(row["label"], _sums(row)) for row in document["variants"]]
+    if not any(sums for _, sums in rows):
+        return None
+    table = Table(title="shared exponents", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(_COLUMNS):
+        table.add_column(name, justify="left" if place == 0 else "right", no_wrap=True)
+    for label, sums in rows:
+        if sums:
+            needed, in_time = sums["raises_needed"], sums["raises_in_time"]
+            free = sums["headroom_sum"] / sums["measured"] if sums["measured"] else 0.0
+            table.add_row(
+                label,
+                f"{sums['places']:.0f}",
+                f"{sums['saturated']:,.0f}",
+                f"{sums['writes']:,.0f}",
+                f"{in_time:,.0f} of {needed:,.0f}",
+                f"{sums['moved']:,.0f}",
+                f"{free:.2f}",
+            )
+    return table
+
+
+def _sums(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of all runs of a row added up; the tensors are those of one run."""
+    found = [run["shared_exponents"]["all"] for run in row["runs"] if run.get("shared_exponents")]
+    if not found:
+        return {}
+    sums = {name: sum(one[name] for one in found) for name in found[0] if name != "headroom_bits"}
+    return {**sums, "places": max(one["places"] for one in found)}
