@@ -60,6 +60,7 @@ def test_a_batch_is_the_rows_asked_for() -> None:
     [
         (recipe.constant, {0.0: 1.0, 0.5: 1.0, 0.99: 1.0}),
         (recipe.linear_decay, {0.0: 1.0, 0.25: 0.75, 0.99: 0.01}),
+        (recipe.step_decay, {0.0: 1.0, 0.49: 1.0, 0.5: 0.1, 0.74: 0.1, 0.75: 0.01, 0.99: 0.01}),
         (recipe.one_cycle, {0.0: 0.04, 0.15: 0.52, 0.3: 1.0, 0.65: 0.500002, 1.0: 4e-6}),
     ],
 )

@@ -13,7 +13,18 @@ from torch import Tensor, nn
 
 from lowp.errors import UnknownName, unknown
 
-__all__ = ["Data", "Examples", "Metric", "Recipe", "Size", "TensorExamples", "constant", "linear_decay", "one_cycle"]
+__all__ = [
+    "Data",
+    "Examples",
+    "Metric",
+    "Recipe",
+    "Size",
+    "TensorExamples",
+    "constant",
+    "linear_decay",
+    "one_cycle",
+    "step_decay",
+]
 
 
 class Examples(Protocol):
@@ -136,6 +147,11 @@ def one_cycle(optimizer: torch.optim.Optimizer, progress: float) -> None:
     else:
         factor = _cosine(1.0, 1 / 25e4, (progress - 0.3) / 0.7)
     _scale_learning_rate(optimizer, factor)
+
+
+def step_decay(optimizer: torch.optim.Optimizer, progress: float) -> None:
+    """A tenth of the learning rate after half of the steps, a hundredth after three quarters (arXiv 1512.03385)."""
+    _scale_learning_rate(optimizer, 1.0 if progress < 0.5 else 0.1 if progress < 0.75 else 0.01)
 
 
 def _cosine(start: float, end: float, progress: float) -> float:

@@ -40,12 +40,13 @@ def read_cifar10(path: Path) -> LabelledImages:
     InvalidInput for what is missing or damaged.
     """
     first = CIFAR10.find(path, _LOOKED_FOR)
-    if first.suffix == ".npz":
+    name = first.name.removesuffix(".gz")
+    if name.endswith(".npz"):
         training, held = _from_npz(first)
     else:
-        ending, read = (".bin", _from_binary) if first.suffix == ".bin" else ("", _from_pickle)
-        files = [first.with_name(name + ending) for name in _BATCHES]
-        training = _joined([read(file) for file in files if file.exists()])
+        ending, read = (".bin", _from_binary) if name.endswith(".bin") else ("", _from_pickle)
+        files = [CIFAR10.find_or_none(first.parent, [batch + ending]) for batch in _BATCHES]
+        training = _joined([read(file) for file in files if file is not None])
         held = read(CIFAR10.find(first.parent, [f"test_batch{ending}"]))
     description = f"CIFAR-10 from {first.parent}, {len(training[1]):,} to train on and {len(held[1]):,} held back"
     images, labels, held_images, held_labels = (torch.from_numpy(part) for part in (*training, *held))
@@ -146,8 +147,8 @@ class _Array:
         if getattr(element, "name", None) != "u1":
             raise ValueError("an array that is not of bytes")
         raw = raw.encode("latin-1") if isinstance(raw, str) else raw
-        flat: Bytes = np.frombuffer(raw, np.uint8)
-        return flat.reshape(shape, order="F" if fortran else "C")
+        pixels: Bytes = np.frombuffer(raw, np.uint8).reshape(shape, order="F" if fortran else "C")
+        return pixels
 
 
 def _encoded(text: str, encoding: str) -> bytes:

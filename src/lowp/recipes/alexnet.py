@@ -1,0 +1,55 @@
+"""AlexNet: the first deep network for ImageNet, and one that Flexpoint was shown on (Köster et al. 2017).
+
+Its large linear layers make most of its parameters; its gradients are small, which is why scale matters in fp16.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lowp.recipes.classification import evaluate, loss
+from lowp.recipes.data.folders import read_folders
+from lowp.recipes.data.images import image_data
+from lowp.recipes.data.shapes import shape_images
+from lowp.recipes.networks.alexnet import AlexNet
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, step_decay
+
+
+def load(size: Size, path: Path | None) -> Data:
+    """Folders of pictures, a class each, where a path is given, else ten kinds of figures on photographs."""
+    side = size.options["side"]
+    if path is not None:
+        return read_folders(path, side, size.options["classes"])
+    return image_data(shape_images(side, *size.options["images"]), padding=side // 8)
+
+
+def make_model(size: Size) -> nn.Module:
+    """The published network, or a share of its widths; torch's own initialisation, which starts faster than 0.01."""
+    return AlexNet(size.options["side"], size.options["share"], size.options["classes"])
+
+
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """SGD with momentum 0.9 and weight decay 5e-4, as in the paper."""
+    return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9, weight_decay=5e-4)
+
+
+ALEXNET = Recipe(
+    name="alexnet",
+    summary="five convolutions and three linear layers, as in the Flexpoint paper",
+    source="Krizhevsky, Sutskever, Hinton 2012; Köster et al. 2017, arXiv 1711.02213",
+    data="generated: ten figures drawn on scikit-learn's photographs; --data DIR: train/CLASS and val/CLASS (ImageNet)",
+    sizes={
+        "cpu": Size(15, 50, 0.02, 325_114, {"side": 64, "share": 0.125, "classes": 10, "images": (2000, 500)}),
+        "full": Size(90, 128, 0.01, 60_965_224, {"side": 224, "share": 1.0, "classes": 1000, "images": (1000, 200)}),
+    },
+    metric=Metric("accuracy"),
+    load=load,
+    make_model=make_model,
+    loss=loss,
+    evaluate=evaluate,
+    make_optimizer=make_optimizer,
+    schedule=step_decay,
+)

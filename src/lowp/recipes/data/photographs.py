@@ -1,0 +1,29 @@
+"""The two photographs that scikit-learn carries, as bytes: real texture without a download."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowp.errors import Unavailable
+
+__all__ = ["photographs"]
+
+
+@functools.lru_cache(maxsize=1)
+def photographs() -> tuple[Tensor, Tensor]:
+    """A Chinese temple and a flower, uint8 [3, 427, 640] each (china.jpg and flower.jpg of sklearn.datasets, CC BY)."""
+    try:
+        from sklearn.datasets import load_sample_images
+
+        images = load_sample_images().images
+    except ImportError:
+        raise Unavailable(
+            "the photographs are embedded in scikit-learn and read by Pillow, and one of them is not installed: "
+            "pip install 'lowp[recipes]'"
+        ) from None
+    temple, flower = (torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous() for image in images)
+    return temple, flower

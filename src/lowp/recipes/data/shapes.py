@@ -1,0 +1,134 @@
+"""Scenes that are drawn: figures of ten kinds on pieces of real photographs, their kinds, boxes and outlines known.
+
+They stand in for sets of photographs where none is given: a network has to find a figure whatever its colour, size,
+place and background. Training and held-back scenes have backgrounds from different parts of the photographs. A seed
+decides everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lowp.recipes.data.images import LabelledImages
+from lowp.recipes.data.photographs import photographs
+
+__all__ = ["SHAPES", "Scene", "draw_scene", "in_words", "shape_images"]
+
+Mask = npt.NDArray[np.bool_]
+Grid = npt.NDArray[np.float64]
+
+# A figure as a condition on u (to the right) and v (down), both -1 to 1 over its box.
+SHAPES: dict[str, Callable[[Grid, Grid], Mask]] = {
+    "disc": lambda u, v: u * u + v * v < 1,
+    "ring": lambda u, v: (u * u + v * v < 1) & (u * u + v * v > 0.35),
+    "square": lambda u, v: np.maximum(abs(u), abs(v)) < 1,
+    "frame": lambda u, v: np.maximum(abs(u), abs(v)) > 0.55,
+    "diamond": lambda u, v: abs(u) + abs(v) < 1,
+    "triangle": lambda u, v: 2 * abs(u) < v + 1,
+    "plus": lambda u, v: np.minimum(abs(u), abs(v)) < 0.3,
+    "saltire": lambda u, v: abs(abs(u) - abs(v)) < 0.35,
+    "stripes": lambda u, v: (v * 2.5 + 3) % 1 < 0.5,
+    "hourglass": lambda u, v: abs(u) < abs(v),
+}
+
+_HELD_PART = 0.75  # held-back backgrounds lie to the right of this share of a photograph's width
+
+
+class Scene(NamedTuple):
+    """A drawn picture: uint8 [3, side, side]; kinds [n]; boxes [n, 4] as left, top, right, bottom in pixels.
+
+    `outline` int64 [side, side] has 0 for background and 1 + the kind of the figure that is on top.
+    """
+
+    image: npt.NDArray[np.uint8]
+    kinds: npt.NDArray[np.int64]
+    boxes: npt.NDArray[np.float32]
+    outline: npt.NDArray[np.int64]
+
+
+def in_words(training: int, held: int) -> str:
+    """What the drawn sets are, in words."""
+    return f"figures drawn on scikit-learn's two photographs, {training:,} to train on and {held:,} held back"
+
+
+def draw_scene(
+    random: np.random.Generator, side: int, sizes: tuple[float, float], count: int, kinds: int, held: bool
+) -> Scene:
+    """A scene with up to `count` figures of the first `kinds` kinds, whose sides are a share of the scene's in `sizes`.
+
+    A figure that would cover another by more than a fifth of either is left out; there is always one.
+    """
+    image = _background(random, side, held)
+    outline = np.zeros((side, side), np.int64)
+    chosen: list[int] = []
+    boxes: list[tuple[int, int, int, int]] = []
+    for _ in range(count):
+        kind = int(random.integers(kinds))
+        width, height = (max(6, round(side * random.uniform(*sizes))) for _ in range(2))
+        width = min(side, max(width, height * 2 // 3))
+        height = min(side, max(height, width * 2 // 3))
+        left, top = int(random.integers(side - width + 1)), int(random.integers(side - height + 1))
+        box = (left, top, left + width, top + height)
+        if any(_overlap(box, other) > 0.2 for other in boxes):
+            continue
+        _draw(random, image, outline, kind, box)
+        chosen.append(kind)
+        boxes.append(box)
+    return Scene(image, np.asarray(chosen, np.int64), np.asarray(boxes, np.float32), outline)
+
+
+def shape_images(side: int, training: int, held: int, kinds: int = 10, seed: int = 0) -> LabelledImages:
+    """One figure an image, to be told apart: images uint8 [N, 3, side, side]."""
+    parts: list[torch.Tensor] = []
+    for number, is_held in ((training, False), (held, True)):
+        random = np.random.default_rng([seed, is_held])
+        scenes = [draw_scene(random, side, (0.4, 0.9), 1, kinds, is_held) for _ in range(number)]
+        parts.append(torch.from_numpy(np.stack([scene.image for scene in scenes])))
+        parts.append(torch.from_numpy(np.concatenate([scene.kinds for scene in scenes])))
+    return LabelledImages(parts[0], parts[1], parts[2], parts[3], tuple(SHAPES)[:kinds], in_words(training, held))
+
+
+def _background(random: np.random.Generator, side: int, held: bool) -> npt.NDArray[np.uint8]:
+    """A square piece of a photograph, every second pixel of it where it is large enough, mirrored by chance."""
+    photograph = photographs()[int(random.integers(2))].numpy()
+    _, height, width = photograph.shape
+    low, high = (int(width * _HELD_PART), width) if held else (0, int(width * _HELD_PART))
+    step = 2 if 2 * side <= min(height, high - low) else 1
+    while side * step > min(height, high - low):  # larger than the photograph: repeat its pixels
+        photograph = photograph.repeat(2, axis=1).repeat(2, axis=2)
+        height, low, high = 2 * height, 2 * low, 2 * high
+    top = int(random.integers(height - side * step + 1))
+    left = low + int(random.integers(high - low - side * step + 1))
+    piece = photograph[:, top : top + side * step : step, left : left + side * step : step]
+    return np.array(piece[:, :, ::-1] if random.random() < 0.5 else piece, order="C")
+
+
+def _draw(
+    random: np.random.Generator,
+    image: npt.NDArray[np.uint8],
+    outline: npt.NDArray[np.int64],
+    kind: int,
+    box: tuple[int, int, int, int],
+) -> None:
+    """Paint a figure of one colour with some noise, and note it in the outline."""
+    left, top, right, bottom = box
+    u = (np.arange(right - left) + 0.5) / (right - left) * 2 - 1
+    v = (np.arange(bottom - top) + 0.5) / (bottom - top) * 2 - 1
+    inside = tuple(SHAPES.values())[kind](*np.broadcast_arrays(u[None, :], v[:, None]))
+    colour = random.integers(0, 256, 3)[:, None, None] + random.normal(0, 12, (3, *inside.shape))
+    painted, noted = image[:, top:bottom, left:right], outline[top:bottom, left:right]
+    painted[:] = np.where(inside, colour.clip(0, 255).astype(np.uint8), painted)
+    noted[:] = np.where(inside, kind + 1, noted)
+
+
+def _overlap(one: tuple[int, int, int, int], other: tuple[int, int, int, int]) -> float:
+    """The common area as a share of the smaller box."""
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
+    return max(width, 0) * max(height, 0) / min(areas)

@@ -1,0 +1,127 @@
+"""Residual networks: 20 and 110 layers for CIFAR-10, 50 and 101 for ImageNet.
+
+ResNet-110 on CIFAR-10 is one of the networks that Flexpoint was shown on (Köster et al. 2017, arXiv 1711.02213). In any
+16-bit precision the convolutions and the linear layer compute in few bits; batch normalisation keeps its statistics in
+fp32. The recipe itself says nothing of that: it is plain torch, and the precision is put around it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lowp.recipes.classification import evaluate, loss
+from lowp.recipes.data.cifar import read_cifar10
+from lowp.recipes.data.folders import read_folders
+from lowp.recipes.data.images import image_data
+from lowp.recipes.data.shapes import shape_images
+from lowp.recipes.networks.resnet import cifar_resnet, imagenet_resnet
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, one_cycle, step_decay
+
+FIFTY, HUNDRED_AND_ONE = (3, 4, 6, 3), (3, 4, 23, 3)
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+def load_small(size: Size, path: Path | None) -> Data:
+    """CIFAR-10 where a path is given, else ten kinds of figures on photographs; shifted by up to 4 and mirrored."""
+    if path is not None:
+        return image_data(read_cifar10(path), padding=4)
+    return image_data(shape_images(32, *size.options["images"]), padding=4)
+
+
+def load_large(size: Size, path: Path | None) -> Data:
+    """Folders of pictures, a class each, where a path is given, else the figures in the network's size."""
+    side = size.options["side"]
+    if path is not None:
+        return read_folders(path, side, size.options["classes"])
+    return image_data(shape_images(side, *size.options["images"]), padding=side // 8)
+
+
+# -- networks ---------------------------------------------------------------------------------------------------------
+def make_small(size: Size) -> nn.Module:
+    """Three stages of blocks without parameters in their shortcuts."""
+    return cifar_resnet(size.options["layers"], size.options["width"])
+
+
+def make_large(size: Size) -> nn.Module:
+    """Four stages of bottlenecks."""
+    return imagenet_resnet(size.options["blocks"], size.options["width"], size.options["classes"])
+
+
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """SGD with momentum 0.9 and weight decay 1e-4, as in the paper."""
+    return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9, weight_decay=1e-4)
+
+
+# -- recipes ----------------------------------------------------------------------------------------------------------
+_small = partial(
+    Recipe,
+    data="generated: ten figures drawn on scikit-learn's photographs, 32x32; --data DIR: CIFAR-10 (batches or npz)",
+    metric=Metric("accuracy"),
+    load=load_small,
+    make_model=make_small,
+    loss=loss,
+    evaluate=evaluate,
+    make_optimizer=make_optimizer,
+)
+_large = partial(
+    Recipe,
+    data="generated: ten figures drawn on scikit-learn's photographs; --data DIR: train/CLASS and val/CLASS (ImageNet)",
+    metric=Metric("accuracy"),
+    load=load_large,
+    make_model=make_large,
+    loss=loss,
+    evaluate=evaluate,
+    make_optimizer=make_optimizer,
+    schedule=step_decay,
+)
+
+RESNET_20 = _small(
+    name="resnet-20",
+    summary="residual network of 20 layers for images of 32x32",
+    source="He et al. 2016, arXiv 1512.03385, section 4.2",
+    sizes={
+        "cpu": Size(8, 50, 0.1, 68_050, {"layers": 20, "width": 8, "images": (2000, 500)}),
+        "full": Size(164, 128, 0.1, 269_722, {"layers": 20, "width": 16, "images": (10_000, 2000)}),
+    },
+    schedule=step_decay,
+)
+
+# 110 layers do not begin to learn at a rate of 0.1 (section 4.2): the rate grows to it, in place of 400 steps of 0.01.
+RESNET_110 = _small(
+    name="resnet-110",
+    summary="residual network of 110 layers for images of 32x32, as in the Flexpoint paper",
+    source="He et al. 2016, arXiv 1512.03385, section 4.2; Köster et al. 2017, arXiv 1711.02213",
+    sizes={
+        "cpu": Size(8, 50, 0.05, 116_882, {"layers": 32, "width": 8, "images": (2000, 500)}),
+        "full": Size(164, 128, 0.1, 1_727_962, {"layers": 110, "width": 16, "images": (10_000, 2000)}),
+    },
+    schedule=one_cycle,
+)
+
+_SMALL_BLOCKS = {"blocks": (1, 1, 1, 1), "width": 16, "classes": 10, "side": 64, "images": (1000, 300)}
+_SMALLER_STEM = {**_SMALL_BLOCKS, "blocks": (1, 1, 3, 1)}
+_FULL = {"width": 64, "classes": 1000, "side": 224, "images": (1000, 200)}
+
+RESNET_50 = _large(
+    name="resnet-50",
+    summary="residual network of 50 layers for images of 224x224",
+    source="He et al. 2016, arXiv 1512.03385, table 1",
+    sizes={
+        "cpu": Size(10, 50, 0.05, 511_514, _SMALL_BLOCKS),
+        "full": Size(90, 256, 0.1, 25_557_032, {**_FULL, "blocks": FIFTY}),
+    },
+)
+
+RESNET_101 = _large(
+    name="resnet-101",
+    summary="residual network of 101 layers for images of 224x224",
+    source="He et al. 2016, arXiv 1512.03385, table 1",
+    sizes={
+        "cpu": Size(10, 50, 0.05, 652_314, _SMALLER_STEM),
+        "full": Size(90, 256, 0.1, 44_549_160, {**_FULL, "blocks": HUNDRED_AND_ONE}),
+    },
+)

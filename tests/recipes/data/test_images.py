@@ -1,0 +1,100 @@
+"""Labelled images: drawn ones are seeded and kept apart, and what is augmented is the training images only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lowp.errors import InvalidInput
+from lowp.recipes.data.folders import read_folders
+from lowp.recipes.data.images import ImageExamples, LabelledImages, image_data
+from lowp.recipes.data.shapes import SHAPES, draw_scene, shape_images
+
+
+def test_a_seed_decides_the_drawn_images() -> None:
+    one, same, other = (shape_images(32, 20, 10, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one.images, same.images) and not torch.equal(one.images, other.images)
+    assert one.images.dtype == torch.uint8 and one.images.shape == (20, 3, 32, 32) and len(one.held_labels) == 10
+
+
+def test_every_figure_fills_its_box_and_no_two_are_alike() -> None:
+    axis = (np.arange(64) + 0.5) / 32 - 1
+    masks = [shape(*np.meshgrid(axis, axis)) for shape in SHAPES.values()]
+    for mask in masks:
+        assert 0.2 < mask.mean() <= 1
+        assert mask.any(0).mean() > 0.9 and mask.any(1).mean() >= 0.5
+    differences = [(one ^ other).mean() for place, one in enumerate(masks) for other in masks[:place]]
+    assert min(differences) > 0.1
+
+
+@pytest.mark.parametrize("side", [16, 48, 700])
+def test_a_scene_has_boxes_around_its_outlines(side: int) -> None:
+    scene = draw_scene(np.random.default_rng(side), side, (0.2, 0.5), 6, kinds=8, held=False)
+    assert scene.image.shape == (3, side, side) and 1 <= len(scene.kinds) <= 6
+    assert (scene.boxes >= 0).all() and (scene.boxes <= side).all()
+    inside = np.zeros((side, side), bool)
+    for left, top, right, bottom in scene.boxes.astype(int):
+        inside[top:bottom, left:right] = True
+    assert not scene.outline[~inside].any() and set(np.unique(scene.outline)) - {0} <= {*(scene.kinds + 1)}
+
+
+def test_images_are_standardised_by_the_training_set_and_only_it_is_augmented() -> None:
+    data = image_data(shape_images(16, 50, 10), padding=2)
+    everything = torch.arange(50)
+    images, labels = data.training.batch(everything)
+    assert images.mean().abs() < 1e-4 and images.std().sub(1).abs() < 0.01 and labels.dtype == torch.int64
+    drawn = [data.training.batch(everything, torch.Generator().manual_seed(seed))[0] for seed in (0, 0, 1)]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    held = data.validation.batch(torch.arange(10), torch.Generator())[0]
+    assert torch.equal(held, data.validation.batch(torch.arange(10))[0])
+
+
+def test_augmentation_shifts_by_up_to_the_padding_and_mirrors() -> None:
+    image = torch.zeros(1, 1, 5, 5, dtype=torch.uint8)
+    image[0, 0, 2, 1] = 255
+    one = ImageExamples(image, torch.zeros(1), torch.zeros(1), torch.ones(1), padding=1)
+    places = set()
+    for seed in range(200):
+        batch, _ = one.batch(torch.tensor([0]), torch.Generator().manual_seed(seed))
+        places |= {tuple(place) for place in batch[0, 0].nonzero().tolist()}
+    assert places == {(row, column) for row in (1, 2, 3) for column in (0, 1, 2, 2, 3, 4)}
+
+
+def test_a_channel_that_never_changes_does_not_divide_by_zero() -> None:
+    same = torch.full((4, 1, 2, 2), 7, dtype=torch.uint8)
+    data = image_data(LabelledImages(same, torch.zeros(4), same, torch.zeros(4), (), ""))
+    assert not data.training.batch(torch.arange(4))[0].any()
+
+
+def write_folders(folder: Path, classes: int = 2) -> None:
+    for part in ("train", "val"):
+        for label in range(classes):
+            (folder / part / f"n{label}").mkdir(parents=True)
+            for number in range(2):
+                pixels = np.full((30, 40 + number, 3), 100 * label, np.uint8)
+                Image.fromarray(pixels).save(folder / part / f"n{label}" / f"{number}.png")
+
+
+def test_pictures_in_folders_are_cut_to_the_side_with_the_folder_as_their_class(tmp_path: Path) -> None:
+    write_folders(tmp_path)
+    data = read_folders(tmp_path, side=16, classes=10)
+    images, labels = data.training.batch(torch.arange(4), torch.Generator().manual_seed(0))
+    assert images.shape == (4, 3, 16, 16) and labels.tolist() == [0, 0, 1, 1]
+    assert images[0, 0, 0, 0] == pytest.approx(-123.675 / 58.395)
+    assert len(data.validation) == 4
+
+
+def test_folders_with_too_many_classes_or_broken_pictures_are_refused(tmp_path: Path) -> None:
+    write_folders(tmp_path)
+    with pytest.raises(InvalidInput, match=r"has 2 classes .*: this size of the network takes 1 to 1"):
+        read_folders(tmp_path, side=16, classes=1)
+    (tmp_path / "train" / "n0" / "0.png").write_bytes(b"no picture")
+    data = read_folders(tmp_path, side=16, classes=10)
+    with pytest.raises(InvalidInput, match=r"0\.png is no picture that can be read"):
+        data.training.batch(torch.tensor([0]))
+    with pytest.raises(InvalidInput, match=r"looked for train in .*nowhere; is not there"):
+        read_folders(tmp_path / "nowhere", side=16, classes=10)

@@ -1,0 +1,73 @@
+"""The residual networks and AlexNet are the published ones, and take the images that they are for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lowp.recipes.networks.alexnet import AlexNet
+from lowp.recipes.networks.resnet import cifar_resnet, imagenet_resnet
+
+
+def layers_of(model: nn.Module) -> int:
+    """Layers as papers count them: convolutions and linear layers, projections on shortcuts left out."""
+    return sum(
+        isinstance(module, nn.Conv2d | nn.Linear) and ".shortcut" not in name for name, module in model.named_modules()
+    )
+
+
+@pytest.mark.parametrize("layers", [8, 20, 110])
+def test_a_small_residual_network_has_as_many_layers_as_its_name_says(layers: int) -> None:
+    with torch.device("meta"):
+        assert layers_of(cifar_resnet(layers)) == layers
+
+
+@pytest.mark.parametrize(("blocks", "layers"), [((3, 4, 6, 3), 50), ((3, 4, 23, 3), 101)])
+def test_a_large_residual_network_has_as_many_layers_as_its_name_says(blocks: tuple[int, ...], layers: int) -> None:
+    with torch.device("meta"):
+        assert layers_of(imagenet_resnet(blocks)) == layers
+
+
+def test_a_depth_that_no_small_residual_network_has_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"21 layers: give 6n \+ 2"):
+        cifar_resnet(21)
+
+
+def test_the_stages_halve_the_map_and_double_the_channels() -> None:
+    network = cifar_resnet(20)
+    with torch.no_grad():
+        assert network.blocks(network.stem(torch.zeros(1, 3, 32, 32))).shape == (1, 64, 8, 8)
+    large = imagenet_resnet((1, 1, 1, 1), width=8)
+    with torch.no_grad():
+        assert large.blocks(large.stem(torch.zeros(1, 3, 64, 64))).shape == (1, 256, 2, 2)
+
+
+def test_a_shortcut_without_parameters_passes_every_second_place_and_empty_channels() -> None:
+    network = cifar_resnet(8, width=4).eval()
+    block = network.blocks[1]
+    for parameter in block.parameters():
+        nn.init.zeros_(parameter)
+    x = torch.rand(1, 4, 8, 8)
+    y = block(x)
+    assert torch.equal(y[:, :4], x[:, :, ::2, ::2]) and not y[:, 4:].any()
+
+
+@pytest.mark.parametrize(("side", "share"), [(63, 0.125), (64, 0.125), (96, 0.25)])
+def test_alexnet_gives_ten_scores_for_images_of_the_side_it_was_made_for(side: int, share: float) -> None:
+    with torch.no_grad():
+        assert AlexNet(side, share, classes=10)(torch.zeros(2, 3, side, side)).shape == (2, 10)
+
+
+def test_alexnet_has_maps_of_55_27_and_13_places() -> None:
+    with torch.device("meta"):
+        layers = AlexNet().features
+        x, sides = torch.zeros(1, 3, 224, 224), []
+        for layer in layers:
+            x = layer(x)
+            sides.append(x.shape[-1])
+    assert [side for side, layer in zip(sides, layers, strict=True) if isinstance(layer, nn.Conv2d)] == [
+        55,
+        27,
+        *[13] * 3,
+    ]
