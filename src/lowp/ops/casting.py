@@ -149,13 +149,26 @@ def is_castable(*tensors: Tensor | None) -> bool:
 def with_tangents(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return `apply` of a Function whose `tangent` method gives forward-mode derivatives.
 
-    torch.compile refuses any Function that defines `jvp`, so that only a subclass used in eager mode has it.
+    Three classes serve it: torch.compile refuses any Function that defines `jvp`, torch.func wants `setup_context`
+    apart from `forward`, and without either the two together cost half as much a call, since torch then need not bind
+    the arguments by their names.
     """
+    forward, setup_context = function.forward, function.setup_context
+
+    def at_once(ctx: Any, *arguments: Any) -> Any:
+        output = forward(*arguments)
+        setup_context(ctx, arguments, output)
+        return output
+
     tangent = staticmethod(function.tangent)  # type: ignore[attr-defined]
-    eager = cast("type[torch.autograd.Function]", type(function.__name__, (function,), {"jvp": tangent}))
+    transformed = cast(Any, type(function.__name__, (function,), {"jvp": tangent}))
+    members = {"forward": staticmethod(at_once), "backward": staticmethod(function.backward), "jvp": tangent}
+    eager = cast(Any, type(function.__name__, (torch.autograd.Function,), members))
 
     def apply(*arguments: Any) -> Any:
-        return (function if torch.compiler.is_compiling() else eager).apply(*arguments)  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling():
+            return cast(Any, function).apply(*arguments)
+        return (transformed if _functorch_is_active() else eager).apply(*arguments)
 
     return apply
 
