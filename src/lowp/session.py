@@ -94,12 +94,9 @@ class _Attached(torch.autograd.Function):
     """A cast weight that was computed before, made part of the graph: the gradient goes to the weight as it is."""
 
     @staticmethod
-    def forward(weight: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, value: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
         return value.view_as(value)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.dtype = inputs[0].dtype
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
