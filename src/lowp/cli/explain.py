@@ -7,7 +7,8 @@
   lowp explain --fma --accumulate fp16
 
 Numbers: decimal (1.125, -3e-5), fraction (1/3), power of two (2^-25), hex float (0x1.8p3), inf, nan, -0, or a bit
-pattern, most significant bit first: 0b0 01111 0001111100 or bits:0x3c7c (0x3c7c without bits: is the number 15484).
+pattern, most significant bit first: 0b0 01111 0001111100 or bits:0x3c7c (0x3c7c alone is the number 15484,
+and with --from fp16 the bits).
 Operators: + - * / with a number of --in on both sides (1 / 3 with blanks divides, 1/3 is the number one third).
 Formats: any row of `lowp formats`, or spelled (e5m7), with rounding and overflow: e4m3fn:toward-zero:saturate.
 
@@ -22,16 +23,21 @@ import shlex
 from fractions import Fraction
 
 from lowp.cli.tables import show
+from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput
 from lowp.explain import (
     WORKED_CASES,
     as_json,
     convert,
     evaluate,
+    flex_arithmetic,
+    flex_number,
     fused_multiply_add,
+    is_flex,
     parse_number,
     render,
     render_multiply_add,
+    rescale,
     split_expression,
     weight_update,
 )
@@ -51,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--via", metavar="CAST", help="a cast before --to: shows what rounding twice does")
     parser.add_argument("--exponent", type=int, metavar="E", help="the shared scale 2^E of flex16+5, dfp16, mxfp8 ...")
+    parser.add_argument("--rescale", type=int, metavar="E", help="move a flex16+5 number to the shared scale 2^E")
     parser.add_argument("--scale", metavar="NUMBER", help="the shared scale of int8, nvfp4 ...")
     parser.add_argument("--random", metavar="U", help="the random number in [0, 1) of a stochastic cast")
     update = parser.add_argument_group("a weight update")
@@ -149,10 +156,17 @@ def _number(text: str, arguments: argparse.Namespace) -> object:
     if parts:
         left, operator, right = parts
         first, second = (parse_number(part, source, arguments.bits) for part in (left, right))
+        if is_flex(parse_cast(arguments.within or target)):
+            return flex_arithmetic(operator, first, second, parse_cast(arguments.within or target), arguments.exponent)
         result = arguments.to if arguments.within else None
         return evaluate(operator, first, second, arguments.within or target, result, random)
+    # who names the format of 0x3c7c means its bits, not 15484
+    bits = arguments.bits or (arguments.source is not None and re.fullmatch("0x[0-9a-f]+", text.lower()) is not None)
+    if arguments.rescale is not None:
+        number = flex_number(parse_number(text, source, bits), parse_cast(target), arguments.exponent)
+        return rescale(number, arguments.rescale)
     return convert(
-        parse_number(text, source, arguments.bits),
+        parse_number(text, source, bits),
         target,
         via=arguments.via,
         source=arguments.source,
@@ -164,9 +178,7 @@ def _number(text: str, arguments: argparse.Namespace) -> object:
 
 def _element_format(cast: str) -> str:
     """The format whose bit patterns numbers may be when --from does not say."""
-    from lowp.casts import parse
-
-    return str(parse(cast).format)
+    return str(parse_cast(cast).format)
 
 
 def _fraction(text: str, option: str) -> Fraction:

@@ -18,6 +18,17 @@ from lowp.explain.arithmetic import (
 )
 from lowp.explain.conversion import Conversion, SharedScale, convert
 from lowp.explain.exact import Outcome, Rounded, Rule, outcomes, round_exact
+from lowp.explain.flexpoint import (
+    FlexArithmetic,
+    FlexNumber,
+    Rescaled,
+    flex_arithmetic,
+    flex_number,
+    flex_product,
+    flex_sum,
+    is_flex,
+    rescale,
+)
 from lowp.explain.multiply_add import Accumulated, Addend, MultiplyAdd, fused_multiply_add
 from lowp.explain.numbers import Number, parse_number
 from lowp.explain.plain_data import as_json
@@ -33,9 +44,12 @@ __all__ = [
     "Alignment",
     "Arithmetic",
     "Conversion",
+    "FlexArithmetic",
+    "FlexNumber",
     "MultiplyAdd",
     "Number",
     "Outcome",
+    "Rescaled",
     "Rounded",
     "Rule",
     "SharedScale",
@@ -49,12 +63,18 @@ __all__ = [
     "convert",
     "divide",
     "evaluate",
+    "flex_arithmetic",
+    "flex_number",
+    "flex_product",
+    "flex_sum",
     "fused_multiply_add",
+    "is_flex",
     "multiply",
     "outcomes",
     "parse_number",
     "render",
     "render_multiply_add",
+    "rescale",
     "round_exact",
     "split_expression",
     "subtract",

@@ -135,7 +135,8 @@ def evaluate(
         if isinstance(each.format, ScaledFormat):
             raise InvalidInput(
                 f"{each.format} numbers share a scale, so a {OPERATORS[operator]} is one of their tensors: "
-                f"possible here are formats without a shared scale, such as {each.element}; "
+                f"possible here are formats without a shared scale, such as {each.element}, and flex_arithmetic for "
+                "the mantissas of flex16+5 and dfp16; "
                 f"--to {each.format} shows one number"
             )
     first, second = (round_exact(_read(x, cast), Cast(cast.format, overflow=cast.overflow)) for x in (left, right))
@@ -244,6 +245,8 @@ def split_expression(text: str, bits: bool = False) -> tuple[str, str, str] | No
         return None
     if match := _EXPRESSION.fullmatch(given):
         return match[1], _SPELLED.get(match[2], match[2]), match[3]
+    if re.fullmatch(r"[-+]?0[bx]\S+", given):
+        return None  # one number with a digit that it cannot have
     if match := _UNKNOWN_OPERATOR.fullmatch(given):
         raise UnknownName(unknown("operator", match[2], OPERATORS) + f", between two numbers, not as in {text!r}")
     if len(re.findall(rf"(?<=\S)\s+{_SIGNS}\s+", given)) > 1:

@@ -9,6 +9,7 @@ from fractions import Fraction
 from lowp.casts import Cast
 from lowp.explain.conversion import Conversion
 from lowp.explain.exact import Rounded
+from lowp.explain.flexpoint import FlexArithmetic, FlexNumber
 from lowp.explain.numbers import Number
 from lowp.explain.text import bits_text, decimal_text
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
@@ -34,6 +35,10 @@ def as_json(value: object) -> object:
         more: tuple[str, ...] = ("guard", "round_bit", "sticky", "error", "error_ulp", "relative_error", "is_exact")
     elif isinstance(value, Conversion):
         more = ("result", "error", "error_ulp", "relative_error")
+    elif isinstance(value, FlexNumber):
+        more = ("value",)
+    elif isinstance(value, FlexArithmetic):
+        more = ("result",)
     else:
         more = ()
     return {**data, **{name: as_json(getattr(value, name)) for name in more}}

@@ -9,6 +9,7 @@ from functools import singledispatch
 from lowp.explain.arithmetic import OPERATORS, Alignment, Arithmetic
 from lowp.explain.conversion import Conversion
 from lowp.explain.exact import Rounded, Rule
+from lowp.explain.flexpoint import FlexArithmetic, Rescaled, render_flex, render_rescaled
 from lowp.explain.multiply_add import MultiplyAdd
 from lowp.explain.numbers import Number, code_of_value
 from lowp.explain.render_multiply_add import render_multiply_add
@@ -38,6 +39,8 @@ def render(explanation: object) -> str:
 
 render.register(WeightUpdate, render_update)
 render.register(MultiplyAdd, render_multiply_add)
+render.register(FlexArithmetic, render_flex)
+render.register(Rescaled, render_rescaled)
 
 
 # -- conversions -------------------------------------------------------------------------------------------------------
@@ -171,15 +174,19 @@ def _alignment_lines(arithmetic: Arithmetic, alignment: Alignment) -> Iterator[s
     format = alignment.larger.format
     assert isinstance(format, FloatFormat)
     places, bits = format.mantissa_bits, format.exponent_bits
-    fields = f"{binary(alignment.larger_field, bits)} - {binary(alignment.smaller_field, bits)}"
+    least = int(format.has_zero)  # field 0 holds the subnormals, whose power of two is that of field 1
+    larger, smaller = max(alignment.larger_field, least), max(alignment.smaller_field, least)
+    fields = f"{binary(larger, bits)} - {binary(smaller, bits)}"
+    if (larger, smaller) != (alignment.larger_field, alignment.smaller_field):
+        fields += " (a subnormal counts as 1)"
     cut = alignment.cut[:BITS_SHOWN] + ("..." if len(alignment.cut) > BITS_SHOWN else "")
     moved = point(alignment.kept, places) + (f"|{cut}" if cut else "")
     if alignment.shift:
         before = point(alignment.smaller_significand, places)
         yield line("align", f"exponents {fields} = {alignment.shift}:")
-        yield line("", f"{before} moves right by {alignment.shift} places to {moved}")
-        rest = cut[1:]
-        yield line("", f"guard {alignment.guard}, the rest ({rest or 'none'}) sticky {int('1' in rest)}")
+        yield line("", f"{before} moves right by {alignment.shift} place{'s' * (alignment.shift > 1)} to {moved}")
+        sticky = int("1" in alignment.cut[1:])
+        yield line("", f"guard {alignment.guard}, the rest ({cut[1:] or 'none'}) sticky {sticky}")
     else:
         yield line("align", f"exponents {fields} = {alignment.shift}: nothing moves")
     subtracts = (arithmetic.left.result.negative != arithmetic.right.result.negative) != (arithmetic.operator == "-")
