@@ -40,6 +40,14 @@ def test_near_returns_names_as_they_are_spelled_in_the_table() -> None:
     assert near("fp61", FORMATS, count=1) == ["fp16"]
 
 
+def test_what_begins_alike_is_near_however_long_it_is() -> None:
+    words = ["nearest-even", "nearest-away", "static", "saturate", "inf", "up"]
+    assert near("sat", words)[0] == "saturate"
+    assert near("infinity", words)[0] == "inf"
+    assert near("nearest", words)[:2] == ["nearest-even", "nearest-away"]
+    assert near("sa", words) == []  # too little to say so
+
+
 @pytest.mark.parametrize(
     ("name", "builtin"),
     [

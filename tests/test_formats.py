@@ -183,6 +183,8 @@ def test_other_names_mean_a_row(alias: str) -> None:
 REFUSED = {
     "bf61": "unknown format 'bf61'; did you mean bf16",
     "": "unknown format ''",
+    "FP8": "unknown format 'FP8': that is a width, which several formats have: e4m3fn, e5m2, mxfp8",
+    "float4": "that is a width, which several formats have: e2m1, mxfp4, nvfp4",
     "e9m2": "e9m2 is not possible: eXmY takes 2 to 8 exponent bits",
     "e8m12": "at most 19 bits with the sign",
     "e5m0": "with no mantissa bit an infinity and a NaN would share one code",
@@ -206,6 +208,12 @@ REFUSED = {
 def test_what_is_no_format_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match=re.escape(REFUSED[text])):
         formats.parse(text)
+
+
+def test_what_is_neither_text_nor_a_format_is_refused() -> None:
+    for other, kind in ((3, "int"), (None, "NoneType"), (torch.float16, "dtype")):
+        with pytest.raises(TypeError, match=f"a format is given as text .fp16, e5m7. or as one of FORMATS, not {kind}"):
+            formats.parse(other)  # type: ignore[arg-type]
 
 
 # -- relations --------------------------------------------------------------------------------------------------------

@@ -31,11 +31,22 @@ class Misuse(LowpError, RuntimeError):
 
 
 def near(given: str, allowed: Iterable[str], count: int = 3) -> list[str]:
-    """Return up to `count` of the allowed names that resemble the given one, the nearest first; case is ignored."""
+    """Return up to `count` of the allowed names that resemble the given one, the nearest first; case is ignored.
+
+    A name that begins like the given one, or the other way round, is near whatever their lengths are (sat, saturate).
+    """
     by_lower: dict[str, str] = {}
     for name in allowed:
         by_lower.setdefault(name.lower(), name)
-    return [by_lower[match] for match in difflib.get_close_matches(given.lower(), by_lower, n=count, cutoff=0.55)]
+    typed = given.lower()
+    begun = [name for name in by_lower if min(len(name), len(typed)) >= 3 and _begins_alike(name, typed)]
+    begun.sort(key=lambda name: abs(len(name) - len(typed)))
+    matches = difflib.get_close_matches(typed, by_lower, n=count, cutoff=0.55)
+    return [by_lower[name] for name in dict.fromkeys([*begun, *matches])][:count]
+
+
+def _begins_alike(name: str, other: str) -> bool:
+    return name.startswith(other) or other.startswith(name)
 
 
 def unknown(kind: str, given: object, allowed: Iterable[str], shown: Iterable[str] | None = None) -> str:

@@ -62,7 +62,15 @@ ALIASES = {
     **{"float64": "fp64", "double": "fp64", "float32": "fp32", "float": "fp32", "single": "fp32"},
     **{"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "tensorfloat32": "tf32"},
     **{"float8_e4m3fn": "e4m3fn", "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz", "float8_e5m2fnuz": "e5m2fnuz"},
+    **{"float6_e3m2fn": "e3m2", "float6_e2m3fn": "e2m3", "float4_e2m1fn": "e2m1"},
     **{"float8_e8m0fnu": "e8m0", "flexpoint": "flex16+5", "flex16": "flex16+5", "dfp-16": "dfp16"},
+}
+
+# what people type who mean a width: which formats have it, bare or with a scale a block
+_WIDTHS = {
+    **dict.fromkeys(("fp8", "float8"), "e4m3fn, e5m2, mxfp8"),
+    **dict.fromkeys(("fp6", "float6"), "e3m2, e2m3, mxfp6"),
+    **dict.fromkeys(("fp4", "float4"), "e2m1, mxfp4, nvfp4"),
 }
 
 _FLOAT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(ieee|fnuz|fn|finite)?(ftz)?")
@@ -79,10 +87,12 @@ def parse(text: str | Format) -> Format:
     ``ELEMENT@SCALE/SCOPE``, with SCALE a float format or ``2^-31..0`` and SCOPE ``tensor``, ``row``, ``channel`` or a
     block's length; ``/affine`` adds a zero point: ``e4m3fn@e8m0/32``, ``i8s@fp32/row``, ``i8@fp32/tensor/affine``.
 
-    Raises ValueError with the near names for anything else.
+    Raises ValueError with the near names for any other text, TypeError for what is neither text nor a format.
     """
-    if not isinstance(text, str):
+    if isinstance(text, (FloatFormat, IntFormat, ScaledFormat)):
         return text
+    if not isinstance(text, str):
+        raise TypeError(f"a format is given as text (fp16, e5m7) or as one of FORMATS, not {type(text).__name__}")
     name = text.strip().lower()
     name = ALIASES.get(name, name)
     if name in FORMATS:
@@ -93,6 +103,8 @@ def parse(text: str | Format) -> Format:
         return _parse_float(name, match)
     if match := _INT.fullmatch(name):
         return IntFormat(name, int(match[1]), bool(match[2]))
+    if name in _WIDTHS:
+        raise UnknownName(f"unknown format {text!r}: that is a width, which several formats have: {_WIDTHS[name]}")
     if name == "bf16-trunc":
         raise InvalidInput("bf16-trunc is a cast, not a format: give it where a cast is asked for, or bf16 here")
     raise UnknownName(
@@ -116,7 +128,8 @@ def _parse_float(name: str, match: re.Match[str]) -> FloatFormat:
     if row.max_exponent > 127 or row.min_exponent - row.mantissa_bits < -149:
         raise InvalidInput(
             f"{name} is not possible: it reaches 2**{row.min_exponent - row.mantissa_bits} .. 2**{row.max_exponent}, "
-            "and fp32, which carries the values, 2**-149 .. 2**127: give fewer exponent bits, another bias (bN), or no suffix"
+            "and fp32, which carries the values, 2**-149 .. 2**127: "
+            "give fewer exponent bits, another bias (bN), or no suffix"
         )
     return row
 
