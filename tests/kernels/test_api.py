@@ -101,13 +101,45 @@ def test_numpy_arrays_come_back_as_numpy_arrays() -> None:
     read_only = x.astype(np.float32)
     read_only.flags.writeable = False
     arrays = [x, x.astype(np.float32), x.astype(np.float16), x[::-1, ::-2], np.asfortranarray(x), x.astype(">f4")]
-    for array in [*arrays, read_only, x[0, 0], np.float32(1.3), x[:0]]:
+    record = np.zeros((4, 6), dtype=[("flag", "i1"), ("value", "f4"), ("rest", "i2")])  # values 7 bytes apart
+    record["value"] = x
+    shifted = np.zeros(x.nbytes + 1, dtype=np.uint8)[1:].view(np.float64)
+    shifted[:] = x.ravel()
+    broadcast = np.broadcast_to(x[0], (3, 6))
+    for array in [*arrays, read_only, record["value"], shifted, broadcast, x[0, 0], np.float32(1.3), x[:0]]:
         native = np.ascontiguousarray(np.asarray(array).astype(array.dtype.newbyteorder("=")))
         wanted = quantize(torch.from_numpy(native.reshape(array.shape)), "e4m3fn:stochastic", seed=2).numpy()
         found = quantize(array, "e4m3fn:stochastic", seed=2)
         assert isinstance(found, np.ndarray)
         assert found.dtype == wanted.dtype
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_dtype_that_torch_has_not_is_named() -> None:
+    for dtype in (np.longdouble, object, ml_dtypes.float8_e4m3fn):
+        array = np.ones(2, dtype=dtype)
+        with pytest.raises(TypeError, match=f"torch has no numbers of {array.dtype}: convert the array first, for"):
+            quantize(array, "fp16")
+
+
+def test_codes_of_arrays_decode_to_dtypes_of_numpy() -> None:
+    codes = encode(np.array([1.5, -0.875], dtype=np.float32), "e4m3fn")
+    for dtype in (np.float64, np.float32, "float16", ml_dtypes.bfloat16):
+        found = decode(codes, "e4m3fn", dtype=dtype)
+        assert found.dtype == dtype
+        assert found.astype(np.float32).tolist() == [1.5, -0.875]
+    assert decode(codes, "e4m3fn", dtype=torch.float16).dtype == np.float16
+    with pytest.raises(TypeError, match=r"NumPy has no bfloat16: take ml_dtypes\.bfloat16, numpy\.float32 or"):
+        decode(codes, "e4m3fn", dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"torch has no numbers of .*: take numpy\.float64, float32 or float16"):
+        decode(codes, "e4m3fn", dtype=np.dtype("S4"))
+
+
+def test_a_seed_may_be_an_integer_of_numpy() -> None:
+    x = torch.linspace(0, 1, 99)
+    for seed in (np.int64(5), np.uint8(5)):
+        assert torch.equal(quantize(x, "e4m3fn:stochastic", seed=seed), quantize(x, "e4m3fn:stochastic", seed=5))
+        assert torch.equal(encode(x, "e4m3fn:stochastic", seed=seed), encode(x, "e4m3fn:stochastic", seed=5))
 
 
 def test_a_bfloat16_array_of_ml_dtypes_is_taken() -> None:
@@ -324,6 +356,8 @@ def test_other_functions_refuse_alike() -> None:
         statistics(torch.ones(2, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"not torch\.int64: convert first"):
         encode(torch.ones(2, dtype=torch.int64), "fp16")
+    with pytest.raises(TypeError, match=r"decode gives tensors of float64, .* bfloat16, not of torch.int32"):
+        decode(torch.zeros(2, dtype=torch.uint16), "fp16", dtype=torch.int32)
     with pytest.raises(InvalidInput, match=r"codes of fp16 are torch.uint16, .* not torch.uint8"):
         decode(torch.zeros(2, dtype=torch.uint8), "fp16")
     with pytest.raises(InvalidInput, match=r"fp64: torch.float32 cannot hold every value"):

@@ -108,7 +108,7 @@ def quantize(x: Any, cast: str | Cast | Format, *, scale: Any = None, seed: int 
     if not isinstance(x, Tensor):
         return _with_arrays(quantize, x, cast, scale=scale, seed=seed, out=out)
     plan = _plan(cast, x.dtype)
-    _check(x, seed)
+    seed = _check(x, seed)
     if out is None:
         if not _is_ours(x):
             return custom_ops.quantize(x, plan, scale, seed)
@@ -139,7 +139,7 @@ def encode(
         cast = _cast(cast)
         if x.dtype not in CARRIERS:
             raise TypeError(_not_floating(x.dtype))
-        _check(x, seed)
+        seed = _check(x, seed)
         if cast.scaling is not None:
             return run.encode_scaled(
                 implementation(x.device, "encode"), x.detach(), cast, _scales(scale, cast, x), seed, packed
@@ -164,7 +164,7 @@ def decode(
         if not isinstance(codes, Tensor):
             return _with_arrays(decode, codes, format, dtype=dtype, packed=packed, length=length)
         if dtype not in CARRIERS:
-            raise TypeError(_not_floating(dtype))
+            raise TypeError(f"decode gives tensors of {_carriers()}, not of {dtype}")
         element = _element(format)
         if not packed and codes.dtype != scaled.code_dtype(element):
             expected = scaled.code_dtype(element)
@@ -237,19 +237,25 @@ def _plan(cast: str | Cast | Format, dtype: torch.dtype) -> Cast:
     return parsed
 
 
+def _carriers() -> str:
+    return ", ".join(str(carrier).removeprefix("torch.") for carrier in CARRIERS)
+
+
 def _not_floating(dtype: torch.dtype) -> str:
-    allowed = ", ".join(str(carrier).removeprefix("torch.") for carrier in CARRIERS)
-    return f"lowp rounds tensors of {allowed}, not {dtype}: convert first, for example with x.float()"
+    return f"lowp rounds tensors of {_carriers()}, not {dtype}: convert first, for example with x.float()"
 
 
-def _check(x: Tensor, seed: int | Tensor) -> None:
+def _check(x: Tensor, seed: int | Tensor) -> int | Tensor:
+    """Return the seed, an integer of NumPy as one of Python; refuse other seeds, and tensors without strides."""
     if x.layout is not torch.strided:
         raise TypeError(f"lowp takes strided tensors, not {x.layout}: give x.to_dense(), or its values")
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.ndim != 0:
             raise TypeError(f"a seed is an int or a 0-d int64 tensor, not {seed.ndim}-d {seed.dtype}")
-    elif isinstance(seed, bool) or not isinstance(seed, int):
+        return seed
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise TypeError(f"a seed is an int or a 0-d int64 tensor, not {type(seed).__name__}")
+    return seed.__index__()
 
 
 def _scales(scale: Any, cast: Cast, x: Tensor) -> scaled.Scales | None:
@@ -304,10 +310,13 @@ def _with_arrays(function: Any, x: Any, *arguments: Any, **named: Any) -> Any:
         named["out"] = arrays.to_tensor(out, writing=True)
     if arrays.is_array(named.get("scale")):
         named["scale"] = arrays.to_tensor(arrays.to_array(named["scale"]))
+    dtype = named.get("dtype", array.dtype)
+    if "dtype" in named:
+        named["dtype"] = arrays.to_dtype(dtype)
     result = function(arrays.to_tensor(array), *arguments, **named)
     if out is not None:
         return out
-    return arrays.to_numpy(result, array) if isinstance(result, Tensor) else result
+    return arrays.to_numpy(result, dtype) if isinstance(result, Tensor) else result
 
 
 from lowp.kernels import custom_ops  # noqa: E402  (it calls back into this module)

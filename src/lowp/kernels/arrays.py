@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_VIEWED = {"bfloat16": (np.uint16, torch.bfloat16)}  # ml_dtypes.bfloat16: torch reads it by its bits
+_BFLOAT16 = "bfloat16"  # the name of ml_dtypes.bfloat16, which torch reads by its bits
 
 
 def is_array(x: object) -> bool:
@@ -24,22 +24,38 @@ def to_array(x: Any) -> np.ndarray[Any, Any]:
 def to_tensor(array: np.ndarray[Any, Any], writing: bool = False) -> Tensor:
     """Return a tensor on the array's memory; a copy where torch needs one (not `writing`: then ValueError)."""
     native = array.dtype.isnative
-    positive = all(stride >= 0 for stride in array.strides)
-    if writing and not (native and positive and array.flags.writeable):
+    reachable = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)  # fields of a record
+    if writing and not (native and reachable and array.flags.writeable):
         raise ValueError(
-            "out is an array that torch cannot write: read-only, byte-swapped or with negative strides; "
+            "out is an array that torch cannot write: read-only, byte-swapped, with negative strides or in a record; "
             "give another one, or assign the result to it"
         )
-    if not (native and positive and array.flags.writeable):
+    if not (native and reachable and array.flags.writeable):
         array = array.astype(array.dtype.newbyteorder("=")) if not native else array.copy()
-    viewed = _VIEWED.get(array.dtype.name)
-    if viewed is None:
+    if array.dtype.name == _BFLOAT16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    try:
         return torch.from_numpy(array)
-    return torch.from_numpy(array.view(viewed[0])).view(viewed[1])
+    except TypeError:
+        raise TypeError(
+            f"torch has no numbers of {array.dtype}: convert the array first, for example with x.astype(numpy.float32)"
+        ) from None
 
 
-def to_numpy(x: Tensor, like: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
-    """Return a CPU tensor as an array, on the same memory; bf16 in the dtype of `like`."""
-    if x.dtype == torch.bfloat16 and like is not None:
-        return x.view(torch.uint16).numpy().view(like.dtype)
-    return x.numpy()
+def to_dtype(dtype: Any) -> torch.dtype:
+    """Return the torch dtype that a dtype of either library is; raise TypeError for what torch does not have."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, np.dtype(dtype).name, None)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"torch has no numbers of {np.dtype(dtype)}: take numpy.float64, float32 or float16")
+    return found
+
+
+def to_numpy(x: Tensor, dtype: Any) -> np.ndarray[Any, Any]:
+    """Return a CPU tensor as an array, on the same memory; bf16 in `dtype`, which must then be that of ml_dtypes."""
+    if x.dtype != torch.bfloat16:
+        return x.numpy()
+    if isinstance(dtype, torch.dtype):
+        raise TypeError("NumPy has no bfloat16: take ml_dtypes.bfloat16, numpy.float32 or numpy.float64")
+    return x.view(torch.uint16).numpy().view(dtype)
