@@ -80,6 +80,19 @@ def test_a_subtraction_cancels_exactly() -> None:
     assert result.result.value == Fraction(1, 1024)
 
 
+def test_what_sticks_out_further_than_is_shown_is_still_sticky() -> None:
+    far = render(add("1", "2^-100", "bf16"))
+    assert "guard 0, the rest (0000000000000000000000000000000...) sticky 1" in far
+    assert "sticky 0" in render(add("1", "2^-2", "bf16"))
+
+
+def test_the_exponents_of_a_subnormal_are_shown_as_they_count() -> None:
+    text = render(add("1", "2^-24", "fp16"))
+    assert "exponents 01111 - 00001 (a subnormal counts as 1) = 14:" in text
+    assert "0.0000000001 moves right by 14 places to" in text
+    assert "moves right by 1 place to" in render(add("1", "2", "fp16"))
+
+
 def test_the_result_may_have_another_format() -> None:
     result = add("1.125", "0.12457275390625", "fp16", "fp32")
     assert str(result.result) == "1.24957275390625"
@@ -107,6 +120,7 @@ def test_an_expression_is_split_at_its_operator() -> None:
         "0x1.8p3 * 0x1p-2": ("0x1.8p3", "*", "0x1p-2"),
         "inf - inf": ("inf", "-", "inf"),
         "-0": None,
+        "0b012": None,
     }
     assert {text: split_expression(text) for text in cases} == cases
     assert split_expression("0x3c7c + 0x0001", bits=True) == ("0x3c7c", "+", "0x0001")

@@ -90,6 +90,8 @@ def test_a_number_is_read_exactly() -> None:
     assert parse_number("-0") == Number(Fraction(0), negative=True)
     assert (parse_number("-Infinity").special, parse_number("-inf").negative) == ("inf", True)
     assert parse_number("bits:0xff", "i8").value == -1
+    assert [parse_number(text, "i1").value for text in ("0b0", "0b1")] == [1, -1]  # the sign, as lowp.encode packs it
+    assert [convert(value, "i1").code for value in (1, -1)] == [0, 1]
     assert Number.of(nan).special == "nan"
     assert Number.of(-0.0).negative
 

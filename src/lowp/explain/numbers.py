@@ -91,7 +91,8 @@ def parse_number(text: str, source: Format | str | None = None, bits: bool = Fal
 
     Forms: decimal, fraction ``1/3``, ``2^-25``, hexadecimal ``0x1.8p3`` (without a p an integer: 0x10 is 16), inf, nan.
     ``0b...`` and ``bits:0x...`` are bit patterns of the format `source`, all of its bits, most significant first;
-    `bits=True` reads any 0x or 0b, or plain zeros and ones, as a bit pattern. Raises ValueError naming the forms.
+    `bits=True` reads any 0x or 0b, or plain zeros and ones, as a bit pattern.
+    Raises ValueError naming the forms.
     """
     given = " ".join(text.strip().lower().split())
     if len(given) > LENGTH_LIMIT:
@@ -158,11 +159,11 @@ def _from_bits(given: str, source: Format | str | None) -> Number:
 
 
 def value_of_code(code: int, format: FloatFormat | IntFormat) -> Number:
-    """The number that a bit pattern means. A binary integer's 0 is -1; other integers are two's complement."""
+    """The number that a bit pattern means. A binary integer's bit is its sign: 0 is +1; others are two's complement."""
     if isinstance(format, FloatFormat):
         return Number.of(format.decode(code))
     if format.bits == 1:
-        return Number.of(1 if code else -1)
+        return Number.of(-1 if code else 1)
     return Number.of(code - ((code >> (format.bits - 1)) << format.bits))
 
 
@@ -174,7 +175,7 @@ def code_of_value(value: Number, format: FloatFormat | IntFormat) -> int | None:
     if isinstance(format, IntFormat):
         if not value.is_finite:
             return None
-        return int(value.value > 0) if format.bits == 1 else int(value.value) & ((1 << format.bits) - 1)
+        return int(value.value < 0) if format.bits == 1 else int(value.value) & ((1 << format.bits) - 1)
     if value.special == "nan":
         if not format.has_nan:
             return None
