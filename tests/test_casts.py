@@ -67,6 +67,7 @@ def test_overflow_follows_from_what_the_format_has() -> None:
 def test_the_words_after_the_format_come_in_any_order() -> None:
     assert parse("e4m3fn:saturate:stochastic-8") == parse("e4m3fn:stochastic-8:saturate")
     assert parse("dfp16:static(-8):up") == Cast("dfp16", Rounding.UP, scaling=ScalingSpec("static", exponent=-8))
+    assert parse("fp16 : up") == parse("fp16:up")
     assert parse(" BF16-trunc ") == Cast("bf16", Rounding.TOWARD_ZERO)
     assert str(parse("bf16-trunc")) == "bf16:toward-zero"
 

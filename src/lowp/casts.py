@@ -185,7 +185,7 @@ def parse(text: str | Cast | Format) -> Cast:
     head, *words = text.strip().lower().split(":")
     head, *named_words = NAMED.get(head, head).split(":")
     given: dict[str, object] = {}
-    for word in (*named_words, *words):
+    for word in (*named_words, *(word.strip() for word in words)):
         for key, value in _word(word, text).items():
             if key in given:
                 raise InvalidInput(f"{text}: {key} is given twice")
