@@ -14,6 +14,8 @@ from lowp.recipes.recipe import Recipe, Size
 
 # Recipe: options that make the CPU size small, examples a batch, learning rate, steps, and what is left of the loss.
 LEARNING: dict[str, tuple[dict[str, Any], int, float, int, float]] = {
+    "mnist": ({}, 50, 0.1, 12, 0.5),
+    "unet": ({"widths": (4, 8, 8, 8), "images": (4, 4)}, 4, 0.01, 30, 0.7),
     "resnet-20": ({"layers": 8, "images": (16, 8)}, 16, 0.1, 12, 0.65),
     "resnet-110": ({"layers": 8, "images": (16, 8)}, 16, 0.1, 12, 0.65),
     "resnet-50": ({"images": (8, 8), "width": 8}, 8, 0.02, 12, 0.5),

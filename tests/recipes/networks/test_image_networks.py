@@ -8,6 +8,7 @@ from torch import nn
 
 from lowp.recipes.networks.alexnet import AlexNet
 from lowp.recipes.networks.resnet import cifar_resnet, imagenet_resnet
+from lowp.recipes.networks.unet import UNet
 
 
 def layers_of(model: nn.Module) -> int:
@@ -71,3 +72,22 @@ def test_alexnet_has_maps_of_55_27_and_13_places() -> None:
         27,
         *[13] * 3,
     ]
+
+
+@pytest.mark.parametrize(("side", "left"), [(256, 164), (160, 68), (188, 100)])
+def test_the_unet_classifies_the_middle_of_the_image(side: int, left: int) -> None:
+    with torch.device("meta"):
+        assert UNet((4, 8, 8, 8))(torch.zeros(1, 3, side, side)).shape == (1, 9, left, left)
+
+
+def test_the_unet_sees_of_each_pixel_only_what_is_around_it() -> None:
+    network = UNet((4, 4, 4, 4)).eval()
+    image = torch.rand(1, 3, 160, 160, requires_grad=True)
+    network(image)[0, :, 0, 0].sum().backward()
+    seen = image.grad.abs().sum((0, 1)).nonzero()
+    assert seen.min() >= 0 and seen.max() < 100
+
+
+def test_the_full_unet_has_exactly_the_published_parameters() -> None:
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in UNet().parameters()) == 7_703_497

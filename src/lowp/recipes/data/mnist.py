@@ -1,0 +1,78 @@
+"""MNIST in its published idx files, packed or not; without a path, scikit-learn's digits in MNIST's size.
+
+LeCun, Cortes, Burges, "The MNIST database of handwritten digits": a file is two zero bytes, the type of its elements
+(8 for bytes), the number of dimensions, each dimension as four bytes (the highest first), and the elements.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lowp.errors import Unavailable
+from lowp.recipes.data.files import Published, read_bytes
+from lowp.recipes.data.images import LabelledImages
+
+__all__ = ["enlarged_digits", "read_idx", "read_mnist"]
+
+MNIST = Published("MNIST", "https://yann.lecun.com/exdb/mnist or https://ossci-datasets.s3.amazonaws.com/mnist")
+CLASSES = tuple("0123456789")
+_BYTES = 8
+
+
+def read_mnist(path: Path) -> LabelledImages:
+    """MNIST, or another set in its layout (Fashion-MNIST), from a folder with its four files; raises InvalidInput."""
+    parts = []
+    for which in ("train", "t10k"):
+        images_at, labels_at = (
+            MNIST.find(path, [f"{which}-{what}", f"{which}-{what.replace('-idx', '.idx')}"])
+            for what in ("images-idx3-ubyte", "labels-idx1-ubyte")
+        )
+        images, labels = read_idx(images_at, 3), read_idx(labels_at, 1)
+        if len(images) != len(labels) or not len(labels):
+            raise MNIST.broken(labels_at, f"has {len(labels)} labels for {len(images)} images")
+        if labels.max() > 9:
+            raise MNIST.broken(labels_at, "has labels that are not 0 to 9")
+        if images.shape[1:] != (28, 28):
+            raise MNIST.broken(images_at, f"has images of {images.shape[1]}x{images.shape[2]}, not 28x28")
+        parts += [torch.from_numpy(images)[:, None], torch.from_numpy(labels.astype(np.int64))]
+    description = f"MNIST from {path}, {len(parts[1]):,} to train on and {len(parts[3]):,} held back"
+    return LabelledImages(parts[0], parts[1], parts[2], parts[3], CLASSES, description)
+
+
+def read_idx(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
+    """The array of bytes in an idx file; raises InvalidInput for another kind of file or a length that is not said."""
+    raw = read_bytes(MNIST, path)
+    if len(raw) < 4 + 4 * dimensions or raw[:4] != bytes([0, 0, _BYTES, dimensions]):
+        wanted = bytes([0, 0, _BYTES, dimensions]).hex(" ")
+        raise MNIST.broken(
+            path, f"begins with {raw[:4].hex(' ') or 'nothing'}, and an idx file of this kind with {wanted}"
+        )
+    shape = struct.unpack(f">{dimensions}I", raw[4 : 4 + 4 * dimensions])
+    content = np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions)
+    if content.size != int(np.prod(shape, dtype=np.int64)):
+        raise MNIST.broken(path, f"says it has {'x'.join(map(str, shape))} values and has {content.size:,}")
+    array: npt.NDArray[np.uint8] = content.reshape(shape).copy()
+    return array
+
+
+def enlarged_digits() -> LabelledImages:
+    """scikit-learn's 8x8 digits at 24x24 with a margin of 2: 1257 to train on and 540 held back, always the same."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise Unavailable(
+            "the digits are embedded in scikit-learn, which is not installed: pip install 'lowp[recipes]'"
+        ) from None
+    small, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    grey = torch.from_numpy(small).float().view(-1, 1, 8, 8)[order] / 16 * 255
+    large = torch.nn.functional.interpolate(grey, size=(24, 24), mode="bilinear", align_corners=False)
+    images = torch.nn.functional.pad(large, [2] * 4).round().to(torch.uint8)
+    kinds = torch.from_numpy(labels).long()[order]
+    description = "scikit-learn's digits enlarged to 28x28, 1,257 to train on and 540 held back"
+    return LabelledImages(images[:1257], kinds[:1257], images[1257:], kinds[1257:], CLASSES, description)

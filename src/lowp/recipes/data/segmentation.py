@@ -1,0 +1,118 @@
+"""Pictures with a mask each, which says what every pixel shows: from two folders, or drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lowp.recipes.data.files import Published
+from lowp.recipes.data.folders import SUFFIXES, open_picture, picture_tensor
+from lowp.recipes.data.shapes import draw_scene, in_words
+from lowp.recipes.recipe import Data
+
+__all__ = ["MaskedExamples", "drawn_masks", "read_masked"]
+
+MASKED = Published(
+    "pictures with masks",
+    "https://www.kaggle.com/datasets/residentmario/segmented-bob-ross-images, or make two folders of your own: "
+    "images/ and masks/, with the same file names; the grey value of a mask's pixel is its class",
+)
+_IMAGES, _MASKS = ("images", "JPEGImages"), ("masks", "labels", "annotations", "SegmentationClass")
+_HELD_SHARE = 0.2
+
+
+class MaskedExamples:
+    """Batches ``(float32 images [N, 3, side + 2 border, …], int64 masks [N, side, side])``; mirrored by a generator.
+
+    An image is continued by `border` pixels of its own mirror image on each side, which the network's unpadded
+    convolutions use up. Values are -1 to 1.
+    """
+
+    def __init__(self, images: Tensor, masks: Tensor, border: int) -> None:
+        self.images, self.masks, self.border = images, masks, border
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """The pictures at `indices` and their masks."""
+        images, masks = self.images[indices].float() / 127.5 - 1, self.masks[indices].long()
+        if generator is not None:
+            flip = torch.rand(len(images), generator=generator) < 0.5
+            images = torch.where(flip.view(-1, 1, 1, 1), images.flip(3), images)
+            masks = torch.where(flip.view(-1, 1, 1), masks.flip(2), masks)
+        return torch.nn.functional.pad(images, [self.border] * 4, mode="reflect"), masks
+
+
+def drawn_masks(side: int, border: int, classes: int, training: int, held: int, seed: int = 0) -> Data:
+    """Pieces of photographs with 3 to 6 figures; class 0 is background, the others are kinds of figures."""
+    parts = []
+    for number, is_held in ((training, False), (held, True)):
+        random = np.random.default_rng([seed, is_held])
+        scenes = [
+            draw_scene(random, side, (0.25, 0.5), int(random.integers(3, 7)), classes - 1, is_held)
+            for _ in range(number)
+        ]
+        images = torch.from_numpy(np.stack([scene.image for scene in scenes]))
+        outlines = torch.from_numpy(np.stack([scene.outline for scene in scenes]).astype(np.uint8))
+        parts.append(MaskedExamples(images, outlines, border))
+    return Data(parts[0], parts[1], in_words(training, held))
+
+
+def read_masked(path: Path, side: int, border: int, classes: int) -> Data:
+    """Pictures in images/ with masks of the same name in masks/ (or labels/ …), each brought to `side` pixels.
+
+    Every fifth picture is held back. The grey values found in all masks are the classes, in order; raises InvalidInput
+    where they are more than `classes`, a picture has no mask, or a file is broken.
+    """
+    image_folder, mask_folder = MASKED.find(path, _IMAGES), MASKED.find(path, _MASKS)
+    files = sorted(file for file in image_folder.iterdir() if file.suffix.lower() in SUFFIXES)
+    if not files:
+        raise MASKED.missing(image_folder, [f"*{suffix}" for suffix in SUFFIXES])
+    masks_by_stem = {file.stem: file for file in mask_folder.iterdir()}
+    images, masks = [], []
+    for file in files:
+        if file.stem not in masks_by_stem:
+            raise MASKED.missing(mask_folder, [f"{file.stem}.png"])
+        images.append(picture_tensor(open_picture(MASKED, file).resize((side, side))))
+        masks.append(_mask(masks_by_stem[file.stem], side))
+    numbered = _numbered(mask_folder, masks, classes)
+    held = torch.arange(len(files)) % round(1 / _HELD_SHARE) == 0
+    pictures = torch.stack(images)
+    description = f"{len(files)} pictures with masks from {path}, {int(held.sum())} of them held back"
+    return Data(
+        MaskedExamples(pictures[~held], numbered[~held], border),
+        MaskedExamples(pictures[held], numbered[held], border),
+        description,
+    )
+
+
+def _mask(path: Path, side: int) -> npt.NDArray[Any]:
+    """The values of a mask, grey or of a palette, nearest to each of `side` places: classes are not blended."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as picture:
+            values = np.array(picture)
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise MASKED.broken(path, f"is no picture that can be read: {error}") from None
+    if values.ndim != 2:
+        raise MASKED.broken(path, f"has {values.shape[-1]} values a pixel, and a mask has one, its class")
+    rows, columns = (((np.arange(side) + 0.5) * length / side).astype(int) for length in values.shape)
+    picked: npt.NDArray[Any] = values[rows[:, None], columns[None, :]]
+    return picked
+
+
+def _numbered(folder: Path, masks: Sequence[npt.NDArray[Any]], classes: int) -> Tensor:
+    """The grey values as classes 0, 1, 2 … in their order."""
+    stacked = np.stack(masks)
+    values, numbers = np.unique(stacked, return_inverse=True)
+    if len(values) > classes:
+        raise MASKED.broken(folder, f"has {len(values)} values in its masks, and the network tells {classes} apart")
+    return torch.from_numpy(numbers.reshape(stacked.shape).astype(np.uint8))

@@ -1,0 +1,89 @@
+"""UNet: every pixel of a picture gets one of nine classes.
+
+The convolutions and the transposed convolutions compute in few bits; batch normalisation and the cross-entropy over
+all pixels stay in fp32. Its activations are large, so 16 bits save more memory here than in any perceptron: 4.26 to
+2.67 GB in the published measurement on a T4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowp.recipes.data.segmentation import drawn_masks, read_masked
+from lowp.recipes.networks.unet import UNet
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, constant
+
+CLASSES = 9
+
+
+def load(size: Size, path: Path | None) -> Data:
+    """Pictures and masks of the user, or figures drawn on photographs; the border is what the convolutions use up."""
+    side, border = size.options["side"], size.options["border"]
+    if path is not None:
+        return read_masked(path, side, border, CLASSES)
+    return drawn_masks(side, border, CLASSES, *size.options["images"])
+
+
+def make_model(size: Size) -> nn.Module:
+    """Four levels; torch's own initialisation."""
+    return UNet(size.options["widths"], CLASSES)
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    """Cross-entropy, averaged over all pixels."""
+    images, masks = batch
+    return nn.functional.cross_entropy(model(images), masks)
+
+
+def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
+    """The share of right pixels (``accuracy``), the mean over classes of intersection by union, and the loss.
+
+    A class that neither the masks nor the network show is left out of the mean.
+    """
+    confusion = torch.zeros(CLASSES, CLASSES, dtype=torch.int64)
+    summed, count = 0.0, 0
+    for images, masks in batches:
+        scores = model(images).float()
+        summed += float(nn.functional.cross_entropy(scores, masks)) * len(images)
+        count += len(images)
+        pairs = masks.flatten() * CLASSES + scores.argmax(1).flatten()
+        confusion += torch.bincount(pairs, minlength=CLASSES**2).view(CLASSES, CLASSES).cpu()
+    right = confusion.diagonal()
+    union = confusion.sum(0) + confusion.sum(1) - right
+    overlap = right[union > 0] / union[union > 0]
+    return {
+        "accuracy": float(right.sum() / confusion.sum()),
+        "mean_overlap": float(overlap.mean()),
+        "loss": summed / count,
+    }
+
+
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """Adam."""
+    return torch.optim.Adam(model.parameters(), lr=learning_rate)
+
+
+UNET = Recipe(
+    name="unet",
+    summary="UNet: a class for every pixel of a picture",
+    source="Ronneberger, Fischer, Brox 2015, arXiv 1505.04597; sizes as in A. Bilogur's guide to mixed precision, 2020",
+    data="generated: eight figures drawn on scikit-learn's photographs; --data DIR: images/ and masks/",
+    sizes={
+        "cpu": Size(10, 8, 3e-3, 121_601, {"widths": (8, 16, 32, 64), "side": 68, "border": 46, "images": (200, 50)}),
+        "full": Size(
+            50, 8, 1e-3, 7_703_497, {"widths": (64, 128, 256, 512), "side": 164, "border": 46, "images": (200, 50)}
+        ),
+    },
+    metric=Metric("mean_overlap"),
+    load=load,
+    make_model=make_model,
+    loss=loss,
+    evaluate=evaluate,
+    make_optimizer=make_optimizer,
+    schedule=constant,
+)

@@ -1,0 +1,79 @@
+"""MNIST's idx files are read packed and not, and what is wrong with one is said."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from lowp.errors import InvalidInput
+from lowp.recipes.data.mnist import enlarged_digits, read_mnist
+
+RANDOM = np.random.default_rng(0)
+FILES = {
+    "train-images-idx3-ubyte": RANDOM.integers(0, 256, (5, 28, 28), dtype=np.uint8),
+    "train-labels-idx1-ubyte": RANDOM.integers(0, 10, 5).astype(np.uint8),
+    "t10k-images-idx3-ubyte": RANDOM.integers(0, 256, (3, 28, 28), dtype=np.uint8),
+    "t10k-labels-idx1-ubyte": RANDOM.integers(0, 10, 3).astype(np.uint8),
+}
+
+
+def idx(array: npt.NDArray[np.uint8]) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def write(folder: Path, packed: bool = False, changed: dict[str, bytes] | None = None) -> None:
+    for name, array in FILES.items():
+        content = (changed or {}).get(name, idx(array))
+        (folder / f"{name}{'.gz' * packed}").write_bytes(gzip.compress(content) if packed else content)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_four_files_give_images_and_labels(packed: bool, tmp_path: Path) -> None:
+    write(tmp_path, packed)
+    found = read_mnist(tmp_path)
+    assert torch.equal(found.images[:, 0], torch.from_numpy(FILES["train-images-idx3-ubyte"]))
+    assert found.held_labels.tolist() == FILES["t10k-labels-idx1-ubyte"].tolist()
+    assert found.description == f"MNIST from {tmp_path}, 5 to train on and 3 held back"
+
+
+BROKEN: dict[str, tuple[str, bytes, str]] = {
+    "no idx": ("train-images-idx3-ubyte", b"hello world, no idx at all", "begins with 68 65 6c 6c, and an idx file"),
+    "empty": ("train-images-idx3-ubyte", b"", "begins with nothing"),
+    "cut": ("t10k-images-idx3-ubyte", idx(FILES["t10k-images-idx3-ubyte"])[:-1], "says it has 3x28x28 values and has"),
+    "huge": (
+        "t10k-labels-idx1-ubyte",
+        bytes([0, 0, 8, 1]) + b"\xff" * 4 + b"1",
+        "says it has 4294967295 values and has 1",
+    ),
+    "labels": ("t10k-labels-idx1-ubyte", idx(np.array([1, 2], np.uint8)), "has 2 labels for 3 images"),
+    "label 10": ("t10k-labels-idx1-ubyte", idx(np.array([1, 2, 10], np.uint8)), "has labels that are not 0 to 9"),
+    "other size": ("t10k-images-idx3-ubyte", idx(np.zeros((3, 8, 8), np.uint8)), "has images of 8x8, not 28x28"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_named_with_what_is_wrong_with_it(case: str, tmp_path: Path) -> None:
+    name, content, text = BROKEN[case]
+    write(tmp_path, changed={name: content})
+    with pytest.raises(InvalidInput, match=rf"MNIST: .*{name} {text}.* Get it again from https"):
+        read_mnist(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(InvalidInput, match=r"MNIST: looked for t10k-labels-idx1-ubyte or t10k-labels.idx1-ubyte in"):
+        read_mnist(tmp_path)
+
+
+def test_the_enlarged_digits_have_the_size_of_mnist_and_all_ten_digits() -> None:
+    found = enlarged_digits()
+    assert found.images.shape == (1257, 1, 28, 28) and found.held_images.shape == (540, 1, 28, 28)
+    assert found.images.max() > 240 and not found.images[..., 0].any()
+    assert found.held_labels.unique().tolist() == list(range(10))

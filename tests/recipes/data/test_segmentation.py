@@ -1,0 +1,68 @@
+"""Pictures with masks: drawn ones have every class, and folders are matched by name and checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lowp.errors import InvalidInput
+from lowp.recipes.data.segmentation import MaskedExamples, drawn_masks, read_masked
+
+
+def write(folder: Path, values: tuple[int, ...] = (0, 40, 200), masks: str = "masks") -> None:
+    (folder / "images").mkdir(parents=True)
+    (folder / masks).mkdir()
+    for number in range(5):
+        Image.fromarray(np.full((20, 30, 3), 51 * number, np.uint8)).save(folder / "images" / f"{number}.png")
+        mask = np.resize(np.asarray(values, np.uint8).repeat(10), (20, 30))
+        Image.fromarray(mask).save(folder / masks / f"{number}.png")
+
+
+@pytest.mark.parametrize("masks", ["masks", "labels"])
+def test_grey_values_are_classes_in_their_order_and_are_never_blended(masks: str, tmp_path: Path) -> None:
+    write(tmp_path, masks=masks)
+    data = read_masked(tmp_path, side=12, border=4, classes=3)
+    images, found = data.training.batch(torch.arange(4))
+    assert images.shape == (4, 3, 20, 20) and found.shape == (4, 12, 12)
+    assert found[0, 0].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert images[0, 0, 0, 0] == pytest.approx(51 / 127.5 - 1)
+    assert len(data.validation) == 1
+
+
+def test_missing_or_too_many_classes_and_broken_masks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidInput, match=r"pictures with masks: looked for images or JPEGImages in .*; it holds nothing"
+    ):
+        read_masked(tmp_path, 12, 4, 9)
+    write(tmp_path)
+    with pytest.raises(InvalidInput, match="has 3 values in its masks, and the network tells 2 apart"):
+        read_masked(tmp_path, 12, 4, 2)
+    Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(tmp_path / "masks" / "3.png")
+    with pytest.raises(InvalidInput, match=r"3\.png has 3 values a pixel"):
+        read_masked(tmp_path, 12, 4, 9)
+    (tmp_path / "masks" / "3.png").write_bytes(b"none")
+    with pytest.raises(InvalidInput, match=r"3\.png is no picture that can be read"):
+        read_masked(tmp_path, 12, 4, 9)
+    (tmp_path / "masks" / "3.png").unlink()
+    with pytest.raises(InvalidInput, match=r"looked for 3\.png in .*masks"):
+        read_masked(tmp_path, 12, 4, 9)
+
+
+def test_drawn_pictures_show_every_class_and_are_seeded() -> None:
+    one, same = (drawn_masks(68, 46, 9, 30, 5) for _ in range(2))
+    images, masks = one.training.batch(torch.arange(30))
+    assert images.shape == (30, 3, 160, 160) and images.abs().max() <= 1
+    assert masks.unique().tolist() == list(range(9))
+    assert torch.equal(images, same.training.batch(torch.arange(30))[0])
+
+
+def test_a_mask_is_mirrored_with_its_picture() -> None:
+    masks = torch.randint(0, 2, (6, 8, 8), generator=torch.Generator().manual_seed(0))
+    images = (masks * 255)[:, None].expand(-1, 3, -1, -1).to(torch.uint8)
+    drawn, drawn_labels = MaskedExamples(images, masks, 2).batch(torch.arange(6), torch.Generator().manual_seed(0))
+    assert torch.equal(drawn[:, 0, 2:-2, 2:-2] > 0, drawn_labels > 0)
+    assert not torch.equal(drawn_labels, masks)
