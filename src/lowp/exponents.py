@@ -205,7 +205,9 @@ class _Group:
         self._count(seen, mask)
         predicted = None
         if isinstance(self.scaling, Autoflex):
-            predicted = self.scaling.predicted_maximum(self.state)
+            # κ in the prediction is that of the write before
+            predicted = self.scaling.predicted_maximum(self.state._replace(exponent=self.before))
+            predicted = torch.where(self.state.seen > 0, predicted, math.nan)
         flush = Flush(list(self.names), mask, seen.mantissa, self.state.exponent, predicted)
         self.before = torch.where(mask, self.state.exponent, self.before)
         self.state = self.scaling.observe(self.state, seen)
@@ -314,7 +316,7 @@ class SharedExponents:
         if not isinstance(seen, Tensor) and seen and place not in self._faults:
             self._faults.append(place)
         for listener in self._listeners:
-            listener(place, result, group.exponents[index])
+            listener(place, x, group.exponents[index])
         return result
 
     @staticmethod
@@ -400,7 +402,10 @@ class SharedExponents:
         return _listed(self._watchers, callback)
 
     def listen(self, callback: Callable[[str, Tensor, int], object]) -> Callable[[], None]:
-        """Call back with the place, the values and the exponent of every write; return what ends that."""
+        """Call back at every write, with the place, what is written, not yet rounded, and the exponent; return the end.
+
+        On an accelerator the exponent is the one that the place began with.
+        """
         return _listed(self._listeners, callback)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------

@@ -323,6 +323,7 @@ class Precision:
             for parameter, name in names.items():
                 if parameter not in kept and parameter.is_floating_point():
                     parameter.copy_(exponents.write(parameter, cast, f"weight of {prefix}{name}"))
+        exponents.flush()
         return optimizer
 
 

@@ -175,7 +175,7 @@ def flex_number(value: Operand, cast: Cast, exponent: int | None = None) -> Flex
     """A number as the format holds it, under `exponent` or under the one that it would have alone."""
     conversion = convert(value, cast, exponent=exponent)
     scale, element = conversion.scale, conversion.rounded.result
-    if scale is None or scale.exponent is None or not element.is_finite:
+    if scale is None or scale.exponent is None or not conversion.given.is_finite:
         raise InvalidInput(f"{conversion.given} is no number of {cast.format}, which has neither infinity nor NaN")
     return FlexNumber(int(element.value), scale.exponent)
 

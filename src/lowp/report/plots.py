@@ -10,7 +10,7 @@ from typing import Any
 
 from lowp.errors import InvalidInput, unknown
 
-__all__ = ["NO_MATPLOTLIB", "SUFFIXES", "can_plot", "check_suffix", "curves", "grid"]
+__all__ = ["NO_MATPLOTLIB", "SUFFIXES", "can_plot", "check_suffix", "curves", "grid", "new_figure", "save"]
 
 SUFFIXES = (".png", ".svg", ".pdf")
 NO_MATPLOTLIB = "matplotlib is not installed: pip install 'lowp[plot]'"
@@ -31,7 +31,7 @@ def curves(document: Mapping[str, Any], path: Path) -> None:
     """Loss and metric by epoch, a line a precision: the mean over the seeds, and a band of one standard deviation."""
     recipe = document["recipe"]
     names = list(dict.fromkeys(["loss", recipe["metric"]]))
-    figure = _figure(5.2 * len(names), 4.2)
+    figure = new_figure(5.2 * len(names), 4.2)
     panels = figure.subplots(1, len(names), squeeze=False)[0]
     for panel, name in zip(panels, names, strict=True):
         share = recipe["metric_is_share"] and name == recipe["metric"]
@@ -44,7 +44,7 @@ def curves(document: Mapping[str, Any], path: Path) -> None:
     panels[-1].legend(fontsize=8)
     seeds = len(document["seeds"])
     figure.suptitle(f"{recipe['name']}: mean and standard deviation of {seeds} seed{'s' * (seeds > 1)}", fontsize=10)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _curve(panel: Any, row: Mapping[str, Any], name: str, place: int, factor: float) -> None:
@@ -71,7 +71,7 @@ def grid(document: Mapping[str, Any], path: Path) -> None:
     table, recipe = document["grid"], document["recipe"]
     factor = 100.0 if recipe["metric_is_share"] else 1.0
     values = [[math.nan if cell is None else factor * cell for cell in line] for line in table["values"]]
-    figure = _figure(1.6 + 0.75 * len(table["mantissa_bits"]), 1.6 + 0.55 * len(table["exponent_bits"]))
+    figure = new_figure(1.6 + 0.75 * len(table["mantissa_bits"]), 1.6 + 0.55 * len(table["exponent_bits"]))
     panel = figure.subplots()
     image = panel.imshow(
         values, origin="lower", aspect="auto", cmap="viridis" + "_r" * (not recipe["higher_is_better"])
@@ -90,7 +90,7 @@ def grid(document: Mapping[str, Any], path: Path) -> None:
                 dark = (value < middle) == recipe["higher_is_better"]
                 panel.text(x, y, f"{value:.4g}", ha="center", va="center", fontsize=8, color="w" if dark else "k")
     figure.colorbar(image)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
@@ -100,12 +100,14 @@ def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """A figure of so many inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", dpi=150)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Write a figure in the kind that the file's name tells."""
     check_suffix(path)
     figure.savefig(path)

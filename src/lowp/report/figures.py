@@ -1,0 +1,96 @@
+"""Pictures of shared exponents in a run, after figures 2 and 3 of the Flexpoint paper, from recorded documents.
+
+Source: Koester et al. 2017, arXiv 1711.02213, figures 2 and 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowp.report.plots import new_figure, save
+
+__all__ = ["autoflex", "flex_window"]
+
+_MEASURED, _PREDICTED, _LIMIT = "#4477aa", "#ee6677", "#228833"
+_MANTISSA_BITS = 16
+
+
+def autoflex(document: Mapping[str, Any], path: Path) -> None:
+    """Rows: the largest mantissa Γ, the unit κ, and maxima; columns: weights, activations, updates."""
+    figure = new_figure(10.5, 7.0)
+    panels = figure.subplots(3, len(document["series"]), sharex=True, squeeze=False)
+    limit = 2 ** (_MANTISSA_BITS - 1) - 1
+    for column, (name, series) in enumerate(document["series"].items()):
+        steps, units = series["step"], [2.0**exponent for exponent in series["exponent"]]
+        top, middle, bottom = (panels[row][column] for row in range(3))
+        top.plot(steps, series["mantissa"], ".", markersize=2, color=_MEASURED)
+        top.axhline(limit, color=_LIMIT, linewidth=1)
+        top.set_ylim(0, 2 ** (_MANTISSA_BITS - 1) * 1.08)
+        top.set_title(f"{name}\n{series['place']}", fontsize=9)
+        middle.step(steps, units, where="mid", color=_MEASURED, linewidth=1.2)
+        middle.set_yscale("log", base=2)
+        maxima = [mantissa * unit for mantissa, unit in zip(series["mantissa"], units, strict=True)]
+        bottom.plot(steps, maxima, ".", markersize=2, color=_MEASURED, label="largest value written, Γκ")
+        predicted = [math.nan if value is None else value for value in series["predicted"]]
+        bottom.plot(steps, predicted, color=_PREDICTED, linewidth=1, label="predicted maximum, χ")
+        bottom.step(
+            steps, [limit * unit for unit in units], where="mid", color=_LIMIT, linewidth=1.2, label="largest that fits"
+        )
+        bottom.set_yscale("log", base=2)
+        bottom.set_xlabel("step")
+        for panel in (top, middle, bottom):
+            panel.grid(alpha=0.3)
+    for row, label in enumerate(("Γ (largest mantissa)", "κ (unit)", "value")):
+        panels[row][0].set_ylabel(label)
+    panels[2][-1].legend(fontsize=7, loc="best")
+    figure.suptitle(f"{document['recipe']} in {document['precision']}: {document['steps']} steps", fontsize=10)
+    save(figure, path)
+
+
+def flex_window(document: Mapping[str, Any], path: Path) -> None:
+    """Histograms of log2|x| of three tensors, early and late, and the window of binary places that a write holds."""
+    figure = new_figure(10.5, 3.6)
+    panels = figure.subplots(1, len(document["windows"]), sharey=True, squeeze=False)[0]
+    lowest = document["lowest"]
+    for panel, (name, window) in zip(panels, document["windows"].items(), strict=True):
+        lost = []
+        for moment, color, height in (("first", _MEASURED, -0.02), ("last", _PREDICTED, -0.05)):
+            found = window.get(moment)
+            if found is None:
+                continue
+            total = max(1, sum(found["counts"]))
+            places = [lowest + index for index in range(len(found["counts"]))]
+            shares = [count / total for count in found["counts"]]
+            panel.step(places, shares, where="post", color=color, linewidth=1.3, label=f"{moment} tenth of the steps")
+            low, high = found["exponents"]
+            panel.plot([high, high + _MANTISSA_BITS - 1], [height, height], color=color, linewidth=5, alpha=0.6)
+            if low != high:
+                panel.plot([low, low + _MANTISSA_BITS - 1], [height, height], color=color, linewidth=2, alpha=0.4)
+            lost.append(f"{found['below_maximum']:.2%}")
+        panel.set_title(f"{name}\n{window['place']}", fontsize=9)
+        panel.set_xlabel(f"floor(log2|x|); below max/2^15: {', '.join(lost)}", fontsize=8)
+        panel.set_xlim(_range(window, lowest))
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("share of the nonzero elements")
+    panels[0].legend(fontsize=7, loc="upper left")
+    figure.suptitle(
+        f"{document['recipe']} in {document['precision']}: bars are the {_MANTISSA_BITS - 1} places of a mantissa",
+        fontsize=10,
+    )
+    save(figure, path)
+
+
+def _range(window: Mapping[str, Any], lowest: int) -> tuple[float, float]:
+    """From the first to the last binary exponent that a thousandth of the elements has, the bars included."""
+    left, right = math.inf, -math.inf
+    for moment in ("first", "last"):
+        found = window.get(moment)
+        if found is not None:
+            total = max(1, sum(found["counts"]))
+            present = [lowest + index for index, count in enumerate(found["counts"]) if count > total / 1000]
+            left = min([left, *present, found["exponents"][0]])
+            right = max([right, *present, found["exponents"][1] + _MANTISSA_BITS - 1])
+    return left - 1, right + 2
