@@ -124,7 +124,9 @@ LOWP_EXPORT int lowp_casts_select(int level) {
 
 LOWP_EXPORT void lowp_quantize(const lowp_cast* cast, int type, const void* x, void* out, int64_t count, uint64_t seed,
                                int threads) {
-  const Task task{cast, x, out, type, type, seed, streams(x, out, count * bytes_of(type))};
+  // Between two blocks of random numbers the memory has time to spare: there ordinary stores are faster.
+  const bool stream = cast->rounding != kStochastic && streams(x, out, count * bytes_of(type));
+  const Task task{cast, x, out, type, type, seed, stream};
   const Kernels& kernel = kernels();
   parallel_for(count, kBlock, enough_threads(count, threads),
                [&](int64_t begin, int64_t end) { kernel.quantize(task, begin, end); });

@@ -28,8 +28,6 @@ struct Caster {
   void operator()(const typename C::Bits* in, typename C::Bits* out, int64_t begin, int64_t count) const {
     if (kernel == nullptr || cast.rounding != kStochastic) return with_words(in, out, begin, count, nullptr);
     alignas(64) uint32_t words[kBlock];
-    // fetched while the processor is busy with the random numbers
-    for (int64_t i = 0; i < count; i += int64_t{64 / sizeof(in[0])}) __builtin_prefetch(in + i);
     random_words(seed, static_cast<uint64_t>(begin) / 4, (count + 3) / 4, words);
     with_words(in, out, begin, count, words);
   }
