@@ -16,6 +16,7 @@ from lowp.recipes.recipe import Recipe, Size
 LEARNING: dict[str, tuple[dict[str, Any], int, float, int, float]] = {
     "mnist": ({}, 50, 0.1, 12, 0.5),
     "unet": ({"widths": (4, 8, 8, 8), "images": (4, 4)}, 4, 0.01, 30, 0.7),
+    "rossmann": ({"drawn": (20, 200)}, 256, 0.01, 40, 0.6),
     "resnet-20": ({"layers": 8, "images": (16, 8)}, 16, 0.1, 12, 0.65),
     "resnet-110": ({"layers": 8, "images": (16, 8)}, 16, 0.1, 12, 0.65),
     "resnet-50": ({"images": (8, 8), "width": 8}, 8, 0.02, 12, 0.5),

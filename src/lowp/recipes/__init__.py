@@ -23,6 +23,7 @@ RECIPES: dict[str, str] = {
     "resnet-101": "lowp.recipes.resnet:RESNET_101",
     "alexnet": "lowp.recipes.alexnet:ALEXNET",
     "unet": "lowp.recipes.unet:UNET",
+    "rossmann": "lowp.recipes.rossmann:ROSSMANN",
 }
 
 

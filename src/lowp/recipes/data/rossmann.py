@@ -1,0 +1,316 @@
+"""Daily sales of Rossmann's shops: the competition's two CSV files, or tables drawn with their statistics.
+
+The features are those of the usual solution (Guo and Berkhahn 2016, arXiv 1604.06737, third place of the competition,
+as fast.ai's course prepares them): 22 columns of categories and 16 of numbers. Nine of them come from tables that the
+competition did not publish (the shop's state, weather, search trends): they are filled with zeros.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lowp.recipes.data.files import Published, read_text
+from lowp.recipes.recipe import Data, TensorExamples
+
+__all__ = ["CATEGORIES", "NUMBERS", "Tables", "drawn_tables", "read_tables", "sales_data"]
+
+ROSSMANN = Published(
+    "Rossmann store sales", "https://www.kaggle.com/c/rossmann-store-sales/data (train.csv, store.csv)"
+)
+
+# Each column of categories with the number of its categories.
+CATEGORIES: dict[str, int] = {
+    "Store": 1115,
+    "DayOfWeek": 7,
+    "Year": 3,
+    "Month": 12,
+    "Day": 31,
+    "StateHoliday": 2,
+    "CompetitionMonthsOpen": 25,
+    "Promo2Weeks": 26,
+    "StoreType": 4,
+    "Assortment": 3,
+    "PromoInterval": 4,
+    "CompetitionOpenSinceYear": 23,
+    "Promo2SinceYear": 8,
+    "State": 12,
+    "Week": 52,
+    "Events": 22,
+    "Promo_fw": 6,
+    "Promo_bw": 6,
+    "StateHoliday_fw": 3,
+    "StateHoliday_bw": 3,
+    "SchoolHoliday_fw": 8,
+    "SchoolHoliday_bw": 8,
+}
+NUMBERS: tuple[str, ...] = (
+    "CompetitionDistance",
+    *(f"{which}_TemperatureC" for which in ("Max", "Mean", "Min")),
+    *(f"{which}_Humidity" for which in ("Max", "Mean", "Min")),
+    *(f"{which}_Wind_SpeedKm_h" for which in ("Max", "Mean")),
+    "CloudCover",
+    "trend",
+    "trend_DE",
+    "AfterStateHoliday",
+    "BeforeStateHoliday",
+    "Promo",
+    "SchoolHoliday",
+)
+_INTERVALS = ("", "Jan,Apr,Jul,Oct", "Feb,May,Aug,Nov", "Mar,Jun,Sept,Dec")
+_HELD_DAYS = 42  # the competition asked for six weeks
+_FARTHEST = 60  # days to a holiday beyond which none is known
+
+Column = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The two published tables as columns: a row a shop and day, and a row a shop, numbered from 1 in order.
+
+    Daily: Store, Date (datetime64[D]), Sales, Promo, StateHoliday (0 or 1), SchoolHoliday. Shops: StoreType and
+    Assortment (0, 1 …), CompetitionDistance in metres, CompetitionOpenSinceMonth and -Year, Promo2, Promo2SinceWeek and
+    -Year, PromoInterval (0 to 3); 0 where a value is not given.
+    """
+
+    daily: dict[str, Column]
+    shops: dict[str, Column]
+    source: str
+
+
+# -- the published files ----------------------------------------------------------------------------------------------
+def read_tables(path: Path) -> Tables:
+    """train.csv and store.csv from a folder; raises InvalidInput for missing files, columns and values."""
+    daily_at, shops_at = (ROSSMANN.find(path, [name]) for name in ("train.csv", "store.csv"))
+    wanted = ("Store", "Date", "Sales", "Promo", "StateHoliday", "SchoolHoliday")
+    daily = _columns(daily_at, wanted)
+    shops = _columns(shops_at, (*_SHOP_NUMBERS, "StoreType", "Assortment", "PromoInterval"))
+    order = np.argsort(_numbers(shops_at, "Store", shops["Store"]))
+    shop_columns = {name: _numbers(shops_at, name, shops[name])[order] for name in _SHOP_NUMBERS}
+    for name, letters in (("StoreType", "abcd"), ("Assortment", "abc")):
+        shop_columns[name] = _places(shops_at, name, shops[name], tuple(letters))[order]
+    shop_columns["PromoInterval"] = _places(shops_at, "PromoInterval", shops["PromoInterval"], _INTERVALS)[order]
+    if not np.array_equal(shop_columns["Store"], np.arange(1, len(order) + 1)) or len(order) > 1115:
+        raise ROSSMANN.broken(shops_at, "does not number its shops 1, 2, 3 … up to 1115 at most")
+    daily_columns: dict[str, Column] = {
+        name: _numbers(daily_at, name, daily[name]).astype(int) for name in ("Store", "Sales", "Promo", "SchoolHoliday")
+    }
+    if daily_columns["Store"].min() < 1 or daily_columns["Store"].max() > len(order):
+        raise ROSSMANN.broken(daily_at, f"names shops that {shops_at.name} has not")
+    daily_columns["StateHoliday"] = np.array([value not in ("", "0") for value in daily["StateHoliday"]]).astype(int)
+    try:
+        daily_columns["Date"] = np.array(daily["Date"], dtype="datetime64[D]")
+    except ValueError as error:
+        raise ROSSMANN.broken(daily_at, f"has a date that is none: {error}") from None
+    return Tables(daily_columns, shop_columns, f"Rossmann's sales from {daily_at.parent}")
+
+
+_SHOP_NUMBERS = (
+    "Store",
+    "CompetitionDistance",
+    "CompetitionOpenSinceMonth",
+    "CompetitionOpenSinceYear",
+    "Promo2",
+    "Promo2SinceWeek",
+    "Promo2SinceYear",
+)
+
+
+def _columns(path: Path, wanted: Sequence[str]) -> dict[str, list[str]]:
+    reader = csv.reader(io.StringIO(read_text(ROSSMANN, path)))
+    try:
+        names = next(reader, [])
+        missing = [name for name in wanted if name not in names]
+        if missing:
+            raise ROSSMANN.broken(path, f"has no column {', '.join(missing)}; it has {', '.join(names) or 'nothing'}")
+        rows = [row for row in reader if row]
+    except csv.Error as error:
+        raise ROSSMANN.broken(path, f"is no CSV: {error}") from None
+    bad = next((number for number, row in enumerate(rows, 2) if len(row) != len(names)), None)
+    if bad is not None or not rows:
+        raise ROSSMANN.broken(path, f"has {len(names)} columns, and line {bad} has not" if bad else "has no rows")
+    turned = list(zip(*rows, strict=True))
+    return {name: list(turned[names.index(name)]) for name in wanted}
+
+
+def _numbers(path: Path, name: str, values: Sequence[str]) -> Column:
+    """Floats; 0 for what is empty."""
+    try:
+        numbers = np.array([float(value) if value else 0.0 for value in values])
+    except ValueError as error:
+        raise ROSSMANN.broken(path, f"has a value in {name} that is no number: {error}") from None
+    if not np.isfinite(numbers).all():
+        raise ROSSMANN.broken(path, f"has a value in {name} that is not finite")
+    return numbers
+
+
+def _places(path: Path, name: str, values: Sequence[str], allowed: tuple[str, ...]) -> Column:
+    unknown = sorted(set(values) - set(allowed))
+    if unknown:
+        raise ROSSMANN.broken(path, f"has {unknown[0]!r} in {name}, which allows {', '.join(map(repr, allowed))}")
+    return np.array([allowed.index(value) for value in values])
+
+
+# -- drawn tables -----------------------------------------------------------------------------------------------------
+def drawn_tables(shops: int, days: int, seed: int = 0) -> Tables:
+    """Tables like the published ones: sales of `shops` shops on `days` days up to 31 July 2015.
+
+    Drawn as there: 54, 2, 13 and 31 % of the shops are of type a to d; a median competitor is 2.3 km away; half run the
+    long promotion; a promotion is on every second working week; shops are closed on Sundays and holidays. The logarithm
+    of sales (median about 6,400) is the sum of the shop's, the weekday's, the month's and the promotions' shares, and
+    noise of a tenth.
+    """
+    random = np.random.default_rng(seed)
+    since = np.where(random.random(shops) < 0.32, 0, random.integers(1995, 2016, shops))
+    promo2 = (random.random(shops) < 0.51).astype(int)
+    shop: dict[str, Column] = {
+        "Store": np.arange(1, shops + 1),
+        "StoreType": random.choice(4, shops, p=[0.54, 0.02, 0.13, 0.31]),
+        "Assortment": random.choice(3, shops, p=[0.53, 0.01, 0.46]),
+        "CompetitionDistance": np.round(2330 * np.exp(1.25 * random.standard_normal(shops)), -1),
+        "CompetitionOpenSinceYear": since,
+        "CompetitionOpenSinceMonth": np.where(since > 0, random.integers(1, 13, shops), 0),
+        "Promo2": promo2,
+        "Promo2SinceYear": promo2 * random.integers(2009, 2016, shops),
+        "Promo2SinceWeek": promo2 * random.integers(1, 51, shops),
+        "PromoInterval": promo2 * random.choice([1, 2, 3], shops, p=[0.59, 0.22, 0.19]),
+    }
+    dates = np.datetime64("2015-07-31") - np.arange(days)[::-1]
+    store = np.repeat(shop["Store"], days)
+    date = np.tile(dates, shops)
+    weekday, _, month, day = _calendar(date)[:4]
+    holiday = np.isin(month * 100 + day, [101, 501, 1003, 1225, 1226]).astype(int)
+    working_week = (date.astype(int) + 3) // 7
+    promo = ((weekday < 5) & (working_week % 2 == 0)).astype(int)
+    school = (np.isin(month, [7, 8]) | (random.random(len(store)) < 0.05)).astype(int) * (weekday < 5)
+    effect = (
+        (8.65 + 0.35 * random.standard_normal(shops))[store - 1]
+        + np.array([0.12, 0.02, -0.02, -0.01, 0.04, -0.1, 0.0])[weekday]
+        + np.array([-0.06, -0.03, 0.0, 0.02, 0.01, 0.02, 0.0, -0.02, -0.04, -0.02, 0.05, 0.25])[month - 1]
+        + (0.3 + 0.08 * random.standard_normal(shops))[store - 1] * promo
+        + np.array([0.0, 0.3, 0.0, -0.02])[shop["StoreType"]][store - 1]
+        + 0.04 * school
+        + 0.1 * random.standard_normal(len(store))
+    )
+    closed = (weekday == 6) | (holiday == 1)
+    daily = {
+        "Store": store,
+        "Date": date,
+        "Sales": np.where(closed, 0, np.round(np.exp(effect))).astype(int),
+        "Promo": promo,
+        "StateHoliday": holiday,
+        "SchoolHoliday": school,
+    }
+    return Tables(daily, shop, f"sales drawn for {shops:,} shops on {days} days")
+
+
+# -- features ---------------------------------------------------------------------------------------------------------
+def sales_data(tables: Tables) -> Data:
+    """Examples ``(categories int64 [N, 22], numbers float32 [N, 16], log of sales float32 [N])`` of days with sales.
+
+    The last six weeks are held back. Numbers are standardised with the training rows' mean and deviation.
+    """
+    daily, shops = tables.daily, tables.shops
+    order = np.lexsort((daily["Date"], daily["Store"]))
+    daily = {name: column[order] for name, column in daily.items()}
+    shop = {name: column[daily["Store"] - 1] for name, column in shops.items()}
+    categories, numbers = _features(daily, shop)
+    sold = daily["Sales"] > 0
+    held = daily["Date"] > daily["Date"].max() - _HELD_DAYS
+    if not (sold & held).any() or not (sold & ~held).any():
+        raise ROSSMANN.broken(Path(tables.source), f"has no sales in, or none before, its last {_HELD_DAYS} days")
+    fitted = numbers[sold & ~held]
+    scaled = (numbers - fitted.mean(0)) / np.maximum(fitted.std(0), 1e-6)
+    target = np.log(np.maximum(daily["Sales"], 1))
+    parts = [
+        TensorExamples(
+            torch.from_numpy(categories[rows]),
+            torch.from_numpy(scaled[rows].astype(np.float32)),
+            torch.from_numpy(target[rows].astype(np.float32)),
+        )
+        for rows in (sold & ~held, sold & held)
+    ]
+    return Data(parts[0], parts[1], f"{tables.source}: {len(parts[0]):,} rows to train on, {len(parts[1]):,} held back")
+
+
+def _features(daily: dict[str, Column], shop: dict[str, Column]) -> tuple[Column, Column]:
+    weekday, year, month, day, week = _calendar(daily["Date"])
+    opened = (year - shop["CompetitionOpenSinceYear"]) * 12 + month - shop["CompetitionOpenSinceMonth"]
+    promo2_weeks = (year - shop["Promo2SinceYear"]) * 52 + week - shop["Promo2SinceWeek"]
+    after, before = _days_to_holiday(daily)
+    known: dict[str, Column] = {
+        "Store": daily["Store"] - 1,
+        "DayOfWeek": weekday,
+        "Year": year - 2013,
+        "Month": month - 1,
+        "Day": day - 1,
+        "StateHoliday": daily["StateHoliday"],
+        "CompetitionMonthsOpen": np.where(shop["CompetitionOpenSinceYear"] > 0, opened, 0),
+        "Promo2Weeks": np.where(shop["Promo2SinceYear"] > 0, promo2_weeks, 0),
+        "StoreType": shop["StoreType"],
+        "Assortment": shop["Assortment"],
+        "PromoInterval": shop["PromoInterval"],
+        "CompetitionOpenSinceYear": shop["CompetitionOpenSinceYear"] - 1993,
+        "Promo2SinceYear": shop["Promo2SinceYear"] - 2008,
+        "Week": week - 1,
+        **_sums_of_a_week(daily),
+        "CompetitionDistance": shop["CompetitionDistance"],
+        "AfterStateHoliday": after,
+        "BeforeStateHoliday": before,
+        "Promo": daily["Promo"],
+        "SchoolHoliday": daily["SchoolHoliday"],
+    }
+    absent = np.zeros(len(weekday))
+    categories = [known.get(name, absent).clip(0, count - 1) for name, count in CATEGORIES.items()]
+    return np.stack(categories, 1).astype(np.int64), np.stack([known.get(name, absent) for name in NUMBERS], 1)
+
+
+def _calendar(date: Column) -> tuple[Column, Column, Column, Column, Column]:
+    """Weekday (0 is Monday), year, month, day, and week (1 to 53, seven days from the first of January)."""
+    weekday = (date.astype("datetime64[D]").astype(int) + 3) % 7
+    year = date.astype("datetime64[Y]").astype(int) + 1970
+    month = date.astype("datetime64[M]").astype(int) % 12 + 1
+    day = (date - date.astype("datetime64[M]")).astype(int) + 1
+    week = (date - date.astype("datetime64[Y]")).astype(int) // 7 + 1
+    return weekday, year, month, day, week
+
+
+def _sums_of_a_week(daily: dict[str, Column]) -> dict[str, Column]:
+    """How many of a shop's seven rows up to a day (_bw) or from it on (_fw) have a promotion or a holiday."""
+    sums = {}
+    for name in ("Promo", "StateHoliday", "SchoolHoliday"):
+        running = np.concatenate([[0], np.cumsum(daily[name])])
+        place = np.arange(len(daily[name]))
+        first, last = _bounds_of_shop(daily["Store"])
+        sums[f"{name}_bw"] = running[place + 1] - running[np.maximum(place - 6, first)]
+        sums[f"{name}_fw"] = running[np.minimum(place + 7, last)] - running[place]
+    return sums
+
+
+def _days_to_holiday(daily: dict[str, Column]) -> tuple[Column, Column]:
+    """Days since the shop's last state holiday and until its next one, 60 at most."""
+    first, last = _bounds_of_shop(daily["Store"])
+    days = daily["Date"].astype(int)
+    at = np.flatnonzero(daily["StateHoliday"])
+    place = np.arange(len(days))
+    before, after = np.searchsorted(at, place, side="right") - 1, np.searchsorted(at, place)
+    padded = np.concatenate([at, [-1]])  # -1: no holiday on this side
+    past, coming = padded[before], padded[np.minimum(after, len(at))]
+    since = np.where((past >= first) & (before >= 0), days - days[past], _FARTHEST)
+    until = np.where((coming >= 0) & (coming < last), days[coming] - days, _FARTHEST)
+    return since.clip(0, _FARTHEST), until.clip(0, _FARTHEST)
+
+
+def _bounds_of_shop(store: Column) -> tuple[Column, Column]:
+    """For each row, the first row of its shop and the one after its last; rows are in the order of shops."""
+    counts = np.bincount(store)
+    ends = np.cumsum(counts)
+    return (ends - counts)[store], ends[store]

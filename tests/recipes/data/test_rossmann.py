@@ -1,0 +1,125 @@
+"""Rossmann's tables: the published files and the drawn tables give the same 22 categories and 16 numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lowp.errors import InvalidInput
+from lowp.recipes.data.rossmann import CATEGORIES, NUMBERS, drawn_tables, read_tables, sales_data
+from lowp.recipes.recipe import TensorExamples
+
+DAYS = np.arange(np.datetime64("2015-04-01"), np.datetime64("2015-06-10"))
+STORE_CSV = """"Store","StoreType","Assortment","CompetitionDistance","CompetitionOpenSinceMonth",\
+"CompetitionOpenSinceYear","Promo2","Promo2SinceWeek","Promo2SinceYear","PromoInterval"
+1,"c","a",1270,9,2014,0,,,""
+2,"a","b",,,,1,13,2010,"Jan,Apr,Jul,Oct"
+"""
+
+
+def train_csv() -> str:
+    rows = ['"Store","DayOfWeek","Date","Sales","Customers","Open","Promo","StateHoliday","SchoolHoliday"']
+    for day in DAYS[::-1]:  # the latest day first, as published
+        holiday = "a" if str(day) == "2015-05-01" else "0"
+        for store in (1, 2):
+            sales = 0 if holiday == "a" else 4000 + 1000 * store
+            promo = int(str(day) < "2015-04-04")
+            rows.append(f'{store},1,{day},{sales},500,1,{promo},"{holiday}","0"')
+    return "\n".join(rows) + "\n"
+
+
+def write(folder: Path, train: str | None = None, store: str = STORE_CSV) -> None:
+    (folder / "train.csv").write_text(train_csv() if train is None else train)
+    (folder / "store.csv").write_text(store)
+
+
+def tensors(examples: object) -> dict[str, torch.Tensor]:
+    assert isinstance(examples, TensorExamples)
+    categories, numbers, target = examples.tensors
+    columns = {name: categories[:, place] for place, name in enumerate(CATEGORIES)}
+    return {**columns, **{f"{name}.": numbers[:, place] for place, name in enumerate(NUMBERS)}, "target": target}
+
+
+def test_the_published_files_give_the_features_of_each_day_with_sales(tmp_path: Path) -> None:
+    write(tmp_path)
+    data = sales_data(read_tables(tmp_path))
+    assert data.description == f"Rossmann's sales from {tmp_path}: 56 rows to train on, 82 held back"
+    columns = tensors(data.training)
+    first = {name: int(columns[name][0]) for name in CATEGORIES}  # the first shop on Wednesday, 1 April 2015
+    assert {name: value for name, value in first.items() if value} == {
+        "DayOfWeek": 2,
+        "Year": 2,
+        "Month": 3,
+        "CompetitionMonthsOpen": 7,  # since September 2014
+        "StoreType": 2,
+        "CompetitionOpenSinceYear": 21,
+        "Week": 12,
+        "Promo_fw": 3,
+        "Promo_bw": 1,
+    }
+    second = {name: int(columns[name][-1]) for name in ("Store", "Promo2Weeks", "PromoInterval", "Assortment")}
+    assert second == {"Store": 1, "Promo2Weeks": 25, "PromoInterval": 1, "Assortment": 1}
+    assert columns["target"].exp().round().unique().tolist() == [5000, 6000]
+
+
+def test_days_to_and_since_a_holiday_are_counted_for_each_shop(tmp_path: Path) -> None:
+    write(tmp_path)
+    columns = tensors(sales_data(read_tables(tmp_path)).training)
+    before = columns["BeforeStateHoliday."]
+    shop = before[columns["Store"] == 0]
+    # From 30 days on 1 April to 3 days on 28 April; standardised, the steps between days are equal.
+    assert shop.diff().allclose(shop[1] - shop[0], atol=1e-5) and shop[0] > shop[27]
+
+
+def test_features_stay_within_their_categories_and_numbers_are_standardised() -> None:
+    data = sales_data(drawn_tables(30, 200))
+    columns = tensors(data.training)
+    for name, count in CATEGORIES.items():
+        assert 0 <= columns[name].min() and columns[name].max() < count, name
+    assert columns["CompetitionDistance."].mean().abs() < 1e-4
+    assert not columns["CloudCover."].any()
+    assert len(data.validation) > 30 * 30
+
+
+def test_the_drawn_sales_have_the_statistics_of_the_real_ones() -> None:
+    daily = drawn_tables(200, 300).daily
+    sold = daily["Sales"][daily["Sales"] > 0]
+    assert 5500 < np.median(sold) < 7500 and 2000 < sold.std() < 4500
+    assert 0.33 < daily["Promo"].mean() < 0.4 and 0.75 < (daily["Sales"] > 0).mean() < 0.87
+    assert np.array_equal(daily["Sales"], drawn_tables(200, 300).daily["Sales"])
+
+
+BROKEN: dict[str, tuple[dict[str, str], str]] = {
+    "no column": ({"train": "Store,Date\n1,2015-01-01\n"}, r"train\.csv has no column Sales, Promo, StateHoliday"),
+    "empty": ({"train": ""}, "has no column Store, .*; it has nothing"),
+    "cut line": ({"train": train_csv() + "1,2"}, "has 9 columns, and line 142 has not"),
+    "no number": ({"train": train_csv().replace(",5000,", ",many,", 1)}, "a value in Sales that is no number: .*many"),
+    "infinite": ({"store": STORE_CSV.replace("1270", "inf")}, "a value in CompetitionDistance that is not finite"),
+    "no date": ({"train": train_csv().replace("2015-04-02", "yesterday")}, "has a date that is none: .*yesterday"),
+    "letter": ({"store": STORE_CSV.replace('"c"', '"x"')}, "has 'x' in StoreType, which allows 'a', 'b', 'c', 'd'"),
+    "shop": ({"train": train_csv() + '7,1,2015-04-01,1,1,1,0,"0","0"'}, r"names shops that store\.csv has not"),
+    "order": ({"store": STORE_CSV.replace("2,", "5,", 1)}, "does not number its shops 1, 2, 3"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_named_with_what_is_wrong_with_it(case: str, tmp_path: Path) -> None:
+    files, text = BROKEN[case]
+    write(tmp_path, **files)
+    with pytest.raises(InvalidInput, match=rf"Rossmann store sales: .*{text}.* Get it again from https"):
+        read_tables(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "store.csv").unlink()
+    with pytest.raises(InvalidInput, match=r"looked for store\.csv in .*; it holds train\.csv\. Get it from https"):
+        read_tables(tmp_path)
+
+
+def test_tables_of_less_than_six_weeks_cannot_be_split(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="has no sales in, or none before, its last 42 days"):
+        sales_data(drawn_tables(3, 40))
