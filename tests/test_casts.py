@@ -78,6 +78,7 @@ def test_the_element_cast_leaves_the_scale_out() -> None:
     assert cast.element_cast == parse("e2m1:stochastic-4")
     assert parse("fp16:up").element_cast == parse("fp16:up")
     assert cast.with_rounding("nearest-even") == parse("mxfp4")
+    assert parse("fp16:stochastic-32").random_bits == 32
     assert cast.with_rounding(Rounding.STOCHASTIC, 7) == parse("mxfp4:stochastic-7")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lowp.casts import Cast, parse
 from lowp.errors import Unavailable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels import IMPLEMENTATIONS, available, bitwise, limits, native, reference
+from lowp.kernels import IMPLEMENTATIONS, available, bitwise, limits, native, philox, reference
 from lowp.kernels.floats import widen16
 from lowp.kernels.packing import as_integers
 from lowp.kernels.scaled import code_dtype
@@ -131,6 +131,19 @@ def test_the_last_bits_of_an_unlikely_draw_decide() -> None:
         cast = parse("i8:stochastic")
         wanted = quantized("reference", x, cast)
         assert all(torch.equal(quantized(name, x, cast), wanted) for name in FAST)
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_each_of_the_160_bits_is_compared(place: int) -> None:
+    # no fp64 fraction reaches the last words behind equal first ones: the comparison itself is asked
+    like = torch.zeros(7, dtype=torch.float64)
+    drawn = [philox.words(like, SEED), *philox.tail_words(like, SEED)]
+    for difference in (0, 1, -1):
+        digits = [word + difference if index == place else word for index, word in enumerate(drawn)]
+        below = torch.full((7,), difference == 1)
+        assert torch.equal(bitwise._is_below(digits, like, SEED), below)
+        cast = parse("fp16:stochastic")
+        assert torch.equal(reference._below_digits([digit.double() for digit in digits], like, cast, SEED), below)
 
 
 def test_bitwise_never_looks_at_data_on_other_devices() -> None:
