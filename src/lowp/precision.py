@@ -15,19 +15,20 @@ from lowp import distributed, presets, region
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
 from lowp.grad_scaler import GradScaler, NonFinite, NonFiniteGradients
+from lowp.ops.predicted import is_predicted
 from lowp.optim import FlexWeights, MasterWeights
 from lowp.optim.blockwise import BlockwiseOptimizer
 from lowp.optim.model_state import attach
 from lowp.optim.storage import Storage
-from lowp.ops.predicted import is_predicted
 from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset
-from lowp.random_state import random_states, restore_random_states
+from lowp.random_state import check_random_states, random_states, restore_random_states
 from lowp.session import BatchNormJournal
 
 __all__ = ["Precision"]
 
 _VERSION = 1
+_ENTRIES = ("name", "policy", "scaler", "steps", "skipped_steps", "seed", "random")
 _PATIENCE = 20  # steps skipped in a row, with nothing that could be made smaller, before training is given up
 Optimizer = TypeVar("Optimizer", bound="torch.optim.Optimizer | None")
 
@@ -251,19 +252,41 @@ class Precision:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`; raises InvalidInput, with nothing changed, for that of another precision."""
+        self._check(state)
+        before = self.scaler.state_dict()
+        self.scaler.load_state_dict(state["scaler"])
+        if self.exponents is not None and state.get("exponents") is not None:
+            try:
+                self.exponents.load_state_dict(state["exponents"], self._device)
+            except Exception:
+                self.scaler.load_state_dict(before)
+                raise
+        self.steps, self.seed = state["steps"], state["seed"]
+        self._skipped = torch.tensor(state["skipped_steps"])
+        restore_random_states(state["random"])
+
+    def _check(self, state: dict[str, Any]) -> None:
+        """Raise InvalidInput for a state that cannot be continued from; changes nothing."""
+        if not isinstance(state, dict):
+            raise InvalidInput(f"a precision's state is a dictionary as state_dict() gives, not {type(state).__name__}")
         if state.get("version") != _VERSION:
             raise InvalidInput(f"a precision's state of version {state.get('version')!r}: this lowp reads {_VERSION}")
+        missing = [name for name in _ENTRIES if name not in state]
+        if missing:
+            raise InvalidInput(f"a precision's state needs {', '.join(_ENTRIES)}; missing: {', '.join(missing)}")
+        if not isinstance(state["policy"], str):
+            raise InvalidInput(f"the policy of a precision's state is TOML text, not {type(state['policy']).__name__}")
         if Policy.from_toml(state["policy"], "the checkpoint's policy") != self.policy:
             raise InvalidInput(
                 f"the checkpoint was trained in {state['name']} and this run is in {self.preset.name}: use "
                 f"Precision({state['name']!r}), or load the model alone, whose state is fp32 in every precision"
             )
-        if self.exponents is not None and state.get("exponents") is not None:
-            self.exponents.load_state_dict(state["exponents"], self._device)
-        self.scaler.load_state_dict(state["scaler"])
-        self.steps, self.seed = int(state["steps"]), int(state["seed"])
-        self._skipped = torch.tensor(int(state["skipped_steps"]))
-        restore_random_states(state["random"])
+        for name in ("steps", "skipped_steps"):
+            if type(state[name]) is not int or not 0 <= state[name] < 2**63:
+                raise InvalidInput(f"a precision's state with {name}={state[name]!r}: a number of steps is 0 or more")
+        if type(state["seed"]) is not int:
+            raise InvalidInput(f"a precision's state with seed={state['seed']!r}: a seed is a whole number")
+        check_random_states(state["random"])
 
     # -- parts ----------------------------------------------------------------------------------------------------
     def _new_scaler(self, device: str | None) -> GradScaler:
@@ -303,7 +326,6 @@ class Precision:
         if others:
             _give_fp32(model, set(others), plain)
         return optimizer
-
 
     def _store_predicted(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
         """Write the parameters under exponents that belong to their names."""

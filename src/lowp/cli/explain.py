@@ -22,8 +22,8 @@ import re
 import shlex
 from fractions import Fraction
 
-from lowp.cli.tables import show
 from lowp.casts import parse as parse_cast
+from lowp.cli.tables import show
 from lowp.errors import InvalidInput
 from lowp.explain import (
     WORKED_CASES,

@@ -1,9 +1,9 @@
 """Draw a figure of the literature from a real run, with its numbers as JSON beside it.
 
-  lowp figure autoflex                       the Flexpoint paper's figure 3: Γ, κ, predicted and representable maximum
-  lowp figure flex-window                    its figure 2: histograms of log2|x| and the window of a 16-bit mantissa
-  lowp figure autoflex --recipe cifar10-mlp --data DIR --steps 400 --out autoflex.svg
-  lowp figure --list
+lowp figure autoflex                       the Flexpoint paper's figure 3: Γ, κ, predicted and representable maximum
+lowp figure flex-window                    its figure 2: histograms of log2|x| and the window of a 16-bit mantissa
+lowp figure autoflex --recipe cifar10-mlp --data DIR --steps 400 --out autoflex.svg
+lowp figure --list
 """
 
 from __future__ import annotations

@@ -119,9 +119,7 @@ def rescale(number: FlexNumber, exponent: int, bits: int = 16, symmetric: bool =
     return Rescaled(number, FlexNumber(bounded, exponent), shift, cut, bounded != moved)
 
 
-def flex_product(
-    left: FlexNumber, right: FlexNumber, cast: Cast, exponent: int | None = None
-) -> FlexArithmetic:
+def flex_product(left: FlexNumber, right: FlexNumber, cast: Cast, exponent: int | None = None) -> FlexArithmetic:
     """left * right: the mantissas are multiplied, exactly, and the exponents added; written at `exponent`.
 
     Without one it is the smallest of the format's exponents that holds the product. Raises InvalidInput for a cast

@@ -119,7 +119,7 @@ class _IntegerProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
-            form, call, rule = ctx.form, ctx.call, ctx.call.rule
+            call, rule = ctx.call, ctx.call.rule
             saved = [
                 Mantissas(payload, exponent, 0, 0, 0)
                 for payload, exponent in zip(ctx.saved_tensors, ctx.exponents, strict=True)
@@ -140,7 +140,9 @@ class _IntegerProduct(torch.autograd.Function):
             return None, None, *result[:2], bias, None, None, None, None
 
 
-def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: Mantissas, dtype: torch.dtype) -> list[Tensor | None]:
+def _integer_gradients(
+    ctx: Any, saved: list[Mantissas], incoming: Mantissas, dtype: torch.dtype
+) -> list[Tensor | None]:
     """Return the gradients of both operands and of the bias, each summed as the rule says, not yet rounded."""
     form, call = ctx.form, ctx.call
     result: list[Tensor | None] = [None, None, None]

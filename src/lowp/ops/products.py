@@ -38,7 +38,6 @@ from lowp.ops.casting import (
 )
 from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form
 from lowp.ops.integer import integer_contraction, is_integer
-
 from lowp.ops.writing import wide_contraction
 from lowp.policy import Accumulation, Rule
 

@@ -85,6 +85,7 @@ class FlexWeights(torch.optim.Optimizer):
         result = self.inner.step()
         for parameter, old in before.items():
             name = self._names[parameter]
+            self.exponents.admit(old, self.cast, f"weight of {name}")
             update = self._written(parameter.double() - old.double(), f"update of {name}")
             parameter.copy_(self._written(old.double() + update.double(), f"weight of {name}"))
             for key, value in self.inner.state.get(parameter, {}).items():
@@ -108,6 +109,7 @@ class FlexWeights(torch.optim.Optimizer):
                 for parameter in values:
                     if parameter in self._adopted:
                         place = f"weight of {self._names[parameter]}"
+                        self.exponents.admit(parameter, self.cast, place)
                         parameter.copy_(self._written(parameter, place, unless_exact=True))
 
         return attach(model, lambda parameter: None, load)

@@ -33,8 +33,7 @@ def record_series(
     kept: list[tuple[Flush, dict[str, int]]] = []
 
     def watch(flush: Flush) -> None:
-        if "update of " in " ".join(flush.places):  # of training, not of an evaluation
-            kept.append((flush, {place: index for index, place in enumerate(flush.places)}))
+        kept.append((flush, {place: index for index, place in enumerate(flush.places)}))
 
     exponents.watch(watch)
     _train(training, steps, stop)

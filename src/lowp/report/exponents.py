@@ -10,7 +10,15 @@ from rich.table import Table
 
 __all__ = ["exponent_table"]
 
-_COLUMNS = ("precision", "tensors", "saturated\nwrites", "writes", "raises\nin time", "changes of\nexponents", "free\nbits")
+_COLUMNS = (
+    "precision",
+    "tensors",
+    "saturated\nwrites",
+    "writes",
+    "raises\nin time",
+    "changes of\nexponents",
+    "free\nbits",
+)
 
 
 def exponent_table(document: Mapping[str, Any]) -> Table | None:

@@ -57,8 +57,12 @@ class Reactive:
     def init(self, device: torch.device | str | None = None, entries: int = 1) -> ReactiveState:
         """The state of `entries` tensors of which nothing was seen."""
         first = self.guess.init(device, entries)
-        zeros = [torch.zeros(entries, dtype=torch.int64, device=device) for _ in range(7)]
-        return ReactiveState(first.exponent, *zeros[:3], first.started, *zeros[3:])
+        zeros = {
+            name: torch.zeros(entries, dtype=torch.int64, device=device)
+            for name in ReactiveState._fields
+            if name not in ("exponent", "started")
+        }
+        return ReactiveState(exponent=first.exponent, started=first.started, **zeros)
 
     def extend(self, state: ReactiveState, entries: int) -> ReactiveState:
         """The state with `entries` more entries at its end."""
@@ -96,11 +100,13 @@ class Reactive:
         step = (overflowed > share).to(torch.int32) - (crowded <= share).to(torch.int32) * (overflowed <= share)
         moved_to = (state.exponent + step).clamp(self.guess.min_exponent, self.guess.max_exponent)
         exponent = torch.where(due, moved_to, state.exponent)
-        kept = [torch.where(due, 0, count) for count in counts]
+        overflowed, crowded, elements = (torch.where(due, 0, count) for count in counts)
         saturated = good & (seen.mantissa >= self.limit)
         return ReactiveState(
             exponent,
-            *kept,
+            overflowed,
+            crowded,
+            elements,
             state.started,
             writes,
             state.saturated + saturated,

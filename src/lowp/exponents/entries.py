@@ -1,0 +1,275 @@
+"""The entries of shared exponents: what one write does, and what the writes of a step teach, for all places at once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp import distributed
+from lowp.casts import Cast
+from lowp.errors import InvalidInput
+from lowp.formats import PowerOfTwo, ScaledFormat
+from lowp.kernels.mantissas import current_exponent, has_mantissas, to_mantissas, values
+from lowp.scaling import Autoflex, AutoflexState, Reactive, Written
+
+__all__ = ["COUNTS", "Entries", "Flush", "current", "scaling_of"]
+
+
+def scaling_of(cast: Cast) -> Autoflex | Reactive:
+    """The scaling that a cast describes; raises InvalidInput for one that no shared exponent of int16 can have."""
+    spec, format = cast.scaling, cast.format
+    if not has_mantissas(cast) or spec is None or spec.kind in ("current", "delayed"):
+        raise InvalidInput(
+            f"{cast}: exponents that belong to places are for int16 under one power of two, with the scaling autoflex, "
+            "frozen, reactive or static(E), as in flex16+5:autoflex"
+        )
+    assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
+    low, high = format.scale.min_exponent, format.scale.max_exponent
+    if spec.exponent is not None:
+        low = high = spec.exponent
+    moves = spec.kind in ("autoflex", "reactive")
+    guess = Autoflex(16, spec.window, headroom=spec.headroom, start_headroom=spec.headroom, adapt=moves)
+    guess = Autoflex(**{**guess.__dict__, "min_exponent": low, "max_exponent": high})
+    return Reactive(guess=guess) if spec.kind == "reactive" else guess
+
+
+class Seen(NamedTuple):
+    """What one write saw: numbers on the CPU, 0-d tensors on an accelerator, in the order of `Written`."""
+
+    mantissa: Any
+    nonfinite: Any
+    vanished: Any
+    overflowed: Any
+    crowded: Any
+    elements: Any
+
+
+class Flush(NamedTuple):
+    """What a watcher is told of one step, by entry: exponents and predictions as they were at the writes."""
+
+    places: list[str]
+    written: Tensor  # bool[n]
+    mantissa: Tensor  # int32[n], Γ
+    exponent: Tensor  # int32[n], log2 κ
+    predicted: Tensor | None  # fp64[n], χ; None of scalings that predict no maximum
+
+
+COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
+
+
+class Entries:
+    """The entries of one cast."""
+
+    def __init__(self, cast: Cast, device: torch.device) -> None:
+        self.cast, self.scaling, self.device = cast, scaling_of(cast), device
+        self.names: dict[str, int] = {}
+        self.state: Any = self.scaling.init(device, 0)
+        self.counts = {name: torch.zeros(0, dtype=torch.float64, device=device) for name in COUNTS}
+        self.before = torch.zeros(0, dtype=torch.int32, device=device)  # the exponent of the write before
+        self.exponents: list[int] = []  # what `state` holds, for kernels that take numbers
+        self.started: list[bool] = []
+        self.pending: dict[int, Seen] = {}
+
+    def index(self, place: str) -> int:
+        """The entry of a place, made where there is none."""
+        found = self.names.get(place)
+        if found is None:
+            found = self.names[place] = len(self.names)
+            self.state = self.scaling.extend(self.state, 1)
+            one = {name: torch.zeros(1, dtype=torch.float64, device=self.device) for name in COUNTS}
+            self.counts = {name: torch.cat((value, one[name])) for name, value in self.counts.items()}
+            self.before = torch.cat((self.before, self.state.exponent[-1:]))
+            self.exponents.append(int(self.scaling.init().exponent))
+            self.started.append(False)
+        return found
+
+    # -- one write ------------------------------------------------------------------------------------------------
+    def write(self, x: Tensor, index: int) -> Tensor:
+        """Return x as values of the format under the entry's exponent, and note what was seen."""
+        if not self.started[index]:
+            self._start(x, index)
+        return self._write_here(x, index) if x.device.type == "cpu" else self._write_there(x, index)
+
+    def write_apart(self, x: Tensor, place: str) -> Tensor:
+        """Return x as values of the format, and remember nothing."""
+        finite = x.isfinite()
+        spec = self.cast.scaling
+        assert spec is not None
+        if spec.kind != "autoflex" and place in self.names:
+            exponent = int(self.state.exponent[self.names[place]])
+        else:
+            own = self.cast if spec.exponent is not None else current(self.cast)
+            found = current_exponent(torch.where(finite, x, 0.0), own)
+            assert found is not None
+            exponent = found
+        if x.device.type == "cpu":
+            result = values(to_mantissas(x, self.cast, exponent).payload, exponent)
+        else:
+            limit = self.scaling.limit
+            result = torch.ldexp(
+                torch.ldexp(x.double(), torch.tensor(-exponent)).round().clamp(-limit - 1, limit),
+                torch.tensor(exponent),
+            ).float()
+        return torch.where(finite, result, math.nan)
+
+    def admit(self, x: Tensor, index: int) -> None:
+        """Forget the entry's past where x would saturate under its exponent. Waits for an accelerator."""
+        held = math.ldexp(self.scaling.limit, int(self.state.exponent[index]))
+        if x.numel() and self.scaling_adapts and float(x.abs().amax()) > held:
+            self.started[index] = False
+            self.state.started[index] = False
+            if isinstance(self.state, AutoflexState):
+                self.state.seen[index] = 0
+                self.state.history[index] = 0.0
+
+    @property
+    def scaling_adapts(self) -> bool:
+        """Whether exponents may move at all."""
+        return not isinstance(self.scaling, Autoflex) or self.scaling.adapt
+
+    def _start(self, x: Tensor, index: int) -> None:
+        maximum = x.abs().amax() if x.numel() else x.new_zeros(())
+        one = type(self.state)(*(part[index : index + 1] for part in self.state))
+        begun = self.scaling.start(one, maximum.reshape(1).to(self.device))
+        for part, new in zip(self.state, begun, strict=True):
+            part[index : index + 1] = new
+        self.before[index : index + 1] = begun.exponent
+        if x.device.type == "cpu":
+            self.exponents[index], self.started[index] = int(begun.exponent), bool(begun.started)
+
+    def _write_here(self, x: Tensor, index: int) -> Tensor:
+        exponent = self.exponents[index]
+        payload, _, largest, saturated, nonfinite = to_mantissas(x, self.cast, exponent)
+        crowded = 0
+        if isinstance(self.scaling, Reactive):
+            crowded = int((payload.abs() > self.scaling.limit // 2).sum())
+        vanished = largest == 0 and nonfinite == 0 and bool(x.any())
+        self._note(index, Seen(largest, nonfinite > 0, vanished, saturated, crowded, x.numel()))
+        result = values(payload, exponent)
+        return torch.where(x.isfinite(), result, math.nan) if nonfinite else result
+
+    def _write_there(self, x: Tensor, index: int) -> Tensor:
+        """The same without waiting for the device."""
+        exponent, limit = self.state.exponent[index], self.scaling.limit
+        scaled = torch.ldexp(x.double(), -exponent)
+        finite = scaled.isfinite()
+        rounded = torch.round(scaled)
+        bounded = rounded.clamp(-limit - 1, limit)
+        magnitude = torch.where(finite, bounded.abs(), 0.0)
+        largest = magnitude.amax() if x.numel() else magnitude.new_zeros(())
+        seen = Seen(
+            largest,
+            ~finite.all(),
+            (largest == 0) & (finite & (x != 0)).any() & finite.all(),
+            (finite & (bounded != rounded)).sum(),
+            (magnitude > limit // 2).sum(),
+            torch.full_like(largest, x.numel()),
+        )
+        self._note(index, seen)
+        return torch.where(finite, torch.ldexp(bounded, exponent), math.nan).float()
+
+    def _note(self, index: int, seen: Seen) -> None:
+        earlier = self.pending.get(index)
+        if earlier is not None:  # the step has not ended: under one exponent, the larger maximum counts
+            pairs = list(zip(earlier, seen, strict=True))
+            largest = [torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b) for a, b in pairs[:1]]
+            flags = [a | b for a, b in pairs[1:3]]
+            seen = Seen(*largest, *flags, *(a + b for a, b in pairs[3:]))
+        self.pending[index] = seen
+
+    # -- the end of a step ----------------------------------------------------------------------------------------
+    def flush(self, group: distributed.Group) -> Flush | None:
+        """Observe what was written since the last time; with a `group`, what any of its ranks has written."""
+        if not self.names or (not self.pending and group is None):
+            return None
+        seen = self._agreed(group) if group is not None and group.size() > 1 else self._observed()
+        mask = seen.mask
+        assert mask is not None
+        self._count(seen, mask)
+        predicted = None
+        if isinstance(self.scaling, Autoflex):
+            # κ in the prediction is that of the write before
+            predicted = self.scaling.predicted_maximum(self.state._replace(exponent=self.before))
+            predicted = torch.where(self.state.seen > 0, predicted, math.nan)
+        flush = Flush(list(self.names), mask, seen.mantissa, self.state.exponent, predicted)
+        self.before = torch.where(mask, self.state.exponent, self.before)
+        self.state = self.scaling.observe(self.state, seen)
+        self.pending.clear()
+        self._learn()
+        return flush
+
+    def _observed(self) -> Written:
+        indices = torch.tensor(list(self.pending), device=self.device)
+        columns = list(zip(*self.pending.values(), strict=True))
+        dtypes = (torch.int32, torch.bool, torch.bool, torch.int64, torch.int64, torch.int64)
+        mask = torch.zeros(len(self.names), dtype=torch.bool, device=self.device)
+        mask[indices] = True
+        full = []
+        for column, dtype in zip(columns, dtypes, strict=True):
+            tensors = isinstance(column[0], Tensor)
+            vector = torch.stack(column).to(dtype) if tensors else torch.tensor(column, dtype=dtype, device=self.device)
+            full.append(torch.zeros(len(self.names), dtype=dtype, device=self.device).index_put((indices,), vector))
+        mantissa, nonfinite, vanished, overflowed, crowded, elements = full
+        return Written(mantissa, mask, nonfinite, vanished, overflowed, crowded, elements)
+
+    def _agreed(self, group: distributed.Group) -> Written:
+        """What all ranks have seen, by one all-reduce; also settles on the largest exponent that one has begun with."""
+        if self.pending:
+            own = self._observed()
+        else:
+            zeros = torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
+            flags = zeros.bool()
+            own = Written(zeros.int(), flags, flags, flags, zeros, zeros, zeros)
+        order = torch.tensor([self.names[name] for name in sorted(self.names)], device=self.device)
+        exponent, minimum = self.state.exponent, -1000.0
+        mask, nonfinite, vanished = own.mask, own.nonfinite, own.vanished
+        assert mask is not None and nonfinite is not None and vanished is not None
+        assert own.overflowed is not None and own.crowded is not None and own.elements is not None
+        rows = [
+            torch.where(mask, torch.ldexp(own.mantissa.double(), exponent), 0.0),
+            torch.where(mask | self.state.started, exponent.double(), minimum),
+            *(flag.double() for flag in (mask, nonfinite, mask & ~vanished, self.state.started)),
+            *(count.double() for count in (own.overflowed, own.crowded, own.elements)),
+        ]
+        shared = torch.stack(rows)[:, order]
+        shared[1] -= minimum  # maxima of what is zero or larger
+        distributed.agree_on_maximum_(shared, group)
+        back = torch.empty_like(shared)
+        back[:, order] = shared
+        agreed = (back[1] + minimum).to(torch.int32)
+        exponent = torch.where(back[1] > 0, agreed, exponent)
+        limit = self.scaling.limit
+        mantissa = torch.ldexp(back[0], -exponent).round().clamp(max=limit + 1).to(torch.int32)
+        self.state = self.state._replace(exponent=exponent, started=back[5] > 0)
+        written, nonfinite = back[2] > 0, back[3] > 0
+        vanished = written & (back[4] == 0)
+        return Written(mantissa, written, nonfinite, vanished, *(back[row].to(torch.int64) for row in (6, 7, 8)))
+
+    def _count(self, seen: Written, mask: Tensor) -> None:
+        good = mask & (seen.mantissa > 0)
+        if seen.nonfinite is not None:
+            good = good & ~seen.nonfinite
+        held = torch.ldexp(torch.full_like(self.counts["measured"], self.scaling.limit), self.before)
+        saturated = seen.mantissa >= self.scaling.limit
+        needed = good & (saturated | (torch.ldexp(seen.mantissa.double(), self.state.exponent) > held))
+        free = torch.log2(32768.0 / seen.mantissa.double().clamp(min=1))
+        self.counts["headroom_sum"] += torch.where(good, free, 0.0)
+        self.counts["measured"] += good
+        self.counts["raises_needed"] += needed
+        self.counts["raises_in_time"] += needed & ~saturated
+
+    def _learn(self) -> None:
+        """Take the new exponents over for kernels that take numbers; an accelerator is asked only about beginners."""
+        if self.device.type == "cpu":
+            self.exponents = self.state.exponent.tolist()
+            self.started = self.state.started.tolist()
+        elif not all(self.started):
+            self.started = self.state.started.tolist()
+
+
+def current(cast: Cast) -> Cast:
+    """The same format under the exponent that the tensor's own maximum asks for."""
+    return Cast(cast.format, cast.rounding, cast.overflow)

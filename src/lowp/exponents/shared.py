@@ -1,0 +1,269 @@
+"""Shared exponents that belong to places: which entry a tensor is written under, and what all entries remember.
+
+A place is one tensor that one operation writes at one spot of the step, named in words: "output of 0 linear", "weight
+gradient of layer1.0.conv1 conv2d", "update of fc.bias". All places of one cast are one vectorised state; the maxima of
+a step's writes are observed together at its end, which is also when ranks agree on them. What is written outside of
+training (no gradients recorded) is not remembered, and has the exponent that its own maximum asks for: an evaluation
+changes nothing of the training, and does not depend on the one before.
+
+Source: Koester et al. 2017, arXiv 1711.02213, section 3.3 and algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from lowp import casts, distributed
+from lowp.casts import Cast
+from lowp.errors import InvalidInput
+from lowp.exponents.entries import COUNTS, Entries, Flush, current
+from lowp.kernels.mantissas import current_exponent, to_mantissas, values
+
+__all__ = ["CLASSES", "PlaceSite", "SharedExponents", "Summary", "class_of"]
+
+_VERSION = 1
+CLASSES = ("weights", "activations", "activation gradients", "weight gradients", "updates", "optimizer state")
+_CLASS_OF_ROLE = {
+    "weight": "weights",
+    "buffer": "activations",
+    "update": "updates",
+    "gradient": "weight gradients",
+    "weight gradient": "weight gradients",
+    "bias gradient": "weight gradients",
+    "output": "activations",
+}
+
+
+def class_of(place: str) -> str:
+    """The class of tensors that a place belongs to: weights, activations, updates ..."""
+    role = place.partition(" of ")[0].rstrip(" 0123456789")
+    if role in _CLASS_OF_ROLE:
+        return _CLASS_OF_ROLE[role]
+    return "activation gradients" if role.endswith("gradient") else "optimizer state"
+
+
+@dataclass
+class Summary:
+    """Sums over writes; `raises_needed`: maxima that the exponent of the write before could not have held."""
+
+    places: int = 0
+    writes: int = 0
+    saturated: int = 0
+    moved: int = 0
+    nonfinite: int = 0
+    raises_needed: int = 0
+    raises_in_time: int = 0
+    measured: int = 0
+    headroom_sum: float = 0.0
+
+    @property
+    def headroom_bits(self) -> float:
+        """The mean of log2(32768 / Γ) over the writes that were not all zero."""
+        return self.headroom_sum / self.measured if self.measured else math.nan
+
+
+class SharedExponents:
+    """The exponents of all places of a training run: `write` uses them, `flush` moves them, `summary` tells of them."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Cast, Entries] = {}
+        self._roots: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._faults: list[str] = []
+        self._watchers: list[Callable[[Flush], object]] = []
+        self._listeners: list[Callable[[str, Tensor, int], object]] = []
+
+    # -- writing --------------------------------------------------------------------------------------------------
+    def write(self, x: Tensor, cast: Cast, place: str, *, training: bool = True, unless_exact: bool = False) -> Tensor:
+        """Return x, fp32 or fp64, as values of the cast's format in fp32, rounded once under the place's exponent.
+
+        Saturates what does not fit. NaN stands where x was infinite or NaN, and the place is among the `faults`.
+        `unless_exact` gives x back where it is in the format, under whatever exponent, and notes nothing. Outside of
+        `training` the exponent is that of x's own maximum, or the place's where the cast predicts none.
+        """
+        x = x.detach()
+        if unless_exact and self._is_exact(x, cast):
+            return x.float()
+        group = self._groups.get(cast)
+        if group is None:
+            group = self._groups[cast] = Entries(cast, x.device)
+        if not training:
+            return group.write_apart(x, place)
+        index = group.index(place)
+        if index in group.pending and not distributed.is_running():
+            self._flush(group, None)  # a second write at one place sees what the first one taught
+        result = group.write(x, index)
+        seen = group.pending[index].nonfinite
+        if not isinstance(seen, Tensor) and seen and place not in self._faults:
+            self._faults.append(place)
+        for listener in self._listeners:
+            listener(place, x, group.exponents[index])
+        return result
+
+    def admit(self, x: Tensor, cast: Cast, place: str) -> None:
+        """Let a place begin anew if x, which was put there from outside, is larger than its exponent can hold.
+
+        Weights that were loaded or scaled between two steps are no prediction's fault, and are not cut off for it.
+        """
+        group = self._groups.get(cast)
+        if group is not None and place in group.names:
+            group.admit(x.detach(), group.names[place])
+
+    @staticmethod
+    def _is_exact(x: Tensor, cast: Cast) -> bool:
+        if x.device.type != "cpu":
+            return False
+        exponent = current_exponent(x, current(cast))
+        if exponent is None:
+            return False
+        payload, *_ = to_mantissas(x, cast, exponent)
+        return torch.equal(values(payload, exponent).to(x.dtype), x)
+
+    def site(self, cast: Cast, where: str) -> PlaceSite:
+        """The site of one op at one spot of the step."""
+        return PlaceSite(self, cast, where, torch.is_grad_enabled())
+
+    def root(self, module: nn.Module | None) -> str:
+        """What the places within a model begin with, so that two models of a step keep apart: '' within the first."""
+        if module is None:
+            return ""
+        number = self._roots.setdefault(module, len(self._roots))
+        return f"model {number + 1}: " if number else ""
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+    def flush(self) -> None:
+        """End a step: observe all writes of training, with all ranks if there are several, and predict anew."""
+        for _, group in sorted(self._groups.items(), key=lambda one: str(one[0])):
+            self._flush(group, distributed.world())
+        self._faults = []
+
+    def _flush(self, group: Entries, ranks: distributed.Group) -> None:
+        done = group.flush(ranks)
+        if done is not None:
+            for watcher in self._watchers:
+                watcher(done)
+
+    def faults(self) -> list[str]:
+        """The places where a value that was not finite has been written in this step, the first one first.
+
+        Waits for an accelerator; a CPU knows.
+        """
+        found = list(self._faults)
+        for group in self._groups.values():
+            names = list(group.names)
+            for index, seen in group.pending.items():
+                if isinstance(seen.nonfinite, Tensor) and bool(seen.nonfinite):
+                    found.append(names[index])
+        return found
+
+    # -- what was seen --------------------------------------------------------------------------------------------
+    def places(self) -> list[str]:
+        """The places, in the order in which they were first written."""
+        return [name for group in self._groups.values() for name in group.names]
+
+    def exponent(self, place: str) -> int:
+        """The exponent of the next write at a place; raises InvalidInput for one that was never written."""
+        for group in self._groups.values():
+            if place in group.names:
+                return int(group.state.exponent[group.names[place]])
+        raise InvalidInput(f"nothing was written at {place!r}; places are named as in {self.places()[:3]}")
+
+    def summary(self) -> dict[str, Summary]:
+        """What was written so far, by class of tensors, and as ``all``; counts what `flush` has seen."""
+        found = {"all": Summary(), **{name: Summary() for name in CLASSES}}
+        for group in self._groups.values():
+            self._add(found, group)
+        return {name: one for name, one in found.items() if one.places or name == "all"}
+
+    @staticmethod
+    def _add(found: dict[str, Summary], group: Entries) -> None:
+        state = group.state
+        counted = {name: getattr(state, name).tolist() for name in ("writes", "saturated", "moved", "nonfinite")}
+        counted |= {name: group.counts[name].tolist() for name in COUNTS}
+        for place, index in group.names.items():
+            for one in (found["all"], found[class_of(place)]):
+                one.places += 1
+                for name, column in counted.items():
+                    setattr(one, name, getattr(one, name) + type(getattr(one, name))(column[index]))
+
+    def watch(self, callback: Callable[[Flush], object]) -> Callable[[], None]:
+        """Call back with what each step has written, when it is flushed; return what ends that."""
+        return _listed(self._watchers, callback)
+
+    def listen(self, callback: Callable[[str, Tensor, int], object]) -> Callable[[], None]:
+        """Call back at every write, with the place, what is written, not yet rounded, and the exponent; return the end.
+
+        On an accelerator the exponent is the one that the place began with.
+        """
+        return _listed(self._listeners, callback)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is remembered, as plain values and tensors. Take it between steps: it flushes nothing."""
+        groups = [
+            {
+                "cast": str(cast),
+                "places": list(group.names),
+                "state": {name: value.clone() for name, value in group.state._asdict().items()},
+                "counts": {name: value.clone() for name, value in group.counts.items()},
+                "before": group.before.clone(),
+            }
+            for cast, group in self._groups.items()
+        ]
+        return {"version": _VERSION, "groups": groups}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
+        """Go on from `state_dict`; raises InvalidInput, with nothing changed, for one of another kind."""
+        if state.get("version") != _VERSION:
+            raise InvalidInput(f"shared exponents of version {state.get('version')!r}: this lowp reads {_VERSION}")
+        groups = {}
+        for saved in state["groups"]:
+            cast = casts.parse(saved["cast"])
+            group = Entries(cast, torch.device(device))
+            names, kept = list(saved["places"]), saved["state"]
+            fields = type(group.state)._fields
+            if set(kept) != set(fields) or any(len(value) != len(names) for value in kept.values()):
+                raise InvalidInput(f"the shared exponents of {cast} in this checkpoint are not whole")
+            group.names = {name: index for index, name in enumerate(names)}
+            group.state = type(group.state)(*(kept[name].to(device, copy=True) for name in fields))
+            group.counts = {name: saved["counts"][name].to(device, copy=True) for name in COUNTS}
+            group.before = saved["before"].to(device, copy=True)
+            group.exponents, group.started = group.state.exponent.tolist(), group.state.started.tolist()
+            groups[cast] = group
+        self._groups, self._faults = groups, []
+
+
+class PlaceSite:
+    """One op at one spot of the step: writes each of its results under the place that its role makes."""
+
+    def __init__(self, exponents: SharedExponents, cast: Cast, where: str, training: bool) -> None:
+        self._exponents, self._cast, self._where, self._training = exponents, cast, where, training
+        self._parts: Iterator[int] = iter(range(1 << 30))
+
+    def write(self, x: Tensor, role: str, unless_exact: bool = False) -> Tensor:
+        """Return x as values of the format; see `SharedExponents.write`."""
+        place = f"{role} of {self._where}"
+        return self._exponents.write(x, self._cast, place, training=self._training, unless_exact=unless_exact)
+
+    def part(self) -> PlaceSite:
+        """The site of the op's first product, its second, and so on."""
+        number = next(self._parts)
+        if number == 0:
+            return self
+        return PlaceSite(self._exponents, self._cast, f"{self._where}, product {number + 1}", self._training)
+
+
+def _listed(callbacks: list[Any], callback: Any) -> Callable[[], None]:
+    callbacks.append(callback)
+
+    def end() -> None:
+        if callback in callbacks:
+            callbacks.remove(callback)
+
+    return end
