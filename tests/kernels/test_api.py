@@ -385,6 +385,15 @@ def test_sixteen_bits_hold_what_is_said_to_fit(format: FloatFormat | IntFormat) 
                 assert torch.equal(quantize(x, text).double().nan_to_num(), wide.nan_to_num())
 
 
+def test_what_a_draw_may_give_must_fit_whatever_is_drawn() -> None:
+    # 65504 is rounded to 57344 or to 65536, which fp16 does not hold
+    x = torch.tensor([65504.0], dtype=torch.float16)
+    assert quantize(x, "e6m2:toward-zero").item() == 57344.0
+    for rounding in ("stochastic", "stochastic-8", "up", "nearest-even"):
+        with pytest.raises(InvalidInput, match="torch.float16 cannot hold every result exactly"):
+            quantize(x, f"e6m2:{rounding}")
+
+
 # -- speed ------------------------------------------------------------------------------------------------------------
 def test_a_small_eager_call_takes_microseconds() -> None:
     x = torch.randn(1000)
