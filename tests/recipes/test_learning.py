@@ -17,6 +17,8 @@ LEARNING: dict[str, tuple[dict[str, Any], int, float, int, float]] = {
     "mnist": ({}, 50, 0.1, 12, 0.5),
     "unet": ({"widths": (4, 8, 8, 8), "images": (4, 4)}, 4, 0.01, 30, 0.7),
     "rossmann": ({"drawn": (20, 200)}, 256, 0.01, 40, 0.6),
+    "gpt": ({"layers": 2, "width": 32, "bytes": 20_000}, 8, 0.01, 30, 0.7),
+    "bert": ({"layers": 1, "width": 32, "heads": 2, "drawn": 40}, 16, 0.003, 25, 0.75),
     "resnet-20": ({"layers": 8, "images": (16, 8)}, 16, 0.1, 12, 0.65),
     "resnet-110": ({"layers": 8, "images": (16, 8)}, 16, 0.1, 12, 0.65),
     "resnet-50": ({"images": (8, 8), "width": 8}, 8, 0.02, 12, 0.5),

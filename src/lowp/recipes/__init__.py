@@ -24,6 +24,8 @@ RECIPES: dict[str, str] = {
     "alexnet": "lowp.recipes.alexnet:ALEXNET",
     "unet": "lowp.recipes.unet:UNET",
     "rossmann": "lowp.recipes.rossmann:ROSSMANN",
+    "gpt": "lowp.recipes.gpt:GPT_RECIPE",
+    "bert": "lowp.recipes.bert:BERT",
 }
 
 

@@ -56,7 +56,7 @@ def drawn_masks(side: int, border: int, classes: int, training: int, held: int, 
     for number, is_held in ((training, False), (held, True)):
         random = np.random.default_rng([seed, is_held])
         scenes = [
-            draw_scene(random, side, (0.25, 0.5), int(random.integers(3, 7)), classes - 1, is_held)
+            draw_scene(random, side, (0.25, 0.5), int(random.integers(3, 7)), classes - 1, is_held, True)
             for _ in range(number)
         ]
         images = torch.from_numpy(np.stack([scene.image for scene in scenes]))

@@ -36,6 +36,9 @@ SHAPES: dict[str, Callable[[Grid, Grid], Mask]] = {
     "hourglass": lambda u, v: abs(u) < abs(v),
 }
 
+_COLOURS = 255.0 * np.array(
+    [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1), (0, 0, 0), (1, 0.5, 0), (0.5, 0, 1)]
+)
 _HELD_PART = 0.75  # held-back backgrounds lie to the right of this share of a photograph's width
 
 
@@ -57,11 +60,18 @@ def in_words(training: int, held: int) -> str:
 
 
 def draw_scene(
-    random: np.random.Generator, side: int, sizes: tuple[float, float], count: int, kinds: int, held: bool
+    random: np.random.Generator,
+    side: int,
+    sizes: tuple[float, float],
+    count: int,
+    kinds: int,
+    held: bool,
+    coloured: bool = False,
 ) -> Scene:
     """A scene with up to `count` figures of the first `kinds` kinds, whose sides are a share of the scene's in `sizes`.
 
-    A figure that would cover another by more than a fifth of either is left out; there is always one.
+    `coloured` figures have a colour of their kind, more or less, as most things have: they are found sooner. A figure
+    that would cover another by more than a fifth of either is left out; there is always one.
     """
     image = _background(random, side, held)
     outline = np.zeros((side, side), np.int64)
@@ -76,7 +86,7 @@ def draw_scene(
         box = (left, top, left + width, top + height)
         if any(_overlap(box, other) > 0.2 for other in boxes):
             continue
-        _draw(random, image, outline, kind, box)
+        _draw(random, image, outline, kind, box, coloured)
         chosen.append(kind)
         boxes.append(box)
     return Scene(image, np.asarray(chosen, np.int64), np.asarray(boxes, np.float32), outline)
@@ -114,15 +124,17 @@ def _draw(
     outline: npt.NDArray[np.int64],
     kind: int,
     box: tuple[int, int, int, int],
+    coloured: bool,
 ) -> None:
     """Paint a figure of one colour with some noise, and note it in the outline."""
     left, top, right, bottom = box
     u = (np.arange(right - left) + 0.5) / (right - left) * 2 - 1
     v = (np.arange(bottom - top) + 0.5) / (bottom - top) * 2 - 1
     inside = tuple(SHAPES.values())[kind](*np.broadcast_arrays(u[None, :], v[:, None]))
-    colour = random.integers(0, 256, 3)[:, None, None] + random.normal(0, 12, (3, *inside.shape))
+    colour = _COLOURS[kind] + random.normal(0, 30, 3) if coloured else random.integers(0, 256, 3)
+    pixels = colour[:, None, None] + random.normal(0, 12, (3, *inside.shape))
     painted, noted = image[:, top:bottom, left:right], outline[top:bottom, left:right]
-    painted[:] = np.where(inside, colour.clip(0, 255).astype(np.uint8), painted)
+    painted[:] = np.where(inside, pixels.clip(0, 255).astype(np.uint8), painted)
     noted[:] = np.where(inside, kind + 1, noted)
 
 

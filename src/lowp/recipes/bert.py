@@ -1,0 +1,137 @@
+"""BERT finds the part of a tweet that shows its sentiment: a start and an end among the pieces of the text.
+
+The model is transformers' BertModel, made from a configuration without a download, and unmodified: its linear layers
+and its attention compute in few bits because they are called inside the precision's region. The published run on a T4
+took 20 minutes in place of 55.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowp.errors import Unavailable
+from lowp.recipes.data.tweets import VOCABULARY_NAMES, drawn_tweets, read_tweets, span_data
+from lowp.recipes.data.wordpiece import VOCABULARY, WordPiece
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, linear_decay
+
+PIECES = 30_522  # of bert-base-uncased; a smaller vocabulary uses the first of them
+
+
+class SpanNetwork(nn.Module):
+    """BERT and one linear layer on its last two hidden states: scores for the start and the end at each piece.
+
+    bert-base (12 layers, width 768) with it has 109,485,314 parameters.
+    """
+
+    def __init__(self, layers: int, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        try:
+            from transformers import BertConfig, BertModel
+        except ImportError:
+            raise Unavailable(
+                "the model is transformers' BertModel, which is not installed: pip install 'lowp[recipes]'"
+            ) from None
+        self.bert = BertModel(
+            BertConfig(
+                vocab_size=PIECES,
+                hidden_size=width,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                intermediate_size=4 * width,
+            )
+        )
+        self.drop = nn.Dropout(dropout)
+        self.places = nn.Linear(2 * width, 2)
+        nn.init.normal_(self.places.weight, std=0.02)
+
+    def forward(self, pieces: Tensor, segments: Tensor) -> Tensor:
+        """Scores [N, length, 2]; padding (number 0) is not attended to."""
+        output = self.bert(pieces, (pieces != 0).long(), segments, output_hidden_states=True)
+        scores: Tensor = self.places(self.drop(torch.cat(output.hidden_states[-2:], dim=-1)))
+        return scores
+
+
+def load(size: Size, path: Path | None) -> Data:
+    """Tweets and a vocabulary from the user's folder, else drawn sentences; without a vocabulary one is built."""
+    length = size.options["length"]
+    tweets = read_tweets(path) if path is not None else drawn_tweets(size.options["drawn"])
+    file = VOCABULARY.find_or_none(path, VOCABULARY_NAMES) if path is not None and path.is_dir() else None
+    if file is not None:
+        vocabulary = WordPiece.read(file, PIECES)
+    else:
+        vocabulary = WordPiece.build((f"{tweet.sentiment} {tweet.text}" for tweet in tweets), PIECES, least=1)
+    return span_data(tweets, vocabulary, length, f"tweets from {path}" if path is not None else "drawn sentences")
+
+
+def make_model(size: Size) -> nn.Module:
+    """Weights are drawn as BERT's were; no pre-trained ones are loaded."""
+    options = size.options
+    return SpanNetwork(options["layers"], options["width"], options["heads"], dropout=0.1)
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    """The cross-entropy of the start and that of the end."""
+    scores = model(batch["pieces"], batch["segments"])
+    start, end = (nn.functional.cross_entropy(scores[..., which], batch[name]) for which, name in _ENDS)
+    return start + end
+
+
+_ENDS = ((0, "start"), (1, "end"))
+
+
+def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
+    """``overlap``: pieces in both the found and the right part, by those in either (Jaccard), averaged; and the loss.
+
+    ``exact``: the share of texts where both ends are right.
+    """
+    overlap, exact, summed, count = 0.0, 0, 0.0, 0
+    for batch in batches:
+        scores = model(batch["pieces"], batch["segments"]).float().masked_fill(batch["segments"][..., None] == 0, -1e4)
+        for which, name in _ENDS:
+            summed += float(nn.functional.cross_entropy(scores[..., which], batch[name], reduction="sum"))
+        start, end = scores.argmax(1).unbind(1)
+        end = torch.maximum(start, end)
+        common = (torch.minimum(end, batch["end"]) - torch.maximum(start, batch["start"]) + 1).clamp(min=0)
+        either = (end - start + 1) + (batch["end"] - batch["start"] + 1) - common
+        overlap += float((common / either).sum())
+        exact += int(((start == batch["start"]) & (end == batch["end"])).sum())
+        count += len(start)
+    return {"overlap": overlap / count, "exact": exact / count, "loss": summed / count}
+
+
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW; weights decay by 0.001, biases and layer normalisations not at all."""
+    plain = [parameter for name, parameter in model.named_parameters() if _decays(name)]
+    others = [parameter for name, parameter in model.named_parameters() if not _decays(name)]
+    groups = [{"params": plain, "weight_decay": 0.001}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=learning_rate)
+
+
+def _decays(name: str) -> bool:
+    return not name.endswith("bias") and "LayerNorm" not in name
+
+
+BERT = Recipe(
+    name="bert",
+    summary="BERT: finds the part of a tweet that shows its sentiment",
+    source="Devlin et al. 2019, arXiv 1810.04805; sizes as in A. Bilogur's guide to mixed precision, 2020",
+    data="generated: sentences with feelings; --data DIR: Tweet Sentiment Extraction (train.csv, perhaps vocab.txt)",
+    sizes={
+        "cpu": Size(4, 32, 3e-4, 11_171_586, {"layers": 4, "width": 256, "heads": 4, "length": 48, "drawn": 1500}),
+        "full": Size(
+            5, 64, 3e-5, 109_485_314, {"layers": 12, "width": 768, "heads": 12, "length": 128, "drawn": 27_480}
+        ),
+    },
+    metric=Metric("overlap"),
+    load=load,
+    make_model=make_model,
+    loss=loss,
+    evaluate=evaluate,
+    make_optimizer=make_optimizer,
+    schedule=linear_decay,
+)

@@ -1,0 +1,134 @@
+"""Tweets and WordPiece: the published numbers of pieces, the places of their characters, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowp.errors import InvalidInput
+from lowp.recipes.data.tweets import drawn_tweets, read_tweets, span_data
+from lowp.recipes.data.wordpiece import WordPiece, words_of
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+PIECES = [
+    *SPECIAL,
+    "un",
+    "##aff",
+    "##able",
+    "want",
+    "##want",
+    "##ed",
+    "run",
+    "##ning",
+    ",",
+    "cafe",
+    "neutral",
+    "positive",
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("unaffable", ["un", "##aff", "##able"]),
+        ("UNwanted, running", ["un", "##want", "##ed", ",", "run", "##ning"]),
+        ("wanted xunning", ["want", "##ed", "[UNK]"]),
+        ("Café", ["cafe"]),
+        ("  \t\n ", []),
+        ("", []),
+    ],
+)
+def test_a_word_is_cut_into_the_longest_pieces_from_the_left(text: str, expected: list[str]) -> None:
+    assert [PIECES[piece.number] for piece in WordPiece(PIECES).pieces(text)] == expected
+
+
+def test_a_piece_knows_its_characters() -> None:
+    text = "so UNwanted, cafe\u0301!"
+    found = [text[piece.start : piece.end] for piece in WordPiece(PIECES).pieces(text)]
+    assert found == ["so", "UN", "want", "ed", ",", "cafe\u0301", "!"]
+
+
+def test_words_are_split_at_spaces_punctuation_and_chinese_characters() -> None:
+    words = [word for word, _, _ in words_of("It's $5,\u00a0you\u4e2dme")]
+    assert words == ["it", "'", "s", "$", "5", ",", "you", "\u4e2d", "me"]
+
+
+def test_a_built_vocabulary_has_pieces_for_every_word_of_its_texts() -> None:
+    built = WordPiece.build(["aaa bb bb bb cab"], most=100)
+    names = list(built.numbers)
+    assert names[:4] == SPECIAL and "bb" in names and "cab" not in names
+    assert built.unknown not in [piece.number for piece in built.pieces("cab bbaa")]
+
+
+def test_a_vocabulary_file_is_read_in_its_order_and_checked(tmp_path: Path) -> None:
+    file = tmp_path / "vocab.txt"
+    file.write_text("\n".join(PIECES) + "\n")
+    assert WordPiece.read(file, 100).numbers == WordPiece(PIECES).numbers
+    with pytest.raises(InvalidInput, match=r"vocab\.txt has 16 lines, and the network embeds 10"):
+        WordPiece.read(file, 10)
+    file.write_text("hello\n")
+    with pytest.raises(InvalidInput, match=r"has no \[PAD\], \[UNK\], \[CLS\], \[SEP\] among its 1 lines"):
+        WordPiece.read(file, 100)
+
+
+CSV = """textID,text,selected_text,sentiment
+a1,"I want, cafe",want,positive
+a2,,,neutral
+a3,running cafe,running cafe,neutral
+"""
+
+
+def test_rows_without_a_text_are_left_out_and_parts_have_places(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text(CSV)
+    tweets = read_tweets(tmp_path)
+    assert [(tweet.text[tweet.start : tweet.end], tweet.sentiment) for tweet in tweets] == [
+        ("want", "positive"),
+        ("running cafe", "neutral"),
+    ]
+    data = span_data([tweets[1], *tweets], WordPiece(PIECES), 12, "some")
+    batch = data.training.batch(torch.arange(2))
+    numbers = [PIECES[number] for number in batch["pieces"][0].tolist()]
+    assert numbers == ["[CLS]", "positive", "[SEP]", "[UNK]", "want", ",", "cafe", "[SEP]", *["[PAD]"] * 4]
+    assert batch["segments"][0].tolist() == [0] * 3 + [1] * 5 + [0] * 4
+    assert batch["start"].tolist() == [4, 3] and batch["end"].tolist() == [4, 5]
+    assert data.description == "some, 16 pieces: 2 to train on, 1 held back"
+
+
+def test_a_long_text_is_cut_and_left_out_where_its_part_is_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text('text,selected_text,sentiment\n"cafe cafe want",want,positive\n')
+    tweets = read_tweets(tmp_path) * 3
+    assert len(span_data(tweets, WordPiece(PIECES), 7, "").training) == 2
+    assert len(span_data(tweets, WordPiece(PIECES), 6, "").training) == 0
+
+
+BROKEN = {
+    "column": ("text,sentiment\nx,neutral\n", "has no column selected_text; it has text, sentiment"),
+    "sentiment": (CSV.replace("positive", "glad"), "has the sentiment 'glad' in line 2"),
+    "empty": ("", "has no column text, selected_text, sentiment; it has nothing"),
+    "no rows": ("text,selected_text,sentiment\n", "has no row with a text and a part of it"),
+    "quote": ('text,selected_text,sentiment\n"x"y,x,neutral\n', "is no CSV"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_named_with_what_is_wrong_with_it(case: str, tmp_path: Path) -> None:
+    content, text = BROKEN[case]
+    (tmp_path / "train.csv").write_text(content)
+    with pytest.raises(InvalidInput, match=rf"tweets with sentiment: .*train\.csv {text}.* Get it again from https"):
+        read_tweets(tmp_path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_bytes(b"text\xff")
+    with pytest.raises(InvalidInput, match=r"train\.csv is no text in UTF-8: byte 4 is 0xff"):
+        read_tweets(tmp_path)
+
+
+def test_drawn_tweets_have_the_sentiments_of_the_real_ones_and_a_part() -> None:
+    tweets = drawn_tweets(2000)
+    shares = [sum(tweet.sentiment == name for tweet in tweets) / 2000 for name in ("neutral", "positive", "negative")]
+    assert shares == pytest.approx([0.405, 0.312, 0.283], abs=0.03)
+    assert all(0 <= tweet.start < tweet.end <= len(tweet.text) for tweet in tweets)
+    assert tweets == drawn_tweets(2000) != drawn_tweets(2000, seed=1)
