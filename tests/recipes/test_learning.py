@@ -19,6 +19,7 @@ LEARNING: dict[str, tuple[dict[str, Any], int, float, int, float]] = {
     "rossmann": ({"drawn": (20, 200)}, 256, 0.01, 40, 0.6),
     "gpt": ({"layers": 2, "width": 32, "bytes": 20_000}, 8, 0.01, 30, 0.7),
     "bert": ({"layers": 1, "width": 32, "heads": 2, "drawn": 40}, 16, 0.003, 25, 0.75),
+    "seq2seq": ({"width": 32, "drawn": 40}, 16, 0.02, 30, 0.7),
     "resnet-20": ({"layers": 8, "images": (16, 8)}, 16, 0.1, 12, 0.65),
     "resnet-110": ({"layers": 8, "images": (16, 8)}, 16, 0.1, 12, 0.65),
     "resnet-50": ({"images": (8, 8), "width": 8}, 8, 0.02, 12, 0.5),

@@ -26,6 +26,7 @@ RECIPES: dict[str, str] = {
     "rossmann": "lowp.recipes.rossmann:ROSSMANN",
     "gpt": "lowp.recipes.gpt:GPT_RECIPE",
     "bert": "lowp.recipes.bert:BERT",
+    "seq2seq": "lowp.recipes.seq2seq:SEQ2SEQ",
 }
 
 

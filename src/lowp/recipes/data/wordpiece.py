@@ -53,7 +53,7 @@ class WordPiece:
 
     @classmethod
     def build(cls, texts: Iterable[str], most: int, least: int = 3) -> WordPiece:
-        """A vocabulary of these texts: all their characters, and words that are there `least` times, frequent ones first.
+        """A vocabulary of these texts: all their characters, and words that are there `least` times, frequent first.
 
         The characters are there alone and as continuations, so that every word of the texts has pieces.
         """
