@@ -335,6 +335,9 @@ REFUSED = [
     (dict(x=torch.ones(2), cast="fp16", out=[0]), TypeError, "out is a tensor where x is one, not list"),
     (dict(x=torch.ones(2), cast="fp16", scale=2.0), ValueError, "fp16 has no shared scale"),
     (dict(x=torch.ones(2), cast="mxfp8", scale=0.3), ValueError, "scale 0.3 is no value of its scale's format, e8m0"),
+    (dict(x=torch.ones(2), cast="int8", scale=0.0), ValueError, "fp32: give positive numbers that it has"),
+    (dict(x=torch.ones(2), cast="int8", scale=torch.nan), ValueError, "scale nan is no value of its scale's format"),
+    (dict(x=torch.ones(2), cast="int8-affine", scale=(-1.0, 3)), ValueError, "scale -1.0 is no value of its scale's"),
     (dict(x=torch.ones(2), cast="flex16+5", scale=4.0), ValueError, "no value of its scale's format, 2^-31..0"),
     (dict(x=torch.ones(2), cast="int8", scale=torch.ones(3)), ValueError, "takes one number"),
     (dict(x=torch.ones(2, 3), cast="int8", scale=torch.ones(3)), ValueError, "a tensor (2, 3) takes shape (2,)"),
@@ -349,6 +352,20 @@ REFUSED = [
 def test_what_cannot_be_done_is_refused(call: dict[str, object], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=re.escape(text)):
         quantize(call.pop("x"), call.pop("cast"), **call)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+def test_a_layout_that_refuses_to_say_whether_it_is_contiguous_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"lowp takes strided tensors, not torch\.sparse_csr: give x\.to_dense\(\)"):
+        quantize(torch.eye(2).to_sparse_csr(), "fp16")
+
+
+def test_a_given_scale_is_rounded_to_fp32_where_that_is_its_format() -> None:
+    x = torch.tensor([1.0, -0.33])
+    wanted = quantize(x, "int8", scale=torch.tensor(0.1))
+    for scale in (0.1, torch.tensor(0.1, dtype=torch.float64), np.float64(0.1)):
+        assert torch.equal(quantize(x, "int8", scale=scale), wanted)
+    assert encode(x, "int8", scale=0.1).scale.item() == torch.tensor(0.1).item()
 
 
 def test_other_functions_refuse_alike() -> None:
@@ -366,6 +383,8 @@ def test_other_functions_refuse_alike() -> None:
         InvalidInput, match=r"mxfp8 needs its scales: give what lowp.encode returned to lowp.dequantize"
     ):
         decode(torch.zeros(2, dtype=torch.uint8), "mxfp8")
+    with pytest.raises(InvalidInput, match=r"length is that of a packed row: give packed=True"):
+        decode(torch.zeros(2, dtype=torch.uint8), "e2m1", length=2)
     with pytest.raises(InvalidInput, match=r"a row of 2 bytes holds 4 codes of e2m1, not 5"):
         decode(torch.zeros(2, dtype=torch.uint8), "e2m1", packed=True, length=5)
     with pytest.raises(TypeError, match=r"plain codes go to lowp.decode"):
@@ -390,7 +409,7 @@ def test_what_a_draw_may_give_must_fit_whatever_is_drawn() -> None:
     x = torch.tensor([65504.0], dtype=torch.float16)
     assert quantize(x, "e6m2:toward-zero").item() == 57344.0
     for rounding in ("stochastic", "stochastic-8", "up", "nearest-even"):
-        with pytest.raises(InvalidInput, match="torch.float16 cannot hold every result exactly"):
+        with pytest.raises(InvalidInput, match=r"torch\.float16 cannot hold every result exactly"):
             quantize(x, f"e6m2:{rounding}")
 
 

@@ -101,7 +101,7 @@ def quantize(x: Any, cast: str | Cast | Format, *, scale: Any = None, seed: int 
     # the shortest way for the most frequent call: microseconds count here
     if out is None and scale is None and type(seed) is int and type(x) is Tensor and x.is_cpu and _is_plain(x):
         plan = _plan(cast, x.dtype)
-        if plan.scaling is None and _forced.get() is None and cpu.library() is not None and x.is_contiguous():
+        if plan.scaling is None and _forced.get() is None and cpu.library() is not None and _is_contiguous(x):
             out = torch.empty_like(x)
             cpu.quantize(x, plan, seed, out)
             return out
@@ -163,6 +163,8 @@ def decode(
     if not _is_compiling():
         if not isinstance(codes, Tensor):
             return _with_arrays(decode, codes, format, dtype=dtype, packed=packed, length=length)
+        if length is not None and not packed:
+            raise InvalidInput("length is that of a packed row: give packed=True, or leave it out")
         if dtype not in CARRIERS:
             raise TypeError(f"decode gives tensors of {_carriers()}, not of {dtype}")
         element = _element(format)
@@ -207,6 +209,10 @@ def _is_plain(x: Tensor) -> bool:
         and forward_ad._current_level < 0
         and not x.is_neg()
     )
+
+
+def _is_contiguous(x: Tensor) -> bool:
+    return x.layout is torch.strided and x.is_contiguous()  # other layouts raise at the question
 
 
 def _is_transformed() -> bool:

@@ -235,19 +235,27 @@ def fits(cast: Cast, dtype: torch.dtype) -> bool:
 def given(scale: object, cast: Cast, x: Tensor) -> Scales:
     """Return scales that the caller gave: a number or tensor, one for each group; (scale, zero_point) where affine.
 
-    Raises ValueError for a shape that does not fit, and for a number that the scale's format cannot hold.
+    Scales of fp32 are rounded to it. Raises ValueError for a shape that does not fit, and for a scale that is not
+    positive or that its format, a power of two, cannot hold.
     """
     format = scaled_format(cast)
     if format.outer is not None:
         raise InvalidInput(f"{cast}: its two levels of scale are always current: leave scale= out")
+    zero_point = None
     if format.affine:
         if not isinstance(scale, tuple) or len(scale) != 2:
             raise InvalidInput(f"{cast} is affine: give scale=(scale, zero_point)")
-        return Scales(_given(scale[0], "scale", cast, x), _given(scale[1], "zero_point", cast, x).round())
+        scale, offset = scale
+        zero_point = _given(offset, "zero_point", cast, x).round()
     found = _given(scale, "scale", cast, x)
+    if format.scale == FP32:
+        found = widen(found.to(torch.float32))
     if not found.is_cuda and not bool(_is_scale(found, format.scale).all()):
-        raise InvalidInput(f"{cast}: scale {scale} is no value of its scale's format, {format.scale}")
-    return Scales(found)
+        raise InvalidInput(
+            f"{cast}: scale {scale} is no value of its scale's format, {format.scale}: "
+            "give positive numbers that it has"
+        )
+    return Scales(found, zero_point)
 
 
 def _given(scale: object, name: str, cast: Cast, x: Tensor) -> Tensor:
