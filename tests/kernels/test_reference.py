@@ -14,6 +14,7 @@ from torch import Tensor
 from lowp.casts import Cast, parse
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import limits, reference
+from lowp.kernels.philox import _blocks as blocks
 from lowp.kernels.philox import tail_words, words
 
 SEED = 0xC0FFEE_1234_5678_9ABC
@@ -170,6 +171,14 @@ def test_the_words_of_an_element_follow_from_seed_and_index(seed: int) -> None:
     assert found == [philox(seed, (i // 4, 0, 0, 0))[i % 4] for i in range(15)]
     tail = torch.stack(tail_words(x, seed), dim=-1).reshape(15, 4).tolist()
     assert tail == [philox(seed, (i, 0, 1, 0)) for i in range(15)]
+
+
+def test_a_position_beyond_32_bits_uses_both_halves_of_the_counter() -> None:
+    # no tensor of 2**34 elements here: the counters of their words alone
+    counters = [2**31, 2**32 - 1, 2**32, 2**40 + 3]
+    for kind in (0, 1):
+        found = torch.stack(blocks(torch.tensor(counters), kind, SEED), dim=-1).tolist()
+        assert found == [philox(SEED, (counter & 0xFFFFFFFF, counter >> 32, kind, 0)) for counter in counters]
 
 
 def test_stochastic_rounding_is_unbiased() -> None:

@@ -41,12 +41,17 @@ def words(x: Tensor, seed: int | Tensor) -> Tensor:
     """
     count = x.numel()
     counter = torch.arange((count + 3) // 4, dtype=torch.int64, device=x.device)
-    found = torch.stack(block((counter & MASK, counter >> 32, torch.zeros_like(counter), 0), seed), dim=-1)
+    found = torch.stack(_blocks(counter, 0, seed), dim=-1)
     return found.reshape(-1)[:count].reshape(x.shape)
 
 
 def tail_words(x: Tensor, seed: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the 128 bits that follow the first word of every element: the block of counter (i, 1, 0), in x's shape."""
     index = torch.arange(x.numel(), dtype=torch.int64, device=x.device)
-    first, second, third, fourth = block((index & MASK, index >> 32, torch.ones_like(index), 0), seed)
+    first, second, third, fourth = _blocks(index, 1, seed)
     return first.reshape(x.shape), second.reshape(x.shape), third.reshape(x.shape), fourth.reshape(x.shape)
+
+
+def _blocks(counter: Tensor, kind: int, seed: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the words of the counters (low half, high half, kind, 0)."""
+    return block((counter & MASK, counter >> 32, torch.full_like(counter, kind), 0), seed)
