@@ -83,6 +83,13 @@ def test_a_seed_does_not_recompile() -> None:
     assert len(count) <= 3  # once as a constant, once as a symbol
 
 
+def test_seeds_of_64_bits_pass_through_the_operator() -> None:
+    x = torch.rand(99, requires_grad=True)
+    for seed in (2**63, 2**63 + 5, 2**64 - 1, -1, -(2**63)):
+        wanted = quantize(x.detach(), "e4m3fn:stochastic", seed=seed)
+        assert torch.equal(quantize(x, "e4m3fn:stochastic", seed=seed), wanted)
+
+
 def test_in_place_and_given_scales_compile() -> None:
     def function(x: Tensor, scale: Tensor) -> Tensor:
         y = x * 2
