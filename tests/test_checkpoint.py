@@ -7,7 +7,9 @@ import pickle
 import random
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -90,6 +92,64 @@ def test_a_part_that_does_not_fit_leaves_the_others_as_they_were(tmp_path: Path)
     with pytest.raises(InvalidCheckpoint, match="does not fit second, and nothing was loaded"):
         lowp.load(tmp_path / "a.pt", first=first, second=nn.Linear(4, 4))
     assert torch.equal(first.weight, before)
+
+
+@pytest.mark.parametrize(
+    "entry, value, text",
+    [
+        ("random", None, "holds model, precision, but no random"),
+        ("extra", None, "holds model, precision, but no extra"),
+        ("random", {"torch": torch.zeros(3)}, "is damaged, and nothing was loaded: these are not the states of random"),
+        ("random", 3, "is damaged, and nothing was loaded: these are not the states of random generators"),
+        ("precision", {"steps": -1}, "does not fit precision, .* steps=-1: a number of steps is 0 or more"),
+        ("precision", {"skipped_steps": "a"}, "does not fit precision, .* skipped_steps='a'"),
+        ("precision", {"seed": None}, "does not fit precision, .* seed=None: a seed is a whole number"),
+        ("precision", {"policy": 7}, "does not fit precision, .* is TOML text, not int"),
+        ("precision", {"random": None}, "does not fit precision, .* not the states of random generators"),
+        ("precision", {"scaler": {"scale": 1.0}}, "does not fit precision, and nothing was loaded: .*missing: growth"),
+        ("precision", 5, "does not fit precision, .* a precision's state is a dictionary"),
+    ],
+)
+def test_a_tampered_checkpoint_is_refused_and_changes_nothing(
+    tmp_path: Path, entry: str, value: object, text: str
+) -> None:
+    path, precision, model = tmp_path / "a.pt", lowp.Precision("fp16"), _model()
+    lowp.save(path, model=model, precision=precision)
+    content = torch.load(path, weights_only=True)
+    content[entry] = {**content[entry], **value} if entry == "precision" and isinstance(value, dict) else value
+    torch.save({key: each for key, each in content.items() if each is not None}, path)
+    model, precision = _model(1), lowp.Precision("fp16", seed=3)
+    weight, states = model.weight.clone(), (torch.get_rng_state(), random.getstate())
+    with pytest.raises(InvalidCheckpoint, match=text):
+        lowp.load(path, model=model, precision=precision)
+    assert torch.equal(model.weight, weight)
+    assert (precision.seed, precision.steps) == (3, 0)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+
+
+def test_an_entry_that_a_part_misses_is_named(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(_model().parameters(), lr=0.1)
+    lowp.save(tmp_path / "a.pt", optimizer=optimizer)
+    content = torch.load(tmp_path / "a.pt", weights_only=True)
+    del content["optimizer"]["param_groups"]
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(InvalidCheckpoint, match="nothing was loaded: its entry 'param_groups' is missing"):
+        lowp.load(tmp_path / "a.pt", optimizer=optimizer)
+
+
+class _Pair(NamedTuple):
+    a: int
+    b: int
+
+
+@pytest.mark.parametrize("value", [defaultdict(int, a=1), _Pair(1, 2), frozenset({1}), range(3), slice(1)])
+def test_containers_that_only_unpickling_reads_are_refused_when_saving(tmp_path: Path, value: object) -> None:
+    with pytest.raises(
+        InvalidInput, match=r"checkpoint\['extra'\]\['x'\] is a .*, which only unpickling could read back"
+    ):
+        lowp.save(tmp_path / "a.pt", model=_model(), extra={"x": value})
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_could_not_be_read_back_is_refused_when_saving(tmp_path: Path) -> None:

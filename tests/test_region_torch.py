@@ -6,6 +6,7 @@ import copy
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -271,6 +272,49 @@ def test_changed_weights_are_cast_anew_and_dead_ones_forgotten() -> None:
     assert len(region._weights) == 1
     del layer
     assert len(region._weights) == 0
+
+
+class DataSGD(torch.optim.Optimizer):
+    """Writes through `.data`, which counts no version up, as many optimizers outside torch do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(partial(getattr(torch.optim, name), lr=0.1, fused=True) for name in ("SGD", "Adam", "AdamW", "Adagrad")),
+        partial(torch.optim.AdamW, lr=0.1, foreach=True),
+        DataSGD,
+    ],
+    ids=["fused SGD", "fused Adam", "fused AdamW", "fused Adagrad", "foreach AdamW", "data"],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_kept_region_sees_every_optimizers_steps(make: Callable[..., torch.optim.Optimizer], compiled: bool) -> None:
+    layer, region, x = nn.Linear(4, 4), autocast("bf16"), torch.randn(2, 4)
+    other = nn.Linear(4, 4)
+    optimizer = make(layer.parameters())
+    if compiled:  # which once took the hooks off the optimizers that are there
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + 1, backend="eager")(x)
+    with CountCasts(other.weight) as casts:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with region:
+                loss = (layer(x) + other(x)).float().square().sum()
+            loss.backward()
+            optimizer.step()
+            with region, torch.no_grad():
+                seen = layer(x)
+            with autocast("bf16"), torch.no_grad():
+                assert torch.equal(seen, layer(x))
+    assert casts.count == 1  # a weight that no optimizer steps stays as it was
 
 
 # -- torch.compile ------------------------------------------------------------------------------------------------

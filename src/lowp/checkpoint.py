@@ -11,6 +11,7 @@ import os
 import pickle
 import tempfile
 import warnings
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -18,7 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from lowp.errors import InvalidInput, LowpError
-from lowp.random_state import random_states, restore_random_states
+from lowp.random_state import check_random_states, random_states, restore_random_states
 
 __all__ = ["InvalidCheckpoint", "Stateful", "load", "read", "save", "write_whole"]
 
@@ -98,10 +99,15 @@ def load(path: str | Path, *, random: bool = True, map_location: Any = None, **p
     a checkpoint of this version, or made for another model; nothing in a file is ever executed.
     """
     content = read(path, map_location)
-    missing = [name for name in parts if name not in content]
+    missing = [name for name in (*parts, "random", "extra") if name not in content]
     if missing:
         present = [name for name in content if name not in (_KEY, "random", "extra")]
         raise InvalidCheckpoint(f"{path} holds {', '.join(present)}, but no {', '.join(missing)}")
+    if random:
+        try:
+            check_random_states(content["random"])
+        except InvalidInput as error:
+            raise InvalidCheckpoint(f"{path} is damaged, and nothing was loaded: {error}") from None
     before = {name: part.state_dict() for name, part in parts.items()}
     before = cast("dict[str, dict[str, Any]]", _copied(before))
     done: list[str] = []
@@ -112,7 +118,7 @@ def load(path: str | Path, *, random: bool = True, map_location: Any = None, **p
     except Exception as error:
         for name in done:
             parts[name].load_state_dict(before[name])
-        raise InvalidCheckpoint(f"{path} does not fit {done[-1]}, and nothing was loaded: {error}") from error
+        raise InvalidCheckpoint(f"{path} does not fit {done[-1]}, and nothing was loaded: {_said(error)}") from error
     if random:
         restore_random_states(content["random"])
     return cast("dict[str, Any]", content["extra"])
@@ -145,17 +151,23 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
 
 
+def _said(error: Exception) -> str:
+    """What an error says; of a KeyError's text, which is the key alone, what it means."""
+    plain = type(error) is KeyError and len(error.args) == 1
+    return f"its entry {error.args[0]!r} is missing" if plain else str(error)
+
+
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _check_plain(value: Any, place: str) -> None:
     """Raise InvalidInput for a value that `load` would refuse: it is noticed when writing, not when it is needed."""
-    if isinstance(value, Mapping):
+    if type(value) in (dict, OrderedDict, Counter):
         for key, item in value.items():
             _check_plain(key, f"{place}[{key!r}]")
             _check_plain(item, f"{place}[{key!r}]")
-    elif isinstance(value, (list, tuple, set)):
+    elif type(value) in (list, tuple, set):
         for index, item in enumerate(value):
             _check_plain(item, f"{place}[{index}]")
     elif type(value) not in _PLAIN and not isinstance(value, torch.Tensor):

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lowp.errors import InvalidInput
+
 
 def random_states() -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's generators (CPU and every CUDA device), as plain values."""
@@ -23,12 +25,40 @@ def random_states() -> dict[str, Any]:
     }
 
 
+def check_random_states(states: Any) -> None:
+    """Raise InvalidInput unless `restore_random_states` can take these states; changes no generator."""
+    try:
+        python, numpy = _of_python(states), _of_numpy(states)
+        random.Random().setstate(python)
+        np.random.RandomState().set_state(numpy)
+        torch.Generator().set_state(states["torch"].cpu())
+        if not all(isinstance(state, torch.Tensor) and state.dtype is torch.uint8 for state in states["cuda"]):
+            raise TypeError("the entry 'cuda' is no list of states")
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise InvalidInput(
+            f"these are not the states of random generators that random_states() gives ({type(error).__name__}: "
+            f"{error}): load without them (random=False), or another checkpoint"
+        ) from None
+
+
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Put the generators back to what `random_states` gave; CUDA's only where there are as many devices as then."""
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), position, has_gauss, cached))
+    """Put the generators back to what `random_states` gave; CUDA's only where there are as many devices as then.
+
+    Raises InvalidInput for anything else, before any generator is changed.
+    """
+    check_random_states(states)
+    random.setstate(_of_python(states))
+    np.random.set_state(_of_numpy(states))
     torch.set_rng_state(states["torch"].cpu())
     if states["cuda"] and torch.cuda.device_count() == len(states["cuda"]):
         torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
+
+
+def _of_python(states: Mapping[str, Any]) -> tuple[Any, ...]:
+    version, words, gauss = states["python"]
+    return version, tuple(words), gauss
+
+
+def _of_numpy(states: Mapping[str, Any]) -> tuple[Any, ...]:
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    return kind, keys.cpu().numpy().astype(np.uint32), position, has_gauss, cached

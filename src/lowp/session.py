@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from lowp.casts import Cast
@@ -122,14 +124,16 @@ class _Entry:
 class WeightCasts:
     """The casts of leaf weights, each made once and kept until the weight changes.
 
-    A weight changes when its version counter does, as all in-place operations under `torch.no_grad` and all optimizers
-    of torch make it do, or when its `.data` is replaced. Writing through ``weight.data`` in place is not seen; call
-    `forget` then. What was cast under `torch.no_grad` serves a later use with gradients, which reach the weight.
-    Nothing is kept inside torch.compile, torch.func, inference mode, or for subclasses of torch.Tensor.
+    A weight changes when its version counter does, as all in-place operations under `torch.no_grad` make it do, when an
+    optimizer that holds it steps (torch's fused ones leave the counter alone), or when its `.data` is replaced. Writing
+    through ``weight.data`` in place elsewhere is not seen; call `forget` then. What was cast under `torch.no_grad`
+    serves a later use with gradients, which reach the weight. Nothing is kept inside torch.compile, torch.func, inference mode, or for subclasses of torch.Tensor.
     """
 
     def __init__(self) -> None:
         self._entries: dict[tuple[int, Cast], _Entry] = {}
+        _all_casts.add(self)
+        _watch_optimizers()
 
     def __len__(self) -> int:
         """Return how many casts are kept."""
@@ -161,9 +165,31 @@ class WeightCasts:
         """Let go of everything: the next use casts anew."""
         self._entries.clear()
 
+    def forget_weights(self, identities: Container[int]) -> None:
+        """Let go of the casts of some weights, given by `id`."""
+        for key in [key for key in list(self._entries) if key[0] in identities]:
+            self._entries.pop(key, None)
+
     def _forgetting(self, key: tuple[int, Cast]) -> Callable[[Any], None]:
         entries = self._entries
         return lambda _: (entries.pop(key, None), None)[1]
+
+
+_all_casts: weakref.WeakSet[WeightCasts] = weakref.WeakSet()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Let every optimizer's step tell all casts: torch's fused kernels do not count a weight's version up."""
+    register_optimizer_step_post_hook(_forget_stepped)
+
+
+def _forget_stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    kept = [casts for casts in list(_all_casts) if len(casts)]
+    if kept:
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for casts in kept:
+            casts.forget_weights(stepped)
 
 
 def _is_traced() -> bool:

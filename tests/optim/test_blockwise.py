@@ -170,3 +170,105 @@ def test_bad_input_is_named() -> None:
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(InvalidInput, match="takes no sparse gradients"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("nesterov, dampening", [(False, 0.0), (False, 0.5), (True, 0.0)])
+def test_a_skipped_first_step_does_not_start_the_momentum(nesterov: bool, dampening: float, maximize: bool) -> None:
+    options: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.1, "lr": torch.tensor(0.1)}
+    options |= {"nesterov": nesterov, "dampening": dampening, "maximize": maximize}
+    expected, parameters = _parameters(), _parameters()
+    theirs, ours = torch.optim.SGD(expected, **options), SGD(parameters, **options)
+    _give(parameters, 9)
+    ours.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    ours.step()
+    del ours.found_inf  # type: ignore[attr-defined]
+    for step in range(3):
+        for these, optimizer in ((expected, theirs), (parameters, ours)):
+            _give(these, step)
+            optimizer.step()
+    assert all(torch.equal(ours.master(b), a) for a, b in zip(expected, parameters, strict=True))
+
+
+def test_a_group_may_have_a_momentum_of_its_own() -> None:
+    expected, parameters = _parameters(), _parameters()
+    theirs, ours = (
+        make([{"params": these[:2], "momentum": 0.9}, {"params": these[2:]}], lr=0.1)
+        for make, these in ((torch.optim.SGD, expected), (SGD, parameters))
+    )
+    for step in range(3):
+        for these, optimizer in ((expected, theirs), (parameters, ours)):
+            _give(these, step)
+            optimizer.step()
+    assert all(torch.equal(ours.master(b), a) for a, b in zip(expected, parameters, strict=True))
+
+
+def test_the_momentum_of_a_torch_checkpoint_loads() -> None:
+    expected, parameters = _parameters(), _parameters()
+    theirs, ours = torch.optim.SGD(expected, lr=0.1, momentum=0.9), SGD(parameters, lr=0.1, momentum=0.9)
+    _give(expected, 0)
+    theirs.step()
+    ours.load_state_dict(theirs.state_dict())
+    ours.set_masters(dict(zip(parameters, expected, strict=True)))
+    for these, optimizer in ((expected, theirs), (parameters, ours)):
+        _give(these, 1)
+        optimizer.step()
+    assert all(torch.equal(ours.master(b), a) for a, b in zip(expected, parameters, strict=True))
+
+
+class _Unreadable(torch.overrides.TorchFunctionMode):
+    """Raises where a tensor is read on the host: on a GPU, each of these waits for the device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("item", "__float__", "__int__", "__bool__", "tolist", "__index__"):
+            raise AssertionError(f"{func.__name__} was called")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}])
+def test_sgd_updates_a_block_without_reading_anything(options: dict[str, Any]) -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(3))], lr=0.1, **options)
+    moments = {name: torch.zeros(3) for name in optimizer.moments}
+    weight, group = torch.ones(3), optimizer.param_groups[0]
+    with _Unreadable():
+        optimizer.update_block(weight, torch.ones(3), moments, torch.zeros(()), group)
+    assert weight.tolist() == pytest.approx([1 - 0.1 * (1.9 if "nesterov" in options else 1.0)] * 3)
+
+
+@pytest.mark.parametrize(
+    "name, value, text",
+    [
+        ("exp_avg", torch.zeros(7), r"exp_avg of parameter 1 is a tensor of shape \(70001,\), not of shape \(7,\)"),
+        ("exp_avg_sq", torch.zeros(1), r"exp_avg_sq of parameter 1 is a tensor .* not of shape \(1,\)"),
+        ("exp_avg", "x", "exp_avg of parameter 1 is a tensor .* not str"),
+        ("master_weight", torch.zeros(()), r"master_weight of parameter 1 .* another order of parameters"),
+        ("step", "x", "the step of parameter 1 is a number, not str"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name: str, value: object, text: str) -> None:
+    parameters = _parameters()
+    optimizer = AdamW(parameters)
+    _give(parameters, 0)
+    optimizer.step()
+    bad, good = optimizer.state_dict(), optimizer.state_dict()
+    before = [optimizer.master(parameter).clone() for parameter in parameters]
+    bad["state"][0] = {**bad["state"][0], "exp_avg": torch.ones(3, 5)}
+    bad["state"][1] = {**bad["state"][1], name: value}
+    with pytest.raises(InvalidInput, match=text):
+        optimizer.load_state_dict(bad)
+    assert all(torch.equal(optimizer.master(a), b) for a, b in zip(parameters, before, strict=True))
+    assert torch.equal(optimizer.state[parameters[0]]["exp_avg"], good["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    "state, text",
+    [
+        (3, "an optimizer's state is a dictionary as state_dict"),
+        ({"state": {}}, "missing: param_groups"),
+        ({"state": "x", "param_groups": []}, "the entry 'state' of an optimizer's state is a dictionary, not 'x'"),
+    ],
+)
+def test_what_is_no_optimizers_state_is_refused(state: Any, text: str) -> None:
+    for optimizer in (AdamW(_parameters()), lowp.MasterWeights(torch.optim.AdamW(_parameters()))):
+        with pytest.raises(InvalidInput, match=text):
+            optimizer.load_state_dict(state)

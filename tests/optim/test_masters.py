@@ -184,3 +184,17 @@ def test_a_format_that_torch_does_not_have_is_stored_by_value() -> None:
     optimizer.step()
     assert torch.equal(weight.detach(), weight.detach().to(torch.float8_e4m3fn).float())
     assert torch.equal(optimizer.master(weight), torch.linspace(-2, 2, 101) - 1e-3)
+
+
+@pytest.mark.parametrize("change", [{"masters": None}, {"masters": ["x"] * 4}, {"steps": None}, {"seed": 1.5}])
+def test_damaged_masters_are_refused_and_change_nothing(change: dict[str, object]) -> None:
+    model = _model()
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 7.0
+    state["master_weights"] |= change
+    with pytest.raises(InvalidInput, match=r"saved as masters \(a list of tensors\), steps and seed"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(InvalidInput, match="master weights of version x"):
+        optimizer.load_state_dict({**state, "master_weights": "x"})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lowp import casts, kernels
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
-from lowp.optim.model_state import Attachment, attach
+from lowp.optim.model_state import Attachment, attach, require_optimizer_state
 from lowp.optim.storage import Storage, seed_of
 
 # 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache
@@ -194,8 +194,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """Load a dictionary of `state_dict` of any storage, or of the torch optimizer of the same name.
 
         Moments are put into the format that this optimizer keeps them in; a ``master_weight`` sets the parameter.
+        Raises InvalidInput for what does not fit the parameters, before anything changes.
         """
-        saved = state_dict["state"]
+        saved = self._checked(state_dict)
         present = [dict(self.state[parameter]) for _, parameter in self._parameters()]
         super().load_state_dict({**state_dict, "state": {}})
         for index, (_, parameter) in enumerate(self._parameters()):
@@ -204,11 +205,37 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             if index not in saved:
                 continue
             entry = saved[index]
-            if "step" in entry:
+            present_moments = [name for name in self.moments if entry.get(name) is not None]
+            if "step" in entry or present_moments:
                 self._start(parameter, state)
-                state["step"].copy_(torch.as_tensor(entry["step"]))
-            for name in self.moments:
-                if entry.get(name) is not None:
-                    state[name].copy_(entry[name])
+                # torch's SGD counts no steps: momentum that is there says that there was one
+                state["step"].copy_(torch.as_tensor(entry.get("step", 1)))
+            for name in present_moments:
+                state[name].copy_(entry[name])
             if "master_weight" in entry:
                 self.set_masters({parameter: entry["master_weight"]})
+
+    def _checked(self, state_dict: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """The per-parameter state in a saved dictionary, once every tensor in it is known to fit its parameter."""
+        require_optimizer_state(state_dict)
+        saved: dict[int, dict[str, Any]] = state_dict["state"]
+        for index, (_, parameter) in enumerate(self._parameters()):
+            entry = saved.get(index, {})
+            if not isinstance(entry, Mapping):
+                raise InvalidInput(f"the state of parameter {index} is a dictionary, not {type(entry).__name__}")
+            for name in (*self.moments, "master_weight"):
+                value = entry.get(name)
+                if value is None:
+                    continue
+                if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                    given = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                    raise InvalidInput(
+                        f"{name} of parameter {index} is a tensor of shape {tuple(parameter.shape)}, not {given}: the "
+                        "state belongs to another model or another order of parameters"
+                    )
+            step = entry.get("step", 0)
+            if isinstance(step, Tensor) and step.numel() == 1:
+                continue
+            if isinstance(step, bool) or not isinstance(step, (int, float)):
+                raise InvalidInput(f"the step of parameter {index} is a number, not {type(step).__name__}")
+        return saved

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
-from lowp.optim.model_state import Attachment, attach
+from lowp.optim.model_state import Attachment, attach, require_optimizer_state
 from lowp.optim.storage import Storage, seed_of
 
 _VERSION = 1
@@ -216,6 +216,7 @@ class MasterWeights(torch.optim.Optimizer):
 
         Without masters in it the present ones stay. Raises InvalidInput for another model's, before anything changes.
         """
+        require_optimizer_state(state)
         state = dict(state)
         saved = state.pop("master_weights", None)
         if saved is not None:
@@ -227,8 +228,15 @@ class MasterWeights(torch.optim.Optimizer):
             self.set_masters(dict(zip(self._masters, saved["masters"], strict=True)))
 
     def _check(self, saved: dict[str, Any]) -> None:
-        if saved.get("version") != _VERSION:
-            raise InvalidInput(f"master weights of version {saved.get('version')}: this lowp reads version {_VERSION}")
+        if not isinstance(saved, Mapping) or saved.get("version") != _VERSION:
+            version = saved.get("version") if isinstance(saved, Mapping) else saved
+            raise InvalidInput(f"master weights of version {version}: this lowp reads version {_VERSION}")
+        masters, counters = saved.get("masters"), [saved.get(name) for name in ("steps", "seed")]
+        whole = isinstance(masters, (list, tuple)) and all(isinstance(value, Tensor) for value in masters)
+        if not whole or not all(type(value) is int for value in counters):
+            raise InvalidInput(
+                "master weights are saved as masters (a list of tensors), steps and seed (whole numbers); these are not"
+            )
         shapes = [tuple(value.shape) for value in saved["masters"]]
         present = [tuple(parameter.shape) for parameter in self._masters]
         if shapes != present:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from lowp.errors import InvalidInput
 
 
 class Attachment(NamedTuple):
@@ -60,3 +62,14 @@ def attach(
             hooked.register_load_state_dict_post_hook(take),
         )
     )
+
+
+def require_optimizer_state(state: Any) -> None:
+    """Raise InvalidInput unless this is a dictionary as an optimizer's `state_dict` gives it."""
+    if not isinstance(state, Mapping):
+        raise InvalidInput(f"an optimizer's state is a dictionary as state_dict() gives it, not {type(state).__name__}")
+    missing = [name for name in ("state", "param_groups") if name not in state]
+    if missing:
+        raise InvalidInput(f"an optimizer's state needs state and param_groups; missing: {', '.join(missing)}")
+    if not isinstance(state["state"], Mapping):
+        raise InvalidInput(f"the entry 'state' of an optimizer's state is a dictionary, not {state['state']!r}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.optim.sgd import sgd
 
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
@@ -48,15 +48,30 @@ class SGD(BlockwiseOptimizer):
         kind = "split" if split and storage is not None else masters
         super().__init__(params, defaults, storage=storage, kind=kind, moment_storage=moments, seed=seed)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, which may have a momentum where the others have none."""
+        if param_group.get("momentum", 0.0):
+            self.moments = ("momentum_buffer",)
+        super().add_param_group(param_group)
+
     def update_block(
         self, weight: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
     ) -> None:
-        """torch's own update on one fp32 block; the first step's momentum is the gradient, as torch's is."""
-        buffer = moments.get("momentum_buffer") if group["momentum"] else None
-        buffers: list[Tensor | None] = [buffer if buffer is not None and float(step) > 0 else None]
-        options = {
-            name: group[name] for name in ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
-        }
-        sgd([weight], [gradient], buffers, foreach=False, fused=False, **options)
-        if buffer is not None and buffers[0] is not buffer and buffers[0] is not None:
-            buffer.copy_(buffers[0])
+        """torch's own update on one fp32 block; the first step's momentum is the gradient, as torch's is.
+
+        Whether it is the first is decided on the device, since a step that was skipped does not count.
+        """
+        if group["maximize"]:
+            gradient = -gradient
+        if group["weight_decay"]:
+            gradient = gradient.add(weight, alpha=group["weight_decay"])
+        if group["momentum"]:
+            buffer = moments["momentum_buffer"]
+            moved = buffer.mul(group["momentum"]).add_(gradient, alpha=1 - group["dampening"])
+            buffer.copy_(torch.where(step > 0, moved, gradient))
+            gradient = gradient.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
+        rate = group["lr"]
+        if isinstance(rate, Tensor) and rate.device.type != "cpu":
+            weight.sub_(gradient * rate)  # a rate on the device is not read
+        else:
+            weight.add_(gradient, alpha=-float(rate))
