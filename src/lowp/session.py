@@ -127,7 +127,8 @@ class WeightCasts:
     A weight changes when its version counter does, as all in-place operations under `torch.no_grad` make it do, when an
     optimizer that holds it steps (torch's fused ones leave the counter alone), or when its `.data` is replaced. Writing
     through ``weight.data`` in place elsewhere is not seen; call `forget` then. What was cast under `torch.no_grad`
-    serves a later use with gradients, which reach the weight. Nothing is kept inside torch.compile, torch.func, inference mode, or for subclasses of torch.Tensor.
+    serves a later use with gradients, which reach the weight. Nothing is kept inside torch.compile, torch.func,
+    inference mode, or for subclasses of torch.Tensor.
     """
 
     def __init__(self) -> None:
