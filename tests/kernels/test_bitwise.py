@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
-from exact_casts import FORMATS_TRIED, bits, casts, inputs
+from exact_casts import FORMATS_TRIED, bits, casts, exact_cast, inputs, uniform
 from torch import Tensor
 
 from lowp.casts import Cast, parse
@@ -144,6 +146,25 @@ def test_each_of_the_160_bits_is_compared(place: int) -> None:
         assert torch.equal(bitwise._is_below(digits, like, SEED), below)
         cast = parse("fp16:stochastic")
         assert torch.equal(reference._below_digits([digit.double() for digit in digits], like, cast, SEED), below)
+
+
+@pytest.mark.parametrize("name", ["reference", *FAST])
+def test_the_third_random_word_decides_where_the_first_two_do_not(name: str) -> None:
+    # found by search: the first word of element 3 under this seed is zero, so a fraction can reach the words behind it
+    seed, index = 1343428, 3
+    drawn = uniform(seed, index, None)
+    assert drawn < Fraction(1, 1 << 32)
+    last = Fraction(1, 1 << 85)  # of 53 significant bits below 2**-32
+    below, cast = drawn // last * last, parse("i8:stochastic")
+    found = []
+    for fraction in (below - last, below, below + last):
+        x = torch.zeros(index + 1, dtype=torch.float64)
+        x[index] = float(fraction)
+        out = torch.empty_like(x)
+        IMPLEMENTATIONS[name].quantize(x, cast, seed, out)
+        found.append(out[index].item())
+        assert found[-1] == exact_cast(float(fraction), cast, drawn)
+    assert found == [0.0, 0.0, 1.0]
 
 
 def test_bitwise_never_looks_at_data_on_other_devices() -> None:
