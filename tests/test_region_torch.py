@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -339,6 +340,19 @@ def test_a_region_around_a_compiled_model(model: Net, precision: str) -> None:
         assert (a - b).abs().max() <= 2**-6 * b.abs().max()
     assert compiled(x).dtype is torch.float32  # and outside it is itself again
     assert torch.equal(compiled(x), plain(x))
+
+
+@compiles
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_new_region_every_step_does_not_compile_again(model: Net, precision: str) -> None:
+    torch._dynamo.reset()
+    compilations = CompileCounterWithBackend("eager")
+    compiled, x = torch.compile(model, backend=compilations), torch.randn(3, 8)
+    for _ in range(3):
+        with autocast(precision) as region:
+            compiled(x)
+        assert "linear" in region.report().ops
+    assert compilations.frame_count == 1
 
 
 @compiles

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -145,13 +146,14 @@ class Rulebook:
         return widened
 
     def report(self) -> Report:
-        """Return what was used and what was missed so far."""
+        """Return what was used and what was missed so far, here and in code compiled under the same policy."""
+        both = (self, traced(self.policy, self.strict))
         return Report(
             self.policy,
-            self.policy.unused(self._used),
-            tuple(self._unseen),
+            self.policy.unused(self._used | both[1]._used),
+            tuple(dict.fromkeys(name for one in both for name in one._unseen)),
             tuple(self._widened),
-            tuple(self._ops),
+            tuple(dict.fromkeys(name for one in both for name in one._ops)),
             self.strict,
         )
 
@@ -163,7 +165,8 @@ class Rulebook:
     @property
     def has_run(self) -> bool:
         """Whether any op has been looked up, so that an unused rule means something."""
-        return any(plan is not None for plans in self._plans.values() for plan in plans.values())
+        both = (self, traced(self.policy, self.strict))
+        return any(plan is not None for one in both for plans in one._plans.values() for plan in plans.values())
 
     def main_dtype(self) -> torch.dtype:
         """Return the dtype that contractions write, which torch.get_autocast_dtype tells."""
@@ -181,6 +184,12 @@ def _under(rule: Rule, run: Callable[[Call], Any]) -> Callable[[Call], Any]:
     return runner
 
 
+@cache
+def traced(policy: Policy, strict: bool) -> Rulebook:
+    """Return the one rulebook of a policy under torch.compile, which compiles again for every new object it meets."""
+    return Rulebook(policy, strict)
+
+
 class Engine(TorchFunctionMode):
     """One entry of a region in one thread. `active` is false while an inner region has replaced it."""
 
@@ -196,6 +205,7 @@ class Engine(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.rulebook, self.weights, self.path, self.observers = rulebook, weights, path, observers
+        self.traced = traced(rulebook.policy, rulebook.strict)
         self.devices, self.dtype = tuple(devices), dtype
         self.active = True
         self.running: tuple[str, bool] | None = None  # the op that runs now, and whether a rule speaks of it
@@ -230,7 +240,7 @@ class Engine(TorchFunctionMode):
         if not torch.compiler.is_compiling():
             plan = self.rulebook.find(func, self.path.current)
             return func(*args, **kwargs) if plan is None else self._run(plan, func, args, kwargs)
-        kept: Plan | None = getattr(self.rulebook.kept, _kept(self.rulebook, func, self.path.current))
+        kept: Plan | None = getattr(self.traced.kept, _kept(self.traced, func, self.path.current))
         if func is _checkpoint_operator:
             raise Unavailable(
                 "torch.compile does not follow a region into a checkpoint: compile the function that is checkpointed, "
