@@ -1,0 +1,64 @@
+"""The reactive exponent: moved by one after the damage was done."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowp.errors import InvalidInput
+from lowp.scaling import Autoflex, Reactive, ReactiveState, Written
+
+
+def seen(mantissa: int, overflowed: int, crowded: int, elements: int = 1000) -> Written:
+    counts = [torch.tensor([count]) for count in (overflowed, crowded, elements)]
+    return Written(torch.tensor([mantissa], dtype=torch.int32), None, None, None, *counts)
+
+
+def started(reactive: Reactive) -> ReactiveState:
+    return reactive.start(reactive.init(), torch.tensor([1.0]))
+
+
+@pytest.mark.parametrize(("overflowed", "crowded", "move"), [(5, 10, 1), (0, 0, -1), (0, 10, 0), (1, 1, -1)])
+def test_it_moves_by_one_when_its_period_is_over(overflowed: int, crowded: int, move: int) -> None:
+    reactive = Reactive(period=4, rate=1e-3)
+    state = started(reactive)
+    first = int(state.exponent)
+    for write in range(1, 5):
+        assert int(state.exponent) == first
+        state = reactive.observe(state, seen(32767, overflowed, crowded))
+        assert int(state.elements) == (0 if write == 4 else 1000 * write)
+    assert int(state.exponent) == first + move
+    assert int(state.writes) == 4 and int(state.moved) == abs(move)
+
+
+def test_it_begins_as_autoflex_does_and_stays_in_the_range() -> None:
+    reactive = Reactive(period=1, guess=Autoflex(min_exponent=-14, max_exponent=-14))
+    assert int(started(reactive).exponent) == -14
+    assert int(reactive.observe(started(reactive), seen(32767, 500, 900)).exponent) == -14
+    assert int(started(Reactive()).exponent) == int(Autoflex().start(Autoflex().init(), torch.tensor([1.0])).exponent)
+
+
+def test_what_is_not_finite_or_not_written_counts_for_nothing() -> None:
+    reactive = Reactive(period=1)
+    state = reactive.extend(started(reactive), 1)
+    both = Written(
+        torch.tensor([32767, 5], dtype=torch.int32),
+        torch.tensor([True, False]),
+        torch.tensor([True, False]),
+        None,
+        *(torch.tensor([900, 900]) for _ in range(3)),
+    )
+    after = reactive.observe(state, both)
+    assert torch.equal(after.exponent, state.exponent) and after.nonfinite.tolist() == [1, 0]
+    assert after.writes.tolist() == [1, 0] and after.saturated.tolist() == [0, 0]
+
+
+def test_a_scale_is_a_power_of_two() -> None:
+    reactive = Reactive()
+    assert reactive.scale(started(reactive)).tolist() == [2.0 ** int(started(reactive).exponent)]
+
+
+@pytest.mark.parametrize(("period", "rate"), [(0, 0.1), (1, 1.0), (1, -0.1)])
+def test_a_period_and_a_rate_have_their_ranges(period: int, rate: float) -> None:
+    with pytest.raises(InvalidInput, match="allowed are 1 write or more, and a share from 0 to below 1"):
+        Reactive(period, rate)
