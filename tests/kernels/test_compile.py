@@ -8,6 +8,7 @@ import pytest
 import torch
 from exact_casts import bits, inputs
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -192,6 +193,14 @@ def test_func_transforms_go_straight_through() -> None:
     assert torch.equal(torch.func.hessian(loss)(x), 2 * torch.eye(5))
     per_example = torch.func.vmap(torch.func.grad(loss))(torch.stack((x, tangent)))
     assert torch.equal(per_example, 2 * quantize(torch.stack((x, tangent)), "e4m3fn"))
+
+
+def test_dual_numbers_keep_their_tangents() -> None:
+    x, tangent = torch.randn(5), torch.randn(5)
+    with forward_ad.dual_level():
+        value, derivative = forward_ad.unpack_dual(quantize(forward_ad.make_dual(x, tangent), "e4m3fn"))
+    assert torch.equal(value, quantize(x, "e4m3fn"))
+    assert torch.equal(derivative, tangent)
 
 
 @pytest.mark.parametrize("text", [*CASTS, "flex16+5", "nvfp4"])
