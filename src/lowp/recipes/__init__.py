@@ -27,6 +27,7 @@ RECIPES: dict[str, str] = {
     "gpt": "lowp.recipes.gpt:GPT_RECIPE",
     "bert": "lowp.recipes.bert:BERT",
     "seq2seq": "lowp.recipes.seq2seq:SEQ2SEQ",
+    "ssd": "lowp.recipes.ssd:SSD_RECIPE",
 }
 
 

@@ -74,7 +74,7 @@ UNET = Recipe(
     source="Ronneberger, Fischer, Brox 2015, arXiv 1505.04597; sizes as in A. Bilogur's guide to mixed precision, 2020",
     data="generated: eight figures drawn on scikit-learn's photographs; --data DIR: images/ and masks/",
     sizes={
-        "cpu": Size(10, 8, 3e-3, 121_601, {"widths": (8, 16, 32, 64), "side": 68, "border": 46, "images": (200, 50)}),
+        "cpu": Size(6, 4, 5e-3, 121_601, {"widths": (8, 16, 32, 64), "side": 68, "border": 46, "images": (300, 50)}),
         "full": Size(
             50, 8, 1e-3, 7_703_497, {"widths": (64, 128, 256, 512), "side": 164, "border": 46, "images": (200, 50)}
         ),

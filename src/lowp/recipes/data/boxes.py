@@ -114,5 +114,5 @@ def _average_precision(found: Sequence[Found], truth: Sequence[Truth], number: i
         recalls.append(right / count)
         precisions.append(right / (right + wrong))
     curve = list(zip(recalls, precisions, strict=True))
-    best = (max((value for recall, value in curve if recall >= at / 10 - 1e-9), default=0.0) for at in range(11))
-    return sum(best) / 11
+    highest = (max((value for recall, value in curve if recall >= at / 10 - 1e-9), default=0.0) for at in range(11))
+    return sum(highest) / 11

@@ -13,7 +13,7 @@ __all__ = ["Translator"]
 
 
 class Translator(nn.Module):
-    """Symbols int64 [N, S] (0: padding) and the translation so far [N, T] to scores of each next one [N, T, symbols]."""
+    """Symbols int64 [N, S] (0: padding) and what is written [N, T] to scores of each next symbol [N, T, symbols]."""
 
     def __init__(self, symbols: int, width: int, layers: int, dropout: float) -> None:
         super().__init__()

@@ -1,0 +1,31 @@
+"""The convolutions of VGG-16, which detectors stand on: no normalisation, and so gradients of very different sizes.
+
+Simonyan and Zisserman, "Very Deep Convolutional Networks", 2015, arXiv 1409.1556, table 1, column D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+__all__ = ["WIDTHS", "initialise", "stage"]
+
+WIDTHS = (64, 128, 256, 512, 512)
+
+
+def stage(before: int, after: int, layers: int) -> nn.Sequential:
+    """So many 3x3 convolutions with ReLU that keep the size of the map."""
+    parts: list[nn.Module] = []
+    for place in range(layers):
+        parts += [nn.Conv2d(after if place else before, after, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*parts)
+
+
+def initialise(modules: Sequence[nn.Module]) -> None:
+    """Weights that keep the size of activations through ReLUs (arXiv 1502.01852), since none are pre-trained here."""
+    for module in modules:
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -1,0 +1,147 @@
+"""SSD on VGG-16: the detector that does not train in fp16 without loss scaling.
+
+In the published run (Micikevicius et al. 2018, arXiv 1710.03740, table 2 and figure 3) a third of the activations'
+gradients were too small for fp16; a loss scale of 8 brought mAP from "does not converge" to 77.1, with 76.9 in fp32.
+The convolutions compute in few bits; matching boxes, the norm of the first map, and the losses are fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowp.recipes.data.boxes import Found, Truth, best_boxes, decoded, encoded, mean_average_precision, overlaps
+from lowp.recipes.data.detection import drawn_boxes, read_voc, truths
+from lowp.recipes.networks.ssd import SSD, SSD300, Layout, default_boxes
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, step_decay
+
+VARIANCES = (0.1, 0.2)  # the units of offsets, as in the authors' program
+NEGATIVES = 3  # for each box that has a match, so many hardest ones without
+
+# A shallower and narrower one for images of 96x96.
+SMALL = Layout(
+    layers=(1, 1, 2, 2, 1),
+    share=0.125,
+    sides=(12, 6, 3),
+    extra=((2, 1),),
+    sizes=(0.15, 0.3, 0.5, 0.75),
+    ratios=((2,), (2, 3), (2,)),
+    classes=20,
+)
+
+
+@lru_cache(maxsize=8)
+def anchors_of(count: int, device: torch.device) -> Tensor:
+    """The default boxes of the layout that has `count` of them."""
+    both = (default_boxes(layout) for layout in (SSD300, SMALL))
+    return next(boxes for boxes in both if len(boxes) == count).to(device)
+
+
+def load(size: Size, path: Path | None) -> Data:
+    """Pascal VOC (or another set in its layout) where a path is given, else drawn scenes of ten kinds."""
+    side = size.options["side"]
+    if path is not None:
+        return read_voc(path, side, size.options["layout"].classes)
+    return drawn_boxes(side, *size.options["images"], classes=10)
+
+
+def make_model(size: Size) -> nn.Module:
+    """The size's layout."""
+    return SSD(size.options["layout"])
+
+
+# -- loss -------------------------------------------------------------------------------------------------------------
+def matched(anchors: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
+    """For each anchor the class that it is to find (0 for none, else 1 + the class) and the box.
+
+    Each box has the anchor that overlaps it most, and all that overlap it by more than a half.
+    """
+    if not len(truth.boxes):
+        return torch.zeros(len(anchors), dtype=torch.int64, device=anchors.device), anchors
+    close = overlaps(anchors, truth.boxes)
+    best, which = close.max(1)
+    own = close.argmax(0)
+    best[own] = 2.0
+    which[own] = torch.arange(len(own), device=own.device)
+    return torch.where(best > 0.5, truth.classes[which] + 1, 0), truth.boxes[which]
+
+
+def detection_loss(offsets: Tensor, scores: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Smooth L1 of the offsets of matched boxes plus cross-entropy of these and of the hardest others, a match."""
+    offsets, scores = offsets.float(), scores.float()
+    anchors = anchors_of(scores.shape[1], offsets.device)
+    pairs = [matched(anchors, truth) for truth in truths(batch)]
+    wanted = torch.stack([classes for classes, _ in pairs])
+    boxes = torch.stack([boxes for _, boxes in pairs])
+    positive = wanted > 0
+    place = nn.functional.smooth_l1_loss(
+        offsets[positive], encoded(boxes, anchors, VARIANCES)[positive], reduction="sum"
+    )
+    losses = nn.functional.cross_entropy(scores.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
+    # The rank of each anchor among those of its image that have no match, by how wrong it is.
+    rank = losses.detach().masked_fill(positive, -1.0).argsort(1, descending=True).argsort(1)
+    counted = positive | (rank < NEGATIVES * positive.sum(1, keepdim=True))
+    return (place + losses[counted].sum()) / positive.sum().clamp(min=1)
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    """The multibox loss (section 2.2 of the paper)."""
+    return detection_loss(*model(batch["images"]), batch)
+
+
+# -- evaluation -------------------------------------------------------------------------------------------------------
+def found(boxes: Tensor, shares: Tensor, least: float = 0.05, most: int = 50) -> Found:
+    """Of an image's boxes [boxes, 4] with shares of classes [boxes, classes], the best of each class."""
+    parts = []
+    for number in range(shares.shape[1]):
+        likely = torch.nonzero(shares[:, number] > least)[:, 0]
+        likely = likely[shares[likely, number].argsort(descending=True)[: 4 * most]]
+        kept = likely[best_boxes(boxes[likely], shares[likely, number], limit=0.45, most=most)]
+        parts.append((boxes[kept], torch.full_like(kept, number), shares[kept, number]))
+    return Found(*(torch.cat(columns).cpu() for columns in zip(*parts, strict=True)))
+
+
+def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
+    """``mAP`` as in Pascal VOC 2007, 0 to 1, and the loss."""
+    all_found: list[Found] = []
+    all_there: list[Truth] = []
+    summed, classes = 0.0, 0
+    for batch in batches:
+        offsets, scores = model(batch["images"])
+        summed += float(detection_loss(offsets, scores, batch)) * len(scores)
+        anchors = anchors_of(scores.shape[1], scores.device)
+        boxes, shares = decoded(offsets.float(), anchors, VARIANCES), scores.float().softmax(-1)[..., 1:]
+        all_found += [found(*pair) for pair in zip(boxes, shares, strict=True)]
+        all_there += [Truth(*(part.cpu() for part in truth)) for truth in truths(batch)]
+        classes = shares.shape[2]
+    return {"mAP": mean_average_precision(all_found, all_there, classes), "loss": summed / len(all_there)}
+
+
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """Adam: the paper's SGD starts from pre-trained weights, and without these it needs many times the epochs."""
+    return torch.optim.Adam(model.parameters(), lr=learning_rate)
+
+
+SSD_RECIPE = Recipe(
+    name="ssd",
+    summary="Multibox SSD on VGG-16: finds things in pictures",
+    source="Liu et al. 2016, arXiv 1512.02325; Micikevicius et al. 2018, arXiv 1710.03740, table 2",
+    data="generated: figures on scikit-learn's photographs; --data DIR or ZIP: Pascal VOC's layout (VOC 2007, BCCD)",
+    sizes={
+        "cpu": Size(12, 16, 1e-3, 509_038, {"layout": SMALL, "side": 96, "images": (400, 80)}),
+        "full": Size(120, 32, 1e-4, 26_285_486, {"layout": SSD300, "side": 300, "images": (400, 80)}),
+    },
+    metric=Metric("mAP"),
+    load=load,
+    make_model=make_model,
+    loss=loss,
+    evaluate=evaluate,
+    make_optimizer=make_optimizer,
+    schedule=step_decay,
+    clip=5.0,
+)
