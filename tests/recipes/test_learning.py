@@ -21,6 +21,7 @@ LEARNING: dict[str, tuple[dict[str, Any], int, float, int, float]] = {
     "bert": ({"layers": 1, "width": 32, "heads": 2, "drawn": 40}, 16, 0.003, 25, 0.75),
     "seq2seq": ({"width": 32, "drawn": 40}, 16, 0.02, 30, 0.7),
     "ssd": ({"images": (4, 2)}, 4, 0.001, 20, 0.7),
+    "faster-rcnn": ({"images": (4, 2)}, 4, 0.001, 20, 0.7),
     "resnet-20": ({"layers": 8, "images": (16, 8)}, 16, 0.1, 12, 0.65),
     "resnet-110": ({"layers": 8, "images": (16, 8)}, 16, 0.1, 12, 0.65),
     "resnet-50": ({"images": (8, 8), "width": 8}, 8, 0.02, 12, 0.5),

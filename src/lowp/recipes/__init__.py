@@ -28,6 +28,7 @@ RECIPES: dict[str, str] = {
     "bert": "lowp.recipes.bert:BERT",
     "seq2seq": "lowp.recipes.seq2seq:SEQ2SEQ",
     "ssd": "lowp.recipes.ssd:SSD_RECIPE",
+    "faster-rcnn": "lowp.recipes.faster_rcnn:FASTER_RCNN",
 }
 
 

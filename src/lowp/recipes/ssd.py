@@ -47,7 +47,7 @@ def load(size: Size, path: Path | None) -> Data:
     side = size.options["side"]
     if path is not None:
         return read_voc(path, side, size.options["layout"].classes)
-    return drawn_boxes(side, *size.options["images"], classes=10)
+    return drawn_boxes(side, 10, *size.options["images"])
 
 
 def make_model(size: Size) -> nn.Module:
@@ -91,7 +91,8 @@ def detection_loss(offsets: Tensor, scores: Tensor, batch: dict[str, Tensor]) ->
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
     """The multibox loss (section 2.2 of the paper)."""
-    return detection_loss(*model(batch["images"]), batch)
+    offsets, scores = model(batch["images"])
+    return detection_loss(offsets, scores, batch)
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------

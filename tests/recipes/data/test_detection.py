@@ -116,9 +116,9 @@ def test_too_many_classes_no_set_and_no_zip_file_are_refused(tmp_path: Path) -> 
 
 
 def test_drawn_scenes_have_one_to_four_boxes_within_the_picture() -> None:
-    data = drawn_boxes(48, 40, 10, classes=10)
+    data = drawn_boxes(48, 10, 40, 10)
     batch = data.training.batch(torch.arange(40))
     counts = (batch["classes"] >= 0).sum(1)
     assert counts.min() == 1 and 2 <= counts.max() <= 4
     assert batch["boxes"].min() >= 0 and batch["boxes"].max() <= 1
-    assert torch.equal(batch["images"], drawn_boxes(48, 40, 10, classes=10).training.batch(torch.arange(40))["images"])
+    assert torch.equal(batch["images"], drawn_boxes(48, 10, 40, 10).training.batch(torch.arange(40))["images"])

@@ -71,7 +71,7 @@ def truths(batch: dict[str, Tensor], scale: float = 1.0) -> list[Truth]:
     return [Truth(*(part[row[1] != _EMPTY] for part in row)) for row in rows]
 
 
-def drawn_boxes(side: int, training: int, held: int, classes: int, seed: int = 0) -> Data:
+def drawn_boxes(side: int, classes: int, training: int, held: int, seed: int = 0) -> Data:
     """Scenes with one to four figures of 20 to 60 % of the side, the numbers and sizes usual in Pascal VOC."""
     parts = []
     for number, is_held in ((training, False), (held, True)):

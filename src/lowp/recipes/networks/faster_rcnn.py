@@ -1,0 +1,110 @@
+"""Faster R-CNN: one network proposes regions of an image, and a second part of it says what each of them shows.
+
+Ren, He, Girshick, Sun, "Faster R-CNN", 2015, arXiv 1506.01497, on VGG-16. Regions are brought to 7x7 by sampling
+between places (RoIAlign: He et al. 2017, arXiv 1703.06870, section 3), not by rounding to them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowp.recipes.networks.vgg import WIDTHS, initialise, stage
+
+__all__ = ["POOLED", "FasterRCNN", "Shape", "region_anchors", "region_features"]
+
+POOLED = 7  # places a side that each region is brought to
+_SAMPLES = 2  # a side of each of these, averaged
+
+
+class Shape(NamedTuple):
+    """Layers of each VGG stage, share of its widths, sizes of the anchors as shares of the image, and classes."""
+
+    layers: tuple[int, ...]
+    share: float
+    sizes: tuple[float, ...]
+    classes: int
+
+
+class FasterRCNN(nn.Module):
+    """The parts that are called in turn: `features`, `propose`, and `judge`. Boxes are shares of the image.
+
+    With VGG-16's full widths, three sizes of anchors and 20 classes it has 137,078,239 parameters.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        widths = [3, *(round(width * shape.share) for width in WIDTHS)]
+        parts: list[nn.Module] = []
+        for place, layers in enumerate(shape.layers):
+            parts += [nn.MaxPool2d(2)] if place else []
+            parts.append(stage(widths[place], widths[place + 1], layers))
+        self.convolutions = nn.Sequential(*parts)
+        anchors, hidden = 3 * len(shape.sizes), round(4096 * shape.share)
+        self.region = nn.Sequential(nn.Conv2d(widths[5], widths[5], 3, padding=1), nn.ReLU())
+        self.region_scores = nn.Conv2d(widths[5], 2 * anchors, 1)
+        self.region_offsets = nn.Conv2d(widths[5], 4 * anchors, 1)
+        self.hidden = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(widths[5] * POOLED**2, hidden),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+        )
+        self.scores = nn.Linear(hidden, shape.classes + 1)
+        self.offsets = nn.Linear(hidden, 4 * (shape.classes + 1))
+        initialise([*self.convolutions.modules(), *self.region.modules(), *self.hidden.modules()])
+        for layer, deviation in (
+            (self.region_scores, 0.01),
+            (self.region_offsets, 0.01),
+            (self.scores, 0.01),
+            (self.offsets, 0.001),
+        ):
+            nn.init.normal_(layer.weight, std=deviation)
+
+    def features(self, images: Tensor) -> Tensor:
+        """A map of a sixteenth of the image's side."""
+        output: Tensor = self.convolutions(images)
+        return output
+
+    def propose(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores [N, anchors, 2] (nothing, something) and offsets [N, anchors, 4], in the order of `region_anchors`."""
+        x = self.region(features)
+        scores, offsets = self.region_scores(x), self.region_offsets(x)
+        count = len(x)
+        return scores.permute(0, 2, 3, 1).reshape(count, -1, 2), offsets.permute(0, 2, 3, 1).reshape(count, -1, 4)
+
+    def judge(self, features: Tensor, boxes: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Scores [regions, classes + 1] and offsets [regions, classes + 1, 4] of all images' boxes in one list."""
+        x = self.hidden(region_features(features, boxes))
+        return self.scores(x), self.offsets(x).view(len(x), -1, 4)
+
+
+def region_features(features: Tensor, boxes: list[Tensor]) -> Tensor:
+    """Each box's part of its image's map as [regions, channels, 7, 7]: the mean of 4 samples for each of the places."""
+    side = POOLED * _SAMPLES
+    steps = (torch.arange(side, device=features.device) + 0.5) / side
+    pooled = []
+    for image, own in zip(features, boxes, strict=True):
+        low, size = own[:, :2, None], (own[:, 2:] - own[:, :2])[:, :, None]
+        at = 2 * (low + size * steps) - 1  # [regions, (x, y), side] in -1 to 1, as grid_sample counts
+        x = at[:, 0, None, :].expand(-1, side, -1)
+        y = at[:, 1, :, None].expand(-1, -1, side)
+        grid = torch.stack([x, y], -1).reshape(1, len(own) * side, side, 2).to(image.dtype)
+        sampled = nn.functional.grid_sample(image[None], grid, align_corners=False, padding_mode="border")
+        by_region = sampled[0].view(image.shape[0], len(own), side, side).transpose(0, 1)
+        pooled.append(nn.functional.avg_pool2d(by_region, _SAMPLES))
+    return torch.cat(pooled)
+
+
+def region_anchors(shape: Shape, height: int, width: int) -> Tensor:
+    """Boxes of three ratios (1:2, 1:1, 2:1) and the sizes of the shape at every place of a map, [anchors, 4]."""
+    shapes = torch.tensor([(size * ratio**0.5, size / ratio**0.5) for size in shape.sizes for ratio in (0.5, 1.0, 2.0)])
+    y, x = torch.meshgrid((torch.arange(height) + 0.5) / height, (torch.arange(width) + 0.5) / width, indexing="ij")
+    middles = torch.stack([x, y], -1).view(-1, 1, 2)
+    return torch.cat([middles - shapes / 2, middles + shapes / 2], -1).view(-1, 4)

@@ -1,0 +1,121 @@
+"""SSD and Faster R-CNN are the published ones, and their parts do what the papers say on worked cases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowp.recipes import faster_rcnn, ssd
+from lowp.recipes.data.boxes import Truth, decoded, overlaps
+from lowp.recipes.networks.faster_rcnn import FasterRCNN, region_anchors, region_features
+from lowp.recipes.networks.ssd import SSD, SSD300, default_boxes
+
+SQUARE = torch.tensor([[0.2, 0.2, 0.6, 0.6]])
+TRUTH = Truth(SQUARE, torch.tensor([4]), torch.tensor([False]))
+NOTHING = Truth(SQUARE[:0], torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.bool))
+
+
+@pytest.mark.parametrize(("layout", "side", "boxes"), [(SSD300, 300, 8732), (ssd.SMALL, 96, 828)])
+def test_ssd_predicts_as_many_boxes_as_its_layout_has(layout: object, side: int, boxes: int) -> None:
+    with torch.device("meta"):
+        offsets, scores = SSD(layout)(torch.zeros(1, 3, side, side))  # type: ignore[arg-type]
+    assert offsets.shape == (1, boxes, 4) and scores.shape == (1, boxes, 21)
+    assert default_boxes(layout).shape == (boxes, 4)  # type: ignore[arg-type]
+
+
+def test_default_boxes_lie_in_the_image_and_begin_at_its_top_left() -> None:
+    boxes = default_boxes(ssd.SMALL)
+    assert boxes.min() >= 0 and boxes.max() <= 1 and (boxes[:, 2:] > boxes[:, :2]).all()
+    assert boxes[0].tolist() == pytest.approx([0, 0, 1 / 24 + 0.075, 1 / 24 + 0.075])
+    assert boxes[4, 0] > boxes[0, 0] and boxes[4, 1] == boxes[0, 1]  # the next place is to the right
+
+
+def test_every_box_has_a_match_and_others_only_where_they_overlap_by_half() -> None:
+    anchors = default_boxes(ssd.SMALL)
+    classes, boxes = ssd.matched(anchors, TRUTH)
+    close = overlaps(anchors, SQUARE)[:, 0]
+    assert classes[close.argmax()] == 5 and torch.equal(boxes[0], SQUARE[0])
+    assert torch.equal(classes > 0, (close > 0.5) | (close == close.max()))
+    tiny = Truth(torch.tensor([[0.5, 0.5, 0.51, 0.51]]), TRUTH.classes, TRUTH.difficult)
+    assert int((ssd.matched(anchors, tiny)[0] > 0).sum()) == 1
+    assert not ssd.matched(anchors, NOTHING)[0].any()
+
+
+def batch_of(truth: Truth) -> dict[str, torch.Tensor]:
+    images = torch.zeros(1, 3, 96, 96)
+    classes = truth.classes if len(truth.classes) else torch.tensor([-1])
+    boxes = truth.boxes if len(truth.boxes) else torch.zeros(1, 4)
+    return {"images": images, "boxes": boxes[None], "classes": classes[None], "difficult": (classes < 0)[None]}
+
+
+def test_the_multibox_loss_is_zero_for_the_right_answer_and_counts_three_negatives_a_match() -> None:
+    anchors = default_boxes(ssd.SMALL)
+    classes, boxes = ssd.matched(anchors, TRUTH)
+    offsets = ssd.encoded(boxes, anchors, ssd.VARIANCES)[None]
+    right = 50.0 * torch.nn.functional.one_hot(classes, 21)[None].float()
+    assert float(ssd.detection_loss(offsets, right, batch_of(TRUTH))) == pytest.approx(0, abs=1e-6)
+    # No preference: each of the matches and three times as many others cost log 21.
+    level = ssd.detection_loss(offsets, torch.zeros_like(right), batch_of(TRUTH))
+    assert float(level) == pytest.approx(4 * torch.tensor(21.0).log().item(), rel=1e-5)
+
+
+def test_a_picture_without_boxes_has_a_finite_loss_and_gradients() -> None:
+    torch.manual_seed(0)
+    for recipe, module in ((ssd.SSD_RECIPE, ssd), (faster_rcnn.FASTER_RCNN, faster_rcnn)):
+        model = recipe.make_model(recipe.size("cpu"))
+        loss = module.loss(model, batch_of(NOTHING))  # type: ignore[attr-defined]
+        torch.autograd.backward(loss)
+        assert loss.isfinite()
+
+
+def test_the_right_answer_has_a_map_of_one() -> None:
+    anchors = default_boxes(ssd.SMALL)
+    classes, boxes = ssd.matched(anchors, TRUTH)
+    shares = torch.nn.functional.one_hot(classes, 21)[:, 1:].float()
+    found = ssd.found(decoded(ssd.encoded(boxes, anchors), anchors), shares)
+    assert ssd.mean_average_precision([found], [TRUTH], 20) == 1.0
+    assert len(found.classes) == 1
+
+
+def test_a_region_of_a_map_is_sampled_where_it_lies() -> None:
+    y, x = torch.meshgrid(torch.arange(8.0), torch.arange(8.0), indexing="ij")
+    ramp = torch.stack([x, y])[None]
+    pooled = region_features(ramp, [torch.tensor([[0.25, 0.5, 0.75, 1.0], [0.0, 0.0, 1.0, 1.0]])])
+    assert pooled.shape == (2, 2, 7, 7)
+    middles = 0.25 * 8 - 0.5 + (torch.arange(7) + 0.5) / 7 * 4
+    assert torch.allclose(pooled[0, 0, 3], middles, atol=1e-4)
+    assert torch.allclose(pooled[0, 1, :6, 0], (middles + 2)[:6], atol=1e-4)
+
+
+def test_anchors_have_three_ratios_and_the_same_area() -> None:
+    anchors = region_anchors(faster_rcnn.SMALL, 6, 6)
+    sizes = (anchors[:, 2:] - anchors[:, :2]).view(36, 3, 3, 2)
+    assert torch.allclose(sizes.prod(-1), torch.tensor([0.2, 0.35, 0.55])[:, None].square().expand(36, 3, 3))
+    assert torch.allclose(sizes[0, 0, :, 0] / sizes[0, 0, :, 1], torch.tensor([0.5, 1.0, 2.0]))
+
+
+def test_proposals_are_the_likely_boxes_without_doubles() -> None:
+    anchors = torch.tensor([[0.1, 0.1, 0.4, 0.4], [0.1, 0.1, 0.4, 0.41], [0.6, 0.6, 1.2, 1.2]])
+    scores = torch.tensor([[[0.0, 1.0], [0.0, 2.0], [0.0, -1.0]]])
+    (boxes,) = faster_rcnn.proposals(scores, torch.zeros(1, 3, 4), anchors, most=5)
+    expected = torch.tensor([[0.1, 0.1, 0.4, 0.41], [0.6, 0.6, 1.0, 1.0]])
+    assert torch.allclose(boxes, expected)
+
+
+def test_regions_to_learn_from_are_at_most_a_quarter_with_something() -> None:
+    torch.manual_seed(0)
+    wanted = torch.cat([torch.ones(50), torch.zeros(300), -torch.ones(10)]).long()
+    chosen = faster_rcnn.picked(wanted, 64, 0.25)
+    assert len(chosen) == len(set(chosen.tolist())) == 64
+    assert int((wanted[chosen] == 1).sum()) == 16 and not (wanted[chosen] == -1).any()
+
+
+def test_faster_rcnn_has_a_map_of_a_sixteenth_and_judges_every_region() -> None:
+    network = FasterRCNN(faster_rcnn.SMALL).eval()
+    with torch.no_grad():
+        features = network.features(torch.zeros(2, 3, 96, 96))
+        scores, offsets = network.propose(features)
+        judged, moved = network.judge(features, [SQUARE, SQUARE.repeat(3, 1)])
+    assert features.shape == (2, 64, 6, 6)
+    assert scores.shape == (2, 324, 2) and offsets.shape == (2, 324, 4)
+    assert judged.shape == (4, 21) and moved.shape == (4, 21, 4)
