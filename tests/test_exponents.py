@@ -14,6 +14,7 @@ from torch import Tensor
 from lowp.casts import parse
 from lowp.errors import InvalidInput
 from lowp.exponents import Flush, SharedExponents, class_of, scaling_of
+from lowp.exponents.entries import Entries
 
 FLEX = parse("flex16+5:autoflex")
 
@@ -69,7 +70,9 @@ def test_a_jump_of_64_is_recovered_from_within_a_few_steps(jump: float) -> None:
     assert before == 0
     assert (after > 0) == (jump > 1)  # cut off and counted
     assert exponents.summary()["all"].saturated == after  # and then no more
-    free = 15 - math.log2(float(mantissas(exponents.write(x, FLEX, "output of x"), exponents.exponent("output of x")).max()))
+    free = 15 - math.log2(
+        float(mantissas(exponents.write(x, FLEX, "output of x"), exponents.exponent("output of x")).max())
+    )
     assert 0 < free < 3
 
 
@@ -121,7 +124,9 @@ def test_outside_of_training_nothing_is_remembered_and_nothing_saturates() -> No
         assert exponents.write(x, FLEX, "output of y", training=False)[1].isnan()
     exponents.flush()
     assert exponents.places() == ["output of x"] and exponents.faults() == []
-    assert torch.equal(exponents.state_dict()["groups"][0]["state"]["exponent"], state["groups"][0]["state"]["exponent"])
+    assert torch.equal(
+        exponents.state_dict()["groups"][0]["state"]["exponent"], state["groups"][0]["state"]["exponent"]
+    )
     fixed = parse("flex16+5:static(-8)")
     assert exponents.write(torch.tensor([1000.0]), fixed, "output of z", training=False) == 32767 / 256
 
@@ -196,6 +201,26 @@ def test_counts_speak_of_classes_of_tensors_and_of_raises_in_time() -> None:
 def test_casts_without_such_exponents_are_refused(spelled: str) -> None:
     with pytest.raises(InvalidInput, match="as in flex16\\+5:autoflex"):
         scaling_of(parse(spelled))
+
+
+def test_the_writes_of_an_accelerator_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(there: bool) -> list[Tensor]:
+        exponents = SharedExponents()
+        if there:
+            monkeypatch.setattr(Entries, "_write_here", Entries._write_there)
+        generator = torch.Generator().manual_seed(0)
+        found = []
+        for step in range(30):
+            x = torch.randn(64, generator=generator) * 2.0 ** (step // 4)
+            x[5] = torch.nan if step == 7 else 0.0
+            found.append(exponents.write(x * (step != 9), FLEX, "output of x"))
+            found.append(torch.tensor(bool(exponents.faults())))
+            exponents.flush()
+        found.append(torch.tensor(exponents.summary()["all"].saturated))
+        return found
+
+    here, there = trained(False), trained(True)
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(here, there, strict=True))
 
 
 def test_a_place_that_was_never_written_is_not_known() -> None:

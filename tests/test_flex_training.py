@@ -197,7 +197,7 @@ def test_several_optimizers_and_models_share_one_precision() -> None:
     for _ in range(2):
         model = nn.Linear(3, 1)
         pairs.append(precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01)))
-    for model, optimizer in pairs:
+    for model, _ in pairs:
         with precision.autocast():
             loss = model(torch.ones(2, 3)).square().mean()
         precision.backward(loss)
@@ -213,7 +213,7 @@ def test_what_cannot_be_is_refused_in_words() -> None:
     with pytest.raises(InvalidInput, match="weights and updates have exponents of their own and no masters"):
         Precision("flex16+5", masters="fp32")
     half = nn.Linear(2, 2).half()
-    with pytest.raises(InvalidInput, match="a torch.float16 parameter cannot be stored in flex16\\+5:autoflex"):
+    with pytest.raises(InvalidInput, match=r"a torch\.float16 parameter cannot be stored in flex16\+5:autoflex"):
         FlexWeights(torch.optim.SGD(half.parameters(), lr=1.0), parse("flex16+5:autoflex"), SharedExponents())
     with pytest.raises(InvalidInput, match="was trained in flex16\\+5 and this run is in flex16\\+5:frozen"):
         Precision("flex16+5:frozen").load_state_dict(run.precision.state_dict())
