@@ -31,10 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
     table: Table = plain_table(None, ["recipe", "what", "size", "parameters"])
     for name in RECIPES:
         recipe = get(name)
-        for place, (size, row) in enumerate(recipe.sizes.items()):
-            mark = " (default)" if size == recipe.default_size else ""
-            what = (recipe.name, recipe.summary) if place == 0 else ("", "")
-            table.add_row(*what, size + mark, f"{row.parameters:,}")
+        what = [recipe.summary, f"data: {recipe.data}", f"source: {recipe.source}"]
+        sizes = [size + " (default)" * (size == recipe.default_size) for size in recipe.sizes]
+        parameters = [f"{row.parameters:,}" for row in recipe.sizes.values()]
+        table.add_row(recipe.name, *("\n".join(lines) for lines in (what, sizes, parameters)))
     console().print(table)
     return 0
 

@@ -95,12 +95,14 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     truth = truths(batch)
     shown = [place for place, one in enumerate(truth) if len(one.boxes)]
     if not shown:
-        return torch.zeros((), device=scores.device) * scores.float().sum()
+        nothing: Tensor = 0.0 * scores.float().sum()
+        return nothing
     first = [region_loss(scores[place], offsets[place], anchors, truth[place]) for place in shown]
     boxes = proposals(scores[shown], offsets[shown], anchors, 2 * REGIONS_JUDGED)
     regions = [labelled(own, truth[place]) for own, place in zip(boxes, shown, strict=True)]
     judged, moved = network.judge(features[shown], [own for own, _, _ in regions])
-    return torch.stack(first).mean() + judging_loss(judged, moved, regions)
+    total: Tensor = torch.stack(first).mean() + judging_loss(judged, moved, regions)
+    return total
 
 
 def judging_loss(scores: Tensor, offsets: Tensor, regions: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
