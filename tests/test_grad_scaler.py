@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowp.grad_scaler import GradScaler, NonFinite, NonFiniteGradients
+from lowp.grad_scaler import GradScaler, NonFinite, NonFiniteGradients, gradients
 from lowp.scaling import AdaptiveLossScale, DynamicLossScale, StaticLossScale
 
 INF, NAN = math.inf, math.nan
@@ -971,3 +971,18 @@ def test_nothing_is_waited_for_on_a_gpu() -> None:
     found = scaler.nonfinite
     assert found is not None and (found.name, found.kind, found.step) == ("0.1.weight", "nan", 2)
     assert scaler.get_scale() == 512.0
+
+
+@pytest.mark.parametrize("value", [-5.0, float("-inf")])
+def test_negative_gradients_count_by_their_magnitude(value: float) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), GradScaler("cpu", init_scale=1.0)
+    scaler.scale(weight.sum())
+    weight.grad = torch.tensor([-2.0, value, float("-inf")])
+    scaler.step(optimizer)
+    assert not scaler.stepped
+    assert scaler.nonfinite is not None
+    assert scaler.nonfinite.kind == "inf"
+    assert scaler.nonfinite.maximum == (5.0 if value == -5.0 else 2.0)
+    sizes = gradients.largest(gradients.by_kind([gradients.Gradient(torch.tensor([-7.0, 3.0]), 0)]), 1, weight.device)
+    assert sizes.tolist() == [7.0]

@@ -239,3 +239,17 @@ def test_a_low_precision_accumulator_can_be_asked_for() -> None:
     assert str(precision.policy.rules[0].accumulate) == "fp16/16"
     losses, _, _ = _train(precision, steps=20)
     assert losses[-1] < losses[0]
+
+
+def test_the_state_alone_brings_back_counters_and_random_numbers() -> None:
+    precision, weight = lowp.Precision("fp16"), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for factor in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        precision.backward((weight * factor).sum())
+        precision.step(optimizer)
+    state, drawn = precision.state_dict(), torch.rand(3)
+    resumed = lowp.Precision("fp16")
+    resumed.load_state_dict(state)
+    assert torch.equal(torch.rand(3), drawn)
+    assert (resumed.steps, resumed.skipped_steps, resumed.scale) == (2, 1, 2.0**15)

@@ -198,3 +198,12 @@ def test_damaged_masters_are_refused_and_change_nothing(change: dict[str, object
     assert optimizer.param_groups[0]["lr"] == 0.1
     with pytest.raises(InvalidInput, match="master weights of version x"):
         optimizer.load_state_dict({**state, "master_weights": "x"})
+
+
+def test_equal_tensors_are_rounded_independently() -> None:
+    twins = [nn.Parameter(torch.ones(1000)) for _ in range(2)]
+    optimizer = MasterWeights(torch.optim.SGD(twins, lr=1e-3), kind="stochastic")
+    for twin in twins:
+        twin.grad = torch.ones_like(twin)
+    optimizer.step()
+    assert not torch.equal(twins[0], twins[1])

@@ -91,10 +91,12 @@ class Storage:
         """`master` as values of the format: stochastically where that is the kind and a seed is given."""
         assert self.cast is not None
         if self.kind == "stochastic" and seed is not None:
-            return kernels.quantize(master, self.cast.with_rounding("stochastic"), seed=seed)
+            drawn: Tensor = kernels.quantize(master, self.cast.with_rounding("stochastic"), seed=seed)
+            return drawn
         if str(self.cast) in ("fp16", "bf16"):
             return master.to(self.dtype)
-        return kernels.quantize(master, self.cast)
+        result: Tensor = kernels.quantize(master, self.cast)
+        return result
 
 
 def _put(state: dict[str, Tensor], key: str, value: Tensor) -> None:

@@ -116,7 +116,7 @@ class Rulebook:
             self._ops[row.name] = None
         elif row.is_contraction and self.policy.rules:
             self.missed(f"{row.name} in {path}" if path else row.name)
-        if rule is not None and predicted.is_predicted(rule.output):
+        if rule is not None and rule.output is not None and predicted.is_predicted(rule.output):
             # without places, as under torch.compile and torch.func, every tensor has the exponent of its own maximum
             alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
             plans[function] = Plan(row, rule, _under(alone, row.run(alone)), True)
