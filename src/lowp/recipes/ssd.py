@@ -134,7 +134,7 @@ SSD_RECIPE = Recipe(
     source="Liu et al. 2016, arXiv 1512.02325; Micikevicius et al. 2018, arXiv 1710.03740, table 2",
     data="generated: figures on scikit-learn's photographs; --data DIR or ZIP: Pascal VOC's layout (VOC 2007, BCCD)",
     sizes={
-        "cpu": Size(12, 16, 1e-3, 509_038, {"layout": SMALL, "side": 96, "images": (400, 80)}),
+        "cpu": Size(14, 8, 1e-3, 509_038, {"layout": SMALL, "side": 96, "images": (400, 80)}),
         "full": Size(120, 32, 1e-4, 26_285_486, {"layout": SSD300, "side": 300, "images": (400, 80)}),
     },
     metric=Metric("mAP"),
