@@ -77,7 +77,7 @@ SEQ2SEQ = Recipe(
     source="Luong, Pham, Manning 2015, arXiv 1508.04025; Micikevicius et al. 2018, arXiv 1710.03740, section 4.4",
     data="generated: dates in words, and in figures; --data DIR or FILE: parallel text (a pair a line, tab between)",
     sizes={
-        "cpu": Size(6, 50, 5e-3, 112_259, {"width": 64, "layers": 1, "dropout": 0.0, "length": 32, "drawn": 2000}),
+        "cpu": Size(20, 50, 5e-3, 112_259, {"width": 64, "layers": 1, "dropout": 0.0, "length": 32, "drawn": 2000}),
         "full": Size(
             12, 128, 1e-3, 51_826_259, {"width": 1000, "layers": 4, "dropout": 0.2, "length": 50, "drawn": 30_000}
         ),

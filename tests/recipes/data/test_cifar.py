@@ -76,7 +76,7 @@ def test_a_missing_set_says_what_was_looked_for_what_is_there_and_where_to_get_i
         f"CIFAR-10: looked for data_batch_1 or data_batch_1.bin or *cifar10*.npz in {tmp_path}; it holds notes.txt. "
         "Get it from https://www.cs.toronto.edu/~kriz/cifar.html"
     )
-    with pytest.raises(InvalidInput, match=r"nowhere; is not there\. Get it from https"):
+    with pytest.raises(InvalidInput, match=r"nowhere; it is not there\. Get it from https"):
         read_cifar10(tmp_path / "nowhere")
 
 
