@@ -46,7 +46,9 @@ class Published:
 
     def missing(self, path: Path, names: Sequence[str]) -> InvalidInput:
         """The error for a set that is not there: what was looked for, where, what is there, where to get it."""
-        there = f"it holds {listing(path)}" if path.is_dir() else ("it is a file" if path.exists() else "it is not there")
+        there = (
+            f"it holds {listing(path)}" if path.is_dir() else ("it is a file" if path.exists() else "it is not there")
+        )
         return InvalidInput(
             f"{self.name}: looked for {' or '.join(names)} in {path}; {there}. Get it from {self.where}"
         )
