@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -282,7 +283,7 @@ def name_of(function: Callable[..., Any]) -> str:
         name = name.partition(".")[0] if namespace == "aten" else "_" + namespace
     else:
         name = str(getattr(function, "__name__", function))
-        if str(getattr(function, "__module__", "")).startswith(_STRUCTURAL_MODULES):
+        if isinstance(function, FunctionType) and str(function.__module__).startswith(_STRUCTURAL_MODULES):
             name = "_" + name
     if name not in _known:
         name = _without_affixes(name)
