@@ -165,3 +165,14 @@ def test_a_row_tells_which_runner_a_rule_gets() -> None:
     assert dot.run(Rule.of("dot", input="bf16")) is contraction.matmul
     assert not dot.is_contraction
     assert TABLES["lowp-1"]["linear"].is_contraction
+
+
+def test_functions_that_are_equal_have_one_name() -> None:
+    """A cache by function cannot tell torch.dsmm from torch.mm, which are one function under two names."""
+    names: dict[Callable[..., Any], set[str]] = {}
+    for one in ("mm", "dsmm", "spmm", "hsmm", "hspmm", "sspaddmm", "saddmm"):
+        names.setdefault(getattr(torch, one), set()).add(name_of.__wrapped__(getattr(torch, one)))
+    assert all(len(each) == 1 for each in names.values()), names
+    for function in torch.overrides.get_testing_overrides():
+        names.setdefault(function, set()).add(name_of.__wrapped__(function))
+    assert all(len(each) == 1 for each in names.values())
