@@ -6,6 +6,7 @@ are those of torch.nn.LSTM, GRU and RNN.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -13,20 +14,21 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Cell:
+class Cell(ABC):
     """A recurrent cell: how many gates it has, and whether it has a cell state besides the hidden one."""
 
     gates: int
     has_memory: bool = False
 
+    @abstractmethod
     def step(self, x: Tensor, h: Tensor, hidden: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the new hidden state and memory of the projections x and h and the old state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prepare(self, x: Tensor, h: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return what `derivative` needs of all steps at once, rows alike."""
-        raise NotImplementedError
 
+    @abstractmethod
     def derivative(
         self, prepared: tuple[Tensor, ...], memory: tuple[Tensor, Tensor] | None, gradient: Tensor, carry: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -34,7 +36,6 @@ class Cell:
 
         `memory` is the old and the new memory, `gradient` that of the new hidden state, `carry` of the new memory.
         """
-        raise NotImplementedError
 
 
 class LSTM(Cell):

@@ -8,6 +8,7 @@ plain fp32 training makes.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,18 +25,18 @@ Pair = tuple[int, int]
 Finish = Callable[[Tensor], Tensor]
 
 
-class Form:
+class Form(ABC):
     """A trilinear form. `contracted[slot]` tells along which dimension each of the two operands is summed."""
 
     contracted: ClassVar[dict[int, Pair]] = {FIRST: (-1, -1), SECOND: (-1, -1), OUTPUT: (-1, -1)}
 
+    @abstractmethod
     def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the product of the other two slots' operands."""
-        raise NotImplementedError
 
+    @abstractmethod
     def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Finish]:
         """Return the same product as matrices (batch, m, k) and (batch, k, n), and what shapes the result back."""
-        raise NotImplementedError
 
     def integer_product(
         self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype = torch.float32
@@ -57,9 +58,9 @@ class Form:
         """Return the output with its bias added."""
         return result + bias
 
+    @abstractmethod
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         """Return the gradient of the bias."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,12 @@ from lowp.policy import Rule
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-class Computation:
+class Computation(ABC):
     """A function of x and up to two parameters, all fp32. `plain` is torch's own; the rest may be faster."""
 
+    @abstractmethod
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return the result, as part of the autograd graph."""
-        raise NotImplementedError
 
     def again(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return the result once more, without side effects."""

@@ -19,6 +19,7 @@ the original is wrong there (each input below was run, in fp32):
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -54,12 +55,12 @@ _LONGEST_SPELLED = 19
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
-class Number:
+class Number(ABC):
     """What `quantizer` takes: FloatingPoint, FixedPoint or BlockFloatingPoint."""
 
+    @abstractmethod
     def rounded(self, x: Tensor, rounding: str, seed: Seed = None) -> Tensor:
         """Return x rounded to the number; the gradient passes straight through."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, repr=False)
