@@ -1,16 +1,22 @@
 """Every code block of the README and of docs/ runs and prints what it says.
 
-A `python` block is executed; the blocks of one file share their names, from top to bottom. In a `console` block every
-`$ lowp ...` line is run, and what is shown below it is what it prints (a line `...` stands for any lines; nothing shown
-means nothing compared). `not-run` after the language leaves a block to the reader, and `slow` leaves it to `make slow`.
+A `python` block is executed; the blocks of one file share their names, from top to bottom. An `output` block behind it
+is what it prints; with `raises` or `warns` after the language also the error that it ends in, or its warnings, as
+Python names them. In a `console` block every `$ lowp ...` line is run, and what is shown below it is what it prints.
+`...` stands for any text, lines of an `output` may be broken anywhere; nothing shown means nothing compared. `not-run`
+after the language leaves a block to the reader, and `slow` leaves it to `make slow`.
 """
 
 from __future__ import annotations
 
 import doctest
+import io
 import re
 import shlex
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,18 +27,24 @@ FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, the words after it, its text and its first line in the file."""
+    """A fenced block: its language, the words after it, its text, its first line in the file, and its output, if any."""
 
     language: str
     words: tuple[str, ...]
     text: str
     line: int
+    output: str | None = None
 
 
 def blocks(text: str) -> Iterator[Block]:
+    found: list[Block] = []
     for match in FENCE.finditer(text):
         line = text.count("\n", 0, match.start(3)) + 1
-        yield Block(match[1], tuple(match[2].split()), match[3], line)
+        if match[1] == "output":
+            found[-1] = found[-1]._replace(output=match[3])
+        else:
+            found.append(Block(match[1], tuple(match[2].split()), match[3], line))
+    return iter(found)
 
 
 def pages() -> list[Any]:
@@ -59,12 +71,35 @@ def commands(block: Block) -> Iterator[tuple[list[str], str]]:
             yield words[1:], shown
 
 
+def run_python(path: Path, block: Block, names: dict[str, object]) -> str:
+    """Execute a block; return what it printed, and what it raised or warned of where it says that it does."""
+    # Blank lines first, so that a traceback names the line of the page.
+    code = compile("\n" * (block.line - 1) + block.text, str(path), "exec")
+    said: list[str] = []
+    with redirect_stdout(io.StringIO()) as out, warnings.catch_warnings(record="warns" in block.words) as caught:
+        if caught is not None:
+            warnings.simplefilter("always")
+        if "raises" not in block.words:
+            exec(code, names)
+        else:
+            try:
+                exec(code, names)
+            except Exception as error:
+                said += traceback.format_exception_only(error)
+            assert said, f"{path}:{block.line}: nothing was raised"
+    said += [f"{one.category.__name__}: {one.message}" for one in caught or ()]
+    return "\n".join([out.getvalue(), *said])
+
+
 def run_page(path: Path, chosen: list[Block], lowp: Callable[..., Any]) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
+    freely = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for block in chosen:
         if block.language == "python":
-            # Blank lines first, so that a traceback names the line of the page.
-            exec(compile("\n" * (block.line - 1) + block.text, str(path), "exec"), names)
+            got = run_python(path, block, names)
+            if block.output is not None:
+                same = doctest.OutputChecker().check_output(block.output.strip(), got.strip(), freely)
+                assert same, f"{path}:{block.line}: it prints\n{got}"
             continue
         for arguments, shown in commands(block):
             result = lowp(*arguments)
@@ -89,6 +124,10 @@ def test_code_on_a_page_does_what_it_says(
         "```python\nassert 1 == 2\n```\n",
         "```console\n$ lowp --version\nlowp 9.9.9\n```\n",
         "```console\n$ lowp fromats\n```\n",
+        "```python\nprint(1)\n```\n\n```output\n2\n```\n",
+        "```python raises\nprint(1)\n```\n\n```output\n1\n```\n",
+        "```python raises\nint('a')\n```\n\n```output\nValueError: b\n```\n",
+        "```python warns\nprint(1)\n```\n\n```output\n1\nUserWarning: old\n```\n",
     ],
 )
 def test_a_page_that_is_wrong_is_noticed(page: str, lowp: Callable[..., Any]) -> None:
