@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +10,74 @@ from torch import Tensor, nn
 from lowp.random_state import random_states, restore_random_states
 from lowp.recipes.recipe import Recipe, Size
 
-__all__ = ["Sampler"]
+__all__ = ["Observer", "Reference", "Sampler", "WantedChanges"]
 
 SMALLEST_FP16 = 2.0**-24  # the smallest subnormal of fp16: what is smaller in magnitude cannot be stored in it
+
+
+class Observer(Protocol):
+    """What looks at some steps of a training: `Training` calls the four in this order, the last if it stepped."""
+
+    def wants(self, progress: float) -> bool:
+        """Whether the step at this share of the run is to be looked at; the other calls come for such a step only."""
+
+    def before_forward(self) -> None:
+        """The gradients are dropped, and nothing is computed yet."""
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        """The gradients are there, unscaled and clipped."""
+
+    def after_step(self, model: nn.Module) -> None:
+        """The weights are updated."""
+
+
+class Reference:
+    """An fp32 copy of a run's model, for a backward on the run's weights (its masters), batch and random draws."""
+
+    def __init__(self, recipe: Recipe, size: Size, device: torch.device) -> None:
+        self._states = random_states()
+        self._recipe = recipe
+        self.model = recipe.make_model(size).to(device)
+        restore_random_states(self._states)
+
+    def remember(self) -> None:
+        """Remember the random states before the run's own forward, so that the copy drops out the same units."""
+        self._states = random_states()
+
+    def backward(self, weights: dict[str, Tensor], batch: Any) -> None:
+        """Put the gradients of the unscaled loss into the copy's parameters; random states are put back."""
+        states = random_states()
+        self.model.load_state_dict(weights)
+        self.model.train()
+        self.model.zero_grad()
+        restore_random_states(self._states)
+        torch.autograd.backward(self._recipe.loss(self.model, batch))
+        restore_random_states(states)
+
+
+class WantedChanges:
+    """What the recipe's own optimizer, in the state that the run's is in, would do to the weights in fp64."""
+
+    def __init__(self, recipe: Recipe, size: Size, device: torch.device) -> None:
+        states = random_states()
+        self._recipe = recipe
+        self._double = recipe.make_model(size).to(device).double()
+        restore_random_states(states)
+
+    def of(
+        self, weights: dict[str, Tensor], own: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> dict[str, Tensor]:
+        """By name, the fp64 change that these gradients ask for, before anything is rounded to fp32 or less."""
+        self._double.load_state_dict(weights)
+        wanting = self._recipe.make_optimizer(self._double, 1.0)
+        state = optimizer.state_dict()
+        wanting.load_state_dict({name: state[name] for name in ("state", "param_groups")})
+        for name, parameter in self._double.named_parameters():
+            gradient = own[name].grad
+            parameter.grad = None if gradient is None else gradient.double()
+        wanting.step()
+        with torch.no_grad():
+            return {name: parameter - weights[name].double() for name, parameter in self._double.named_parameters()}
 
 
 class Sampler:
@@ -30,15 +94,11 @@ class Sampler:
     """
 
     def __init__(self, recipe: Recipe, size: Size, device: torch.device, count: int = 8) -> None:
-        states = random_states()
-        self._recipe = recipe
-        self._reference = recipe.make_model(size).to(device)
-        self._double = copy.deepcopy(self._reference).double()
-        restore_random_states(states)
+        self._reference = Reference(recipe, size, device)
+        self._wanted = WantedChanges(recipe, size, device)
         self._at = [(number + 0.5) / count for number in range(count)]
         self._taken = 0
         self._before: dict[str, Tensor] = {}
-        self._states: dict[str, Any] = {}
         self._counts = {name: [0, 0] for name in ("flushed_gradients", "lost_updates", "small_updates")}
 
     def wants(self, progress: float) -> bool:
@@ -49,28 +109,23 @@ class Sampler:
         return True
 
     def before_forward(self) -> None:
-        """Remember the random states, so that the reference drops out the same units."""
-        self._states = random_states()
+        """Remember the random states for the reference."""
+        self._reference.remember()
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         """Compare the gradients, which are unscaled by now, and remember the weights."""
-        states = random_states()
         weights = model.state_dict()
-        self._reference.load_state_dict(weights)
-        self._reference.train()
-        self._reference.zero_grad()
-        restore_random_states(self._states)
-        torch.autograd.backward(self._recipe.loss(self._reference, batch))
-        restore_random_states(states)
+        self._reference.backward(weights, batch)
         own = dict(model.named_parameters())
-        for name, parameter in self._reference.named_parameters():
+        for name, parameter in self._reference.model.named_parameters():
             if parameter.grad is not None:
                 present = parameter.grad != 0
                 gradient = own[name].grad
                 zero = present if gradient is None else present & (gradient == 0)
                 self._count("flushed_gradients", zero, present)
         self._before = {name: weights[name].detach().clone() for name in own}
-        self._count_small(weights, own, optimizer)
+        for change in self._wanted.of(weights, own, optimizer).values():
+            self._count("small_updates", (change != 0) & (change.abs() < SMALLEST_FP16), change != 0)
 
     def after_step(self, model: nn.Module) -> None:
         """Compare the weights with what they were."""
@@ -83,23 +138,6 @@ class Sampler:
     def shares(self) -> dict[str, float | None]:
         """The three shares, 0 to 1, over all sampled steps; None where there was nothing to count."""
         return {name: lost / present if present else None for name, (lost, present) in self._counts.items()}
-
-    def _count_small(
-        self, weights: dict[str, Tensor], own: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Take the step in fp64 with the recipe's optimizer in the state that the run's is in."""
-        self._double.load_state_dict(weights)
-        wanting = self._recipe.make_optimizer(self._double, 1.0)
-        state = optimizer.state_dict()
-        wanting.load_state_dict({name: state[name] for name in ("state", "param_groups")})
-        for name, parameter in self._double.named_parameters():
-            gradient = own[name].grad
-            parameter.grad = None if gradient is None else gradient.double()
-        wanting.step()
-        with torch.no_grad():
-            for name, parameter in self._double.named_parameters():
-                change = (parameter - self._before[name].double()).abs()
-                self._count("small_updates", (change > 0) & (change < SMALLEST_FP16), change > 0)
 
     def _count(self, name: str, some: Tensor, among: Tensor) -> None:
         self._counts[name][0] += int(some.sum())

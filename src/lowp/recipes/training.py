@@ -19,7 +19,7 @@ from lowp.errors import InvalidInput, Unavailable
 from lowp.precision import Precision
 from lowp.recipes import get
 from lowp.recipes.recipe import Data, Recipe, Size
-from lowp.recipes.sampling import Sampler
+from lowp.recipes.sampling import Observer
 
 __all__ = ["Settings", "Training", "load_data"]
 
@@ -102,10 +102,10 @@ class Training:
     The seed decides the initial weights (drawn on the CPU, before the precision touches them), the order of the
     batches and their augmentation, all alike in every precision and on every device. An incomplete last batch is left
     out. `history` has a dictionary an epoch; entry 0 is the model before training. `failure` says why a run was given
-    up: its weights were no numbers any more.
+    up: its weights were no numbers any more. A `precision` takes the place of the one that the settings name.
     """
 
-    def __init__(self, settings: Settings, data: Data | None = None) -> None:
+    def __init__(self, settings: Settings, data: Data | None = None, precision: Precision | None = None) -> None:
         self.settings = settings = settings.filled()
         self.recipe: Recipe = get(settings.recipe)
         self.size: Size = self.recipe.size(settings.size)
@@ -116,7 +116,7 @@ class Training:
         torch.manual_seed(settings.seed)
         model = self.recipe.make_model(self.size).to(self.device)
         optimizer = self.recipe.make_optimizer(model, _known(settings.learning_rate))
-        self.precision = settings.make_precision()
+        self.precision = settings.make_precision() if precision is None else precision
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
         self.model, self.optimizer = self.precision.prepare(model, optimizer)
@@ -131,7 +131,7 @@ class Training:
         self._seconds = 0.0
 
     # -- a step -------------------------------------------------------------------------------------------------------
-    def step(self, batch: Any, sampler: Sampler | None = None) -> Tensor:
+    def step(self, batch: Any, sampler: Observer | None = None) -> Tensor:
         """One training step, five lines beside plain PyTorch; returns the loss, without a wait for the device."""
         self.recipe.schedule(self.optimizer, self.progress)
         self.optimizer.zero_grad()
@@ -168,7 +168,7 @@ class Training:
         self,
         on_epoch: Callable[[Training], None] = lambda training: None,
         stop: Callable[[], bool] = lambda: False,
-        sampler: Sampler | None = None,
+        sampler: Observer | None = None,
     ) -> bool:
         """Train to the end and return True, or False as soon as `stop()`, asked before each step, says so.
 
@@ -190,7 +190,7 @@ class Training:
             on_epoch(self)
         return True
 
-    def _run_epoch(self, stop: Callable[[], bool], sampler: Sampler | None) -> bool:
+    def _run_epoch(self, stop: Callable[[], bool], sampler: Observer | None) -> bool:
         """Train from `step_of_epoch` to the end of the epoch; False if it was stopped before."""
         self.model.train()
         order = torch.randperm(len(self.data.training), generator=self._generator(0))
