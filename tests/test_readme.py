@@ -27,7 +27,7 @@ FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, the words after it, its text, its first line in the file, and its output, if any."""
+    """A fenced block: its language, the words after it, its text, its first line in the file, and what it prints."""
 
     language: str
     words: tuple[str, ...]
