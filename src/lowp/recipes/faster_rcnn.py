@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lowp.recipes.data.boxes import Found, Truth, best_boxes, decoded, encoded, mean_average_precision, overlaps
-from lowp.recipes.data.detection import drawn_boxes, read_voc, truths
+from lowp.recipes.data.boxes import Found, Truth, best_boxes, decoded, encoded, found_boxes, outside, overlaps
+from lowp.recipes.data.detection import boxes_from, measured, truths
 from lowp.recipes.networks.faster_rcnn import FasterRCNN, Shape, region_anchors
 from lowp.recipes.recipe import Data, Metric, Recipe, Size, step_decay
 
@@ -29,10 +29,7 @@ SMALL = Shape(layers=(1, 1, 2, 2, 1), share=0.125, sizes=(0.2, 0.35, 0.55), clas
 
 def load(size: Size, path: Path | None) -> Data:
     """Pascal VOC (or another set in its layout) where a path is given, else drawn scenes of ten kinds."""
-    side = size.options["side"]
-    if path is not None:
-        return read_voc(path, side, size.options["shape"].classes)
-    return drawn_boxes(side, 10, *size.options["images"])
+    return boxes_from(path, size.options["side"], size.options["shape"].classes, size.options["images"])
 
 
 def make_model(size: Size) -> nn.Module:
@@ -44,7 +41,7 @@ def make_model(size: Size) -> nn.Module:
 def proposals(scores: Tensor, offsets: Tensor, anchors: Tensor, most: int) -> list[Tensor]:
     """Of each image the `most` boxes that most likely show something, without those that overlap a better by 70 %."""
     chosen = []
-    for likely, moved in zip(scores.detach().float().softmax(-1)[..., 1], offsets.detach().float(), strict=True):
+    for likely, moved in zip(scores.float().softmax(-1)[..., 1], offsets.float(), strict=True):
         first = likely.argsort(descending=True)[: 4 * most]
         boxes = decoded(moved[first], anchors[first]).clamp(0, 1)
         chosen.append(boxes[best_boxes(boxes, likely[first], limit=0.7, most=most)])
@@ -59,8 +56,11 @@ def picked(wanted: Tensor, count: int, share: float) -> Tensor:
     return torch.cat([positive, negative])
 
 
-def region_loss(scores: Tensor, offsets: Tensor, anchors: Tensor, truth: Truth) -> Tensor:
-    """Of one image: whether each anchor shows something (overlap above 0.7, or a box's best; below 0.3 nothing)."""
+def to_learn_from(anchors: Tensor, truth: Truth) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Anchors of an image to learn from: numbers, 1 where they show something, which of these do, and their offsets.
+
+    An anchor shows something where it overlaps a box by more than 0.7, or is a box's best; below 0.3 nothing.
+    """
     wanted = torch.full((len(anchors),), -1, device=anchors.device)
     close = overlaps(anchors, truth.boxes)
     best, which = close.max(1)
@@ -71,10 +71,15 @@ def region_loss(scores: Tensor, offsets: Tensor, anchors: Tensor, truth: Truth) 
     which[own] = torch.arange(len(own), device=own.device)
     counted = picked(wanted, REGIONS_COUNTED, 0.5)
     there = counted[wanted[counted] == 1]
-    place = nn.functional.smooth_l1_loss(
-        offsets[there].float(), encoded(truth.boxes[which[there]], anchors[there]), reduction="sum", beta=1 / 9
-    )
-    return nn.functional.cross_entropy(scores[counted].float(), wanted[counted]) + place / len(counted)
+    return counted, wanted[counted], there, encoded(truth.boxes[which[there]], anchors[there])
+
+
+def region_loss(scores: Tensor, offsets: Tensor, anchors: Tensor, truth: Truth) -> Tensor:
+    """Of one image: cross-entropy of whether anchors show something, and smooth L1 of the offsets of those that do."""
+    with outside(scores.device):
+        counted, wanted, there, right = to_learn_from(anchors, truth)
+    place = nn.functional.smooth_l1_loss(offsets[there].float(), right, reduction="sum", beta=1 / 9)
+    return nn.functional.cross_entropy(scores[counted].float(), wanted) + place / len(counted)
 
 
 def labelled(boxes: Tensor, truth: Truth) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,67 +91,81 @@ def labelled(boxes: Tensor, truth: Truth) -> tuple[Tensor, Tensor, Tensor]:
     return boxes[chosen], wanted[chosen], truth.boxes[which[chosen]]
 
 
+class Proposed(NamedTuple):
+    """What the first step gives: the map of the images, and scores and offsets of the anchors on it."""
+
+    features: Tensor
+    scores: Tensor
+    offsets: Tensor
+    anchors: Tensor
+
+
+def propose(network: Any, images: Tensor) -> Proposed:
+    """The first step."""
+    features = network.features(images)
+    with outside(features.device):
+        anchors = region_anchors(network.shape, *features.shape[-2:]).to(features.device)
+    return Proposed(features, *network.propose(features), anchors)
+
+
 def loss(model: nn.Module, batch: Any) -> Tensor:
     """The losses of both steps, averaged over the images that show something."""
-    network: Any = model
-    features = network.features(batch["images"])
-    scores, offsets = network.propose(features)
-    anchors = region_anchors(network.shape, *features.shape[-2:]).to(features.device)
-    truth = truths(batch)
-    shown = [place for place, one in enumerate(truth) if len(one.boxes)]
+    return both_losses(model, propose(model, batch["images"]), batch)
+
+
+def both_losses(network: Any, first: Proposed, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of the first step and, after the second one on regions of the first, the loss of that."""
+    features, scores, offsets, anchors = first
+    with outside(features.device):
+        truth = truths(batch)
+        shown = [place for place, one in enumerate(truth) if len(one.boxes)]
     if not shown:
         nothing: Tensor = 0.0 * scores.float().sum()
         return nothing
-    first = [region_loss(scores[place], offsets[place], anchors, truth[place]) for place in shown]
-    boxes = proposals(scores[shown], offsets[shown], anchors, 2 * REGIONS_JUDGED)
-    regions = [labelled(own, truth[place]) for own, place in zip(boxes, shown, strict=True)]
+    of_anchors = [region_loss(scores[place], offsets[place], anchors, truth[place]) for place in shown]
+    with outside(features.device):
+        boxes = proposals(scores[shown], offsets[shown], anchors, 2 * REGIONS_JUDGED)
+        regions = [labelled(own, truth[place]) for own, place in zip(boxes, shown, strict=True)]
     judged, moved = network.judge(features[shown], [own for own, _, _ in regions])
-    total: Tensor = torch.stack(first).mean() + judging_loss(judged, moved, regions)
+    total: Tensor = torch.stack(of_anchors).mean() + judging_loss(judged, moved, regions)
     return total
 
 
 def judging_loss(scores: Tensor, offsets: Tensor, regions: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     """Cross-entropy of the classes, and smooth L1 of the offsets that belong to the right class."""
-    boxes, wanted, right = (torch.cat(parts) for parts in zip(*regions, strict=True))
-    there = torch.nonzero(wanted)[:, 0]
-    moved = offsets.float()[there, wanted[there]]
-    place = nn.functional.smooth_l1_loss(moved, encoded(right[there], boxes[there], VARIANCES), reduction="sum")
+    with outside(scores.device):
+        boxes, wanted, right = (torch.cat(parts) for parts in zip(*regions, strict=True))
+        there = torch.nonzero(wanted)[:, 0]
+        moves = encoded(right[there], boxes[there], VARIANCES)
+    place = nn.functional.smooth_l1_loss(offsets.float()[there, wanted[there]], moves, reduction="sum")
     return nn.functional.cross_entropy(scores.float(), wanted) + place / len(wanted)
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------
-def found(boxes: Tensor, scores: Tensor, offsets: Tensor) -> Found:
-    """What an image's judged regions show: of each class the boxes with a share above 5 %, without overlapping ones."""
-    shares = scores.float().softmax(-1)
-    parts = []
-    for number in range(1, shares.shape[1]):
-        likely = torch.nonzero(shares[:, number] > 0.05)[:, 0]
-        moved = decoded(offsets[likely, number].float(), boxes[likely], VARIANCES).clamp(0, 1)
-        kept = best_boxes(moved, shares[likely, number], limit=0.3, most=PROPOSED)
-        parts.append((moved[kept], torch.full_like(kept, number - 1), shares[likely, number][kept]))
-    return Found(*(torch.cat(columns).cpu() for columns in zip(*parts, strict=True)))
+def found(network: Any, first: Proposed) -> list[Found]:
+    """What the regions of each image show: of each class the boxes with a share above 5 %, without overlapping ones."""
+    with outside(first.features.device):
+        regions = proposals(first.scores, first.offsets, first.anchors, PROPOSED)
+    scores, offsets = network.judge(first.features, regions)
+    with outside(scores.device):
+        shares = scores.float().softmax(-1)[:, 1:]
+        moved = decoded(offsets[:, 1:].float(), torch.cat(regions)[:, None], VARIANCES).clamp(0, 1)
+        counts = [len(own) for own in regions]
+        pairs = zip(moved.split(counts), shares.split(counts), strict=True)
+        return [found_boxes(*pair, limit=0.3, most=PROPOSED) for pair in pairs]
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     """``mAP`` as in Pascal VOC 2007, 0 to 1, and the loss, for which regions are drawn as they are in training."""
     network: Any = model
-    all_found: list[Found] = []
-    all_there: list[Truth] = []
-    summed = 0.0
+
+    def detect(batch: dict[str, Tensor]) -> tuple[Tensor, list[Found]]:
+        first = propose(network, batch["images"])
+        return both_losses(network, first, batch), found(network, first)
+
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same regions at every evaluation
-        for batch in batches:
-            summed += float(loss(model, batch)) * len(batch["images"])
-            features = network.features(batch["images"])
-            anchors = region_anchors(network.shape, *features.shape[-2:]).to(features.device)
-            likely, moved = network.propose(features)
-            boxes = proposals(likely, moved, anchors, PROPOSED)
-            scores, offsets = network.judge(features, boxes)
-            counts = [len(own) for own in boxes]
-            all_found += map(found, boxes, scores.split(counts), offsets.split(counts))
-            all_there += [Truth(*(part.cpu() for part in truth)) for truth in truths(batch)]
-    classes = network.shape.classes
-    return {"mAP": mean_average_precision(all_found, all_there, classes), "loss": summed / len(all_there)}
+        return measured(batches, detect, network.shape.classes)
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:

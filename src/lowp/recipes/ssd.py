@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.recipes.data.boxes import Found, Truth, best_boxes, decoded, encoded, mean_average_precision, overlaps
-from lowp.recipes.data.detection import drawn_boxes, read_voc, truths
+from lowp.recipes.data.boxes import Found, Truth, decoded, encoded, found_boxes, outside, overlaps
+from lowp.recipes.data.detection import boxes_from, measured, truths
 from lowp.recipes.networks.ssd import SSD, SSD300, Layout, default_boxes
 from lowp.recipes.recipe import Data, Metric, Recipe, Size, step_decay
 
@@ -44,10 +44,7 @@ def anchors_of(count: int, device: torch.device) -> Tensor:
 
 def load(size: Size, path: Path | None) -> Data:
     """Pascal VOC (or another set in its layout) where a path is given, else drawn scenes of ten kinds."""
-    side = size.options["side"]
-    if path is not None:
-        return read_voc(path, side, size.options["layout"].classes)
-    return drawn_boxes(side, 10, *size.options["images"])
+    return boxes_from(path, size.options["side"], size.options["layout"].classes, size.options["images"])
 
 
 def make_model(size: Size) -> nn.Module:
@@ -71,22 +68,31 @@ def matched(anchors: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
     return torch.where(best > 0.5, truth.classes[which] + 1, 0), truth.boxes[which]
 
 
+def targets(anchors: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of each image's anchors what `matched` says: classes int64 [N, anchors] and offsets to boxes [N, anchors, 4]."""
+    pairs = [matched(anchors, truth) for truth in truths(batch)]
+    boxes = torch.stack([boxes for _, boxes in pairs])
+    return torch.stack([classes for classes, _ in pairs]), encoded(boxes, anchors, VARIANCES)
+
+
+def hardest(losses: Tensor, positive: Tensor) -> Tensor:
+    """The matched anchors [N, anchors] and, of each image's others, those that are most wrong, three for each match."""
+    rank = losses.masked_fill(positive, -1.0).argsort(1, descending=True).argsort(1)
+    return positive | (rank < NEGATIVES * positive.sum(1, keepdim=True))
+
+
 def detection_loss(offsets: Tensor, scores: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """Smooth L1 of the offsets of matched boxes plus cross-entropy of these and of the hardest others, a match."""
     offsets, scores = offsets.float(), scores.float()
-    anchors = anchors_of(scores.shape[1], offsets.device)
-    pairs = [matched(anchors, truth) for truth in truths(batch)]
-    wanted = torch.stack([classes for classes, _ in pairs])
-    boxes = torch.stack([boxes for _, boxes in pairs])
-    positive = wanted > 0
-    place = nn.functional.smooth_l1_loss(
-        offsets[positive], encoded(boxes, anchors, VARIANCES)[positive], reduction="sum"
-    )
+    with outside(scores.device):
+        wanted, right = targets(anchors_of(scores.shape[1], scores.device), batch)
+        positive = wanted > 0
+        matches = positive.sum().clamp(min=1)
+    place = nn.functional.smooth_l1_loss(offsets[positive], right[positive], reduction="sum")
     losses = nn.functional.cross_entropy(scores.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
-    # The rank of each anchor among those of its image that have no match, by how wrong it is.
-    rank = losses.detach().masked_fill(positive, -1.0).argsort(1, descending=True).argsort(1)
-    counted = positive | (rank < NEGATIVES * positive.sum(1, keepdim=True))
-    return (place + losses[counted].sum()) / positive.sum().clamp(min=1)
+    with outside(scores.device):
+        counted = hardest(losses, positive)
+    return (place + losses[counted].sum()) / matches
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -96,31 +102,23 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------
-def found(boxes: Tensor, shares: Tensor, least: float = 0.05, most: int = 50) -> Found:
-    """Of an image's boxes [boxes, 4] with shares of classes [boxes, classes], the best of each class."""
-    parts = []
-    for number in range(shares.shape[1]):
-        likely = torch.nonzero(shares[:, number] > least)[:, 0]
-        likely = likely[shares[likely, number].argsort(descending=True)[: 4 * most]]
-        kept = likely[best_boxes(boxes[likely], shares[likely, number], limit=0.45, most=most)]
-        parts.append((boxes[kept], torch.full_like(kept, number), shares[kept, number]))
-    return Found(*(torch.cat(columns).cpu() for columns in zip(*parts, strict=True)))
+def found(offsets: Tensor, scores: Tensor) -> list[Found]:
+    """Of each image the best boxes of each class."""
+    with outside(scores.device):
+        boxes = decoded(offsets.float(), anchors_of(scores.shape[1], scores.device), VARIANCES)
+        shares = scores.float().softmax(-1)[..., 1:]
+        return [found_boxes(*pair, limit=0.45, most=50) for pair in zip(boxes, shares, strict=True)]
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     """``mAP`` as in Pascal VOC 2007, 0 to 1, and the loss."""
-    all_found: list[Found] = []
-    all_there: list[Truth] = []
-    summed, classes = 0.0, 0
-    for batch in batches:
+
+    def detect(batch: dict[str, Tensor]) -> tuple[Tensor, list[Found]]:
         offsets, scores = model(batch["images"])
-        summed += float(detection_loss(offsets, scores, batch)) * len(scores)
-        anchors = anchors_of(scores.shape[1], scores.device)
-        boxes, shares = decoded(offsets.float(), anchors, VARIANCES), scores.float().softmax(-1)[..., 1:]
-        all_found += [found(*pair) for pair in zip(boxes, shares, strict=True)]
-        all_there += [Truth(*(part.cpu() for part in truth)) for truth in truths(batch)]
-        classes = shares.shape[2]
-    return {"mAP": mean_average_precision(all_found, all_there, classes), "loss": summed / len(all_there)}
+        return detection_loss(offsets, scores, batch), found(offsets, scores)
+
+    network: Any = model
+    return measured(batches, detect, network.classes)
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import lowp
 from lowp.recipes import faster_rcnn, ssd
-from lowp.recipes.data.boxes import Truth, decoded, overlaps
+from lowp.recipes.data import boxes as boxes_module
+from lowp.recipes.data.boxes import Truth, encoded, found_boxes, mean_average_precision, overlaps
 from lowp.recipes.networks.faster_rcnn import FasterRCNN, region_anchors, region_features
 from lowp.recipes.networks.ssd import SSD, SSD300, default_boxes
+from lowp.recipes.recipe import Recipe
 
 SQUARE = torch.tensor([[0.2, 0.2, 0.6, 0.6]])
 TRUTH = Truth(SQUARE, torch.tensor([4]), torch.tensor([False]))
@@ -51,7 +54,7 @@ def batch_of(truth: Truth) -> dict[str, torch.Tensor]:
 def test_the_multibox_loss_is_zero_for_the_right_answer_and_counts_three_negatives_a_match() -> None:
     anchors = default_boxes(ssd.SMALL)
     classes, boxes = ssd.matched(anchors, TRUTH)
-    offsets = ssd.encoded(boxes, anchors, ssd.VARIANCES)[None]
+    offsets = encoded(boxes, anchors, ssd.VARIANCES)[None]
     right = 50.0 * torch.nn.functional.one_hot(classes, 21)[None].float()
     assert float(ssd.detection_loss(offsets, right, batch_of(TRUTH))) == pytest.approx(0, abs=1e-6)
     # No preference: each of the matches and three times as many others cost log 21.
@@ -71,10 +74,39 @@ def test_a_picture_without_boxes_has_a_finite_loss_and_gradients() -> None:
 def test_the_right_answer_has_a_map_of_one() -> None:
     anchors = default_boxes(ssd.SMALL)
     classes, boxes = ssd.matched(anchors, TRUTH)
-    shares = torch.nn.functional.one_hot(classes, 21)[:, 1:].float()
-    found = ssd.found(decoded(ssd.encoded(boxes, anchors), anchors), shares)
-    assert ssd.mean_average_precision([found], [TRUTH], 20) == 1.0
+    right = 50.0 * torch.nn.functional.one_hot(classes, 21)[None].float()
+    (found,) = ssd.found(encoded(boxes, anchors, ssd.VARIANCES)[None], right)
+    assert mean_average_precision([found], [TRUTH], 20) == 1.0
     assert len(found.classes) == 1
+
+
+def test_boxes_of_each_class_are_found_where_each_class_has_its_own() -> None:
+    boxes = torch.stack([SQUARE, SQUARE + 0.3], 1)  # one region, two classes, a box for each
+    found = found_boxes(boxes, torch.tensor([[0.3, 0.6]]), limit=0.5, most=5)
+    assert torch.equal(found.boxes, torch.cat([SQUARE, SQUARE + 0.3]))
+    assert found.classes.tolist() == [0, 1] and found.scores.tolist() == pytest.approx([0.3, 0.6])
+    assert not len(found_boxes(boxes, torch.tensor([[0.01, 0.02]]), limit=0.5, most=5).boxes)
+
+
+@pytest.mark.parametrize("recipe", [ssd.SSD_RECIPE, faster_rcnn.FASTER_RCNN], ids=lambda recipe: recipe.name)
+def test_boxes_are_compared_in_fp32_in_every_precision(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    torch.manual_seed(0)
+    same: list[bool] = []
+
+    def compare(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        result = overlaps(one, other)
+        with torch.autocast("cpu", enabled=False):
+            same.append(torch.equal(result, overlaps(one, other)))
+        return result
+
+    for module in (boxes_module, ssd, faster_rcnn):
+        monkeypatch.setattr(module, "overlaps", compare)
+    model = recipe.make_model(recipe.size("cpu")).eval()
+    with lowp.autocast("flex16+5"), torch.no_grad():
+        recipe.evaluate(model, [batch_of(TRUTH)])
+    assert same and all(same) and not recwarn.list
 
 
 def test_a_region_of_a_map_is_sampled_where_it_lies() -> None:

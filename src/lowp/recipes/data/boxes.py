@@ -5,13 +5,25 @@ A box is left, top, right, bottom, in any unit; a tensor of boxes is float [N, 4
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Found", "Truth", "best_boxes", "decoded", "encoded", "mean_average_precision", "overlaps"]
+__all__ = [
+    "Found",
+    "Truth",
+    "best_boxes",
+    "decoded",
+    "encoded",
+    "found_boxes",
+    "mean_average_precision",
+    "outside",
+    "overlaps",
+]
 
 
 class Truth(NamedTuple):
@@ -28,6 +40,17 @@ class Found(NamedTuple):
     boxes: Tensor
     classes: Tensor
     scores: Tensor
+
+
+@contextmanager
+def outside(device: torch.device) -> Iterator[None]:
+    """Leave a precision's region, and record nothing for backward.
+
+    For boxes, matches, targets and what else decides about a network's tensors without being one: they are fp32, or
+    indices, in every precision.
+    """
+    with torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False), torch.no_grad():
+        yield
 
 
 def overlaps(one: Tensor, other: Tensor) -> Tensor:
@@ -64,8 +87,8 @@ def _middle_and_size(boxes: Tensor) -> tuple[Tensor, Tensor]:
 def best_boxes(boxes: Tensor, scores: Tensor, limit: float, most: int) -> Tensor:
     """Numbers of up to `most` boxes, best first, without those that overlap a better one by more than `limit`."""
     order = scores.argsort(descending=True)
-    clash = (overlaps(boxes[order], boxes[order]) > limit).cpu()
-    dropped = torch.zeros(len(order), dtype=torch.bool)
+    clash = (overlaps(boxes[order], boxes[order]) > limit).cpu().numpy()
+    dropped = np.zeros(len(order), dtype=bool)
     kept: list[int] = []
     for place in range(len(order)):
         if not dropped[place]:
@@ -74,6 +97,22 @@ def best_boxes(boxes: Tensor, scores: Tensor, limit: float, most: int) -> Tensor
                 break
             dropped |= clash[place]
     return order[torch.tensor(kept, dtype=torch.int64, device=order.device)]
+
+
+def found_boxes(boxes: Tensor, shares: Tensor, limit: float, most: int, least: float = 0.05) -> Found:
+    """Of an image's boxes [boxes, 4], or [boxes, classes, 4], with shares of classes, the best of each class.
+
+    Of each class up to `most` that have more than `least` of it, without those that overlap a better one by more than
+    `limit`; what is found is on the CPU.
+    """
+    parts = []
+    for number in range(shares.shape[1]):
+        likely = torch.nonzero(shares[:, number] > least)[:, 0]
+        likely = likely[shares[likely, number].argsort(descending=True)[: 4 * most]]
+        own = boxes[likely] if boxes.dim() == 2 else boxes[likely, number]
+        kept = best_boxes(own, shares[likely, number], limit, most)
+        parts.append((own[kept], torch.full_like(kept, number), shares[likely[kept], number]))
+    return Found(*(torch.cat(columns).cpu() for columns in zip(*parts, strict=True)))
 
 
 def mean_average_precision(found: Sequence[Found], truth: Sequence[Truth], classes: int) -> float:
@@ -94,16 +133,16 @@ def _average_precision(found: Sequence[Found], truth: Sequence[Truth], number: i
         return None
     mine = [Found(*(part[one.classes == number] for part in one)) for one in found]
     ranked = sorted(
-        ((float(score), image, place) for image, one in enumerate(mine) for place, score in enumerate(one.scores)),
+        ((score, image, place) for image, one in enumerate(mine) for place, score in enumerate(one.scores.tolist())),
         reverse=True,
     )
-    claimed = [torch.zeros(len(one.boxes), dtype=torch.bool) for one in there]
+    claimed = [[False] * len(one.boxes) for one in there]
+    closest = [_closest(own.boxes, one.boxes) for own, one in zip(mine, there, strict=True)]
     right = wrong = 0
     recalls, precisions = [], []
     for _, image, place in ranked:
-        close = overlaps(mine[image].boxes[place : place + 1], there[image].boxes)[0]
-        best = int(close.argmax()) if len(close) else -1
-        if best >= 0 and close[best] >= 0.5:
+        close, best = closest[image][place]
+        if close >= 0.5:
             if bool(there[image].difficult[best]):
                 continue
             right += int(not claimed[image][best])
@@ -116,3 +155,11 @@ def _average_precision(found: Sequence[Found], truth: Sequence[Truth], number: i
     curve = list(zip(recalls, precisions, strict=True))
     highest = (max((value for recall, value in curve if recall >= at / 10 - 1e-9), default=0.0) for at in range(11))
     return sum(highest) / 11
+
+
+def _closest(boxes: Tensor, others: Tensor) -> list[tuple[float, int]]:
+    """Of each box the largest overlap with one of the others, and which that is; (0, -1) where there are none."""
+    if not len(others):
+        return [(0.0, -1)] * len(boxes)
+    close, best = overlaps(boxes, others).max(1)
+    return list(zip(close.tolist(), best.tolist(), strict=True))

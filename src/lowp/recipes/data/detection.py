@@ -1,11 +1,11 @@
-"""Pictures with boxes: Pascal VOC's layout, unpacked or in a zip file, or drawn scenes."""
+"""Pictures with boxes: Pascal VOC's layout, unpacked or in a zip file, or drawn scenes; and how well they are found."""
 
 from __future__ import annotations
 
 import io
 import xml.etree.ElementTree as ElementTree
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowp.recipes.data.boxes import Truth
+from lowp.recipes.data.boxes import Found, Truth, mean_average_precision, outside
 from lowp.recipes.data.files import Published
 from lowp.recipes.data.folders import open_picture, picture_tensor
 from lowp.recipes.data.shapes import draw_scene, in_words
 from lowp.recipes.recipe import Data
 
-__all__ = ["VOC_CLASSES", "BoxExamples", "drawn_boxes", "read_voc", "truths"]
+__all__ = ["VOC_CLASSES", "BoxExamples", "boxes_from", "drawn_boxes", "measured", "read_voc", "truths"]
 
 VOC = Published("Pascal VOC", "http://host.robots.ox.ac.uk/pascal/VOC/voc2007 (or BCCD, in the same layout)")
 VOC_CLASSES = (
@@ -69,6 +69,33 @@ def truths(batch: dict[str, Tensor], scale: float = 1.0) -> list[Truth]:
     """What each image of a batch shows, without what fills rows up, its boxes times `scale`."""
     rows = zip(batch["boxes"] * scale, batch["classes"], batch["difficult"], strict=True)
     return [Truth(*(part[row[1] != _EMPTY] for part in row)) for row in rows]
+
+
+def measured(
+    batches: Iterable[dict[str, Tensor]],
+    detect: Callable[[dict[str, Tensor]], tuple[Tensor, list[Found]]],
+    classes: int,
+) -> dict[str, float]:
+    """``mAP`` as in Pascal VOC 2007, 0 to 1, and the mean ``loss``; `detect` gives a batch's loss and what it finds."""
+    found: list[Found] = []
+    there: list[Truth] = []
+    summed = 0.0
+    for batch in batches:
+        loss, found_here = detect(batch)
+        summed += float(loss) * len(found_here)
+        found += found_here
+        with outside(loss.device):
+            there += [Truth(*(part.cpu() for part in truth)) for truth in truths(batch)]
+    with outside(torch.device("cpu")):
+        return {"mAP": mean_average_precision(found, there, classes), "loss": summed / len(there)}
+
+
+def boxes_from(path: Path | None, side: int, classes: int, drawn: tuple[int, int]) -> Data:
+    """Pascal VOC (or another set in its layout) where a path is given, else drawn scenes of ten kinds.
+
+    `drawn` are how many of these to train on and to hold back.
+    """
+    return drawn_boxes(side, 10, *drawn) if path is None else read_voc(path, side, classes)
 
 
 def drawn_boxes(side: int, classes: int, training: int, held: int, seed: int = 0) -> Data:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lowp.recipes.data.boxes import outside
 from lowp.recipes.networks.vgg import WIDTHS, initialise, stage
 
 __all__ = ["POOLED", "FasterRCNN", "Shape", "region_anchors", "region_features"]
@@ -88,14 +89,16 @@ class FasterRCNN(nn.Module):
 def region_features(features: Tensor, boxes: list[Tensor]) -> Tensor:
     """Each box's part of its image's map as [regions, channels, 7, 7]: the mean of 4 samples for each of the places."""
     side = POOLED * _SAMPLES
-    steps = (torch.arange(side, device=features.device) + 0.5) / side
+    with outside(features.device):
+        steps = (torch.arange(side, device=features.device) + 0.5) / side
     pooled = []
     for image, own in zip(features, boxes, strict=True):
-        low, size = own[:, :2, None], (own[:, 2:] - own[:, :2])[:, :, None]
-        at = 2 * (low + size * steps) - 1  # [regions, (x, y), side] in -1 to 1, as grid_sample counts
-        x = at[:, 0, None, :].expand(-1, side, -1)
-        y = at[:, 1, :, None].expand(-1, -1, side)
-        grid = torch.stack([x, y], -1).reshape(1, len(own) * side, side, 2).to(image.dtype)
+        with outside(features.device):
+            low, size = own[:, :2, None], (own[:, 2:] - own[:, :2])[:, :, None]
+            at = 2 * (low + size * steps) - 1  # [regions, (x, y), side] in -1 to 1, as grid_sample counts
+            x = at[:, 0, None, :].expand(-1, side, -1)
+            y = at[:, 1, :, None].expand(-1, -1, side)
+            grid = torch.stack([x, y], -1).reshape(1, len(own) * side, side, 2).to(image.dtype)
         sampled = nn.functional.grid_sample(image[None], grid, align_corners=False, padding_mode="border")
         by_region = sampled[0].view(image.shape[0], len(own), side, side).transpose(0, 1)
         pooled.append(nn.functional.avg_pool2d(by_region, _SAMPLES))
