@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import lowp
 from lowp.checkpoint import InvalidCheckpoint
 from lowp.errors import InvalidInput, Unavailable
+from lowp.recipes import get
 from lowp.recipes.training import Settings, Training, load_data, moved
 
 DATA = load_data(Settings("digits"))
@@ -49,6 +51,22 @@ def test_the_digits_are_learned(precision: str) -> None:
     assert training.history[0]["accuracy"] < 0.3
     assert training.history[-1]["accuracy"] > 0.9
     assert training.history[-1]["loss"] < training.history[1]["loss"] < training.history[0]["loss"]
+
+
+def test_a_size_may_have_a_schedule_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = get("digits")
+    halved = replace(digits.size(), schedule=lambda optimizer, progress: _set_rate(optimizer, 0.5 - progress))
+    changed = replace(digits, sizes={**digits.sizes, "cpu": halved})
+    monkeypatch.setattr("lowp.recipes.training.get", lambda name: changed)
+    training = begin("fp32", epochs=1)
+    training.run()
+    last_progress = 1 - 1 / training.steps_per_epoch
+    assert training.optimizer.param_groups[0]["lr"] == pytest.approx(0.5 - last_progress)
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 def test_fp32_is_plain_torch_to_the_bit() -> None:

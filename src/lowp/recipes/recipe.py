@@ -68,6 +68,7 @@ class Size:
     """One size of a recipe: `epochs`, `batch` (examples a step) and `learning_rate` are what a user may change.
 
     `parameters` is the number of the model's parameters; `options` is for the recipe itself (widths, image sizes …).
+    `schedule` stands in for the recipe's where a run of few steps needs another to end alike from every seed.
     """
 
     epochs: int
@@ -75,6 +76,7 @@ class Size:
     learning_rate: float
     parameters: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Callable[[torch.optim.Optimizer, float], None] | None = None
 
 
 @dataclass(frozen=True)

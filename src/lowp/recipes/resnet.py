@@ -84,7 +84,7 @@ RESNET_20 = _small(
     summary="residual network of 20 layers for images of 32x32",
     source="He et al. 2016, arXiv 1512.03385, section 4.2",
     sizes={
-        "cpu": Size(8, 50, 0.1, 68_050, {"layers": 20, "width": 8, "images": (2000, 500)}),
+        "cpu": Size(12, 50, 0.1, 68_050, {"layers": 20, "width": 8, "images": (2000, 500)}, one_cycle),
         "full": Size(164, 128, 0.1, 269_722, {"layers": 20, "width": 16, "images": (10_000, 2000)}),
     },
     schedule=step_decay,

@@ -133,7 +133,7 @@ class Training:
     # -- a step -------------------------------------------------------------------------------------------------------
     def step(self, batch: Any, sampler: Observer | None = None) -> Tensor:
         """One training step, five lines beside plain PyTorch; returns the loss, without a wait for the device."""
-        self.recipe.schedule(self.optimizer, self.progress)
+        (self.size.schedule or self.recipe.schedule)(self.optimizer, self.progress)
         self.optimizer.zero_grad()
         if sampler is not None:
             sampler.before_forward()
