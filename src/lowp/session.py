@@ -157,6 +157,10 @@ class WeightCasts:
             entry.attached = cast(Tensor, _Attached.apply(weight, entry.value))  # type: ignore[no-untyped-call]
         return entry.attached
 
+    def tensors(self) -> list[Tensor]:
+        """Return the cast values that are kept."""
+        return [entry.value for entry in list(self._entries.values())]
+
     def detach(self) -> None:
         """Let go of the graph, which holds the weights; the values stay."""
         for entry in list(self._entries.values()):

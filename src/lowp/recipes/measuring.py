@@ -21,7 +21,7 @@ from lowp.errors import LowpError
 from lowp.recipes.recipe import Data
 from lowp.recipes.training import Settings, Training, moved
 
-__all__ = ["MEMORY_METHOD", "STOPS", "TIME_METHOD", "StepTime", "peak_memory", "step_times", "threads_of"]
+__all__ = ["MEMORY_METHOD", "STOPS", "TIME_METHOD", "StepTime", "peak_memory", "silent", "step_times", "threads_of"]
 
 TIME_METHOD = (
     "time a step: forward, loss, backward and update of one batch that lies ready; median of steps timed one by one "
@@ -92,7 +92,7 @@ def peak_memory(settings: Settings, data: Data) -> int | None:
     gc.collect()
     if torch.device(settings.device).type == "cuda":
         return _peak_on_cuda(settings, data)
-    with tempfile.TemporaryDirectory() as folder, _silent():
+    with tempfile.TemporaryDirectory() as folder, silent():
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             stepped = _three_steps(settings, data)
             gc.collect()
@@ -177,7 +177,7 @@ def _peak_on_cuda(settings: Settings, data: Data) -> int | None:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Send what C++ writes to stderr away: torch's profiler announces its start and stop there."""
     sys.stderr.flush()
     kept = os.dup(2)

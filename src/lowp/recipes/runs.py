@@ -23,7 +23,7 @@ from lowp.recipes.recipe import Data
 from lowp.recipes.sampling import Sampler
 from lowp.recipes.training import Settings, Training, load_data
 
-__all__ = ["Job", "Stop", "processes_for", "run_jobs", "train_once"]
+__all__ = ["Job", "Stop", "interrupts_left_to_us", "processes_for", "run_jobs", "train_once"]
 
 # Fewer steps than these are done before a second process has imported torch.
 _STEPS_WORTH_A_PROCESS = 4000
@@ -116,7 +116,7 @@ def _in_processes(
     stopping, told = context.Event(), context.Queue()
     executor = ProcessPoolExecutor(processes, context, _begin, (stopping, told))
     try:
-        with _interrupts_left_to_us():
+        with interrupts_left_to_us():
             waiting: dict[Future[dict[str, Any] | None], Job] = {executor.submit(_work, job): job for job in jobs}
         while waiting:
             done, _ = wait(waiting, timeout=0.1, return_when=FIRST_COMPLETED)
@@ -143,7 +143,7 @@ def _pass_on(told: Any, on_epoch: Told) -> None:
 
 
 @contextmanager
-def _interrupts_left_to_us() -> Iterator[None]:
+def interrupts_left_to_us() -> Iterator[None]:
     """Processes that start meanwhile ignore Ctrl-C, from their first moment on: this one tells them to stop."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -238,6 +238,10 @@ class autocast(TorchFunctionMode):
 
         return end
 
+    def cast_weights(self) -> list[torch.Tensor]:
+        """Return the cast weights that are kept now, as when a step's memory is measured."""
+        return self._weights.tensors()
+
     def forget(self) -> None:
         """Let go of cast weights, after weights were written through their `.data`."""
         self._weights.forget()

@@ -1,0 +1,158 @@
+"""Who is measured against whom: fp32, torch.amp and lowp's precisions, as the same training in the same loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp import presets
+from lowp.casts import Cast
+from lowp.formats import FORMATS, FloatFormat, Format, ScaledFormat
+from lowp.precision import Precision
+from lowp.recipes.measuring import STOPS
+from lowp.recipes.recipe import Data
+from lowp.recipes.training import Settings, Training
+
+__all__ = ["BASELINE", "STOPPED_BY", "Contender", "TorchAmp", "begin", "contenders_of", "step_of", "tf32_of"]
+
+BASELINE = "fp32"
+# torch says with a RuntimeError that it has no 16-bit kernel for an op on this device
+STOPPED_BY = (*STOPS, RuntimeError)
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A row of a benchmark: plain values, so that another process can run it too.
+
+    `kind` is ``fp32``, ``torch.amp`` or ``lowp``; `settings.precision` what the kind does it in. `tf32`: a GPU may
+    round the operands of fp32 products to TF32.
+    """
+
+    label: str
+    kind: str
+    settings: Settings
+    tf32: bool = False
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the others are compared with this one."""
+        return self.label == BASELINE
+
+    @property
+    def narrow(self) -> Format | None:
+        """The format that operands of products are in: the widest of those that the policy names; None for fp32."""
+        if self.kind == "fp32":
+            return None
+        if self.kind == "torch.amp":
+            return FORMATS[self.settings.precision]
+        found = [cast.format for cast in _operand_casts(self.settings.precision)]
+        return max(found, key=significand_bits, default=None)
+
+    @property
+    def sums_integers(self) -> bool:
+        """Whether products are summed as integers."""
+        rules = presets.parse(self.settings.precision).policy.rules if self.kind == "lowp" else ()
+        return any(rule.accumulate is not None and rule.accumulate.format in ("int32", "exact") for rule in rules)
+
+
+def contenders_of(settings: Settings, precisions: Sequence[str], torch_amp: bool) -> list[Contender]:
+    """fp32 first, on a GPU with TF32 off and on, then torch.amp in fp16 and bf16, then lowp in each precision.
+
+    Raises InvalidInput for unknown precisions, with the near names.
+    """
+    plain = replace(settings, precision="fp32", loss_scale=None, accumulate=None).filled()
+    rows = [Contender(BASELINE, "fp32", plain)]
+    if torch.device(settings.device).type == "cuda":
+        rows.append(Contender("fp32, TF32 on", "fp32", plain, tf32=True))
+    if torch_amp:
+        rows += [Contender(f"torch.amp {name}", "torch.amp", replace(plain, precision=name)) for name in _DTYPES]
+    for precision in dict.fromkeys(word.strip() for word in precisions):
+        if precision != "fp32":
+            rows.append(Contender(f"lowp {precision}", "lowp", replace(settings, precision=precision).filled()))
+    return rows
+
+
+def begin(contender: Contender, data: Data) -> Training:
+    """The training of a contender, with all its models and nothing done."""
+    if contender.kind != "torch.amp":
+        return Training(contender.settings, data)
+    training = Training(replace(contender.settings, precision="fp32"), data)
+    training.precision = TorchAmp(contender.settings.precision, training.device)
+    return training
+
+
+def step_of(training: Training, contender: Contender, batch: Any) -> Tensor:
+    """One step with torch's TF32 switches as the contender has them."""
+    with tf32_of(contender):
+        return training.step(batch)
+
+
+class TorchAmp(Precision):
+    """What the loop calls, done as PyTorch's own recipe does it: torch.autocast, and torch.amp.GradScaler for fp16."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        super().__init__("fp32")
+        self._device_type, self._dtype = device.type, _DTYPES[name]
+        self._torch_scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+
+    def autocast(self) -> Any:
+        """torch.autocast in the dtype."""
+        return torch.autocast(self._device_type, dtype=self._dtype)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Scale the loss and run backward."""
+        self._torch_scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the loss scale."""
+        self._torch_scaler.unscale_(optimizer)
+
+    def step(self, *optimizers: torch.optim.Optimizer, closure: Any = None) -> Any:
+        """Step what has finite gradients, and move the scale."""
+        results = [self._torch_scaler.step(optimizer) for optimizer in optimizers]
+        self._torch_scaler.update()
+        self.steps += 1
+        return results[-1]
+
+    @property
+    def scale(self) -> float:
+        """The loss scale, 1 where nothing is scaled. Waits for the device."""
+        return float(self._torch_scaler.get_scale())
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    """Set how CUDA's fp32 products and convolutions round their operands, and put back what was."""
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "tf32" if allowed else "ieee"
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def tf32_of(contender: Contender) -> AbstractContextManager[None]:
+    """TF32 as the contender has it, for a while; on a CPU there is none."""
+    is_cuda = torch.device(contender.settings.device).type == "cuda"
+    return _tf32(contender.tf32) if is_cuda else nullcontext()
+
+
+def significand_bits(format: Format) -> int:
+    """Bits of a number's significand, the hidden one counted; of an integer all."""
+    element = format.element if isinstance(format, ScaledFormat) else format
+    return element.precision if isinstance(element, FloatFormat) else element.bits
+
+
+def _operand_casts(precision: str) -> Iterator[Cast]:
+    for rule in presets.parse(precision).policy.rules:
+        if rule.weight is not None:
+            yield from (cast for cast in (rule.input, rule.weight, rule.grad) if cast is not None)

@@ -1,0 +1,346 @@
+"""What the memory of a training step is used for: each allocation that is alive at the peak, by what it holds.
+
+torch's profiler tells every allocation and when it was freed. Two snapshots, after the forward pass and after the
+step, tell what is kept where: parameters, masters, gradients, optimizer state, cast weights. What the forward pass
+allocated and still holds when it ends are its activations. The split is that of the highest moment of forward and
+backward; `update` is what the optimizer's step needs beyond it, if anything. So the parts sum to the peak.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from lowp.compat import private
+from lowp.recipes.contenders import Contender, TorchAmp, begin, step_of
+from lowp.recipes.measuring import silent
+from lowp.recipes.recipe import Data
+from lowp.recipes.training import Training, moved
+from lowp.region import autocast
+
+__all__ = ["METHODS", "PARTS", "First", "Split", "batch_of", "memory_of", "warm_up"]
+
+First = Callable[[Training, Any], None]
+
+# A row a part: its name in tables, and what it is. The order is that of the bars of a picture, from the bottom.
+PARTS: dict[str, str] = {
+    "weights": "parameters and buffers of the model",
+    "masters": "what is kept of the fp32 values of parameters that are stored in few bits",
+    "gradients": "gradients of the parameters, those that exist at the peak",
+    "optimizer": "the optimizer's state",
+    "activations": "allocated in the forward pass and kept for backward",
+    "casts": "parameters in 16 bits beside the fp32 ones, kept for the step",
+    "temporaries": "alive at the peak, but neither of these: workspaces, gradients of activations",
+    "other": "alive before the step: the batch, the loss scale, shared exponents, what BatchNorm journals",
+    "update": "what the optimizer's step needs beyond the peak of forward and backward",
+}
+METHODS = {
+    "cpu": "memory: bytes that torch's allocator has handed out at the highest moment of a step, counted from before "
+    "the model was made, from torch's profiler; each allocation is counted by what it holds",
+    "cuda": "memory: bytes that torch's CUDA allocator has handed out at the highest moment of a step, counted from "
+    "before the model was made (torch.cuda.max_memory_allocated); each is counted by what it holds; reserved: "
+    "torch.cuda.max_memory_reserved of the same step, from an empty cache",
+}
+
+_FORWARD, _FORWARD_ENDS, _UPDATE, _END = (f"lowp: {name}" for name in ("forward", "forward ends", "update", "end"))
+_WARM_UP = 12  # steps at most until one is not skipped, so that there is optimizer state
+_PATIENCE = 20.0  # seconds after which no further one is tried
+_DispatchMode = cast(type, private("torch.utils._python_dispatch.TorchDispatchMode"))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Bytes of a step: `parts` by PARTS sum to `allocated`; `held` are sizes whenever they are largest in the step.
+
+    `reserved` is what was taken from the device, where that is known; `batch` the examples of the step.
+    """
+
+    allocated: int
+    parts: Mapping[str, int]
+    held: Mapping[str, int]
+    batch: int
+    reserved: int | None = None
+
+
+@dataclass
+class _Marks:
+    """What is found out while a step runs: which storages hold what, at which of the marks."""
+
+    after_forward: dict[int, str] = field(default_factory=dict)
+    after_step: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Allocation:
+    address: int
+    size: int
+    begin: float
+    end: float
+    part: str = ""
+
+
+def memory_of(contender: Contender, data: Data, batch: int, first: First | None = None) -> Split:
+    """Measure a step of a batch of so many examples; those of a smaller set are repeated.
+
+    One step is taken first, more where it was skipped, and `first` is called in the place of the first one.
+    """
+    gc.collect()
+    device = torch.device(contender.settings.device)
+    taken = _Taken(device)
+    marks = _Marks()
+    with tempfile.TemporaryDirectory() as folder:
+        with silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            _steps(contender, data, batch, marks, taken, first)
+            gc.collect()
+        trace = Path(folder, "trace.json")
+        with silent():
+            profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    found = _split(events, marks, device, batch)
+    return taken.corrected(found)
+
+
+def _steps(
+    contender: Contender,
+    data: Data,
+    batch: int,
+    marks: _Marks,
+    taken: _Taken,
+    first: First | None,
+) -> None:
+    training = begin(contender, data)
+    training.model.train()
+    warm_up(training, contender, batch_of(training, batch), first)
+    taken.begin()
+    casts = _CastWatch(training) if isinstance(training.precision, TorchAmp) else None
+    with casts or nullcontext():
+        _marked_step(training, contender, batch_of(training, batch), marks, casts)
+    marks.after_step = _kept(training)
+    _mark(_END)
+    taken.end()
+
+
+def warm_up(training: Training, contender: Contender, batch: Any, first: First | None = None) -> None:
+    """Take steps until one is not skipped, so that the optimizer has its state; `first` takes the first."""
+    started = time.perf_counter()
+    for number in range(_WARM_UP):
+        scale = training.precision.scale
+        if number == 0 and first is not None:
+            first(training, batch)
+        else:
+            step_of(training, contender, batch)
+        if training.precision.scale >= scale or time.perf_counter() - started > _PATIENCE:
+            return
+
+
+def _marked_step(training: Training, contender: Contender, batch: Any, marks: _Marks, casts: _CastWatch | None) -> None:
+    """A step of the loop whose parts are marked in the profile."""
+    precision = training.precision
+    backward, step = precision.backward, precision.step
+
+    def marked_backward(loss: Tensor, **options: Any) -> None:
+        marks.after_forward = {**_kept(training), **({} if casts is None else casts.found())}
+        _mark(_FORWARD_ENDS)
+        backward(loss, **options)
+
+    def marked_step(*optimizers: torch.optim.Optimizer, **options: Any) -> Any:
+        _mark(_UPDATE)
+        return step(*optimizers, **options)
+
+    _mark(_FORWARD)
+    precision.backward, precision.step = marked_backward, marked_step  # type: ignore[method-assign]
+    try:
+        step_of(training, contender, batch)
+    finally:
+        del precision.backward, precision.step
+
+
+def batch_of(training: Training, size: int) -> Any:
+    """The first examples as a batch on the device, from the start again where there are fewer."""
+    indices = torch.arange(size) % len(training.data.training)
+    return moved(training.data.training.batch(indices), training.device)
+
+
+def _mark(name: str) -> None:
+    with record_function(name):
+        pass
+
+
+# -- who holds what ---------------------------------------------------------------------------------------------------
+def _kept(training: Training) -> dict[int, str]:
+    """The storages of a training by address, and what they hold."""
+    model, optimizer = training.model, training.optimizer
+    parameters = list(model.parameters())
+    region = training.precision.autocast()
+    wrapper = vars(optimizer)
+    groups: list[tuple[str, object]] = [
+        ("weights", [*parameters, *model.buffers()]),
+        ("gradients", [one.grad for one in parameters]),
+        ("masters", list(_state(optimizer, masters=True))),
+        ("optimizer", list(_state(optimizer, masters=False))),
+        ("masters", wrapper.get("_kept")),  # MasterWeights keeps them beside the state of the optimizer within it
+        ("casts", region.cast_weights() if isinstance(region, autocast) else None),
+    ]
+    found: dict[int, str] = {}
+    for part, holder in groups:
+        for tensor in _tensors(holder):
+            if tensor.layout is torch.strided and tensor.untyped_storage().nbytes():
+                found.setdefault(tensor.untyped_storage().data_ptr(), part)
+    return found
+
+
+def _state(optimizer: torch.optim.Optimizer, masters: bool) -> Iterator[object]:
+    """An optimizer's state; lowp's own optimizers keep masters or remainders in it."""
+    for entries in optimizer.state.values():
+        for name, value in entries.items():
+            if (name in ("master", "remainder")) == masters:
+                yield value
+
+
+def _tensors(holder: object) -> Iterator[Tensor]:
+    """The tensors in dictionaries, lists and tuples."""
+    if isinstance(holder, Tensor):
+        yield holder
+    elif isinstance(holder, Mapping):
+        for value in holder.values():
+            yield from _tensors(value)
+    elif isinstance(holder, (list, tuple)):
+        for value in holder:
+            yield from _tensors(value)
+
+
+class _CastWatch(_DispatchMode):  # type: ignore[misc, valid-type]
+    """Sees the copies of parameters in 16 bits that torch.autocast makes; its cache tells nobody."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        self._parameters = {one.untyped_storage().data_ptr() for one in training.model.parameters()}
+        self._copies: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an op, and note a copy of a parameter."""
+        result = func(*args, **(kwargs or {}))
+        is_copy = func.name() == "aten::_to_copy" and result.element_size() == 2
+        if is_copy and args[0].untyped_storage().data_ptr() in self._parameters:
+            storage = result.untyped_storage()
+            self._copies[storage.data_ptr()] = StorageWeakRef(storage)
+        return result
+
+    def found(self) -> dict[int, str]:
+        """The copies that are alive."""
+        return {address: "casts" for address, copy in self._copies.items() if not copy.expired()}
+
+
+# -- the profile ------------------------------------------------------------------------------------------------------
+def _split(events: list[dict[str, Any]], marks: _Marks, device: torch.device, batch: int) -> Split:
+    """The parts at the peak, from the events of a profile."""
+    moments = {event["name"]: event["ts"] for event in events if event.get("name") in _MARKS}
+    forward, forward_ends, update, end = (moments[name] for name in _MARKS)
+    allocations = list(_allocations(events, _DEVICE_TYPES[device.type]))
+    for one in allocations:
+        one.part = _part_of(one, marks, forward, forward_ends, end)
+    peak, moment = _highest(allocations, forward, update)
+    whole, _ = _highest(allocations, forward, end)
+    parts = dict.fromkeys(PARTS, 0)
+    held = dict.fromkeys(_HELD, 0)
+    for one in allocations:
+        if one.begin <= moment < one.end:
+            parts[one.part] += one.size
+        if one.part in held and one.end > forward:
+            held[one.part] += one.size
+    parts["update"] = max(0, whole - peak)
+    return Split(max(peak, whole), parts, held, batch)
+
+
+_MARKS = (_FORWARD, _FORWARD_ENDS, _UPDATE, _END)
+_DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # as c10::DeviceType numbers them
+_HELD = ("weights", "masters", "gradients", "optimizer", "activations", "casts")
+
+
+def _allocations(events: list[dict[str, Any]], device_type: int) -> Iterator[_Allocation]:
+    """Every allocation on a kind of device, with the moments when it was made and freed."""
+    alive: dict[int, _Allocation] = {}
+    moves = [event for event in events if event.get("name") == "[memory]"]
+    for move in sorted(moves, key=lambda move: cast(float, move["ts"])):
+        told = move["args"]
+        if told["Device Type"] != device_type:
+            continue
+        address, size = told["Addr"], told["Bytes"]
+        if size > 0:
+            alive[address] = _Allocation(address, size, move["ts"], math.inf)
+        elif (freed := alive.pop(address, None)) is not None:  # else it was made before the profile
+            freed.end = move["ts"]
+            yield freed
+    yield from alive.values()
+
+
+def _part_of(one: _Allocation, marks: _Marks, forward: float, forward_ends: float, end: float) -> str:
+    for moment, kept in ((forward_ends, marks.after_forward), (end, marks.after_step)):
+        if one.begin <= moment < one.end and one.address in kept:
+            return kept[one.address]
+    if one.begin < forward:
+        return "other"
+    return "activations" if one.begin <= forward_ends < one.end else "temporaries"
+
+
+def _highest(allocations: Iterable[_Allocation], first: float, last: float) -> tuple[int, float]:
+    """The most bytes that are alive between two moments, and when that is first so."""
+    changes = [(one.begin, one.size) for one in allocations]
+    changes += [(one.end, -one.size) for one in allocations if one.end < math.inf]
+    alive = peak = 0
+    moment = first
+    for when, size in sorted(changes):
+        if when > last:
+            break
+        if when > first and not peak:
+            peak = alive  # as it was when the span began
+        alive += size
+        if when > first and alive > peak:
+            peak, moment = alive, when
+    return max(peak, 0), moment
+
+
+class _Taken:
+    """What a device's own allocator tells of a step, beside the profile: on CUDA the peaks allocated and reserved."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device if device.type == "cuda" else None
+        self.allocated = self.reserved = 0
+        if self.device is not None:
+            torch.cuda.empty_cache()
+            self.before = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
+
+    def begin(self) -> None:
+        """Begin to look for the peaks."""
+        if self.device is not None:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def end(self) -> None:
+        """Note the peaks."""
+        if self.device is not None:
+            torch.cuda.synchronize(self.device)
+            self.allocated = int(torch.cuda.max_memory_allocated(self.device)) - self.before[0]
+            self.reserved = int(torch.cuda.max_memory_reserved(self.device)) - self.before[1]
+
+    def corrected(self, split: Split) -> Split:
+        """The split with these peaks; what the profile did not see is `other`."""
+        if self.device is None:
+            return split
+        parts = {**split.parts, "other": split.parts["other"] + self.allocated - split.allocated}
+        return replace(split, allocated=self.allocated, parts=parts, reserved=self.reserved)

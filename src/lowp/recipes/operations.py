@@ -1,0 +1,204 @@
+"""The operations of a training step: how many, and how many of them on operands that 16 bits hold.
+
+An operation is a multiplication or an addition of a contraction (matrix products, convolutions, attention, forward and
+backward): 2 m n k of a matrix product, by the formulas of torch.utils.flop_counter. What is not a contraction is not
+counted. A contraction counts as done in 16 bits where every floating-point operand IS in 16 bits: by its dtype, or,
+since a CPU without such arithmetic computes on fp32 copies, by its values, all of which are numbers of fp16, of bf16,
+or 16-bit integers under one power of two. Sums are wider everywhere. So the share is found by looking at the numbers,
+not by believing a policy. Inside a fused attention the operands are query, key and value; the probabilities stay fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from lowp import casts
+from lowp.compat import private
+from lowp.formats import ScaledFormat
+from lowp.kernels import integer
+
+__all__ = ["METHOD", "Operations", "counted", "fits_16_bits"]
+
+METHOD = (
+    "operations: multiplications and additions of the contractions of one step, forward and backward (2 m n k of a "
+    "matrix product, formulas of torch.utils.flop_counter), counted as they ran; in 16 bits where every operand is, by "
+    "its dtype or by all its values; sums are wider everywhere"
+)
+
+_DispatchMode = cast(type, private("torch.utils._python_dispatch.TorchDispatchMode"))
+_INTEGER_PRODUCTS = ("matmul_exact", "matmul_chained", "convolution_exact", "convolution_chained")
+_COPIES = ("aten::clone", "aten::_to_copy", "aten::copy_")
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Operations of one step, all and those in 16 bits or fewer."""
+
+    total: int
+    narrow: int
+
+    @property
+    def share(self) -> float | None:
+        """The share in 16 bits, 0 to 1; None where nothing was contracted."""
+        return self.narrow / self.total if self.total else None
+
+
+def counted(step: Callable[[], object]) -> Operations:
+    """Take a step and count its operations. It computes what it always does, more slowly, and not for torch.compile."""
+    counter = _Counter()
+    with _integer_products_told_to(counter), counter:
+        step()
+    return Operations(counter.total, counter.narrow)
+
+
+class _Counter(_DispatchMode):  # type: ignore[misc, valid-type]
+    """Sees every op that reaches the dispatcher, in backward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.narrow = 0
+        self.paused = False  # within an integer product, which is counted as a whole
+        self._formulas = FlopCounterMode(display=False).flop_registry
+        # tensors that a cast to a format with a scale of any value has written: their storages, while they live
+        self._written: dict[int, StorageWeakRef] = {}
+
+    def add(self, operations: int, narrow: bool) -> None:
+        """Count a contraction."""
+        self.total += operations
+        self.narrow += operations if narrow else 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an op, and count it where it is a contraction."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.paused:
+            return result
+        name = func.name().partition(".")[0]
+        if name == "lowp::quantize" and _is_narrow(args[1]):
+            self._remember(result)
+        elif name in _COPIES and self._is_written(args[1] if name == "aten::copy_" else args[0]):
+            self._remember(result)
+        operations = self._operations(func, name, args, kwargs, result)
+        if operations:
+            self.add(operations, all(self._is_narrow(x) for x in _operands(name, args)))
+        return result
+
+    def _operations(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+        if "scaled_dot_product" in name:
+            shapes = [tuple(x.shape) for x in args[:4] if isinstance(x, Tensor)]
+            if "backward" in name:
+                return int(sdpa_backward_flop_count(*shapes[:4]))
+            return int(sdpa_flop_count(*shapes[:3]))
+        formula = self._formulas.get(func.overloadpacket)
+        return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+    def _is_narrow(self, x: Tensor) -> bool:
+        return x.element_size() <= 2 or self._is_written(x) or fits_16_bits(x)
+
+    def _remember(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        self._written[storage.data_ptr()] = StorageWeakRef(storage)
+
+    def _is_written(self, x: Any) -> bool:
+        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+            return False
+        found = self._written.get(x.untyped_storage().data_ptr())
+        return found is not None and not found.expired()
+
+
+def _operands(name: str, args: tuple[Any, ...]) -> Iterator[Tensor]:
+    """The floating-point tensors that are multiplied: without what is only added, and without masks."""
+    first = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+    if name in ("aten::addmm", "aten::baddbmm", "aten::addbmm"):
+        first = first[1:]
+    elif "scaled_dot_product" in name:
+        first = first[: 4 if "backward" in name else 3]
+    elif "convolution" in name:
+        first = first[: 3 if "backward" in name else 2]
+        if "backward" in name:  # gradient, input, weight; the shape alone is read of one that only names its gradient
+            wanted: Sequence[bool] = args[-1]
+            used = {0, *((1,) if wanted[1] else ()), *((2,) if wanted[0] else ())}
+            first = [x for place, x in enumerate(first) if place in used]
+    return iter(first)
+
+
+def _is_narrow(text: str) -> bool:
+    """Whether a cast's text names elements of at most 16 bits under a scale of whatever value."""
+    format = casts.parse(text).format
+    return isinstance(format, ScaledFormat) and format.element.bits <= 16
+
+
+def fits_16_bits(x: Tensor) -> bool:
+    """Whether all values are numbers of fp16, all of bf16, or all int16 times one power of two; an empty tensor is.
+
+    Infinities and NaNs are numbers of both float formats.
+    """
+    x = x.detach()
+    if any(torch.equal(torch.nan_to_num(x), torch.nan_to_num(x.to(dtype).to(x.dtype))) for dtype in _SIXTEEN):
+        return True
+    maximum = float(x.abs().max())
+    if not math.isfinite(maximum):
+        return False
+    mantissas = torch.ldexp(x.double(), torch.tensor(15 - math.frexp(maximum)[1], device=x.device))
+    return torch.equal(mantissas, mantissas.round())
+
+
+_SIXTEEN = (torch.float16, torch.bfloat16)
+
+
+# -- integer products -------------------------------------------------------------------------------------------------
+@contextmanager
+def _integer_products_told_to(counter: _Counter) -> Iterator[None]:
+    """Count lowp's products of int16 mantissas for a while: calls into the C++ library, which no dispatch mode sees."""
+    before = {name: getattr(integer, name) for name in _INTEGER_PRODUCTS}
+    try:
+        for name, function in before.items():
+            setattr(integer, name, _told(function, _PRODUCT_SIZES[name.partition("_")[0]], counter))
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(integer, name, function)
+
+
+def _told(function: Callable[..., Any], size: Callable[..., int], counter: _Counter) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        counter.paused = True
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            counter.paused = False
+        counter.add(size(*args, result=result.values, **kwargs), narrow=True)
+        return result
+
+    return run
+
+
+def _matmul_operations(a: Tensor, b: Tensor, *, result: Tensor, transpose_a: bool = False, **_: Any) -> int:
+    return 2 * result.numel() * a.shape[-2 if transpose_a else -1]
+
+
+def _convolution_operations(
+    product: str, a: Tensor, b: Tensor, shape: integer.ConvolutionShape, *, result: Tensor, **_: Any
+) -> int:
+    """The same for all three products: each output place meets each weight of its group once."""
+    places = math.prod(shape.output[2:]) * shape.output[0]
+    return 2 * places * math.prod(shape.weight)
+
+
+_PRODUCT_SIZES: dict[str, Callable[..., int]] = {
+    "matmul": _matmul_operations,
+    "convolution": _convolution_operations,
+}
