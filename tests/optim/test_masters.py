@@ -67,6 +67,15 @@ def test_the_stall_of_pure_bf16_at_a_small_learning_rate_is_cured() -> None:
     assert moved["stochastic"] == pytest.approx(4e-3, abs=5 * 6.2e-5)
 
 
+def test_a_storage_that_is_stochastic_by_itself_draws_anew_each_step() -> None:
+    weight = nn.Parameter(torch.ones(4096))
+    optimizer = MasterWeights(torch.optim.SGD([weight], lr=1e-3), "e5m2:stochastic", kind="none")
+    for _ in range(200):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert abs(weight.mean().item() - 0.8) < 0.01
+
+
 def test_stochastic_rounding_depends_on_seed_and_step_alone() -> None:
     def run(seed: int) -> torch.Tensor:
         weight = nn.Parameter(torch.linspace(-1, 1, 999))

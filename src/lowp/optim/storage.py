@@ -95,7 +95,8 @@ class Storage:
             return drawn
         if str(self.cast) in ("fp16", "bf16"):
             return master.to(self.dtype)
-        result: Tensor = kernels.quantize(master, self.cast)
+        # a cast that is stochastic by itself draws anew each step, too
+        result: Tensor = kernels.quantize(master, self.cast, seed=0 if seed is None else seed)
         return result
 
 
