@@ -17,6 +17,7 @@ from lowp.exponents import SharedExponents
 from lowp.grad_scaler import NonFiniteGradients
 from lowp.kernels.mantissas import current_exponent, to_mantissas, values
 from lowp.optim import FlexWeights
+from lowp.optim.flex import SQUARES
 from lowp.precision import Precision
 
 FLEX = parse("flex16+5")
@@ -35,8 +36,8 @@ class Run:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
         inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        if optimizer == "RMSprop":
-            inner = torch.optim.RMSprop(model.parameters(), lr=0.01)
+        if optimizer != "SGD":
+            inner = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01)
         self.precision = Precision(precision)
         self.model, self.optimizer = self.precision.prepare(model, inner)
         self.generator = torch.Generator().manual_seed(1)
@@ -58,7 +59,7 @@ class Run:
         return {name: value.detach().clone() for name, value in found.items() if value.is_floating_point()}
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "RMSprop"])
+@pytest.mark.parametrize("optimizer", ["SGD", "RMSprop", "Adam"])
 def test_weights_gradients_updates_and_optimizer_state_are_all_in_the_format(optimizer: str) -> None:
     run = Run(optimizer=optimizer)
     assert isinstance(run.optimizer, FlexWeights)
@@ -67,16 +68,34 @@ def test_weights_gradients_updates_and_optimizer_state_are_all_in_the_format(opt
     losses = [run.step() for _ in range(60)]
     assert losses[-1] < 0.3 < losses[0]
     for name, value in run.tensors().items():
-        assert value.dim() == 0 or is_flex(value), name
+        written = value.sqrt() if name.split(".")[-1] in SQUARES else value
+        assert value.dim() == 0 or is_flex(written), name
     assert all(is_flex(y) for y in outputs)
     assert all(is_flex(parameter.grad) for parameter in run.model.parameters() if parameter.grad is not None)
     for handle in handles:
         handle.remove()
     exponents = run.precision.exponents
     assert exponents is not None
-    kept = "momentum_buffer" if optimizer == "SGD" else "square_avg"
+    kept = {"SGD": "momentum_buffer", "RMSprop": "square_avg", "Adam": "exp_avg_sq"}[optimizer]
     assert {"weight of 0.weight", "update of 0.weight", f"{kept} of 0.weight"} <= set(exponents.places())
     assert exponents.summary()["all"].nonfinite == 0
+
+
+def test_adam_makes_small_steps_for_gradients_far_below_the_largest() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    model = torch.nn.Module()
+    model.weight = weight
+    precision = Precision("flex16+5")
+    _, optimizer = precision.prepare(model, torch.optim.Adam([weight], lr=0.01))
+    for _ in range(20):
+        weight.grad = torch.tensor([1.0, 2.0**-9, 2.0**-14, 0.0])  # their squares lie 28 binary places apart
+        precision.step(optimizer)
+    second = optimizer.state[weight]["exp_avg_sq"]
+    assert (second[:3] > 0).all() and second[3] == 0
+    # Adam's step is the rate for every gradient that stays what it is; near the unit it may be a part of it, never more
+    moved = -weight.detach()
+    assert torch.allclose(moved[[0, 1, 3]], torch.tensor([0.2, 0.2, 0.0]), atol=0.01)
+    assert 0.05 < moved[2] < 0.21
 
 
 def test_it_learns_as_fp32_does_with_the_same_hyper_parameters() -> None:

@@ -174,6 +174,15 @@ class SharedExponents:
                 return int(group.state.exponent[group.names[place]])
         raise InvalidInput(f"nothing was written at {place!r}; places are named as in {self.places()[:3]}")
 
+    def unit(self, place: str) -> Tensor:
+        """2 ** exponent of the last write at a place in this step, fp32 and 0-d, on its device without a wait for it.
+
+        Raises KeyError for a place that was never written.
+        """
+        group = next(group for group in self._groups.values() if place in group.names)
+        exponent = group.state.exponent[group.names[place]]
+        return torch.ldexp(torch.ones((), device=exponent.device), exponent)
+
     def summary(self) -> dict[str, Summary]:
         """What was written so far, by class of tensors, and as ``all``; counts what `flush` has seen."""
         found = {"all": Summary(), **{name: Summary() for name in CLASSES}}

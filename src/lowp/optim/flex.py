@@ -19,14 +19,18 @@ from lowp.optim.model_state import Attachment, attach
 
 _VERSION = 1
 
+# What torch's optimizers call a mean (or sum) of squares in their state: Adam and its kin, RMSprop, Adadelta, Adagrad.
+SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
+
 
 class FlexWeights(torch.optim.Optimizer):
     """Lets any torch optimizer train parameters that are int16 under shared exponents, without masters.
 
     The parameters are written when the wrapper is made, and stay fp32 tensors whose values the format holds. A step of
     the inner optimizer computes in fp32 on such values; then the update is written, the weight as the sum of the old
-    one and the update, and every floating-point tensor of the optimizer's state with more than one element. Gradients
-    that are sums (accumulated, averaged over ranks, clipped) are written first. `names` gives the parameters' names.
+    one and the update, and every floating-point tensor of the optimizer's state with more than one element; of means
+    of squares (Adam's second moment) it is the root that is in the format, see `_written_square`. Gradients that are
+    sums (accumulated, averaged over ranks, clipped) are written first. `names` gives the parameters' names.
 
     `param_groups`, `state` and `state_dict` are the inner optimizer's; the exponents are kept by `exponents`.
     """
@@ -90,7 +94,8 @@ class FlexWeights(torch.optim.Optimizer):
             parameter.copy_(self._written(old.double() + update.double(), f"weight of {name}"))
             for key, value in self.inner.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
-                    value.copy_(self._written(value, f"{key} of {name}"))
+                    write = self._written_square if key in SQUARES else self._written
+                    value.copy_(write(value, f"{key} of {name}"))
         for name, find in self._buffers.items():
             if (buffer := find()) is not None:
                 buffer.copy_(self._written(buffer, f"buffer of {name}", unless_exact=True))
@@ -143,6 +148,17 @@ class FlexWeights(torch.optim.Optimizer):
 
     def _written(self, x: Tensor, place: str, unless_exact: bool = False) -> Tensor:
         return self.exponents.write(x, self.cast, place, unless_exact=unless_exact)
+
+    def _written_square(self, x: Tensor, place: str) -> Tensor:
+        """Return x, which is not negative, as the squares of values of the format; what is not zero does not become so.
+
+        Squares span twice the binary places that gradients do, more than 15: written as they are, most would be zero,
+        and what is divided by their root would have no bound. The root spans no more than the gradients. One below
+        half a unit becomes a unit: the denominator of a small gradient may be too large, and never vanishes.
+        """
+        root = x.double().sqrt()
+        written = self._written(root, place)
+        return torch.where((root > 0) & (written == 0), self.exponents.unit(place), written).square()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()
