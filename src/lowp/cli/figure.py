@@ -1,100 +1,287 @@
 """Draw a figure of the literature from a real run, with its numbers as JSON beside it.
 
-lowp figure autoflex                       the Flexpoint paper's figure 3: Γ, κ, predicted and representable maximum
-lowp figure flex-window                    its figure 2: histograms of log2|x| and the window of a 16-bit mantissa
+lowp figure --list                         the figures, and what each is trained on unless told otherwise
+lowp figure updates                        which updates are too small for their weights in bf16 and fp16
+lowp figure loss-scaling --scale dynamic
 lowp figure autoflex --recipe cifar10-mlp --data DIR --steps 400 --out autoflex.svg
-lowp figure --list
+lowp figure curves --from compare-digits.json --out curves.svg
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowp.cli.interrupts import Interrupts
+
+if TYPE_CHECKING:
+    from lowp.recipes.training import Settings
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure by name: what records it (``module:function``, settings and options to a document) and what draws it."""
+    """A figure by name: what records it, what draws it, and what tells its numbers in words (``module:function``).
+
+    `kind` is its document's. `run` are the options that make its training's settings, with the figure's own defaults,
+    empty for a figure without a training; `options` those that its recorder takes by name. `trainings` is how many
+    runs there are for each precision and seed.
+    """
 
     summary: str
+    kind: str
     record: str
     draw: str
-    steps: int
-    precision: str
+    words: str | None
+    run: Mapping[str, Any]
+    options: Mapping[str, Any]
+    trainings: int = 1
+
+
+_RUN = {"size": None, "seed": 0, "data": None}
+
+
+def _figure(summary: str, name: str, module: str, run: Mapping[str, Any], **options: Any) -> Figure:
+    """A row whose functions are called as the figure is: record_NAME, NAME and NAME_words."""
+    function = name.replace("-", "_")
+    places = f"lowp.recipes.recording.{module}:record_{function}", f"lowp.report.figures.{module}:{function}"
+    return Figure(summary, f"figure-{name}", *places, f"{places[1]}_words", run, options)
 
 
 FIGURES = {
     "autoflex": Figure(
         "Γ, κ and the predicted maximum of weights, activations and updates, step by step (Flexpoint, figure 3)",
-        "lowp.recipes.recording:record_series",
-        "lowp.report.figures:autoflex",
-        400,
-        "flex16+5",
+        "figure-autoflex",
+        "lowp.recipes.recording.flex:record_series",
+        "lowp.report.figures.flex:autoflex",
+        None,
+        {**_RUN, "recipe": "digits", "precision": "flex16+5"},
+        {"steps": 400, "layer": None},
     ),
     "flex-window": Figure(
         "log2 histograms of weights, activations and updates with the 16-bit window (Flexpoint, figure 2)",
-        "lowp.recipes.recording:record_windows",
-        "lowp.report.figures:flex_window",
-        400,
-        "flex16+5",
+        "figure-flex-window",
+        "lowp.recipes.recording.flex:record_windows",
+        "lowp.report.figures.flex:flex_window",
+        None,
+        {**_RUN, "recipe": "digits", "precision": "flex16+5"},
+        {"steps": 400, "layer": None},
+    ),
+    "updates": _figure(
+        "weight gradients and update:weight ratios early and late, and what bf16 and fp16 lose of the updates",
+        "updates",
+        "gradients",
+        {**_RUN, "recipe": "resnet-20", "precision": "fp32", "epochs": None},
+    ),
+    "gradients": _figure(
+        "weight gradients and updates of a naive fp16 run, and what fp16 swallows (Micikevicius et al., figure 2b)",
+        "gradients",
+        "gradients",
+        {**_RUN, "recipe": "digits-hard", "precision": "fp16-naive", "epochs": None},
+    ),
+    "activation-gradients": _figure(
+        "gradients of activations in fp16's window, and their medians beside those of weights (figure 3)",
+        "activation-gradients",
+        "activations",
+        {**_RUN, "recipe": "ssd", "precision": "fp32", "epochs": None},
+    ),
+    "loss-scaling": _figure(
+        "the same gradients without and with a loss scale: what falls out of fp16 before and after",
+        "loss-scaling",
+        "activations",
+        {**_RUN, "recipe": "ssd", "precision": "fp16", "epochs": 6, "loss_scale": "256"},
+    ),
+    "stall": Figure(
+        "weights that stop moving in bf16, beside fp32 masters and stochastic rounding, which go on",
+        "figure-stall",
+        "lowp.recipes.recording.stall:record_stall",
+        "lowp.report.figures.stall:stall",
+        "lowp.report.figures.stall:stall_words",
+        {**_RUN, "recipe": "digits-hard", "precision": "bf16-storage", "epochs": None},
+        {"layer": None},
+        trainings=4,
+    ),
+    "curves": Figure(
+        "error by epoch, top-1 and top-5, in several precisions; also from a file of lowp compare",
+        "comparison",
+        "lowp.recipes.recording.curves:record_curves",
+        "lowp.report.figures.curves:curves",
+        "lowp.report.figures.curves:curves_words",
+        {"recipe": "digits", "size": None, "data": None, "epochs": None},
+        {"precisions": "fp16,flex16+5", "seeds": 3},
+    ),
+    "cost": _figure(
+        "energy and silicon area of numbers, from a published table and estimates between its rows",
+        "cost",
+        "costs",
+        {},
+        formats="fp32,tf32,fp16,bf16,e4m3fn,e5m2,flex16+5,int8",
     ),
 }
+# How an option is spelled, where that is not the name of what it sets.
+_SPELLED = {"loss_scale": "scale", "precisions": "precision"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("name", nargs="?", help=f"the figure: {' or '.join(FIGURES)}")
+    parser.add_argument("name", nargs="?", help=f"the figure: {', '.join(FIGURES)}")
     parser.add_argument("--list", action="store_true", help="list the figures")
-    parser.add_argument("--recipe", default="digits", help="the network that is trained (digits)")
-    parser.add_argument("--precision", help="in place of the figure's own: flex16+5:frozen ...")
+    parser.add_argument("--from", dest="source", metavar="FILE.json", type=Path, help="draw what this file has")
+    parser.add_argument("--recipe", help="the network that is trained, in place of the figure's own")
+    parser.add_argument("--size", help="the recipe's size: cpu (the default) or full")
+    parser.add_argument("--precision", help="in place of the figure's own; of curves a list, beside fp32")
+    parser.add_argument("--epochs", type=int, metavar="N", help="epochs, in place of the recipe's")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps, of autoflex and flex-window (400)")
     parser.add_argument("--layer", metavar="PATH", help="the module whose tensors are drawn; the first if not given")
-    parser.add_argument("--steps", type=int, metavar="N", help="training steps (400)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
+    parser.add_argument("--scale", metavar="SCALE", help="of loss-scaling: a number, dynamic or dynamic(1024) (256)")
+    parser.add_argument("--formats", metavar="LIST", help="of cost: named formats, or spelled ones such as e5m7")
+    parser.add_argument("--seed", type=int, metavar="N", help="of weights and batches (0)")
+    parser.add_argument("--seeds", type=int, metavar="N", help="of curves: runs of each precision (3)")
     parser.add_argument("--data", metavar="DIR", help="the real data set, where the recipe takes one")
     parser.add_argument("--out", metavar="FILE", type=Path, help=".png, .svg or .pdf; figure-NAME.png if not given")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Record and draw; 130 for Ctrl-C, with nothing written."""
+    """Record and draw, or draw what a file has; 130 for Ctrl-C, with nothing written."""
     from lowp.errors import InvalidInput, UnknownName, unknown
     from lowp.recipes import results
-    from lowp.recipes.training import Settings
     from lowp.report import plots
 
     if arguments.list:
-        width = max(map(len, FIGURES))
-        print("\n".join(f"{name:<{width}}  {figure.summary}" for name, figure in FIGURES.items()))
+        print("\n".join(_listed()))
         return 0
+    if arguments.name is None:
+        raise InvalidInput(f"no figure is named; allowed: {', '.join(FIGURES)}")
     if arguments.name not in FIGURES:
         raise UnknownName(unknown("figure", arguments.name, FIGURES))
     figure = FIGURES[arguments.name]
-    steps = figure.steps if arguments.steps is None else arguments.steps
-    if steps < 1:
-        raise InvalidInput(f"--steps {steps}: give 1 or more")
     out = arguments.out or Path(f"figure-{arguments.name}.png")
-    numbers = out.with_suffix(".json")
     plots.check_suffix(out)
     results.check_writable(out)
+    given = _given(arguments, figure)
+    if arguments.source is not None:
+        return _redraw(arguments, figure, given, out)
+    numbers = out.with_suffix(".json")
     results.check_writable(numbers)
-    data = None if arguments.data is None else str(arguments.data)
-    precision = arguments.precision or figure.precision
-    settings = Settings(arguments.recipe, precision=precision, seed=arguments.seed, data=data).filled()
     with Interrupts() as interrupts:
-        document = _named(figure.record)(settings, steps, arguments.layer, interrupts)
+        document = _record(figure, given, interrupts)
     if interrupts():
         return interrupts.exit_code
     results.write(numbers, document)
+    document = results.read(numbers, figure.kind)  # as --from reads it
+    for sentence in _words(figure, document):
+        print(sentence)
     if not plots.can_plot():
         print(f"written: {numbers}; no picture: {plots.NO_MATPLOTLIB}")
         return 0
     _named(figure.draw)(document, out)
     print(f"written: {numbers}, {out}")
     return 0
+
+
+def _given(arguments: argparse.Namespace, figure: Figure) -> dict[str, Any]:
+    """The options of the command line by what they set; raises InvalidInput for those that the figure does not take."""
+    from lowp.errors import InvalidInput
+
+    takes = {**figure.run, **figure.options}
+    every = {name for one in FIGURES.values() for name in {**one.run, **one.options}}
+    options = {name: _SPELLED.get(name, name) for name in sorted(every)}
+    found = {name: getattr(arguments, option) for name, option in options.items() if name in takes}
+    refused = [
+        option
+        for option in dict.fromkeys(options.values())
+        if getattr(arguments, option) is not None and option not in {options[name] for name in takes}
+    ]
+    if refused:
+        allowed = ", ".join(f"--{options[name]}" for name in takes)
+        raise InvalidInput(f"{arguments.name} takes no --{refused[0]}; allowed: {allowed}, --from, --out")
+    for name in ("steps", "seeds"):
+        if found.get(name) is not None and found[name] < 1:
+            raise InvalidInput(f"--{name} {found[name]}: give 1 or more")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _record(figure: Figure, given: Mapping[str, Any], interrupts: Interrupts) -> dict[str, Any]:
+    """The figure's document, with a bar while it is recorded."""
+    from lowp.report.progress import Bar
+
+    options: dict[str, Any] = {name: given.get(name, value) for name, value in figure.options.items()}
+    for name in ("precisions", "formats"):
+        if name in options:
+            options[name] = [word.strip() for word in options[name].split(",") if word.strip()]
+    total, unit = options.get("steps", 0), "steps"
+    if figure.run:
+        options["settings"] = _settings(figure, given)
+    if figure.run and not total:
+        rows = 1 + len(options["precisions"]) if "precisions" in options else 1
+        total, unit = options["settings"].epochs * figure.trainings * rows * options.get("seeds", 1), "epochs"
+    with Bar(figure.kind, total, unit) as bar:
+
+        def told(name: str, done: int) -> None:
+            bar.advance(1 if done else 0, name)
+
+        return dict(_named(figure.record)(**options, stop=interrupts, told=told))
+
+
+def _settings(figure: Figure, given: Mapping[str, Any]) -> Settings:
+    from lowp.recipes.training import Settings
+
+    chosen = {name: given.get(name, value) for name, value in figure.run.items()}
+    if "recipe" in given and "epochs" not in given and "epochs" in chosen:
+        chosen["epochs"] = None  # the figure's own epochs are for its own recipe
+    return Settings(**chosen).filled()
+
+
+def _redraw(arguments: argparse.Namespace, figure: Figure, given: Mapping[str, Any], out: Path) -> int:
+    """Draw what a file has, and say its numbers again."""
+    from lowp.errors import InvalidInput, Unavailable
+    from lowp.recipes import results
+    from lowp.report import plots
+
+    if given:
+        option = next(iter(_SPELLED.get(name, name) for name in given))
+        raise InvalidInput(f"--from draws what was recorded, and --{option} is for recording: leave one of them out")
+    try:
+        document = results.read(arguments.source, figure.kind)
+    except InvalidInput as error:
+        raise InvalidInput(f"{error}{_right_command(arguments.source)}") from None
+    if not plots.can_plot():
+        raise Unavailable(plots.NO_MATPLOTLIB)
+    try:
+        words = _words(figure, document)
+        _named(figure.draw)(document, out)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise InvalidInput(
+            f"{arguments.source} is not as lowp wrote it ({type(error).__name__}: {error}): record it again"
+        ) from None
+    print("\n".join([*words, f"written: {out}"]))
+    return 0
+
+
+def _right_command(path: Path) -> str:
+    """For a file of another figure, the command that draws it."""
+    from lowp.errors import InvalidInput
+    from lowp.recipes import results
+
+    for name, figure in FIGURES.items():
+        try:
+            results.read(path, figure.kind)
+        except InvalidInput:
+            continue
+        return f": lowp figure {name} --from {path} draws it"
+    return ""
+
+
+def _words(figure: Figure, document: Mapping[str, Any]) -> list[str]:
+    return [] if figure.words is None else list(_named(figure.words)(document))
+
+
+def _listed() -> list[str]:
+    """A line a figure, and what it trains below it."""
+    width = max(map(len, FIGURES))
+    return [f"{name:<{width}}  {figure.summary}" for name, figure in FIGURES.items()]
 
 
 def _named(spelled: str) -> Callable[..., Any]:

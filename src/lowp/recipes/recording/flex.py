@@ -12,17 +12,22 @@ from lowp.errors import InvalidInput, unknown
 from lowp.exponents import Flush, SharedExponents
 from lowp.recipes import results
 from lowp.recipes.measuring import threads_of
+from lowp.recipes.recording.runs import Stop, Told
 from lowp.recipes.training import Settings, Training, moved
 
 __all__ = ["record_series", "record_windows"]
 
 CLASSES = ("weights", "activations", "updates")
 _LOWEST, _HIGHEST = -48, 16  # the binary exponents that are counted; what is beyond them counts at the ends
-Stop = Callable[[], bool]
 
 
 def record_series(
-    settings: Settings, steps: int, layer: str | None = None, stop: Stop = lambda: False
+    settings: Settings,
+    steps: int,
+    layer: str | None = None,
+    *,
+    stop: Stop = lambda: False,
+    told: Told = lambda name, step: None,
 ) -> dict[str, Any]:
     """Train for some steps; return Γ, κ and the predicted maximum of every step, for one layer's three tensors.
 
@@ -36,7 +41,7 @@ def record_series(
         kept.append((flush, {place: index for index, place in enumerate(flush.places)}))
 
     exponents.watch(watch)
-    _train(training, steps, stop)
+    _train(training, steps, stop, told)
     layer, places = _places(exponents, layer)
     series = {}
     for name, place in zip(CLASSES, places, strict=True):
@@ -55,7 +60,12 @@ def record_series(
 
 
 def record_windows(
-    settings: Settings, steps: int, layer: str | None = None, stop: Stop = lambda: False
+    settings: Settings,
+    steps: int,
+    layer: str | None = None,
+    *,
+    stop: Stop = lambda: False,
+    told: Told = lambda name, step: None,
 ) -> dict[str, Any]:
     """Train for some steps; return histograms of log2|x| of three tensors, from the first and last tenth of the steps.
 
@@ -79,7 +89,7 @@ def record_windows(
         nonlocal step
         step += 1
 
-    _train(training, steps, stop, count)
+    _train(training, steps, stop, told, count)
     end()
     layer, places = _places(exponents, layer)
     windows = {
@@ -139,7 +149,7 @@ def _begun(settings: Settings) -> tuple[Training, SharedExponents]:
     return training, exponents
 
 
-def _train(training: Training, steps: int, stop: Stop, after: Callable[[], None] = lambda: None) -> None:
+def _train(training: Training, steps: int, stop: Stop, told: Told, after: Callable[[], None] = lambda: None) -> None:
     """Do the first steps of the run, in the order of its own batches, over as many epochs as that takes."""
     training.model.train()
     done = 0
@@ -154,6 +164,7 @@ def _train(training: Training, steps: int, stop: Stop, after: Callable[[], None]
                 training.step(moved(training.data.training.batch(chosen, generator), training.device))
                 after()
                 done += 1
+                told(training.settings.recipe, done)
 
 
 def _places(exponents: SharedExponents, layer: str | None) -> tuple[str, tuple[str, str, str]]:

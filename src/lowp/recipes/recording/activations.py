@@ -1,0 +1,158 @@
+"""Gradients of activations in a real run beside those of weights, and what a loss scale makes of both in fp16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowp.errors import InvalidInput
+from lowp.formats import FORMATS, FloatFormat
+from lowp.presets import LossScale
+from lowp.recipes.recording.histograms import Fp16Counts, Histogram
+from lowp.recipes.recording.runs import Stop, Told, head, moments_of, train, weights_of
+from lowp.recipes.sampling import Reference
+from lowp.recipes.training import Settings, Training
+
+__all__ = ["GradientHooks", "record_activation_gradients", "record_loss_scaling"]
+
+_STEPS_OF_A_RUN = 16
+
+
+def record_activation_gradients(
+    settings: Settings, *, stop: Stop = lambda: False, told: Told = lambda name, epoch: None
+) -> dict[str, Any]:
+    """Train; return histograms of the gradients of activations and of weights, and the medians of both by layer.
+
+    At 16 steps of the run, each from an fp32 backward of the unscaled loss on the run's weights and batch. Activations
+    are the outputs of all modules that have no modules in them.
+    """
+    training = Training(settings)
+    observer = _Watched(training)
+    train(training, observer, stop, told)
+    return {
+        **head("figure-activation-gradients", training),
+        "steps_sampled": observer.steps,
+        "activations": observer.activations.document(),
+        "weights": observer.weights.document(),
+        "layers": list(observer.layers()),
+    }
+
+
+def record_loss_scaling(
+    settings: Settings, *, stop: Stop = lambda: False, told: Told = lambda name, epoch: None
+) -> dict[str, Any]:
+    """Train with a loss scale; return histograms of the gradients of activations without it and with it.
+
+    Both are those of an fp32 backward at 16 steps of the run, the second times the scale that the run had there. `room`
+    is how often the last scale could still be doubled before the largest gradient of an activation or a parameter at
+    these steps overflows fp16. Raises InvalidInput for a scale of 1.
+    """
+    scale = LossScale.parse("none" if settings.loss_scale is None else settings.loss_scale)
+    if scale.kind == "none":
+        raise InvalidInput(f"--scale {settings.loss_scale}: it changes nothing: give a number such as 256, or dynamic")
+    training = Training(settings)
+    observer = _Watched(training, scaled=True)
+    train(training, observer, stop, told)
+    before, after = observer.activations.document(), observer.scaled.document()
+    format = FORMATS["fp16"]
+    assert isinstance(format, FloatFormat)
+    largest = max(before["histogram"]["largest"], observer.largest)
+    last = training.precision.scale
+    return {
+        **head("figure-loss-scaling", training),
+        "scale": str(scale),
+        "scales": observer.scales,
+        "last_scale": last,
+        "skipped_steps": training.precision.skipped_steps,
+        "room": math.floor(math.log2(format.maximum / (last * largest))) if largest else None,
+        "steps_sampled": observer.steps,
+        "before": before,
+        "after": after,
+    }
+
+
+class GradientHooks:
+    """Hooks that hand over the gradient of every output of every module without modules in it: listen(name, gradient).
+
+    A module that is called twice in a forward is heard twice. What is changed in place afterwards (by ReLU) is heard
+    with its gradient from before the change.
+    """
+
+    def __init__(self, model: nn.Module, listen: Callable[[str, Tensor], None]) -> None:
+        self._listen = listen
+        for name, module in model.named_modules():
+            if not any(True for _ in module.children()):
+                module.register_forward_hook(partial(self._after, name))
+
+    def _after(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+        for one in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(one, Tensor) and one.requires_grad:
+                one.register_hook(partial(self._listen, name))  # type: ignore[no-untyped-call]
+
+
+class _Watched:
+    """Counts at some steps the gradients of activations and weights, and those of activations under the loss scale."""
+
+    def __init__(self, training: Training, scaled: bool = False) -> None:
+        self._training = training
+        self._counts_scaled = scaled
+        self._reference = Reference(training.recipe, training.size, training.device)
+        GradientHooks(self._reference.model, self._hear)
+        steps = range(training.epochs * training.steps_per_epoch)
+        self.steps = moments_of(steps, _STEPS_OF_A_RUN)
+        self.scales: list[float] = []
+        self.largest = 0.0  # gradient of any parameter
+        self.activations, self.scaled, self.weights = Fp16Counts(), Fp16Counts(), Fp16Counts()
+        self._of_layer: dict[str, tuple[Histogram, Histogram]] = {
+            name: (Histogram(), Histogram()) for name in _layers(self._reference.model)
+        }
+
+    def wants(self, progress: float) -> bool:
+        """16 steps of the run."""
+        return self._training.epoch * self._training.steps_per_epoch + self._training.step_of_epoch in self.steps
+
+    def before_forward(self) -> None:
+        """For the reference."""
+        self._reference.remember()
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        """Run the reference backward, which is heard, and count its weight gradients."""
+        self.scales.append(self._training.precision.scale)
+        self._reference.backward(model.state_dict(), batch)
+        gradients = {name: one.grad for name, one in self._reference.model.named_parameters() if one.grad is not None}
+        self.largest = max([self.largest, *(float(one.abs().max()) for one in gradients.values())])
+        for name, gradient in weights_of(gradients).items():
+            self.weights.add(gradient)
+            layer = name.rpartition(".")[0]
+            if layer in self._of_layer:
+                self._of_layer[layer][1].add(gradient)
+
+    def after_step(self, model: nn.Module) -> None:
+        """Nothing is left to count."""
+
+    def _hear(self, name: str, gradient: Tensor) -> None:
+        self.activations.add(gradient)
+        if name in self._of_layer:
+            self._of_layer[name][0].add(gradient)
+        if self._counts_scaled:
+            self.scaled.add(gradient * self.scales[-1])
+
+    def layers(self) -> Iterator[dict[str, Any]]:
+        """By layer with weights, in the order of the model: log2 of the medians of both gradients."""
+        for name, (activations, weights) in self._of_layer.items():
+            if activations.present and weights.present:
+                yield {"name": name, "activations": activations.median(), "weights": weights.median()}
+
+
+def _layers(model: nn.Module) -> list[str]:
+    """The modules that have a matrix or a kernel of their own, and no modules in them."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if not any(True for _ in module.children()) and weights_of(module.named_parameters(recurse=False))
+    ]

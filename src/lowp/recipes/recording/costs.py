@@ -1,0 +1,43 @@
+"""What numbers cost in silicon, a row a format: the published table and the estimates between its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lowp.cost import SOURCE, cost
+from lowp.errors import InvalidInput
+from lowp.formats import IntFormat, ScaledFormat, parse
+from lowp.recipes import results
+
+__all__ = ["record_cost"]
+
+
+def record_cost(
+    formats: Sequence[str],
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    told: Callable[[str, int], None] = lambda name, epoch: None,
+) -> dict[str, Any]:
+    """Energy and area of a multiplication and an addition, and energy of a read; raises UnknownName for a format."""
+    if not formats:
+        raise InvalidInput("--formats names none: give some, such as fp32,bf16,e4m3fn,int8")
+    return {
+        **results.header("figure-cost", results.command_line()),
+        "source": SOURCE,
+        "formats": [_row(name) for name in dict.fromkeys(formats)],
+    }
+
+
+def _row(name: str) -> dict[str, Any]:
+    format = parse(name)
+    found, element = cost(format), format.element if isinstance(format, ScaledFormat) else format
+    return {
+        "name": name,
+        "significand_bits": found.significand_bits,
+        "is_integer": isinstance(element, IntFormat),
+        "energy": {"multiply": asdict(found.multiply_energy), "add": asdict(found.add_energy)},
+        "read": {memory: asdict(energy) for memory, energy in found.read_energy.items()},
+        "area": {"multiply": asdict(found.multiply_area), "add": asdict(found.add_area)},
+    }

@@ -1,0 +1,96 @@
+"""A picture of what numbers cost in silicon: energy and area by format, table and estimate told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowp.report.figures import style
+from lowp.report.plots import new_figure, save
+
+__all__ = ["cost", "cost_words"]
+
+# What a panel shows: the entry of a format, and its title.
+_PANELS = (
+    ("energy", "energy of arithmetic, pJ"),
+    ("read", "energy of reading a number, pJ"),
+    ("area", "area of a unit, µm²"),
+)
+
+
+def cost(document: Mapping[str, Any], path: Path) -> None:
+    """Three panels on logarithmic axes; bars of estimates are hatched, and every bar has its number."""
+    from matplotlib.patches import Patch
+
+    rows = document["formats"]
+    figure = new_figure(13.5, 2.6 + 0.52 * len(rows))
+    panels = figure.subplots(1, len(_PANELS), sharey=True)
+    for panel, (entry, title) in zip(panels, _PANELS, strict=True):
+        names = list(rows[0][entry])
+        for turn, name in enumerate(names):
+            _bars(panel, [row[entry][name] for row in rows], style.COLORS[turn], 0.42 * turn)
+        low, high = _ends([estimate["value"] for row in rows for estimate in row[entry].values()])
+        panel.set_xscale("log")
+        panel.set_xlim(low, high)
+        panel.set_title(title, fontsize=10)
+        panel.grid(alpha=0.25, axis="x")
+        handles = [Patch(color=style.COLORS[turn], label=name) for turn, name in enumerate(names)]
+        panel.legend(
+            handles=handles,
+            fontsize=8,
+            loc="lower center",
+            bbox_to_anchor=(0.5, -0.02 - 0.9 / (len(rows) + 1)),
+            ncols=2,
+        )
+    panels[0].set_yticks([place + 0.21 for place in range(len(rows))], [_label(row) for row in rows])
+    panels[0].invert_yaxis()
+    figure.suptitle(f"What a number costs in silicon; source: {document['source']}", fontsize=11)
+    style.caption(
+        figure, [*cost_words(document), "Full bars: the source's table. Hatched bars and ~: lowp's estimates from it."]
+    )
+    save(figure, path)
+
+
+def cost_words(document: Mapping[str, Any]) -> list[str]:
+    """How much less a multiplication costs than in the costliest format that is shown."""
+    rows = document["formats"]
+    most = max(rows, key=lambda row: row["energy"]["multiply"]["value"])
+    parts = [
+        f"{row['name']} {most['energy']['multiply']['value'] / row['energy']['multiply']['value']:.3g}"
+        f"{'' if row['energy']['multiply']['how'] == 'table' else ' (estimate)'}"
+        for row in rows
+        if row is not most and row["energy"]["multiply"]["value"] > 0
+    ]
+    if not parts:
+        return []
+    return [f"A multiplication in {most['name']} takes so many times the energy of one in: {', '.join(parts)}."]
+
+
+def _bars(panel: Any, estimates: list[Mapping[str, Any]], color: str, offset: float) -> None:
+    for place, estimate in enumerate(estimates):
+        known = estimate["how"] == "table"
+        panel.barh(
+            place + offset,
+            estimate["value"],
+            height=0.4,
+            color=color if known else "none",
+            edgecolor=color,
+            hatch=None if known else "////",
+        )
+        text = f" {'' if known else '~'}{_number(estimate['value'])}"
+        panel.text(estimate["value"], place + offset, text, va="center", fontsize=8)
+
+
+def _ends(values: list[float]) -> tuple[float, float]:
+    """An axis that begins well below the smallest bar and leaves room for the number at the largest."""
+    present = [value for value in values if value > 0]
+    return min(present) / 3, max(present) * 6
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    return f"{row['name']}\n{row['significand_bits']}-bit {'integer' if row['is_integer'] else 'significand'}"

@@ -1,0 +1,95 @@
+"""A picture of the error by epoch in several precisions: top-1 and, where it was measured, top-5."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowp.report.figures import style
+from lowp.report.plots import new_figure, save
+
+__all__ = ["curves", "curves_words"]
+
+_DASHES = ("-", "--", "-.", ":")
+_TOP_FIVE = "top5"
+
+
+def curves(document: Mapping[str, Any], path: Path) -> None:
+    """A panel a measure, a line a precision: the mean over its seeds, and a band from the lowest to the highest."""
+    measures = _measures(document)
+    figure = new_figure(1.5 + 4.8 * len(measures), 5.0)
+    panels = figure.subplots(1, len(measures), squeeze=False)[0]
+    for panel, (name, label, turned) in zip(panels, measures, strict=True):
+        for place, row in enumerate(document["variants"]):
+            epochs, values = _values(row, name, turned)
+            color = style.COLORS[place % len(style.COLORS)]
+            means = [math.fsum(one) / len(one) for one in values]
+            panel.plot(epochs, means, _DASHES[place % 4], color=color, label=row["label"], linewidth=1.6)
+            panel.fill_between(
+                epochs, [min(one) for one in values], [max(one) for one in values], color=color, alpha=0.15, linewidth=0
+            )
+        panel.set(xlabel="epoch", ylabel=label)
+        if min((line.get_ydata().min() for line in panel.lines if len(line.get_ydata())), default=0) > 0:
+            panel.set_yscale("log")
+            _plain_ticks(panel.yaxis)
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.grid(alpha=0.25, which="both")
+    panels[0].legend(fontsize=9)
+    seeds = len(document["seeds"])
+    bands = "the mean, and a band from the lowest to the highest" if seeds > 1 else "one run each"
+    figure.suptitle(f"{document['recipe']['name']}, {seeds} seed{'s' * (seeds > 1)}: {bands}", fontsize=11)
+    style.caption(figure, curves_words(document))
+    save(figure, path)
+
+
+def curves_words(document: Mapping[str, Any]) -> list[str]:
+    """A sentence a precision: the measures after the last epoch, mean and range over the seeds."""
+    words = []
+    for row in document["variants"]:
+        parts = []
+        for name, label, turned in _measures(document):
+            _, values = _values(row, name, turned)
+            if values:
+                last, unit = values[-1], "%" if turned else ""
+                mean = math.fsum(last) / len(last)
+                around = f" ({min(last):.3g} to {max(last):.3g})" if len(last) > 1 else ""
+                parts.append(f"{label.removesuffix(', %')} {mean:.3g}{unit}{around}")
+        failed = [run["failure"] for run in row["runs"] if run["failure"]]
+        parts += [f"{len(failed)} of {len(row['runs'])} runs failed: {failed[0]}"] if failed else []
+        words.append(f"{row['label']}: {'; '.join(parts) or 'no run'}.")
+    return words
+
+
+def _measures(document: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
+    """Of what is drawn the name in the history, the label, and whether it is a share of successes, drawn as errors."""
+    recipe = document["recipe"]
+    turned = recipe["metric_is_share"] and recipe["higher_is_better"]
+    label = "top-1 error, %" if recipe["metric"] == "accuracy" else f"1 - {recipe['metric']}, %"
+    found = [(recipe["metric"], label if turned else recipe["metric"], turned)]
+    records = (run["history"][-1] for row in document["variants"] for run in row["runs"] if run["history"])
+    if any(_TOP_FIVE in record for record in records):
+        return [*found, (_TOP_FIVE, "top-5 error, %", True)]
+    return found if recipe["metric"] == "loss" else [*found, ("loss", "loss on what was held back", False)]
+
+
+def _values(row: Mapping[str, Any], name: str, turned: bool) -> tuple[list[int], list[list[float]]]:
+    """The epochs after training began that all runs reached with a number above zero, and the runs' values there."""
+    histories = [run["history"] for run in row["runs"] if run["history"]]
+    epochs, values = [], []
+    for records in zip(*histories):  # noqa: B905  (runs that failed are shorter)
+        found = [record.get(name) for record in records]
+        if records[0]["epoch"] and all(one is not None and math.isfinite(one) for one in found):
+            epochs.append(records[0]["epoch"])
+            values.append([100 * (1 - one) if turned else one for one in found])
+    return epochs, values
+
+
+def _plain_ticks(axis: Any) -> None:
+    """Plain numbers on a logarithmic axis, between the powers of ten too."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axis.set_minor_formatter(FuncFormatter(lambda value, place: ""))

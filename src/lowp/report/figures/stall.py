@@ -1,0 +1,70 @@
+"""A picture of weights that stop moving in 16 bits, beside the cures: fp32 masters and stochastic rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowp.report.figures import style
+from lowp.report.plots import new_figure, save
+
+__all__ = ["stall", "stall_words"]
+
+# fp32 is broad, so that what lies on it is seen
+_LINES = (
+    {"color": style.BLUE, "linewidth": 4.5, "alpha": 0.35},
+    {"color": style.GREEN, "linewidth": 1.6, "linestyle": "--"},
+    {"color": style.PURPLE, "linewidth": 1.3, "linestyle": "-."},
+    {"color": style.RED, "linewidth": 1.6},
+)
+_SPAN = 9  # steps of the running mean
+
+
+def stall(document: Mapping[str, Any], path: Path) -> None:
+    """How many weights a step moves, where one weight goes, and the loss on what was held back."""
+    figure = new_figure(13.0, 4.9)
+    moving, way, loss = figure.subplots(1, 3)
+    for place, row in enumerate(document["variants"]):
+        shown = {**_LINES[place % len(_LINES)], "label": row["label"]}
+        moving.plot(row["step"], [100 * value for value in _smooth(row["moving"])], **shown)
+        way.plot(row["step"], document["ways"][place], **shown)
+        known = [one for one in row["history"] if one["loss"] is not None]
+        loss.plot([one["epoch"] for one in known], [one["loss"] for one in known], **shown)
+    moving.set(xlabel="step", ylabel="weights with a gradient that the step moves, %", title="how many weights move")
+    moving.set_ylim(0, 105)
+    where = f"[{', '.join(map(str, document['place']))}]" if document["place"] else ""
+    way.set(xlabel="step", ylabel=f"{document['parameter']}{where}", title="where one weight goes")
+    way.ticklabel_format(axis="y", useOffset=False)
+    loss.set(xlabel="epoch", ylabel="loss on what was held back", title="what it does to training")
+    for panel in (moving, way, loss):
+        panel.grid(alpha=0.25)
+    moving.legend(fontsize=8, loc="best")
+    figure.suptitle(
+        f"{document['recipe']} with weights stored in {document['format']}, seed {document['seed']}", fontsize=11
+    )
+    style.caption(figure, stall_words(document))
+    save(figure, path)
+
+
+def stall_words(document: Mapping[str, Any]) -> list[str]:
+    """A sentence a variant: the mean share that moves, what never moved, and how the run ended."""
+    metric = document["metric"]
+    words = []
+    for row in document["variants"]:
+        mean = math.fsum(row["moving"]) / max(1, len(row["moving"]))
+        last = row["history"][-1] if row["history"] else {}
+        ending = row["failure"] or f"{metric['name']} {style.number(last.get(metric['name']), metric['is_share'])}"
+        words.append(
+            f"{row['label']}: a step moves {style.share(mean)} of the weights; of those that fp32 moves, "
+            f"{style.share(row['never'])} end where they began; {ending}."
+        )
+    return words
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """The running mean, over fewer at the ends."""
+    half = _SPAN // 2
+    parts = (values[max(0, place - half) : place + half + 1] for place in range(len(values)))
+    return [math.fsum(part) / len(part) for part in parts]
