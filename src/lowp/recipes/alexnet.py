@@ -15,7 +15,7 @@ from lowp.recipes.data.folders import read_folders
 from lowp.recipes.data.images import image_data
 from lowp.recipes.data.shapes import shape_images
 from lowp.recipes.networks.alexnet import AlexNet
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, step_decay
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, one_cycle, step_decay
 
 
 def load(size: Size, path: Path | None) -> Data:
@@ -27,8 +27,8 @@ def load(size: Size, path: Path | None) -> Data:
 
 
 def make_model(size: Size) -> nn.Module:
-    """The published network, or a share of its widths; torch's own initialisation, which starts faster than 0.01."""
-    return AlexNet(size.options["side"], size.options["share"], size.options["classes"])
+    """The published network, or a share of its widths."""
+    return AlexNet(size.options["side"], size.options["share"], size.options["classes"], size.options["dropout"])
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
@@ -36,14 +36,18 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimi
     return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9, weight_decay=5e-4)
 
 
+# An eighth of the width has one place of 32 features left before its linear layers, and cannot spare half of them.
+_SMALL = {"side": 64, "share": 0.125, "classes": 10, "dropout": 0.1, "images": (2000, 500)}
+_FULL = {"side": 224, "share": 1.0, "classes": 1000, "dropout": 0.5, "images": (1000, 200)}
+
 ALEXNET = Recipe(
     name="alexnet",
     summary="five convolutions and three linear layers, as in the Flexpoint paper",
     source="Krizhevsky, Sutskever, Hinton 2012; Köster et al. 2017, arXiv 1711.02213",
     data="generated: ten figures drawn on scikit-learn's photographs; --data DIR: train/CLASS and val/CLASS (ImageNet)",
     sizes={
-        "cpu": Size(15, 50, 0.02, 325_114, {"side": 64, "share": 0.125, "classes": 10, "images": (2000, 500)}),
-        "full": Size(90, 128, 0.01, 60_965_224, {"side": 224, "share": 1.0, "classes": 1000, "images": (1000, 200)}),
+        "cpu": Size(30, 50, 0.02, 325_114, _SMALL, one_cycle),
+        "full": Size(90, 128, 0.01, 60_965_224, _FULL),
     },
     metric=Metric("accuracy"),
     load=load,

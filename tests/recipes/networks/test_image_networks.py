@@ -74,6 +74,17 @@ def test_alexnet_has_maps_of_55_27_and_13_places() -> None:
     ]
 
 
+@pytest.mark.parametrize(("side", "share"), [(64, 0.125), (96, 0.25)])
+def test_a_signal_comes_through_the_layers_of_alexnet_and_its_gradient_comes_back(side: int, share: float) -> None:
+    torch.manual_seed(0)
+    network = AlexNet(side, share, classes=10, dropout=0.0)
+    scores = network(torch.randn(16, 3, side, side))
+    assert 0.05 < float(scores.detach().std(0).mean()) < 5
+    nn.functional.cross_entropy(scores, torch.arange(16) % 10).backward()
+    gradient = network.features[0].weight.grad
+    assert float(gradient.norm() / network.features[0].weight.detach().norm()) > 0.05
+
+
 @pytest.mark.parametrize(("side", "left"), [(256, 164), (160, 68), (188, 100)])
 def test_the_unet_classifies_the_middle_of_the_image(side: int, left: int) -> None:
     with torch.device("meta"):
