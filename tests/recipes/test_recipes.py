@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,24 @@ def test_an_unknown_recipe_or_size_lists_the_allowed_ones() -> None:
         get("digts")
     with pytest.raises(UnknownName, match="unknown size of digits 'tiny'; allowed: cpu, full"):
         get("digits").size("tiny")
+
+
+def test_a_recipe_of_the_users_is_found_in_a_module_of_this_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_networks.py").write_text(
+        "from dataclasses import replace\nfrom lowp.recipes import get\n"
+        "MINE = replace(get('digits'), name='mine')\nOTHER = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    assert get("my_networks:MINE").name == "mine"
+    with pytest.raises(InvalidInput, match=r"'my_networks:OTHER' is int, not a lowp\.recipes\.recipe\.Recipe"):
+        get("my_networks:OTHER")
+    with pytest.raises(InvalidInput, match=r"no attribute 'YOURS'\. Your own is spelled module:NAME, the module in"):
+        get("my_networks:YOURS")
+    with pytest.raises(InvalidInput, match="recipe 'my_netwroks:MINE': No module named 'my_netwroks'"):
+        get("my_netwroks:MINE")
 
 
 def test_the_digits_are_the_real_ones_and_held_back_examples_are_not_trained_on() -> None:

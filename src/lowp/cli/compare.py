@@ -59,12 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare; 0 whatever the verdicts, 130 for Ctrl-C, with what is done written."""
-    from lowp.recipes import results
+    from lowp.recipes import get, results
     from lowp.report import plots
 
     _check(arguments)
     kind = "compare" if arguments.sweep is None else "sweep"
-    out = arguments.out or Path(f"{kind}-{arguments.recipe}.json")
+    out = arguments.out or Path(f"{kind}-{get(arguments.recipe).name}.json")
     plot = arguments.plot or out.with_suffix(".png")
     study = _study(arguments)
     study.command = results.command_line()

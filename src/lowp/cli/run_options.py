@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the recipe and what changes its defaults."""
-    parser.add_argument("recipe", help="the recipe; `lowp recipes` lists them")
+    parser.add_argument("recipe", help="a recipe of `lowp recipes`, or your own as module:NAME")
     parser.add_argument("--size", help="the recipe's size: cpu (the default) or full")
     parser.add_argument("--epochs", type=int, help="epochs, in place of the recipe's")
     parser.add_argument("--batch", type=int, help="examples a step, in place of the recipe's")

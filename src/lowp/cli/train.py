@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     named = run_options.given(arguments)
     own = {"precision": arguments.precision, "loss_scale": arguments.loss_scale, "seed": arguments.seed}
     named.update({name: value for name, value in own.items() if value is not None})
-    path = arguments.checkpoint or _default_path(named)
+    path = arguments.checkpoint or _default_path(recipe.name, named)
     for file in filter(None, (path, arguments.out)):
         results.check_writable(file)
     with threads_of(recipe.threads), Interrupts() as interrupts:
@@ -151,10 +151,10 @@ def _document(training: Training) -> dict[str, Any]:
     }
 
 
-def _default_path(named: dict[str, Any]) -> Path:
+def _default_path(recipe: str, named: dict[str, Any]) -> Path:
     """A name that tells what the run is; a policy file or a long format gives its last part."""
     precision = re.sub(r"[^\w.+-]+", "-", Path(named.get("precision", "fp32")).name)
-    return Path(f"{named['recipe']}-{precision}-seed{named.get('seed', 0)}.pt")
+    return Path(f"{recipe}-{precision}-seed{named.get('seed', 0)}.pt")
 
 
 def _say(text: str) -> None:

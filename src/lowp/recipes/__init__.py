@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lowp.errors import UnknownName, unknown
+from lowp.errors import InvalidInput, UnknownName, unknown
 
 if TYPE_CHECKING:
     from lowp.recipes.recipe import Recipe
@@ -33,9 +35,33 @@ RECIPES: dict[str, str] = {
 
 
 def get(name: str) -> Recipe:
-    """Return a recipe by name; raises UnknownName with the near names."""
+    """Return a recipe by name, or the user's own by ``module:NAME``; raises UnknownName with the near names."""
     if name not in RECIPES:
-        raise UnknownName(unknown("recipe", name, RECIPES))
+        if ":" in name:
+            return _of_user(name)
+        raise UnknownName(unknown("recipe", name, RECIPES) + "; or your own, as module:NAME")
     module, _, attribute = RECIPES[name].partition(":")
     recipe: Recipe = getattr(import_module(module), attribute)
     return recipe
+
+
+def _of_user(spelled: str) -> Recipe:
+    """Return the Recipe that a module of the user's has under a name; modules of this folder are found, too.
+
+    Raises InvalidInput where there is no such module or name, or what it names is no Recipe.
+    """
+    from lowp.recipes.recipe import Recipe
+
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
+    module, _, attribute = spelled.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidInput(
+            f"recipe {spelled!r}: {error}. Your own is spelled module:NAME, the module in {folder} or on PYTHONPATH"
+        ) from None
+    if not isinstance(found, Recipe):
+        raise InvalidInput(f"recipe {spelled!r} is {type(found).__name__}, not a lowp.recipes.recipe.Recipe")
+    return found
