@@ -56,4 +56,5 @@ ALEXNET = Recipe(
     evaluate=evaluate,
     make_optimizer=make_optimizer,
     schedule=step_decay,
+    unit="images",
 )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowp.errors import Unavailable
 from lowp.recipes.data.tweets import VOCABULARY_NAMES, drawn_tweets, read_tweets, span_data
 from lowp.recipes.data.wordpiece import VOCABULARY, WordPiece
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, linear_decay
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, linear_decay, tokens_of
 
 PIECES = 30_522  # of bert-base-uncased; a smaller vocabulary uses the first of them
 
@@ -134,4 +134,6 @@ BERT = Recipe(
     evaluate=evaluate,
     make_optimizer=make_optimizer,
     schedule=linear_decay,
+    unit="tokens",
+    units=tokens_of,
 )

@@ -52,4 +52,5 @@ CIFAR10_MLP = Recipe(
     evaluate=evaluate,
     make_optimizer=make_optimizer,
     schedule=linear_decay,
+    unit="images",
 )

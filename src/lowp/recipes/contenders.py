@@ -129,7 +129,8 @@ class TorchAmp(Precision):
 @contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
     """Set how CUDA's fp32 products and convolutions round their operands, and put back what was."""
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    cudnn: Any = torch.backends.cudnn
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:

@@ -8,14 +8,13 @@ they are rounded away, and the network hardly moves (Micikevicius et al. 2018, a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowp.errors import InvalidInput, Unavailable
+from lowp.recipes.classification import evaluate, loss
 from lowp.recipes.recipe import Data, Metric, Recipe, Size, TensorExamples, constant, linear_decay
 
 TRAINING_EXAMPLES = 1257  # 70 %; the other 540 are for validation
@@ -49,23 +48,6 @@ def make_model(size: Size) -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(widths[-1], 10))
 
 
-def loss(model: nn.Module, batch: Any) -> Tensor:
-    """Cross-entropy, averaged over the batch."""
-    x, y = batch
-    return nn.functional.cross_entropy(model(x), y)
-
-
-def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-    """Accuracy and cross-entropy over all batches."""
-    right, summed, count = 0, 0.0, 0
-    for x, y in batches:
-        scores = model(x).float()
-        right += int((scores.argmax(1) == y).sum())
-        summed += float(nn.functional.cross_entropy(scores, y, reduction="sum"))
-        count += len(y)
-    return {"accuracy": right / count, "loss": summed / count}
-
-
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     """Plain SGD with momentum."""
     return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
@@ -88,6 +70,7 @@ DIGITS = Recipe(
     make_optimizer=make_optimizer,
     schedule=linear_decay,
     threads=1,
+    unit="images",
 )
 
 DIGITS_HARD = Recipe(
@@ -107,4 +90,5 @@ DIGITS_HARD = Recipe(
     make_optimizer=make_optimizer,
     schedule=constant,
     threads=1,
+    unit="images",
 )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowp.recipes.data.text import pythons_text, read_passages, text_data
 from lowp.recipes.networks.gpt import GPT
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, one_cycle
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, one_cycle, tokens_of
 
 
 def load(size: Size, path: Path | None) -> Data:
@@ -88,4 +88,6 @@ GPT_RECIPE = Recipe(
     make_optimizer=make_optimizer,
     schedule=one_cycle,
     clip=1.0,
+    unit="tokens",
+    units=tokens_of,
 )

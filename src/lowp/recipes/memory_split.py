@@ -31,9 +31,7 @@ from lowp.recipes.recipe import Data
 from lowp.recipes.training import Training, moved
 from lowp.region import autocast
 
-__all__ = ["METHODS", "PARTS", "First", "Split", "batch_of", "memory_of", "warm_up"]
-
-First = Callable[[Training, Any], None]
+__all__ = ["METHODS", "PARTS", "Split", "batch_of", "memory_of", "warm_up"]
 
 # A row a part: its name in tables, and what it is. The order is that of the bars of a picture, from the bottom.
 PARTS: dict[str, str] = {
@@ -58,6 +56,7 @@ METHODS = {
 _FORWARD, _FORWARD_ENDS, _UPDATE, _END = (f"lowp: {name}" for name in ("forward", "forward ends", "update", "end"))
 _WARM_UP = 12  # steps at most until one is not skipped, so that there is optimizer state
 _PATIENCE = 20.0  # seconds after which no further one is tried
+_enable_record_function = cast(Callable[[bool], None], private("torch.autograd._enable_record_function"))
 _DispatchMode = cast(type, private("torch.utils._python_dispatch.TorchDispatchMode"))
 
 
@@ -92,19 +91,21 @@ class _Allocation:
     part: str = ""
 
 
-def memory_of(contender: Contender, data: Data, batch: int, first: First | None = None) -> Split:
+def memory_of(contender: Contender, data: Data, batch: int) -> Split:
     """Measure a step of a batch of so many examples; those of a smaller set are repeated.
 
-    One step is taken first, more where it was skipped, and `first` is called in the place of the first one.
+    One step is taken first, and more where it was skipped.
     """
-    gc.collect()
     device = torch.device(contender.settings.device)
     taken = _Taken(device)
     marks = _Marks()
     with tempfile.TemporaryDirectory() as folder:
         with silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            _steps(contender, data, batch, marks, taken, first)
-            gc.collect()
+            _enable_record_function(False)
+            try:
+                _steps(contender, data, batch, marks, taken)
+            finally:
+                _enable_record_function(True)
         trace = Path(folder, "trace.json")
         with silent():
             profiler.export_chrome_trace(str(trace))
@@ -119,11 +120,10 @@ def _steps(
     batch: int,
     marks: _Marks,
     taken: _Taken,
-    first: First | None,
 ) -> None:
     training = begin(contender, data)
     training.model.train()
-    warm_up(training, contender, batch_of(training, batch), first)
+    warm_up(training, contender, batch_of(training, batch))
     taken.begin()
     casts = _CastWatch(training) if isinstance(training.precision, TorchAmp) else None
     with casts or nullcontext():
@@ -133,15 +133,12 @@ def _steps(
     taken.end()
 
 
-def warm_up(training: Training, contender: Contender, batch: Any, first: First | None = None) -> None:
-    """Take steps until one is not skipped, so that the optimizer has its state; `first` takes the first."""
+def warm_up(training: Training, contender: Contender, batch: Any) -> None:
+    """Take steps until one is not skipped, so that the optimizer has its state."""
     started = time.perf_counter()
-    for number in range(_WARM_UP):
+    for _ in range(_WARM_UP):
         scale = training.precision.scale
-        if number == 0 and first is not None:
-            first(training, batch)
-        else:
-            step_of(training, contender, batch)
+        step_of(training, contender, batch)
         if training.precision.scale >= scale or time.perf_counter() - started > _PATIENCE:
             return
 
@@ -175,8 +172,11 @@ def batch_of(training: Training, size: int) -> Any:
 
 
 def _mark(name: str) -> None:
+    """Leave a mark in the profile, which otherwise keeps memory alone: a step can have 100,000 ops."""
+    _enable_record_function(True)
     with record_function(name):
         pass
+    _enable_record_function(False)
 
 
 # -- who holds what ---------------------------------------------------------------------------------------------------
@@ -238,12 +238,12 @@ class _CastWatch(_DispatchMode):  # type: ignore[misc, valid-type]
         is_copy = func.name() == "aten::_to_copy" and result.element_size() == 2
         if is_copy and args[0].untyped_storage().data_ptr() in self._parameters:
             storage = result.untyped_storage()
-            self._copies[storage.data_ptr()] = StorageWeakRef(storage)
+            self._copies[storage.data_ptr()] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         return result
 
     def found(self) -> dict[int, str]:
         """The copies that are alive."""
-        return {address: "casts" for address, copy in self._copies.items() if not copy.expired()}
+        return {address: "casts" for address, copy in self._copies.items() if not copy.expired()}  # type: ignore[no-untyped-call]
 
 
 # -- the profile ------------------------------------------------------------------------------------------------------
@@ -322,6 +322,7 @@ class _Taken:
         self.device = device if device.type == "cuda" else None
         self.allocated = self.reserved = 0
         if self.device is not None:
+            gc.collect()
             torch.cuda.empty_cache()
             self.before = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
 

@@ -49,4 +49,5 @@ MNIST = Recipe(
     make_optimizer=make_optimizer,
     schedule=linear_decay,
     threads=1,
+    unit="images",
 )

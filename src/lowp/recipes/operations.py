@@ -99,8 +99,8 @@ class _Counter(_DispatchMode):  # type: ignore[misc, valid-type]
         if "scaled_dot_product" in name:
             shapes = [tuple(x.shape) for x in args[:4] if isinstance(x, Tensor)]
             if "backward" in name:
-                return int(sdpa_backward_flop_count(*shapes[:4]))
-            return int(sdpa_flop_count(*shapes[:3]))
+                return int(sdpa_backward_flop_count(*shapes[:4]))  # type: ignore[no-untyped-call]
+            return int(sdpa_flop_count(*shapes[:3]))  # type: ignore[no-untyped-call]
         formula = self._formulas.get(func.overloadpacket)
         return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
@@ -109,13 +109,13 @@ class _Counter(_DispatchMode):  # type: ignore[misc, valid-type]
 
     def _remember(self, x: Tensor) -> None:
         storage = x.untyped_storage()
-        self._written[storage.data_ptr()] = StorageWeakRef(storage)
+        self._written[storage.data_ptr()] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def _is_written(self, x: Any) -> bool:
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             return False
         found = self._written.get(x.untyped_storage().data_ptr())
-        return found is not None and not found.expired()
+        return found is not None and not found.expired()  # type: ignore[no-untyped-call]
 
 
 def _operands(name: str, args: tuple[Any, ...]) -> Iterator[Tensor]:

@@ -21,9 +21,12 @@ __all__ = [
     "Size",
     "TensorExamples",
     "constant",
+    "examples_of",
+    "first_tensor",
     "linear_decay",
     "one_cycle",
     "step_decay",
+    "tokens_of",
 ]
 
 
@@ -96,6 +99,23 @@ class Metric:
         return than - value if self.higher_is_better else value - than
 
 
+def first_tensor(batch: Any) -> Tensor:
+    """The first tensor of a batch, in whatever tuples, lists and dictionaries it is."""
+    while not isinstance(batch, Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
+    return batch
+
+
+def examples_of(batch: Any) -> int:
+    """The number of examples in a batch: the length of its first tensor."""
+    return len(first_tensor(batch))
+
+
+def tokens_of(batch: Any) -> int:
+    """The number of places in a batch's first tensor [N, length], padding too."""
+    return first_tensor(batch).numel()
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A network of the literature with everything that training it takes, as functions of a `Size`.
@@ -105,7 +125,8 @@ class Recipe:
     validation set, ``loss`` and the metric's among them; the model is in eval mode, inside the region, without grad.
     `schedule(optimizer, progress)` is called before each step with the share of the training that is done (0 to below
     1) and sets the learning rate. Gradients are clipped to the norm `clip` where it is given. `threads`, where given,
-    is the number of CPU threads that suits a step of it best: small steps are fastest on one.
+    is the number of CPU threads that suits a step of it best: small steps are fastest on one. Throughput is counted in
+    `unit`, of which `units(batch)` tells how many a batch has.
     """
 
     name: str
@@ -123,6 +144,8 @@ class Recipe:
     default_size: str = "cpu"
     clip: float | None = None
     threads: int | None = None
+    unit: str = "examples"
+    units: Callable[[Any], int] = examples_of
 
     def size(self, name: str | None = None) -> Size:
         """One of the sizes by name, or the default one; raises UnknownName with the allowed ones."""

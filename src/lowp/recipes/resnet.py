@@ -77,6 +77,7 @@ _large = partial(
     evaluate=evaluate,
     make_optimizer=make_optimizer,
     schedule=step_decay,
+    unit="images",
 )
 
 RESNET_20 = _small(
@@ -88,6 +89,7 @@ RESNET_20 = _small(
         "full": Size(164, 128, 0.1, 269_722, {"layers": 20, "width": 16, "images": (10_000, 2000)}),
     },
     schedule=step_decay,
+    unit="images",
 )
 
 # 110 layers do not begin to learn at a rate of 0.1 (section 4.2): the rate grows to it, in place of 400 steps of 0.01.
@@ -100,6 +102,7 @@ RESNET_110 = _small(
         "full": Size(164, 128, 0.1, 1_727_962, {"layers": 110, "width": 16, "images": (10_000, 2000)}),
     },
     schedule=one_cycle,
+    unit="images",
 )
 
 _SMALL_BLOCKS = {"blocks": (1, 1, 1, 1), "width": 16, "classes": 10, "side": 64, "images": (1000, 300)}

@@ -37,6 +37,12 @@ def _scores_and_targets(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return model(text, torch.cat([begin, translation[:, :-1]], dim=1)), translation
 
 
+def symbols(batch: Any) -> int:
+    """The number of places in the texts and their translations, padding too."""
+    text, translation = batch
+    return int(text.numel() + translation.numel())
+
+
 def loss(model: nn.Module, batch: Any) -> Tensor:
     """Cross-entropy of the next byte, averaged over all places before the padding."""
     scores, translation = _scores_and_targets(model, batch)
@@ -87,4 +93,6 @@ SEQ2SEQ = Recipe(
     make_optimizer=make_optimizer,
     schedule=one_cycle,
     clip=5.0,
+    unit="tokens",
+    units=symbols,
 )

@@ -86,4 +86,5 @@ UNET = Recipe(
     evaluate=evaluate,
     make_optimizer=make_optimizer,
     schedule=constant,
+    unit="images",
 )

@@ -1,0 +1,249 @@
+"""A benchmark of recipes: their steps in fp32, torch.amp and lowp timed in turns, and what each step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from lowp import presets
+from lowp.recipes import get, largest_batch, memory_split, operations, racing, resident, results
+from lowp.recipes.contenders import STOPPED_BY, Contender, contenders_of
+from lowp.recipes.estimates import METHOD as ESTIMATES
+from lowp.recipes.estimates import estimate
+from lowp.recipes.largest_batch import Found
+from lowp.recipes.measuring import threads_of
+from lowp.recipes.memory_split import PARTS, Split, memory_of
+from lowp.recipes.published import published
+from lowp.recipes.racing import Runner, race
+from lowp.recipes.training import Settings, load_data
+
+__all__ = ["KIND", "Benchmark", "Plan", "Subject"]
+
+KIND = "benchmark"
+Stop = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for: the rows, seconds for the timed steps of each, CPU threads, and memory for the largest batch.
+
+    `threads` None: what suits the recipe. `memory` in bytes; None: no largest batch is looked for, but on a GPU that
+    which fits its free memory.
+    """
+
+    precisions: Sequence[str] = ("fp16", "bf16", "flex16+5", "dfp16")
+    torch_amp: bool = True
+    seconds: float = 3.0
+    threads: int | None = None
+    memory: int | None = None
+
+
+class Subject:
+    """One recipe under measurement; what is not measured yet is not in its document."""
+
+    def __init__(self, settings: Settings, plan: Plan) -> None:
+        self.contenders = contenders_of(settings, plan.precisions, plan.torch_amp)
+        self.settings = self.contenders[0].settings
+        self.plan = plan
+        self.recipe = get(settings.recipe)
+        self.size = self.recipe.size(self.settings.size)
+        self.data = load_data(self.settings)
+        self.threads = plan.threads or self.recipe.threads or torch.get_num_threads()
+        self.runners: dict[str, Runner] = {}
+        self.memory: dict[str, Split] = {}
+        self.reserved: dict[str, int | None] = {}
+        self.largest: dict[str, Found] = {}
+
+    @property
+    def batch(self) -> int:
+        """Examples a step."""
+        assert self.settings.batch is not None
+        return self.settings.batch
+
+    def measure(self, stop: Stop) -> Iterator[str]:
+        """Measure everything, and yield in words what was done, until `stop()` is true."""
+        with threads_of(self.threads):
+            runners = race(self.contenders, self.data, self.plan.seconds, stop)
+            self.runners = {one.contender.label: one for one in runners if one.rounds or one.failure}
+            yield f"{self.recipe.name}: {sum(len(one.times) for one in runners)} steps timed"
+            for contender in self.contenders:
+                if stop():
+                    return
+                if self._goes(contender):
+                    self._measure_memory(contender, stop)
+                    yield f"{self.recipe.name}: memory of {contender.label}"
+            limit = self._limit()
+            for contender in self.contenders if limit else ():
+                if stop():
+                    return
+                if self._goes(contender):
+                    self._measure_largest(contender, limit, stop)
+                    yield f"{self.recipe.name}: largest batch of {contender.label}"
+
+    def _goes(self, contender: Contender) -> bool:
+        runner = self.runners.get(contender.label)
+        return runner is not None and runner.failure is None
+
+    def _measure_memory(self, contender: Contender, stop: Stop) -> None:
+        runner = self.runners[contender.label]
+        try:
+            self.memory[contender.label] = split = memory_of(contender, self.data, self.batch)
+        except STOPPED_BY as error:
+            runner.failure = f"{type(error).__name__}: {error}"
+            return
+        if split.reserved is not None:
+            self.reserved[contender.label] = split.reserved
+        elif not runner.slow:
+            self.reserved[contender.label] = resident.resident_growth(contender, self.batch, self.threads, stop)
+
+    def _limit(self) -> int:
+        """The memory that a batch is to fit into, 0 for none."""
+        device = torch.device(self.settings.device)
+        if self.plan.memory is None and device.type == "cuda":
+            torch.cuda.empty_cache()
+            return int(torch.cuda.mem_get_info(device)[0])
+        return self.plan.memory or 0
+
+    def _measure_largest(self, contender: Contender, limit: int, stop: Stop) -> None:
+        seconds = self.runners[contender.label].median or 0.0
+
+        def taken(batch: int) -> int | None:
+            try:
+                split = memory_of(contender, self.data, batch)
+            except STOPPED_BY:
+                return None
+            return split.allocated if split.reserved is None else split.reserved
+
+        def ended(batch: int) -> str:
+            expected, most = 2 * seconds * batch / self.batch, 10 * self.plan.seconds
+            if expected > most:
+                return f"two steps of batch {batch} would take about {expected:.0f} s, and {most:g} s are allowed"
+            return "interrupted" if stop() else ""
+
+        self.largest[contender.label] = largest_batch.largest_batch(limit, taken, self.batch, ended)
+
+    # -- what was found -----------------------------------------------------------------------------------------------
+    def document(self) -> dict[str, Any]:
+        """The recipe and its rows as plain values."""
+        recipe = self.recipe
+        any_row = next(iter(self.runners.values()), None)
+        return {
+            "recipe": {
+                "name": recipe.name,
+                "summary": recipe.summary,
+                "source": recipe.source,
+                "data": self.data.description,
+                "size": self.settings.size,
+                "parameters": self.size.parameters,
+                "batch": self.batch,
+                "unit": recipe.unit,
+                "units_per_step": None if any_row is None else any_row.units,
+            },
+            "settings": asdict(self.settings),
+            "threads": self.threads,
+            "published": published(recipe.name),
+            "variants": [
+                self._row(one, self.runners[one.label]) for one in self.contenders if one.label in self.runners
+            ],
+        }
+
+    def _row(self, contender: Contender, runner: Runner) -> dict[str, Any]:
+        label, median = contender.label, runner.median
+        preset = presets.parse(contender.settings.precision) if contender.kind == "lowp" else None
+        row: dict[str, Any] = {
+            "label": label,
+            "kind": contender.kind,
+            "precision": contender.settings.precision,
+            "summary": _TORCH[contender.kind] if preset is None else preset.summary,
+            "tf32": contender.tf32,
+            "failure": runner.failure,
+            "step": {**runner.step(), "relative": runner.relative_to(self.runners[self.contenders[0].label])},
+            "wall": runner.wall(len(self.data.training) // self.batch),
+            "throughput": None if median is None else runner.units / median,
+        }
+        counted, split = runner.operations, self.memory.get(label)
+        if counted is not None:
+            row["operations"] = {"total": counted.total, "in_16_bits": counted.narrow, "share": counted.share}
+            row["estimates"] = estimate(contender, counted, split)
+        if split is not None:
+            row["memory"] = self._memory_row(split, self.reserved.get(label))
+        if label in self.largest:
+            row["largest_batch"] = _largest_row(self.largest[label])
+        return row
+
+    @staticmethod
+    def _memory_row(split: Split, reserved: int | None) -> dict[str, Any]:
+        return {
+            "allocated": split.allocated,
+            "parts": dict(split.parts),
+            "held": dict(split.held),
+            "reserved": reserved,
+            "slack": None if reserved is None else reserved - split.allocated,
+        }
+
+
+class Benchmark:
+    """Recipes measured one after another."""
+
+    def __init__(self, settings: Sequence[Settings], plan: Plan) -> None:
+        self.plan = plan
+        self.subjects = [Subject(one, plan) for one in settings]
+        self.complete = False
+        self.command: str | None = None
+        self._header = results.header(KIND)
+
+    def run(self, stop: Stop = lambda: False) -> Iterator[str]:
+        """Measure, and yield in words what was done, until `stop()` is true."""
+        for subject in self.subjects:
+            yield from subject.measure(stop)
+        self.complete = not stop()
+
+    def document(self) -> dict[str, Any]:
+        """Everything that was measured, as plain values."""
+        settings = self.subjects[0].settings
+        device = torch.device(settings.device).type
+        return {
+            **self._header,
+            "command": self.command,
+            "complete": self.complete,
+            "device": settings.device,
+            "tf32": _TF32.get(device, _TF32["cpu"]),
+            "plan": asdict(self.plan),
+            "methods": {
+                "step": racing.STEP_METHOD.format(slow=3 * self.plan.seconds),
+                "wall": racing.WALL_METHOD,
+                "memory": memory_split.METHODS[device],
+                "parts": "; ".join(f"{name}: {text}" for name, text in PARTS.items()),
+                **({"reserved": resident.METHOD} if device == "cpu" else {}),
+                "slack": "slack: reserved less allocated; negative where memory was allocated and not written to",
+                "operations": operations.METHOD,
+                "largest_batch": largest_batch.METHOD.format(tolerance=largest_batch.TOLERANCE),
+                "estimates": ESTIMATES,
+            },
+            "recipes": [subject.document() for subject in self.subjects if subject.runners],
+        }
+
+
+def _largest_row(found: Found) -> dict[str, Any]:
+    return {
+        "limit": found.limit,
+        "batch": found.batch,
+        "peak": found.peak,
+        "too_large": found.too_large,
+        "verified": found.is_closed or (found.batch == 0 and found.too_large == 1),
+        "ended": found.ended,
+        "measured": {str(batch): used for batch, used in sorted(found.measured.items())},
+    }
+
+
+_TORCH = {
+    "fp32": "plain torch",
+    "torch.amp": "torch.autocast, and torch.amp.GradScaler for fp16, in the same loop",
+}
+_TF32 = {
+    "cpu": "TF32: there is none on a CPU",
+    "cuda": "TF32: fp32 is measured with it off and on, everything else with it off",
+}

@@ -1,0 +1,123 @@
+"""The largest batch that fits into a given memory: predicted along a line, and then measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from lowp.errors import InvalidInput
+
+__all__ = ["METHOD", "Found", "bytes_from", "largest_batch"]
+
+METHOD = (
+    "largest batch: the peak of a step is measured at two batches and extended along a line to the memory given; the "
+    "batch found is then measured, and again until one fits and one of at most {tolerance:.0%} more does not"
+)
+TOLERANCE = 0.01
+_MOST = 12  # measurements
+_GROWTH = 8  # a guess goes at most so many times beyond what was measured
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
+
+Measure = Callable[[int], "int | None"]
+
+
+@dataclass
+class Found:
+    """The largest `batch` that was measured to fit `limit`, and the smallest that was measured not to.
+
+    `measured`: bytes by batch, None where memory ran out. `batch` is 0 where not even one example fits. `ended`: why
+    the search went no further, where it did not close the gap.
+    """
+
+    limit: int
+    measured: dict[int, int | None] = field(default_factory=dict)
+    ended: str = ""
+
+    @property
+    def batch(self) -> int:
+        """The largest batch that fits."""
+        return max((batch for batch, used in self.measured.items() if self._fits(used)), default=0)
+
+    @property
+    def too_large(self) -> int | None:
+        """The smallest batch that does not fit."""
+        return min((batch for batch, used in self.measured.items() if not self._fits(used)), default=None)
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes of the largest batch that fits."""
+        return self.measured.get(self.batch)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the two are neighbours, or nearly so."""
+        return self.too_large is not None and self.too_large - self.batch <= max(1, int(TOLERANCE * self.batch))
+
+    def _fits(self, used: int | None) -> bool:
+        return used is not None and used <= self.limit
+
+
+def largest_batch(limit: int, measure: Measure, start: int, stop: Callable[[int], str] = lambda batch: "") -> Found:
+    """Search from the batch `start`; `measure` gives the bytes of a batch, None where memory ran out.
+
+    `stop` is asked before a batch is measured; a text that it returns ends the search and says why.
+    """
+    found = Found(limit)
+    for guess in _guesses(found, start):
+        found.ended = stop(guess)
+        if found.ended:
+            break
+        found.measured[guess] = measure(guess)
+        if found.is_closed or (guess == 1 and not found.batch):
+            break
+    else:
+        found.ended = f"{_MOST} batches were measured"
+    return found
+
+
+def _guesses(found: Found, start: int) -> Iterator[int]:
+    yield start
+    yield 2 * start if found.batch else max(1, start // 2)
+    for _ in range(_MOST - 2):
+        yield _next(found)
+
+
+def _next(found: Found) -> int:
+    """Where the line through the two nearest measurements meets the limit, within what is not known yet."""
+    low, high = found.batch, found.too_large
+    known = sorted((batch, used) for batch, used in found.measured.items() if used is not None)
+    known.sort(key=lambda point: abs(point[1] - found.limit))
+    if low == 0:  # nothing fits so far
+        assert high is not None
+        return max(1, high // _GROWTH)
+    guess = low + 1
+    if len(known) > 1:
+        (first, used), (second, other) = known[:2]
+        slope = (used - other) / (first - second)
+        if slope > 0:
+            guess = int(first + (found.limit - used) / slope)
+    elif high is not None:
+        guess = (low + high) // 2
+    if guess <= low:  # the line says that no more fits: look at the next one
+        guess = low + max(1, int(TOLERANCE * low))
+    if high is None:
+        return min(guess, _GROWTH * low)
+    # at its end: the one before what does not fit decides
+    return min(max(guess, low + 1), high - 1)
+
+
+def bytes_from(text: str, option: str = "--memory") -> int:
+    """A size from its text: 2GB (10^9), 1.5GiB (2^30), 800MB, or plain bytes. Raises InvalidInput for others."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    unit = match[2].upper() if match else ""
+    if match is None or unit not in _UNITS:
+        known = "KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)"
+        raise InvalidInput(
+            f"{option} {text!r} is no size: give a number and a unit, such as 2GB or 512MiB; units: {known}"
+        )
+    size = int(float(match[1]) * _UNITS[unit])
+    if size < 1:
+        raise InvalidInput(f"{option} {text!r} is nothing: give at least one byte, such as 2GB or 512MiB")
+    return size

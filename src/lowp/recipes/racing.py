@@ -1,0 +1,201 @@
+"""How long a step takes, and how long training does: contenders taking turns in one process, each as often as it may.
+
+A contender whose step takes longer than the time it was given gets few steps, one at the least, and its result says so.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowp.recipes.contenders import STOPPED_BY, Contender, begin, step_of
+from lowp.recipes.memory_split import batch_of
+from lowp.recipes.operations import Operations, counted
+from lowp.recipes.recipe import Data
+from lowp.recipes.training import Training, moved
+
+__all__ = ["STEP_METHOD", "WALL_METHOD", "Runner", "race"]
+
+STEP_METHOD = (
+    "time a step: forward, loss, backward and update of one batch that lies ready, steps timed one by one; median and "
+    "quartiles. The rows take turns, after at least two steps that are not timed; `relative` is the median over the "
+    "turns of the time by that of fp32 in the same turn, so that a machine that slows down slows both. A row whose "
+    "first step takes {slow:g} s or more has only that one"
+)
+WALL_METHOD = (
+    "wall time: the same loop with new batches, made and moved one after another, in turns with the timed steps: "
+    "seconds from the first to the last, of which `data` went into batches; an epoch is so many steps times that"
+)
+
+ROUNDS = 8
+_LEAST_STEPS = 3
+_SLOW = 3  # times the seconds that a contender has
+
+
+@dataclass
+class Runner:
+    """A contender while it is timed, and what was found. `failure` says what ended it.
+
+    `rounds` has the seconds of the timed steps of each turn; `slow` tells that its first step is all there is.
+    """
+
+    contender: Contender
+    training: Training | None = None
+    batch: Any = None
+    failure: str | None = None
+    slow: bool = False
+    operations: Operations | None = None
+    rounds: list[list[float]] = field(default_factory=list)
+    wall_seconds: float = 0.0
+    data_seconds: float = 0.0
+    wall_steps: int = 0
+    units: int = 0
+    _estimate: float = 0.0
+
+    @property
+    def times(self) -> list[float]:
+        """The seconds of all timed steps."""
+        return [seconds for taken in self.rounds for seconds in taken]
+
+    @property
+    def median(self) -> float | None:
+        """Seconds of a step."""
+        return statistics.median(self.times) if self.times else None
+
+    def step(self) -> dict[str, Any]:
+        """Time a step as plain values; quartiles where there are two steps or more."""
+        times = self.times
+        quartiles = statistics.quantiles(times, n=4)[::2] if len(times) > 1 else None
+        return {"median": self.median, "quartiles": quartiles, "steps": len(times), "only_its_first": self.slow}
+
+    def relative_to(self, baseline: Runner) -> float | None:
+        """The median over the turns of the time by that of the baseline."""
+        if self.median is None or baseline.median is None:
+            return None
+        if self.slow or baseline.slow:
+            return self.median / baseline.median
+        pairs = zip(self.rounds, baseline.rounds, strict=False)
+        return statistics.median(statistics.median(mine) / statistics.median(base) for mine, base in pairs)
+
+    def wall(self, steps_per_epoch: int) -> dict[str, Any] | None:
+        """Wall time as plain values; None where no step of it was taken."""
+        if not self.wall_steps:
+            return None
+        each = self.wall_seconds / self.wall_steps
+        return {
+            "steps": self.wall_steps,
+            "seconds": self.wall_seconds,
+            "data_seconds": self.data_seconds,
+            "seconds_per_step": each,
+            "steps_per_epoch": steps_per_epoch,
+            "epoch_seconds": each * steps_per_epoch,
+        }
+
+    # -- doing it -----------------------------------------------------------------------------------------------------
+    def begin(self, data: Data, seconds: float) -> None:
+        """Make the model, take the first steps and count the operations of one."""
+        training = self.training = begin(self.contender, data)
+        training.model.train()
+        self.batch = batch_of(training, _size(training))
+        self.units = training.recipe.units(self.batch)
+        if self.contender.kind == "lowp":  # counting slows its many small calls down
+            first = self._timed()
+            self.operations = counted(self._step)
+        else:
+            first = self._timed(lambda: setattr(self, "operations", counted(self._step)))
+        if first >= _SLOW * seconds:
+            self.slow, self.rounds = True, [[first]]
+            return
+        self._timed()
+        self._estimate = self._timed()
+
+    def turn(self, seconds: float) -> None:
+        """Take timed steps, and as many of the loop with its data, for about a share of the seconds."""
+        if self.is_done(seconds):
+            return
+        count = max(1, int(seconds / ROUNDS / max(self._estimate, 1e-6)))
+        self.rounds.append([self._timed() for _ in range(count)])
+        self._walk(count)
+
+    def is_done(self, seconds: float) -> bool:
+        """Whether it has had its time, or can take no step."""
+        enough = len(self.times) >= _LEAST_STEPS and sum(self.times) >= seconds
+        return self.failure is not None or self.slow or enough or len(self.rounds) >= 4 * ROUNDS
+
+    def guarded(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call; an error that speaks of numbers, memory or a missing kernel ends this contender alone."""
+        try:
+            function(*arguments)
+        except STOPPED_BY as error:
+            self.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}"
+            self.release()
+
+    def release(self) -> None:
+        """Let go of the model."""
+        self.training = self.batch = None
+
+    def _step(self) -> None:
+        assert self.training is not None
+        step_of(self.training, self.contender, self.batch)
+
+    def _timed(self, step: Callable[[], None] | None = None) -> float:
+        assert self.training is not None
+        wait(self.training.device)
+        started = time.perf_counter()
+        (step or self._step)()
+        wait(self.training.device)
+        return time.perf_counter() - started
+
+    def _walk(self, count: int) -> None:
+        """Steps on new batches, in an order that every contender has."""
+        training = self.training
+        assert training is not None
+        size, total = _size(training), len(training.data.training)
+        wait(training.device)
+        started = time.perf_counter()
+        for _ in range(count):
+            loading = time.perf_counter()
+            generator = torch.Generator().manual_seed(self.wall_steps)
+            indices = torch.randint(total, (size,), generator=generator)
+            batch = moved(training.data.training.batch(indices, generator), training.device)
+            self.data_seconds += time.perf_counter() - loading
+            step_of(training, self.contender, batch)
+            self.wall_steps += 1
+        wait(training.device)
+        self.wall_seconds += time.perf_counter() - started
+
+
+def race(contenders: Sequence[Contender], data: Data, seconds: float, stop: Callable[[], bool]) -> list[Runner]:
+    """Time contenders in turns, each for about `seconds`, and its loop with data as long; ends early by `stop`.
+
+    The first of them is the baseline, which goes on as long as any other does.
+    """
+    runners = [Runner(contender) for contender in contenders]
+    for runner in runners:
+        if stop():
+            break
+        runner.guarded(runner.begin, data, seconds)
+    while not stop() and not all(runner.is_done(seconds) for runner in runners):
+        for runner in runners:
+            if runner.training is not None and not stop():
+                runner.guarded(runner.turn, seconds)
+    for runner in runners:
+        runner.release()
+    return runners
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _size(training: Training) -> int:
+    size = training.settings.batch
+    assert size is not None
+    return size

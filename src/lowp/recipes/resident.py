@@ -1,0 +1,113 @@
+"""What a training step takes from the system: how far a fresh process grows, on a CPU, which has no reserve to ask.
+
+Beside torch's tensors this is the memory that libraries take for themselves, what the C library holds back after a
+free, and whole pages where parts are asked for; memory that is allocated and never written is not in it.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowp.recipes.contenders import STOPPED_BY, Contender, begin, step_of
+from lowp.recipes.memory_split import batch_of, warm_up
+from lowp.recipes.training import load_data
+
+__all__ = ["METHOD", "is_known", "resident_growth"]
+
+METHOD = (
+    "reserved: growth of a fresh process' resident memory from before the model was made to its highest (VmHWM of "
+    "/proc/self/status) after two steps"
+)
+_STATUS = Path("/proc/self/status")
+
+
+def is_known() -> bool:
+    """Whether this system tells how large a process is and was, as Linux does."""
+    try:
+        return _kibibytes("VmHWM") > 0
+    except (OSError, KeyError, ValueError):
+        return False
+
+
+def resident_growth(
+    contender: Contender, batch: int, threads: int, stop: Callable[[], bool] = lambda: False
+) -> int | None:
+    """Bytes that a process grows by for a step; None where that is not known, or an error or `stop` ends it."""
+    if not is_known() or contender.settings.device != "cpu":
+        return None
+    context = _context()
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_measure, args=(sending, contender, batch, threads), daemon=True)
+    process.start()
+    sending.close()
+    try:
+        while not receiving.poll(0.1):
+            if stop() or not process.is_alive():
+                break
+        return int(growth) if receiving.poll() and (growth := receiving.recv()) is not None else None
+    except EOFError:  # it ended without a word, as when the system has no memory left for it
+        return None
+    finally:
+        receiving.close()
+        if process.is_alive():
+            process.join(1)
+        process.kill()
+        process.join()
+
+
+def _context() -> Any:
+    """Processes that fork from one which has imported this module and computed nothing: none has to load torch anew."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+# -- in the other process ---------------------------------------------------------------------------------------------
+def _measure(sending: Connection, contender: Contender, batch: int, threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one tells it to stop
+    torch.set_num_threads(threads)
+    try:
+        data = load_data(contender.settings)
+        _load_libraries()
+        gc.collect()
+        _forget_highest()
+        before = _kibibytes("VmRSS")
+        training = begin(contender, data)
+        training.model.train()
+        inputs = batch_of(training, batch)
+        warm_up(training, contender, inputs)
+        step_of(training, contender, inputs)
+        growth: int | None = 1024 * max(0, _kibibytes("VmHWM") - before)
+    except STOPPED_BY:
+        growth = None
+    sending.send(growth)
+
+
+def _load_libraries() -> None:
+    """A tiny step, so that code which every training loads is not counted as its memory."""
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    nn.functional.cross_entropy(model(torch.randn(4, 1, 8, 8)), torch.zeros(4, dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def _forget_highest() -> None:
+    """Let the system count the highest size from now on; without it the start of the process may be the highest."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass
+
+
+def _kibibytes(name: str) -> int:
+    lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
+    return int(lines[name].split()[0])
