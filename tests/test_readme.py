@@ -2,9 +2,10 @@
 
 A `python` block is executed; the blocks of one file share their names, from top to bottom. An `output` block behind it
 is what it prints; with `raises` or `warns` after the language also the error that it ends in, or its warnings, as
-Python names them. In a `console` block every `$ lowp ...` line is run, and what is shown below it is what it prints.
-`...` stands for any text, lines of an `output` may be broken anywhere; nothing shown means nothing compared. `not-run`
-after the language leaves a block to the reader, and `slow` leaves it to `make slow`.
+Python names them. With `file=NAME` it is not run but written there. In a `console` block every `$ lowp ...` line is
+run, and what is shown below it is what it prints. `...` stands for any text, lines of an `output` may be broken
+anywhere; nothing shown means nothing compared. `not-run` after the language leaves a block to the reader, and `slow`
+leaves it to `make slow`.
 """
 
 from __future__ import annotations
@@ -95,19 +96,26 @@ def run_page(path: Path, chosen: list[Block], lowp: Callable[..., Any]) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
     freely = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for block in chosen:
-        if block.language == "python":
+        if file := next((word[5:] for word in block.words if word.startswith("file=")), ""):
+            Path(file).write_text(block.text)
+        elif block.language == "python":
             got = run_python(path, block, names)
             if block.output is not None:
                 same = doctest.OutputChecker().check_output(block.output.strip(), got.strip(), freely)
                 assert same, f"{path}:{block.line}: it prints\n{got}"
-            continue
-        for arguments, shown in commands(block):
-            result = lowp(*arguments)
-            assert result.code == 0, f"{path}:{block.line}: lowp {shlex.join(arguments)}\n{result.err}"
-            if shown.strip():
-                got = result.out.rstrip() + "\n"
-                same = doctest.OutputChecker().check_output(shown.rstrip() + "\n", got, doctest.ELLIPSIS)
-                assert same, f"{path}:{block.line}: lowp {shlex.join(arguments)} prints\n{got}"
+        else:
+            run_commands(path, block, lowp)
+
+
+def run_commands(path: Path, block: Block, lowp: Callable[..., Any]) -> None:
+    """Run the `$ lowp ...` lines of a block, and compare what is shown below them."""
+    for arguments, shown in commands(block):
+        result = lowp(*arguments)
+        assert result.code == 0, f"{path}:{block.line}: lowp {shlex.join(arguments)}\n{result.err}"
+        if shown.strip():
+            got = result.out.rstrip() + "\n"
+            same = doctest.OutputChecker().check_output(shown.rstrip() + "\n", got, doctest.ELLIPSIS)
+            assert same, f"{path}:{block.line}: lowp {shlex.join(arguments)} prints\n{got}"
 
 
 @pytest.mark.parametrize(("path", "chosen"), pages())

@@ -1,0 +1,146 @@
+"""What the pages of docs/ say beside their code: tables of facts of the package and of bench/results, and links.
+
+Where a row is wrong the error shows the one that is right, ready to be pasted into the page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowp.presets import PRESETS
+from lowp.recipes import RECIPES, get
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text()
+
+
+def table(page: str, first: str) -> list[list[str]]:
+    """The rows of the first table on a page whose header begins with these cells."""
+    _, _, rest = text_of(page).partition(f"| {first} |")
+    lines = rest.split("\n\n")[0].splitlines()[2:]
+    assert lines, f"{page} has no table that begins with {first!r}"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+
+
+def test_the_formats_to_choose_from_have_the_numbers_of_lowp_formats(lowp: Callable[..., Any]) -> None:
+    lines = [line for line in lowp("formats", "--markdown").out.splitlines() if line.startswith("| ")]
+    head, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line)
+    known = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    columns = ("smallest", "normal", "maximum", "max error", "digits", "bytes")
+    for name, *cells in table("choosing.md", "format | smallest"):
+        assert cells == [known[name][column] for column in columns]
+
+
+def test_the_presets_that_a_page_advises_exist() -> None:
+    shown = re.findall(r'lowp\.Precision\("([^"]+)"', "".join(page.read_text() for page in PAGES))
+    assert {"fp16", "bf16", "fp8", "fp16-storage"} <= set(shown)
+    advised = [row[-1] for row in table("migration.md", "apex | what it did")]
+    assert {name for cell in advised for name in re.findall("`([^`]+)`", cell)} <= set(PRESETS)
+
+
+def test_every_recipe_is_in_the_table_with_its_sizes() -> None:
+    wanted = []
+    for name in RECIPES:
+        recipe = get(name)
+        parameters = [f"{size.parameters:,}" for size in recipe.sizes.values()]
+        wanted.append([f"`{name}`", recipe.summary, *parameters, recipe.metric.name, recipe.source])
+    for row, right in zip(table("recipes.md", "recipe | what"), wanted, strict=True):
+        assert row == right, f"docs/recipes.md needs | {' | '.join(right)} |"
+
+
+def test_the_sets_that_recipes_look_for_have_the_addresses_that_the_errors_name() -> None:
+    from lowp.recipes.data import cifar, detection, folders, mnist, parallel, rossmann, segmentation, text, tweets
+
+    sets = (
+        *(cifar.CIFAR10, detection.VOC, folders.IMAGENET, mnist.MNIST, parallel.PARALLEL),
+        *(rossmann.ROSSMANN, segmentation.MASKED, text.TEXT, tweets.TWEETS),
+    )
+    for one in sets:
+        for address in re.findall(r"https?://[^\s,)]+", one.where):
+            assert address in text_of("recipes.md")
+
+
+def test_the_times_of_a_step_are_those_of_the_bench() -> None:
+    networks = result("step")["results"]
+    wanted = [
+        [
+            *(network, name, f"{row['fp32_ms']:.1f}", f"{row['lowp_ms']:.1f}", f"{row['torch_autocast_ms']:.0f}"),
+            *(f"{row['lowp_over_fp32']:.2f}", f"{row['torch_over_lowp']:.1f}"),
+        ]
+        for network, formats in networks.items()
+        for name, row in formats.items()
+    ]
+    assert table("performance.md", "network | format") == wanted
+    rows = result("flex")["rows"]
+    wanted = [[name, f"{1e3 * row['seconds']:.0f}", f"{row['of_fp32']:.2f}"] for name, row in rows.items()]
+    assert table("performance.md", "precision | ms a step") == wanted
+
+
+def test_the_fixed_costs_of_an_op_are_those_of_the_bench() -> None:
+    measured = result("call")["microseconds"]
+    ops = ("linear", "linear and its backward", "relu")
+    wanted = [[region, *(str(row[op]) for op in ops)] for region, row in measured.items() if "linear" in row]
+    assert table("performance.md", "region | linear, no gradient") == wanted
+
+
+def test_the_shares_of_the_bandwidth_are_those_of_the_bench() -> None:
+    rows = result("kernels")["rows"]
+    names = ("lowp fp16", "lowp bf16", "lowp e4m3fn", "lowp fp16:stochastic", "lowp statistics")
+    shown = [share for _, share in table("performance.md", "what | share")]
+    assert shown == [f"{rows[name]['percent_of_copy']:.0f} %" for name in names]
+
+
+def test_the_page_quotes_the_warning_of_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.kernels import cpu
+
+    monkeypatch.setattr(cpu, "PATH", Path(".../lowp/kernels/liblowp_cpu.so"))
+    cpu.library.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning) as caught:
+            assert cpu.library() is None
+    finally:
+        monkeypatch.undo()
+        cpu.library.cache_clear()
+    assert f"RuntimeWarning: {caught[0].message}" in " ".join(text_of("trouble.md").split())
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_within_the_repository_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} links to {link}: there is no {path}"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}: {sorted(anchors(target))}"
+
+
+def test_the_index_has_every_page() -> None:
+    listed = set(re.findall(r"\]\(([\w-]+\.md)\)", text_of("README.md")))
+    assert listed == {page.name for page in DOCS.glob("*.md")} - {"README.md"}
