@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "recipes": "list the networks that can be trained",
     "train": "train one recipe in one precision, with checkpoints",
     "compare": "train one recipe in several precisions, and say which converge as fp32",
+    "bench": "measure time and memory of training steps beside fp32 and torch.amp",
     "figure": "draw a figure of the literature from a real run",
 }
 

@@ -63,6 +63,11 @@ class Subject:
         assert self.settings.batch is not None
         return self.settings.batch
 
+    @property
+    def stages(self) -> int:
+        """How many things `measure` measures, if nothing fails: the steps together, and the memory of each row."""
+        return 1 + len(self.contenders) * (2 if self._limit() else 1)
+
     def measure(self, stop: Stop) -> Iterator[str]:
         """Measure everything, and yield in words what was done, until `stop()` is true."""
         with threads_of(self.threads):
@@ -195,6 +200,11 @@ class Benchmark:
         self.command: str | None = None
         self._header = results.header(KIND)
 
+    @property
+    def stages(self) -> int:
+        """How many things `run` measures, if nothing fails."""
+        return sum(subject.stages for subject in self.subjects)
+
     def run(self, stop: Stop = lambda: False) -> Iterator[str]:
         """Measure, and yield in words what was done, until `stop()` is true."""
         for subject in self.subjects:
@@ -218,7 +228,8 @@ class Benchmark:
                 "memory": memory_split.METHODS[device],
                 "parts": "; ".join(f"{name}: {text}" for name, text in PARTS.items()),
                 **({"reserved": resident.METHOD} if device == "cpu" else {}),
-                "slack": "slack: reserved less allocated; negative where memory was allocated and not written to",
+                "slack": "slack: reserved less allocated; negative where memory was allocated and not written to; activations at "
+                "most: their largest sum at any moment of the step, which need not be its peak",
                 "operations": operations.METHOD,
                 "largest_batch": largest_batch.METHOD.format(tolerance=largest_batch.TOLERANCE),
                 "estimates": ESTIMATES,

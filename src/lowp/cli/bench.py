@@ -1,0 +1,149 @@
+"""Measure what training steps cost: time, wall time, memory and what it is used for, operations in 16 bits.
+
+  lowp bench rossmann
+  lowp bench rossmann unet bert --out bench.json --plot bench.png
+  lowp bench unet --precision fp16,bf16 --memory 512MB
+  lowp bench bert --size full --device cuda
+
+The rows take turns in one process: fp32 (on a GPU with TF32 off and on), torch.amp in fp16 and bf16, and lowp in each
+--precision. A row whose step takes very long gets few steps, and says so. Every number goes to a JSON file with how it
+was measured, and a picture lies beside it. After Ctrl-C the file holds what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowp.cli.interrupts import Interrupts
+
+if TYPE_CHECKING:
+    from lowp.recipes.benchmark import Benchmark, Plan
+    from lowp.recipes.training import Settings
+
+DEFAULT = "fp16,bf16,flex16+5,dfp16"
+_SECONDS = 3.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="one or more; `lowp recipes` lists them")
+    parser.add_argument(
+        "--precision", default=DEFAULT, metavar="LIST", help=f"presets, formats, policy files; {DEFAULT} if not given"
+    )
+    parser.add_argument("--no-torch-amp", action="store_true", help="leave torch.autocast and its GradScaler out")
+    parser.add_argument(
+        "--seconds", type=float, default=_SECONDS, metavar="S", help=f"timed steps of each row ({_SECONDS:g})"
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="find the largest batch that fits: 2GB, 512MiB ...")
+    parser.add_argument("--size", help="the recipe's size: cpu (the default) or full")
+    parser.add_argument("--batch", type=int, help="examples a step, in place of the recipe's")
+    parser.add_argument("--device", help="cpu (the default), cuda, cuda:1 ...")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads, in place of what suits the recipe")
+    parser.add_argument("--data", metavar="DIR", help="the real data set, where the recipe takes one")
+    parser.add_argument(
+        "--out", metavar="FILE.json", type=Path, help="bench-RECIPE.json if not given, bench.json for several"
+    )
+    parser.add_argument("--plot", metavar="FILE", type=Path, help=".png, .svg or .pdf; beside the JSON if not given")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure; 130 for Ctrl-C, with what was measured written."""
+    from lowp.recipes import results
+    from lowp.recipes.benchmark import Benchmark
+    from lowp.report import plots
+
+    names = list(dict.fromkeys(arguments.recipes))
+    settings, plan = _settings(arguments, names), _plan(arguments)
+    out = arguments.out or Path(f"bench-{names[0]}.json" if len(names) == 1 else "bench.json")
+    plot = arguments.plot or out.with_suffix(".png")
+    plots.check_suffix(plot)
+    results.check_writable(out)
+    results.check_writable(plot)
+    if not plots.can_plot():
+        _say(f"there will be no picture: {plots.NO_MATPLOTLIB}")
+    benchmark = Benchmark(settings, plan)
+    benchmark.command = results.command_line()
+    with Interrupts() as interrupts:
+        _measure(benchmark, out, interrupts)
+    document = benchmark.document()
+    results.write(out, document)
+    if document["recipes"]:
+        _print(document)
+    if interrupts():
+        _say(f"interrupted; what was measured is in {out}")
+        return interrupts.exit_code
+    if plots.can_plot():
+        from lowp.report.benchmark_chart import chart
+
+        chart(document, plot)
+        print(f"written: {out}, {plot}")
+    else:
+        print(f"written: {out}; no picture: {plots.NO_MATPLOTLIB}")
+    return 0
+
+
+def _settings(arguments: argparse.Namespace, names: list[str]) -> list[Settings]:
+    from lowp.errors import InvalidInput
+    from lowp.recipes import get
+    from lowp.recipes.training import Settings
+
+    for name in names:
+        get(name)
+    if arguments.data is not None and len(names) > 1:
+        raise InvalidInput(f"--data {arguments.data} is for one recipe, not for {', '.join(names)}: run them apart")
+    if arguments.out is not None and arguments.out.suffix != ".json":
+        raise InvalidInput(f"--out {arguments.out}: the numbers are written as JSON: give a name that ends in .json")
+    given = {"size": arguments.size, "batch": arguments.batch, "device": arguments.device, "data": arguments.data}
+    named = {name: value for name, value in given.items() if value is not None}
+    return [Settings(name, **named).filled() for name in names]
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    from lowp import presets
+    from lowp.errors import InvalidInput
+    from lowp.recipes.benchmark import Plan
+    from lowp.recipes.largest_batch import bytes_from
+
+    if not 0 < arguments.seconds < 3600:
+        raise InvalidInput(f"--seconds {arguments.seconds:g}: give seconds above 0, such as {_SECONDS:g}")
+    if arguments.threads is not None and arguments.threads < 1:
+        raise InvalidInput(f"--threads {arguments.threads}: give 1 or more")
+    precisions = [word.strip() for word in arguments.precision.split(",") if word.strip()]
+    for precision in precisions:
+        presets.parse(precision)
+    return Plan(
+        precisions=precisions,
+        torch_amp=not arguments.no_torch_amp,
+        seconds=arguments.seconds,
+        threads=arguments.threads,
+        memory=None if arguments.memory is None else bytes_from(arguments.memory),
+    )
+
+
+def _measure(benchmark: Benchmark, out: Path, stop: Interrupts) -> None:
+    """Measure with a bar, and write the file after each thing that was measured."""
+    from lowp.recipes import results
+    from lowp.report.progress import Bar
+
+    with Bar("benchmark", benchmark.stages, "measured") as bar:
+        for words in benchmark.run(stop):
+            results.write(out, benchmark.document())
+            bar.advance(1, words)
+            bar.line(words)
+
+
+def _print(document: dict[str, Any]) -> None:
+    from lowp.report import tables
+    from lowp.report.benchmark import benchmark_notes, benchmark_tables
+
+    console = tables.console()
+    for table in benchmark_tables(document):
+        console.print(table)
+    console.print(benchmark_notes(document), markup=False)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

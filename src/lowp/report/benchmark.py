@@ -1,0 +1,190 @@
+"""Tables of a benchmark: functions of the document that is written as JSON."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.table import Table
+
+from lowp.report.tables import bytes_of, plain_table, seconds
+
+__all__ = ["benchmark_notes", "benchmark_tables"]
+
+_NOTHING = "-"
+_WIDTH = 110
+_COLUMNS = 8
+
+
+def benchmark_tables(document: Mapping[str, Any]) -> Iterator[Table]:
+    """Of each recipe: time, memory and what it is used for, and what hardware would need; beside published figures."""
+    for subject in document["recipes"]:
+        yield _times(subject)
+        if any("memory" in row for row in subject["variants"]):
+            yield from _memory(subject)
+        if any("largest_batch" in row for row in subject["variants"]):
+            yield _largest(subject)
+        if any("estimates" in row for row in subject["variants"]):
+            yield _estimates(subject)
+        if subject["published"] is not None:
+            yield _published(subject)
+
+
+def _times(subject: Mapping[str, Any]) -> Table:
+    recipe = subject["recipe"]
+    title = (
+        f"{recipe['name']}, size {recipe['size']}: {recipe['parameters']:,} parameters, batch {recipe['batch']}, "
+        f"{subject['threads']} CPU thread{'s' * (subject['threads'] > 1)}"
+    )
+    columns = ["", "time\na step", "quartiles", "steps", "to\nfp32", "wall\na step", "of it\ndata", "an\nepoch"]
+    table = plain_table(title, [*columns, f"{recipe['unit']}\na second", "in 16\nbits"])
+    for row in subject["variants"]:
+        if not row["step"]["steps"]:
+            table.add_row(row["label"], "failed", *[_NOTHING] * 8)
+            continue
+        step, wall = row["step"], row["wall"]
+        table.add_row(
+            row["label"],
+            seconds(step["median"]),
+            _NOTHING if step["quartiles"] is None else _range(*map(seconds, step["quartiles"])),
+            f"{step['steps']}{'*' * step['only_its_first']}",
+            _NOTHING if step["relative"] is None else f"{step['relative']:.2f}x",
+            _NOTHING if wall is None else seconds(wall["seconds_per_step"]),
+            _NOTHING if wall is None else f"{wall['data_seconds'] / wall['seconds']:.0%}",
+            _NOTHING if wall is None else seconds(wall["epoch_seconds"]),
+            _count(row["throughput"]),
+            _share((row.get("operations") or {}).get("share")),
+        )
+    return table
+
+
+def _memory(subject: Mapping[str, Any]) -> Iterator[Table]:
+    """A line a part that any row has, a column a row of the benchmark; several tables where one would be too wide."""
+    rows = [row for row in subject["variants"] if "memory" in row]
+    names = [name for name in rows[0]["memory"]["parts"] if any(row["memory"]["parts"][name] for row in rows)]
+    for start in range(0, len(rows), _COLUMNS):
+        chosen = rows[start : start + _COLUMNS]
+        table = plain_table("memory at the peak of a step", ["", *(_wrapped(row["label"]) for row in chosen)])
+        for name in names:
+            sizes = [row["memory"]["parts"][name] for row in chosen]
+            table.add_row(name, *(_bytes(size) if size else _NOTHING for size in sizes))
+        for name in ("allocated", "reserved", "slack"):
+            table.add_row(name, *(_bytes(row["memory"][name]) for row in chosen), style="bold" * (name == "allocated"))
+        table.add_row("activations at most", *(_bytes(row["memory"]["held"]["activations"]) for row in chosen))
+        yield table
+
+
+def _largest(subject: Mapping[str, Any]) -> Table:
+    rows = [row for row in subject["variants"] if "largest_batch" in row]
+    base = next((row["largest_batch"]["batch"] for row in rows if row["label"] == "fp32"), 0)
+    limit = bytes_of(rows[0]["largest_batch"]["limit"])
+    columns = ["", "batch", "to\nfp32", "its peak", "does not fit", "measured", "what"]
+    table = plain_table(f"largest batch that fits into {limit}", columns)
+    for row in rows:
+        found = row["largest_batch"]
+        table.add_row(
+            row["label"],
+            f"{found['batch']:,}",
+            f"{found['batch'] / base:.2f}x" if base else _NOTHING,
+            _bytes(found["peak"]),
+            _NOTHING if found["too_large"] is None else f"{found['too_large']:,}",
+            f"{len(found['measured'])} batches",
+            "verified" if found["verified"] else f"at least this: {found['ended']}",
+        )
+    return table
+
+
+def _estimates(subject: Mapping[str, Any]) -> Table:
+    rows = [row for row in subject["variants"] if "estimates" in row]
+    base = rows[0]["estimates"]
+    columns = ["", "format", "arithmetic", "to\nfp32", "DRAM", "to\nfp32", "multiply-add\nunit", "to\nfp32"]
+    table = plain_table("ESTIMATES for hardware with such arithmetic, a step (Horowitz, ISSCC 2014, 45 nm)", columns)
+    for row in rows:
+        found = row["estimates"]
+        approximate = "~" if found["how"] != "table" else ""
+        table.add_row(
+            row["label"],
+            found["format"],
+            f"{approximate}{_joules(found['arithmetic_joules'])}",
+            _ratio(found["arithmetic_joules"], base["arithmetic_joules"]),
+            _joules(found.get("dram_joules")),
+            _ratio(found.get("dram_joules"), base.get("dram_joules")),
+            f"{'~' if found['unit_area_how'] != 'table' else ''}{found['unit_area_um2']:,.0f} um2",
+            f"{found['unit_area_relative_to_fp32']:.2f}x",
+        )
+    return table
+
+
+def _published(subject: Mapping[str, Any]) -> Table:
+    columns = ["", "time fp32 → torch.amp", "to\nfp32", "memory fp32 → torch.amp", "to\nfp32"]
+    table = plain_table("as published, size full, on GPUs", columns)
+    for row in subject["published"]["gpus"]:
+        times = " → ".join(f"{int(one // 60)}m{one % 60:02.0f}" for one in row["seconds"])
+        memory = " → ".join(f"{one:g}" for one in row["gigabytes"])
+        ratios = f"{row['time_ratio']:.2f}x", f"{row['memory_ratio']:.2f}x"
+        table.add_row(row["gpu"], times, ratios[0], f"{memory} GB", ratios[1])
+    return table
+
+
+def benchmark_notes(document: Mapping[str, Any]) -> str:
+    """What stands below the tables: rows that failed or took few steps, the methods, the sources, the machine."""
+    rows = [(subject, row) for subject in document["recipes"] for row in subject["variants"]]
+    lines = [
+        f"{subject['recipe']['name']}, {row['label']}: failed: {row['failure']}"
+        for subject, row in rows
+        if row["failure"]
+    ]
+    if any(row["step"]["only_its_first"] for _, row in rows):
+        lines.append("*: its first step took so long that it is the only one; nothing else of it was timed.")
+    lines += [f"{text}." for text in document["methods"].values()]
+    sources = {subject["published"]["source"] for subject in document["recipes"] if subject["published"]}
+    lines += [f"published: {source}." for source in sorted(sources)]
+    versions = document["versions"]
+    lines.append(f"{document['tf32']}.")
+    lines.append(f"{document['machine']['words']}; torch {versions['torch']}, lowp {versions['lowp']}.")
+    return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="  ") for line in lines)
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+def _bytes(value: int | None) -> str:
+    if value is None:
+        return _NOTHING
+    return f"-{bytes_of(-value)}" if value < 0 else bytes_of(value)
+
+
+def _range(low: str, high: str) -> str:
+    """Two numbers with their units, which is written once where it is the same."""
+    number, _, unit = low.partition(" ")
+    return f"{number}-{high}" if high.endswith(f" {unit}") else f"{low}-{high}"
+
+
+def _wrapped(label: str) -> str:
+    """A label in two lines: the first word, and the rest."""
+    first, _, rest = label.partition(" ")
+    return f"{first}\n{rest}" if rest else first
+
+
+def _count(value: float | None) -> str:
+    return _NOTHING if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    """A share in percent; never 100 % of what is not all."""
+    if value is None:
+        return _NOTHING
+    return f"{math.floor(1000 * value) / 10:.4g}%"
+
+
+def _joules(value: float | None) -> str:
+    if value is None:
+        return _NOTHING
+    for unit, factor in (("J", 1.0), ("mJ", 1e3), ("µJ", 1e6), ("nJ", 1e9)):
+        if value * factor >= 1 or unit == "nJ":
+            return f"{value * factor:.3g} {unit}"
+    raise AssertionError(value)
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    return f"{value / base:.2f}x" if value is not None and base else _NOTHING

@@ -1,0 +1,143 @@
+"""A picture of a benchmark: time and memory of every row by those of fp32, beside published figures of torch.amp."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowp.report.plots import new_figure, save
+from lowp.report.tables import bytes_of, seconds
+
+__all__ = ["PARTS_COLOURS", "chart"]
+
+# one colour a part, in the order of the bars, which does not depend on hue alone (lighter and darker alternate)
+PARTS_COLOURS = {
+    "weights": "#4477aa",
+    "masters": "#99bbdd",
+    "gradients": "#228833",
+    "optimizer": "#a6d96a",
+    "activations": "#ee6677",
+    "casts": "#ddaa33",
+    "temporaries": "#aa3377",
+    "other": "#bbbbbb",
+    "update": "#66ccee",
+    "slack": "#ffffff",
+}
+_BAR, _PUBLISHED = "#4477aa", "#dddddd"
+_LONGEST = 12.0  # times fp32: a longer bar is cut, and its number says how long it is
+
+
+def chart(document: Mapping[str, Any], path: Path) -> None:
+    """A line of two panels a recipe: time on the left, memory and what it is used for on the right; fp32 is 1."""
+    subjects = document["recipes"]
+    bars = [len(subject["variants"]) + len((subject["published"] or {"gpus": ()})["gpus"]) for subject in subjects]
+    figure = new_figure(12.0, 1.2 + sum(0.9 + 0.34 * count for count in bars))
+    grid = figure.subplots(
+        len(subjects), 2, squeeze=False, gridspec_kw={"height_ratios": [2 + count for count in bars]}
+    )
+    for (left, right), subject in zip(grid, subjects, strict=True):
+        _times(left, subject)
+        _memory(right, subject)
+    handles, labels = _legend(grid)
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
+    machine = document["machine"]["words"]
+    figure.suptitle(f"{machine}; torch {document['versions']['torch']}. {document['tf32']}", fontsize=9)
+    save(figure, path)
+
+
+def _legend(grid: Any) -> tuple[list[Any], list[str]]:
+    """Each part once, in the order of the bars, whichever recipe has it."""
+    found: dict[str, Any] = {}
+    for panel in grid[:, 1]:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    order = [name for name in PARTS_COLOURS if name in found]
+    return [found[name] for name in order], order
+
+
+def _times(panel: Any, subject: Mapping[str, Any]) -> None:
+    recipe = subject["recipe"]
+    labels, values, texts, colours = [], [], [], []
+    for row in subject["variants"]:
+        relative = row["step"]["relative"]
+        labels.append(row["label"])
+        values.append(relative or 0.0)
+        texts.append("failed" if relative is None else f"{relative:.2f}x  {seconds(row['step']['median'])}")
+        colours.append(_BAR)
+    for row in (subject["published"] or {"gpus": ()})["gpus"]:
+        labels.append(f"{row['gpu']}, torch.amp")
+        values.append(row["time_ratio"])
+        texts.append(f"{row['time_ratio']:.2f}x  published, whole training")
+        colours.append(_PUBLISHED)
+    limit = min(_LONGEST, max([*values, 1.0]))
+    for place, (value, text, colour) in enumerate(zip(values, texts, colours, strict=True)):
+        panel.barh(place, min(value, limit), color=colour, edgecolor="#555555", linewidth=0.5)
+        _write(panel, min(value, limit), place, text, limit)
+    _finish(panel, labels, limit)
+    title = f"{recipe['name']} ({recipe['size']}, batch {recipe['batch']}): time a step, fp32 = 1"
+    panel.set_title(title + f" (bars end at {limit:g})" * (max(values) > limit), fontsize=9)
+
+
+def _memory(panel: Any, subject: Mapping[str, Any]) -> None:
+    rows = [row for row in subject["variants"] if "memory" in row]
+    if not rows:
+        panel.set_axis_off()
+        return
+    base = rows[0]["memory"]
+    # the whole is what was reserved, where every row knows it and it is not mostly what libraries took
+    by_reserved = all(_is_telling(row["memory"]) for row in rows)
+    unit = base["reserved"] if by_reserved else base["allocated"]
+    labels, ends, texts = [], [], []
+    for place, row in enumerate(rows):
+        memory = row["memory"]
+        parts = {**memory["parts"], **({"slack": max(0, memory["slack"])} if by_reserved else {})}
+        end = 0.0
+        for name, size in parts.items():
+            if size:
+                panel.barh(
+                    place,
+                    size / unit,
+                    left=end,
+                    color=PARTS_COLOURS[name],
+                    edgecolor="#555555",
+                    linewidth=0.5,
+                    label=name,
+                )
+                end += size / unit
+        labels.append(row["label"])
+        ends.append(end)
+        words = f"{bytes_of(memory['allocated'])} allocated"
+        texts.append(words + (f", {bytes_of(memory['reserved'])} reserved" if memory["reserved"] else ""))
+    for row in (subject["published"] or {"gpus": ()})["gpus"]:
+        panel.barh(len(ends), row["memory_ratio"], color=_PUBLISHED, edgecolor="#555555", linewidth=0.5)
+        labels.append(f"{row['gpu']}, torch.amp")
+        ends.append(row["memory_ratio"])
+        texts.append(f"{row['memory_ratio']:.2f}x  published: {row['gigabytes'][0]:g} → {row['gigabytes'][1]:g} GB")
+    limit = max([*ends, 1.0])
+    for place, (end, text) in enumerate(zip(ends, texts, strict=True)):
+        _write(panel, end, place, text, limit)
+    _finish(panel, labels, limit)
+    what = "reserved" if by_reserved else "allocated"
+    panel.set_title(f"memory at the peak of a step, {what} in fp32 = 1", fontsize=9)
+
+
+def _is_telling(memory: Mapping[str, Any]) -> bool:
+    return memory["slack"] is not None and 0 <= memory["slack"] < memory["allocated"]
+
+
+def _write(panel: Any, end: float, place: int, text: str, limit: float) -> None:
+    """Write behind the end of a bar."""
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    panel.text(end + limit * 0.02, place, text, va="center", fontsize=8, bbox=box)
+
+
+def _finish(panel: Any, labels: list[str], limit: float) -> None:
+    panel.axvline(1.0, color="#222222", linewidth=0.8, linestyle="--", zorder=0.5)
+    panel.set_yticks(range(len(labels)), labels, fontsize=8)
+    panel.set_ylim(len(labels) - 0.4, -0.6)
+    panel.set_xlim(0, limit * 1.65)
+    panel.tick_params(axis="x", labelsize=8)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
