@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from lowp.cli.figure import FIGURES
+from lowp.recipes.training import Training
 
 Lowp = Callable[..., Any]
 
@@ -73,3 +75,131 @@ def test_what_cannot_be_drawn_is_said(lowp: Lowp, folder: Path, arguments: tuple
     result = lowp("figure", *arguments)
     assert (result.code, result.out) == (2, "") and text in result.err
     assert list(folder.iterdir()) == []
+
+
+TINY = {
+    "updates": ("--recipe", "digits", "--epochs", "2"),
+    "gradients": ("--epochs", "1"),
+    "activation-gradients": ("--recipe", "digits", "--epochs", "1"),
+    "loss-scaling": ("--recipe", "digits", "--epochs", "1", "--scale", "dynamic"),
+    "stall": ("--epochs", "1", "--layer", "2"),
+    "curves": ("--epochs", "2", "--seeds", "1", "--precision", "bf16"),
+    "cost": ("--formats", "fp32, bf16, e5m7"),
+}
+
+
+def test_every_figure_of_words_is_tried_here() -> None:
+    assert set(TINY) == {name for name, figure in FIGURES.items() if figure.words is not None}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_figure_is_recorded_told_and_drawn_again_from_its_file(lowp: Lowp, folder: Path, name: str) -> None:
+    first = lowp("figure", name, *TINY[name], "--out", "first.png")
+    assert first.code == 0, first.err
+    *words, last = first.out.splitlines()
+    assert words and last == "written: first.json, first.png"
+    document = json.loads((folder / "first.json").read_text())
+    assert document["kind"] == FIGURES[name].kind and document["command"]
+    numbers = (folder / "first.json").read_bytes()
+    again = lowp("figure", name, "--from", "first.json", "--out", "again.png")
+    assert (again.code, again.out.splitlines()) == (0, [*words, "written: again.png"])
+    assert (folder / "again.png").read_bytes() == (folder / "first.png").read_bytes()
+    assert (folder / "first.json").read_bytes() == numbers
+    assert {path.name for path in folder.iterdir()} == {"first.json", "first.png", "again.png"}
+
+
+def test_flex_pictures_are_drawn_again_from_their_files(lowp: Lowp, folder: Path) -> None:
+    for name in ("autoflex", "flex-window"):
+        assert lowp("figure", name, "--steps", "12", "--out", "first.png").code == 0
+        assert lowp("figure", name, "--from", "first.json", "--out", "again.png").out == "written: again.png\n"
+        assert (folder / "again.png").read_bytes() == (folder / "first.png").read_bytes()
+
+
+def test_curves_are_drawn_from_a_comparison(lowp: Lowp, folder: Path) -> None:
+    arguments = ("--precision", "bf16", "--seeds", "2", "--epochs", "2", "--timing", "0", "--jobs", "1")
+    assert lowp("compare", "digits", *arguments).code == 0
+    result = lowp("figure", "curves", "--from", "compare-digits.json", "--out", "c.svg")
+    assert result.code == 0, result.err
+    document = json.loads((folder / "compare-digits.json").read_text())
+    for line, row in zip(result.out.splitlines()[:2], document["variants"], strict=True):
+        errors = [100 * (1 - run["history"][-1]["accuracy"]) for run in row["runs"]]
+        assert line.startswith(f"{row['label']}: top-1 error {sum(errors) / 2:.3g}% ({min(errors):.3g} to ")
+    assert (folder / "c.svg").read_text().startswith("<?xml")
+
+
+def test_the_numbers_are_those_of_the_run_that_was_asked_for(lowp: Lowp, folder: Path) -> None:
+    assert lowp("figure", "loss-scaling", *TINY["loss-scaling"], "--out", "a.png").code == 0
+    document = json.loads((folder / "a.json").read_text())
+    assert (document["recipe"], document["epochs"], document["scale"]) == ("digits", 1, "dynamic")
+    assert document["scales"] == [65536.0] * 16 and document["before"]["below"] >= document["after"]["below"]
+    assert lowp("figure", "curves", *TINY["curves"], "--out", "b.png").code == 0
+    curves = json.loads((folder / "b.json").read_text())
+    assert [row["label"] for row in curves["variants"]] == ["fp32", "bf16"]
+    assert all(0 < run["history"][-1]["top5"] <= 1 for row in curves["variants"] for run in row["runs"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "no figure is named; allowed: autoflex, flex-window, updates"),
+        (
+            ("updates", "--steps", "4"),
+            "updates takes no --steps; allowed: --size, --seed, --data, --recipe, ",
+        ),
+        (("cost", "--recipe", "digits"), "cost takes no --recipe; allowed: --formats, --from, --out"),
+        (("curves", "--seed", "1"), "curves takes no --seed; allowed: "),
+        (("curves", "--seeds", "0"), "--seeds 0: give 1 or more"),
+        (("cost", "--formats", "fp32,fp61"), "unknown format 'fp61'"),
+        (("cost", "--formats", ","), "--formats names none: give some, such as fp32,bf16,e4m3fn,int8"),
+        (("loss-scaling", "--scale", "1"), "--scale 1: it changes nothing: give a number such as 256, or dynamic"),
+        (("loss-scaling", "--scale", "big"), "loss scale 'big' is not one"),
+        (("stall", "--precision", "bf16"), "bf16 does not store its parameters in a float format of few bits: use"),
+        (("stall", "--layer", "relu"), "unknown layer 'relu'; allowed: 0, 2, 4"),
+        (("updates", "--from", "none.json"), "there is no file none.json"),
+        (("updates", "--from", "cost.json"), ": lowp figure cost --from cost.json draws it"),
+        (("curves", "--from", "cost.json"), "holds a figure-cost of version 1, not a comparison of version 1"),
+        (
+            ("cost", "--from", "broken.json"),
+            "is not as lowp wrote it (KeyError: 'formats'): record it again",
+        ),
+        (("cost", "--from", "text.json"), "text.json cannot be read as results of lowp"),
+        (("cost", "--from", "cost.json", "--formats", "fp32"), "--formats is for recording: leave one of them out"),
+    ],
+)
+def test_what_cannot_be_recorded_or_drawn_again_is_said(
+    lowp: Lowp, folder: Path, arguments: tuple[str, ...], text: str
+) -> None:
+    (folder / "cost.json").write_text('{"lowp_results": 1, "kind": "figure-cost", "formats": []}')
+    (folder / "broken.json").write_text('{"lowp_results": 1, "kind": "figure-cost"}')
+    (folder / "text.json").write_text("no results")
+    result = lowp("figure", *arguments, "--out", "new.png")
+    assert (result.code, result.out) == (2, "") and text in result.err, result.err
+    assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name != "cost"])
+def test_ctrl_c_leaves_nothing(lowp: Lowp, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = Training.step, []
+
+    def interrupted(self: Training, *arguments: Any) -> Any:
+        steps.append(self)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Training, "step", interrupted)
+    result = lowp("figure", name, *TINY[name])
+    assert (result.code, result.out) == (130, "") and "Traceback" not in result.err
+    assert len(steps) == 3 and list(folder.iterdir()) == []
+
+
+def test_without_matplotlib_the_numbers_are_written_and_nothing_is_drawn_again(
+    lowp: Lowp, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowp.report.plots.can_plot", lambda: False)
+    result = lowp("figure", "cost")
+    assert result.code == 0 and result.out.endswith(
+        "written: figure-cost.json; no picture: matplotlib is not installed: pip install 'lowp[plot]'\n"
+    )
+    refused = lowp("figure", "cost", "--from", "figure-cost.json")
+    assert refused.code == 2 and "matplotlib is not installed" in refused.err

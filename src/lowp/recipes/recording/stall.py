@@ -33,8 +33,8 @@ def record_stall(
     """Train in fp32 and with 16-bit weights in three ways; return how many weights move, the way of one, and the loss.
 
     `settings.precision` is bf16-storage or fp16-storage; nothing is scaled. `moving`: at 200 steps, of the weights with
-    a gradient, the share that the step changed (of the masters, where there are some). `weight`: the way of one weight
-    of the layer (by default the first), the one that moves by the median distance in fp32. Raises InvalidInput for
+    a gradient, the share that the step changed (of the masters, where there are some). `ways`: the values of one weight
+    of the layer (by default the first), the one that moves by the median distance in fp32, after so many `way_steps`. Raises InvalidInput for
     other precisions and for a layer without weights.
     """
     preset = presets.parse(settings.precision)
@@ -89,13 +89,17 @@ def _layer(model: nn.Module, layer: str | None) -> str:
 def _weight(watched: list[_Moving]) -> dict[str, Any]:
     """Where the first run's (fp32's) median mover is, and its values in every run."""
     if not watched:
-        return {"place": None, "ways": []}
+        return {"place": None, "ways": [], "way_steps": []}
     ways = [torch.stack(observer.ways) for observer in watched]
     distance = (ways[0][-1] - ways[0][0]).abs()
     distance = torch.where(distance > 0, distance, torch.nan)
     median = (distance - distance.nanmedian()).abs().nan_to_num(torch.inf)
     chosen = int(median.argmin())
-    return {"place": watched[0].places[chosen], "ways": [way[:, chosen].tolist() for way in ways]}
+    return {
+        "place": watched[0].places[chosen],
+        "ways": [way[:, chosen].tolist() for way in ways],
+        "way_steps": [0, *(step + 1 for step in watched[0].steps)],
+    }
 
 
 class _Moving:
@@ -108,11 +112,11 @@ class _Moving:
         self._before: dict[str, Tensor] = {}
         self.steps: list[int] = []
         self.moving: list[float] = []
-        self.ways: list[Tensor] = []
         weights = self._weights(training.model)
         self._first = {name: weight.detach().clone() for name, weight in weights.items()}
         shape = weights[parameter].shape
         self._kept = torch.arange(shape.numel())[:: max(1, shape.numel() // _KEPT)]
+        self.ways = [self._first[parameter].flatten()[self._kept]]
         self.places = [[int(index) for index in torch.unravel_index(place, shape)] for place in self._kept]
 
     def wants(self, progress: float) -> bool:

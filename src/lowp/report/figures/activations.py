@@ -28,14 +28,16 @@ def activation_gradients(document: Mapping[str, Any], path: Path) -> None:
     for place, one in enumerate(layers):
         right.plot([one["activations"], one["weights"]], [place, place], color=style.GREY, linewidth=1, zorder=0)
     right.axvline(
-        style.FP16_SMALLEST_NORMAL, color=style.GREY, linestyle="--", linewidth=1, label="fp16's smallest normal number"
+        style.FP16_SMALLEST_NORMAL, color=style.GREY, linestyle="--", linewidth=1, label="fp16's smallest normal"
     )
     right.set_yticks(places, [one["name"] for one in layers], fontsize=8)
-    right.invert_yaxis()
+    right.set_ylim(
+        len(layers) + 0.12 * len(layers) + 1.5, -1
+    )  # the first at the top, room for the legend at the bottom
     right.set(xlabel="median |gradient| of the layer", title="medians by layer")
     style.powers(right.xaxis, 6)
     right.grid(alpha=0.25)
-    right.legend(fontsize=8, loc="best")
+    right.legend(fontsize=8, loc="lower right", ncols=3, columnspacing=1.0, handlelength=1.2)
     figure.suptitle(style.ended(document), fontsize=11)
     style.caption(figure, activation_gradients_words(document))
     save(figure, path)

@@ -29,7 +29,7 @@ def stall(document: Mapping[str, Any], path: Path) -> None:
     for place, row in enumerate(document["variants"]):
         shown = {**_LINES[place % len(_LINES)], "label": row["label"]}
         moving.plot(row["step"], [100 * value for value in _smooth(row["moving"])], **shown)
-        way.plot(row["step"], document["ways"][place], **shown)
+        way.plot(document["way_steps"], document["ways"][place], **shown)
         known = [one for one in row["history"] if one["loss"] is not None]
         loss.plot([one["epoch"] for one in known], [one["loss"] for one in known], **shown)
     moving.set(xlabel="step", ylabel="weights with a gradient that the step moves, %", title="how many weights move")

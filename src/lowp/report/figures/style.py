@@ -21,8 +21,8 @@ BLUE, RED, GREEN, YELLOW, CYAN, PURPLE, GREY = COLORS = (
     "#bbbbbb",
 )
 FP16_SMALLEST, FP16_SMALLEST_NORMAL, FP16_END = -24, -14, 16  # powers of two; 65504 is just below the last
-_LETTERS_AN_INCH = 13.5
-_LEAST_SHARE = 1e-4  # exponents that fewer elements have do not widen an axis
+_LETTERS_AN_INCH = 16
+_LEAST_SHARE = 1e-3  # exponents that fewer elements have do not widen an axis
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def bars(found: Mapping[str, Any]) -> tuple[list[float], list[int]]:
 
 
 def range_of(found: Iterable[Mapping[str, Any]], also: Sequence[float] = ()) -> tuple[float, float]:
-    """From the first to the last exponent that one in ten thousand elements has, with room for limits drawn too."""
+    """From the first to the last exponent that one in a thousand elements has, with room for limits drawn too."""
     ends = list(also)
     for one in found:
         total = max(1, sum(one["counts"]))
@@ -115,4 +115,5 @@ def caption(figure: Any, sentences: Sequence[str]) -> None:
     width = int(figure.get_figwidth() * _LETTERS_AN_INCH)
     lines = [line for sentence in sentences for line in textwrap.wrap(sentence, width)]
     text = re.sub(r"\b2\^(-?[\d.]+\d|-?\d)", r"$2^{\1}$", "\n".join(lines))
+    figure.get_layout_engine().set(h_pad=0.07)  # inches, around the panels
     figure.supxlabel(text, fontsize=8.5, x=0.015, ha="left", linespacing=1.35)

@@ -1,0 +1,94 @@
+"""Gradients of activations in the documents are those of the chain rule, and a loss scale multiplies them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from recipes.recording import toy
+from torch import nn
+
+from lowp.errors import InvalidInput
+from lowp.recipes.recording.activations import GradientHooks, record_activation_gradients, record_loss_scaling
+from lowp.recipes.recording.histograms import Fp16Counts
+from lowp.recipes.training import Settings
+
+
+@pytest.fixture(autouse=True)
+def only_the_toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.use(monkeypatch)
+
+
+def counted(*tensors: torch.Tensor) -> dict[str, object]:
+    counts = Fp16Counts()
+    for tensor in tensors:
+        counts.add(tensor)
+    return counts.document()
+
+
+def test_every_output_of_every_module_is_counted_beside_the_weights() -> None:
+    document = record_activation_gradients(Settings("toy").filled())
+    outputs, weights = toy.gradients(toy.initial())
+    assert document["activations"] == counted(*outputs.values())
+    assert document["weights"] == counted(*weights.values())
+    present = toy.flat(outputs) != 0
+    assert document["activations"]["below"] == toy.share(toy.flat(outputs).abs() < 2**-24, present)
+    assert document["activations"]["histogram"]["zeros"] == int((~present).sum())
+    for layer in document["layers"]:
+        name = layer["name"]
+        assert layer["activations"] == counted(outputs[name])["histogram"]["median"]  # type: ignore[index]
+        assert layer["weights"] == counted(weights[f"{name}.weight"])["histogram"]["median"]  # type: ignore[index]
+    assert [layer["name"] for layer in document["layers"]] == ["0", "2"]
+
+
+@pytest.mark.parametrize("scale", ["256", "1000", "0.5"])
+def test_a_static_scale_multiplies_every_gradient(scale: str) -> None:
+    document = record_loss_scaling(Settings("toy", "fp16", loss_scale=scale).filled())
+    outputs, _ = toy.gradients(toy.initial())
+    assert document["before"] == counted(*outputs.values())
+    assert document["after"] == counted(*(one * float(scale) for one in outputs.values()))
+    assert document["scales"] == [float(scale)] and document["last_scale"] == float(scale)
+
+
+def test_the_room_is_the_number_of_doublings_before_overflow() -> None:
+    document = record_loss_scaling(Settings("toy", "fp16", loss_scale="256").filled())
+    outputs, weights = toy.gradients(toy.initial())
+    largest = max(float(one.abs().max()) for one in (*outputs.values(), *weights.values()))
+    room = document["room"]
+    assert 256 * largest * 2**room <= 65504 < 256 * largest * 2 ** (room + 1)
+    assert room == math.floor(math.log2(65504 / 256 / largest))
+
+
+def test_a_dynamic_scale_is_the_one_that_the_run_had() -> None:
+    document = record_loss_scaling(Settings("toy", "fp16", epochs=4, loss_scale="dynamic(1048576)").filled())
+    assert document["scales"][0] == 2.0**20 > document["scales"][1] >= document["last_scale"]
+    assert document["skipped_steps"] > 0
+    # the first step overflowed: the gradients of 1 times 2^20 are infinite in fp16
+    assert document["before"]["infinite"] == 0 < document["after"]["infinite"]
+
+
+@pytest.mark.parametrize("scale", ["1", "none", None])
+def test_a_scale_of_one_is_refused(scale: str | None) -> None:
+    with pytest.raises(InvalidInput, match=r"--scale .*: it changes nothing: give a number such as 256, or dynamic"):
+        record_loss_scaling(Settings("toy", "fp16", loss_scale=scale).filled())
+
+
+def test_hooks_hear_what_is_changed_in_place_from_before_the_change() -> None:
+    heard: dict[str, torch.Tensor] = {}
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
+    GradientHooks(model, lambda name, gradient: heard.setdefault(name, gradient))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+        model[0].bias.zero_()
+    (model(torch.tensor([[1.0, 1.0]])) * torch.tensor([3.0, 5.0])).sum().backward()
+    assert heard["0"].tolist() == [[3.0, 0.0]] and heard["1"].tolist() == [[3.0, 5.0]]
+
+
+def test_hooks_hear_outputs_that_come_in_a_tuple() -> None:
+    heard: list[str] = []
+    model = nn.GRU(2, 3)
+    GradientHooks(model, lambda name, gradient: heard.append(name))
+    output, last = model(torch.ones(4, 1, 2))
+    (output.sum() + last.sum()).backward()
+    assert heard == ["", ""]

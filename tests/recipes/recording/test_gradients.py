@@ -1,0 +1,79 @@
+"""Gradients and updates in the documents are those that the chain rule and the optimizer's formula give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recipes.recording import toy
+
+from lowp.recipes.recording.gradients import record_gradients, record_updates
+from lowp.recipes.recording.histograms import Histogram
+from lowp.recipes.training import Settings
+
+
+@pytest.fixture(autouse=True)
+def only_the_toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.use(monkeypatch)
+
+
+def weights_of(model: torch.nn.Sequential) -> torch.Tensor:
+    return torch.cat([model[0].weight.detach().flatten(), model[2].weight.detach().flatten()])
+
+
+def test_updates_are_the_rate_times_the_gradients() -> None:
+    document = record_updates(Settings("toy", epochs=3).filled())
+    model = toy.initial()
+    for moment in ("first", "middle", "last"):
+        found = document["moments"][moment]
+        gradient, weight = toy.flat(toy.gradients(model)[1]), weights_of(model)
+        change = -toy.RATE * gradient
+        expected = Histogram()
+        expected.add(gradient)
+        assert found["gradients"] == {**expected.document(), "median": pytest.approx(expected.median())}
+        ratio, moving = change.abs() / weight.abs(), change != 0
+        assert found["below"] == {
+            "bf16": toy.share(ratio < 2**-8, moving),
+            "fp16": toy.share(ratio < 2**-11, moving),
+        }
+        for format, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            stored = weight.to(dtype)
+            assert found["lost"][format] == toy.share((stored.double() + change).to(dtype) == stored, moving)
+        assert found["learning_rates"] == [toy.RATE, toy.RATE]
+        toy.step(model)
+    assert [document["moments"][moment]["epoch"] for moment in document["moments"]] == [1, 2, 3]
+    assert document["weights"] == 32
+
+
+def test_a_run_of_two_epochs_has_no_middle() -> None:
+    assert list(record_updates(Settings("toy", epochs=2).filled())["moments"]) == ["first", "last"]
+    one = record_updates(Settings("toy", epochs=1).filled())["moments"]
+    assert list(one) == ["first", "last"] and one["first"] == one["last"]
+    assert one["first"]["steps_sampled"] == [0]
+
+
+def test_a_naive_run_is_measured_against_fp32_on_its_own_weights() -> None:
+    document = record_gradients(Settings("toy", "fp16-naive", epochs=1).filled())
+    model = toy.initial().half().float()  # the weights as the run stores them
+    there = toy.flat(toy.gradients(model)[1])
+    present = there != 0
+    assert document["gradients"]["below"] == toy.share(there.abs() < 2**-24, present) > 0
+    assert document["gradients"]["zero"] == toy.share(there.half() == 0, present) > 0
+    # in the run each product is rounded to fp16, as the outputs' gradients are before it
+    outputs, _ = toy.gradients(model)
+    with torch.no_grad():
+        hidden = (toy.X @ model[0].weight.T + model[0].bias).clamp(min=0)
+    first = (outputs["0"].half().double().T @ toy.X.half().double()).half()
+    last = (outputs["2"].half().double().T @ hidden.half().double()).half()
+    own = torch.cat([first.flatten(), last.flatten()])
+    assert document["flushed"] == toy.share(own == 0, present)
+    weight, change = weights_of(model), -toy.RATE * own.double()
+    moving = change != 0
+    assert document["updates"]["below"] == toy.share(change.abs() < 2**-24, moving) > 0
+    ratio = change.abs() / weight.abs()
+    assert document["below"]["fp16"] == toy.share(ratio < 2**-11, moving)
+    assert document["unmoved"] == toy.share((weight + change).half() == weight.half(), moving) > 0
+
+
+def test_a_run_that_is_stopped_at_once_has_counted_nothing() -> None:
+    document = record_updates(Settings("toy", epochs=3).filled(), stop=lambda: True)
+    assert all(one["steps_sampled"] == [] and one["learning_rates"] is None for one in document["moments"].values())

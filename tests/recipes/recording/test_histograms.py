@@ -1,0 +1,99 @@
+"""What a histogram tells is what counting the numbers themselves tells."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowp.recipes.recording.histograms import Fp16Counts, Histogram, LostUpdates, ratios
+
+
+def make_numbers() -> Tensor:
+    """Of all magnitudes between 2^-40 and 2^20, with the ties of fp16, zeros, and what is no number."""
+    draw = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-40, 20, (5000,), generator=draw).float()
+    numbers = torch.exp2(exponents) * (1 + torch.rand(5000, generator=draw)) * torch.randn(5000, generator=draw).sign()
+    special = [0.0, -0.0, math.inf, -math.inf, math.nan, 2.0**-25, 2.0**-24, 2.0**-14, 65504.0, 65519.0, 65520.0]
+    return torch.cat([numbers, torch.tensor(special)])
+
+
+def histogram_of(x: Tensor) -> Histogram:
+    found = Histogram()
+    for part in x.split(700):
+        found.add(part)
+    return found
+
+
+def test_every_exponent_is_counted_and_what_has_none_is_apart() -> None:
+    x = make_numbers()
+    document = histogram_of(x).document()
+    present = x[x.isfinite() & (x != 0)]
+    exponents = torch.frexp(present)[1] - 1
+    assert document["lowest"] == int(exponents.min())
+    assert document["counts"] == torch.bincount(exponents - exponents.min()).tolist()
+    assert (document["elements"], document["zeros"], document["nonfinite"]) == (len(x), 2, 3)
+    assert document["largest"] == present.abs().max()
+
+
+@pytest.mark.parametrize("exponent", [-127, -50, -24, -14, 0, 17, 127])
+def test_the_share_below_a_power_of_two_is_that_of_the_numbers_below_it(exponent: int) -> None:
+    x = make_numbers()
+    present = x[x.isfinite() & (x != 0)]
+    assert histogram_of(x).below(exponent) == int((present.abs() < 2.0**exponent).sum()) / len(present)
+
+
+def test_what_is_below_the_normal_numbers_of_fp32_is_in_the_first_bin_without_the_zeros() -> None:
+    document = histogram_of(torch.tensor([0.0, 2.0**-140, 2.0**-127, 2.0**-126])).document()
+    assert (document["lowest"], document["counts"], document["zeros"]) == (-127, [2, 1], 1)
+
+
+def test_the_median_is_right_to_a_part_of_a_bin() -> None:
+    x = torch.randn(10_001, generator=torch.Generator().manual_seed(1)) * 2.0**-9
+    median = histogram_of(x).median()
+    assert median is not None and abs(median - math.log2(x.abs().median())) < 0.1
+    assert histogram_of(torch.tensor([1.0, 1.0, 4.0, 4.0])).median() == 1.0  # the upper end of the first bin's half
+    assert histogram_of(torch.zeros(3)).median() is None
+
+
+def test_nothing_added_is_an_empty_histogram() -> None:
+    document = Histogram().document()
+    assert (document["counts"], document["elements"], document["median"]) == ([], 0, None)
+    assert Histogram().below(-24) == 0
+
+
+def test_what_fp16_makes_zero_or_infinite_is_what_torch_s_cast_makes_so() -> None:
+    x = make_numbers()
+    counts = Fp16Counts()
+    for part in x.split(900):
+        counts.add(part)
+    document = counts.document()
+    present = x[x.isfinite() & (x != 0)]
+    magnitude = present.abs().double()
+    assert document["zero"] == int((present.half() == 0).sum()) / len(present)
+    assert document["below"] == int((magnitude < 2**-24).sum()) / len(present) > document["zero"] > 0
+    assert document["infinite"] == int((magnitude >= 65520).sum()) / len(present) > 0
+    subnormal = (magnitude >= 2**-24) & (magnitude < 2**-14)
+    assert document["subnormal"] == pytest.approx(int(subnormal.sum()) / len(present), abs=1e-15)
+
+
+@pytest.mark.parametrize(("format", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_an_update_is_lost_where_torch_s_own_sum_is_the_weight(format: str, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(2)
+    weight = torch.randn(4000, generator=draw)
+    change = weight * torch.exp2(torch.randint(-16, -4, (4000,), generator=draw).float())
+    change[:100] = 0
+    lost = LostUpdates(format)
+    lost.add(weight[:1000].double(), change[:1000].double())
+    lost.add(weight[1000:].double(), change[1000:].double())
+    stored = weight.to(dtype)
+    same = (stored.float() + change).to(dtype) == stored
+    assert lost.share == int(same[100:].sum()) / 3900
+    assert 0.1 < lost.share < 0.9
+
+
+def test_a_ratio_needs_a_weight() -> None:
+    found = ratios(torch.tensor([2.0, 0.0, -4.0]).double(), torch.tensor([1.0, 1.0, 1.0]).double())
+    assert found.tolist() == [0.5, 0.25]

@@ -1,0 +1,87 @@
+"""Documents as the recorders write them, with numbers that are easy to see again in a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def histogram(lowest: int = -30, counts: tuple[int, ...] = (1, 3, 9, 27, 9, 1), zeros: int = 50) -> dict[str, Any]:
+    elements = sum(counts) + zeros
+    named = {"lowest": lowest, "counts": list(counts), "elements": elements, "zeros": zeros, "nonfinite": 0}
+    return {**named, "largest": 2.0 ** (lowest + len(counts)), "median": lowest + 3.5 if counts else None}
+
+
+def in_fp16(below: float = 0.25, **named: Any) -> dict[str, Any]:
+    return {"histogram": histogram(**named), "below": below, "zero": 0.125, "subnormal": 0.5, "infinite": 0.0}
+
+
+def run(**named: Any) -> dict[str, Any]:
+    metric = {"name": "accuracy", "is_share": True, "value": 0.875}
+    common = {"recipe": "toy", "precision": "fp32", "seed": 0, "epochs": 4, "steps": 40, "metric": metric}
+    return {**common, "failure": None, "steps_sampled": [1], **named}
+
+
+def updates() -> dict[str, Any]:
+    def moment(epoch: int) -> dict[str, Any]:
+        shares = {"below": {"bf16": 0.4, "fp16": 0.05}, "lost": {"bf16": 0.3, "fp16": 0.04}}
+        return {"epoch": epoch, "learning_rates": [0.1, 0.1], "gradients": histogram(), "ratios": histogram(), **shares}
+
+    moments = {"first": moment(1), "middle": moment(2), "last": moment(4)}
+    return run(limits={"bf16": -8, "fp16": -11}, moments=moments)
+
+
+def gradients() -> dict[str, Any]:
+    parts = {"gradients": in_fp16(0.0005), "updates": in_fp16(0.19), "ratios": histogram()}
+    shares = {"flushed": 0.0003, "unmoved": 0.92, "below": {"bf16": 0.99, "fp16": 0.95}}
+    return run(limits={"bf16": -8, "fp16": -11}, **parts, **shares)
+
+
+def activation_gradients() -> dict[str, Any]:
+    layers = [
+        {"name": "0", "activations": -12.0, "weights": -9.0},
+        {"name": "2", "activations": -11.0, "weights": -9.5},
+    ]
+    return run(activations=in_fp16(), weights=in_fp16(0.01, lowest=-27), layers=layers)
+
+
+def loss_scaling(scales: tuple[float, ...] = (256.0, 256.0)) -> dict[str, Any]:
+    found = {"before": in_fp16(0.25), "after": in_fp16(0.001, lowest=-22)}
+    return run(scales=list(scales), last_scale=scales[-1], skipped_steps=1, room=3, **found)
+
+
+def stall() -> dict[str, Any]:
+    def variant(label: str, moving: float, never: float) -> dict[str, Any]:
+        history = [{"epoch": epoch, "loss": 2.0 - epoch * moving, "accuracy": 0.5} for epoch in range(3)]
+        steps = list(range(20))
+        row = {"label": label, "step": steps, "moving": [moving] * 20, "never": never}
+        return {**row, "history": history, "failure": None}
+
+    rows = [variant("fp32", 1.0, 0.0), variant("masters", 1.0, 0.0), variant("stochastic", 0.03, 0.3)]
+    rows.append(variant("to nearest", 0.01, 0.98))
+    ways = [[0.1 + place * step for step in range(21)] for place in range(4)]
+    return run(way_steps=list(range(21)), format="bf16", parameter="0.weight", place=[3, 1], ways=ways, variants=rows)
+
+
+def curves(**last: float) -> dict[str, Any]:
+    def row(label: str, start: float) -> dict[str, Any]:
+        runs = []
+        for seed in range(2):
+            history = [{"epoch": 0, "accuracy": 0.1, "loss": 2.3, **last}]
+            for epoch in (1, 2, 3):
+                numbers = {"accuracy": start + 0.05 * epoch + 0.01 * seed, "loss": 1 / epoch}
+                history.append({"epoch": epoch, **numbers, **last})
+            runs.append({"history": history, "failure": None})
+        return {"label": label, "runs": runs}
+
+    recipe = {"name": "toy", "metric": "accuracy", "metric_is_share": True, "higher_is_better": True}
+    return {"recipe": recipe, "seeds": [0, 1], "variants": [row("fp32", 0.8), row("fp16", 0.7)]}
+
+
+def cost() -> dict[str, Any]:
+    def row(name: str, value: float, how: str) -> dict[str, Any]:
+        estimate = {"value": value, "unit": "pJ", "how": how}
+        parts = {"energy": ("multiply", "add"), "read": ("SRAM of 8 KB", "DRAM"), "area": ("multiply", "add")}
+        entries = {entry: dict.fromkeys(names, estimate) for entry, names in parts.items()}
+        return {"name": name, "significand_bits": 8, "is_integer": False, **entries}
+
+    return {"source": "a paper", "formats": [row("fp32", 4.0, "table"), row("bf16", 0.5, "interpolated")]}

@@ -1,0 +1,163 @@
+"""Every figure of a recorded document: a picture is made, and its sentences tell the document's numbers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report.figures import documents
+
+from lowp.report import plots
+from lowp.report.figures import activations, costs, curves, gradients, stall, style
+
+Document = dict[str, Any]
+FIGURES: list[tuple[Callable[[Document, Path], None], Callable[[Document], list[str]], Document]] = [
+    (gradients.updates, gradients.updates_words, documents.updates()),
+    (gradients.gradients, gradients.gradients_words, documents.gradients()),
+    (activations.activation_gradients, activations.activation_gradients_words, documents.activation_gradients()),
+    (activations.loss_scaling, activations.loss_scaling_words, documents.loss_scaling()),
+    (stall.stall, stall.stall_words, documents.stall()),
+    (curves.curves, curves.curves_words, documents.curves()),
+    (costs.cost, costs.cost_words, documents.cost()),
+]
+NAMES = [draw.__name__ for draw, _, _ in FIGURES]
+
+
+@pytest.mark.parametrize(("draw", "words", "document"), FIGURES, ids=NAMES)
+def test_a_picture_is_made_with_nothing_over_its_edge_its_caption_or_another_panel(
+    draw: Callable[[Document, Path], None],
+    words: Callable[[Document], list[str]],
+    document: Document,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(f"{draw.__module__}.save", lambda figure, path: made.append(figure) or plots.save(figure, path))
+    before = copy.deepcopy(document)
+    draw(document, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert words(document) and document == before
+    figure = made[0]
+    width, height = figure.get_size_inches() * figure.dpi
+    caption = figure._supxlabel.get_window_extent()
+    assert caption.x0 >= 0 and caption.x1 <= width and caption.y0 >= 0
+    boxes = {panel: panel.get_tightbbox() for panel in figure.axes}
+    for panel, box in boxes.items():
+        assert box.x0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1, panel.get_title()
+        assert box.y0 >= caption.y1 - 1, panel.get_title()
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes.values(), 2))
+
+
+def test_updates_tell_what_is_below_the_limits_and_what_would_be_lost() -> None:
+    sentences = gradients.updates_words(documents.updates())
+    assert sentences[2] == (
+        "Epoch 4, learning rate 0.1: 40.0% of the updates are below 2^-8 of their weight, 5.0% below 2^-11. "
+        "Of weights stored in bf16 30.0% would stay as they are, in fp16 4.0%."
+    )
+
+
+def test_gradients_tell_what_fp16_swallows() -> None:
+    first, second, third = gradients.gradients_words(documents.gradients())
+    assert first == (
+        "Of the gradients that fp32 has, 0.0500% are below 2^-24, fp16's smallest number; 0.0300% are zero in this run."
+    )
+    assert "19.0% are below 2^-24" in second and "95.0% of the updates are below 2^-11 of their weight" in third
+    assert third.endswith("92.0% of the weights that were to move stayed as they were.")
+
+
+def test_activation_gradients_tell_zeros_apart_and_compare_medians() -> None:
+    first, second, third = activations.activation_gradients_words(documents.activation_gradients())
+    assert first.startswith("Zero are 50.0% of the gradients of activations and 50.0% of those of weights")
+    assert (
+        second
+        == "Below fp16's smallest number, 2^-24: 25.0%, 1.0% (activations, weights). Subnormal in fp16: 50.0%, 50.0%."
+    )
+    assert third == "Medians: 2^-26.5 of activations, 2^-23.5 of weights: those of activations are 8 times smaller."
+
+
+@pytest.mark.parametrize(
+    ("scales", "words"),
+    [((256.0, 256.0), "The scale was 256, 1 step of 40"), ((65536.0, 1024.0), "The scale was 65,536 to 1,024, 1 step")],
+)
+def test_loss_scaling_tells_the_scales_of_the_run(scales: tuple[float, ...], words: str) -> None:
+    sentences = activations.loss_scaling_words(documents.loss_scaling(scales))
+    assert sentences[0].startswith(
+        "Below 2^-24: 25.0% of the nonzero gradients of activations without a scale, 0.10% with"
+    )
+    assert sentences[-1].startswith(words) and "room to double the last one 3 times" in sentences[-1]
+
+
+def test_a_scale_that_is_too_large_is_said_to_be() -> None:
+    document = {**documents.loss_scaling(), "room": -1}
+    assert activations.loss_scaling_words(document)[-1].endswith("the last one is to be halved 1 time.")
+
+
+def test_a_stall_is_told_in_a_sentence_a_variant() -> None:
+    assert stall.stall_words(documents.stall())[-1] == (
+        "to nearest: a step moves 1.0% of the weights; of those that fp32 moves, 98.0% end where they began; "
+        "accuracy 50.0%."
+    )
+
+
+def test_curves_turn_shares_into_errors_and_have_top_5_where_it_was_measured() -> None:
+    assert curves.curves_words(documents.curves())[0] == (
+        "fp32: top-1 error 4.5% (4 to 5); loss on what was held back 0.333 (0.333 to 0.333)."
+    )
+    assert (
+        curves.curves_words(documents.curves(top5=0.99))[1]
+        == "fp16: top-1 error 14.5% (14 to 15); top-5 error 1% (1 to 1)."
+    )
+
+
+def test_curves_leave_out_epochs_that_not_all_runs_reached_and_say_what_failed(tmp_path: Path) -> None:
+    document = documents.curves()
+    broken = document["variants"][1]["runs"][0]
+    broken["history"], broken["failure"] = broken["history"][:2], "its weights were no numbers after epoch 2"
+    document["variants"][1]["runs"][1]["history"][1]["loss"] = None
+    assert curves.curves_words(document)[1] == (
+        "fp16: top-1 error 24.5% (24 to 25); 1 of 2 runs failed: its weights were no numbers after epoch 2."
+    )
+    curves.curves(document, tmp_path / "a.png")
+
+
+def test_an_error_of_zero_is_drawn_on_a_plain_axis(tmp_path: Path) -> None:
+    curves.curves(documents.curves(top5=1.0), tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").stat().st_size > 1000
+
+
+def test_costs_tell_estimates_from_the_table() -> None:
+    assert costs.cost_words(documents.cost()) == [
+        "A multiplication in fp32 takes so many times the energy of one in: bf16 8 (estimate)."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "unknown"),
+        (0, "0%"),
+        (1e-7, "less than 0.0001%"),
+        (2e-5, "0.0020%"),
+        (0.0031, "0.31%"),
+        (0.31416, "31.4%"),
+    ],
+)
+def test_a_share_has_digits_enough_to_be_seen(value: float | None, words: str) -> None:
+    assert style.share(value) == words
+
+
+def test_a_bin_lies_between_its_power_and_the_next() -> None:
+    values, edges = style.bars(documents.histogram(-3, (1, 3), zeros=7))
+    assert (values, edges) == ([25.0, 75.0], [-3, -2, -1])
+
+
+def test_histograms_without_a_number_are_drawn_empty(tmp_path: Path) -> None:
+    document = documents.activation_gradients()
+    for name in ("activations", "weights"):
+        document[name]["histogram"] = documents.histogram(0, (), zeros=4)
+    activations.activation_gradients({**document, "layers": []}, tmp_path / "empty.png")
+    assert len(activations.activation_gradients_words(document)) == 2
