@@ -156,4 +156,5 @@ def test_the_recipes_are_listed(lowp: Callable[..., Any]) -> None:
     assert all(f" {name} " in listed for name in RECIPES) and "9,610" in listed
     one = lowp("recipes", "digits")
     assert one.code == 0 and "embedded in scikit-learn" in one.out and "64" not in one.out.split("source")[0].split()
+    assert all(line.startswith(" ") for line in lowp("recipes", "gpt").out.splitlines()[1:])  # long lines are indented
     assert "unknown recipe 'digit'; did you mean digits" in lowp("recipes", "digit").err

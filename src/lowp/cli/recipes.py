@@ -2,11 +2,13 @@
 
 lowp recipes
 lowp recipes digits
+lowp recipes module:NAME       a recipe of your own
 """
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     from lowp.report.tables import console, plain_table
 
     if arguments.recipe is not None:
-        console().print(_full(get(arguments.recipe)), markup=False)
+        screen = console()
+        screen.print(_full(get(arguments.recipe), screen.width), markup=False, soft_wrap=True)
         return 0
     table: Table = plain_table(None, ["recipe", "what", "size", "parameters"])
     for name in RECIPES:
@@ -39,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _full(recipe: Recipe) -> str:
+def _full(recipe: Recipe, width: int) -> str:
     lines = [f"{recipe.name}: {recipe.summary}", f"  data    {recipe.data}", f"  source  {recipe.source}"]
     for name, size in recipe.sizes.items():
         options = ", ".join(f"{key} {value}" for key, value in size.options.items())
@@ -49,4 +52,5 @@ def _full(recipe: Recipe) -> str:
             f"learning rate {size.learning_rate:g}{', ' * bool(options)}{options}{default}"
         )
     lines.append(f"  judged by {recipe.metric.name}")
-    return "\n".join(lines)
+    beside = " " * 10
+    return "\n".join(textwrap.fill(line, width, subsequent_indent=beside, break_on_hyphens=False) for line in lines)
