@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowp import distributed
-from lowp.casts import Cast
+from lowp.casts import Cast, Rounding
 from lowp.errors import InvalidInput
-from lowp.formats import PowerOfTwo, ScaledFormat
-from lowp.kernels.mantissas import current_exponent, has_mantissas, to_mantissas, values
+from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
+from lowp.kernels import cpu
+from lowp.kernels.integer import Exact
+from lowp.kernels.mantissas import Mantissas, current_exponent, has_mantissas, values, write_, written
+from lowp.ops import known
 from lowp.scaling import Autoflex, AutoflexState, Reactive, Written
 
 __all__ = ["COUNTS", "Entries", "Flush", "current", "scaling_of"]
@@ -93,27 +97,94 @@ class Entries:
             self._start(x, index)
         return self._write_here(x, index) if x.device.type == "cpu" else self._write_there(x, index)
 
+    def write_exact(self, product: Callable[[int, bool], Exact | None], index: int) -> Tensor | None:
+        """Write an exact sum straight from the integers that it is, given as mantissas under the entry's exponent.
+
+        `product` takes an exponent and whether -32768 is left out. None where the sum itself has to be seen: by a first
+        write, where it is rounded in another mode, and where `product` gives none.
+        """
+        if not (self.is_plain and self.started[index]):
+            return None
+        exponent = self.exponents[index]
+        element = self.cast.element
+        assert isinstance(element, IntFormat)
+        found = product(exponent, element.symmetric)
+        if found is None:
+            return None
+        payload, saturated, largest, sums = found
+        payload = payload.contiguous()
+        self._note(index, Seen(largest, False, largest == 0 and sums > 0, saturated, 0, payload.numel()))
+        result = values(payload, exponent)
+        if largest <= 32767:
+            known.note(result, self.cast.format, exponent, payload)
+        return result
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether writes on a CPU are rounded to nearest even and counted by no more than their maximum."""
+        return (
+            self.device.type == "cpu"
+            and self.cast.rounding is Rounding.NEAREST_EVEN
+            and not isinstance(self.scaling, Reactive)
+        )
+
+    def write_(self, x: Tensor, index: int) -> None:
+        """Write x, of fp32, in place."""
+        if not self.started[index]:
+            self._start(x, index)
+        if self.is_plain:
+            self._note_here(index, write_(x, self.cast, self.exponents[index]), x.numel())
+        else:
+            x.copy_(self.write(x, index))
+
+    def write_step(self, weight: Tensor, old: Mantissas, update_index: int, index: int) -> bool:
+        """Write what a step has changed of a weight, and the weight as the sum, in place; `old` takes the mantissas.
+
+        Does nothing and returns False where one of the two has to be looked at first.
+        """
+        held = self.scaling_adapts and math.ldexp(old.largest, old.exponent) > math.ldexp(
+            self.scaling.limit, self.exponents[index]
+        )
+        if held or not (self.is_plain and self.started[update_index] and self.started[index]):
+            return False
+        if update_index in self.pending or index in self.pending or not weight.is_contiguous():
+            return False
+        element = self.cast.element
+        assert isinstance(element, IntFormat)
+        exponents = (old.exponent, self.exponents[update_index], self.exponents[index])
+        update, new = cpu.step_int16(weight, old.payload, exponents, element.symmetric)
+        torch.autograd.graph.increment_version(weight)
+        self._note_here(update_index, update, weight.numel())
+        self._note_here(index, new, weight.numel())
+        return True
+
     def write_apart(self, x: Tensor, place: str) -> Tensor:
         """Return x as values of the format, and remember nothing."""
-        finite = x.isfinite()
         spec = self.cast.scaling
         assert spec is not None
         if spec.kind != "autoflex" and place in self.names:
-            exponent = int(self.state.exponent[self.names[place]])
+            exponent: int | None = int(self.state.exponent[self.names[place]])
         else:
             own = self.cast if spec.exponent is not None else current(self.cast)
-            found = current_exponent(torch.where(finite, x, 0.0), own)
-            assert found is not None
-            exponent = found
+            exponent = current_exponent(x, own)
+            if exponent is None:
+                exponent = current_exponent(torch.where(x.isfinite(), x, 0.0), own)
+        assert exponent is not None
         if x.device.type == "cpu":
-            result = values(to_mantissas(x, self.cast, exponent).payload, exponent)
-        else:
-            limit = self.scaling.limit
-            result = torch.ldexp(
-                torch.ldexp(x.double(), torch.tensor(-exponent)).round().clamp(-limit - 1, limit),
-                torch.tensor(exponent),
-            ).float()
+            return self._written(x, exponent)[1]
+        limit, finite = self.scaling.limit, x.isfinite()
+        result = torch.ldexp(
+            torch.ldexp(x.double(), torch.tensor(-exponent)).round().clamp(-limit - 1, limit),
+            torch.tensor(exponent),
+        ).float()
         return torch.where(finite, result, math.nan)
+
+    def _written(self, x: Tensor, exponent: int) -> tuple[Mantissas, Tensor]:
+        """Return x as mantissas and as values, which are known by them from then on."""
+        found, result = written(x, self.cast, exponent)
+        if found.largest <= 32767 and not found.nonfinite:
+            known.note(result, self.cast.format, exponent, found.payload)
+        return found, result
 
     def admit(self, x: Tensor, index: int) -> None:
         """Forget the entry's past where x would saturate under its exponent. Waits for an accelerator."""
@@ -141,15 +212,16 @@ class Entries:
             self.exponents[index], self.started[index] = int(begun.exponent), bool(begun.started)
 
     def _write_here(self, x: Tensor, index: int) -> Tensor:
-        exponent = self.exponents[index]
-        payload, _, largest, saturated, nonfinite = to_mantissas(x, self.cast, exponent)
+        found, result = self._written(x, self.exponents[index])
         crowded = 0
         if isinstance(self.scaling, Reactive):
-            crowded = int((payload.abs() > self.scaling.limit // 2).sum())
-        vanished = largest == 0 and nonfinite == 0 and bool(x.any())
-        self._note(index, Seen(largest, nonfinite > 0, vanished, saturated, crowded, x.numel()))
-        result = values(payload, exponent)
-        return torch.where(x.isfinite(), result, math.nan) if nonfinite else result
+            crowded = int((found.payload.abs() > self.scaling.limit // 2).sum())
+        self._note_here(index, found, x.numel(), crowded)
+        return result
+
+    def _note_here(self, index: int, seen: Mantissas | cpu.Written, elements: int, crowded: int = 0) -> None:
+        vanished = seen.largest == 0 and seen.nonfinite == 0 and seen.any
+        self._note(index, Seen(seen.largest, seen.nonfinite > 0, vanished, seen.saturated, crowded, elements))
 
     def _write_there(self, x: Tensor, index: int) -> Tensor:
         """The same without waiting for the device."""

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from lowp import casts, distributed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
-from lowp.exponents.entries import COUNTS, Entries, Flush, current
-from lowp.kernels.mantissas import current_exponent, to_mantissas, values
+from lowp.exponents.entries import COUNTS, Entries, Flush
+from lowp.kernels.integer import Exact
+from lowp.kernels.mantissas import Mantissas, exact_exponent, exact_mantissas
+from lowp.ops import known
 
 __all__ = ["CLASSES", "PlaceSite", "SharedExponents", "Summary", "class_of"]
 
@@ -87,17 +89,13 @@ class SharedExponents:
         `unless_exact` gives x back where it is in the format, under whatever exponent, and notes nothing. Outside of
         `training` the exponent is that of x's own maximum, or the place's where the cast predicts none.
         """
-        x = x.detach()
+        x = x.detach() if x.requires_grad else x  # the same tensor where that can be, for what is known of it
         if unless_exact and self._is_exact(x, cast):
             return x.float()
-        group = self._groups.get(cast)
-        if group is None:
-            group = self._groups[cast] = Entries(cast, x.device)
+        group = self._group(cast, x.device)
         if not training:
             return group.write_apart(x, place)
-        index = group.index(place)
-        if index in group.pending and not distributed.is_running():
-            self._flush(group, None)  # a second write at one place sees what the first one taught
+        index = self._begun(group, place)
         result = group.write(x, index)
         seen = group.pending[index].nonfinite
         if not isinstance(seen, Tensor) and seen and place not in self._faults:
@@ -105,6 +103,65 @@ class SharedExponents:
         for listener in self._listeners:
             listener(place, x, group.exponents[index])
         return result
+
+    def write_exact(
+        self, product: Callable[[int, bool], Exact | None], cast: Cast, place: str, *, training: bool
+    ) -> Tensor | None:
+        """Return what `write` would of an exact sum, which `product` gives as int16 under an exponent.
+
+        None where the sum itself has to be seen first, and is to be given to `write`.
+        """
+        if not training or self._listeners:
+            return None
+        group = self._group(cast, torch.device("cpu"))
+        return group.write_exact(product, self._begun(group, place))
+
+    def write_(self, x: Tensor, cast: Cast, place: str) -> None:
+        """Write x, of fp32, in place, as `write` does."""
+        if self._listeners:
+            x.copy_(self.write(x, cast, place))
+            return
+        group = self._group(cast, x.device)
+        index = self._begun(group, place)
+        group.write_(x, index)
+        if group.pending[index].nonfinite is True and place not in self._faults:
+            self._faults.append(place)
+
+    def write_step(self, weight: Tensor, old: Mantissas, cast: Cast, update_place: str, place: str) -> bool:
+        """Write what a step has changed of a weight since it had the mantissas `old`, and the weight as the sum.
+
+        In one pass and in place. Returns False, with nothing done, where `write` has to see one after the other.
+        """
+        group = self._groups.get(cast)
+        if self._listeners or group is None or not {update_place, place} <= group.names.keys():
+            return False
+        indices = group.names[update_place], group.names[place]
+        if not group.write_step(weight, old, *indices):
+            return False
+        for name, index in zip((update_place, place), indices, strict=True):
+            if group.pending[index].nonfinite and name not in self._faults:
+                self._faults.append(name)
+        return True
+
+    def mantissas(self, x: Tensor, cast: Cast, place: str) -> Mantissas | None:
+        """The mantissas of what stands at a place, to the bit; None where x is not in the format."""
+        group = self._groups.get(cast)
+        if group is None or place not in group.names or x.device.type != "cpu":
+            return None
+        return exact_mantissas(x, cast, group.exponents[group.names[place]])
+
+    def _group(self, cast: Cast, device: torch.device) -> Entries:
+        group = self._groups.get(cast)
+        if group is None:
+            group = self._groups[cast] = Entries(cast, device)
+        return group
+
+    def _begun(self, group: Entries, place: str) -> int:
+        """The entry of a place, ready for a write of training."""
+        index = group.index(place)
+        if index in group.pending and not distributed.is_running():
+            self._flush(group, None)  # a second write at one place sees what the first one taught
+        return index
 
     def admit(self, x: Tensor, cast: Cast, place: str) -> None:
         """Let a place begin anew if x, which was put there from outside, is larger than its exponent can hold.
@@ -119,11 +176,13 @@ class SharedExponents:
     def _is_exact(x: Tensor, cast: Cast) -> bool:
         if x.device.type != "cpu":
             return False
-        exponent = current_exponent(x, current(cast))
+        if known.find(x, cast.format) is not None:
+            return True
+        exponent = exact_exponent(x, cast)
         if exponent is None:
             return False
-        payload, *_ = to_mantissas(x, cast, exponent)
-        return torch.equal(values(payload, exponent).to(x.dtype), x)
+        known.note(x, cast.format, exponent)
+        return True
 
     def site(self, cast: Cast, where: str) -> PlaceSite:
         """The site of one op at one spot of the step."""
@@ -259,6 +318,10 @@ class PlaceSite:
         """Return x as values of the format; see `SharedExponents.write`."""
         place = f"{role} of {self._where}"
         return self._exponents.write(x, self._cast, place, training=self._training, unless_exact=unless_exact)
+
+    def write_exact(self, product: Callable[[int, bool], Exact | None], role: str) -> Tensor | None:
+        """Write an exact sum from its mantissas; see `SharedExponents.write_exact`."""
+        return self._exponents.write_exact(product, self._cast, f"{role} of {self._where}", training=self._training)
 
     def part(self) -> PlaceSite:
         """The site of the op's first product, its second, and so on."""

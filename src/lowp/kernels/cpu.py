@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import struct
 import warnings
 from ctypes import byref, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ _ROUNDINGS = {mode: number for number, mode in enumerate(Rounding)}
 _OVERFLOWS = {overflow: number for number, overflow in enumerate(Overflow)}
 _SPECIALS = {specials: number for number, specials in enumerate(Specials)}
 _FLOAT, _INTEGER, _BINARY = 0, 1, 2
+_FP32, _WORD = struct.Struct("=f"), struct.Struct("=I")
 
 
 class _Cast(ctypes.Structure):
@@ -54,7 +57,11 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         None,
         (c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_uint64, c_int),
     ),
-    "lowp_to_int16": (None, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_uint64, c_int, c_void_p)),
+    "lowp_write_int16": (None, (*(c_void_p, c_int) * 2, c_void_p, c_void_p, c_int64, c_uint64, c_int, c_void_p)),
+    "lowp_from_int16": (None, (c_void_p, c_int, c_void_p, c_int64, c_int)),
+    "lowp_grid": (None, (c_void_p, c_int64, c_int, c_int, c_void_p)),
+    "lowp_exact_int16": (c_int64, (c_void_p, c_int, c_void_p, c_int64, c_int)),
+    "lowp_step_int16": (None, (c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int, c_void_p)),
     "lowp_statistics": (c_int, (c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p)),
     "lowp_quantize_statistics": (
         c_int,
@@ -249,33 +256,89 @@ def quantize_scaled(
     )
 
 
+class Written(NamedTuple):
+    """What was seen while mantissas were written."""
+
+    largest: int  # the largest |mantissa|
+    saturated: int  # finite elements that did not fit
+    nonfinite: int  # infinities, which saturate, and NaNs, which become 0
+    any: bool  # whether anything was not zero before it was rounded
+
+
 def to_int16(
     x: Tensor,
     exponent: int,
     symmetric: bool,
     rounding: Rounding,
     seed: int,
-    out: Tensor,
+    out: Tensor | None,
     random_bits: int | None = None,
-) -> tuple[int, int, int]:
+    values: Tensor | None = None,
+) -> Written:
     """Write x * 2**-exponent, rounded and saturated, into the int16 tensor `out`, in one pass.
 
-    Return the largest |mantissa| written, how many finite elements were saturated, and how many were not finite: an
-    infinity saturates, NaN becomes 0. `symmetric` leaves out -32768.
+    `symmetric` leaves out -32768. `values`, in fp32, takes what the mantissas stand for, NaN for what is not finite;
+    it may be x, and be asked for alone.
     """
-    counts = (c_int64 * 3)()
-    _loaded().lowp_to_int16(
-        _parameters(Cast(IntFormat("int16", 16, symmetric), rounding, random_bits=random_bits)),
+    counts = (c_int64 * 4)()
+    _loaded().lowp_write_int16(
+        _mantissa_parameters(symmetric, rounding, random_bits),
         _CARRIERS[x.dtype],
         x.data_ptr(),
         exponent,
-        out.data_ptr(),
+        None if out is None else out.data_ptr(),
+        None if values is None else values.data_ptr(),
         x.numel(),
         seed & MASK,
         threads(),
         counts,
     )
-    return counts[0], counts[1], counts[2]
+    return _written(*counts)
+
+
+def from_int16(mantissas: Tensor, exponent: int, out: Tensor) -> None:
+    """Write mantissas * 2**exponent into `out`, fp32: exact unless it leaves the range."""
+    _loaded().lowp_from_int16(mantissas.data_ptr(), exponent, out.data_ptr(), mantissas.numel(), threads())
+
+
+def grid(x: Tensor, lowest: bool) -> tuple[float, int | None]:
+    """Return the largest |x| of an fp32 tensor, and with `lowest` the exponent of the lowest bit that is set in it.
+
+    The largest is infinite or NaN if one is. Bits below 2**-126 count as 2**-127; zeros have none, nor have tensors
+    whose lowest bit was not asked for. The search for it ends where the bits are seen not to fit a mantissa of 16: then
+    neither is final.
+    """
+    found = (c_int64 * 2)()
+    _loaded().lowp_grid(x.data_ptr(), x.numel(), lowest, threads(), found)
+    (maximum,) = _FP32.unpack(_WORD.pack(found[0]))
+    return maximum, None if found[1] == 1000 else found[1] - 127
+
+
+def exact_int16(x: Tensor, exponent: int, out: Tensor) -> int | None:
+    """Write x * 2**-exponent, of fp32, into the int16 tensor `out` and return the largest |mantissa|.
+
+    None where some element is no int16 under this exponent; `out` is then half written. Exponents from -100 to 100.
+    """
+    largest: int = _loaded().lowp_exact_int16(x.data_ptr(), exponent, out.data_ptr(), x.numel(), threads())
+    return None if largest < 0 else largest
+
+
+def step_int16(
+    weight: Tensor, mantissas: Tensor, exponents: tuple[int, int, int], symmetric: bool
+) -> tuple[Written, Written]:
+    """Write what a step has changed of an fp32 weight, and the weight as the sum: each rounded once, to nearest even.
+
+    `mantissas` are those of the weight before the step, and take the new ones; the weight takes their values. The
+    exponents are those of the old mantissas, the update and the new weight. Returns what was seen of update and weight.
+    """
+    counts, given = (c_int64 * 8)(), (c_int32 * 3)(*exponents)
+    lowest = -32767 if symmetric else -32768
+    _loaded().lowp_step_int16(weight.data_ptr(), mantissas.data_ptr(), given, lowest, weight.numel(), threads(), counts)
+    return _written(*counts[:4]), _written(*counts[4:])
+
+
+def _written(largest: int, saturated: int, nonfinite: int, any_: int) -> Written:
+    return Written(largest, saturated, nonfinite, bool(any_))
 
 
 def random_words(seed: int, counter: int, counters: int) -> Tensor:
@@ -297,6 +360,11 @@ def _loaded() -> ctypes.CDLL:
     if loaded is None:
         raise Unavailable("lowp's C++ library is not there; the bitwise and reference kernels are")
     return loaded
+
+
+@functools.cache
+def _mantissa_parameters(symmetric: bool, rounding: Rounding, random_bits: int | None) -> object:
+    return _parameters(Cast(IntFormat("int16", 16, symmetric), rounding, random_bits=random_bits))
 
 
 @functools.lru_cache(maxsize=1024)

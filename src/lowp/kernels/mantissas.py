@@ -22,6 +22,7 @@ class Mantissas(NamedTuple):
     largest: int  # the largest |mantissa| after saturation: 0 .. 32768
     saturated: int  # finite elements that did not fit
     nonfinite: int  # infinities, which saturate, and NaNs, which become 0
+    any: bool = True  # whether any element was not zero before it was rounded
 
 
 def has_mantissas(cast: Cast | None) -> bool:
@@ -41,14 +42,22 @@ def current_exponent(x: Tensor, cast: Cast) -> int | None:
 
     0 for zeros and empty tensors, None where the maximum is infinite or NaN. Das et al. 2018, arXiv 1802.00930, sec. 2.
     """
-    assert isinstance(cast.format, ScaledFormat)
-    assert isinstance(cast.format.scale, PowerOfTwo)
     if cast.scaling is not None and cast.scaling.exponent is not None:
         return cast.scaling.exponent
     if x.numel() == 0:
         return 0
-    low, high = torch.aminmax(x.detach())  # one pass; a norm takes many times as long
-    maximum = float(torch.maximum(low.abs(), high.abs()))
+    x = x.detach()
+    if _is_direct(x):
+        maximum, _ = cpu.grid(x, lowest=False)
+    else:
+        low, high = torch.aminmax(x)  # one pass; a norm takes many times as long
+        maximum = float(torch.maximum(low.abs(), high.abs()))
+    return _exponent_of(maximum, cast)
+
+
+def _exponent_of(maximum: float, cast: Cast) -> int | None:
+    assert isinstance(cast.format, ScaledFormat)
+    assert isinstance(cast.format.scale, PowerOfTwo)
     if not math.isfinite(maximum):
         return None
     if maximum == 0:
@@ -58,15 +67,71 @@ def current_exponent(x: Tensor, cast: Cast) -> int | None:
     return min(max(exponent, cast.format.scale.min_exponent), cast.format.scale.max_exponent)
 
 
+def exact_exponent(x: Tensor, cast: Cast) -> int | None:
+    """The exponent of x's own maximum if every element is a mantissa under it, or None.
+
+    The cast's scaling counts for nothing: this is whether x is in the format.
+    """
+    plain = Cast(cast.format, cast.rounding, cast.overflow) if _is_special(cast) else cast
+    x = x.detach()
+    if x.numel() == 0:
+        return 0
+    if not _is_direct(x):
+        exponent = current_exponent(x, plain)
+        if exponent is None:
+            return None
+        payload = to_mantissas(x, plain, exponent).payload
+        return exponent if torch.equal(values(payload, exponent).to(x.dtype), x) else None
+    maximum, lowest = cpu.grid(x, lowest=True)
+    exponent = _exponent_of(maximum, plain)
+    if exponent is None or lowest is None:
+        return exponent
+    held = maximum <= math.ldexp(32767, exponent)
+    return exponent if held and exponent <= lowest and lowest > -127 else None
+
+
+def _is_special(cast: Cast) -> bool:
+    scaling = cast.scaling
+    return scaling is not None and (scaling.headroom != 0 or scaling.exponent is not None)
+
+
+def _is_direct(x: Tensor) -> bool:
+    """Whether the C++ library reads the tensor as it lies."""
+    return (
+        x.dtype is torch.float32
+        and x.device.type == "cpu"
+        and x.layout is torch.strided
+        and x.is_contiguous()
+        and not x.is_neg()
+        and cpu.library() is not None
+    )
+
+
+def exact_mantissas(x: Tensor, cast: Cast, hint: int) -> Mantissas | None:
+    """Return x as mantissas that stand for every bit of it, under the exponent `hint` where that serves.
+
+    None where x is not in the cast's format, or is not contiguous fp32 on a CPU with the C++ library.
+    """
+    if not _is_direct(x):
+        return None
+    payload = torch.empty(x.shape, dtype=torch.int16)
+    exponent: int | None = hint
+    largest = cpu.exact_int16(x, hint, payload)
+    if largest is None:
+        exponent = exact_exponent(x, cast)
+        largest = None if exponent is None else cpu.exact_int16(x, exponent, payload)
+    return None if largest is None or exponent is None else Mantissas(payload, exponent, largest, 0, 0)
+
+
 def to_mantissas(x: Tensor, cast: Cast, exponent: int, seed: int = 0) -> Mantissas:
     """Write x * 2**-exponent, rounded once and saturated, as int16; x of any float dtype, shape and layout."""
     assert isinstance(cast.format, ScaledFormat)
     assert isinstance(cast.format.element, IntFormat)
     x = x.detach().contiguous()
     payload = torch.empty(x.shape, dtype=torch.int16, device=x.device)
-    symmetric = cast.format.element.symmetric
     if x.device.type == "cpu" and cpu.library() is not None:
-        seen = cpu.to_int16(x, exponent, symmetric, cast.rounding, seed, payload, cast.random_bits)
+        symmetric = cast.format.element.symmetric
+        seen = cpu.to_int16(x.resolve_neg(), exponent, symmetric, cast.rounding, seed, payload, cast.random_bits)
         return Mantissas(payload, exponent, *seen)
     scaled = torch.ldexp(x.double(), torch.tensor(-exponent, device=x.device))
     rounded = _ROUNDINGS[cast.rounding](scaled)
@@ -74,11 +139,47 @@ def to_mantissas(x: Tensor, cast: Cast, exponent: int, seed: int = 0) -> Mantiss
     payload.copy_(bounded)
     finite = scaled.isfinite()
     largest = int(bounded.abs().max()) if x.numel() else 0
-    return Mantissas(payload, exponent, largest, int((finite & (bounded != rounded)).sum()), int((~finite).sum()))
+    cut, nonfinite = int((finite & (bounded != rounded)).sum()), int((~finite).sum())
+    return Mantissas(payload, exponent, largest, cut, nonfinite, largest > 0 or bool(x.any()))
+
+
+def written(x: Tensor, cast: Cast, exponent: int) -> tuple[Mantissas, Tensor]:
+    """Return x as mantissas, and the values they stand for in fp32, with NaN for what is not finite."""
+    if x.device.type != "cpu" or cpu.library() is None:
+        found = to_mantissas(x, cast, exponent)
+        result = values(found.payload, exponent)
+        return found, torch.where(x.isfinite(), result, math.nan) if found.nonfinite else result
+    payload = torch.empty(x.shape, dtype=torch.int16)
+    result = torch.empty(x.shape, dtype=torch.float32)
+    return Mantissas(payload, exponent, *_write(x, cast, exponent, payload, result)), result
+
+
+def write_(x: Tensor, cast: Cast, exponent: int) -> cpu.Written:
+    """Round x, of fp32, in place to values of the format, with NaN for what is not finite; return what was seen."""
+    if _is_direct(x):
+        seen = _write(x, cast, exponent, None, x)
+        torch.autograd.graph.increment_version(x)
+        return seen
+    found, result = written(x, cast, exponent)
+    x.copy_(result)
+    return cpu.Written(*found[2:])
+
+
+def _write(x: Tensor, cast: Cast, exponent: int, payload: Tensor | None, result: Tensor) -> cpu.Written:
+    assert isinstance(cast.format, ScaledFormat)
+    assert isinstance(cast.format.element, IntFormat)
+    symmetric = cast.format.element.symmetric
+    x = x.detach().contiguous().resolve_neg()
+    return cpu.to_int16(x, exponent, symmetric, cast.rounding, 0, payload, cast.random_bits, result)
 
 
 def values(payload: Tensor, exponent: int) -> Tensor:
     """The values of mantissas in fp32, which holds them exactly unless they leave its range."""
+    if payload.device.type == "cpu" and cpu.library() is not None:
+        payload = payload.contiguous()
+        result = torch.empty(payload.shape, dtype=torch.float32)
+        cpu.from_int16(payload, exponent, result)
+        return result
     if -100 <= exponent <= 100:
         return payload.to(torch.float32) * 2.0**exponent
     return torch.ldexp(payload.double(), torch.tensor(exponent, device=payload.device)).float()

@@ -19,6 +19,7 @@ from lowp import kernels
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.compat import private
 from lowp.formats import FORMATS, FloatFormat, ScaledFormat
+from lowp.kernels.integer import Exact
 from lowp.policy import Rule
 
 __all__ = ["Call", "Operand", "Site", "carried", "carrier_dtype", "operand", "rounded", "shield", "with_tangents"]
@@ -47,6 +48,13 @@ class Site(Protocol):
         """Return x (fp32 or fp64, outside the graph) as values of the format, in fp32, under the role's exponent.
 
         `unless_exact`: a tensor that is in the format already stays as it is.
+        """
+        ...
+
+    def write_exact(self, product: Callable[[int, bool], Exact | None], role: str) -> Tensor | None:
+        """Return what `write` would of an exact sum, which `product` gives as int16 under an exponent.
+
+        None where the sum itself has to be seen first, and is to be given to `write`.
         """
         ...
 

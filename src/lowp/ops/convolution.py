@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.kernels import integer
+from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas
 from lowp.ops.casting import Call
 from lowp.ops.contraction import check, require, runner
@@ -63,20 +64,28 @@ class Convolution(Form):
     ) -> Tensor:
         if self.transposed:
             return super().integer_product(slot, left, right, exact, dtype)
-        shape = integer.ConvolutionShape.of(
-            self.first, self.second, self.stride, self.padding, self.dilation, self.groups
-        )
         a, b = (right, left) if slot == FIRST else (left, right)  # the kernels take the gradient before the weight
+        operands = (_PRODUCTS[slot], a.payload, b.payload, self._shape())
         exponent = left.exponent + right.exponent
         if exact:
-            sums = integer.convolution_exact(
-                _PRODUCTS[slot], a.payload, b.payload, shape, exponent=exponent, dtype=dtype
-            )
-            return sums.values
-        return integer.convolution_chained(_PRODUCTS[slot], a.payload, b.payload, shape, exponent=exponent).values
+            return integer.convolution_exact(*operands, exponent=exponent, dtype=dtype).values
+        return integer.convolution_chained(*operands, exponent=exponent).values
 
-    def with_bias(self, result: Tensor, bias: Tensor) -> Tensor:
-        return result + bias.reshape(-1, *(1 for _ in self.stride))
+    def mantissas(self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool) -> Exact | None:
+        if self.transposed:
+            return super().mantissas(slot, left, right, exponent, symmetric)
+        a, b = (right, left) if slot == FIRST else (left, right)
+        operands = (_PRODUCTS[slot], a.payload, b.payload, self._shape())
+        shift = left.exponent + right.exponent - exponent
+        return integer.convolution_exact(*operands, exponent=shift, symmetric=symmetric)
+
+    def _shape(self) -> integer.ConvolutionShape:
+        return integer.ConvolutionShape.of(
+            self.first, self.second, self.stride, self.padding, self.dilation, self.groups
+        )
+
+    def spread(self, bias: Tensor) -> Tensor:
+        return bias.reshape(-1, *(1 for _ in self.stride))
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         return gradient.sum([dim for dim in range(gradient.dim()) if dim != 1])

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.kernels import integer
+from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, values
 
 FIRST, SECOND, OUTPUT = 0, 1, 2
@@ -54,9 +55,22 @@ class Form(ABC):
             return finish(integer.matmul_exact(rows, columns, exponent=exponent, dtype=dtype).values)
         return finish(integer.matmul_chained(rows, columns, exponent=exponent).values)
 
+    def mantissas(self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool) -> Exact | None:
+        """Return the same product as int16 under an exponent: the exact sum, rounded once. None for other sums."""
+        rows, columns, finish = self.matrices(slot, left.payload, right.payload)
+        if rows.dtype is not torch.int16 or columns.dtype is not torch.int16:
+            return None
+        shift = left.exponent + right.exponent - exponent
+        seen = integer.matmul_exact(rows, columns, exponent=shift, dtype=torch.int16, symmetric=symmetric)
+        return seen._replace(values=finish(seen.values))
+
     def with_bias(self, result: Tensor, bias: Tensor) -> Tensor:
         """Return the output with its bias added."""
-        return result + bias
+        return result + self.spread(bias)
+
+    def spread(self, bias: Tensor) -> Tensor:
+        """Return the bias as it broadcasts over the output."""
+        return bias
 
     @abstractmethod
     def bias_gradient(self, gradient: Tensor) -> Tensor:
@@ -186,8 +200,13 @@ class Einsum(Form):
 
         return flat(left, terms[0], batch, rows, summed), flat(right, terms[1], batch, summed, columns), finish
 
-    def with_bias(self, result: Tensor, bias: Tensor) -> Tensor:
-        return result + bias * self.bias_scale
+    def mantissas(self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool) -> Exact | None:
+        if self.scale != 1 or self._reachable(slot) != self.terms[slot]:
+            return None
+        return super().mantissas(slot, left, right, exponent, symmetric)
+
+    def spread(self, bias: Tensor) -> Tensor:
+        return bias * self.bias_scale
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         return (gradient if self.bias_scale == 1 else gradient * self.bias_scale).sum_to_size(self.bias or ())

@@ -11,6 +11,7 @@ Source: Das et al. 2018, arXiv 1802.00930 (DFP-16); Koester et al. 2017, arXiv 1
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import Unavailable
 from lowp.kernels.mantissas import Mantissas, current_exponent, has_mantissas, to_mantissas, values
+from lowp.ops import known
 from lowp.ops.casting import Call, Site, functorch_is_active, operand, rounded, shield
 from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form
 from lowp.ops.writing import (
@@ -82,8 +84,10 @@ def _mantissas(x: Tensor, to: Cast | None, call: Call) -> Mantissas | None:
     """Return x as mantissas, or None where that cannot be: not on the CPU, nothing to round to, or not finite."""
     if to is None or not has_mantissas(to) or x.device.type != "cpu" or x.dtype is torch.float64:
         return None
-    exponent = current_exponent(x, to)
-    return None if exponent is None else to_mantissas(x, to, exponent, int(call.seed()) if to.is_stochastic else 0)
+    if to.is_stochastic:
+        exponent = current_exponent(x, to)
+        return None if exponent is None else to_mantissas(x, to, exponent, int(call.seed()))
+    return known.mantissas(x, to)
 
 
 class _IntegerProduct(torch.autograd.Function):
@@ -108,9 +112,7 @@ class _IntegerProduct(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(a.payload, b.payload)
         if written is not None:  # the exact sum, bias included, is rounded once
-            result = form.integer_product(OUTPUT, a, b, _is_exact(call), torch.float64).double()
-            result = result if bias is None else form.with_bias(result, bias.double())
-            return written.site.write(result, OUTPUT_ROLE)
+            return _written_output(form, call, written.site, a, b, bias)
         result = form.integer_product(OUTPUT, a, b, _is_exact(call))
         if bias is not None:
             result = form.with_bias(result, bias.float())
@@ -132,25 +134,52 @@ class _IntegerProduct(torch.autograd.Function):
                 operands = [values(one.payload, one.exponent) for one in saved]
                 found = ctx.in_fp32(ctx, gradient, operands, ctx.edges)
                 return None, None, *_written_gradients(found, written), None, None, None, None
-            found = _integer_gradients(ctx, saved, incoming, torch.float32 if written is None else torch.float64)
             if written is not None:
-                return None, None, *_written_gradients(found, written), None, None, None, None
+                return None, None, *_summed_gradients(ctx, saved, incoming, written), None, None, None, None
+            found = _integer_gradients(ctx, saved, incoming)
             result = [None if one is None else rounded(one, rule.output, call.seed) for one in found]
             bias = None if result[2] is None else result[2].to(ctx.bias_dtype)
             return None, None, *result[:2], bias, None, None, None, None
 
 
-def _integer_gradients(
-    ctx: Any, saved: list[Mantissas], incoming: Mantissas, dtype: torch.dtype
-) -> list[Tensor | None]:
+def _written_output(form: Form, call: Call, site: Site, a: Mantissas, b: Mantissas, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return _written_sum(form, OUTPUT, call, site, OUTPUT_ROLE, a, b)
+    result = form.integer_product(OUTPUT, a, b, _is_exact(call), torch.float64).double()
+    wide = form.spread(bias.double())
+    return site.write(result.add_(wide) if result.is_contiguous() else result + wide, OUTPUT_ROLE)
+
+
+def _written_sum(form: Form, slot: int, call: Call, site: Site, role: str, left: Mantissas, right: Mantissas) -> Tensor:
+    """Return the product that fills a slot, its sum written under a role; an exact one straight from the integers."""
+    if not _is_exact(call):
+        return site.write(form.integer_product(slot, left, right, False), role)
+    result = site.write_exact(partial(form.mantissas, slot, left, right), role)
+    return site.write(form.integer_product(slot, left, right, True, torch.float64), role) if result is None else result
+
+
+def _summed_gradients(ctx: Any, saved: list[Mantissas], incoming: Mantissas, written: _Written) -> list[Tensor | None]:
+    """Return the gradients of both operands and of the bias, each written under its role as it was summed."""
+    form, result = ctx.form, list[Tensor | None]((None, None, None))
+    for index, target in enumerate((FIRST, SECOND)):
+        if ctx.needs_input_grad[2 + index]:
+            role = written.gradients[index]
+            result[index] = _written_sum(form, target, ctx.call, written.site, role, saved[1 - index], incoming)
+    if ctx.needs_input_grad[4]:
+        wide = form.bias_gradient(values(incoming.payload, incoming.exponent).double())
+        result[2] = written.site.write(wide, BIAS_GRADIENT)
+    return result
+
+
+def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: Mantissas) -> list[Tensor | None]:
     """Return the gradients of both operands and of the bias, each summed as the rule says, not yet rounded."""
     form, call = ctx.form, ctx.call
     result: list[Tensor | None] = [None, None, None]
     for index, target in enumerate((FIRST, SECOND)):
         if ctx.needs_input_grad[2 + index]:
-            result[index] = form.integer_product(target, saved[1 - index], incoming, _is_exact(call), dtype)
+            result[index] = form.integer_product(target, saved[1 - index], incoming, _is_exact(call))
     if ctx.needs_input_grad[4]:
-        result[2] = form.bias_gradient(values(incoming.payload, incoming.exponent).to(dtype))
+        result[2] = form.bias_gradient(values(incoming.payload, incoming.exponent))
     return result
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lowp.casts import Cast
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
+from lowp.kernels.mantissas import Mantissas, values
 from lowp.optim.model_state import Attachment, attach
 
 _VERSION = 1
@@ -80,26 +81,38 @@ class FlexWeights(torch.optim.Optimizer):
                 "a closure would see weights that are in no format yet: optimizers that need one (LBFGS) train with "
                 "fp32 parameters, as in Precision('dfp16')"
             )
-        before = {}
+        before: dict[Tensor, Tensor | Mantissas] = {}
         for parameter in self._parameters():
             if parameter.grad is not None:
                 name = self._names[parameter]
-                parameter.grad.copy_(self._written(parameter.grad, f"gradient of {name}", unless_exact=True))
-                before[parameter] = parameter.detach().clone()
+                self._write_(parameter.grad, f"gradient of {name}", unless_exact=True)
+                known = self.exponents.mantissas(parameter, self.cast, f"weight of {name}")
+                before[parameter] = parameter.detach().clone() if known is None else known
         result = self.inner.step()
         for parameter, old in before.items():
+            self._write_step(parameter, old)
             name = self._names[parameter]
-            self.exponents.admit(old, self.cast, f"weight of {name}")
-            update = self._written(parameter.double() - old.double(), f"update of {name}")
-            parameter.copy_(self._written(old.double() + update.double(), f"weight of {name}"))
             for key, value in self.inner.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
-                    write = self._written_square if key in SQUARES else self._written
-                    value.copy_(write(value, f"{key} of {name}"))
+                    if key in SQUARES:
+                        value.copy_(self._written_square(value, f"{key} of {name}"))
+                    else:
+                        self._write_(value, f"{key} of {name}")
         for name, find in self._buffers.items():
             if (buffer := find()) is not None:
                 buffer.copy_(self._written(buffer, f"buffer of {name}", unless_exact=True))
         return result
+
+    def _write_step(self, parameter: Tensor, old: Tensor | Mantissas) -> None:
+        """Write the update of a parameter, and the parameter as the sum of what it was and the update."""
+        weight, moved = (f"{role} of {self._names[parameter]}" for role in ("weight", "update"))
+        if isinstance(old, Mantissas):
+            if self.exponents.write_step(parameter, old, self.cast, moved, weight):
+                return
+            old = values(old.payload, old.exponent)
+        self.exponents.admit(old, self.cast, weight)
+        update = self._written(parameter.double() - old.double(), moved)
+        parameter.copy_(self._written(old.double() + update.double(), weight))
 
     def attach(self, model: nn.Module) -> Attachment:
         """Write what is loaded into the model, and its running statistics after each step."""
@@ -148,6 +161,15 @@ class FlexWeights(torch.optim.Optimizer):
 
     def _written(self, x: Tensor, place: str, unless_exact: bool = False) -> Tensor:
         return self.exponents.write(x, self.cast, place, unless_exact=unless_exact)
+
+    def _write_(self, x: Tensor, place: str, unless_exact: bool = False) -> None:
+        """Write a tensor in place."""
+        if x.dtype is torch.float32 and not unless_exact:
+            self.exponents.write_(x, self.cast, place)
+            return
+        result = self._written(x, place, unless_exact)
+        if result is not x:
+            x.copy_(result)
 
     def _written_square(self, x: Tensor, place: str) -> Tensor:
         """Return x, which is not negative, as the squares of values of the format; what is not zero does not become so.

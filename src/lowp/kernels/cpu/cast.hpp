@@ -71,6 +71,25 @@ struct Mantissas {
   int64_t maximum;     // largest |mantissa| after saturation
   int64_t saturated;   // finite elements that were saturated
   int64_t non_finite;  // infinities (saturated) and NaN (zero)
+  bool any;            // whether anything was not zero before it was rounded
+};
+
+// The powers of two that fp32 numbers lie between, by their biased exponents.
+struct Grid {
+  uint32_t maximum = 0;   // the bits of the largest magnitude; above those of infinity: NaN
+  int32_t lowest = 1000;  // the lowest bit that is set anywhere; 1000 of zeros
+};
+
+// A weight that an optimizer has moved in fp32, and what it was before, as mantissas.
+struct Step {
+  float* weight;
+  int16_t* old;  // takes the new mantissas
+  int32_t old_exponent, update_exponent, exponent;
+  int32_t lowest;  // the smallest mantissa
+};
+
+struct Stepped {
+  Mantissas update, weight;
 };
 
 // The kernels of one instruction set, each for the elements begin .. end; begin is a multiple of kBlock.
@@ -79,7 +98,11 @@ struct Kernels {
   int64_t (*encode)(const Task&, int64_t begin, int64_t end);
   void (*decode)(const Task&, int64_t begin, int64_t end);
   void (*quantize_scaled)(const Task&, const Scales&, int64_t begin, int64_t end);
-  void (*to_int16)(const Task&, int exponent, Mantissas*, int64_t begin, int64_t end);
+  void (*to_int16)(const Task&, int exponent, float* values, Mantissas*, int64_t begin, int64_t end);
+  void (*from_int16)(const int16_t* in, int exponent, float* out, int64_t begin, int64_t end);
+  void (*grid)(const float* in, bool lowest, Grid*, int64_t begin, int64_t end);
+  bool (*exact_int16)(const float* in, int exponent, int16_t* out, int64_t* largest, int64_t begin, int64_t end);
+  void (*step_int16)(const Step&, Stepped*, int64_t begin, int64_t end);
   void (*statistics)(const Task&, Statistics*, double* partial_sums, int64_t begin, int64_t end);
   void (*effects)(const Task&, const void* previous, Statistics*, double* partial_sums, Effects*, int64_t begin,
                   int64_t end);

@@ -89,6 +89,21 @@ void merge(const Mantissas& part, Mantissas* all) {
   if (part.maximum > all->maximum) all->maximum = part.maximum;
   all->saturated += part.saturated;
   all->non_finite += part.non_finite;
+  all->any |= part.any;
+}
+
+void merge(const Grid& part, Grid* all) {
+  if (part.maximum > all->maximum) all->maximum = part.maximum;
+  if (part.lowest < all->lowest) all->lowest = part.lowest;
+}
+
+void merge(const Stepped& part, Stepped* all) {
+  merge(part.update, &all->update);
+  merge(part.weight, &all->weight);
+}
+
+void tell(const Mantissas& seen, int64_t* counts) {
+  counts[0] = seen.maximum, counts[1] = seen.saturated, counts[2] = seen.non_finite, counts[3] = seen.any;
 }
 
 // Runs work(part, begin, end) in pieces and merges the parts.
@@ -162,16 +177,69 @@ LOWP_EXPORT void lowp_quantize_scaled(const lowp_cast* cast, int type, const voi
                [&](int64_t begin, int64_t end) { kernel.quantize_scaled(task, scales, begin, end); });
 }
 
-// counts: largest |mantissa|, saturated, non-finite
-LOWP_EXPORT void lowp_to_int16(const lowp_cast* cast, int type, const void* x, int exponent, void* out, int64_t count,
-                               uint64_t seed, int threads, int64_t* counts) {
+// counts: largest |mantissa|, saturated, non-finite, any that was not zero. `out` takes the mantissas, `values` what they stand for, and may
+// be x; either may be null.
+LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x, int exponent, void* out,
+                                  float* values, int64_t count, uint64_t seed, int threads, int64_t* counts) {
   const Task task{cast, x, out, type, 0, seed, false};
   const Kernels& kernel = kernels();
   Mantissas all{};
   gather(count, kBlock, threads, &all, [&](Mantissas* part, int64_t begin, int64_t end) {
-    kernel.to_int16(task, exponent, part, begin, end);
+    kernel.to_int16(task, exponent, values, part, begin, end);
   });
-  counts[0] = all.maximum, counts[1] = all.saturated, counts[2] = all.non_finite;
+  tell(all, counts);
+}
+
+LOWP_EXPORT void lowp_to_int16(const lowp_cast* cast, int type, const void* x, int exponent, void* out, int64_t count,
+                               uint64_t seed, int threads, int64_t* counts) {
+  int64_t found[4];
+  lowp_write_int16(cast, type, x, exponent, out, nullptr, count, seed, threads, found);
+  for (int i = 0; i < 3; ++i) counts[i] = found[i];
+}
+
+LOWP_EXPORT void lowp_from_int16(const int16_t* mantissas, int exponent, float* out, int64_t count, int threads) {
+  const Kernels& kernel = kernels();
+  parallel_for(count, kBlock, enough_threads(count, threads),
+               [&](int64_t begin, int64_t end) { kernel.from_int16(mantissas, exponent, out, begin, end); });
+}
+
+// found: the bits of the largest |x|; with `lowest`, the biased exponent of the lowest bit (1000 of zeros), and then
+// the largest |x| may not be seen where no int16 holds the numbers.
+LOWP_EXPORT void lowp_grid(const float* x, int64_t count, int lowest, int threads, int64_t* found) {
+  const Kernels& kernel = kernels();
+  Grid all;
+  gather(count, kBlock, threads, &all, [&](Grid* part, int64_t begin, int64_t end) {
+    kernel.grid(x, lowest != 0, part, begin, end);
+  });
+  found[0] = all.maximum, found[1] = all.lowest;
+}
+
+// Writes x * 2**-exponent and returns the largest |mantissa|; -1 where some x is no int16 under this exponent.
+LOWP_EXPORT int64_t lowp_exact_int16(const float* x, int exponent, int16_t* out, int64_t count, int threads) {
+  const Kernels& kernel = kernels();
+  std::atomic<int64_t> largest{0};
+  std::atomic<bool> wrong{false};
+  parallel_for(count, kBlock, enough_threads(count, threads), [&](int64_t begin, int64_t end) {
+    int64_t part = 0;
+    if (wrong.load(std::memory_order_relaxed)) return;
+    if (!kernel.exact_int16(x, exponent, out, &part, begin, end)) wrong = true;
+    for (int64_t seen = largest; part > seen && !largest.compare_exchange_weak(seen, part);) {
+    }
+  });
+  return wrong ? -1 : largest.load();
+}
+
+// The update of a weight, then the weight, each rounded once; exponents: of the old mantissas, the update, the weight.
+// counts: those of lowp_write_int16, of the update and then of the weight.
+LOWP_EXPORT void lowp_step_int16(float* weight, int16_t* mantissas, const int* exponents, int lowest, int64_t count,
+                                 int threads, int64_t* counts) {
+  const Step step{weight, mantissas, exponents[0], exponents[1], exponents[2], lowest};
+  const Kernels& kernel = kernels();
+  Stepped all{};
+  gather(count, kBlock, threads, &all,
+         [&](Stepped* part, int64_t begin, int64_t end) { kernel.step_int16(step, part, begin, end); });
+  tell(all.update, counts);
+  tell(all.weight, counts + 4);
 }
 
 // counts: 256 bins, zeros, NaN, infinities; reals: largest finite |x|, sum of squares. Returns 0, or 1 without memory.

@@ -1,0 +1,256 @@
+// int16 mantissas under a shared power of two: written, read back, recognised. Included once per instruction set.
+#pragma once
+
+#include "quantize.hpp"
+
+namespace lowp {
+namespace LOWP_ISA {
+
+// x * 2**-exponent, rounded, saturated; NaN becomes 0. The product is exact in fp64 for every fp32, fp16 and bf16.
+template <class C>
+__attribute__((noinline)) static void write_mantissas(const typename C::Bits* in, const typename C::Bits* values,
+                                                      const lowp_cast& cast, int16_t* out, int64_t count,
+                                                      Mantissas* seen) {
+  using Number = typename C::Number;
+  const Number upper = static_cast<Number>(cast.maximum), lower = static_cast<Number>(cast.minimum);
+  typename C::Int saturated = 0, non_finite = 0;
+  typename C::Bits any = 0;
+  int32_t largest = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const bool finite = (in[i] & Constants<C>::kMagnitude) < Constants<C>::kInf;
+    Number value = number(values[i]);
+    saturated += finite & ((value > upper) | (value < lower));
+    non_finite += !finite;
+    any |= in[i] & Constants<C>::kMagnitude;
+    value = value > upper ? upper : value;
+    value = value < lower ? lower : value;
+    const int32_t mantissa = static_cast<int32_t>(value != value ? Number{0} : value);
+    const int32_t size = mantissa < 0 ? -mantissa : mantissa;
+    largest = size > largest ? size : largest;
+    out[i] = static_cast<int16_t>(mantissa);
+  }
+  seen->maximum = largest > seen->maximum ? largest : seen->maximum;
+  seen->saturated += static_cast<int64_t>(saturated);
+  seen->non_finite += static_cast<int64_t>(non_finite);
+  seen->any |= any != 0;
+}
+
+template <class C>
+__attribute__((noinline)) static void multiply(const typename C::Bits* in, typename C::Bits* out, int64_t count,
+                                               typename C::Number factor) {
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) out[i] = bits_of(number(in[i]) * factor);
+}
+
+template <class C>
+__attribute__((noinline)) static void multiply_and_round(const typename C::Bits* in, typename C::Bits* out,
+                                                         int64_t count, typename C::Number factor) {
+  // 1.5 * 2**kMantissa: the ulp there is 1. Beyond 2**20 everything saturates.
+  constexpr typename C::Number kMagic = sizeof(typename C::Number) == 4 ? 0x1.8p23 : 0x1.8p52;
+  constexpr typename C::Number kFar = 0x1p20;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const typename C::Number x = number(in[i]) * factor;
+    typename C::Number value = x > kFar ? kFar : x;
+    value = value < -kFar ? -kFar : value;
+    out[i] = bits_of((value + kMagic) - kMagic);
+  }
+}
+
+// m * 2**exponent, exact unless it leaves the range of fp32.
+__attribute__((noinline)) static void read_mantissas(const int16_t* in, int exponent, float* out, int64_t count) {
+  if (exponent < -100 || exponent > 100) {
+    const double factor = power_of_two<F64>(exponent);
+    for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(in[i] * factor);
+    return;
+  }
+  const float factor = power_of_two<F32>(exponent);
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(in[i]) * factor;
+}
+
+// What is not finite has no mantissa, and NaN as its value.
+template <class C>
+static void spoil(const typename C::Bits* in, float* values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    if ((in[i] & Constants<C>::kMagnitude) >= Constants<C>::kInf) values[i] = number(Constants<F32>::kQuietNan);
+}
+
+template <class C>
+static void to_int16_in(const Task& task, int exponent, float* values, Mantissas* seen, int64_t begin, int64_t end) {
+  lowp_cast wide = *task.cast;  // round first, saturate and count afterwards
+  wide.bits = C::kMantissa + 1;
+  wide.maximum = 0x1p22, wide.minimum = -0x1p22;
+  const Caster<C> caster(wide, task.seed);
+  const auto factor = power_of_two<C>(-exponent);
+  alignas(64) typename C::Bits buffer[kBlock], rounded[kBlock];
+  alignas(64) int16_t unkept[kBlock];
+  for (int64_t first = begin; first < end; first += kBlock) {
+    const int64_t count = end - first < kBlock ? end - first : kBlock;
+    const typename C::Bits* in = load<C>(task.in, task.in_type, first, count, buffer);
+    if (wide.rounding == kNearestEven) {
+      multiply_and_round<C>(in, rounded, count, factor);
+    } else {
+      multiply<C>(in, rounded, count, factor);
+      caster(rounded, rounded, first, count);
+    }
+    int16_t* const out = task.out == nullptr ? unkept : static_cast<int16_t*>(task.out) + first;
+    const int64_t before = seen->non_finite;
+    write_mantissas<C>(in, rounded, *task.cast, out, count, seen);
+    if (values == nullptr) continue;
+    // `values` may be `task.in`: what is needed of this block has been read, but for what is not finite
+    if (seen->non_finite == before) {
+      read_mantissas(out, exponent, values + first, count);
+    } else {
+      alignas(64) float block[kBlock];
+      read_mantissas(out, exponent, block, count);
+      spoil<C>(in, block, count);
+      std::memcpy(values + first, block, sizeof(float) * static_cast<size_t>(count));
+    }
+  }
+}
+
+// With `values`, also writes what the mantissas stand for; without `task.out` these alone.
+static void to_int16(const Task& task, int exponent, float* values, Mantissas* seen, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  // In fp32 the product may lose bits below 2**-126, which only the nearest mode does not see.
+  const bool near = task.cast->rounding == kNearestEven && exponent >= -126 && exponent <= 126;
+  const bool narrow = task.in_type != kFp64 && near;
+  if (narrow) return to_int16_in<F32>(task, exponent, values, seen, begin, end);
+  to_int16_in<F64>(task, exponent, values, seen, begin, end);
+}
+
+static void from_int16(const int16_t* in, int exponent, float* out, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  read_mantissas(in + begin, exponent, out + begin, end - begin);
+}
+
+// -- which power of two a tensor lies on ----------------------------------------------------------------------------
+
+__attribute__((noinline)) static uint32_t largest_magnitude(const uint32_t* in, int64_t count) {
+  int32_t largest = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t magnitude = static_cast<int32_t>(in[i] & 0x7fffffff);
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return static_cast<uint32_t>(largest);
+}
+
+// The smallest biased exponent of a lowest bit that is set; 1000 of zeros. Those of numbers below 2**-103 are not told
+// apart: they count as 0.
+__attribute__((noinline)) static int32_t lowest_bit(const uint32_t* in, int64_t count) {
+  int32_t lowest = 1000;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t magnitude = static_cast<int32_t>(in[i] & 0x7fffffff);
+    const int32_t significand = (magnitude & 0x7fffff) | 0x800000;
+    const uint32_t bit = bits_of(static_cast<float>(significand & -significand)) >> 23;  // 127 .. 150
+    int32_t exponent = (magnitude >> 23) + static_cast<int32_t>(bit) - 150;
+    exponent = exponent < 0 ? 0 : exponent;
+    exponent = magnitude == 0 ? 1000 : exponent;
+    lowest = exponent < lowest ? exponent : lowest;
+  }
+  return lowest;
+}
+
+// With `lowest`, gives up where no int16 can hold the numbers: then `maximum` is not the largest.
+static void grid(const float* in, bool lowest, Grid* seen, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  const uint32_t* const bits = reinterpret_cast<const uint32_t*>(in);
+  for (int64_t first = begin; first < end; first += kBlock) {
+    const int64_t count = end - first < kBlock ? end - first : kBlock;
+    const uint32_t largest = largest_magnitude(bits + first, count);
+    seen->maximum = largest > seen->maximum ? largest : seen->maximum;
+    if (!lowest) continue;
+    const int32_t bit = lowest_bit(bits + first, count);
+    seen->lowest = bit < seen->lowest ? bit : seen->lowest;
+    const int32_t highest = static_cast<int32_t>(seen->maximum >> 23);
+    if (highest == 255 || (seen->lowest < 1000 && highest - seen->lowest > 14)) return;
+  }
+}
+
+// Writes x * 2**-exponent where that is an int16 everywhere, and says whether it is.
+__attribute__((noinline)) static bool write_exactly(const float* in, float factor, int16_t* out, int64_t count,
+                                                    int64_t* largest) {
+  int32_t wrong = 0, highest = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    float value = in[i] * factor;
+    const float bounded = value > 32767.0f ? 32767.0f : value < -32768.0f ? -32768.0f : value;
+    const int32_t mantissa = static_cast<int32_t>(bounded == bounded ? bounded : 0.0f);
+    wrong |= static_cast<float>(mantissa) != value;
+    const int32_t size = mantissa < 0 ? -mantissa : mantissa;
+    highest = size > highest ? size : highest;
+    out[i] = static_cast<int16_t>(mantissa);
+  }
+  *largest = highest > *largest ? highest : *largest;
+  return wrong == 0;
+}
+
+static bool exact_int16(const float* in, int exponent, int16_t* out, int64_t* largest, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  const float factor = power_of_two<F32>(-exponent);
+  for (int64_t first = begin; first < end; first += kBlock) {
+    const int64_t count = end - first < kBlock ? end - first : kBlock;
+    if (!write_exactly(in + first, factor, out + first, count, largest)) return false;
+  }
+  return true;
+}
+
+// -- a weight and its update ----------------------------------------------------------------------------------------
+
+// value * 2**-exponent as an int16, to nearest even.
+static inline int32_t rounded_once(double value, double factor, double lower, int32_t& saturated) {
+  constexpr double kMagic = 0x1.8p52, kFar = 0x1p20;
+  double scaled = value * factor;
+  scaled = scaled > kFar ? kFar : scaled;
+  scaled = scaled < -kFar ? -kFar : scaled;
+  double near = (scaled + kMagic) - kMagic;
+  saturated += (near > 32767.0) | (near < lower);
+  near = near > 32767.0 ? 32767.0 : near;
+  near = near < lower ? lower : near;
+  return static_cast<int32_t>(near);
+}
+
+__attribute__((noinline)) static void step_block(const Step& step, float* weight, int16_t* old, int64_t count,
+                                                 Stepped* seen) {
+  const double before = power_of_two<F64>(step.old_exponent), lower = step.lowest;
+  const double update_unit = power_of_two<F64>(step.update_exponent), unit = power_of_two<F64>(step.exponent);
+  const double update_factor = power_of_two<F64>(-step.update_exponent), factor = power_of_two<F64>(-step.exponent);
+  int32_t cut_updates = 0, cut = 0, non_finite = 0, largest_update = 0, largest = 0, moves = 0, any = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const bool finite = (bits_of(weight[i]) & Constants<F32>::kMagnitude) < Constants<F32>::kInf;
+    const double was = finite ? old[i] * before : 0.0;
+    const double difference = static_cast<double>(finite ? weight[i] : 0.0f) - was;
+    const int32_t update = rounded_once(difference, update_factor, lower, cut_updates);
+    const double sum = was + update * update_unit;
+    const int32_t mantissa = rounded_once(sum, factor, lower, cut);
+    const int32_t update_size = update < 0 ? -update : update, size = mantissa < 0 ? -mantissa : mantissa;
+    largest_update = update_size > largest_update ? update_size : largest_update;
+    largest = size > largest ? size : largest;
+    moves |= difference != 0;
+    any |= sum != 0;
+    non_finite += !finite;
+    old[i] = static_cast<int16_t>(mantissa);
+    weight[i] = finite ? static_cast<float>(mantissa * unit) : number(Constants<F32>::kQuietNan);
+  }
+  seen->update.maximum = largest_update > seen->update.maximum ? largest_update : seen->update.maximum;
+  seen->weight.maximum = largest > seen->weight.maximum ? largest : seen->weight.maximum;
+  seen->update.saturated += cut_updates, seen->weight.saturated += cut;
+  seen->update.non_finite += non_finite, seen->weight.non_finite += non_finite;
+  seen->update.any |= moves != 0, seen->weight.any |= any != 0;
+}
+
+static void step_int16(const Step& step, Stepped* seen, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  for (int64_t first = begin; first < end; first += kBlock) {
+    const int64_t count = end - first < kBlock ? end - first : kBlock;
+    step_block(step, step.weight + first, step.old + first, count, seen);
+  }
+}
+
+}  // namespace LOWP_ISA
+}  // namespace lowp

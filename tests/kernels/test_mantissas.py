@@ -1,0 +1,129 @@
+"""int16 mantissas under one power of two: written, recognised, and moved by an optimizer's step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowp.casts import parse
+from lowp.kernels import cpu
+from lowp.kernels.mantissas import (
+    current_exponent,
+    exact_exponent,
+    exact_mantissas,
+    to_mantissas,
+    values,
+    write_,
+    written,
+)
+
+FLEX = parse("flex16+5")
+needs_library = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+
+
+def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def defined(x: Tensor, exponent: int) -> tuple[Tensor, int]:
+    """Mantissas by their definition in fp64, and how many were cut off."""
+    scaled = torch.ldexp(x.double(), torch.tensor(-exponent)).round()
+    bounded = scaled.clamp(-32768, 32767)
+    return bounded.to(torch.int16), int((bounded != scaled).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [0, 1, 1023, 1024, 5000, 200_000])
+def test_mantissas_and_values_come_from_one_pass(dtype: torch.dtype, count: int) -> None:
+    x = drawn(count).to(dtype)
+    found, result = written(x, FLEX, -14)
+    payload, cut = defined(x, -14)
+    assert torch.equal(found.payload, payload) and found.saturated == cut and found.any == bool(x.any())
+    assert torch.equal(result, payload.float() * 2.0**-14) and torch.equal(values(payload, -14), result)
+
+
+def test_what_is_not_finite_has_no_value_and_is_counted() -> None:
+    x = drawn(3000)
+    x[[5, 1500, 2999]] = torch.tensor([math.inf, math.nan, -math.inf])
+    found, result = written(x, FLEX, -14)
+    assert found.nonfinite == 3 and torch.equal(result.isnan(), ~x.isfinite())
+    seen = write_(x, FLEX, -14)
+    assert seen == (found.largest, found.saturated, 3, True) and torch.equal(x.nan_to_num(), result.nan_to_num())
+
+
+def test_in_place_is_the_same_and_counts_as_a_change() -> None:
+    x = drawn(5, 700)
+    _, result = written(x, FLEX, -12)
+    version = x._version
+    write_(x, FLEX, -12)
+    assert torch.equal(x, result) and x._version > version
+    turned = drawn(5, 700).t()
+    write_(turned, FLEX, -12)
+    assert torch.equal(turned, result.t())
+
+
+def test_values_reach_beyond_the_range_of_their_unit() -> None:
+    payload = torch.tensor([-32768, -1, 0, 1, 32767], dtype=torch.int16)
+    for exponent in (-149, -140, -101, -100, 100, 101, 112):
+        exact = torch.tensor([math.ldexp(m, exponent) for m in payload.tolist()], dtype=torch.float64)
+        assert torch.equal(values(payload, exponent), exact.float())
+
+
+@pytest.mark.parametrize("unit", [-31, -14, -3, 0])
+def test_a_tensor_in_the_format_is_recognised_and_one_bit_more_is_not(unit: int) -> None:
+    x = torch.ldexp(torch.randint(-32767, 32768, (3000,)).float(), torch.tensor(unit))
+    x[0] = math.ldexp(32767, unit)
+    assert exact_exponent(x, FLEX) == current_exponent(x, FLEX) == unit
+    assert exact_exponent(x.double(), FLEX) == unit and exact_exponent(x.view(50, 60).t(), FLEX) == unit
+    x[2999] = math.ldexp(0.5, unit)
+    assert exact_exponent(x, FLEX) is None and exact_exponent(x.double(), FLEX) is None
+
+
+def test_what_no_int16_holds_is_not_in_the_format() -> None:
+    largest = torch.tensor([-32768.0, 3.0])  # the exponent of its maximum is 1, under which 3 is no mantissa
+    for x in (largest, torch.tensor([math.inf]), torch.tensor([math.nan]), torch.tensor([1.0, 2.0**-40])):
+        assert exact_exponent(x, FLEX) is None
+    assert exact_exponent(torch.tensor([2.0**20]), FLEX) is None  # beyond the largest exponent, 0
+    assert exact_exponent(torch.tensor([2.0**-149]), FLEX) is None
+    assert exact_exponent(torch.zeros(4), FLEX) == exact_exponent(torch.zeros(0), FLEX) == 0
+
+
+@needs_library
+def test_exact_mantissas_try_a_hint_first() -> None:
+    x = torch.ldexp(torch.randint(-900, 900, (100, 7)).float(), torch.tensor(-10))
+    hinted, corrected = exact_mantissas(x, FLEX, -10), exact_mantissas(x, FLEX, -5)
+    assert hinted is not None and corrected is not None
+    assert hinted.exponent == -10 and corrected.exponent == exact_exponent(x, FLEX)
+    for found in (hinted, corrected):
+        assert torch.equal(values(found.payload, found.exponent), x) and found.largest == found.payload.abs().max()
+    assert exact_mantissas(x + 2.0**-20, FLEX, -10) is None and exact_mantissas(x.t(), FLEX, -10) is None
+
+
+@needs_library
+@pytest.mark.parametrize("instructions", [None, "portable"])
+def test_a_step_writes_the_update_and_then_the_weight(instructions: str | None) -> None:
+    cpu.select(instructions)
+    try:
+        old = to_mantissas(drawn(3, 1000), FLEX, -13)
+        before = values(old.payload, -13)
+        moved = before + drawn(3, 1000, seed=1, scale=0.01)
+        moved[1, 3] = math.nan
+        update, update_values = written(moved.double() - before.double(), FLEX, -21)
+        weight, expected = written(before.double() + update_values.double(), FLEX, -14)
+        seen = cpu.step_int16(moved, old.payload, (-13, -21, -14), False)
+    finally:
+        cpu.select(None)
+    assert torch.equal(moved.nan_to_num(), expected.nan_to_num()) and moved[1, 3].isnan()
+    assert torch.equal(old.payload, weight.payload)
+    assert seen[0] == (update.largest, update.saturated, 1, True)
+    assert seen[1] == (weight.largest, weight.saturated, 1, True) and update.saturated > 0
+
+
+@needs_library
+def test_a_step_without_effect_tells_so() -> None:
+    old = torch.zeros(10, dtype=torch.int16)
+    update, weight = cpu.step_int16(torch.full((10,), 1e-9), old, (-14, -20, -14), False)
+    assert (update.largest, update.any, weight.any) == (0, True, False)
