@@ -46,7 +46,13 @@ def activation_gradients() -> dict[str, Any]:
 
 def loss_scaling(scales: tuple[float, ...] = (256.0, 256.0)) -> dict[str, Any]:
     found = {"before": in_fp16(0.25), "after": in_fp16(0.001, lowest=-22)}
-    return run(scales=list(scales), last_scale=scales[-1], skipped_steps=1, room=3, **found)
+    return run(
+        scales=[[4 * place, scale] for place, scale in enumerate(scales)],
+        last_scale=scales[-1],
+        skipped_steps=1,
+        room=3,
+        **found,
+    )
 
 
 def stall() -> dict[str, Any]:

@@ -48,9 +48,11 @@ def record_loss_scaling(
 ) -> dict[str, Any]:
     """Train with a loss scale; return histograms of the gradients of activations without it and with it.
 
-    Both are those of an fp32 backward at 16 steps of the run, the second times the scale that the run had there. `room`
-    is how often the last scale could still be doubled before the largest gradient of an activation or a parameter at
-    these steps overflows fp16. Raises InvalidInput for a scale of 1.
+    Both are those of an fp32 backward at 16 steps of the run, the second times the scale that the run had there.
+    `scales` are the steps from which on the run had a scale, and the scale. `room` is how often the last one could
+    still be doubled before the largest gradient of an activation or a parameter at these steps overflows fp16.
+
+    Raises InvalidInput for a scale of 1.
     """
     scale = LossScale.parse("none" if settings.loss_scale is None else settings.loss_scale)
     if scale.kind == "none":
@@ -105,7 +107,7 @@ class _Watched:
         GradientHooks(self._reference.model, self._hear)
         steps = range(training.epochs * training.steps_per_epoch)
         self.steps = moments_of(steps, _STEPS_OF_A_RUN)
-        self.scales: list[float] = []
+        self.scales: list[tuple[int, float]] = []  # whenever it changed, the step and the scale
         self.largest = 0.0  # gradient of any parameter
         self.activations, self.scaled, self.weights = Fp16Counts(), Fp16Counts(), Fp16Counts()
         self._of_layer: dict[str, tuple[Histogram, Histogram]] = {
@@ -113,8 +115,12 @@ class _Watched:
         }
 
     def wants(self, progress: float) -> bool:
-        """16 steps of the run."""
-        return self._training.epoch * self._training.steps_per_epoch + self._training.step_of_epoch in self.steps
+        """16 steps of the run; the loss scale is looked at before every one."""
+        step = self._training.epoch * self._training.steps_per_epoch + self._training.step_of_epoch
+        scale = self._training.precision.scale
+        if not self.scales or scale != self.scales[-1][1]:
+            self.scales.append((step, scale))
+        return step in self.steps
 
     def before_forward(self) -> None:
         """For the reference."""
@@ -122,7 +128,6 @@ class _Watched:
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         """Run the reference backward, which is heard, and count its weight gradients."""
-        self.scales.append(self._training.precision.scale)
         self._reference.backward(model.state_dict(), batch)
         gradients = {name: one.grad for name, one in self._reference.model.named_parameters() if one.grad is not None}
         self.largest = max([self.largest, *(float(one.abs().max()) for one in gradients.values())])
@@ -140,7 +145,7 @@ class _Watched:
         if name in self._of_layer:
             self._of_layer[name][0].add(gradient)
         if self._counts_scaled:
-            self.scaled.add(gradient * self.scales[-1])
+            self.scaled.add(gradient * self.scales[-1][1])
 
     def layers(self) -> Iterator[dict[str, Any]]:
         """By layer with weights, in the order of the model: log2 of the medians of both gradients."""

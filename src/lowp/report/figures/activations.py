@@ -106,7 +106,7 @@ def loss_scaling_words(document: Mapping[str, Any]) -> list[str]:
 
 def _scales(document: Mapping[str, Any]) -> str:
     """The scales of the run: one number, or from the first to the last."""
-    values = dict.fromkeys([*document["scales"], document["last_scale"]])
+    values = dict.fromkeys([*(scale for _, scale in document["scales"]), document["last_scale"]])
     return " to ".join(
         f"{value:,.0f}" if value >= 1 else f"{value:g}" for value in list(values)[:: max(1, len(values) - 1)]
     )
