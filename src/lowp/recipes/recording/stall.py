@@ -33,9 +33,10 @@ def record_stall(
     """Train in fp32 and with 16-bit weights in three ways; return how many weights move, the way of one, and the loss.
 
     `settings.precision` is bf16-storage or fp16-storage; nothing is scaled. `moving`: at 200 steps, of the weights with
-    a gradient, the share that the step changed (of the masters, where there are some). `ways`: the values of one weight
-    of the layer (by default the first), the one that moves by the median distance in fp32, after so many `way_steps`. Raises InvalidInput for
-    other precisions and for a layer without weights.
+    a gradient, the share that the step changed (of the masters, where there are some). `never`: of the weights that
+    fp32 moves, the share that ends where it began. `ways`: the values, after so many `way_steps`, of one weight of the
+    layer (by default the first), the one that moves by the median distance in fp32. Raises InvalidInput for other
+    precisions and for a layer without weights.
     """
     preset = presets.parse(settings.precision)
     if preset.policy.parameters is None or preset.name == "flex16+5":
