@@ -56,9 +56,12 @@ def test_flex_window_draws_histograms_of_two_moments(lowp: Lowp, folder: Path) -
     assert document["windows"]["weights"]["first"]["elements"] == 2 * 128 * 10
 
 
-def test_the_figures_are_listed(lowp: Lowp) -> None:
-    out = lowp("figure", "--list").out
-    assert all(name in out for name in FIGURES)
+def test_the_figures_are_listed_with_what_they_train(lowp: Lowp) -> None:
+    lines = lowp("figure", "--list").out.splitlines()
+    assert [line.split()[0] for line in lines] == list(FIGURES)
+    ends = {line.split()[0]: line.partition(" [")[2] for line in lines}
+    assert ends["updates"] == "resnet-20 in fp32]" and ends["curves"] == "digits in fp32,fp16,flex16+5]"
+    assert ends["cost"] == ""
 
 
 @pytest.mark.parametrize(

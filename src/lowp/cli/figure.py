@@ -279,9 +279,15 @@ def _words(figure: Figure, document: Mapping[str, Any]) -> list[str]:
 
 
 def _listed() -> list[str]:
-    """A line a figure, and what it trains below it."""
+    """A line a figure: what it shows, and what it trains unless told otherwise."""
     width = max(map(len, FIGURES))
-    return [f"{name:<{width}}  {figure.summary}" for name, figure in FIGURES.items()]
+    lines = []
+    for name, figure in FIGURES.items():
+        trained = figure.run.get("recipe")
+        precision = figure.run.get("precision") or f"fp32,{figure.options.get('precisions')}"
+        of = f" [{trained} in {precision}]" if trained else ""
+        lines.append(f"{name:<{width}}  {figure.summary}{of}")
+    return lines
 
 
 def _named(spelled: str) -> Callable[..., Any]:

@@ -44,11 +44,10 @@ def test_updates_are_the_rate_times_the_gradients() -> None:
     assert document["weights"] == 32
 
 
-def test_a_run_of_two_epochs_has_no_middle() -> None:
+def test_a_run_of_two_epochs_has_no_middle_and_one_of_one_epoch_no_end() -> None:
     assert list(record_updates(Settings("toy", epochs=2).filled())["moments"]) == ["first", "last"]
     one = record_updates(Settings("toy", epochs=1).filled())["moments"]
-    assert list(one) == ["first", "last"] and one["first"] == one["last"]
-    assert one["first"]["steps_sampled"] == [0]
+    assert list(one) == ["first"] and one["first"]["steps_sampled"] == [0]
 
 
 def test_a_naive_run_is_measured_against_fp32_on_its_own_weights() -> None:

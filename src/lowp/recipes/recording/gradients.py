@@ -31,8 +31,9 @@ def record_updates(
     is stored in the format as it was.
     """
     training = Training(settings)
-    last = training.epochs - 1
-    moments = {"first": 0, "middle": training.epochs // 2, "last": last} if last > 1 else {"first": 0, "last": last}
+    wanted = {"first": 0, "last": training.epochs - 1, "middle": training.epochs // 2}
+    once = {epoch: moment for moment, epoch in reversed(wanted.items())}  # of a short run fewer than three
+    moments = {once[epoch]: epoch for epoch in sorted(once)}
     observer = _Updates(training, moments)
     train(training, observer, stop, told)
     return {
