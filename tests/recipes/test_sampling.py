@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowp.recipes import get
+from lowp.recipes.data.parallel import drawn_dates, pair_data
 from lowp.recipes.recipe import Data, Metric, Recipe, Size, TensorExamples, constant
 from lowp.recipes.sampling import Sampler
 from lowp.recipes.training import Settings, Training, load_data
@@ -81,13 +81,17 @@ def test_samples_are_spread_over_the_run() -> None:
     assert len(wanted) == 4 and wanted == [3, 7, 12, 16]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16-storage", "fp16-naive"])
-def test_looking_changes_no_bit_of_the_run(precision: str) -> None:
-    data = load_data(Settings("digits"))
+@pytest.mark.parametrize(
+    ("recipe", "precision"),
+    [*(("digits", precision) for precision in ("fp32", "fp16", "bf16-storage", "fp16-naive")), ("seq2seq", "fp32")],
+)
+def test_looking_changes_no_bit_of_the_run(recipe: str, precision: str) -> None:
+    """Of SGD's, and of Adam's, which counts its steps."""
+    data = pair_data(drawn_dates(40), 32, "drawn dates") if recipe == "seq2seq" else load_data(Settings(recipe))
     states: list[dict[str, Any]] = []
     for look in (False, True):
-        training = Training(Settings("digits", precision, epochs=1, batch=128), data)
-        recipe, size = get("digits"), get("digits").size()
-        training.run(sampler=Sampler(recipe, size, training.device, 5) if look else None)
+        training = Training(Settings(recipe, precision, epochs=1, batch=min(128, len(data.training) // 4)), data)
+        sampler = Sampler(training.recipe, training.size, training.device, 5)
+        training.run(sampler=sampler if look else None)
         states.append({**training.model.state_dict(), "draw": torch.rand(1)})
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

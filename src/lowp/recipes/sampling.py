@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any, Protocol
 
 import torch
@@ -71,7 +72,8 @@ class WantedChanges:
         self._double.load_state_dict(weights)
         wanting = self._recipe.make_optimizer(self._double, 1.0)
         state = optimizer.state_dict()
-        wanting.load_state_dict({name: state[name] for name in ("state", "param_groups")})
+        # Copied, since Adam's count of steps would be taken over as it is, and the run's own counted up.
+        wanting.load_state_dict({name: deepcopy(state[name]) for name in ("state", "param_groups")})
         for name, parameter in self._double.named_parameters():
             gradient = own[name].grad
             parameter.grad = None if gradient is None else gradient.double()
