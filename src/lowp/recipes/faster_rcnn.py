@@ -1,8 +1,8 @@
 """Faster R-CNN on VGG-16: a detector in two steps, which fp16 trains with loss scaling as well as fp32.
 
 In the published run (Micikevicius et al. 2018, arXiv 1710.03740, table 2) mAP is 69.1 in fp32, 68.6 in fp16 without
-loss scaling and 69.7 with it. The convolutions and the large linear layers compute in few bits; boxes, their matching
-and the four losses are fp32.
+loss scaling and 69.7 with it. The convolutions and the large linear layers compute in few bits; the four losses are
+fp32; boxes and their matches are so in every precision.
 """
 
 from __future__ import annotations
