@@ -24,6 +24,7 @@ __all__ = ["KIND", "Benchmark", "Plan", "Subject"]
 
 KIND = "benchmark"
 Stop = Callable[[], bool]
+_PATIENCE = 20.0  # seconds that a batch may take to be measured, where the largest is looked for
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class Subject:
         if split.reserved is not None:
             self.reserved[contender.label] = split.reserved
         elif not runner.slow:
-            self.reserved[contender.label] = resident.resident_growth(contender, self.batch, self.threads, stop)
+            growth = resident.resident_growth(contender, self.data, self.batch, self.threads, stop)
+            self.reserved[contender.label] = growth
 
     def _limit(self) -> int:
         """The memory that a batch is to fit into, 0 for none."""
@@ -123,7 +125,7 @@ class Subject:
             return split.allocated if split.reserved is None else split.reserved
 
         def ended(batch: int) -> str:
-            expected, most = 2 * seconds * batch / self.batch, 10 * self.plan.seconds
+            expected, most = 2 * seconds * batch / self.batch, max(_PATIENCE, 10 * self.plan.seconds)
             if expected > most:
                 return f"two steps of batch {batch} would take about {expected:.0f} s, and {most:g} s are allowed"
             return "interrupted" if stop() else ""
@@ -228,8 +230,7 @@ class Benchmark:
                 "memory": memory_split.METHODS[device],
                 "parts": "; ".join(f"{name}: {text}" for name, text in PARTS.items()),
                 **({"reserved": resident.METHOD} if device == "cpu" else {}),
-                "slack": "slack: reserved less allocated; negative where memory was allocated and not written to; activations at "
-                "most: their largest sum at any moment of the step, which need not be its peak",
+                "slack": _SLACK,
                 "operations": operations.METHOD,
                 "largest_batch": largest_batch.METHOD.format(tolerance=largest_batch.TOLERANCE),
                 "estimates": ESTIMATES,
@@ -250,6 +251,10 @@ def _largest_row(found: Found) -> dict[str, Any]:
     }
 
 
+_SLACK = (
+    "slack: reserved less allocated; negative where memory was allocated and not written to; kept for backward: all "
+    "activations at the end of the forward pass, which need not be the peak"
+)
 _TORCH = {
     "fp32": "plain torch",
     "torch.amp": "torch.autocast, and torch.amp.GradScaler for fp16, in the same loop",

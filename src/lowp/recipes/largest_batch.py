@@ -104,8 +104,8 @@ def _next(found: Found) -> int:
         guess = low + max(1, int(TOLERANCE * low))
     if high is None:
         return min(guess, _GROWTH * low)
-    # at its end: the one before what does not fit decides
-    return min(max(guess, low + 1), high - 1)
+    # where the line misses what is known (memory runs out, or goes in steps): halfway
+    return guess if low < guess < high else (low + high) // 2
 
 
 def bytes_from(text: str, option: str = "--memory") -> int:

@@ -62,7 +62,7 @@ _DispatchMode = cast(type, private("torch.utils._python_dispatch.TorchDispatchMo
 
 @dataclass(frozen=True)
 class Split:
-    """Bytes of a step: `parts` by PARTS sum to `allocated`; `held` are sizes whenever they are largest in the step.
+    """Bytes of a step: `parts` by PARTS sum to `allocated`; `held` has what is kept, whenever in the step it is.
 
     `reserved` is what was taken from the device, where that is known; `batch` the examples of the step.
     """
@@ -114,13 +114,7 @@ def memory_of(contender: Contender, data: Data, batch: int) -> Split:
     return taken.corrected(found)
 
 
-def _steps(
-    contender: Contender,
-    data: Data,
-    batch: int,
-    marks: _Marks,
-    taken: _Taken,
-) -> None:
+def _steps(contender: Contender, data: Data, batch: int, marks: _Marks, taken: _Taken) -> None:
     training = begin(contender, data)
     training.model.train()
     warm_up(training, contender, batch_of(training, batch))

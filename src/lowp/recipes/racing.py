@@ -33,6 +33,7 @@ WALL_METHOD = (
 )
 
 ROUNDS = 8
+_LONGEST_TURN = 0.5  # seconds, so that Ctrl-C is heard
 _LEAST_STEPS = 3
 _SLOW = 3  # times the seconds that a contender has
 
@@ -55,7 +56,6 @@ class Runner:
     data_seconds: float = 0.0
     wall_steps: int = 0
     units: int = 0
-    _estimate: float = 0.0
 
     @property
     def times(self) -> list[float]:
@@ -112,20 +112,22 @@ class Runner:
             self.slow, self.rounds = True, [[first]]
             return
         self._timed()
-        self._estimate = self._timed()
+        self._timed()
 
     def turn(self, seconds: float) -> None:
-        """Take timed steps, and as many of the loop with its data, for about a share of the seconds."""
+        """Take timed steps, for about a share of the seconds, and as many of the loop with its data."""
         if self.is_done(seconds):
             return
-        count = max(1, int(seconds / ROUNDS / max(self._estimate, 1e-6)))
-        self.rounds.append([self._timed() for _ in range(count)])
-        self._walk(count)
+        taken: list[float] = []
+        while not taken or sum(taken) < min(seconds / ROUNDS, _LONGEST_TURN):
+            taken.append(self._timed())
+        self.rounds.append(taken)
+        self._walk(len(taken))
 
     def is_done(self, seconds: float) -> bool:
         """Whether it has had its time, or can take no step."""
         enough = len(self.times) >= _LEAST_STEPS and sum(self.times) >= seconds
-        return self.failure is not None or self.slow or enough or len(self.rounds) >= 4 * ROUNDS
+        return self.failure is not None or self.slow or enough
 
     def guarded(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call; an error that speaks of numbers, memory or a missing kernel ends this contender alone."""

@@ -7,19 +7,21 @@ free, and whole pages where parts are asked for; memory that is allocated and ne
 from __future__ import annotations
 
 import gc
+import io
 import multiprocessing
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowp.recipes.contenders import STOPPED_BY, Contender, begin, step_of
 from lowp.recipes.memory_split import batch_of, warm_up
-from lowp.recipes.training import load_data
+from lowp.recipes.recipe import Data
 
 __all__ = ["METHOD", "is_known", "resident_growth"]
 
@@ -39,14 +41,15 @@ def is_known() -> bool:
 
 
 def resident_growth(
-    contender: Contender, batch: int, threads: int, stop: Callable[[], bool] = lambda: False
+    contender: Contender, data: Data, batch: int, threads: int, stop: Callable[[], bool] = lambda: False
 ) -> int | None:
     """Bytes that a process grows by for a step; None where that is not known, or an error or `stop` ends it."""
     if not is_known() or contender.settings.device != "cpu":
         return None
     context = _context()
+    examples = _Same(_packed(data.training.batch(torch.arange(batch) % len(data.training))), batch)
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_measure, args=(sending, contender, batch, threads), daemon=True)
+    process = context.Process(target=_measure, args=(sending, contender, examples, threads), daemon=True)
     process.start()
     sending.close()
     try:
@@ -64,6 +67,26 @@ def resident_growth(
         process.join()
 
 
+@dataclass(frozen=True)
+class _Same:
+    """Examples of which every choice is the one batch that was sent along: no process has to load the data again."""
+
+    packed: bytes
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> Any:
+        return torch.load(io.BytesIO(self.packed), weights_only=True)
+
+
+def _packed(batch: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(batch, file)
+    return file.getvalue()
+
+
 def _context() -> Any:
     """Processes that fork from one which has imported this module and computed nothing: none has to load torch anew."""
     context = multiprocessing.get_context("forkserver")
@@ -72,18 +95,17 @@ def _context() -> Any:
 
 
 # -- in the other process ---------------------------------------------------------------------------------------------
-def _measure(sending: Connection, contender: Contender, batch: int, threads: int) -> None:
+def _measure(sending: Connection, contender: Contender, examples: _Same, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one tells it to stop
     torch.set_num_threads(threads)
     try:
-        data = load_data(contender.settings)
         _load_libraries()
         gc.collect()
         _forget_highest()
         before = _kibibytes("VmRSS")
-        training = begin(contender, data)
+        training = begin(contender, Data(examples, examples, ""))
         training.model.train()
-        inputs = batch_of(training, batch)
+        inputs = batch_of(training, len(examples))
         warm_up(training, contender, inputs)
         step_of(training, contender, inputs)
         growth: int | None = 1024 * max(0, _kibibytes("VmHWM") - before)

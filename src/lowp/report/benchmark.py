@@ -72,7 +72,7 @@ def _memory(subject: Mapping[str, Any]) -> Iterator[Table]:
             table.add_row(name, *(_bytes(size) if size else _NOTHING for size in sizes))
         for name in ("allocated", "reserved", "slack"):
             table.add_row(name, *(_bytes(row["memory"][name]) for row in chosen), style="bold" * (name == "allocated"))
-        table.add_row("activations at most", *(_bytes(row["memory"]["held"]["activations"]) for row in chosen))
+        table.add_row("kept for backward", *(_bytes(row["memory"]["held"]["activations"]) for row in chosen))
         yield table
 
 

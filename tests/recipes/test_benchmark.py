@@ -1,0 +1,226 @@
+"""A benchmark measures what it says, keeps what is done, and leaves a document that says how."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowp.errors import UnknownName
+from lowp.recipes import benchmark, racing, results
+from lowp.recipes.benchmark import Benchmark, Plan
+from lowp.recipes.contenders import Contender, TorchAmp, begin, contenders_of, step_of, tf32_of
+from lowp.recipes.estimates import estimate
+from lowp.recipes.memory_split import PARTS, Split
+from lowp.recipes.operations import Operations
+from lowp.recipes.published import published
+from lowp.recipes.racing import Runner, race
+from lowp.recipes.training import Settings, load_data
+
+TINY = Settings("digits", batch=64).filled()
+DATA = load_data(TINY)
+FP32, AMP_FP16, AMP_BF16, FP16, DFP16 = contenders_of(TINY, ["fp16", "dfp16"], torch_amp=True)
+QUICK = Plan(precisions=["fp16"], torch_amp=False, seconds=0.02)
+
+
+@pytest.fixture
+def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowp.recipes.resident.resident_growth", lambda *_: 1_000_000)
+
+
+def stopping_after(count: int) -> Any:
+    """A `stop` that is true from the call after so many."""
+    calls = iter(range(10**9))
+    return lambda: next(calls) >= count
+
+
+# -- who takes part ---------------------------------------------------------------------------------------------------
+def test_fp32_comes_first_then_torch_amp_then_each_precision_once() -> None:
+    rows = contenders_of(TINY, ["bf16", "fp32", "bf16 "], torch_amp=True)
+    assert [row.label for row in rows] == ["fp32", "torch.amp fp16", "torch.amp bf16", "lowp bf16"]
+    assert [row.label for row in contenders_of(TINY, ["bf16"], torch_amp=False)] == ["fp32", "lowp bf16"]
+    with pytest.raises(UnknownName, match="unknown precision 'fp61'; did you mean"):
+        contenders_of(TINY, ["fp61"], torch_amp=True)
+
+
+def test_on_a_gpu_fp32_runs_with_tf32_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowp.recipes.training._check_device", lambda name: None)
+    rows = contenders_of(Settings("digits", device="cuda"), ["fp16"], torch_amp=False)
+    assert [(row.label, row.tf32) for row in rows] == [("fp32", False), ("fp32, TF32 on", True), ("lowp fp16", False)]
+    matmul: Any = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    for row, expected in zip(rows, ("ieee", "tf32", "ieee"), strict=True):
+        with tf32_of(row):
+            assert matmul.fp32_precision == expected
+    assert matmul.fp32_precision == before
+
+
+def test_torch_amp_trains_as_pytorch_s_own_recipe_does() -> None:
+    training = begin(AMP_FP16, DATA)
+    assert isinstance(training.precision, TorchAmp) and training.precision.scale == 65536
+    batch = DATA.training.batch(torch.arange(64))
+    by_hand = begin(FP32, DATA)
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(3):
+        step_of(training, AMP_FP16, batch)
+        by_hand.recipe.schedule(by_hand.optimizer, by_hand.progress)
+        by_hand.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = by_hand.recipe.loss(by_hand.model, batch)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(by_hand.optimizer)
+        scaler.update()
+    pairs = zip(training.model.parameters(), by_hand.model.parameters(), strict=True)
+    assert all(torch.equal(mine, other) for mine, other in pairs)
+    assert begin(AMP_BF16, DATA).precision.scale == 1
+
+
+def test_the_format_of_a_contender_is_the_widest_of_its_operands() -> None:
+    assert FP32.narrow is None and str(AMP_BF16.narrow) == "bf16" and str(DFP16.narrow) == "dfp16"
+    assert DFP16.sums_integers and not FP16.sums_integers and not AMP_FP16.sums_integers
+    fp8 = contenders_of(TINY, ["fp8"], torch_amp=False)[1]
+    assert "e4m3fn" in str(fp8.narrow)  # e5m2 of the gradients has a bit less
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+def test_the_rows_take_turns_and_are_compared_turn_by_turn() -> None:
+    base, other = Runner(FP32), Runner(FP16)
+    base.rounds = [[1.0, 1.0, 9.0], [4.0, 4.0]]
+    other.rounds = [[2.0, 2.0], [6.0], [100.0]]
+    assert other.relative_to(base) == pytest.approx((2 + 1.5) / 2)
+    assert base.relative_to(base) == 1
+    assert other.step()["median"] == 4.0 and other.step()["steps"] == 4
+
+
+def test_racing_times_steps_and_counts_data_and_operations() -> None:
+    runners = race([FP32, FP16], DATA, 0.05, lambda: False)
+    for runner in runners:
+        assert runner.failure is None and not runner.slow and len(runner.times) >= 3
+        wall = runner.wall(19)
+        assert wall is not None and wall["steps"] == len(runner.times)
+        assert 0 < wall["data_seconds"] < wall["seconds"]
+        assert wall["epoch_seconds"] == pytest.approx(19 * wall["seconds"] / wall["steps"])
+        assert runner.training is None and runner.units == 64
+    assert [runner.operations.share for runner in runners if runner.operations] == [0.0, 1.0]
+
+
+def test_a_row_with_a_very_slow_step_has_its_first_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+
+    def slow(training: Any, contender: Contender, batch: Any) -> Any:
+        taken.append(contender.label)
+        clock[0] += 50.0 if contender is AMP_FP16 else 0.01
+        return step_of(training, contender, batch)
+
+    clock = [0.0]
+    monkeypatch.setattr(racing, "step_of", slow)
+    monkeypatch.setattr(racing.time, "perf_counter", lambda: clock[0])
+    base, amp = race([FP32, AMP_FP16], DATA, 1.0, lambda: False)
+    assert taken.count("torch.amp fp16") == 1 and amp.slow
+    assert amp.step() == {"median": 50.0, "quartiles": None, "steps": 1, "only_its_first": True}
+    assert amp.relative_to(base) == pytest.approx(5000) and amp.wall(1) is None
+    assert amp.operations is not None and amp.operations.share == 1
+    assert sum(base.times) >= 1.0
+
+
+def test_an_error_ends_one_row_and_not_the_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(training: Any, contender: Contender, batch: Any) -> Any:
+        if contender is AMP_FP16:
+            raise RuntimeError("\"gather\" not implemented for 'Half'\nsome more")
+        return step_of(training, contender, batch)
+
+    monkeypatch.setattr(racing, "step_of", failing)
+    base, amp = race([FP32, AMP_FP16], DATA, 0.02, lambda: False)
+    assert amp.failure == "RuntimeError: \"gather\" not implemented for 'Half'" and not amp.times
+    assert base.failure is None and base.times
+    assert amp.relative_to(base) is None
+
+
+# -- estimates and published figures ----------------------------------------------------------------------------------
+def test_energy_and_area_come_from_the_published_table() -> None:
+    memory = Split(10, dict.fromkeys(PARTS, 0), {"weights": 400, "activations": 100}, 64)
+    wide = estimate(FP32, Operations(2_000_000, 0), memory)
+    assert wide["arithmetic_joules"] == pytest.approx(1e6 * (3.7 + 0.9) * 1e-12) and wide["how"] == "table"
+    assert wide["dram_bytes"] == 1000 and wide["dram_joules"] == pytest.approx(1000 * 160e-12)
+    assert wide["unit_area_um2"] == 7700 + 4184 and wide["unit_area_relative_to_fp32"] == 1
+    half = estimate(FP16, Operations(2_000_000, 1_500_000), None)  # three quarters in fp16, summed in fp32
+    assert half["arithmetic_joules"] == pytest.approx((0.75e6 * (1.1 + 0.9) + 0.25e6 * 4.6) * 1e-12)
+    assert "dram_joules" not in half
+    integers = estimate(DFP16, Operations(2_000_000, 2_000_000), None)
+    assert integers["how"] == "interpolated" and integers["arithmetic_joules"] < half["arithmetic_joules"]
+    assert integers["unit_area_um2"] == pytest.approx(282 + (3495 - 282) * (256 - 64) / (1024 - 64) + 137)
+
+
+def test_the_published_figures_are_those_of_the_guide() -> None:
+    unet = published("unet")
+    assert unet is not None and "June 2020" in unet["source"] and "PyTorch 1.6" in unet["source"]
+    v100, t4 = unet["gpus"]
+    assert v100["seconds"] == (505, 478) and t4["gigabytes"] == (4.26, 2.67)
+    ratios = {
+        name: [round(row["time_ratio"] - 1, 2) for row in (published(name) or {"gpus": ()})["gpus"]]
+        for name in ("rossmann", "unet", "bert")
+    }
+    assert ratios == {"rossmann": [0.07, -0.01], "unet": [-0.05, -0.30], "bert": [-0.54, -0.63]}
+    assert published("digits") is None
+
+
+# -- the document -----------------------------------------------------------------------------------------------------
+@pytest.mark.usefixtures("without_processes")
+def test_the_document_has_every_number_and_how_it_was_measured(tmp_path: Path) -> None:
+    whole = Benchmark([TINY], Plan(precisions=["fp16"], torch_amp=True, seconds=0.02, memory=1_000_000))
+    said = list(whole.run())
+    assert len(said) == whole.stages == 9 and said[0].startswith("digits: ") and said[0].endswith(" steps timed")
+    results.write(tmp_path / "bench.json", whole.document())
+    document = results.read(tmp_path / "bench.json", benchmark.KIND)
+    assert document["complete"] and document["machine"]["words"] and document["tf32"].startswith("TF32:")
+    assert set(document["methods"]) >= {"step", "wall", "memory", "parts", "reserved", "operations", "estimates"}
+    (subject,) = document["recipes"]
+    assert subject["recipe"]["units_per_step"] == 64 and subject["recipe"]["unit"] == "images"
+    assert subject["threads"] == 1 and subject["published"] is None
+    assert [row["label"] for row in subject["variants"]] == ["fp32", "torch.amp fp16", "torch.amp bf16", "lowp fp16"]
+    for row in subject["variants"]:
+        assert row["failure"] is None
+        assert row["throughput"] == pytest.approx(64 / row["step"]["median"])
+        assert row["memory"]["slack"] == 1_000_000 - row["memory"]["allocated"]
+        assert sum(row["memory"]["parts"].values()) == row["memory"]["allocated"]
+        assert row["operations"]["share"] == (0 if row["label"] == "fp32" else 1)
+        assert row["estimates"]["dram_bytes"] == 2 * sum(row["memory"]["held"].values())
+        found = row["largest_batch"]
+        assert found["verified"] and found["peak"] <= 1_000_000 < found["measured"][str(found["too_large"])]
+
+
+@pytest.mark.usefixtures("without_processes")
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_what_is_stopped_keeps_what_is_done(count: int) -> None:
+    stopped, said = Benchmark([TINY], QUICK), list[str]()
+    for words in stopped.run(lambda: len(said) >= count):
+        said.append(words)
+    document = stopped.document()
+    assert not document["complete"] and len(said) == max(1, count)
+    json.dumps(document)
+    rows = [row for subject in document["recipes"] for row in subject["variants"]]
+    assert [row["step"]["steps"] > 0 for row in rows] == [True, True][: 2 * count]
+    assert sum("memory" in row for row in rows) == max(0, count - 1)
+
+
+def test_a_race_that_is_stopped_keeps_the_turns_that_were_taken() -> None:
+    base, other = race([FP32, FP16], DATA, 1.6, stopping_after(6))
+    assert (len(base.rounds), len(other.rounds)) == (1, 1) and not other.is_done(1.6)
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_memory_of_a_row_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(training: Any, contender: Contender, batch: Any) -> Any:
+        if contender.kind == "lowp":
+            raise FloatingPointError("no scale is small enough")
+        return step_of(training, contender, batch)
+
+    monkeypatch.setattr(racing, "step_of", failing)
+    broken = Benchmark([TINY], QUICK)
+    list(broken.run())
+    fp32, fp16 = broken.document()["recipes"][0]["variants"]
+    assert fp16["failure"] == "FloatingPointError: no scale is small enough" and "memory" not in fp16
+    assert "memory" in fp32 and broken.complete

@@ -1,0 +1,242 @@
+"""Memory is counted by what it holds, operations by the numbers they are done on, and the largest batch is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowp import Precision
+from lowp.errors import InvalidInput
+from lowp.recipes import resident
+from lowp.recipes.contenders import begin, contenders_of
+from lowp.recipes.largest_batch import Found, bytes_from, largest_batch
+from lowp.recipes.measuring import peak_memory
+from lowp.recipes.memory_split import PARTS, batch_of, memory_of
+from lowp.recipes.operations import Operations, counted, fits_16_bits
+from lowp.recipes.recipe import examples_of, tokens_of
+from lowp.recipes.training import Settings, load_data
+
+WIDE = Settings("digits", size="full", batch=512).filled()
+DATA = load_data(WIDE)
+FP32, AMP_FP16, AMP_BF16, FP16, STORED, FLEX = contenders_of(WIDE, ["fp16", "fp16-storage", "flex16+5"], True)
+PARAMETERS = 64 * 1024 + 1024 + 1024 * 10 + 10
+
+
+# -- what memory is used for ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("contender", [FP32, AMP_FP16, FP16, STORED, FLEX], ids=lambda one: one.label)
+def test_the_parts_sum_to_the_peak(contender: Any) -> None:
+    split = memory_of(contender, DATA, 512)
+    assert set(split.parts) == set(PARTS) and min(split.parts.values()) >= 0
+    assert sum(split.parts.values()) == split.allocated
+    assert split.held["weights"] == (2 if contender is STORED else 4) * PARAMETERS
+    assert split.held["masters"] == (4 * PARAMETERS if contender is STORED else 0)
+    assert split.held["optimizer"] == 4 * PARAMETERS  # momentum
+    assert split.held["gradients"] == 4 * PARAMETERS  # unscaled in fp32, whatever the weights are stored in
+    assert split.reserved is None and split.batch == 512
+
+
+def test_the_peak_is_that_of_the_whole_step() -> None:
+    split = memory_of(FP32, DATA, 512)
+    independent = peak_memory(WIDE, DATA)
+    assert independent is not None and split.allocated == pytest.approx(independent, rel=0.01)
+
+
+def test_sixteen_bits_halve_the_activations_of_a_wide_perceptron() -> None:
+    wide, half, torch_half = (memory_of(one, DATA, 512).held for one in (FP32, FP16, AMP_FP16))
+    # fp32 keeps the hidden layer's output; of 16 bits both the output and ReLU's copy of it are that dtype
+    assert wide["activations"] >= 4 * 512 * 1024
+    assert half["activations"] < 0.6 * wide["activations"]
+    assert half["activations"] == pytest.approx(torch_half["activations"], rel=0.05)
+    # both matrices are cast, and the casts are kept for the step; torch frees that of the first layer, which has no
+    # input gradient
+    assert half["casts"] == 2 * PARAMETERS - 2 * 1034 or half["casts"] == 2 * PARAMETERS
+    assert torch_half["casts"] == 2 * 1024 * 10
+    assert wide["casts"] == 0
+
+
+def test_more_examples_take_more_activations_and_no_more_weights() -> None:
+    small, large = memory_of(FP32, DATA, 256), memory_of(FP32, DATA, 1024)
+    assert large.held["activations"] == pytest.approx(4 * small.held["activations"], rel=0.02)
+    assert all(large.held[name] == small.held[name] for name in ("weights", "gradients", "optimizer"))
+
+
+@pytest.mark.skipif(not resident.is_known(), reason="this system does not tell how large a process was")
+def test_a_fresh_process_grows_by_what_a_step_takes() -> None:
+    split = memory_of(FP32, DATA, 8192)
+    growth = resident.resident_growth(FP32, DATA, 8192, 1)
+    assert growth is not None and 0.8 * split.allocated < growth < 2 * split.allocated
+
+
+def test_growth_is_not_known_where_nobody_tells_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(resident, "_STATUS", tmp_path / "status")
+    assert not resident.is_known() and resident.resident_growth(FP32, DATA, 8, 1) is None
+    (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t  123 kB\n")
+    assert resident.is_known()
+
+
+# -- operations -------------------------------------------------------------------------------------------------------
+class Everything(nn.Module):
+    """A convolution and its transposed, attention, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolve = nn.Conv2d(3, 8, 3, padding=1)
+        self.back = nn.ConvTranspose2d(8, 4, 2, stride=2)
+        self.linear = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.back(self.convolve(x)).flatten(2)  # [N, 4, 16 * 16]
+        y = y.view(len(x), 4, 16, 16)
+        attended: torch.Tensor = self.linear(nn.functional.scaled_dot_product_attention(y, y, y))
+        return attended
+
+
+def operations_of(precision: Precision | None, autocast: torch.dtype | None = None) -> Operations:
+    torch.manual_seed(0)
+    model, x = Everything(), torch.randn(2, 3, 8, 8)
+
+    def step() -> None:
+        region: Any = torch.autocast("cpu", autocast) if precision is None else precision.autocast()
+        with region:
+            loss = model(x).float().square().mean()
+        loss.backward()
+
+    return counted(step)
+
+
+FORWARD = {
+    "convolution": 2 * 2 * 64 * 8 * 27,
+    "transposed": 2 * 2 * 64 * 8 * 16,
+    "attention": 2 * 2 * 2 * 4 * 16 * 16 * 16,
+    "linear": 2 * 2 * 4 * 16 * 16 * 5,
+}
+# the input of the first layer needs no gradient; attention's backward computes the scores again: 5 products for 2
+PLAIN = 2 * FORWARD["convolution"] + 3 * FORWARD["transposed"] + FORWARD["attention"] * 7 // 2 + 3 * FORWARD["linear"]
+
+
+def test_operations_are_those_of_the_contractions_forward_and_backward() -> None:
+    fp32 = operations_of(Precision("fp32"))
+    assert fp32 == Operations(PLAIN, 0) and fp32.share == 0.0
+    assert operations_of(None, torch.bfloat16) == Operations(PLAIN, PLAIN)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "dfp16", "flex16+5", "fp8", "e5m7", "bf16-tpu"])
+def test_operations_of_lowp_are_in_16_bits(precision: str) -> None:
+    found = operations_of(Precision(precision))
+    # attention is computed again in backward, and integer products of a transposed convolution have zeros in them
+    assert found.narrow == found.total >= PLAIN
+    if precision in ("fp16", "bf16", "fp8", "e5m7", "bf16-tpu"):
+        assert found.total == PLAIN + FORWARD["attention"]
+
+
+def test_operations_under_scales_of_any_value_are_in_16_bits() -> None:
+    training = begin(contenders_of(WIDE, ["int8"], torch_amp=False)[1], DATA)
+    assert counted(lambda: training.step(batch_of(training, 64))).share == 1
+
+
+def test_a_policy_that_leaves_a_layer_in_fp32_has_a_smaller_share() -> None:
+    from lowp.policy import Policy, Rule
+
+    rules = (Rule.of("contraction", where="linear"), Rule.of("contraction", input="fp16", weight="fp16", grad="fp16"))
+    found = operations_of(Precision(Policy(rules), loss_scale="none"))
+    assert found.total - found.narrow == 3 * FORWARD["linear"]
+
+
+def test_integer_products_are_counted_and_left_as_they_were() -> None:
+    from lowp.kernels import integer
+
+    before = integer.matmul_chained
+    a = torch.ones(3, 4, dtype=torch.int16)
+    found = counted(lambda: (integer.matmul_chained(a, a, transpose_b=True), torch.ones(2, 5) @ torch.rand(5, 2)))
+    assert (found.total, found.narrow) == (2 * 3 * 3 * 4 + 2 * 2 * 5 * 2, 2 * 3 * 3 * 4)
+    assert integer.matmul_chained is before
+    assert counted(lambda: torch.ones(2)).share is None
+
+
+@pytest.mark.parametrize(
+    ("values", "fits"),
+    [
+        (torch.tensor([1.0, 0.1]).half().float(), True),
+        (torch.tensor([1e30, 1.0]).bfloat16().float(), True),
+        (torch.tensor([32767.0, -3.0, 0.0]) * 2.0**-60, True),
+        (torch.tensor([32767.0, 0.5]) * 2.0**-60, False),
+        (torch.tensor([0.1, 1.0]), False),
+        (torch.tensor([torch.inf, torch.nan, 1.0]), True),
+        (torch.tensor([torch.inf, 0.1]), False),
+        (torch.zeros(0), True),
+        (torch.zeros(3), True),
+    ],
+)
+def test_numbers_fit_16_bits_where_one_format_has_them_all(values: torch.Tensor, fits: bool) -> None:
+    assert fits_16_bits(values) is fits
+
+
+# -- the largest batch ------------------------------------------------------------------------------------------------
+def searched(limit: int, used: Any, start: int = 8, stop: Any = lambda batch: "") -> Found:
+    return largest_batch(limit, used, start, stop)
+
+
+@pytest.mark.parametrize("start", [1, 8, 1000])
+@pytest.mark.parametrize("limit", [1_000, 12_345, 99_999])
+def test_the_largest_batch_of_a_line_is_found_exactly_or_within_a_hundredth(limit: int, start: int) -> None:
+    found = searched(limit, lambda batch: 500 + 7 * batch, start)
+    exact = (limit - 500) // 7
+    assert found.is_closed and not found.ended
+    assert 0 <= exact - found.batch <= max(1, exact // 100)
+    assert found.too_large is not None and 500 + 7 * found.too_large > limit
+    assert found.peak == 500 + 7 * found.batch <= limit
+
+
+@pytest.mark.parametrize(
+    "used",
+    [lambda batch: 500 + batch * batch // 9, lambda batch: 4096 * (1 + batch // 50), lambda batch: 10 * batch**0.9],
+)
+def test_what_is_no_line_is_searched_until_a_batch_fits_and_the_next_ones_do_not(used: Any) -> None:
+    found = searched(30_000, used)
+    assert (found.batch and found.is_closed) or found.ended
+    assert used(found.batch) <= 30_000
+    assert found.too_large is None or used(found.too_large) > 30_000
+
+
+def test_a_batch_for_which_memory_ran_out_does_not_fit() -> None:
+    found = searched(10**9, lambda batch: batch if batch < 100 else None)
+    assert (found.batch, found.too_large) == (99, 100)
+
+
+def test_where_not_one_example_fits_the_batch_is_zero() -> None:
+    found = searched(100, lambda batch: 500 + batch)
+    assert (found.batch, found.too_large, found.peak) == (0, 1, None)
+
+
+def test_a_search_that_would_take_too_long_says_so() -> None:
+    found = searched(10**6, lambda batch: batch, stop=lambda batch: "too long" if batch > 1000 else "")
+    assert found.ended == "too long" and not found.is_closed and 8 <= found.batch <= 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GB", 2 * 10**9), ("1.5GiB", 3 * 2**29), ("512 mib", 2**29), ("800", 800), ("800b", 800), (".5kb", 500)],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert bytes_from(text) == size
+
+
+@pytest.mark.parametrize("text", ["2 gigs", "", "GB", "-2GB", "two GB", "2GB2"])
+def test_a_bad_size_explains_itself(text: str) -> None:
+    with pytest.raises(
+        InvalidInput, match=r"is no size: give a number and a unit, such as 2GB or 512MiB; units: KB, MB"
+    ):
+        bytes_from(text)
+    with pytest.raises(InvalidInput, match=r"--memory '0.1B' is nothing: give at least one byte"):
+        bytes_from("0.1B")
+
+
+# -- throughput -------------------------------------------------------------------------------------------------------
+def test_batches_are_counted_by_examples_or_tokens() -> None:
+    batch = {"pieces": torch.zeros(4, 7), "start": torch.zeros(4)}
+    assert examples_of(batch) == 4 and tokens_of(batch) == 28
+    assert examples_of(([torch.zeros(3, 2)], torch.zeros(9))) == 3

@@ -1,0 +1,133 @@
+"""The tables and the picture of a benchmark show what its document has, whatever is missing from it."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowp.recipes.published import published
+from lowp.report import tables
+from lowp.report.benchmark import benchmark_notes, benchmark_tables
+from lowp.report.benchmark_chart import PARTS_COLOURS, chart
+from lowp.report.plots import SUFFIXES
+
+PARTS = {name: 0 for name in PARTS_COLOURS if name != "slack"}
+
+
+def row(label: str, median: float, **more: Any) -> dict[str, Any]:
+    return {
+        "label": label,
+        "failure": None,
+        "step": {
+            "median": median,
+            "quartiles": [median, 2 * median],
+            "steps": 9,
+            "only_its_first": False,
+            "relative": 1.0,
+        },
+        "wall": None,
+        "throughput": 32 / median,
+        "operations": {"total": 10, "in_16_bits": 9, "share": 0.99999},
+        **more,
+    }
+
+
+def memory(reserved: int | None = None) -> dict[str, Any]:
+    allocated = 3 * 2**20
+    return {
+        "allocated": allocated,
+        "parts": {**PARTS, "weights": 2**20, "activations": 2**21},
+        "held": {"activations": 2**21},
+        "reserved": reserved,
+        "slack": None if reserved is None else reserved - allocated,
+    }
+
+
+def document(*variants: dict[str, Any], recipe: str = "unet") -> dict[str, Any]:
+    named = {"name": recipe, "size": "cpu", "parameters": 12345, "batch": 4, "unit": "images"}
+    return {
+        "recipes": [{"recipe": named, "threads": 2, "published": published(recipe), "variants": list(variants)}],
+        "methods": {"step": "time a step: how"},
+        "tf32": "TF32: there is none on a CPU",
+        "machine": {"words": "a machine"},
+        "versions": {"torch": "2", "lowp": "1"},
+    }
+
+
+def printed(of: dict[str, Any]) -> str:
+    stream = io.StringIO()
+    console = tables.console(stream)
+    for table in benchmark_tables(of):
+        console.print(table)
+    console.print(benchmark_notes(of), markup=False)
+    return stream.getvalue()
+
+
+def cells(text: str, label: str) -> list[list[str]]:
+    """The cells of every line that begins with a label."""
+    return [re.split(r"  +", line.strip()) for line in text.splitlines() if line.strip().startswith(f"{label} ")]
+
+
+def test_numbers_stand_with_their_units_and_nothing_is_rounded_up_to_all() -> None:
+    text = printed(document(row("fp32", 2e-3), row("lowp fp16", 0.5)))
+    assert cells(text, "fp32") == [["fp32", "2 ms", "2-4 ms", "9", "1.00x", "-", "-", "-", "16,000", "99.9%"]]
+    assert cells(text, "lowp fp16")[0][1:3] == ["500 ms", "500 ms-1 s"]
+    assert "unet, size cpu: 12,345 parameters, batch 4, 2 CPU threads" in text
+
+
+def test_a_row_that_failed_or_had_one_step_says_so() -> None:
+    none = {"median": None, "quartiles": None, "steps": 0, "only_its_first": False, "relative": None}
+    failed = row("torch.amp fp16", 1.0, failure="RuntimeError: no kernel", step=none)
+    once = {"median": 20.0, "quartiles": None, "steps": 1, "only_its_first": True, "relative": 10.0}
+    text = printed(document(row("fp32", 2.0), failed, row("lowp fp16", 20.0, step=once)))
+    assert cells(text, "torch.amp fp16")[0][1] == "failed"
+    assert "unet, torch.amp fp16: failed: RuntimeError: no kernel" in text
+    assert (
+        cells(text, "lowp fp16")[0][1:5] == ["20 s", "-", "1*", "10.00x"] and "*: its first step took so long" in text
+    )
+
+
+def test_memory_has_a_line_a_part_that_is_there_and_tables_no_wider_than_eight_rows() -> None:
+    text = printed(document(*(row(f"lowp e{bits}m7", 1.0, memory=memory(2**20)) for bits in range(2, 12))))
+    assert text.count("memory at the peak of a step") == 2
+    assert cells(text, "weights")[0] == ["weights", *["1 MiB"] * 8] and len(cells(text, "weights")[1]) == 3
+    assert cells(text, "slack")[1] == ["slack", "-2 MiB", "-2 MiB"] and not cells(text, "masters")
+    assert "…" not in text
+
+
+def test_published_figures_stand_below_with_their_source() -> None:
+    text = printed(document(row("fp32", 1.0)))
+    assert cells(text, "T4") == [["T4", "13m07 → 9m14", "0.70x", "4.26 → 2.67 GB", "0.63x"]]
+    assert "Bilogur" in text and "Bilogur" not in printed(document(row("fp32", 1.0), recipe="digits"))
+
+
+def test_a_search_that_was_not_ended_says_at_least() -> None:
+    found = {"limit": 10**9, "batch": 64, "peak": 10**8, "too_large": None, "verified": False, "ended": "too long"}
+    text = printed(document(row("fp32", 1.0, largest_batch={**found, "measured": {"64": 10**8}})))
+    assert "largest batch that fits into 954 MiB" in text and "at least this: too long" in text
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("reserved", [None, 4 * 2**20, 10**9])
+def test_a_picture_is_drawn_whatever_is_known(tmp_path: Path, suffix: str, reserved: int | None) -> None:
+    path = tmp_path / f"bench{suffix}"
+    none = {"median": None, "quartiles": None, "steps": 0, "only_its_first": False, "relative": None}
+    rows = [row("fp32", 1.0, memory=memory(reserved)), row("lowp fp16", 1.0, step=none, failure="no")]
+    chart(document(*rows), path)
+    assert path.stat().st_size > 4000
+    if suffix == ".svg":
+        drawn = path.read_text()
+        # a quarter of what was reserved is slack, which is drawn; where libraries took most of it, it is not
+        assert ("<!-- slack -->" in drawn) == (reserved == 4 * 2**20) and "<!-- activations -->" in drawn
+        assert "<!-- V100, torch.amp -->" in drawn and "<!-- failed -->" in drawn
+
+
+def test_recipes_of_which_no_memory_was_measured_have_an_empty_panel(tmp_path: Path) -> None:
+    two = document(row("fp32", 1.0), recipe="digits")
+    two["recipes"] += document(row("fp32", 1.0, memory=memory()))["recipes"]
+    chart(two, tmp_path / "two.png")
+    assert (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
