@@ -98,14 +98,14 @@ RESNET_110 = _small(
     summary="residual network of 110 layers for images of 32x32, as in the Flexpoint paper",
     source="He et al. 2016, arXiv 1512.03385, section 4.2; Köster et al. 2017, arXiv 1711.02213",
     sizes={
-        "cpu": Size(8, 50, 0.05, 116_882, {"layers": 32, "width": 8, "images": (2000, 500)}),
+        "cpu": Size(12, 50, 0.1, 116_882, {"layers": 32, "width": 8, "images": (2000, 500)}),
         "full": Size(164, 128, 0.1, 1_727_962, {"layers": 110, "width": 16, "images": (10_000, 2000)}),
     },
     schedule=one_cycle,
     unit="images",
 )
 
-_SMALL_BLOCKS = {"blocks": (1, 1, 1, 1), "width": 16, "classes": 10, "side": 64, "images": (1000, 300)}
+_SMALL_BLOCKS = {"blocks": (1, 1, 1, 1), "width": 16, "classes": 10, "side": 64, "images": (2000, 500)}
 _SMALLER_STEM = {**_SMALL_BLOCKS, "blocks": (1, 1, 3, 1)}
 _FULL = {"width": 64, "classes": 1000, "side": 224, "images": (1000, 200)}
 
@@ -114,7 +114,7 @@ RESNET_50 = _large(
     summary="residual network of 50 layers for images of 224x224",
     source="He et al. 2016, arXiv 1512.03385, table 1",
     sizes={
-        "cpu": Size(10, 50, 0.05, 511_514, _SMALL_BLOCKS),
+        "cpu": Size(12, 50, 0.05, 511_514, _SMALL_BLOCKS, one_cycle),
         "full": Size(90, 256, 0.1, 25_557_032, {**_FULL, "blocks": FIFTY}),
     },
 )
@@ -124,7 +124,7 @@ RESNET_101 = _large(
     summary="residual network of 101 layers for images of 224x224",
     source="He et al. 2016, arXiv 1512.03385, table 1",
     sizes={
-        "cpu": Size(10, 50, 0.05, 652_314, _SMALLER_STEM),
+        "cpu": Size(12, 50, 0.05, 652_314, _SMALLER_STEM, one_cycle),
         "full": Size(90, 256, 0.1, 44_549_160, {**_FULL, "blocks": HUNDRED_AND_ONE}),
     },
 )
