@@ -1,18 +1,23 @@
-"""Time the int16 products beside torch's fp32 and fp64 ones: `python bench/gemm.py [--quick] [--json FILE]`.
+"""Time the int16 products beside torch's fp32 and fp64 ones: `python bench/gemm.py [--quick] [--avx2] [--json FILE]`.
 
 All candidates of a row run in turn within each round, so that what else the machine does hits them alike; the best
 round counts. With one thread the clock is that thread's processor time, so being preempted does not count either.
 Operands are normal, quantised as DFP-16 does (exponent of the maximum - 14, shifted by 2 more for 14 bits), and uniform
-over all of int16, the worst case: no chain can be proven and every product is done by bytes.
+over all of int16, the worst case: no chain can be proven and every product needs its leading digits too.
+
+torch's libraries and lowp each take the best instructions they know for the machine; those need not be the same (MKL
+takes AVX2 on processors of AMD whatever they have). `--avx2` holds all of them to AVX2.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowp.errors import Unavailable
 from lowp.kernels import integer
 from lowp.kernels.integer import ConvolutionShape
 
@@ -31,6 +37,14 @@ CONVOLUTIONS = (
     (16, 128, 16),
     (16, 256, 8),
 )  # batch, channels in and out, height and width; 3x3, padding 1
+
+
+AVX2 = {
+    "LOWP_CPU_ISA": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+}
 
 
 def quantised(x: Tensor, shift: int = 0) -> Tensor:
@@ -117,6 +131,16 @@ def report(title: str, times: dict[str, float], multiplications: float, base: Ca
     return row
 
 
+def kernel() -> str:
+    """Return the name of the micro-kernel that runs."""
+    one = full_range(1, 1)
+    for name in filter(None, (os.environ.get("LOWP_CPU_ISA"), *integer.KERNELS)):
+        with contextlib.suppress(Unavailable):
+            integer.matmul_exact(one, one, kernel=name)
+            return name
+    raise AssertionError("reference runs everywhere")
+
+
 def processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
         if line.startswith("model name"):
@@ -129,12 +153,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="only the smallest size of each kind")
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--avx2", action="store_true", help="hold torch's libraries and lowp to AVX2")
     options = parser.parse_args()
+    if options.avx2 and any(os.environ.get(name) != value for name, value in AVX2.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **AVX2})  # read when they are loaded
     torch.manual_seed(0)
     sizes, convolutions = (SIZES[:1], CONVOLUTIONS[:1]) if options.quick else (SIZES, CONVOLUTIONS)
     results: dict[str, Any] = {
         "machine": f"{processor()}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "kernel": kernel(),
         "rows": {},
     }
     for threads in (1, 2):

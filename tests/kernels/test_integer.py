@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor
 
+from lowp import kernels as lowp_kernels
 from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import cpu, integer
 from lowp.kernels.integer import ConvolutionShape
@@ -33,13 +34,14 @@ def normal(deviation: float) -> Fill:
     return lambda *shape: (torch.randn(shape) * deviation).round().clamp(-32767, 32767).to(torch.int16)
 
 
-# The deviations lead through every way to sum a block: one chain, several chains, some chunks by bytes, all by bytes.
+# The deviations lead through every way to sum a block: one chain, several chains, some chunks by digits, all by digits.
 FILLS: dict[str, Fill] = {
     "random": random_int16,
     "all largest": lambda *shape: torch.full(shape, 32767, dtype=torch.int16),
     "all smallest": lambda *shape: torch.full(shape, -32768, dtype=torch.int16),
     "mixed signs": lambda *shape: torch.where(torch.rand(shape) < 0.5, 32767, -32768).to(torch.int16),
     "one-hot": one_hot,
+    "largest rests": lambda *shape: torch.randint(-64, 64, shape).mul(512).add(torch.randint(2, shape) * 511).short(),
     **{f"normal {deviation}": normal(deviation) for deviation in (100.0, 2500.0, 4000.0, 6500.0)},
 }
 DEPTHS = (1, 2, 7, 255, 256, 257, 511, 513, 769, 1300, 4099, 65535)
@@ -113,6 +115,32 @@ def test_chained_has_the_bits_of_its_definition(fill: str, depth: int) -> None:
         result = integer.matmul_chained(a, b, exponent=-31, kernel=kernel)
         assert torch.equal(result.values, expected), kernel
         assert result.largest == expected.abs().max()
+
+
+@pytest.mark.parametrize("depth", (32, 96, 128, 160, 256, 288, 512, 777))
+def test_sums_are_exact_where_all_that_digits_leave_out_adds_up(depth: int) -> None:
+    low, high = torch.tensor([-32768, -32256, 32256]), torch.tensor([-31745, 31743, 32767])
+    for rows, columns in ((low, low), (high, high), (low, high)):
+        a = rows.short()[:, None].repeat(1, depth)
+        b = columns.short().repeat(depth, 1)
+        a[:, : depth // 2], b[depth // 3 :] = a[:1, : depth // 2], b[depth // 3 :, :1]
+        expected = int64_product(a, b)
+        for kernel in KERNELS:
+            assert torch.equal(integer.matmul_exact(a, b, dtype=torch.int64, kernel=kernel).values, expected), kernel
+
+
+def test_the_kernels_in_use_are_those_of_the_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = normal(4000)(5, 300), normal(4000)(300, 7)
+    expected = integer.matmul_exact(a, b, exponent=-18)
+    for name in ("reference", "bitwise"):
+        with lowp_kernels.use(name), monkeypatch.context() as patch:
+            patch.setattr(cpu, "library", lambda: pytest.fail("the library was asked"))
+            assert same(integer.matmul_exact(a, b, exponent=-18), expected)
+    with lowp_kernels.use("native"), pytest.raises(Unavailable, match="cpu, bitwise and reference have them"):
+        integer.matmul_exact(a, b)
+    with lowp_kernels.use("reference"):
+        for kernel in KERNELS:
+            assert same(integer.matmul_exact(a, b, exponent=-18, kernel=kernel), expected)
 
 
 @pytest.mark.parametrize("symmetric", (False, True))

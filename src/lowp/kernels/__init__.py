@@ -69,6 +69,11 @@ def _use(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
+def forced() -> str | None:
+    """Return the name that `use` holds here; None outside of it."""
+    return _forced.get()
+
+
 def implementation(device: torch.device, function: str = "quantize") -> ModuleType:
     """Return the module that does `function` for tensors on this device."""
     name = _forced.get()

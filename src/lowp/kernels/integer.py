@@ -10,8 +10,9 @@ is an integer times 2^(exponent of a + exponent of b). Two ways to write that su
   are added in fp32 in order, beginning with 0; the result is multiplied by 2^exponent and rounded once. This is the
   fp32 accumulation of DFP-16 (Das et al. 2018, arXiv 1802.00930) with its longest chain; the addition here is
   that the sum of a block is exact for ALL operands. A block runs as one int32 chain where the Cauchy-Schwarz inequality
-  on its norms proves that int32 cannot overflow, as several shorter chains where it proves those, and on the high and
-  low bytes of `a` otherwise. So the bits depend neither on the proof, nor on the threads, nor on the processor.
+  on its norms proves that int32 cannot overflow, as several shorter chains where it proves those, and otherwise modulo
+  2^32 beside a sum of the seven leading bits, which tells the multiple of 2^32. So the bits depend
+  neither on the proof, nor on the threads, nor on the processor.
 
 The C++ library does this for AVX2, AVX-512 VNNI, NEON and in plain C++; `integer_reference` is the definition in torch,
 serves where the library was not built, and gives the same bits. All of it is forward only: autograd sees nothing.
@@ -27,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowp import kernels
 from lowp.errors import InvalidInput, Unavailable, unknown
 from lowp.kernels import cpu, integer_reference
 from lowp.kernels.integer_reference import ConvolutionShape
@@ -116,8 +118,8 @@ def matmul_exact(
     copy. `dtype`: int16 (mantissas, saturated at -32768 or, `symmetric`, -32767, and at 32767; for operands of
     exponents Ea, Eb and a result of exponent E, `exponent` is Ea + Eb - E), float32, float64, or int64 (the integer
     sums; `exponent` must be 0). `exponent` is an integer or a 0-d integer tensor, -900 to 900. `kernel` forces one of
-    avx512, avx2, neon, portable, reference (default: LOWP_CPU_ISA, or the best of this machine). A depth of 0 gives
-    zeros.
+    avx512, avx2, neon, portable, reference (default: reference inside `lowp.kernels.use` of reference or bitwise, else
+    LOWP_CPU_ISA, or the best of this machine). A depth of 0 gives zeros.
 
     Raises InvalidInput for other dtypes, devices, shapes or a depth above 2^32, Unavailable for a kernel that this
     machine lacks.
@@ -194,11 +196,19 @@ def _output(exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, 
         raise InvalidInput(
             f"int64 holds the sums as they are, so exponent must be 0, not {power}; use float64 to scale"
         )
-    chosen = kernel or os.environ.get("LOWP_CPU_ISA") or ""
+    chosen = kernel or _forced_kernel() or os.environ.get("LOWP_CPU_ISA") or ""
     if chosen and chosen not in KERNELS:
         raise InvalidInput(unknown("integer kernel", chosen, KERNELS))
     lowest = -32767 if symmetric else -32768
     return _Output(torch.float32 if dtype is None else dtype, dtype is None, power, lowest, chosen)
+
+
+def _forced_kernel() -> str | None:
+    """Return the kernel that `lowp.kernels.use` asks for: the definition where it asks for torch's operations."""
+    name = kernels.forced()
+    if name == "native":
+        raise Unavailable("native has no integer products; cpu, bitwise and reference have them")
+    return "reference" if name in ("reference", "bitwise") else None
 
 
 def _check_operands(a: Tensor, b: Tensor) -> None:

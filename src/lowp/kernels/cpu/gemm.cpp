@@ -2,6 +2,7 @@
 #include "gemm.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -9,6 +10,7 @@
 #include <mutex>
 #include <new>
 
+#include "gemm_sides.hpp"
 #include "parallel.hpp"
 
 namespace lowp {
@@ -41,99 +43,7 @@ void Target::offsets(int64_t first, int64_t count, int64_t* out) const {
 
 namespace {
 
-struct Free {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
-// Memory that a thread keeps for its next call: fresh pages would cost as much as packing does.
-template <class T>
-class Scratch {
- public:
-  T* get(int64_t count) {
-    if (count > size_) {
-      memory_.reset();
-      void* memory = nullptr;
-      if (posix_memalign(&memory, 64, static_cast<size_t>(count) * sizeof(T)) != 0) throw std::bad_alloc();
-      memory_.reset(static_cast<T*>(memory));
-      size_ = count;
-    }
-    return memory_.get();
-  }
-  void release_above(int64_t bytes) {
-    if (size_ * static_cast<int64_t>(sizeof(T)) > bytes) {
-      memory_.reset();
-      size_ = 0;
-    }
-  }
-
- private:
-  std::unique_ptr<T[], Free> memory_;
-  int64_t size_ = 0;
-};
-
 constexpr int64_t KEPT_BYTES = int64_t{64} << 20;
-
-// How much depth is taken at once: about 512, evenly, in whole blocks.
-int64_t step_of(int64_t depth) {
-  const int64_t steps = std::max<int64_t>(1, (depth + 255) / 512);
-  return std::min(STEP, std::max<int64_t>(1, divide_up(divide_up(depth, steps), BLOCK)) * BLOCK);
-}
-
-// One packed side of one product: its panels one after the other, each over the whole depth.
-struct Packed {
-  int64_t panels, pairs, block_count;
-  int32_t* data;
-  float* bounds;
-  const int32_t* panel(int64_t index, int width, int64_t pair) const { return data + (index * pairs + pair) * width; }
-  const float* bound(int64_t index, int64_t block) const { return bounds + (index * block_count + block) * BOUNDS; }
-};
-
-// Packs [k0, k1) of one panel and its bounds.
-void pack_panel(const Packer& packer, const Operand& operand, int64_t panel, int64_t k0, int64_t k1, int32_t* data,
-                float* bounds) {
-  operand.pack(packer, panel * packer.width, k0, k1, data);
-  packer.bound((k1 - k0 + 1) / 2, data, bounds);
-}
-
-// Packs the same side of all products, in parallel over panels.
-class PackedSides {
- public:
-  PackedSides(const Packer& packer, const std::vector<const Operand*>& operands, const std::vector<int64_t>& depths,
-              Scratch<int32_t>& data, Scratch<float>& bounds, int threads) {
-    int64_t data_size = 0, bounds_size = 0, panels = 0;
-    std::vector<int64_t> first_panel;
-    for (size_t i = 0; i < operands.size(); i++) {
-      const int64_t depth = depths[i];
-      Packed side{divide_up(operands[i]->count, packer.width), (depth + 1) / 2, blocks(depth), nullptr, nullptr};
-      first_panel.push_back(panels);
-      panels += side.panels;
-      data_size += side.panels * side.pairs * packer.width;
-      bounds_size += side.panels * side.block_count * BOUNDS;
-      sides.push_back(side);
-    }
-    int32_t* next_data = data.get(data_size);
-    float* next_bounds = bounds.get(bounds_size);
-    for (Packed& side : sides) {
-      side.data = next_data;
-      side.bounds = next_bounds;
-      next_data += side.panels * side.pairs * packer.width;
-      next_bounds += side.panels * side.block_count * BOUNDS;
-    }
-    parallel_for(panels, 4, threads, [&](int64_t begin, int64_t end) noexcept {
-      size_t i = std::upper_bound(first_panel.begin(), first_panel.end(), begin) - first_panel.begin() - 1;
-      for (int64_t panel = begin; panel < end; panel++) {
-        while (i + 1 < sides.size() && panel >= first_panel[i + 1]) i++;
-        const Packed& side = sides[i];
-        const int64_t index = panel - first_panel[i];
-        for (int64_t k = 0; k < depths[i]; k += step_of(depths[i]))
-          pack_panel(packer, *operands[i], index, k, std::min(k + step_of(depths[i]), depths[i]),
-                     side.data + (index * side.pairs + k / 2) * packer.width,
-                     side.bounds + (index * side.block_count + k / BLOCK) * BOUNDS);
-      }
-    });
-  }
-  std::vector<Packed> sides;
-};
 
 // A part of one result: some panels of rows times some panels of columns, over the whole depth.
 struct Unit {
@@ -173,10 +83,9 @@ std::vector<Unit> plan(const Micro& micro, const std::vector<Product>& products,
 }
 
 struct Buffers {
-  Scratch<int32_t> right, split;
-  Scratch<float> right_bounds, chained;
+  Scratch<int32_t> right, right_groups;
+  Scratch<float> right_bounds, right_errors, chained;
   Scratch<int64_t> exact;
-  Scratch<uint8_t> split_ready;
 };
 
 template <class T>
@@ -190,12 +99,8 @@ int64_t* accumulators<int64_t>(Buffers& buffers, int64_t count) {
   return buffers.exact.get(count);
 }
 
-void add(const Micro& micro, int64_t pairs, const Left& a, const int32_t* b, const float* b_bounds, float* out) {
-  micro.add_chained(pairs, a, b, b_bounds, out);
-}
-void add(const Micro& micro, int64_t pairs, const Left& a, const int32_t* b, const float* b_bounds, int64_t* out) {
-  micro.add_exact(pairs, a, b, b_bounds, out);
-}
+void add(const Micro& micro, const Side& a, const Side& b, float* out) { micro.add_chained(a, b, out); }
+void add(const Micro& micro, const Side& a, const Side& b, int64_t* out) { micro.add_exact(a, b, out); }
 
 // Writes one tile of results to where the target wants it.
 template <class Out>
@@ -207,115 +112,112 @@ class Writer {
     first_ = panel * micro_.columns;
     count_ = std::min<int64_t>(micro_.columns, product_.right->count - first_);
     product_.target->offsets(first_, count_, offsets_);
-    together_ = true;
+    together_ = offsets_[0] >= 0;
     for (int64_t j = 0; j < count_; j++) together_ = together_ && offsets_[j] == offsets_[0] + j;
   }
 
-  void write(int64_t row_panel) {
-    const int64_t first_row = row_panel * micro_.rows;
+  // Writes a tile by finish(out, stride): where it belongs if all of it belongs together, else through a buffer.
+  template <class Finish>
+  void write(int64_t row_panel, Finish&& finish) {
+    const int64_t first_row = row_panel * micro_.rows, stride = product_.target->row_stride;
     const int64_t rows = std::min<int64_t>(micro_.rows, product_.left->count - first_row);
-    Out* data = static_cast<Out*>(product_.target->data) + first_row * product_.target->row_stride;
-    for (int64_t i = 0; i < rows; i++) write_row(data + i * product_.target->row_stride, results + i * micro_.columns);
+    Out* data = static_cast<Out*>(product_.target->data) + first_row * stride;
+    if (together_ && count_ == micro_.columns && rows == micro_.rows) return finish(data + offsets_[0], stride);
+    finish(results_, micro_.columns);
+    for (int64_t i = 0; i < rows; i++) write_row(data + i * stride, results_ + i * micro_.columns);
   }
-
-  alignas(64) Out results[12 * 32];
 
  private:
   void write_row(Out* row, const Out* from) const {
-    if (!together_) {
-      for (int64_t j = 0; j < count_; j++)
-        if (offsets_[j] >= 0) row[offsets_[j]] = from[j];
-    } else if (count_ % 16 == 0) {  // of known size, so no call
-      for (int64_t j = 0; j < count_; j += 16) std::memcpy(row + offsets_[0] + j, from + j, 16 * sizeof(Out));
-    } else {
-      std::memcpy(row + offsets_[0], from, static_cast<size_t>(count_) * sizeof(Out));
-    }
+    for (int64_t j = 0; j < count_; j++)
+      if (offsets_[j] >= 0) row[offsets_[j]] = from[j];
   }
 
+  alignas(64) Out results_[12 * 32];
   const Micro& micro_;
   const Product& product_;
   int64_t first_ = 0, count_ = 0, offsets_[64];
   bool together_ = false;
 };
 
+// Packs a panel of B over one step, its digits too where they may be needed beside `left`.
+Side pack_right(const Micro& micro, const Operand& operand, int64_t panel, int64_t k, const PackedSide& left,
+                Buffers& buffers) {
+  const int64_t end = left.end(k), pairs = (end - k + 1) / 2;
+  int32_t* data = buffers.right.get(STEP / 2 * micro.columns);
+  float* bounds = buffers.right_bounds.get(Digits::ERRORS);
+  const Digits digits{buffers.right_groups.get(Digits::size(micro.columns)),
+                      buffers.right_errors.get(Digits::ERRORS)};
+  operand.pack(micro.right, panel * micro.columns, k, end, data);
+  micro.right.bound(pairs, data, bounds);
+  if (needs_digits(bounds, left.largest.data() + k / BLOCK * BOUNDS, end - k)) micro.right.digits(pairs, data, digits);
+  return {data, bounds, pairs, digits};
+}
+
 // Sums all tiles of a unit over the depth, step by step, and writes each tile when it has its last step; `finish` turns
 // a tile of sums into a tile of results. Tile (column, row) lies at (column * rows + row) * tile size, or all lie at
 // the same place when one step is the whole depth.
 template <class T, class Out, class Finish>
-void run_tiles(const Micro& micro, const Unit& unit, const Product& product, const Packed& left, const Packed* right,
-               Buffers& buffers, Finish finish) {
+void run_tiles(const Micro& micro, const Unit& unit, const Product& product, const PackedSide& left,
+               const PackedSide* right, Buffers& buffers, Finish finish) {
   const int64_t tile = micro.rows * micro.columns, depth = product.depth;
-  const int64_t step = step_of(depth);
-  const bool one_step = depth <= step;
+  const bool one_step = depth <= left.step;
   const int64_t sums_size = one_step ? tile : tile * unit.rows * unit.columns;
   T* sums = accumulators<T>(buffers, sums_size);
   std::memset(sums, 0, static_cast<size_t>(sums_size) * sizeof(T));
-  const int64_t split_size = STEP / 2 * micro.rows;
-  int32_t* split = buffers.split.get(2 * split_size * unit.rows);
-  uint8_t* ready = buffers.split_ready.get(unit.rows);
-  int32_t* right_panel = right ? nullptr : buffers.right.get(STEP / 2 * micro.columns);
-  float* right_bounds = right ? nullptr : buffers.right_bounds.get(STEP / BLOCK * BOUNDS);
   Writer<Out> writer(micro, product);
   int64_t k = 0;
   do {  // once also for a depth of 0, which writes zeros
-    const int64_t end = std::min(k + step, depth), pairs = (end - k + 1) / 2;
-    std::memset(ready, 0, static_cast<size_t>(unit.rows));
+    const bool last = left.end(k) == depth;
     for (int64_t c = 0; c < unit.columns; c++) {
-      const int32_t* b = right_panel;
-      const float* b_bounds = right_bounds;
-      if (right) {
-        b = right->panel(unit.column + c, micro.columns, k / 2);
-        b_bounds = right->bound(unit.column + c, k / BLOCK);
-      } else {
-        pack_panel(micro.right, *product.right, unit.column + c, k, end, right_panel, right_bounds);
-      }
-      if (end == depth) writer.begin_columns(unit.column + c);
+      const int64_t panel = unit.column + c;
+      const Side b =
+          right ? right->side(panel, k) : pack_right(micro, *product.right, panel, k, left, buffers);
+      if (last) writer.begin_columns(panel);
       for (int64_t r = 0; r < unit.rows; r++) {
-        const Left a{left.panel(unit.row + r, micro.rows, k / 2),
-                     left.bound(unit.row + r, k / BLOCK),
-                     pairs,
-                     split + 2 * split_size * r,
-                     split_size,
-                     ready + r};
         T* tile_sums = one_step ? sums : sums + (c * unit.rows + r) * tile;
         if (one_step) std::memset(sums, 0, static_cast<size_t>(tile) * sizeof(T));
-        add(micro, pairs, a, b, b_bounds, tile_sums);
-        if (end < depth) continue;
-        finish(tile_sums, writer.results);
-        writer.write(unit.row + r);
+        add(micro, left.side(unit.row + r, k), b, tile_sums);
+        if (!last) continue;
+        writer.write(unit.row + r, [&](Out* out, int64_t stride) { finish(tile_sums, out, stride); });
       }
     }
-    k = end;
+    k += left.step;
   } while (k < depth);
 }
 
-void run_unit(const Micro& micro, const Unit& unit, const Product& product, const Packed& left, const Packed* right,
-              const Format& format, Buffers& buffers, Tally& tally) {
+void run_unit(const Micro& micro, const Unit& unit, const Product& product, const PackedSide& left,
+              const PackedSide* right, const Format& format, Buffers& buffers, Tally& tally) {
   // |sum| <= depth * 2^30: below 2^51 the cheap conversion to double is exact
   const bool narrow = product.depth < int64_t{1} << 21;
   const int exponent = format.exponent;
   switch (format.kind) {
     case Kind::chained:
-      return run_tiles<float, float>(micro, unit, product, left, right, buffers, [&](const float* from, float* to) {
-        micro.finish_chained(from, exponent, to, tally);
-      });
+      return run_tiles<float, float>(micro, unit, product, left, right, buffers,
+                                     [&](const float* sums, float* out, int64_t stride) {
+                                       micro.finish_chained(sums, exponent, out, stride, tally);
+                                     });
     case Kind::int16:
       return run_tiles<int64_t, int16_t>(micro, unit, product, left, right, buffers,
-                                         [&](const int64_t* from, int16_t* to) {
-                                           micro.finish_int16(from, narrow, exponent, format.lowest, to, tally);
+                                         [&](const int64_t* sums, int16_t* out, int64_t stride) {
+                                           micro.finish_int16(sums, narrow, exponent, format.lowest, out, stride,
+                                                              tally);
                                          });
     case Kind::float32:
-      return run_tiles<int64_t, float>(micro, unit, product, left, right, buffers, [&](const int64_t* from, float* to) {
-        micro.finish_float(from, narrow, exponent, to, tally);
-      });
+      return run_tiles<int64_t, float>(micro, unit, product, left, right, buffers,
+                                       [&](const int64_t* sums, float* out, int64_t stride) {
+                                         micro.finish_float(sums, narrow, exponent, out, stride, tally);
+                                       });
     case Kind::float64:
-      return run_tiles<int64_t, double>(
-          micro, unit, product, left, right, buffers,
-          [&](const int64_t* from, double* to) { micro.finish_double(from, narrow, exponent, to, tally); });
+      return run_tiles<int64_t, double>(micro, unit, product, left, right, buffers,
+                                        [&](const int64_t* sums, double* out, int64_t stride) {
+                                          micro.finish_double(sums, narrow, exponent, out, stride, tally);
+                                        });
     case Kind::int64:
-      return run_tiles<int64_t, int64_t>(
-          micro, unit, product, left, right, buffers,
-          [&](const int64_t* from, int64_t* to) { micro.finish_int64(from, narrow, to, tally); });
+      return run_tiles<int64_t, int64_t>(micro, unit, product, left, right, buffers,
+                                         [&](const int64_t* sums, int64_t* out, int64_t stride) {
+                                           micro.finish_int64(sums, narrow, out, stride, tally);
+                                         });
   }
 }
 
@@ -323,8 +225,7 @@ void run_unit(const Micro& micro, const Unit& unit, const Product& product, cons
 
 void run(const Micro& micro, const std::vector<Product>& products, const Format& format, bool right_ahead, int threads,
          Tally& tally) {
-  static thread_local Scratch<int32_t> left_data, right_data;
-  static thread_local Scratch<float> left_bounds, right_bounds;
+  static thread_local SideMemory left_memory, right_memory;
   std::vector<const Operand*> lefts, rights;
   std::vector<int64_t> depths;
   for (const Product& product : products) {
@@ -332,18 +233,20 @@ void run(const Micro& micro, const std::vector<Product>& products, const Format&
     rights.push_back(product.right);
     depths.push_back(product.depth);
   }
-  const PackedSides left(micro.left, lefts, depths, left_data, left_bounds, threads);
+  PackedSides left(micro.left, lefts, depths, left_memory);
   std::unique_ptr<PackedSides> right;
-  if (right_ahead) right.reset(new PackedSides(micro.right, rights, depths, right_data, right_bounds, threads));
+  if (right_ahead) right.reset(new PackedSides(micro.right, rights, depths, right_memory));
+  pack_sides(left, right.get(), threads);
   const std::vector<Unit> units = plan(micro, products, right_ahead, threads);
   std::mutex mutex;
   bool out_of_memory = false;
-  parallel_for(static_cast<int64_t>(units.size()), 1, threads, [&](int64_t begin, int64_t end) noexcept {
+  std::atomic<int64_t> next{0};  // units are few and large: one at a time, so that no thread waits for long
+  const auto work = [&](int64_t, int64_t) noexcept {
     static thread_local Buffers buffers;
     Tally seen;
     bool failed = false;
     try {
-      for (int64_t u = begin; u < end; u++) {
+      for (int64_t u = next++; u < static_cast<int64_t>(units.size()); u = next++) {
         const Unit& unit = units[static_cast<size_t>(u)];
         run_unit(micro, unit, products[unit.product], left.sides[unit.product],
                  right ? &right->sides[unit.product] : nullptr, format, buffers, seen);
@@ -354,10 +257,11 @@ void run(const Micro& micro, const std::vector<Product>& products, const Format&
     const std::lock_guard<std::mutex> lock(mutex);
     tally.merge(seen);
     out_of_memory = out_of_memory || failed;
-  });
+  };
+  parallel_for(std::min<int64_t>(threads, static_cast<int64_t>(units.size())), 1, threads, work);
   if (out_of_memory) throw std::bad_alloc();
-  left_data.release_above(KEPT_BYTES);
-  right_data.release_above(KEPT_BYTES);
+  left_memory.release_above(KEPT_BYTES);
+  right_memory.release_above(KEPT_BYTES);
 }
 
 namespace {

@@ -13,12 +13,16 @@
 namespace lowp {
 
 constexpr int64_t BLOCK = 256;  // DFP-16: at most 256 accumulation steps before the sum goes to fp32
-constexpr int64_t CHUNK = 32;   // the shortest chain that is cheaper than splitting one operand into bytes
+constexpr int64_t CHUNK = 32;   // the shortest chain that is cheaper than a look at the leading digits
 constexpr int64_t STEP = 768;   // the most depth taken at once: a panel of B (24 KiB) stays in the first-level cache
 // 24 chains a step, each moving at most 2^31 / 2^5, stay below 2^31; what is left in a sum, below 2^5, is within the
 // margin of the bounds
 constexpr int TOP_SHIFT = 5;
 constexpr int BOUNDS = 1 + BLOCK / CHUNK;  // per block: the bound of the block, then of each chunk
+
+// Cauchy-Schwarz: every partial sum of a*b over a set of k is at most ||a|| ||b|| over that set. The norms are rounded
+// up, so a product below this limit proves that int32 cannot overflow, in whatever order the sum is taken.
+constexpr float SAFE = 2147482624.0f;  // the largest float below 2^31 but for a margin of 1024
 
 static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t blocks(int64_t depth) { return divide_up(depth, BLOCK); }
@@ -32,15 +36,20 @@ struct Tally {
   void merge(const Tally& other);
 };
 
-// One panel of A seen by a tile: packed pairs, their bounds, and room for the bytes it is split into when no chain is
-// safe.
-struct Left {
+// The leading digits of one panel over one step (gemm_digits.hpp), there only where they may be needed.
+struct Digits {
+  int32_t* groups;  // [STEP / 4][width] four digits each, then [STEP / CHUNK + 1][width] sums of them before each chunk
+  float* errors;    // bounds of what they leave, like those of the panel
+  static constexpr int64_t ERRORS = STEP / BLOCK * BOUNDS;
+  static int64_t size(int width) { return (STEP / 4 + STEP / CHUNK + 1) * width; }
+};
+
+// One panel over one step as a tile sees it.
+struct Side {
   const int32_t* pairs;
   const float* bounds;
-  int64_t step_pairs;
-  int32_t* split;  // [high bytes | low bytes], `split_offset` int32 apart, once `split_ready`
-  int64_t split_offset;
-  uint8_t* split_ready;
+  int64_t count;  // pairs, at most STEP / 2
+  Digits digits;
 };
 
 // Packs one side. `lines[w]` may be null (zeros); an odd length is filled with a zero.
@@ -50,21 +59,23 @@ struct Packer {
   void (*rows)(const int16_t* source, const int64_t* offsets, int64_t length, int64_t count,
                int32_t* panel);  // along w
   void (*bound)(int64_t pairs, const int32_t* panel, float* bounds);
+  void (*digits)(int64_t pairs, const int32_t* panel, const Digits& to);
 };
 
 struct Micro {
   const char* name;
   int rows, columns;
   Packer left, right;
-  // accumulators += the tile's sums over `pairs` pairs (at most STEP elements, beginning at a multiple of BLOCK)
-  void (*add_chained)(int64_t pairs, const Left& a, const int32_t* b, const float* b_bounds, float* accumulators);
-  void (*add_exact)(int64_t pairs, const Left& a, const int32_t* b, const float* b_bounds, int64_t* accumulators);
-  // a tile of accumulators -> a tile of results
-  void (*finish_chained)(const float* accumulators, int exponent, float* out, Tally& tally);
-  void (*finish_int16)(const int64_t* sums, bool narrow, int exponent, int lowest, int16_t* out, Tally& tally);
-  void (*finish_float)(const int64_t* sums, bool narrow, int exponent, float* out, Tally& tally);
-  void (*finish_double)(const int64_t* sums, bool narrow, int exponent, double* out, Tally& tally);
-  void (*finish_int64)(const int64_t* sums, bool narrow, int64_t* out, Tally& tally);
+  // accumulators += the tile's sums over a step, which begins at a multiple of BLOCK
+  void (*add_chained)(const Side& a, const Side& b, float* accumulators);
+  void (*add_exact)(const Side& a, const Side& b, int64_t* accumulators);
+  // a tile of sums -> rows of results, `stride` apart
+  void (*finish_chained)(const float* sums, int exponent, float* out, int64_t stride, Tally& tally);
+  void (*finish_int16)(const int64_t* sums, bool narrow, int exponent, int lowest, int16_t* out, int64_t stride,
+                       Tally& tally);
+  void (*finish_float)(const int64_t* sums, bool narrow, int exponent, float* out, int64_t stride, Tally& tally);
+  void (*finish_double)(const int64_t* sums, bool narrow, int exponent, double* out, int64_t stride, Tally& tally);
+  void (*finish_int64)(const int64_t* sums, bool narrow, int64_t* out, int64_t stride, Tally& tally);
   // [channels][positions] -> [positions][channels], positions `to_stride` apart
   void (*interleave)(const int16_t* from, int64_t from_stride, int64_t channels, int64_t positions, int16_t* to,
                      int64_t to_stride);

@@ -7,6 +7,8 @@ namespace {
 
 constexpr int ROWS = 6, COLUMNS = 16;
 
+inline __m256i load(const int32_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+
 // 12 accumulators, 2 registers of B, one broadcast pair of A and one product: the 16 registers there are. Kept out of
 // line, since beside other vector code the accumulators would be spilled.
 __attribute__((noinline, noclone)) void multiply(const int64_t* chains, int64_t count, const int32_t* __restrict a,
@@ -28,8 +30,7 @@ __attribute__((noinline, noclone)) void multiply(const int64_t* chains, int64_t 
       }
     }
     for (int64_t k = 0; k < chains[chain]; k++, a += ROWS, b += COLUMNS) {
-      const __m256i left = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
-      const __m256i right = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + 8));
+      const __m256i left = load(b), right = load(b + 8);
 #pragma GCC unroll 6
       for (int i = 0; i < ROWS; i++) {
         const __m256i pair = _mm256_set1_epi32(a[i]);
@@ -42,6 +43,40 @@ __attribute__((noinline, noclone)) void multiply(const int64_t* chains, int64_t 
   for (int i = 0; i < ROWS; i++) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + i * COLUMNS), c[i][0]);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + i * COLUMNS + 8), c[i][1]);
+  }
+}
+
+// Three rows at a time: 6 accumulators, 4 registers of B, 2 of A, the ones and two products. Two products of 16 bits
+// add up to at most 4 * 127 * 64.
+__attribute__((noinline, noclone)) void approximate(int64_t groups, const int32_t* __restrict a,
+                                                    const int32_t* __restrict b, int32_t* __restrict sums) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int first = 0; first < ROWS; first += 3, sums += 3 * COLUMNS) {
+    const int32_t* rows = a + first;
+    const int32_t* columns = b;
+    __m256i c[3][2];
+    for (auto& row : c) row[0] = row[1] = _mm256_setzero_si256();
+    for (int64_t k = 0; k + 1 < groups; k += 2, rows += 2 * ROWS, columns += 2 * COLUMNS) {
+      const __m256i b00 = load(columns), b01 = load(columns + 8), b10 = load(columns + 16), b11 = load(columns + 24);
+#pragma GCC unroll 3
+      for (int i = 0; i < 3; i++) {
+        const __m256i a0 = _mm256_set1_epi32(rows[i]), a1 = _mm256_set1_epi32(rows[ROWS + i]);
+        const __m256i left = _mm256_add_epi16(_mm256_maddubs_epi16(a0, b00), _mm256_maddubs_epi16(a1, b10));
+        const __m256i right = _mm256_add_epi16(_mm256_maddubs_epi16(a0, b01), _mm256_maddubs_epi16(a1, b11));
+        c[i][0] = _mm256_add_epi32(c[i][0], _mm256_madd_epi16(left, ones));
+        c[i][1] = _mm256_add_epi32(c[i][1], _mm256_madd_epi16(right, ones));
+      }
+    }
+#pragma GCC unroll 3
+    for (int i = 0; i < 3; i++) {
+      if (groups % 2) {
+        const __m256i a0 = _mm256_set1_epi32(rows[i]);
+        c[i][0] = _mm256_add_epi32(c[i][0], _mm256_madd_epi16(_mm256_maddubs_epi16(a0, load(columns)), ones));
+        c[i][1] = _mm256_add_epi32(c[i][1], _mm256_madd_epi16(_mm256_maddubs_epi16(a0, load(columns + 8)), ones));
+      }
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + i * COLUMNS), c[i][0]);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + i * COLUMNS + 8), c[i][1]);
+    }
   }
 }
 

@@ -48,6 +48,27 @@ __attribute__((noinline, noclone)) void multiply(const int64_t* chains, int64_t 
   }
 }
 
+__attribute__((noinline, noclone)) void approximate(int64_t groups, const int32_t* __restrict a,
+                                                    const int32_t* __restrict b, int32_t* __restrict sums) {
+  __m512i c[ROWS][2];
+  for (auto& row : c) row[0] = row[1] = _mm512_setzero_si512();
+  for (int64_t k = 0; k < groups; k++, a += ROWS, b += COLUMNS) {
+    const __m512i left = _mm512_loadu_si512(b);
+    const __m512i right = _mm512_loadu_si512(b + 16);
+#pragma GCC unroll 12
+    for (int i = 0; i < ROWS; i++) {
+      const __m512i digits = _mm512_set1_epi32(a[i]);
+      c[i][0] = _mm512_dpbusd_epi32(c[i][0], digits, left);
+      c[i][1] = _mm512_dpbusd_epi32(c[i][1], digits, right);
+    }
+  }
+#pragma GCC unroll 12
+  for (int i = 0; i < ROWS; i++) {
+    _mm512_storeu_si512(sums + i * COLUMNS, c[i][0]);
+    _mm512_storeu_si512(sums + i * COLUMNS + 16, c[i][1]);
+  }
+}
+
 }  // namespace
 
 #include "gemm_tile.hpp"

@@ -56,6 +56,7 @@ __attribute__((noinline, noclone)) void multiply(const int64_t* chains, int64_t 
 
 }  // namespace
 
+#include "gemm_plain.hpp"
 #include "gemm_tile.hpp"
 
 namespace lowp {

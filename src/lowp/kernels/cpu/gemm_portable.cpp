@@ -27,6 +27,7 @@ void multiply(const int64_t* chains, int64_t count, const int32_t* a, const int3
 
 }  // namespace
 
+#include "gemm_plain.hpp"
 #include "gemm_tile.hpp"
 
 namespace lowp {

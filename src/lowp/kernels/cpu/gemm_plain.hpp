@@ -1,0 +1,20 @@
+// approximate (gemm_tile.hpp) in plain C++, for instruction sets without products of bytes.
+
+namespace {
+
+static __attribute__((noinline)) void approximate(int64_t groups, const int32_t* a, const int32_t* b, int32_t* sums) {
+  int32_t total[ROWS][COLUMNS] = {};
+  for (int64_t k = 0; k < groups; k++, a += ROWS, b += COLUMNS) {
+    for (int i = 0; i < ROWS; i++) {
+      for (int j = 0; j < COLUMNS; j++) {
+        const int32_t first = (a[i] & 127) * static_cast<int8_t>(b[j] & 255);
+        const int32_t second = (a[i] >> 8 & 127) * static_cast<int8_t>(b[j] >> 8 & 255);
+        const int32_t third = (a[i] >> 16 & 127) * static_cast<int8_t>(b[j] >> 16 & 255);
+        total[i][j] += first + second + third + (a[i] >> 24) * (b[j] >> 24);
+      }
+    }
+  }
+  for (int t = 0; t < ROWS * COLUMNS; t++) sums[t] = total[t / COLUMNS][t % COLUMNS];
+}
+
+}  // namespace

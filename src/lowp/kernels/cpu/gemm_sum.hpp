@@ -1,0 +1,142 @@
+// The exact sum of a tile over a step, in int32 as far as the norms of its operands prove that enough; included by
+// gemm_tile.hpp.
+
+namespace {
+
+using lowp::SAFE;
+using lowp::Side;
+using lowp::TOP_SHIFT;
+
+static inline void multiply_one(int64_t pairs, const int32_t* a, const int32_t* b, int32_t* sums) {
+  multiply(&pairs, 1, a, b, nullptr, sums);
+}
+
+// sums += the product over several chains
+static __attribute__((noinline)) void add_chains(const int64_t* chains, int64_t count, const int32_t* a,
+                                                 const int32_t* b, int64_t* accumulators) {
+  alignas(64) int32_t tops[TILE], sums[TILE];
+  std::memset(tops, 0, sizeof tops);
+  multiply(chains, count, a, b, tops, sums);
+  for (int t = 0; t < TILE; t++)
+    accumulators[t] += static_cast<int64_t>(tops[t]) * (1 << TOP_SHIFT) + static_cast<int64_t>(sums[t]);
+}
+
+// The product of a panel of A and a panel of B over a part of a step, with the bounds of its chunks.
+struct Part {
+  Part(const Side& left, const Side& right, int64_t begin, int64_t count)
+      : a(left), b(right), first(begin), pairs(count), chunks(lowp::divide_up(count, CHUNK_PAIRS)) {
+    constexpr int64_t PER_BLOCK = BOUNDS - 1;
+    for (int64_t chunk = 0; chunk < chunks; chunk += PER_BLOCK) {
+      const int64_t block = (first / CHUNK_PAIRS + chunk) / PER_BLOCK * BOUNDS;
+      for (int64_t c = 0; c < PER_BLOCK; c++) bounds[chunk + c] = a.bounds[block + 1 + c] * b.bounds[block + 1 + c];
+    }
+  }
+  int64_t pair(int64_t chunk) const { return smaller(chunk * CHUNK_PAIRS, pairs); }
+  int64_t unproven() const {
+    int64_t count = 0;
+    for (int64_t chunk = 0; chunk < chunks; chunk++) count += !(bounds[chunk] < SAFE);
+    return count;
+  }
+
+  const Side& a;
+  const Side& b;
+  const int64_t first, pairs, chunks;  // where in the step it begins, a multiple of BLOCK_PAIRS, and its length
+  float bounds[STEP / CHUNK];          // of the chunks' products
+};
+
+// Cuts chunks from `begin` on into as few chains as their norms prove safe, up to the first chunk that is not safe even
+// alone, and returns that chunk.
+static int64_t cut_chains(const Part& part, int64_t begin, int64_t* chains, int64_t* count) {
+  int64_t chunk = begin;
+  *count = 0;
+  while (chunk < part.chunks && part.bounds[chunk] < SAFE) {
+    const int64_t start = chunk;
+    float total = part.bounds[chunk];
+    for (chunk++; chunk < part.chunks; chunk++) {
+      total += part.bounds[chunk];
+      if (!(total < SAFE)) break;
+    }
+    chains[(*count)++] = part.pair(chunk) - part.pair(start);
+  }
+  return chunk;
+}
+
+// The end of the longest span from `chunk` of the step on, within its block and up to `end`, whose digits are near
+// enough to its sums.
+static inline int64_t near_end(const Side& a, const Side& b, int64_t chunk, int64_t end) {
+  const int64_t block = chunk / (2 * HALF_CHUNKS), bound = block * BOUNDS;
+  const float a_error = a.digits.errors[bound], b_error = b.digits.errors[bound];
+  const float error = a_error * b.bounds[bound] + (a.bounds[bound] + a_error) * b_error;
+  const int64_t length = error < NEAR ? 2 * HALF_CHUNKS : HALF_CHUNKS;
+  return smaller((chunk / length + 1) * length, end);
+}
+
+// accumulators += the sums over chunks [begin, end) of the step, whatever they hold
+static __attribute__((noinline)) void add_digits(const Side& a, const Side& b, int64_t begin, int64_t end,
+                                                 int64_t* accumulators) {
+  for (int64_t chunk = begin, next; chunk < end; chunk = next) {
+    next = near_end(a, b, chunk, end);
+    const Span span{chunk * CHUNK_PAIRS, smaller(next * CHUNK_PAIRS, a.count)};
+    add_near(span, a.pairs, a.digits, b.pairs, b.digits, accumulators);
+  }
+}
+
+// A part whose norms do not prove one chain safe: chains where they prove some, digits where not even a chunk is
+// proven, digits for all where that is often.
+static __attribute__((noinline)) void add_carefully(const Part& part, int64_t* accumulators) {
+  int64_t chains[STEP / CHUNK], count;
+  const int64_t first = part.first / CHUNK_PAIRS;
+  if (4 * part.unproven() > part.chunks) return add_digits(part.a, part.b, first, first + part.chunks, accumulators);
+  for (int64_t begin = 0, end = 0; begin < part.chunks; begin = end) {
+    end = cut_chains(part, begin, chains, &count);
+    if (count > 0) {
+      const int64_t from = part.first + part.pair(begin);
+      add_chains(chains, count, part.a.pairs + from * ROWS, part.b.pairs + from * COLUMNS, accumulators);
+      continue;
+    }
+    while (end < part.chunks && !(part.bounds[end] < SAFE)) end++;
+    add_digits(part.a, part.b, first + begin, first + end, accumulators);
+  }
+}
+
+// accumulators += float(the exact sum of each block)
+static void add_chained(const Side& a, const Side& b, float* accumulators) {
+  for (int64_t block = 0; block * BLOCK_PAIRS < a.count; block++) {
+    const int64_t first = block * BLOCK_PAIRS, count = smaller(a.count - first, BLOCK_PAIRS);
+    if (a.bounds[block * BOUNDS] * b.bounds[block * BOUNDS] < SAFE) {
+      alignas(64) int32_t sums[TILE];
+      multiply_one(count, a.pairs + first * ROWS, b.pairs + first * COLUMNS, sums);
+      for (int t = 0; t < TILE; t++) accumulators[t] += static_cast<float>(sums[t]);
+      continue;
+    }
+    const Part part(a, b, first, count);
+    int64_t chains[STEP / CHUNK], chain_count;
+    if (cut_chains(part, 0, chains, &chain_count) == part.chunks) {
+      alignas(64) int32_t tops[TILE], sums[TILE];
+      std::memset(tops, 0, sizeof tops);
+      multiply(chains, chain_count, a.pairs + first * ROWS, b.pairs + first * COLUMNS, tops, sums);
+      // |sum| <= 2^38 is exact in double, so this rounds once, like the conversion of an int32.
+      for (int t = 0; t < TILE; t++)
+        accumulators[t] +=
+            static_cast<float>(static_cast<double>(tops[t]) * (1 << TOP_SHIFT) + static_cast<double>(sums[t]));
+      continue;
+    }
+    alignas(64) int64_t sums[TILE];
+    std::memset(sums, 0, sizeof sums);
+    add_carefully(part, sums);
+    for (int t = 0; t < TILE; t++) accumulators[t] += static_cast<float>(narrow_to_double(sums[t]));
+  }
+}
+
+// accumulators += the exact sum of the step
+static void add_exact(const Side& a, const Side& b, int64_t* accumulators) {
+  float total = 0;
+  for (int64_t block = 0; block * BLOCK_PAIRS < a.count; block++)
+    total += a.bounds[block * BOUNDS] * b.bounds[block * BOUNDS];
+  if (!(total < SAFE)) return add_carefully(Part(a, b, 0, a.count), accumulators);
+  alignas(64) int32_t sums[TILE];
+  multiply_one(a.count, a.pairs, b.pairs, sums);
+  for (int t = 0; t < TILE; t++) accumulators[t] += sums[t];
+}
+
+}  // namespace

@@ -1,0 +1,249 @@
+// Tiles of sums into rows of results `stride` apart, rounded once; included by gemm_tile.hpp.
+#include <cmath>
+#include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using lowp::Tally;
+
+// 1.5 * 2^52: adding it to |x| < 2^51 leaves x, rounded to nearest even, in the low bits.
+constexpr double MAGIC = 6755399441055744.0;
+
+static inline double bits_to_double(int64_t bits) {
+  double value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static inline int64_t double_to_bits(double value) {
+  int64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+static inline double narrow_to_double(int64_t sum) { return bits_to_double(sum + 0x4338000000000000) - MAGIC; }
+
+#if defined(__AVX2__)
+// four sums below 2^51
+static inline __m256d load_narrow(const int64_t* sums) {
+  const __m256i bits = _mm256_add_epi64(_mm256_load_si256(reinterpret_cast<const __m256i*>(sums)),
+                                        _mm256_set1_epi64x(0x4338000000000000));
+  return _mm256_sub_pd(_mm256_castsi256_pd(bits), _mm256_set1_pd(MAGIC));
+}
+
+static inline __m256d magnitude(__m256d values) { return _mm256_andnot_pd(_mm256_set1_pd(-0.0), values); }
+
+static inline double largest_lane(__m256d values) {
+  alignas(32) double lanes[4];
+  _mm256_store_pd(lanes, values);
+  return larger(larger(lanes[0], lanes[1]), larger(lanes[2], lanes[3]));
+}
+
+// The largest magnitude of 16 int16
+static inline int64_t largest_lane(__m256i magnitudes) {
+  const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(magnitudes), _mm256_extracti128_si256(magnitudes, 1));
+  return 0xffff - _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))), 0);
+}
+
+// A tile in which nothing saturates, 16 sums at a time; the conversion to int32 rounds to nearest even. Returns false,
+// and what it wrote is to be replaced, where something does saturate.
+static bool finish_int16_fitting(const int64_t* sums, double factor, int16_t* out, int64_t stride, Tally& tally) {
+  const __m256d scale = _mm256_set1_pd(factor);
+  __m256i largest = _mm256_setzero_si256();
+  __m256d largest_sums = _mm256_setzero_pd();
+  for (int t = 0; t < TILE; t += 16) {
+    __m128i rounded[4];
+    for (int v = 0; v < 4; v++) {
+      const __m256d sum = load_narrow(sums + t + 4 * v);
+      largest_sums = _mm256_max_pd(largest_sums, magnitude(sum));
+      rounded[v] = _mm256_cvtpd_epi32(_mm256_mul_pd(sum, scale));
+    }
+    const __m256i both =
+        _mm256_packs_epi32(_mm256_set_m128i(rounded[1], rounded[0]), _mm256_set_m128i(rounded[3], rounded[2]));
+    largest = _mm256_max_epu16(largest, _mm256_abs_epi16(both));
+    int16_t* to = out + t / COLUMNS * stride + t % COLUMNS;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(both, 0xd8));
+  }
+  const double largest_sum = largest_lane(largest_sums);
+  if (!(largest_sum * factor < 32767.0)) return false;
+  tally.largest_mantissa = larger(tally.largest_mantissa, largest_lane(largest));
+  tally.largest_sum = larger(tally.largest_sum, static_cast<int64_t>(largest_sum));
+  return true;
+}
+
+// any other tile
+static void finish_int16_narrow(const int64_t* sums, double factor, int lowest, int16_t* out, int64_t stride,
+                                Tally& tally) {
+  const __m256d scale = _mm256_set1_pd(factor), least = _mm256_set1_pd(-65536.0), most = _mm256_set1_pd(65536.0);
+  const __m256i low = _mm256_set1_epi32(lowest), high = _mm256_set1_epi32(32767);
+  __m256i fitting = _mm256_setzero_si256(), largest = fitting;
+  __m256d largest_sum = _mm256_setzero_pd();
+  for (int t = 0; t < TILE; t += 16) {
+    __m128i rounded[4];
+    for (int v = 0; v < 4; v++) {
+      const __m256d sum = load_narrow(sums + t + 4 * v);
+      largest_sum = _mm256_max_pd(largest_sum, magnitude(sum));
+      rounded[v] = _mm256_cvtpd_epi32(_mm256_min_pd(_mm256_max_pd(_mm256_mul_pd(sum, scale), least), most));
+    }
+    __m256i fit[2];
+    for (int h = 0; h < 2; h++) {
+      const __m256i value = _mm256_set_m128i(rounded[2 * h + 1], rounded[2 * h]);
+      fit[h] = _mm256_min_epi32(_mm256_max_epi32(value, low), high);
+      fitting = _mm256_sub_epi32(fitting, _mm256_cmpeq_epi32(fit[h], value));
+      largest = _mm256_max_epi32(largest, _mm256_abs_epi32(fit[h]));
+    }
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(fit[0], fit[1]), 0xd8);
+    int16_t* to = out + t / COLUMNS * stride + t % COLUMNS;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), packed);
+  }
+  alignas(32) int32_t counts[8], mantissas[8];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(counts), fitting);
+  _mm256_store_si256(reinterpret_cast<__m256i*>(mantissas), largest);
+  tally.saturated += TILE;
+  for (int l = 0; l < 8; l++) {
+    tally.saturated -= counts[l];
+    tally.largest_mantissa = larger(tally.largest_mantissa, int64_t{mantissas[l]});
+  }
+  tally.largest_sum = larger(tally.largest_sum, static_cast<int64_t>(largest_lane(largest_sum)));
+}
+#endif
+
+static void note_sums(const int64_t* sums, bool narrow, Tally& tally) {
+  int64_t largest = tally.largest_sum;
+  int done = 0;
+#if defined(__AVX2__)
+  if (narrow) {
+    __m256d most = _mm256_setzero_pd();
+    for (; done < TILE; done += 4) most = _mm256_max_pd(most, magnitude(load_narrow(sums + done)));
+    largest = larger(largest, static_cast<int64_t>(largest_lane(most)));
+  }
+#endif
+  (void)narrow;
+  for (; done < TILE; done++) largest = larger(largest, sums[done] < 0 ? -sums[done] : sums[done]);
+  tally.largest_sum = largest;
+}
+
+// sum * 2^exponent to nearest even in integers, for sums that double cannot hold; what leaves +-65536 is cut there
+static int32_t shift_rounded(int64_t sum, int exponent) {
+  const bool negative = sum < 0;
+  const uint64_t magnitude = negative ? -static_cast<uint64_t>(sum) : static_cast<uint64_t>(sum);
+  uint64_t rounded;
+  if (exponent >= 0) {
+    rounded = magnitude == 0 ? 0 : exponent > 16 || magnitude > (65536u >> exponent) ? 65536u : magnitude << exponent;
+  } else if (exponent < -63) {
+    rounded = 0;
+  } else {
+    const uint64_t half = uint64_t{1} << (-exponent - 1), rest = magnitude & (2 * half - 1);
+    rounded = magnitude / (2 * half);
+    rounded += rest > half || (rest == half && (rounded & 1));
+    rounded = rounded > 65536u ? 65536u : rounded;
+  }
+  return negative ? -static_cast<int32_t>(rounded) : static_cast<int32_t>(rounded);
+}
+
+static void finish_int16(const int64_t* sums, bool narrow, int exponent, int lowest, int16_t* out, int64_t stride,
+                         Tally& tally) {
+  const double scale = std::ldexp(1.0, exponent);
+#if defined(__AVX2__)
+  if (narrow) {
+    if (!finish_int16_fitting(sums, scale, out, stride, tally))
+      finish_int16_narrow(sums, scale, lowest, out, stride, tally);
+    return;
+  }
+#endif
+  alignas(64) int32_t rounded[TILE];
+  if (narrow) {
+    for (int t = 0; t < TILE; t++) {
+      double value = narrow_to_double(sums[t]) * scale;
+      value = value < -65536.0 ? -65536.0 : value;
+      value = value > 65536.0 ? 65536.0 : value;
+      rounded[t] = static_cast<int32_t>(double_to_bits(value + MAGIC));
+    }
+  } else {
+    for (int t = 0; t < TILE; t++) rounded[t] = shift_rounded(sums[t], exponent);
+  }
+  int32_t saturated = 0, largest = 0;
+  for (int t = 0; t < TILE; t++) {
+    int32_t value = rounded[t];
+    value = value < lowest ? lowest : value;
+    value = value > 32767 ? 32767 : value;
+    saturated += value != rounded[t];
+    const int32_t magnitude = value < 0 ? -value : value;
+    largest = magnitude > largest ? magnitude : largest;
+    out[t / COLUMNS * stride + t % COLUMNS] = static_cast<int16_t>(value);
+  }
+  tally.saturated += saturated;
+  if (largest > tally.largest_mantissa) tally.largest_mantissa = largest;
+  note_sums(sums, narrow, tally);
+}
+
+// out = convert(sum) for each sum of a tile
+template <class Sum, class Out, class Convert>
+static inline void write_rows(const Sum* sums, Out* out, int64_t stride, Convert convert) {
+  for (int i = 0; i < ROWS; i++)
+    for (int j = 0; j < COLUMNS; j++) out[i * stride + j] = convert(sums[i * COLUMNS + j]);
+}
+
+static void finish_float(const int64_t* sums, bool narrow, int exponent, float* out, int64_t stride, Tally& tally) {
+  const double scale = std::ldexp(1.0, exponent);
+  if (narrow) {
+    write_rows(sums, out, stride, [=](int64_t sum) { return static_cast<float>(narrow_to_double(sum) * scale); });
+  } else {
+    write_rows(sums, out, stride, [=](int64_t sum) {
+      const bool exact = sum >= -(int64_t{1} << 53) && sum <= int64_t{1} << 53;
+      return exact ? static_cast<float>(static_cast<double>(sum) * scale)
+                   : static_cast<float>(static_cast<double>(static_cast<float>(sum)) * scale);
+    });
+  }
+  note_sums(sums, narrow, tally);
+}
+
+static void finish_double(const int64_t* sums, bool narrow, int exponent, double* out, int64_t stride, Tally& tally) {
+  const double scale = std::ldexp(1.0, exponent);
+  if (narrow)
+    write_rows(sums, out, stride, [=](int64_t sum) { return narrow_to_double(sum) * scale; });
+  else
+    write_rows(sums, out, stride, [=](int64_t sum) { return static_cast<double>(sum) * scale; });
+  note_sums(sums, narrow, tally);
+}
+
+static void finish_int64(const int64_t* sums, bool narrow, int64_t* out, int64_t stride, Tally& tally) {
+  write_rows(sums, out, stride, [](int64_t sum) { return sum; });
+  note_sums(sums, narrow, tally);
+}
+
+// Non-negative floats are ordered like their bits.
+static inline int32_t magnitude_bits(float value) {
+  int32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits & 0x7fffffff;
+}
+
+template <class Convert>
+static inline void finish_chained_as(const float* sums, float* out, int64_t stride, Tally& tally, Convert convert) {
+  write_rows(sums, out, stride, convert);
+  int32_t bits = 0;
+  for (int t = 0; t < TILE; t++) {
+    const int32_t magnitude = magnitude_bits(convert(sums[t]));
+    bits = magnitude > bits ? magnitude : bits;
+  }
+  float largest;
+  std::memcpy(&largest, &bits, sizeof largest);
+  tally.largest_value = larger(tally.largest_value, double{largest});
+}
+
+static void finish_chained(const float* sums, int exponent, float* out, int64_t stride, Tally& tally) {
+  if (exponent >= -126 && exponent <= 127) {
+    const float scale = std::ldexp(1.0f, exponent);
+    finish_chained_as(sums, out, stride, tally, [=](float sum) { return sum * scale; });
+  } else {
+    const double scale = std::ldexp(1.0, exponent);
+    finish_chained_as(sums, out, stride, tally,
+                      [=](float sum) { return static_cast<float>(static_cast<double>(sum) * scale); });
+  }
+}
+
+}  // namespace
