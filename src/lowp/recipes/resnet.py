@@ -124,7 +124,7 @@ RESNET_101 = _large(
     summary="residual network of 101 layers for images of 224x224",
     source="He et al. 2016, arXiv 1512.03385, table 1",
     sizes={
-        "cpu": Size(12, 50, 0.05, 652_314, _SMALLER_STEM, one_cycle),
+        "cpu": Size(16, 50, 0.1, 652_314, _SMALLER_STEM, one_cycle),
         "full": Size(90, 256, 0.1, 44_549_160, {**_FULL, "blocks": HUNDRED_AND_ONE}),
     },
 )
