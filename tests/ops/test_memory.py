@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,66 @@ class Block(nn.Module):
         x = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         x = torch.relu(self.convolution(x.transpose(1, 2))).transpose(1, 2)
         return torch.softmax(x, -1) @ x.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """A block of a transformer, attention written out: LayerNorm, softmax, GELU, dropout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(self.norms[0](x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        weights = torch.softmax(q @ k.transpose(-1, -2) * 0.25, -1)
+        x = x + F.dropout(self.out((weights @ v).transpose(1, 2).flatten(2)), 0.1)
+        return x + F.dropout(self.narrow(F.gelu(self.wide(self.norms[1](x)))), 0.1)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(*[part for _ in range(3) for part in (nn.Linear(128, 128), nn.ReLU())], nn.Linear(128, 10))
+
+
+def pooled() -> nn.Module:
+    def stage(inputs: int, outputs: int, in_place: bool) -> list[nn.Module]:
+        convolution = nn.Conv2d(inputs, outputs, 3, padding=1)
+        return [convolution, nn.BatchNorm2d(outputs), nn.ReLU(in_place), nn.MaxPool2d(2)]
+
+    return nn.Sequential(*stage(3, 16, True), *stage(16, 32, False), nn.Flatten(), nn.Linear(32 * 8 * 8, 10))
+
+
+# network, shape of its input, and the largest share of fp32's activations
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
+    "mlp": (mlp, (1024, 128), 0.55),
+    "convolutions": (pooled, (16, 3, 32, 32), 0.55),
+    "transformer": (lambda: nn.Sequential(Attention(64), Attention(64)), (8, 64, 64), 0.6),
+}
+
+
+def activations(network: nn.Module, x: Tensor, precision: str) -> int:
+    """Return the bytes that a forward keeps beside the parameters: activations, its input, and weights that were cast."""
+    held = {id(parameter) for parameter in network.parameters()}
+    storages: dict[int, int] = {}
+
+    def pack(one: Tensor) -> Tensor:
+        if id(one) not in held:
+            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one), lowp.autocast(precision):
+        result = network(x)
+    assert result.requires_grad
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_int16_training_keeps_little_more_than_half_of_fp32s_activations(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape, share = NETWORKS[name]
+    network, x = make(), torch.randn(shape)
+    assert activations(network, x, "flex16+5") <= share * activations(network, x, "fp32")
 
 
 def kept(precision: str | None) -> dict[torch.dtype, int]:

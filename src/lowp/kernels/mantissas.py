@@ -176,8 +176,9 @@ def _write(x: Tensor, cast: Cast, exponent: int, payload: Tensor | None, result:
 def values(payload: Tensor, exponent: int) -> Tensor:
     """The values of mantissas in fp32, which holds them exactly unless they leave its range."""
     if payload.device.type == "cpu" and cpu.library() is not None:
-        payload = payload.contiguous()
-        result = torch.empty(payload.shape, dtype=torch.float32)
+        result = torch.empty_like(payload, dtype=torch.float32)
+        if result.stride() != payload.stride():  # it has gaps, or lies on itself
+            payload, result = payload.contiguous(), torch.empty(payload.shape, dtype=torch.float32)
         cpu.from_int16(payload, exponent, result)
         return result
     if -100 <= exponent <= 100:

@@ -310,6 +310,12 @@ class _Edge(torch.autograd.Function):
 _edge = with_tangents(_Edge)
 
 
+def edge(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of x's shape without storage, zeros in a dtype, through which a gradient reaches x."""
+    with torch.enable_grad():
+        return cast(Tensor, _edge(x, dtype))
+
+
 def operand(x: Tensor, value: Tensor, gradient_dtype: torch.dtype) -> Operand:
     """Return x, whose rounded `value` is known, as operand of a product whose gradients have `gradient_dtype`."""
     if value is x or value.dtype in (x.dtype, gradient_dtype):

@@ -140,6 +140,11 @@ def run_changed(call: Call, change: _Change, finish: _Change | None = None) -> A
     return written(call, result, out)
 
 
+def is_out_of_place(call: Call) -> bool:
+    """Whether a call returns a tensor of its own."""
+    return "out" not in call.kwargs and _out_of_place(call.func) is None
+
+
 def _result(y: Tensor, output: Cast | None, grad: Cast | None, seed: Callable[[], Tensor | int]) -> Tensor:
     y = rounded(y, output, seed)
     return y if grad is None or not y.requires_grad else gradient_cast(y, grad, seed)

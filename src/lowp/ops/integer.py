@@ -108,9 +108,9 @@ class _IntegerProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.form, ctx.call, ctx.in_fp32, ctx.written = form, call, in_fp32, written
         ctx.edges = [one if one.is_floating_point() else None for one in (first, second)]
-        ctx.exponents = a.exponent, b.exponent
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(a.payload, b.payload)
+        # what a checkpoint computes again may have been written under other exponents
+        ctx.save_for_backward(a.payload, b.payload, torch.tensor((a.exponent, b.exponent)))
         if written is not None:  # the exact sum, bias included, is rounded once
             return _written_output(form, call, written.site, a, b, bias)
         result = form.integer_product(OUTPUT, a, b, _is_exact(call))
@@ -122,10 +122,8 @@ class _IntegerProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
             call, rule = ctx.call, ctx.call.rule
-            saved = [
-                Mantissas(payload, exponent, 0, 0, 0)
-                for payload, exponent in zip(ctx.saved_tensors, ctx.exponents, strict=True)
-            ]
+            *payloads, exponents = ctx.saved_tensors
+            saved = [Mantissas(*one, 0, 0, 0) for one in zip(payloads, exponents.tolist(), strict=True)]
             written: _Written | None = ctx.written
             if written is not None:
                 gradient = written_gradient(gradient, written.site, OUTPUT_GRADIENT, unless_exact=True)

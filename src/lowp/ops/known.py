@@ -10,15 +10,16 @@ are therefore never remembered.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import Format
-from lowp.kernels.mantissas import Mantissas, current_exponent, to_mantissas
+from lowp.kernels.mantissas import Mantissas, current_exponent, exact_exponent, to_mantissas
 
-__all__ = ["Known", "find", "mantissas", "note"]
+__all__ = ["Known", "exact", "find", "mantissas", "note", "noted"]
 
 
 class Known:
@@ -45,25 +46,65 @@ _known: dict[int, Known] = {}
 
 
 def note(x: Tensor, format: Format, exponent: int, payload: Tensor | None = None) -> None:
-    """Remember that x, of fp32, holds values of a format under an exponent, and its payload, of the same strides.
+    """Remember that x, of fp32, holds values of a format under an exponent, and its payload.
 
-    A payload with -32768 is not to be noted: under the exponent of its own maximum such a tensor is not exact.
+    A payload of other strides is dropped. One with -32768 is not to be noted: under the exponent of its own maximum
+    such a tensor is not exact.
     """
     if type(x) is Tensor and x.dtype is torch.float32 and not x.is_inference() and x._base is None:
-        _known[id(x)] = Known(x, format, exponent, payload)
+        laid = payload is None or payload.stride() == x.stride()
+        _known[id(x)] = Known(x, format, exponent, payload if laid else None)
 
 
 def find(x: Tensor, format: Format) -> tuple[Known, Tensor] | None:
-    """Return what is known of x, and the tensor it is known of, of which x may be a view."""
+    """Return what is known of x in a format, and the tensor it is known of, of which x may be a view."""
+    found = noted(x)
+    if found is None or (found.format is not format and found.format != format):
+        return None
+    return found, x if x._base is None else x._base
+
+
+def noted(x: Tensor) -> Known | None:
+    """Return what is known of x, or of what it is a view of, in whatever format."""
     if type(x) is not Tensor or x.dtype is not torch.float32 or x.is_inference():
         return None
     base = x if x._base is None else x._base
     found = _known.get(id(base))
     if found is None or found.reference() is not base or found.version != x._version:
         return None
-    if found.memory != base.data_ptr() or x.is_neg() or (found.format is not format and found.format != format):
+    return None if found.memory != base.data_ptr() or x.is_neg() else found
+
+
+def exact(x: Tensor, to: Cast) -> Mantissas | None:
+    """Return x as mantissas that stand for every bit of it, known or computed; None where it is not in the format."""
+    found = find(x, to.format)
+    if found is not None:
+        return _mantissas_of(x, *found, to)
+    exponent = exact_exponent(x, to)
+    if exponent is None:
         return None
-    return found, base
+    laid, back = _as_it_lies(x)
+    payload = back(to_mantissas(laid, to, exponent).payload)
+    note(x, to.format, exponent, payload)
+    return Mantissas(payload, exponent, 0, 0, 0)
+
+
+def _as_it_lies(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return the numbers of x in the order of its memory, and what lays others out as they are."""
+    if x.is_contiguous() or torch.empty_like(x, device="meta").stride() != x.stride():
+        return x, lambda y: y
+    flat = x.detach().as_strided((x.numel(),), (1,), x.storage_offset())
+    return flat, lambda y: y.as_strided(x.shape, x.stride())
+
+
+def _mantissas_of(x: Tensor, known: Known, base: Tensor, to: Cast) -> Mantissas:
+    if known.payload is not None:
+        return known.mantissas(x, base)
+    laid, back = _as_it_lies(x)
+    payload = back(to_mantissas(laid, to, known.exponent).payload)
+    if x is base and payload.stride() == x.stride():
+        known.payload = payload
+    return Mantissas(payload, known.exponent, 0, 0, 0)
 
 
 def mantissas(x: Tensor, to: Cast) -> Mantissas | None:
@@ -71,13 +112,7 @@ def mantissas(x: Tensor, to: Cast) -> Mantissas | None:
     scaling = to.scaling
     plain = scaling is None or (scaling.headroom == 0 and scaling.exponent is None)
     found = find(x, to.format) if plain else None
-    if found is None:
-        exponent = current_exponent(x, to)
-        return None if exponent is None else to_mantissas(x, to, exponent)
-    known, base = found
-    if known.payload is None:
-        payload = to_mantissas(x, to, known.exponent)
-        if x is base and x.is_contiguous():
-            known.payload = payload.payload
-        return payload
-    return known.mantissas(x, base)
+    if found is not None:
+        return _mantissas_of(x, *found, to)
+    exponent = current_exponent(x, to)
+    return None if exponent is None else to_mantissas(x, to, exponent)

@@ -8,6 +8,7 @@ kernels for 16-bit inputs are not used: on a CPU layer_norm's sums the gradient 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lowp.ops.casting import Call, carried, rounded
 from lowp.ops.contraction import check, require, runner
+from lowp.ops.kept import Fused, Tensors, computed_and_written
 from lowp.ops.signature import bound
 from lowp.ops.wide import Computation, Gradients, computed_wide
 
@@ -265,7 +267,33 @@ class _fp32_statistics:
                 stored.copy_(wide)
 
 
+@dataclass(frozen=True)
+class _Written(Fused):
+    """A norm whose result is written under a place."""
+
+    computation: Computation
+
+    def plain(self, tensors: Tensors) -> Tensor:
+        x, weight, bias = tensors
+        assert x is not None
+        return self.computation.again(x, weight, bias)
+
+    def forward(self, tensors: Tensors) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x, weight, bias = tensors
+        assert x is not None
+        return self.computation.forward(x, weight, bias)
+
+    def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
+        x, *parameters = tensors
+        assert x is not None
+        kept = tuple(one for one in small if one is not None)
+        return self.computation.backward(gradient, kept, x, *parameters, wanted=list(wanted))
+
+
 def _normed(call: Call, computation: Computation, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if call.site is not None:
+        wide = [None if one is None else one.float() for one in (x, weight, bias)]
+        return computed_and_written(_Written(computation), call, wide)
     x = rounded(x, call.rule.input, call.seed)
     if weight is not None and call.rule.weight is not None:
         weight = carried(weight, call.rule.weight, call.seed)

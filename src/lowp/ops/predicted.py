@@ -20,6 +20,8 @@ from lowp.casts import Cast
 from lowp.kernels.mantissas import has_mantissas
 from lowp.ops.casting import Call
 from lowp.ops.generic import changed, run_changed
+from lowp.ops.kept import computed_and_written, fused_call
+from lowp.ops.selecting import select
 from lowp.ops.table import Row
 from lowp.ops.writing import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, read_by, write_by
 
@@ -37,6 +39,7 @@ INHERITING = frozenset(
 )
 # the contractions that write each of their products themselves, from the exact sum
 _EXACT = ("linear", "matmul", "reversed_matmul", "added", "einsum", "vecdot", "chain", "tensordot", "outer", "inner")
+_NORMS = ("norm:layer_norm", "norm:group_norm", "norm:batch_norm")
 _EXACT_RUNNERS = frozenset(
     [f"contraction:{name}" for name in _EXACT] + [f"convolution:{name}" for name in ("convolution", "conv_transpose")]
 )
@@ -52,11 +55,15 @@ def is_predicted(cast: Cast | None) -> bool:
 def run(row: Row, call: Call) -> Any:
     """Run an op, and write its results and its gradients by the call's site."""
     if row.name in INHERITING:
-        return call.func(*call.args, **call.kwargs)
+        return select(call)
     runner = row.run(call.rule)
-    if (row.product or row.runner) in _EXACT_RUNNERS:
+    if (row.product or row.runner) in _EXACT_RUNNERS or (row.runner in _NORMS and _is_on_cpu(call)):
         return runner(call)
     return fused(row, call)
+
+
+def _is_on_cpu(call: Call) -> bool:
+    return all(x.device.type == "cpu" for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
 
 
 def fused(row: Row, call: Call) -> Any:
@@ -75,6 +82,9 @@ def fused(row: Row, call: Call) -> Any:
         return write_by(y, site.part(), OUTPUT_ROLE, OUTPUT_GRADIENT)
 
     if not row.is_contraction:
+        kept = fused_call(call)
+        if kept is not None:
+            return computed_and_written(kept[0], call, kept[1])
         return run_changed(call, read, write)
     rule = replace(call.rule, output=None, accumulate=None)
     args, kwargs = changed(call.args, read), changed(call.kwargs, read)

@@ -1,0 +1,270 @@
+"""Functions whose results are written under places, and what their backward keeps: int16 mantissas, and bits.
+
+A function between the contractions reads tensors of the format, computes in fp32 and is written once. What torch's own
+graph would keep of it is fp32: the inputs, or a result before it was rounded. Here the inputs are kept as mantissas,
+the very payloads that their writes made and that other ops keep too, and backward computes from the same values: a
+result that it needs is computed again. Dropout keeps a byte an element, ReLU the mantissas of its result, which the
+next contraction reads anyway, a pooling the places of its maxima in as few bits as they take.
+
+Backward of backward runs torch's own functions on the same values, as part of the graph.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.kernels.mantissas import values
+from lowp.ops import known
+from lowp.ops.casting import Call, Site, edge, shield
+from lowp.ops.generic import changed, is_out_of_place
+from lowp.ops.writing import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, written_gradient
+
+__all__ = ["Fused", "Tensors", "computed_and_written", "fused_call"]
+
+Tensors = Sequence[Tensor | None]
+
+# Functions of tensors alone, without chance or side effects, of which torch keeps an input or a result.
+COMPUTED_AGAIN = frozenset(
+    """
+    gelu silu mish tanh sigmoid softplus elu selu celu hardtanh relu6 hardswish hardsigmoid leaky_relu log_sigmoid
+    logsigmoid softsign tanhshrink softshrink hardshrink exp exp2 expm1 log log1p log2 log10 sqrt rsqrt sin cos pow
+    square reciprocal mul div abs clamp maximum minimum addcmul addcdiv linalg_norm linalg_vector_norm softmax
+    log_softmax softmin logsumexp var std prod avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
+    adaptive_avg_pool3d local_response_norm glu normalize cosine_similarity rms_norm cross_entropy nll_loss
+    mse_loss smooth_l1_loss l1_loss huber_loss kl_div binary_cross_entropy_with_logits
+    """.split()
+)
+_LINEAR_IN_EACH = ("mul", "div")  # with one tensor they keep nothing
+
+
+# -- functions ----------------------------------------------------------------------------------------------------
+
+
+class Fused(ABC):
+    """A function of fp32 tensors (None where an optional one is left out) with one result."""
+
+    @abstractmethod
+    def plain(self, tensors: Tensors) -> Tensor:
+        """Return the result, as part of the autograd graph, without side effects."""
+
+    def forward(self, tensors: Tensors) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the result, outside the graph, and what backward wants kept of it, which is to be small."""
+        return self.plain(tensors), ()
+
+    def reads(self, wanted: Sequence[bool]) -> list[bool]:
+        """Return which tensors the gradients of the wanted ones are computed from."""
+        return [True] * len(wanted)
+
+    def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
+        """Return the gradients of the wanted tensors."""
+        with torch.enable_grad():
+            inputs = [
+                None if one is None else one.detach().requires_grad_(want)
+                for one, want in zip(tensors, wanted, strict=True)
+            ]
+            result = self.plain(inputs)
+        return _gradients(result, inputs, wanted, gradient)
+
+    def again(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
+        """Return the same as part of the graph, for backward of backward."""
+        return _gradients(self.plain(tensors), tensors, wanted, gradient, create_graph=True)
+
+
+def _gradients(result: Tensor, inputs: Tensors, wanted: Sequence[bool], gradient: Tensor, **more: Any) -> Tensors:
+    chosen = [one for one, want in zip(inputs, wanted, strict=True) if want and one is not None]
+    found = iter(torch.autograd.grad(result, chosen, gradient, **more))
+    return [next(found) if want else None for want in wanted]
+
+
+@dataclass(frozen=True, eq=False)
+class _Again(Fused):
+    """A call of any function, as a function of the tensors among its arguments, whose places are held by empty ones."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def plain(self, tensors: Tensors) -> Tensor:
+        given = iter(tensors)
+
+        def fill(_: Tensor) -> Any:
+            return next(given)
+
+        return cast(Tensor, self.function(*changed(self.args, fill), **changed(self.kwargs, fill)))
+
+
+class _Product(_Again):
+    """A product of two tensors: the gradient of either reads the other alone."""
+
+    def reads(self, wanted: Sequence[bool]) -> list[bool]:
+        return [wanted[1], wanted[0]]
+
+    def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
+        x, y = tensors
+        return None if y is None else gradient * y, None if x is None else gradient * x
+
+    again = backward
+
+
+@dataclass(frozen=True)
+class _Dropout(Fused):
+    """Elements are zero with a probability, and the others larger for it (Srivastava et al. 2014)."""
+
+    p: float
+
+    def plain(self, tensors: Tensors) -> Tensor:
+        return torch.dropout(cast(Tensor, tensors[0]), self.p, True)
+
+    def forward(self, tensors: Tensors) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x = cast(Tensor, tensors[0])
+        mask = torch.empty_like(x).bernoulli_(1 - self.p)  # the numbers that torch's own function draws
+        return x * (mask / (1 - self.p)), (mask.bool(),)
+
+    def reads(self, wanted: Sequence[bool]) -> list[bool]:
+        return [False]
+
+    def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
+        return [gradient * (cast(Tensor, small[0]).to(gradient.dtype) / (1 - self.p))]
+
+    again = backward
+
+
+def fused_call(call: Call) -> tuple[Fused, list[Tensor]] | None:
+    """Return a call as a function of its tensors that keeps mantissas; None for calls that keep nothing, or unknown."""
+    tensors: list[Tensor] = []
+
+    def collect(x: Tensor) -> Tensor:
+        tensors.append(x)
+        return empty
+
+    empty = torch.empty(0)
+    args, kwargs = changed(call.args, collect), changed(call.kwargs, collect)
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors) or not is_out_of_place(call):
+        return None
+    if any(x.dtype is not torch.float32 or x.device.type != "cpu" for x in tensors):
+        return None
+    if call.op == "dropout":
+        return _dropout(call)
+    if call.op not in COMPUTED_AGAIN or (call.op in _LINEAR_IN_EACH and len(tensors) < 2):
+        return None
+    kind = _Product if call.op == "mul" and len(tensors) == 2 else _Again
+    return kind(call.func, args, kwargs), tensors
+
+
+def _dropout(call: Call) -> tuple[Fused, list[Tensor]] | None:
+    given = dict(zip(("input", "p", "training", "inplace"), call.args, strict=False))
+    given |= {"training" if name == "train" else name: value for name, value in call.kwargs.items()}
+    x, p = given.get("input"), given.get("p", 0.5)
+    if not isinstance(x, Tensor) or not given.get("training", True) or given.get("inplace") or x.numel() == 0:
+        return None
+    return (_Dropout(p), [x]) if isinstance(p, float) and 0 < p < 1 else None
+
+
+# -- what is kept -------------------------------------------------------------------------------------------------
+
+
+class _Kept(NamedTuple):
+    """A tensor as it is saved, and where it is mantissas their exponent and an edge to the tensor's part of the graph.
+
+    Exponents are saved beside the mantissas: what a checkpoint computes again may have been written under others.
+    """
+
+    saved: Tensor | None = None
+    exponent: int = 0
+    edge: Tensor | None = None
+
+    @classmethod
+    def of(cls, x: Tensor | None, to: Cast) -> _Kept:
+        """Return how x is kept. Parameters and data of the caller, who holds them, stay as they are."""
+        if x is None or (x.is_leaf and known.find(x, to.format) is None):
+            return cls(x)
+        found = known.exact(x, to)
+        if found is None:
+            return cls(x)
+        return cls(found.payload, found.exponent, edge(x, torch.float32) if x.requires_grad else None)
+
+
+def _again(saved: Tensor | None, exponent: int, edge: Tensor | None) -> Tensor | None:
+    """Return a tensor from what was saved of it, as part of the graph if an edge is given."""
+    if saved is None or saved.dtype is not torch.int16:
+        return saved
+    result = values(saved, exponent)
+    return result if edge is None else result + edge
+
+
+# -- the node of the graph ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Plan:
+    """A function, where it and its gradients are written, and how its tensors are kept."""
+
+    fused: Fused
+    site: Site
+    out: Site
+    roles: list[str]
+    shapes: list[torch.Size | None]
+    edges: list[Tensor | None]
+
+
+def computed_and_written(fused: Fused, call: Call, tensors: Tensors) -> Tensor:
+    """Return a function of fp32 tensors, written by the call's site; part of the graph."""
+    assert call.site is not None and call.rule.output is not None
+    role_of = gradient_roles()
+    roles = ["" if x is None else role_of(x) for x in tensors]
+    shapes = [None if x is None else x.shape for x in tensors]
+    wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors]
+    kept = [
+        _Kept.of(x, call.rule.output) if is_read and any(wanted) else _Kept()
+        for x, is_read in zip(tensors, fused.reads(wanted), strict=True)
+    ]
+    plan = _Plan(fused, call.site, call.site.part(), roles, shapes, [one.edge for one in kept])
+    saved = [one.saved for one in kept] + [torch.tensor([one.exponent for one in kept])]
+    return cast(Tensor, _Computed.apply(plan, saved, *tensors))  # type: ignore[no-untyped-call]
+
+
+class _Computed(torch.autograd.Function):
+    """A function in fp32 of tensors of the format, written once; so are its gradients, as they leave it."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, saved: list[Tensor | None], *tensors: Tensor | None) -> Tensor:
+        result, small = plan.fused.forward(tensors)
+        ctx.plan = plan
+        ctx.save_for_backward(*saved, *small)
+        with shield():
+            return plan.out.write(result, OUTPUT_ROLE)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with shield():
+            plan: _Plan = ctx.plan
+            gradient = written_gradient(gradient, plan.out, OUTPUT_GRADIENT, unless_exact=True)
+            graph, wanted, count = torch.is_grad_enabled(), list(ctx.needs_input_grad[2:]), len(plan.edges)
+            saved = ctx.saved_tensors  # once: a checkpoint computes them at the first question
+            edges = plan.edges if graph else [None] * count
+            tensors = list(map(_again, saved[:count], saved[count].tolist(), edges))
+            compute = plan.fused.again if graph else plan.fused.backward
+            found = compute(gradient, saved[count + 1 :], tensors, wanted)
+            return (
+                None,
+                None,
+                *(
+                    _leaving(one, plan, index) if want and one is not None else None
+                    for index, (one, want) in enumerate(zip(found, wanted, strict=True))
+                ),
+            )
+
+
+def _leaving(gradient: Tensor, plan: _Plan, index: int) -> Tensor:
+    """Return a gradient in the shape of its tensor, which may have been broadcast, written as it leaves the op."""
+    shape = plan.shapes[index]
+    assert shape is not None
+    gradient = gradient if gradient.shape == shape else gradient.sum_to_size(shape)
+    return written_gradient(gradient, plan.site, plan.roles[index], unless_exact=True)

@@ -1,0 +1,133 @@
+"""ReLU and max-pooling of tensors under shared exponents: elements are selected, and backward keeps little.
+
+The result has the exponent of the input and is written nowhere. ReLU keeps the mantissas of its result, the payload
+that the next contraction keeps as well; a pooling keeps where its maxima lay, in the smallest integers that hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lowp.ops import known
+from lowp.ops.casting import Call, shield
+from lowp.ops.contraction import require
+from lowp.ops.signature import Mismatch, bound, plain
+
+__all__ = ["select"]
+
+
+def select(call: Call) -> Any:
+    """Run an op that selects elements; ReLU and max-pooling keep less than torch's own, the others are these."""
+    runner = _RUNNERS.get(call.op)
+    x = call.args[0] if call.args else call.kwargs.get("input")
+    if runner is None or not isinstance(x, Tensor) or "out" in call.kwargs:
+        return plain(call)
+    assert call.rule.output is not None
+    found = known.find(x, call.rule.output.format)
+    if found is None:
+        return plain(call)
+    exponent = found[0].exponent
+    try:
+        result = runner(call, x) if x.requires_grad and torch.is_grad_enabled() else plain(call)
+    except Mismatch:
+        result = plain(call)
+    if isinstance(result, Tensor) and result is not x:
+        if known.find(result, call.rule.output.format) is None:
+            known.note(result, call.rule.output.format, exponent)
+    return result
+
+
+def _relu(call: Call, x: Tensor) -> Tensor:
+    """F.relu(input, inplace=False), torch.relu, Tensor.relu and relu_."""
+    given = list(call.args[1:]) + [value for name, value in call.kwargs.items() if name != "input"]
+    is_in_place = any(given) or str(getattr(call.func, "__name__", "")).endswith("_")
+    assert call.rule.output is not None
+    mantissas = known.exact(x, call.rule.output)
+    require(mantissas is not None)
+    assert mantissas is not None
+    payload = mantissas.payload.clamp(min=0)
+    result = cast(Tensor, _Relu.apply(x, payload, is_in_place))  # type: ignore[no-untyped-call]
+    known.note(result, call.rule.output.format, mantissas.exponent, payload)
+    return result
+
+
+class _Relu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, payload: Tensor, is_in_place: bool) -> Tensor:
+        ctx.save_for_backward(payload)
+        if not is_in_place:
+            return torch.relu(x)
+        ctx.mark_dirty(x)
+        return torch.relu_(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with shield():
+            (payload,) = ctx.saved_tensors
+            return _inherited(torch.ops.aten.threshold_backward(gradient, payload, 0), gradient), None, None
+
+
+def _pool(dims: int) -> Callable[[Call, Tensor], Tensor]:
+    forward = getattr(torch.ops.aten, f"max_pool{dims}d_with_indices")
+    backward = getattr(torch.ops.aten, f"max_pool{dims}d_with_indices_backward")
+
+    def run(call: Call, x: Tensor) -> Tensor:
+        """F.max_pool2d(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False), and 3d."""
+        x, *settings, indices = bound(
+            call, "input", "kernel_size", stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
+        )
+        require(not indices and x.dim() in (dims + 1, dims + 2))
+        listed = [_sizes(one) for one in settings[:4]]
+        return cast(Tensor, _Pool.apply(x, forward, backward, (*listed, settings[4])))  # type: ignore[no-untyped-call]
+
+    return run
+
+
+def _sizes(value: Any) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+
+class _Pool(torch.autograd.Function):
+    """Max-pooling; keeps the places of the maxima alone, the input's shape being known."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Any, backward: Any, settings: tuple[Any, ...]) -> Tensor:
+        result, indices = forward(x, *settings)
+        places = x.shape[-1] * x.shape[-2] * (x.shape[-3] if len(x.shape) > 4 else 1)
+        ctx.run, ctx.settings, ctx.shape = backward, settings, x.shape
+        ctx.save_for_backward(indices.to(_smallest(places)))
+        return cast(Tensor, result)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with shield():
+            (indices,) = ctx.saved_tensors
+            shape = gradient.new_zeros((1,) * len(ctx.shape)).expand(ctx.shape)  # only its shape is read
+            result = ctx.run(gradient, shape, *ctx.settings, indices.to(torch.int64))
+            return result, None, None, None
+
+
+def _smallest(places: int) -> torch.dtype:
+    """The smallest dtype that holds an index below `places`."""
+    return next(
+        dtype for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64) if places <= torch.iinfo(dtype).max + 1
+    )
+
+
+def _inherited(result: Tensor, gradient: Tensor) -> Tensor:
+    """Return a gradient of which elements were set to zero, known by the exponent of what it was."""
+    found = known.noted(gradient)
+    if found is not None and not result.requires_grad:
+        known.note(result, found.format, found.exponent)
+    return result
+
+
+_RUNNERS: dict[str, Callable[[Call, Tensor], Tensor]] = {
+    "relu": _relu,
+    "max_pool2d": _pool(2),
+    "max_pool3d": _pool(3),
+}

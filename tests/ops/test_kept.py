@@ -1,0 +1,204 @@
+"""What backward keeps under shared exponents: int16 payloads, from which the same bits come as from fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lowp
+from lowp.casts import parse
+from lowp.kernels import cpu
+from lowp.ops import known, predicted
+
+FLEX = parse("flex16+5")
+
+
+def flexed(*shape: int, seed: int = 0) -> Tensor:
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return lowp.quantize(x, "flex16+5")  # type: ignore[no-any-return]
+
+
+def norm(op: Callable[..., Tensor], *args: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    weight, bias = nn.Parameter(flexed(6, seed=5)), nn.Parameter(flexed(6, seed=6))
+    return lambda x, y: op(x, *args, weight, bias) * y
+
+
+OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu": lambda x, y: torch.relu(x) * y,
+    "relu in place": lambda x, y: F.relu(x * y, inplace=True),
+    "relu_": lambda x, y: (x * y).relu_(),
+    "relu of a view": lambda x, y: F.relu((x * y).transpose(1, 2)[..., 2:]),
+    "max_pool2d": lambda x, y: F.max_pool2d(x * y, 2, padding=1),
+    "max_pool2d with overlap": lambda x, y: F.max_pool2d(torch.relu(x * y), 3, 1, ceil_mode=True),
+    "max_pool3d": lambda x, y: F.max_pool3d(x * y, (2, 2, 2)),
+    "max_pool2d with indices": lambda x, y: F.max_pool2d(x * y, 2, return_indices=True)[0],
+    "adaptive_max_pool2d": lambda x, y: F.adaptive_max_pool2d(x * y, 3),
+    "gelu": lambda x, y: F.gelu(x) * y,
+    "gelu tanh": lambda x, y: F.gelu(x * y, approximate="tanh"),
+    "tanh": lambda x, y: torch.tanh(x) * torch.sigmoid(y),
+    "silu": lambda x, y: F.silu(x, inplace=False) * y,
+    "softmax": lambda x, y: torch.softmax(x * y, -1),
+    "log_softmax": lambda x, y: F.log_softmax(x.transpose(1, 2) * y.transpose(1, 2), 1),
+    "a product broadcast": lambda x, y: x * y[:, :1, :1] + y[0] * x,
+    "a square": lambda x, y: (x * x) / (1 + y.abs()),
+    "a product by a number": lambda x, y: (x * 0.3) * y,
+    "power and root": lambda x, y: (x.pow(2) + y.square() + 1).sqrt(),
+    "exp and log": lambda x, y: torch.exp(-x.abs()) + torch.log(y.abs() + 1),
+    "dropout": lambda x, y: F.dropout(x * y, 0.3),
+    "dropout of a view": lambda x, y: F.dropout((x * y).transpose(1, 2), 0.5, training=True),
+    "batch_norm": norm(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True)),
+    "layer_norm": norm(lambda x, w, b: F.layer_norm(x.transpose(1, 3), (6,), w, b).transpose(1, 3)),
+    "group_norm": norm(lambda x, w, b: F.group_norm(x, 3, w, b)),
+    "rms_norm": norm(lambda x, w, b: F.rms_norm(x.transpose(1, 3), (6,), w).transpose(1, 3)),
+    "avg_pool2d": lambda x, y: F.avg_pool2d(torch.relu(x * y), 2),
+    "instance_norm": lambda x, y: F.instance_norm(x * y),
+    "maximum": lambda x, y: torch.maximum(x, y) + torch.where(x > y, x, y) * y,
+    "cross_entropy": lambda x, y: F.cross_entropy((x * y).flatten(1), torch.tensor([1, 0, 5, 2])),
+    "mse_loss": lambda x, y: F.mse_loss(x * y, y),
+}
+
+
+def outcome(function: Callable[[Tensor, Tensor], Tensor], steps: int = 3) -> list[Tensor]:
+    """Results and gradients of a few steps, whose exponents are predicted from one another."""
+    torch.manual_seed(0)
+    region, found = lowp.autocast("flex16+5"), []
+    for step in range(steps):
+        x, y = (flexed(4, 6, 6, 6, seed=2 * step + i).requires_grad_() for i in range(2))
+        with region:
+            z = function(x * 1.0, y * 1.0)
+        gradient = torch.randn(z.shape, generator=torch.Generator().manual_seed(9))
+        z.backward(gradient)
+        assert x.grad is not None and y.grad is not None and region.exponents is not None
+        found += [z.detach(), x.grad, y.grad]
+        region.exponents.flush()
+    assert region.exponents is not None
+    summary = region.exponents.summary()["all"]
+    return [*found, torch.tensor([summary.writes, summary.saturated, summary.moved, summary.places])]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_backward_has_the_bits_that_it_has_from_what_torch_keeps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = outcome(OPS[name])
+    monkeypatch.setattr(predicted, "fused_call", lambda call: None)
+    monkeypatch.setattr(predicted, "select", lambda call: call.func(*call.args, **call.kwargs))
+    monkeypatch.setattr(predicted, "_is_on_cpu", lambda call: False)
+    for found, expected in zip(kept, outcome(OPS[name]), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_nothing_large_is_kept_in_fp32(name: str) -> None:
+    if name in ("adaptive_max_pool2d", "max_pool2d with indices", "instance_norm"):
+        pytest.skip("torch's own functions")
+    saved: list[Tensor] = []
+    region = lowp.autocast("flex16+5")
+    x, y = (flexed(4, 6, 6, 6, seed=i).requires_grad_() for i in range(2))
+    with region:
+        a, b = x * 1.0, y * 1.0
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: (saved.append(one), one)[1], lambda one: one):
+            OPS[name](a, b)
+    sizes: dict[torch.dtype, int] = {}
+    for one in saved:
+        sizes[one.dtype] = max(sizes.get(one.dtype, 0), one.numel())
+    assert sizes.pop(torch.float32, 0) <= 4 * 6 * 6  # statistics of a norm
+    assert torch.int64 not in {one.dtype for one in saved if one.numel() > 4}
+    assert sizes
+
+
+def test_one_payload_serves_relu_and_the_contractions_behind_it() -> None:
+    saved: list[Tensor] = []
+    w, v = flexed(5, 7).requires_grad_(), flexed(4, 5).requires_grad_()
+    with lowp.autocast("flex16+5"):
+        h = F.linear(flexed(3, 7), w)
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: (saved.append(one), one)[1], lambda one: one):
+            r = F.relu(h)
+            F.linear(r, v), r @ v.t()
+    places = {one.untyped_storage().data_ptr() for one in saved if one.shape == r.shape}
+    assert len(places) == 1 and {one.dtype for one in saved if one.numel() > 2} == {torch.int16}
+
+
+@pytest.mark.parametrize("name", ["relu", "max_pool2d", "gelu", "softmax", "layer_norm", "batch_norm"])
+def test_a_gradient_of_a_gradient_is_that_of_fp32(name: str) -> None:
+    def penalty(precision: str) -> list[Tensor]:
+        x, y = (flexed(4, 6, 6, 6, seed=i).requires_grad_() for i in range(2))
+        with lowp.autocast(precision):
+            z = OPS[name](x * 1.0, y * 1.0)
+            slopes = torch.autograd.grad(z.square().sum(), (x, y), create_graph=True)
+            sum(slope.square().sum() for slope in slopes).backward()  # type: ignore[union-attr]
+        assert x.grad is not None and y.grad is not None
+        return [*(slope.detach() for slope in slopes), x.grad, y.grad]
+
+    # both passes write at the same places: there has to be room for the second, and 8 bits are left
+    for found, expected in zip(penalty("flex16+5:autoflex(headroom=7)"), penalty("fp32"), strict=True):
+        assert float((found - expected).abs().max()) < 0.1 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_computes_again_what_was_kept(reentrant: bool) -> None:
+    def body(x: Tensor) -> Tensor:
+        return F.max_pool2d(F.relu(F.layer_norm(F.gelu(x) * x, (6,))), 2)
+
+    gradients = []
+    for wrapped in (False, True):
+        x = flexed(4, 6, 6, 6).requires_grad_()
+        with lowp.autocast("flex16+5"):
+            h = x * 1.0
+            z = checkpoint(body, h, use_reentrant=reentrant) if wrapped else body(h)
+        z.sum().backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    # what is computed again is another write, under an exponent of its own
+    assert torch.allclose(*gradients, rtol=0, atol=float(gradients[0].abs().max()) / 50)
+
+
+def test_what_is_known_of_a_tensor_ends_with_its_values() -> None:
+    with lowp.autocast("flex16+5"):
+        h = F.linear(flexed(3, 7), flexed(5, 7).requires_grad_())
+    assert known.find(h, FLEX.format) is not None and known.find(h[1:].t(), FLEX.format) is not None
+    found = known.mantissas(h[1:].t(), FLEX)
+    assert found is not None and torch.equal(found.payload.float() * 2.0**found.exponent, h.detach()[1:].t())
+    with torch.no_grad():
+        h[0, 0] = 0.1
+    assert known.find(h, FLEX.format) is None and known.find(h[1:], FLEX.format) is None
+    other = h.detach() * 2
+    known.note(other, FLEX.format, -3)
+    key = id(other)
+    assert key in known._known
+    del other
+    assert key not in known._known
+
+
+def test_parameters_are_never_known_so_that_data_may_be_clipped() -> None:
+    weight = nn.Parameter(flexed(5, 7))
+    with lowp.autocast("flex16+5"), torch.no_grad():
+        first = F.linear(flexed(3, 7), weight)
+        weight.data.clamp_(-0.25, 0.25)
+        second = F.linear(flexed(3, 7), weight)
+    assert known.find(weight, FLEX.format) is None and not torch.equal(first, second)
+
+
+def test_an_infinity_goes_the_way_of_torch() -> None:
+    region = lowp.autocast("flex16+5")
+    x = flexed(4, 6, 6, 6).requires_grad_()
+    with region:
+        h = x * torch.tensor(torch.inf)
+        z = F.max_pool2d(F.relu(h), 2)
+    z.sum().backward()
+    assert z.isnan().any() and region.exponents is not None and region.exponents.faults()[0] == "output of mul"
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+def test_without_the_library_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(x: Tensor, y: Tensor) -> Tensor:
+        return F.dropout(F.relu(F.gelu(x) * y), 0.3)
+
+    fast = outcome(body)
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    for found, expected in zip(outcome(body), fast, strict=True):
+        assert torch.equal(found, expected)
