@@ -299,6 +299,37 @@ def test_convolutions_equal_torch_in_fp64(dims: int, case: tuple[int, ...]) -> N
     assert narrow.saturated == (rounded != narrow.values).sum()
 
 
+# input, weight, stride, groups: without packing, or (the last two) just not
+SMALL_GROUPS = (
+    ((3, 6, 11, 13), (6, 1, 3, 3), 1, 6),
+    ((3, 5, 12, 150), (10, 1, 3, 5), 2, 5),
+    ((2, 8, 17, 9), (8, 4, 2, 2), 1, 2),
+    ((5, 4, 300), (4, 2, 129), 1, 2),
+    ((2, 10, 9, 9), (10, 5, 3, 3), 1, 2),
+)
+
+
+@pytest.mark.parametrize("case", SMALL_GROUPS, ids=str)
+def test_small_groups_have_the_bits_of_the_reference(
+    case: tuple[tuple[int, ...], tuple[int, ...], int, int], two_threads: None
+) -> None:
+    sizes, weight, stride, groups = case
+    shape = ConvolutionShape.of(sizes, weight, stride, 1, 1, groups)
+    x, w, g = random_int16(*shape.input), random_int16(*shape.weight), random_int16(*shape.output)
+    exponents = ((torch.int16, -19), (torch.float32, -40), (torch.float64, 3), (torch.int64, 0))
+    for product, a, b in (("forward", x, w), ("input_gradient", g, w), ("weight_gradient", x, g)):
+        chained = integer.convolution_chained(product, a, b, shape, exponent=-30, kernel="reference")
+        exact = {
+            dtype: integer.convolution_exact(product, a, b, shape, exponent=exponent, dtype=dtype, kernel="reference")
+            for dtype, exponent in exponents
+        }
+        for kernel in KERNELS:
+            assert same(integer.convolution_chained(product, a, b, shape, exponent=-30, kernel=kernel), chained)
+            for dtype, exponent in exponents:
+                found = integer.convolution_exact(product, a, b, shape, exponent=exponent, dtype=dtype, kernel=kernel)
+                assert same(found, exact[dtype]), (product, kernel, dtype)
+
+
 def test_pixels_that_no_window_reaches_have_no_gradient() -> None:
     shape = ConvolutionShape.of((1, 2, 6), (2, 2, 1), stride=3)
     grad, weight = random_int16(*shape.output), random_int16(*shape.weight)

@@ -79,6 +79,10 @@ struct Micro {
   // [channels][positions] -> [positions][channels], positions `to_stride` apart
   void (*interleave)(const int16_t* from, int64_t from_stride, int64_t channels, int64_t positions, int16_t* to,
                      int64_t to_stride);
+  // sums in fp64 (gemm_direct.hpp): out[j] = sum over i < count of weights[i] * rows[i][j * stride]; of a[i] * b[i]
+  void (*correlate)(const double* const* rows, const double* weights, int64_t count, int64_t stride, int64_t length,
+                    double* out);
+  double (*dot)(const double* a, const double* b, int64_t count);
 };
 
 // null where this build or this processor lacks the instructions

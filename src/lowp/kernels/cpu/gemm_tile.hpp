@@ -25,6 +25,7 @@ static inline int64_t smaller(int64_t a, int64_t b) { return b < a ? b : a; }
 #include "gemm_write.hpp"
 #include "gemm_digits.hpp"
 #include "gemm_sum.hpp"
+#include "gemm_direct.hpp"
 
 namespace {
 
@@ -41,7 +42,9 @@ static constexpr lowp::Micro make_micro(const char* name) {
           finish_float,
           finish_double,
           finish_int64,
-          interleave};
+          interleave,
+          correlate,
+          dot};
 }
 
 }  // namespace
