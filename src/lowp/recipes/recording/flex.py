@@ -150,7 +150,8 @@ def _begun(settings: Settings) -> tuple[Training, SharedExponents]:
 
 
 def _train(training: Training, steps: int, stop: Stop, told: Told, after: Callable[[], None] = lambda: None) -> None:
-    """Do the first steps of the run, in the order of its own batches, over as many epochs as that takes."""
+    """Do so many steps, over as many epochs as that takes, which is how long the recipe's schedule then is."""
+    training.epochs = -(-steps // training.steps_per_epoch)
     training.model.train()
     done = 0
     with threads_of(training.recipe.threads):
@@ -160,6 +161,7 @@ def _train(training: Training, steps: int, stop: Stop, told: Told, after: Callab
             for at in range(training.steps_per_epoch):
                 if done >= steps or stop():
                     break
+                training.epoch, training.step_of_epoch = divmod(done, training.steps_per_epoch)
                 chosen = order[at * training.batch : (at + 1) * training.batch]
                 training.step(moved(training.data.training.batch(chosen, generator), training.device))
                 after()
