@@ -83,7 +83,7 @@ std::vector<Unit> plan(const Micro& micro, const std::vector<Product>& products,
 }
 
 struct Buffers {
-  Scratch<int32_t> right, right_groups;
+  Scratch<int32_t> right, right_digits;
   Scratch<float> right_bounds, right_errors, chained;
   Scratch<int64_t> exact;
 };
@@ -146,8 +146,8 @@ Side pack_right(const Micro& micro, const Operand& operand, int64_t panel, int64
   const int64_t end = left.end(k), pairs = (end - k + 1) / 2;
   int32_t* data = buffers.right.get(STEP / 2 * micro.columns);
   float* bounds = buffers.right_bounds.get(Digits::ERRORS);
-  const Digits digits{buffers.right_groups.get(Digits::size(micro.columns)),
-                      buffers.right_errors.get(Digits::ERRORS)};
+  const Digits digits = Digits::in(buffers.right_digits.get(Digits::size(micro.columns, STEP)),
+                                   buffers.right_errors.get(Digits::ERRORS), micro.columns);
   operand.pack(micro.right, panel * micro.columns, k, end, data);
   micro.right.bound(pairs, data, bounds);
   if (needs_digits(bounds, left.largest.data() + k / BLOCK * BOUNDS, end - k)) micro.right.digits(pairs, data, digits);

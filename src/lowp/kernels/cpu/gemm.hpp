@@ -38,10 +38,15 @@ struct Tally {
 
 // The leading digits of one panel over one step (gemm_digits.hpp), there only where they may be needed.
 struct Digits {
-  int32_t* groups;  // [STEP / 4][width] four digits each, then [STEP / CHUNK + 1][width] sums of them before each chunk
-  float* errors;    // bounds of what they leave, like those of the panel
+  int32_t* sums;    // [STEP / CHUNK + 1][width] sums of the digits before each chunk
+  int32_t* groups;  // [step / 4][width] four digits each
+  float* errors;    // bounds of what the digits leave, like those of the panel
   static constexpr int64_t ERRORS = STEP / BLOCK * BOUNDS;
-  static int64_t size(int width) { return (STEP / 4 + STEP / CHUNK + 1) * width; }
+  // How many int32 the sums and the groups are together, and these laid out in `memory`.
+  static int64_t size(int width, int64_t step) { return (STEP / CHUNK + 1 + step / 4) * width; }
+  static Digits in(int32_t* memory, float* errors, int width) {
+    return {memory, memory + (STEP / CHUNK + 1) * width, errors};
+  }
 };
 
 // One panel over one step as a tile sees it.

@@ -11,7 +11,6 @@
 namespace {
 
 using lowp::Digits;
-using lowp::STEP;
 
 constexpr int DIGIT_SHIFT = 17;
 constexpr int64_t HALF_CHUNKS = (BOUNDS - 1) / 2;
@@ -33,9 +32,6 @@ static inline int32_t rest_of(int32_t pair) {
   return static_cast<int32_t>((rest - 0x01000100u) ^ 0x80008000u);
 }
 
-// Where the sums of digits before each chunk of a panel lie.
-static inline int32_t* sums_of(const Digits& digits, int width) { return digits.groups + STEP / 4 * width; }
-
 // Joins two rows of digits to a row of groups and adds them up in `totals`, two sums of 16 bits each.
 template <int WIDTH, bool CENTRED>
 static inline void join_rows(const uint32_t* rows, uint32_t* groups, uint32_t* totals) {
@@ -53,7 +49,7 @@ static void read_digits(int64_t pairs, const int32_t* panel, const Digits& to) {
   alignas(64) int32_t rests[BLOCK_PAIRS * WIDTH];
   alignas(64) uint32_t digits[BLOCK_PAIRS * WIDTH];
   uint32_t* groups = reinterpret_cast<uint32_t*>(to.groups);
-  int32_t* sums = sums_of(to, WIDTH);
+  int32_t* sums = to.sums;
   for (int w = 0; w < WIDTH; w++) sums[w] = 0;
   for (int64_t block = 0; block < pairs; block += BLOCK_PAIRS, panel += BLOCK_PAIRS * WIDTH) {
     const int64_t count = smaller(pairs - block, BLOCK_PAIRS), even = (count + 1) / 2 * 2;
@@ -108,8 +104,8 @@ static inline void add_near(const Span& span, const int32_t* a, const Digits& a_
   multiply(&pairs, 1, a + span.begin * ROWS, b + span.begin * COLUMNS, nullptr, low);
   approximate(span.groups(), a_digits.groups + span.begin / 2 * ROWS, b_digits.groups + span.begin / 2 * COLUMNS, high);
   const int64_t from = span.begin / CHUNK_PAIRS, to = lowp::divide_up(span.end, CHUNK_PAIRS);
-  const int32_t* a_sums = sums_of(a_digits, ROWS);
-  const int32_t* b_sums = sums_of(b_digits, COLUMNS);
+  const int32_t* a_sums = a_digits.sums;
+  const int32_t* b_sums = b_digits.sums;
   const int32_t constant = static_cast<int32_t>(16129 * 2 * span.groups()) + (1 << (31 - DIGIT_SHIFT));
   for (int i = 0; i < ROWS; i++) row[i] = a_sums[to * ROWS + i] - a_sums[from * ROWS + i];
   for (int j = 0; j < COLUMNS; j++)

@@ -60,11 +60,11 @@ inline bool needs_digits(const float* bounds, const float* others, int64_t depth
 }
 
 struct SideMemory {
-  Scratch<int32_t> data, groups;
+  Scratch<int32_t> data, digits;
   Scratch<float> bounds, errors;
   void release_above(int64_t bytes) {
     data.release_above(bytes);
-    groups.release_above(bytes);
+    digits.release_above(bytes);
     bounds.release_above(bytes);
     errors.release_above(bytes);
   }
@@ -78,9 +78,11 @@ struct PackedSide {
   int64_t depth, step, panels;
   int32_t* data;
   float* bounds;
-  Digits all_digits;
+  int32_t* digits_memory;
+  float* errors;
   std::vector<float> largest;  // the largest bounds of all panels, laid out like those of one
 
+  int64_t places() const { return panels * divide_up(depth, step); }  // panels of all steps
   int64_t end(int64_t k) const { return std::min(k + step, depth); }
   int32_t* panel(int64_t index, int64_t k) const {
     return data + (k / 2 * panels + index * ((end(k) - k + 1) / 2)) * packer->width;
@@ -88,7 +90,8 @@ struct PackedSide {
   float* bound(int64_t index, int64_t k) const { return bounds + (index * blocks(depth) + k / BLOCK) * BOUNDS; }
   Digits digits(int64_t index, int64_t k) const {
     const int64_t place = k / step * panels + index;
-    return {all_digits.groups + place * Digits::size(packer->width), all_digits.errors + place * Digits::ERRORS};
+    return Digits::in(digits_memory + place * Digits::size(packer->width, step), errors + place * Digits::ERRORS,
+                      packer->width);
   }
   Side side(int64_t index, int64_t k) const {
     return {panel(index, k), bound(index, k), (end(k) - k + 1) / 2, digits(index, k)};
@@ -101,28 +104,30 @@ class PackedSides {
   PackedSides(const Packer& packer, const std::vector<const Operand*>& operands, const std::vector<int64_t>& depths,
               SideMemory& memory)
       : packer_(packer) {
-    int64_t pairs = 0, block_count = 0, places = 0;
+    int64_t pairs = 0, block_count = 0, places = 0, digits_size = 0;
     for (size_t i = 0; i < operands.size(); i++) {
       const int64_t depth = depths[i], count = divide_up(operands[i]->count, packer.width);
-      sides.push_back({&packer, operands[i], depth, step_of(depth), count, nullptr, nullptr, {}, {}});
+      sides.push_back({&packer, operands[i], depth, step_of(depth), count, nullptr, nullptr, nullptr, nullptr, {}});
       first_panels_.push_back(panels);
       panels += count;
       pairs += count * ((depth + 1) / 2);
       block_count += count * blocks(depth);
-      places += count * divide_up(depth, step_of(depth));
+      places += sides.back().places();
+      digits_size += sides.back().places() * Digits::size(packer.width, step_of(depth));
     }
     int32_t* data = memory.data.get(pairs * packer.width);
     float* bounds = memory.bounds.get(block_count * BOUNDS);
-    Digits digits{memory.groups.get(places * Digits::size(packer.width)), memory.errors.get(places * Digits::ERRORS)};
+    int32_t* digits = memory.digits.get(digits_size);
+    float* errors = memory.errors.get(places * Digits::ERRORS);
     for (PackedSide& side : sides) {
-      const int64_t side_places = side.panels * divide_up(side.depth, side.step);
       side.data = data;
       side.bounds = bounds;
-      side.all_digits = digits;
+      side.digits_memory = digits;
+      side.errors = errors;
       data += side.panels * ((side.depth + 1) / 2) * packer.width;
       bounds += side.panels * blocks(side.depth) * BOUNDS;
-      digits.groups += side_places * Digits::size(packer.width);
-      digits.errors += side_places * Digits::ERRORS;
+      digits += side.places() * Digits::size(packer.width, side.step);
+      errors += side.places() * Digits::ERRORS;
     }
   }
 

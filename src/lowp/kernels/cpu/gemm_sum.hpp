@@ -5,6 +5,7 @@ namespace {
 
 using lowp::SAFE;
 using lowp::Side;
+using lowp::STEP;
 using lowp::TOP_SHIFT;
 
 static inline void multiply_one(int64_t pairs, const int32_t* a, const int32_t* b, int32_t* sums) {
