@@ -107,7 +107,7 @@ def test_racing_times_steps_and_counts_data_and_operations() -> None:
     assert [runner.operations.share for runner in runners if runner.operations] == [0.0, 1.0]
 
 
-def test_a_row_with_a_very_slow_step_has_its_first_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_with_very_slow_steps_has_one_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
 
     def slow(training: Any, contender: Contender, batch: Any) -> Any:
@@ -119,11 +119,25 @@ def test_a_row_with_a_very_slow_step_has_its_first_alone(monkeypatch: pytest.Mon
     monkeypatch.setattr(racing, "step_of", slow)
     monkeypatch.setattr(racing.time, "perf_counter", lambda: clock[0])
     base, amp = race([FP32, AMP_FP16], DATA, 1.0, lambda: False)
-    assert taken.count("torch.amp fp16") == 1 and amp.slow
-    assert amp.step() == {"median": 50.0, "quartiles": None, "steps": 1, "only_its_first": True}
+    assert taken.count("torch.amp fp16") == 2 and amp.slow
+    assert amp.step() == {"median": pytest.approx(50.0), "quartiles": None, "steps": 1, "only_one": True}
     assert amp.relative_to(base) == pytest.approx(5000) and amp.wall(1) is None
     assert amp.operations is not None and amp.operations.share == 1
     assert sum(base.times) >= 1.0
+
+
+def test_a_first_step_that_is_slow_alone_is_a_start_and_no_slow_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter(range(10**9))
+
+    def slow_at_first(training: Any, contender: Contender, batch: Any) -> Any:
+        clock[0] += 100.0 if next(taken) == 0 else 0.1
+        return step_of(training, contender, batch)
+
+    clock = [0.0]
+    monkeypatch.setattr(racing, "step_of", slow_at_first)
+    monkeypatch.setattr(racing.time, "perf_counter", lambda: clock[0])
+    (base,) = race([FP32], DATA, 1.0, lambda: False)
+    assert not base.slow and base.median == pytest.approx(0.1) and len(base.times) >= 10
 
 
 def test_an_error_ends_one_row_and_not_the_race(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def row(label: str, median: float, **more: Any) -> dict[str, Any]:
             "median": median,
             "quartiles": [median, 2 * median],
             "steps": 9,
-            "only_its_first": False,
+            "only_one": False,
             "relative": 1.0,
         },
         "wall": None,
@@ -80,14 +80,14 @@ def test_numbers_stand_with_their_units_and_nothing_is_rounded_up_to_all() -> No
 
 
 def test_a_row_that_failed_or_had_one_step_says_so() -> None:
-    none = {"median": None, "quartiles": None, "steps": 0, "only_its_first": False, "relative": None}
+    none = {"median": None, "quartiles": None, "steps": 0, "only_one": False, "relative": None}
     failed = row("torch.amp fp16", 1.0, failure="RuntimeError: no kernel", step=none)
-    once = {"median": 20.0, "quartiles": None, "steps": 1, "only_its_first": True, "relative": 10.0}
+    once = {"median": 20.0, "quartiles": None, "steps": 1, "only_one": True, "relative": 10.0}
     text = printed(document(row("fp32", 2.0), failed, row("lowp fp16", 20.0, step=once)))
     assert cells(text, "torch.amp fp16")[0][1] == "failed"
     assert "unet, torch.amp fp16: failed: RuntimeError: no kernel" in text
     assert (
-        cells(text, "lowp fp16")[0][1:5] == ["20 s", "-", "1*", "10.00x"] and "*: its first step took so long" in text
+        cells(text, "lowp fp16")[0][1:5] == ["20 s", "-", "1*", "10.00x"] and "*: a step took so long" in text
     )
 
 
@@ -115,7 +115,7 @@ def test_a_search_that_was_not_ended_says_at_least() -> None:
 @pytest.mark.parametrize("reserved", [None, 4 * 2**20, 10**9])
 def test_a_picture_is_drawn_whatever_is_known(tmp_path: Path, suffix: str, reserved: int | None) -> None:
     path = tmp_path / f"bench{suffix}"
-    none = {"median": None, "quartiles": None, "steps": 0, "only_its_first": False, "relative": None}
+    none = {"median": None, "quartiles": None, "steps": 0, "only_one": False, "relative": None}
     rows = [row("fp32", 1.0, memory=memory(reserved)), row("lowp fp16", 1.0, step=none, failure="no")]
     chart(document(*rows), path)
     assert path.stat().st_size > 4000

@@ -25,7 +25,7 @@ STEP_METHOD = (
     "time a step: forward, loss, backward and update of one batch that lies ready, steps timed one by one; median and "
     "quartiles. The rows take turns, after at least two steps that are not timed; `relative` is the median over the "
     "turns of the time by that of fp32 in the same turn, so that a machine that slows down slows both. A row whose "
-    "first step takes {slow:g} s or more has only that one"
+    "first two steps take {slow:g} s or more each has only the second"
 )
 WALL_METHOD = (
     "wall time: the same loop with new batches, made and moved one after another, in turns with the timed steps: "
@@ -42,7 +42,7 @@ _SLOW = 3  # times the seconds that a contender has
 class Runner:
     """A contender while it is timed, and what was found. `failure` says what ended it.
 
-    `rounds` has the seconds of the timed steps of each turn; `slow` tells that its first step is all there is.
+    `rounds` has the seconds of the timed steps of each turn; `slow` tells that one step is all there is.
     """
 
     contender: Contender
@@ -71,7 +71,7 @@ class Runner:
         """Time a step as plain values; quartiles where there are two steps or more."""
         times = self.times
         quartiles = statistics.quantiles(times, n=4)[::2] if len(times) > 1 else None
-        return {"median": self.median, "quartiles": quartiles, "steps": len(times), "only_its_first": self.slow}
+        return {"median": self.median, "quartiles": quartiles, "steps": len(times), "only_one": self.slow}
 
     def relative_to(self, baseline: Runner) -> float | None:
         """The median over the turns of the time by that of the baseline."""
@@ -108,11 +108,9 @@ class Runner:
             self.operations = counted(self._step)
         else:
             first = self._timed(lambda: setattr(self, "operations", counted(self._step)))
-        if first >= _SLOW * seconds:
-            self.slow, self.rounds = True, [[first]]
-            return
-        self._timed()
-        self._timed()
+        second = self._timed()
+        if min(first, second) >= _SLOW * seconds:
+            self.slow, self.rounds = True, [[second]]
 
     def turn(self, seconds: float) -> None:
         """Take timed steps, for about a share of the seconds, and as many of the loop with its data."""

@@ -49,7 +49,7 @@ def _times(subject: Mapping[str, Any]) -> Table:
             row["label"],
             seconds(step["median"]),
             _NOTHING if step["quartiles"] is None else _range(*map(seconds, step["quartiles"])),
-            f"{step['steps']}{'*' * step['only_its_first']}",
+            f"{step['steps']}{'*' * step['only_one']}",
             _NOTHING if step["relative"] is None else f"{step['relative']:.2f}x",
             _NOTHING if wall is None else seconds(wall["seconds_per_step"]),
             _NOTHING if wall is None else f"{wall['data_seconds'] / wall['seconds']:.0%}",
@@ -136,8 +136,8 @@ def benchmark_notes(document: Mapping[str, Any]) -> str:
         for subject, row in rows
         if row["failure"]
     ]
-    if any(row["step"]["only_its_first"] for _, row in rows):
-        lines.append("*: its first step took so long that it is the only one; nothing else of it was timed.")
+    if any(row["step"]["only_one"] for _, row in rows):
+        lines.append("*: a step took so long that only one was timed.")
     lines += [f"{text}." for text in document["methods"].values()]
     sources = {subject["published"]["source"] for subject in document["recipes"] if subject["published"]}
     lines += [f"published: {source}." for source in sorted(sources)]
