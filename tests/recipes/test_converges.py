@@ -57,9 +57,9 @@ _SHORT_TEXT = {"layers": 2, "width": 48, "bytes": 60_000}
 _FEW_TWEETS = {"layers": 2, "width": 64, "heads": 2, "drawn": 400}
 SLOW = [
     Row("alexnet", 0.06, 0.75, {"epochs": 10, "batch": 25}, {}, lambda: digits_of(64)),
-    Row("gpt", 0.1, 3.0, {"epochs": 2, "batch": 16}, _SHORT_TEXT),
+    Row("gpt", 0.02, 3.0, {"epochs": 2, "batch": 16}, _SHORT_TEXT),
     Row("bert", 0.06, 0.5, {"epochs": 4, "learning_rate": 1e-3}, _FEW_TWEETS),
-    Row("unet", 0.05, 0.2, {"epochs": 8, "schedule": one_cycle}, {"widths": (4, 8, 16, 16), "images": (60, 20)}),
+    Row("unet", 0.05, 0.15, {"epochs": 8, "schedule": one_cycle}, {"widths": (4, 8, 16, 16), "images": (60, 20)}),
     Row("resnet-50", 0.06, 0.75, {"epochs": 4}, {"width": 8}, lambda: digits_of(32)),
     Row("resnet-110", 0.04, 0.75, {"epochs": 6}, {"layers": 14, "width": 4}, lambda: digits_of(16)),
 ]
