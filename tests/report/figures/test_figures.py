@@ -131,7 +131,7 @@ def test_an_error_of_zero_is_drawn_on_a_plain_axis(tmp_path: Path) -> None:
 
 def test_costs_tell_estimates_from_the_table() -> None:
     assert costs.cost_words(documents.cost()) == [
-        "A multiplication in fp32 takes so many times the energy of one in: bf16 8 (estimate)."
+        "A multiplication in fp32 takes so many times the energy of one in: bf16 ~8."
     ]
 
 

@@ -44,7 +44,7 @@ def cost(document: Mapping[str, Any], path: Path) -> None:
             ncols=2,
         )
     panels[0].set_yticks([place + 0.21 for place in range(len(rows))], [_label(row) for row in rows])
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(rows) - 0.2, -0.6)
     figure.suptitle(f"What a number costs in silicon; source: {document['source']}", fontsize=11)
     style.caption(
         figure, [*cost_words(document), "Full bars: the source's table. Hatched bars and ~: lowp's estimates from it."]
@@ -56,12 +56,12 @@ def cost_words(document: Mapping[str, Any]) -> list[str]:
     """How much less a multiplication costs than in the costliest format that is shown."""
     rows = document["formats"]
     most = max(rows, key=lambda row: row["energy"]["multiply"]["value"])
-    parts = [
-        f"{row['name']} {most['energy']['multiply']['value'] / row['energy']['multiply']['value']:.3g}"
-        f"{'' if row['energy']['multiply']['how'] == 'table' else ' (estimate)'}"
-        for row in rows
-        if row is not most and row["energy"]["multiply"]["value"] > 0
-    ]
+    parts = []
+    for row in rows:
+        multiply = row["energy"]["multiply"]
+        if row is not most and multiply["value"] > 0:
+            estimated = "" if multiply["how"] == "table" else "~"
+            parts.append(f"{row['name']} {estimated}{_number(most['energy']['multiply']['value'] / multiply['value'])}")
     if not parts:
         return []
     return [f"A multiplication in {most['name']} takes so many times the energy of one in: {', '.join(parts)}."]

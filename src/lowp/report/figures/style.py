@@ -21,7 +21,7 @@ BLUE, RED, GREEN, YELLOW, CYAN, PURPLE, GREY = COLORS = (
     "#bbbbbb",
 )
 FP16_SMALLEST, FP16_SMALLEST_NORMAL, FP16_END = -24, -14, 16  # powers of two; 65504 is just below the last
-_LETTERS_AN_INCH = 16
+_LETTERS_AN_INCH = 15
 _LEAST_SHARE = 1e-3  # exponents that fewer elements have do not widen an axis
 
 
