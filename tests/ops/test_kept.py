@@ -183,6 +183,25 @@ def test_parameters_are_never_known_so_that_data_may_be_clipped() -> None:
     assert known.find(weight, FLEX.format) is None and not torch.equal(first, second)
 
 
+def test_what_two_contractions_read_is_rounded_once_for_both() -> None:
+    saved: list[Tensor] = []
+    w, v = (torch.randn(5, 7, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(2))
+    x = torch.randn(3, 7, generator=torch.Generator().manual_seed(2))
+    with lowp.autocast("dfp16"):
+        h = torch.tanh(x.clone().requires_grad_())
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: (saved.append(one), one)[1], lambda one: one):
+            first, second = F.linear(h, w), F.linear(h, v)
+            half = F.linear(h[:, :4], w[:, :4])
+        assert torch.equal(first, F.linear(torch.tanh(x), w)) and torch.equal(second, F.linear(torch.tanh(x), v))
+        assert torch.equal(half, F.linear(torch.tanh(x)[:, :4].clone(), w[:, :4]))
+    places = [one.untyped_storage().data_ptr() for one in saved if one.shape == h.shape]
+    assert len(places) == 2 and len(set(places)) == 1
+    x[0, 0] = 100.0  # the caller's own data may change unseen: through NumPy, which shares their memory
+    x.numpy()[0, 0] = 3.0
+    with lowp.autocast("dfp16"):
+        assert torch.allclose(F.linear(x, w), F.linear(x.clone(), w))
+
+
 def test_an_infinity_goes_the_way_of_torch() -> None:
     region = lowp.autocast("flex16+5")
     x = flexed(4, 6, 6, 6).requires_grad_()

@@ -67,7 +67,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
 
 
 def activations(network: nn.Module, x: Tensor, precision: str) -> int:
-    """Return the bytes that a forward keeps beside the parameters: activations, its input, and weights that were cast."""
+    """Return the bytes that a forward keeps beside the parameters: activations, its input, cast weights."""
     held = {id(parameter) for parameter in network.parameters()}
     storages: dict[int, int] = {}
 

@@ -27,7 +27,7 @@ class Known:
 
     __slots__ = ("exponent", "format", "memory", "payload", "reference", "version")
 
-    def __init__(self, x: Tensor, format: Format, exponent: int, payload: Tensor | None) -> None:
+    def __init__(self, x: Tensor, format: Format | Cast, exponent: int, payload: Tensor | None) -> None:
         key = id(x)
         self.reference = weakref.ref(x, lambda _: (_known.pop(key, None), None)[1])
         self.version, self.memory = x._version, x.data_ptr()
@@ -45,8 +45,8 @@ class Known:
 _known: dict[int, Known] = {}
 
 
-def note(x: Tensor, format: Format, exponent: int, payload: Tensor | None = None) -> None:
-    """Remember that x, of fp32, holds values of a format under an exponent, and its payload.
+def note(x: Tensor, format: Format | Cast, exponent: int, payload: Tensor | None = None) -> None:
+    """Remember that x, of fp32, holds values of a format under an exponent, and its payload; or a cast's of x.
 
     A payload of other strides is dropped. One with -32768 is not to be noted: under the exponent of its own maximum
     such a tensor is not exact.
@@ -56,8 +56,8 @@ def note(x: Tensor, format: Format, exponent: int, payload: Tensor | None = None
         _known[id(x)] = Known(x, format, exponent, payload if laid else None)
 
 
-def find(x: Tensor, format: Format) -> tuple[Known, Tensor] | None:
-    """Return what is known of x in a format, and the tensor it is known of, of which x may be a view."""
+def find(x: Tensor, format: Format | Cast) -> tuple[Known, Tensor] | None:
+    """Return what is known of x in a format, or by a cast, and the tensor it is known of: x, or what it views."""
     found = noted(x)
     if found is None or (found.format is not format and found.format != format):
         return None
@@ -108,11 +108,22 @@ def _mantissas_of(x: Tensor, known: Known, base: Tensor, to: Cast) -> Mantissas:
 
 
 def mantissas(x: Tensor, to: Cast) -> Mantissas | None:
-    """Return x as mantissas by a cast that is not stochastic, known or computed; None where x is not finite."""
+    """Return x as mantissas by a cast that is not stochastic, known or computed; None where x is not finite.
+
+    What is computed is remembered for results of ops: other contractions read them too. The caller's own data may share
+    their memory with what torch does not see, and are rounded anew each time.
+    """
     scaling = to.scaling
     plain = scaling is None or (scaling.headroom == 0 and scaling.exponent is None)
     found = find(x, to.format) if plain else None
+    if found is None and x._base is None:  # a view has a maximum of its own
+        found = find(x, to)
     if found is not None:
         return _mantissas_of(x, *found, to)
     exponent = current_exponent(x, to)
-    return None if exponent is None else to_mantissas(x, to, exponent)
+    if exponent is None:
+        return None
+    result = to_mantissas(x, to, exponent)
+    if x.grad_fn is not None:
+        note(x, to, exponent, result.payload)
+    return result

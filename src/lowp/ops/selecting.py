@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lowp.casts import Cast
 from lowp.ops import known
 from lowp.ops.casting import Call, shield
 from lowp.ops.contraction import require
@@ -121,7 +122,7 @@ def _smallest(places: int) -> torch.dtype:
 def _inherited(result: Tensor, gradient: Tensor) -> Tensor:
     """Return a gradient of which elements were set to zero, known by the exponent of what it was."""
     found = known.noted(gradient)
-    if found is not None and not result.requires_grad:
+    if found is not None and not isinstance(found.format, Cast) and not result.requires_grad:
         known.note(result, found.format, found.exponent)
     return result
 

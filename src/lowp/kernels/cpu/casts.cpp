@@ -190,13 +190,6 @@ LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x
   tell(all, counts);
 }
 
-LOWP_EXPORT void lowp_to_int16(const lowp_cast* cast, int type, const void* x, int exponent, void* out, int64_t count,
-                               uint64_t seed, int threads, int64_t* counts) {
-  int64_t found[4];
-  lowp_write_int16(cast, type, x, exponent, out, nullptr, count, seed, threads, found);
-  for (int i = 0; i < 3; ++i) counts[i] = found[i];
-}
-
 LOWP_EXPORT void lowp_from_int16(const int16_t* mantissas, int exponent, float* out, int64_t count, int threads) {
   const Kernels& kernel = kernels();
   parallel_for(count, kBlock, enough_threads(count, threads),
