@@ -190,4 +190,5 @@ FASTER_RCNN = Recipe(
     make_optimizer=make_optimizer,
     schedule=step_decay,
     clip=5.0,
+    unit="images",
 )

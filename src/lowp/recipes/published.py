@@ -8,8 +8,8 @@ from typing import Any
 __all__ = ["SOURCE", "published"]
 
 SOURCE = (
-    "A. Bilogur, 'A developer-friendly guide to mixed precision training with PyTorch', Spell, June 2020 "
-    "(PyTorch 1.6 nightly; whole trainings, fp32 and torch.amp fp16; memory as reserved)"
+    "A. Bilogur's guide to mixed precision training, June 2020 (PyTorch 1.6 nightly; whole trainings, fp32 and "
+    "torch.amp fp16; memory as reserved)"
 )
 
 

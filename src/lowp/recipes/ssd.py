@@ -144,4 +144,5 @@ SSD_RECIPE = Recipe(
     make_optimizer=make_optimizer,
     schedule=step_decay,
     clip=5.0,
+    unit="images",
 )
