@@ -116,6 +116,7 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
         (("digits", "--batch", "0"), "batch 0: give 1 or more"),
         (("digits", "--size", "ful"), "unknown size of digits 'ful'; did you mean full?"),
         (("digits", "--device", "gpu"), "device 'gpu' is none that torch knows: give cpu, cuda or cuda:1"),
+        (("digits", "--device", "mps"), "--device mps: memory is measured on cpu and cuda alone: give one of these"),
         (("digits", "--device", "cuda:99"), "device cuda:99: this machine has"),
         (("digits", "unet", "--data", "here"), "--data here is for one recipe, not for digits, unet: run them apart"),
         (("digits", "--out", "no/run.json"), "no/run.json: there is no folder no"),
