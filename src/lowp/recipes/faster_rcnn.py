@@ -105,7 +105,8 @@ def propose(network: Any, images: Tensor) -> Proposed:
     features = network.features(images)
     with outside(features.device):
         anchors = region_anchors(network.shape, *features.shape[-2:]).to(features.device)
-    return Proposed(features, *network.propose(features), anchors)
+    scores, offsets = network.propose(features)
+    return Proposed(features, scores, offsets, anchors)
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -151,7 +152,7 @@ def found(network: Any, first: Proposed) -> list[Found]:
         shares = scores.float().softmax(-1)[:, 1:]
         moved = decoded(offsets[:, 1:].float(), torch.cat(regions)[:, None], VARIANCES).clamp(0, 1)
         counts = [len(own) for own in regions]
-        pairs = zip(moved.split(counts), shares.split(counts), strict=True)
+        pairs = zip(torch.split(moved, counts), torch.split(shares, counts), strict=True)
         return [found_boxes(*pair, limit=0.3, most=PROPOSED) for pair in pairs]
 
 
