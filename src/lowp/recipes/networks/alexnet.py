@@ -55,6 +55,7 @@ class AlexNet(nn.Module):
         for module in self.modules():
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+                assert module.bias is not None
                 nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
