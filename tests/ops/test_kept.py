@@ -157,6 +157,33 @@ def test_a_checkpoint_computes_again_what_was_kept(reentrant: bool) -> None:
     assert torch.allclose(*gradients, rtol=0, atol=float(gradients[0].abs().max()) / 50)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_computes_again_what_was_cut_off_at_both_ends(reentrant: bool) -> None:
+    region, weight = lowp.autocast("flex16+5"), flexed(6, 6).requires_grad_()
+    for factor in (1.0, 50.0):
+        x = flexed(4, 6, 6, 6).requires_grad_()
+        with region:
+            h = x * factor
+            z = checkpoint(lambda h: F.gelu(F.linear(h, weight)), h, use_reentrant=reentrant)
+            z.sum().backward()
+        assert x.grad is not None and region.exponents is not None
+        region.exponents.flush()
+    assert region.exponents.summary()["all"].saturated > 0
+
+
+def test_a_tensor_with_the_lowest_mantissa_is_known_by_it() -> None:
+    region = lowp.autocast("flex16+5")
+    for factor in (1.0, 1000.0):
+        with region:
+            cut, summed = flexed(9, 9).mul(factor), F.linear(flexed(9, 9), flexed(9, 9) * factor)
+        assert region.exponents is not None
+        region.exponents.flush()
+    for one in (cut, summed):
+        found = known.exact(one, FLEX)
+        assert found is not None and int(found.payload.min()) == -32768
+        assert torch.equal(found.payload.float() * 2.0**found.exponent, one)
+
+
 def test_what_is_known_of_a_tensor_ends_with_its_values() -> None:
     with lowp.autocast("flex16+5"):
         h = F.linear(flexed(3, 7), flexed(5, 7).requires_grad_())

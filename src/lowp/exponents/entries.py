@@ -115,8 +115,7 @@ class Entries:
         payload = payload.contiguous()
         self._note(index, Seen(largest, False, largest == 0 and sums > 0, saturated, 0, payload.numel()))
         result = values(payload, exponent)
-        if largest <= 32767:
-            known.note(result, self.cast.format, exponent, payload)
+        known.note(result, self.cast.format, exponent, payload)
         return result
 
     @property
@@ -182,7 +181,7 @@ class Entries:
     def _written(self, x: Tensor, exponent: int) -> tuple[Mantissas, Tensor]:
         """Return x as mantissas and as values, which are known by them from then on."""
         found, result = written(x, self.cast, exponent)
-        if found.largest <= 32767 and not found.nonfinite:
+        if not found.nonfinite:
             known.note(result, self.cast.format, exponent, found.payload)
         return found, result
 

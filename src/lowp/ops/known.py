@@ -48,7 +48,7 @@ _known: dict[int, Known] = {}
 def note(x: Tensor, format: Format | Cast, exponent: int, payload: Tensor | None = None) -> None:
     """Remember that x, of fp32, holds values of a format under an exponent, and its payload; or a cast's of x.
 
-    A payload of other strides is dropped. One with -32768 is not to be noted: under the exponent of its own maximum
+    A payload of other strides is dropped. One with -32768 is known by this alone: under the exponent of its own maximum
     such a tensor is not exact.
     """
     if type(x) is Tensor and x.dtype is torch.float32 and not x.is_inference() and x._base is None:
