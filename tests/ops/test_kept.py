@@ -171,6 +171,38 @@ def test_a_checkpoint_computes_again_what_was_cut_off_at_both_ends(reentrant: bo
     assert region.exponents.summary()["all"].saturated > 0
 
 
+IN_PLACE: dict[str, Callable[[Tensor, bool], Tensor]] = {
+    "silu": lambda x, inplace: F.silu(x, inplace=inplace),
+    "leaky_relu": lambda x, inplace: F.leaky_relu(x, 0.1, inplace),
+    "relu6": lambda x, inplace: F.relu6(x, inplace),
+    "hardtanh": lambda x, inplace: F.hardtanh(x, -0.5, 0.5, inplace=inplace),
+    "hardswish": lambda x, inplace: F.hardswish(x, inplace),
+    "elu": lambda x, inplace: F.elu(x, 1.0, inplace),
+    "dropout": lambda x, inplace: F.dropout(x, 0.3, True, inplace),
+    "dropout of no training": lambda x, inplace: F.dropout(x, 0.3, False, inplace),
+    "rrelu": lambda x, inplace: F.rrelu(x, 0.1, 0.3, True, inplace),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_is_asked_for_in_place_has_the_bits_of_a_result_of_its_own(name: str) -> None:
+    def run(x: Tensor, inplace: bool) -> Tensor:
+        h = x * 1.0
+        z = IN_PLACE[name](h, inplace)
+        assert not inplace or z is h
+        return z * 3.0
+
+    expected = outcome(lambda x, y: run(x, False) * y)
+    for found, wanted in zip(outcome(lambda x, y: run(x, True) * y), expected, strict=True):
+        assert torch.equal(found, wanted)
+    results = []
+    for inplace in (True, False):
+        torch.manual_seed(0)
+        with torch.no_grad(), lowp.autocast("flex16+5"):
+            results.append(IN_PLACE[name](flexed(9), inplace))
+    assert torch.equal(*results)
+
+
 def test_a_tensor_with_the_lowest_mantissa_is_known_by_it() -> None:
     region = lowp.autocast("flex16+5")
     for factor in (1.0, 1000.0):

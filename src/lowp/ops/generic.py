@@ -7,6 +7,7 @@ its dtype; out= forms likewise.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "inside",
     "linear_cross_entropy",
     "lowered",
+    "not_in_place",
     "plain",
     "pointwise",
     "promote",
@@ -143,6 +145,27 @@ def run_changed(call: Call, change: _Change, finish: _Change | None = None) -> A
 def is_out_of_place(call: Call) -> bool:
     """Whether a call returns a tensor of its own."""
     return "out" not in call.kwargs and _out_of_place(call.func) is None
+
+
+def not_in_place(call: Call) -> tuple[Call, Tensor | None]:
+    """Return a call with ``inplace=True`` as one without, on a copy of its tensor, and the tensor; others as they are."""
+    index = _index_of_inplace(call.func)
+    is_given = index is not None and index < len(call.args)
+    if index is None or not call.args or not (call.args[index] if is_given else call.kwargs.get("inplace")):
+        return call, None
+    x, *rest = call.args
+    kwargs = {name: value for name, value in call.kwargs.items() if name != "inplace"}
+    args = (x.clone(), *rest[: index - 1], *([False] if is_given else []), *rest[index:])
+    return Call(call.op, call.func, args, kwargs, call.rule, call.weight_cast, call.seed, call.site), x
+
+
+@lru_cache(maxsize=4096)
+def _index_of_inplace(function: Callable[..., Any]) -> int | None:
+    """Return where among its arguments a function of torch.nn.functional takes `inplace`, or None."""
+    if getattr(function, "__module__", "") != F.__name__:
+        return None
+    names = list(inspect.signature(function).parameters)
+    return names.index("inplace") if "inplace" in names else None
 
 
 def _result(y: Tensor, output: Cast | None, grad: Cast | None, seed: Callable[[], Tensor | int]) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.kernels.mantissas import has_mantissas
 from lowp.ops.casting import Call
-from lowp.ops.generic import changed, run_changed
+from lowp.ops.generic import changed, not_in_place, run_changed
 from lowp.ops.kept import computed_and_written, fused_call
 from lowp.ops.selecting import select
 from lowp.ops.table import Row
@@ -82,6 +82,9 @@ def fused(row: Row, call: Call) -> Any:
         return write_by(y, site.part(), OUTPUT_ROLE, OUTPUT_GRADIENT)
 
     if not row.is_contraction:
+        outside, target = not_in_place(call)
+        if target is not None:
+            return target.copy_(fused(row, outside))
         kept = fused_call(call)
         if kept is not None:
             return computed_and_written(kept[0], call, kept[1])
