@@ -6,6 +6,7 @@ that the next contraction keeps as well; a pooling keeps where its maxima lay, i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -83,6 +84,7 @@ def _pool(dims: int) -> Callable[[Call, Tensor], Tensor]:
         )
         require(not indices and x.dim() in (dims + 1, dims + 2))
         listed = [_sizes(one) for one in settings[:4]]
+        listed[0] = listed[0] * dims if len(listed[0]) == 1 else listed[0]
         return cast(Tensor, _Pool.apply(x, forward, backward, (*listed, settings[4])))  # type: ignore[no-untyped-call]
 
     return run
@@ -98,7 +100,7 @@ class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Any, backward: Any, settings: tuple[Any, ...]) -> Tensor:
         result, indices = forward(x, *settings)
-        places = x.shape[-1] * x.shape[-2] * (x.shape[-3] if len(x.shape) > 4 else 1)
+        places = math.prod(x.shape[-len(settings[0]) :])
         ctx.run, ctx.settings, ctx.shape = backward, settings, x.shape
         ctx.save_for_backward(indices.to(_smallest(places)))
         return cast(Tensor, result)
