@@ -148,7 +148,7 @@ def is_out_of_place(call: Call) -> bool:
 
 
 def not_in_place(call: Call) -> tuple[Call, Tensor | None]:
-    """Return a call with ``inplace=True`` as one without, on a copy of its tensor, and the tensor; others as they are."""
+    """Return a call with ``inplace=True`` as one without, on a copy of its tensor, and the tensor; or None."""
     index = _index_of_inplace(call.func)
     is_given = index is not None and index < len(call.args)
     if index is None or not call.args or not (call.args[index] if is_given else call.kwargs.get("inplace")):

@@ -3,12 +3,14 @@
 A tensor that an op wrote under a shared exponent is read by the next one, kept for backward, and looked at once more on
 its way back. Its mantissas are remembered with it, so that each is computed once, and one payload serves all who keep
 it. They are held as long as the tensor lives and stands unchanged: what changes it in place (its version tells) makes
-them unknown. Views share them. Writing through ``.data`` is not seen; parameters, which some programs clip that way,
-are therefore never remembered.
+them unknown. Views share them. What torch does not count (collectives of torch.distributed, ``.data``, NumPy) shows in
+a sample of elements, unless it changes few of them; parameters, which some programs clip through ``.data``, are
+therefore never remembered.
 """
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
 
@@ -25,12 +27,12 @@ __all__ = ["Known", "exact", "find", "mantissas", "note", "noted"]
 class Known:
     """A tensor's exponent in a format, and its payload where that was computed."""
 
-    __slots__ = ("exponent", "format", "memory", "payload", "reference", "version")
+    __slots__ = ("exponent", "format", "memory", "payload", "reference", "sample", "version")
 
     def __init__(self, x: Tensor, format: Format | Cast, exponent: int, payload: Tensor | None) -> None:
         key = id(x)
         self.reference = weakref.ref(x, lambda _: (_known.pop(key, None), None)[1])
-        self.version, self.memory = x._version, x.data_ptr()
+        self.version, self.memory, self.sample = x._version, x.data_ptr(), _sample(x)
         self.format, self.exponent, self.payload = format, exponent, payload
 
     def mantissas(self, x: Tensor, base: Tensor) -> Mantissas:
@@ -43,6 +45,7 @@ class Known:
 
 
 _known: dict[int, Known] = {}
+_SAMPLE = 64  # bytes
 
 
 def note(x: Tensor, format: Format | Cast, exponent: int, payload: Tensor | None = None) -> None:
@@ -72,7 +75,18 @@ def noted(x: Tensor) -> Known | None:
     found = _known.get(id(base))
     if found is None or found.reference() is not base or found.version != x._version:
         return None
-    return None if found.memory != base.data_ptr() or x.is_neg() else found
+    if found.memory != base.data_ptr() or x.is_neg():
+        return None
+    return found if found.sample == _sample(base) else None
+
+
+def _sample(x: Tensor) -> bytes:
+    """Return the bytes of a few elements at both ends and in the middle of x's memory."""
+    if x.device.type != "cpu" or x.numel() == 0:
+        return b""
+    size = int(min(4 * x.numel(), x.untyped_storage().nbytes() - 4 * x.storage_offset()))
+    piece, start = min(size, _SAMPLE), int(x.data_ptr())
+    return b"".join(ctypes.string_at(start + at, piece) for at in (0, (size - piece) // 2, size - piece))
 
 
 def exact(x: Tensor, to: Cast) -> Mantissas | None:
