@@ -37,6 +37,7 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max_pool2d": lambda x, y: F.max_pool2d(x * y, 2, padding=1),
     "max_pool2d with overlap": lambda x, y: F.max_pool2d(torch.relu(x * y), 3, 1, ceil_mode=True),
     "max_pool3d": lambda x, y: F.max_pool3d(x * y, (2, 2, 2)),
+    "max_pool3d without a batch": lambda x, y: F.max_pool3d((x * y).view(1, 24, 6, 6), 2),
     "max_pool2d with indices": lambda x, y: F.max_pool2d(x * y, 2, return_indices=True)[0],
     "adaptive_max_pool2d": lambda x, y: F.adaptive_max_pool2d(x * y, 3),
     "gelu": lambda x, y: F.gelu(x) * y,
