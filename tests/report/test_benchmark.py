@@ -86,9 +86,7 @@ def test_a_row_that_failed_or_had_one_step_says_so() -> None:
     text = printed(document(row("fp32", 2.0), failed, row("lowp fp16", 20.0, step=once)))
     assert cells(text, "torch.amp fp16")[0][1] == "failed"
     assert "unet, torch.amp fp16: failed: RuntimeError: no kernel" in text
-    assert (
-        cells(text, "lowp fp16")[0][1:5] == ["20 s", "-", "1*", "10.00x"] and "*: a step took so long" in text
-    )
+    assert cells(text, "lowp fp16")[0][1:5] == ["20 s", "-", "1*", "10.00x"] and "*: a step took so long" in text
 
 
 def test_memory_has_a_line_a_part_that_is_there_and_tables_no_wider_than_eight_rows() -> None:

@@ -70,18 +70,17 @@ def run(arguments: argparse.Namespace) -> int:
         _measure(benchmark, out, interrupts)
     document = benchmark.document()
     results.write(out, document)
+    drawn = plots.can_plot() and not interrupts()
+    if drawn:  # before the tables, whose reader (head, less) may be gone
+        from lowp.report.benchmark_chart import chart
+
+        chart(document, plot)
     if document["recipes"]:
         _print(document)
     if interrupts():
         _say(f"interrupted; what was measured is in {out}")
         return interrupts.exit_code
-    if plots.can_plot():
-        from lowp.report.benchmark_chart import chart
-
-        chart(document, plot)
-        print(f"written: {out}, {plot}")
-    else:
-        print(f"written: {out}; no picture: {plots.NO_MATPLOTLIB}")
+    print(f"written: {out}, {plot}" if drawn else f"written: {out}; no picture: {plots.NO_MATPLOTLIB}")
     return 0
 
 

@@ -391,3 +391,8 @@ def _parameters(cast: Cast) -> object:
     else:
         block.kind = _BINARY if element.bits == 1 else _INTEGER
     return byref(block)
+
+
+def bytes_at(address: int, size: int) -> bytes:
+    """A copy of so many bytes of memory, which the caller keeps alive meanwhile: a look past what torch counts."""
+    return ctypes.string_at(address, size)

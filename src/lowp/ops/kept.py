@@ -26,7 +26,7 @@ from lowp.ops.casting import Call, Site, edge, shield
 from lowp.ops.generic import changed, is_out_of_place
 from lowp.ops.writing import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, written_gradient
 
-__all__ = ["Fused", "Tensors", "computed_and_written", "fused_call"]
+__all__ = ["Fused", "Tensors", "computed_and_written", "dropout_call", "fused_call"]
 
 Tensors = Sequence[Tensor | None]
 
@@ -151,14 +151,15 @@ def fused_call(call: Call) -> tuple[Fused, list[Tensor]] | None:
     if any(x.dtype is not torch.float32 or x.device.type != "cpu" for x in tensors):
         return None
     if call.op == "dropout":
-        return _dropout(call)
+        return dropout_call(call)
     if call.op not in COMPUTED_AGAIN or (call.op in _LINEAR_IN_EACH and len(tensors) < 2):
         return None
     kind = _Product if call.op == "mul" and len(tensors) == 2 else _Again
     return kind(call.func, args, kwargs), tensors
 
 
-def _dropout(call: Call) -> tuple[Fused, list[Tensor]] | None:
+def dropout_call(call: Call) -> tuple[Fused, list[Tensor]] | None:
+    """Return dropout as a function that keeps its mask; None in place, and where nothing is dropped or all."""
     given = dict(zip(("input", "p", "training", "inplace"), call.args, strict=False))
     given |= {"training" if name == "train" else name: value for name, value in call.kwargs.items()}
     x, p = given.get("input"), given.get("p", 0.5)

@@ -10,7 +10,6 @@ therefore never remembered.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Callable
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import Format
+from lowp.kernels.cpu import bytes_at
 from lowp.kernels.mantissas import Mantissas, current_exponent, exact_exponent, to_mantissas
 
 __all__ = ["Known", "exact", "find", "mantissas", "note", "noted"]
@@ -86,7 +86,7 @@ def _sample(x: Tensor) -> bytes:
         return b""
     size = int(min(4 * x.numel(), x.untyped_storage().nbytes() - 4 * x.storage_offset()))
     piece, start = min(size, _SAMPLE), int(x.data_ptr())
-    return b"".join(ctypes.string_at(start + at, piece) for at in (0, (size - piece) // 2, size - piece))
+    return b"".join(bytes_at(start + at, piece) for at in (0, (size - piece) // 2, size - piece))
 
 
 def exact(x: Tensor, to: Cast) -> Mantissas | None:

@@ -19,7 +19,7 @@ from lowp.ops.casting import Call, shield
 from lowp.ops.contraction import require
 from lowp.ops.signature import Mismatch, bound, plain
 
-__all__ = ["select"]
+__all__ = ["pool", "select"]
 
 
 def select(call: Call) -> Any:
@@ -73,7 +73,8 @@ class _Relu(torch.autograd.Function):
             return _inherited(torch.ops.aten.threshold_backward(gradient, payload, 0), gradient), None, None
 
 
-def _pool(dims: int) -> Callable[[Call, Tensor], Tensor]:
+def pool(dims: int) -> Callable[[Call, Tensor], Tensor]:
+    """Return the runner of max-pooling over 2 or 3 dimensions, for tensors that a graph follows."""
     forward = getattr(torch.ops.aten, f"max_pool{dims}d_with_indices")
     backward = getattr(torch.ops.aten, f"max_pool{dims}d_with_indices_backward")
 
@@ -101,7 +102,7 @@ class _Pool(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, forward: Any, backward: Any, settings: tuple[Any, ...]) -> Tensor:
         result, indices = forward(x, *settings)
         places = math.prod(x.shape[-len(settings[0]) :])
-        ctx.run, ctx.settings, ctx.shape = backward, settings, x.shape
+        ctx.run, ctx.settings, ctx.shape, ctx.stride = backward, settings, x.shape, x.stride()
         ctx.save_for_backward(indices.to(_smallest(places)))
         return cast(Tensor, result)
 
@@ -109,8 +110,8 @@ class _Pool(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
             (indices,) = ctx.saved_tensors
-            shape = gradient.new_zeros((1,) * len(ctx.shape)).expand(ctx.shape)  # only its shape is read
-            result = ctx.run(gradient, shape, *ctx.settings, indices.to(torch.int64))
+            like = gradient.new_empty_strided(ctx.shape, ctx.stride)  # its shape is read and its strides, no element
+            result = ctx.run(gradient, like, *ctx.settings, indices.to(torch.int64))
             return result, None, None, None
 
 
@@ -131,6 +132,6 @@ def _inherited(result: Tensor, gradient: Tensor) -> Tensor:
 
 _RUNNERS: dict[str, Callable[[Call, Tensor], Tensor]] = {
     "relu": _relu,
-    "max_pool2d": _pool(2),
-    "max_pool3d": _pool(3),
+    "max_pool2d": pool(2),
+    "max_pool3d": pool(3),
 }

@@ -25,6 +25,7 @@ from lowp.exponents import SharedExponents
 from lowp.ops import predicted, table
 from lowp.ops.casting import Call, draw_seed, functorch_is_active, result_dtype
 from lowp.ops.generic import sixteen_bit
+from lowp.ops.masked import MASKED, has_integer_operands, masked
 from lowp.ops.table import Row
 from lowp.policy import Policy, Rule
 from lowp.region.report import Report
@@ -90,6 +91,7 @@ class Rulebook:
         self._widened: dict[str, None] = {}
         self.kept = SimpleNamespace()
         self._refuses = any(sixteen_bit(rule.output) for rule in policy.rules)
+        self._masks = has_integer_operands(policy)
 
     def plans(self, path: str) -> Plans:
         """Return the plans found so far at a module path; where no rule asks, one path serves all."""
@@ -111,6 +113,8 @@ class Rulebook:
             row = replace(row, runner="generic:wide")
         always = row.op_class == "promote" or row.runner == "generic:refused"
         run = row.run(rule) if always or (rule is not None and not rule.is_empty) else None
+        if rule is None and self._masks and row.name in MASKED:
+            run = masked
         if rule is not None:
             self._used.add(rule)
             self._ops[row.name] = None

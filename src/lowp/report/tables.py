@@ -24,9 +24,16 @@ _WIDTH = 110
 _WORDS = ("verdict", "what", "size", "data")
 
 
+class _Console(Console):
+    """Console of rich that leaves it to `lowp` what happens when the reader of a pipe has gone."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console(stream: TextIO | None = None) -> Console:
     """A console on a stream, stdout by default; never so narrow that it would cut the numbers of a table off."""
-    found = Console(file=sys.stdout if stream is None else stream, highlight=False)
+    found = _Console(file=sys.stdout if stream is None else stream, highlight=False)
     found.width = max(found.width, _WIDTH) if found.is_terminal else _WIDTH
     return found
 

@@ -1,0 +1,207 @@
+"""Activations, dropout and max-pooling beside contractions of integers: backward keeps a bit an element, or places.
+
+A contraction of integers keeps its operands as integers, so that what torch's own graph keeps of the op before it, the
+fp32 result of ReLU, serves that op alone. Its gradient asks one question of every element. The answers are kept eight
+to a byte; results and gradients have the bits of torch's own functions, which run where anything else is asked for:
+other dtypes, devices and subclasses, torch.func, torch.compile and forward-mode derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
+
+from lowp.formats import IntFormat, ScaledFormat
+from lowp.ops.casting import Call, functorch_is_active, shield
+from lowp.ops.contraction import function_name, require
+from lowp.ops.kept import Fused, dropout_call
+from lowp.ops.selecting import pool
+from lowp.ops.signature import Mismatch, bound, plain
+from lowp.policy import Policy, Rule
+
+__all__ = ["MASKED", "has_integer_operands", "masked", "packed", "unpacked"]
+
+
+def has_integer_operands(policy: Policy) -> bool:
+    """Whether a policy's contractions keep integers of their own: the operands scaled integers, the results fp32."""
+    return any(_is_integer(rule) for rule in policy.rules)
+
+
+def _is_integer(rule: Rule) -> bool:
+    format = None if rule.input is None or rule.output is not None else rule.input.format
+    return isinstance(format, ScaledFormat) and isinstance(format.element, IntFormat)
+
+
+def masked(call: Call) -> Any:
+    """Run an op of which backward needs a mask or places alone."""
+    if functorch_is_active():
+        return plain(call)
+    x = call.args[0] if call.args else call.kwargs.get("input")
+    if not isinstance(x, Tensor) or "out" in call.kwargs or not _is_followed(x):
+        return plain(call)
+    try:
+        return _RUNNERS[call.op](call, x)
+    except Mismatch:
+        return plain(call)
+
+
+def _is_followed(x: Tensor) -> bool:
+    """Whether a graph for backward alone follows a plain tensor of fp32."""
+    if not (x.requires_grad and torch.is_grad_enabled()) or type(x) not in (Tensor, nn.Parameter):
+        return False
+    if x.dtype is not torch.float32 or x.device.type != "cpu" or x.layout is not torch.strided or x.is_nested:
+        return False
+    return unpack_dual(x).tangent is None  # type: ignore[no-untyped-call]
+
+
+# -- bits ---------------------------------------------------------------------------------------------------------
+
+_GATHER = 0x0102040810204080  # times eight bytes of 0 or 1 it has byte i at bit i of the last byte
+_BYTES = torch.tensor([[byte >> i & 1 for i in range(8)] for byte in range(256)], dtype=torch.int8, device="cpu")
+_WORDS = _BYTES.view(torch.int64).flatten()
+
+
+def packed(mask: Tensor) -> Tensor:
+    """Return a mask of bool without gaps, which is used up, as uint8: eight elements to a byte as its memory lies."""
+    flat = mask.as_strided((mask.numel(),), (1,))
+    if rest := -flat.numel() % 8:
+        flat = F.pad(flat, (0, rest))
+    return flat.view(torch.int64).mul_(_GATHER).view(torch.uint8)[7::8].contiguous()
+
+
+def unpacked(bits: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """Return the mask of a shape and strides that was packed, as int8 (of which torch makes other numbers faster)."""
+    return _WORDS.index_select(0, bits.int()).view(torch.int8).as_strided(shape, stride)
+
+
+# -- activations --------------------------------------------------------------------------------------------------
+
+
+class _Gate(NamedTuple):
+    """An activation whose gradient depends on its result by a mask, which `passes` gives."""
+
+    run: Callable[[Tensor], Tensor]
+    passes: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+    is_in_place: bool
+
+
+def _stopped(gradient: Tensor, passes: Tensor) -> Tensor:
+    """Return a gradient with zeros where it does not pass; what passes, NaN included, keeps its bits."""
+    if torch.is_grad_enabled() or functorch_is_active() or type(gradient) is not Tensor or gradient.is_neg():
+        return cast(Tensor, torch.ops.aten.threshold_backward(gradient, passes.to(gradient.dtype), 0))
+    # a selection by masked_fill or where takes many times as long
+    return passes.to(torch.int32).mul_(gradient.view(torch.int32)).view(torch.float32)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: _Gate) -> Tensor:
+        if gate.is_in_place:
+            ctx.mark_dirty(x)
+        result = gate.run(x)
+        passes = gate.passes(result)
+        ctx.gate, ctx.shape, ctx.stride = gate, passes.shape, passes.stride()
+        ctx.save_for_backward(packed(passes))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with shield():
+            (bits,) = ctx.saved_tensors
+            passes = unpacked(bits, ctx.shape, ctx.stride)
+            return ctx.gate.backward(gradient, passes), None
+
+
+def _gated(x: Tensor, gate: _Gate) -> Tensor:
+    # in place torch refuses leaves, and rewrites the graph of what views look at
+    require(not gate.is_in_place or (not x.is_leaf and x._base is None))
+    return cast(Tensor, _Gated.apply(x, gate))  # type: ignore[no-untyped-call]
+
+
+def _is_in_place(call: Call, given: bool) -> bool:
+    return bool(given) or function_name(call).endswith("_")
+
+
+def _relu(call: Call, x: Tensor) -> Tensor:
+    """F.relu(input, inplace=False), torch.relu, Tensor.relu and relu_; a NaN passes."""
+    _, given = bound(call, "input", inplace=False)
+    in_place = _is_in_place(call, given)
+    run = torch.relu_ if in_place else torch.relu
+    return _gated(x, _Gate(run, Tensor.bool, _stopped, in_place))
+
+
+def _relu6(call: Call, x: Tensor) -> Tensor:
+    """F.relu6(input, inplace=False)."""
+    _, given = bound(call, "input", inplace=False)
+    return _clipped(x, 0.0, 6.0, _is_in_place(call, given))
+
+
+def _hardtanh(call: Call, x: Tensor) -> Tensor:
+    """F.hardtanh(input, min_val=-1, max_val=1, inplace=False) and hardtanh_."""
+    _, low, high, given = bound(call, "input", min_val=-1.0, max_val=1.0, inplace=False)
+    return _clipped(x, low, high, _is_in_place(call, given))
+
+
+def _clipped(x: Tensor, low: float, high: float, in_place: bool) -> Tensor:
+    def passes(y: Tensor) -> Tensor:
+        return (y <= low).logical_or_(y >= high).logical_not_()
+
+    return _gated(x, _Gate(lambda x: F.hardtanh(x, low, high, in_place), passes, _stopped, in_place))
+
+
+def _leaky_relu(call: Call, x: Tensor) -> Tensor:
+    """F.leaky_relu(input, negative_slope=0.01, inplace=False) and leaky_relu_."""
+    _, slope, given = bound(call, "input", negative_slope=0.01, inplace=False)
+    in_place = _is_in_place(call, given)
+    require(slope >= 0)  # else the result does not tell the sign, and in place torch refuses it
+
+    def backward(gradient: Tensor, passes: Tensor) -> Tensor:
+        signs = passes.to(gradient.dtype)
+        return cast(Tensor, torch.ops.aten.leaky_relu_backward(gradient, signs, slope, False))
+
+    return _gated(x, _Gate(lambda x: F.leaky_relu(x, slope, in_place), lambda y: y > 0, backward, in_place))
+
+
+# -- dropout ------------------------------------------------------------------------------------------------------
+
+
+class _Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fused: Fused) -> Tensor:
+        result, (mask,) = fused.forward([x])
+        ctx.fused, ctx.shape, ctx.stride = fused, mask.shape, mask.stride()
+        ctx.save_for_backward(packed(mask))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with shield():
+            (bits,) = ctx.saved_tensors
+            mask = unpacked(bits, ctx.shape, ctx.stride)
+            return *ctx.fused.backward(gradient, [mask], [None], [True]), None
+
+
+def _dropout(call: Call, x: Tensor) -> Tensor:
+    """F.dropout(input, p=0.5, training=True, inplace=False) and torch.dropout(input, p, train); in place as torch's."""
+    found = None if function_name(call).endswith("_") else dropout_call(call)
+    if found is None:
+        raise Mismatch
+    return cast(Tensor, _Dropped.apply(x, found[0]))  # type: ignore[no-untyped-call]
+
+
+_RUNNERS: dict[str, Callable[[Call, Tensor], Tensor]] = {
+    "relu": _relu,
+    "relu6": _relu6,
+    "hardtanh": _hardtanh,
+    "leaky_relu": _leaky_relu,
+    "dropout": _dropout,
+    "max_pool2d": pool(2),
+    "max_pool3d": pool(3),
+}
+MASKED = frozenset(_RUNNERS)
