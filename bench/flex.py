@@ -2,6 +2,7 @@
 
   python bench/flex.py                          width 2048, batch 512, all threads
   python bench/flex.py --width 512 --batch 128 --rounds 5 --threads 1
+  python bench/flex.py --avx2                   all libraries held to AVX2
 
 A step is forward, loss, backward and the optimizer's update. The precisions take turns step by step, so that whatever
 else the machine does meets them alike; told are the medians and quartiles, and their ratio to fp32's median. The result
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+from gemm import hold_to_avx2
 from torch import nn
 
 from lowp.precision import Precision
@@ -56,7 +58,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "flex.json")
+    parser.add_argument("--avx2", action="store_true", help="hold torch's libraries and lowp to AVX2")
     given = parser.parse_args()
+    if given.avx2:
+        hold_to_avx2()
     if given.threads:
         torch.set_num_threads(given.threads)
     steps = {name: Step(name, given.width, given.batch, given.layers) for name in PRECISIONS}
@@ -73,7 +78,13 @@ def main() -> None:
         rows[name] = {"seconds": middle, "quartiles": [low, high], "of_fp32": middle / base}
         print(f"{name:<9} {1e3 * middle:8.1f} ms  ({1e3 * low:.1f} .. {1e3 * high:.1f})  {middle / base:.2f} of fp32")
     settings = {name: getattr(given, name) for name in ("width", "batch", "layers", "rounds")}
-    document = {**header("bench-flex", "bench/flex.py"), **settings, "threads": torch.get_num_threads(), "rows": rows}
+    document = {
+        **header("bench-flex", "bench/flex.py"),
+        **settings,
+        "threads": torch.get_num_threads(),
+        "held_to_avx2": given.avx2,
+        "rows": rows,
+    }
     given.out.parent.mkdir(exist_ok=True)
     given.out.write_text(json.dumps(document, indent=1) + "\n")
 

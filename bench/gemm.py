@@ -47,6 +47,12 @@ AVX2 = {
 }
 
 
+def hold_to_avx2() -> None:
+    """Begin this process anew, if need be, with what libraries read when they are loaded."""
+    if any(os.environ.get(name) != value for name, value in AVX2.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **AVX2})
+
+
 def quantised(x: Tensor, shift: int = 0) -> Tensor:
     """Return the mantissas that DFP-16 makes of x."""
     exponent = math.frexp(x.abs().max().item())[1] - 1 - 14 + shift
@@ -155,8 +161,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--avx2", action="store_true", help="hold torch's libraries and lowp to AVX2")
     options = parser.parse_args()
-    if options.avx2 and any(os.environ.get(name) != value for name, value in AVX2.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **AVX2})  # read when they are loaded
+    if options.avx2:
+        hold_to_avx2()
     torch.manual_seed(0)
     sizes, convolutions = (SIZES[:1], CONVOLUTIONS[:1]) if options.quick else (SIZES, CONVOLUTIONS)
     results: dict[str, Any] = {

@@ -1,0 +1,108 @@
+"""The recorded runs of bench/results/runs as tables: `python bench/runs.py [--write docs/runs.md]`.
+
+Each file there was written by the `lowp compare` that it names. `--write` puts the tables between the marks
+``<!-- NAME -->`` and ``<!-- end -->`` of a page, and leaves the words around them as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+RUNS = Path(__file__).parent / "results" / "runs"
+# what says where and how a run was made, and does not change its numbers
+_APART = {"--jobs", "--out", "--plot", "--timing"}
+
+
+def tables(folder: Path = RUNS) -> dict[str, str]:
+    """The table of every finished comparison in a folder, by the name of its file."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    return {name: table(document) for name, document in found.items() if document["kind"] == "comparison"}
+
+
+def table(document: dict[str, Any]) -> str:
+    """One comparison: its command, its data and machine, and a row a precision."""
+    recipe, seeds = document["recipe"], len(document["seeds"])
+    machine = f"{document['machine']['words']}, torch {document['versions']['torch']}"
+    epochs = document["settings"]["epochs"]
+    lines = [
+        f"`{command(document['command'])}`",
+        "",
+        f"{recipe['parameters']:,} parameters, {epochs} epoch{'s' * (epochs > 1)}, {seeds} seed{'s' * (seeds > 1)}. "
+        f"Data: {recipe['data']}. {machine}.",
+        "",
+        f"| precision | {recipe['metric']} | loss | gap, in seed deviations | verdict | skipped steps | lost updates |",
+        "| --- | --: | --: | --: | --- | --: | --: |",
+    ]
+    return "\n".join([*lines, *(_row(row, recipe) for row in document["variants"])])
+
+
+def command(line: str) -> str:
+    """The command without what only says where to write, or that an interrupted one goes on."""
+    words = shlex.split(line)
+    kept = []
+    for place, word in enumerate(words):
+        if word not in _APART and word != "--resume" and (place == 0 or words[place - 1] not in _APART):
+            kept.append(word)
+    return shlex.join(kept)
+
+
+def _row(row: dict[str, Any], recipe: dict[str, Any]) -> str:
+    numbers, verdict = row["statistics"], row["verdict"]
+    gap = verdict["gap_in_deviations"]
+    # with one seed there is no deviation to measure a gap by
+    seeds = len(row["runs"])
+    cells = [
+        row["label"],
+        _spread(numbers[recipe["metric"]], recipe["metric_is_share"]),
+        _spread(numbers["loss"], False),
+        "" if gap is None or seeds < 2 or verdict["verdict"] == "baseline" else f"{gap:+.1f}",
+        verdict["verdict"],
+        f"{numbers['skipped_steps']['mean']:.3g}" if numbers["skipped_steps"]["values"] else "",
+        _share(numbers["lost_updates"]["mean"]),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _spread(number: dict[str, Any], is_share: bool) -> str:
+    mean, deviation = number["mean"], number["deviation"]
+    if mean is None:
+        return "not finite"
+    shown, unit = (f"{mean:.2%}", 100) if is_share else (f"{mean:.4f}", 1)
+    if deviation is None:
+        return shown
+    return f"{shown} ± {unit * deviation:.2f}" if is_share else f"{shown} ± {deviation:.4f}"
+
+
+def _share(mean: float | None) -> str:
+    return "" if mean is None else "< 0.01%" if 0 < mean < 1e-4 else f"{mean:.2%}"
+
+
+def written(page: str, found: dict[str, str]) -> str:
+    """The page with each table between its marks; raises ValueError for a run that the page has no marks for."""
+    for name, text in found.items():
+        begin, end = f"<!-- {name} -->\n", "<!-- end -->"
+        before, mark, rest = page.partition(begin)
+        _, stop, after = rest.partition(end)
+        if not mark or not stop:
+            raise ValueError(f"the page has no place for {name}: give it one, <!-- {name} --> and {end}")
+        page = f"{before}{begin}\n{text}\n\n{end}{after}"
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", metavar="PAGE", type=Path, help="put the tables into this page")
+    given = parser.parse_args()
+    found = tables()
+    if given.write is None:
+        print("\n\n".join(f"{name}\n\n{text}" for name, text in found.items()))
+    else:
+        given.write.write_text(written(given.write.read_text(encoding="utf-8"), found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The page of recorded runs has the tables of the files in bench/results/runs, and no others."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture
+def runs(repository: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(repository / "bench")
+    import runs  # type: ignore[import-not-found]
+
+    return runs
+
+
+def test_the_page_has_the_tables_of_all_recorded_runs(runs: ModuleType, repository: Path) -> None:
+    page = (repository / "docs" / "runs.md").read_text()
+    assert runs.written(page, runs.tables()) == page
+    assert set(re.findall("<!-- (.*?) -->", page)) == {*runs.tables(), "end"}
+
+
+def test_a_run_without_a_place_on_the_page_is_an_error(runs: ModuleType) -> None:
+    with pytest.raises(ValueError, match="the page has no place for digits: give it one, <!-- digits -->"):
+        runs.written("# no marks", {"digits": "table"})
+
+
+def test_the_command_is_shown_without_what_does_not_change_its_numbers(runs: ModuleType) -> None:
+    line = "lowp compare gpt --jobs 1 --timing 0 --out runs/gpt.json --data data/text --seeds 3 --resume"
+    assert runs.command(line) == "lowp compare gpt --data data/text --seeds 3"
+
+
+def test_every_recorded_run_is_finished_and_names_its_machine_and_seeds(runs: ModuleType) -> None:
+    for path in runs.RUNS.glob("*.json"):
+        document = json.loads(path.read_text())
+        assert document["complete"] and document["machine"]["words"], path.name
+        assert all([run["seed"] for run in row["runs"]] == document["seeds"] for row in document["variants"]), path.name
