@@ -253,3 +253,14 @@ def test_the_losers_write_every_tensor_too_and_do_not_predict(loser: str) -> Non
     summary = run.precision.exponents.summary()["all"]
     assert summary.moved == 0 and summary.writes > 500
     assert (summary.saturated > 20) == (loser != "flex16+5:static(-8)")
+
+
+def test_a_sparse_gradient_is_refused_with_advice_and_nothing_changes() -> None:
+    model = nn.Embedding(8, 4, sparse=True)
+    precision = Precision("flex16+5")
+    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model.weight.detach().clone()
+    precision.backward(model(torch.tensor([1, 2])).sum())
+    with pytest.raises(InvalidInput, match=r"the gradient of weight is sparse.*sparse=False, or train in dfp16"):
+        precision.step(optimizer)
+    assert torch.equal(model.weight, before)

@@ -81,6 +81,12 @@ class FlexWeights(torch.optim.Optimizer):
                 "a closure would see weights that are in no format yet: optimizers that need one (LBFGS) train with "
                 "fp32 parameters, as in Precision('dfp16')"
             )
+        sparse = [self._names[one] for one in self._parameters() if one.grad is not None and one.grad.is_sparse]
+        if sparse:
+            raise InvalidInput(
+                f"the gradient of {sparse[0]} is sparse, and {self.cast} writes whole tensors: make the embedding with "
+                "sparse=False, or train in dfp16, whose optimizer is fp32"
+            )
         before: dict[Tensor, Tensor | Mantissas] = {}
         for parameter in self._parameters():
             if parameter.grad is not None:
