@@ -68,8 +68,8 @@ def printed(of: dict[str, Any]) -> str:
 
 
 def cells(text: str, label: str) -> list[list[str]]:
-    """The cells of every line that begins with a label."""
-    return [re.split(r"  +", line.strip()) for line in text.splitlines() if line.strip().startswith(f"{label} ")]
+    """The cells of every line of a table that begins with a label; words wrap, and have one space after it."""
+    return [re.split(r"  +", line.strip()) for line in text.splitlines() if line.strip().startswith(f"{label}  ")]
 
 
 def test_numbers_stand_with_their_units_and_nothing_is_rounded_up_to_all() -> None:
