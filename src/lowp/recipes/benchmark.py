@@ -139,12 +139,7 @@ class Subject:
         any_row = next(iter(self.runners.values()), None)
         return {
             "recipe": {
-                "name": recipe.name,
-                "summary": recipe.summary,
-                "source": recipe.source,
-                "data": self.data.description,
-                "size": self.settings.size,
-                "parameters": self.size.parameters,
+                **results.recipe_head(recipe, self.data, self.settings.size),
                 "batch": self.batch,
                 "unit": recipe.unit,
                 "units_per_step": None if any_row is None else any_row.units,

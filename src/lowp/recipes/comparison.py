@@ -143,19 +143,14 @@ class Study:
     # -- what it showed -----------------------------------------------------------------------------------------------
     def document(self) -> dict[str, Any]:
         """Everything as plain values; statistics only of rows that have runs, and verdicts once fp32's are there."""
-        recipe, size = self.recipe, self.recipe.size(self.settings.size)
+        recipe = self.recipe
         device = "cuda" if self.settings.device.startswith("cuda") else "cpu"
         return {
             **self._header,
             "command": self.command,
             "complete": not self.jobs(),
             "recipe": {
-                "name": recipe.name,
-                "summary": recipe.summary,
-                "source": recipe.source,
-                "data": self.data.description,
-                "size": self.settings.size,
-                "parameters": size.parameters,
+                **results.recipe_head(recipe, self.data, self.settings.size),
                 "metric": recipe.metric.name,
                 "metric_is_share": recipe.metric.share,
                 "higher_is_better": recipe.metric.higher_is_better,

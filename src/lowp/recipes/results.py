@@ -18,8 +18,9 @@ import torch
 
 from lowp import __version__
 from lowp.errors import InvalidInput
+from lowp.recipes.recipe import Data, Recipe
 
-__all__ = ["VERSION", "check_writable", "header", "machine", "read", "write"]
+__all__ = ["VERSION", "check_writable", "header", "machine", "read", "recipe_head", "write"]
 
 VERSION = 1
 _MARK = "lowp_results"
@@ -39,6 +40,18 @@ def header(kind: str, command: str | None = None) -> dict[str, Any]:
             "numpy": numpy.__version__,
             "python": platform.python_version(),
         },
+    }
+
+
+def recipe_head(recipe: Recipe, data: Data, size: str | None) -> dict[str, Any]:
+    """What every document says of the recipe that it is about: name, summary, source, data, size, parameters."""
+    return {
+        "name": recipe.name,
+        "summary": recipe.summary,
+        "source": recipe.source,
+        "data": data.description,
+        "size": size,
+        "parameters": recipe.size(size).parameters,
     }
 
 
