@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed
@@ -22,6 +22,12 @@ def is_running() -> bool:
 def world() -> Group:
     """Return the group of all ranks, or None where torch.distributed is not initialised."""
     return torch.distributed.group.WORLD if is_running() else None
+
+
+def has_other_ranks() -> bool:
+    """Return whether this process is one of several ranks."""
+    group = world()
+    return group is not None and group.size() > 1
 
 
 def resolve(group: object) -> Group:
@@ -56,6 +62,20 @@ def sum_over_(counts: torch.Tensor, group: Group) -> None:
     _reduce_(counts, torch.distributed.ReduceOp.SUM, group)
 
 
+def gather(value: object, group: Group) -> list[Any]:
+    """Return every rank's `value` (plain picklable data), in the order of ranks; every rank must call this."""
+    if group is None or group.size() == 1:
+        return [value]
+    found: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(found, value, group=group)
+    return found
+
+
+def own_device(kind: str) -> torch.device:
+    """Return this rank's device of a kind: ``cuda`` is the one that is current here."""
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
 def _reduce_(value: torch.Tensor, operation: torch.distributed.ReduceOp.RedOpType, group: Group) -> None:
     if group is None or group.size() == 1:
         return
@@ -70,8 +90,7 @@ def _device_for(value: torch.Tensor, group: torch.distributed.ProcessGroup) -> t
     kinds = {device.type: device for device in _devices(group)}
     if value.device.type in kinds or not kinds:
         return value.device
-    kind = next(iter(kinds))
-    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+    return own_device(next(iter(kinds)))
 
 
 def _devices(group: torch.distributed.ProcessGroup) -> list[torch.device]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lowp import distributed, presets, region
+from lowp import presets, region
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
 from lowp.grad_scaler import GradScaler, NonFinite, NonFiniteGradients
@@ -157,9 +157,7 @@ class Precision:
     def _skips_faulty(self, exponents: SharedExponents) -> bool:
         """Skip the step if a value that is not finite was written in it, here or on another rank: told, and counted."""
         faults = exponents.faults()
-        flag = torch.tensor(bool(faults), dtype=torch.int32)
-        distributed.agree_on_maximum_(flag, distributed.world())
-        if not flag:
+        if not exponents.any_rank(bool(faults)):
             return False
         self._faults = faults
         self._skipped = (0 if self._skipped is None else self._skipped) + torch.ones((), dtype=torch.int64)

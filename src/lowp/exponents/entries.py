@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowp import distributed
 from lowp.casts import Cast, Rounding
 from lowp.errors import InvalidInput
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
@@ -61,6 +60,7 @@ class Flush(NamedTuple):
     predicted: Tensor | None  # fp64[n], χ; None of scalings that predict no maximum
 
 
+_LOWEST = -1000  # below every exponent
 COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
 
 
@@ -252,11 +252,11 @@ class Entries:
         self.pending[index] = seen
 
     # -- the end of a step ----------------------------------------------------------------------------------------
-    def flush(self, group: distributed.Group) -> Flush | None:
-        """Observe what was written since the last time; with a `group`, what any of its ranks has written."""
-        if not self.names or (not self.pending and group is None):
+    def flush(self, agreed: Tensor | None = None) -> Flush | None:
+        """Observe what was written since the last time, or what all ranks have, as `AgreedPlaces.agree` tells it."""
+        if not self.names or (not self.pending and agreed is None):
             return None
-        seen = self._agreed(group) if group is not None and group.size() > 1 else self._observed()
+        seen = self._observed() if agreed is None else self._adopted(agreed)
         mask = seen.mask
         assert mask is not None
         self._count(seen, mask)
@@ -286,38 +286,39 @@ class Entries:
         mantissa, nonfinite, vanished, overflowed, crowded, elements = full
         return Written(mantissa, mask, nonfinite, vanished, overflowed, crowded, elements)
 
-    def _agreed(self, group: distributed.Group) -> Written:
-        """What all ranks have seen, by one all-reduce; also settles on the largest exponent that one has begun with."""
+    def columns(self, places: list[str]) -> Tensor:
+        """What this rank has seen at some places, fp64[9, n], for a maximum over ranks; zeros where it saw nothing.
+
+        Rows: the maximum as a real value; the exponent, counted from `_LOWEST`; the flags written, not finite, not
+        vanished and started; elements that did not fit, that were crowded, and that were written.
+        """
         if self.pending:
             own = self._observed()
         else:
             zeros = torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
             flags = zeros.bool()
             own = Written(zeros.int(), flags, flags, flags, zeros, zeros, zeros)
-        order = torch.tensor([self.names[name] for name in sorted(self.names)], device=self.device)
-        exponent, minimum = self.state.exponent, -1000.0
+        order = torch.tensor([self.names[place] for place in places], device=self.device)
+        exponent, started = self.state.exponent, self.state.started
         mask, nonfinite, vanished = own.mask, own.nonfinite, own.vanished
         assert mask is not None and nonfinite is not None and vanished is not None
         assert own.overflowed is not None and own.crowded is not None and own.elements is not None
         rows = [
             torch.where(mask, torch.ldexp(own.mantissa.double(), exponent), 0.0),
-            torch.where(mask | self.state.started, exponent.double(), minimum),
-            *(flag.double() for flag in (mask, nonfinite, mask & ~vanished, self.state.started)),
+            torch.where(mask | started, exponent.double() - _LOWEST, 0.0),
+            *(flag.double() for flag in (mask, nonfinite, mask & ~vanished, started)),
             *(count.double() for count in (own.overflowed, own.crowded, own.elements)),
         ]
-        shared = torch.stack(rows)[:, order]
-        shared[1] -= minimum  # maxima of what is zero or larger
-        distributed.agree_on_maximum_(shared, group)
-        back = torch.empty_like(shared)
-        back[:, order] = shared
-        agreed = (back[1] + minimum).to(torch.int32)
-        exponent = torch.where(back[1] > 0, agreed, exponent)
-        limit = self.scaling.limit
-        mantissa = torch.ldexp(back[0], -exponent).round().clamp(max=limit + 1).to(torch.int32)
-        self.state = self.state._replace(exponent=exponent, started=back[5] > 0)
-        written, nonfinite = back[2] > 0, back[3] > 0
-        vanished = written & (back[4] == 0)
-        return Written(mantissa, written, nonfinite, vanished, *(back[row].to(torch.int64) for row in (6, 7, 8)))
+        return torch.stack(rows)[:, order]
+
+    def _adopted(self, agreed: Tensor) -> Written:
+        """Take over the largest exponent that a rank has written under; return what all of them have seen."""
+        exponent = torch.where(agreed[1] > 0, (agreed[1] + _LOWEST).to(torch.int32), self.state.exponent)
+        mantissa = torch.ldexp(agreed[0], -exponent).round().clamp(max=self.scaling.limit + 1).to(torch.int32)
+        self.state = self.state._replace(exponent=exponent, started=agreed[5] > 0)
+        written, nonfinite = agreed[2] > 0, agreed[3] > 0
+        vanished = written & (agreed[4] == 0)
+        return Written(mantissa, written, nonfinite, vanished, *(agreed[row].to(torch.int64) for row in (6, 7, 8)))
 
     def _count(self, seen: Written, mask: Tensor) -> None:
         good = mask & (seen.mantissa > 0)

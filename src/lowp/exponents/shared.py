@@ -24,6 +24,7 @@ from lowp import casts, distributed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents.entries import COUNTS, Entries, Flush
+from lowp.exponents.ranks import AgreedPlaces
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, exact_exponent, exact_mantissas
 from lowp.ops import known
@@ -80,6 +81,7 @@ class SharedExponents:
         self._faults: list[str] = []
         self._watchers: list[Callable[[Flush], object]] = []
         self._listeners: list[Callable[[str, Tensor, int], object]] = []
+        self._agreed = AgreedPlaces()
 
     # -- writing --------------------------------------------------------------------------------------------------
     def write(self, x: Tensor, cast: Cast, place: str, *, training: bool = True, unless_exact: bool = False) -> Tensor:
@@ -159,8 +161,8 @@ class SharedExponents:
     def _begun(self, group: Entries, place: str) -> int:
         """The entry of a place, ready for a write of training."""
         index = group.index(place)
-        if index in group.pending and not distributed.is_running():
-            self._flush(group, None)  # a second write at one place sees what the first one taught
+        if index in group.pending and not distributed.has_other_ranks():
+            self._flush(group)  # a second write at one place sees what the first one taught
         return index
 
     def admit(self, x: Tensor, cast: Cast, place: str) -> None:
@@ -197,16 +199,29 @@ class SharedExponents:
 
     # -- steps ----------------------------------------------------------------------------------------------------
     def flush(self) -> None:
-        """End a step: observe all writes of training, with all ranks if there are several, and predict anew."""
-        for _, group in sorted(self._groups.items(), key=lambda one: str(one[0])):
-            self._flush(group, distributed.world())
+        """End a step: observe all writes of training, with all ranks if there are several, and predict anew.
+
+        With several ranks each of them has to call this.
+        """
+        agreed: dict[Cast, Tensor] = {}
+        if distributed.has_other_ranks():
+            agreed = self._agreed.agree(self._groups, self._group, distributed.world())
+        for cast, group in sorted(self._groups.items(), key=lambda one: str(one[0])):
+            self._flush(group, agreed.get(cast))
         self._faults = []
 
-    def _flush(self, group: Entries, ranks: distributed.Group) -> None:
-        done = group.flush(ranks)
+    def _flush(self, group: Entries, agreed: Tensor | None = None) -> None:
+        done = group.flush(agreed)
         if done is not None:
             for watcher in self._watchers:
                 watcher(done)
+
+    def any_rank(self, is_faulty: bool) -> bool:
+        """Return whether any rank found its step faulty; every rank has to call this before it ends its step.
+
+        Raises Misuse, on all ranks, where they do not remember the same places.
+        """
+        return self._agreed.fault(is_faulty, distributed.world()) if distributed.has_other_ranks() else is_faulty
 
     def faults(self) -> list[str]:
         """The places where a value that was not finite has been written in this step, the first one first.
@@ -304,7 +319,7 @@ class SharedExponents:
             group.before = saved["before"].to(device, copy=True)
             group.exponents, group.started = group.state.exponent.tolist(), group.state.started.tolist()
             groups[cast] = group
-        self._groups, self._faults = groups, []
+        self._groups, self._faults, self._agreed = groups, [], AgreedPlaces(groups)
 
 
 class PlaceSite:

@@ -1,14 +1,11 @@
-"""Exponents that belong to places: writes, steps, faults, checkpoints, and what ranks agree on."""
+"""Exponents that belong to places: writes, steps, faults, and checkpoints."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed
-import torch.multiprocessing
 from torch import Tensor
 
 from lowp.casts import parse
@@ -236,30 +233,3 @@ def test_headroom_is_kept_free() -> None:
             exponents.write(torch.tensor([1.5]), cast, "output of x")
             exponents.flush()
         assert exponents.exponent("output of x") == -14 + bits
-
-
-# -- ranks ------------------------------------------------------------------------------------------------------------
-def rank(number: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(f"{folder}/store", 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=number, world_size=2)
-    exponents = SharedExponents()
-    for step in range(6):
-        order = ("a", "b") if number == 0 else ("b", "a")
-        for name in order:
-            exponents.write(torch.tensor([1.0, 40.0 if number and step > 2 else 2.0]), FLEX, f"output of {name}")
-        if number == 1 and step == 4:
-            exponents.write(torch.tensor([torch.nan]), FLEX, "output of a")
-        exponents.flush()
-    found: dict[str, Any] = {name: exponents.exponent(f"output of {name}") for name in ("a", "b")}
-    found["writes"] = exponents.summary()["all"].writes
-    found["nonfinite"] = exponents.summary()["all"].nonfinite
-    torch.save(found, f"{folder}/{number}.pt")
-    torch.distributed.destroy_process_group()
-
-
-def test_ranks_agree_on_every_exponent_by_the_largest_maximum(tmp_path: Any) -> None:
-    torch.multiprocessing.spawn(rank, args=(str(tmp_path),), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{number}.pt") for number in (0, 1))
-    assert first == second
-    assert 2.0 ** first["b"] * 32767 >= 40 and first["writes"] == 12 and first["nonfinite"] == 1
