@@ -55,3 +55,27 @@ def test_a_private_name_that_torch_lacks_is_named() -> None:
     text = f"torch {torch.__version__} has no torch._C._NoSuchThing, which lowp needs; torch 2.13 has it"
     with pytest.raises(Unavailable, match=re.escape(text)):
         compat.private("torch._C._NoSuchThing")
+
+
+def test_a_constant_is_marked_as_torch_marks_it() -> None:
+    def ours() -> int:
+        return 1
+
+    def theirs() -> int:
+        return 1
+
+    assert compat.constant_when_compiled(ours) is ours
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(ours) == vars(theirs)
+
+
+def test_gradients_are_torch_s_own() -> None:
+    x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    given = torch.randn(3)
+    for create_graph in (False, True):
+        found = compat.gradients_of(x * y.exp(), [x, y], given, create_graph)
+        wanted = torch.autograd.grad(x * y.exp(), [x, y], given, create_graph=create_graph)
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        assert all(one.requires_grad is create_graph for one in found)
+    assert compat.gradients_of(x * 2, [], given) == ()
+    assert x.grad is None

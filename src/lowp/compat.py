@@ -9,11 +9,15 @@ from __future__ import annotations
 import functools
 import re
 import warnings
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any, TypeVar
 
 import torch
 
 from lowp.errors import Unavailable
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # pyproject.toml asks for TORCH_MINIMUM <= torch < TORCH_LIMIT. The tests run with the minimum, which is also what
 # constraints.txt pins; a later torch within the range is let through with a warning.
@@ -57,8 +61,34 @@ def private(path: str) -> object:
     return found
 
 
+def constant_when_compiled(function: _Function) -> _Function:
+    """Mark a function whose answers torch.compile takes as constants; it runs them as plain Python.
+
+    The mark of torch.compiler.assume_constant_result, without what that loads: the compiler, which takes seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def gradients_of(
+    result: torch.Tensor, inputs: Sequence[torch.Tensor], gradient: torch.Tensor, create_graph: bool = False
+) -> Sequence[torch.Tensor]:
+    """Return the gradients of the inputs, each of which `result` depends on; `gradient` has the result's shape.
+
+    torch.autograd.grad loads SymPy to compare the shapes, which takes seconds: where nothing is traced, its engine is
+    asked itself.
+    """
+    if create_graph or type(result) is not torch.Tensor or torch.compiler.is_compiling():
+        return torch.autograd.grad(result, inputs, gradient, create_graph=create_graph)
+    if not inputs:
+        return ()
+    found: Sequence[torch.Tensor] = _run_backward((result,), (gradient,), False, False, tuple(inputs), False)
+    return found
+
+
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
 check_torch(torch.__version__)
+_run_backward: Any = private("torch.autograd.graph._engine_run_backward")

@@ -262,3 +262,11 @@ def test_operators_keep_the_rules_of_torch() -> None:
         (torch.ops.lowp.statistics.default, (x.detach(),)),
     ):
         assert set(torch.library.opcheck(operator, call).values()) == {"SUCCESS"}, operator
+
+
+def test_a_gradient_reaches_what_is_negated_lazily() -> None:
+    parts = torch.randn(4, dtype=torch.complex64, requires_grad=True)
+    negated = parts.conj().imag
+    assert negated.is_neg()
+    quantize(negated, "e4m3fn").sum().backward()
+    assert torch.equal(parts.grad, torch.full((4,), -1j))

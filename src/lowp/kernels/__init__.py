@@ -2,8 +2,8 @@
 
 `reference` is the definition (fp64, eager). `bitwise` is integer arithmetic in torch (any device, compiles). `native`
 uses torch's dtypes for the few casts where they are exact. `cpu` is the C++ library. All give the same bits; see
-kernels/README.md. Ordinary calls go straight to the implementation; calls that torch must see (gradients,
-torch.compile, torch.func, fake tensors, subclasses) go through the operators of `custom_ops`, which come back here.
+kernels/README.md. Ordinary calls go straight to the implementation; calls that torch must see (torch.compile,
+torch.func, fake tensors, subclasses) go through the operators of `custom_ops`, which come back here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowp.casts import Cast, parse
 from lowp.compat import private
 from lowp.errors import InvalidInput, Unavailable, UnknownName, unknown
 from lowp.formats import Format, ScaledFormat
-from lowp.kernels import arrays, bitwise, cpu, limits, native, reference, run, scaled
+from lowp.kernels import arrays, bitwise, cpu, limits, native, packing, reference, run, scaled, straight_through
 from lowp.kernels.floats import CARRIERS
 from lowp.kernels.statistics import Statistics
 from lowp.quantized import Quantized
@@ -115,9 +115,10 @@ def quantize(x: Any, cast: str | Cast | Format, *, scale: Any = None, seed: int 
     plan = _plan(cast, x.dtype)
     seed = _check(x, seed)
     if out is None:
-        if not _is_ours(x):
+        if not _is_eager(x):
             return custom_ops.quantize(x, plan, scale, seed)
-        return run.quantize(implementation(x.device), x, plan, _scales(scale, plan, x), seed)
+        kernel = straight_through.quantize if _is_differentiated(x) else run.quantize
+        return kernel(implementation(x.device), x, plan, _scales(scale, plan, x), seed)
     _check_out(x, out)
     if not (_is_ours(x) and _is_ours(out)):
         return custom_ops.quantize(x, plan, scale, seed, out)
@@ -150,6 +151,8 @@ def encode(
                 implementation(x.device, "encode"), x.detach(), cast, _scales(scale, cast, x), seed, packed
             )
         _scales(scale, cast, x)
+        if _is_eager(x):
+            return run.encode(implementation(x.device, "encode"), x.detach(), cast, seed, packed)
     return custom_ops.encode(x, cast, seed, packed)
 
 
@@ -178,6 +181,10 @@ def decode(
             raise InvalidInput(f"codes of {element} are {expected}, as lowp.encode gives them, not {codes.dtype}")
         if not limits.holds_format(element, dtype):
             raise InvalidInput(f"{element}: {dtype} cannot hold every value: decode to torch.float32 or torch.float64")
+        if _is_eager(codes):
+            if packed:
+                codes = packing.unpack(codes, element, length)
+            return run.decode(implementation(codes.device, "decode"), codes, element, dtype)
     return custom_ops.decode(codes, format, dtype, packed, length)
 
 
@@ -207,13 +214,16 @@ def statistics(x: Any) -> Statistics:
 # -- what they check --------------------------------------------------------------------------------------------------
 def _is_plain(x: Tensor) -> bool:
     """Whether torch has no business with this call: no gradient, no mode, no transform, no lazy negation."""
-    return (
-        not (x.requires_grad and torch.is_grad_enabled())
-        and _dispatch_modes() == 0
-        and _transform() is None
-        and forward_ad._current_level < 0
-        and not x.is_neg()
-    )
+    return not _is_differentiated(x) and _is_quiet() and not x.is_neg()
+
+
+def _is_differentiated(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _is_quiet() -> bool:
+    """Whether no mode and no transform wants to see the call."""
+    return _dispatch_modes() == 0 and _transform() is None and forward_ad._current_level < 0
 
 
 def _is_contiguous(x: Tensor) -> bool:
@@ -224,8 +234,13 @@ def _is_transformed() -> bool:
     return not _is_compiling() and (_transform() is not None or forward_ad._current_level >= 0)
 
 
+def _is_eager(x: Tensor) -> bool:
+    """Whether the kernels may run on the tensor at once: it is an ordinary one, and nobody else wants to see it."""
+    return type(x) in (Tensor, torch.nn.Parameter) and _is_quiet() and not x.is_meta
+
+
 def _is_ours(x: Tensor) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter) and (_is_plain(x) or x.is_neg()) and not x.is_meta
+    return _is_eager(x) and not _is_differentiated(x)
 
 
 @functools.lru_cache(maxsize=1024)

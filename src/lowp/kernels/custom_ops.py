@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowp import kernels
 from lowp.casts import Cast
+from lowp.compat import constant_when_compiled
 from lowp.errors import InvalidInput
 from lowp.formats import Format
 from lowp.kernels import limits, packing, run, scaled
@@ -56,7 +57,7 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return result
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def _text(cast: str | Cast | Format) -> str:
     return cast if isinstance(cast, str) else str(cast)
 

@@ -20,6 +20,7 @@ serves where the library was not built, and gives the same bits. All of it is fo
 
 from __future__ import annotations
 
+import itertools
 import os
 from array import array
 from dataclasses import dataclass
@@ -238,13 +239,18 @@ def _matrices(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> tup
     _check_depth(left.shape[-1])
     if left.dim() == right.dim() == 2:
         return left, right
-    try:
-        batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        raise InvalidInput(
-            f"the leading dimensions {tuple(left.shape[:-2])} of a and {tuple(right.shape[:-2])} of b do not broadcast"
-        ) from None
+    batch = _broadcast(left.shape[:-2], right.shape[:-2])
     return left.expand(*batch, *left.shape[-2:]), right.expand(*batch, *right.shape[-2:])
+
+
+def _broadcast(left: torch.Size, right: torch.Size) -> tuple[int, ...]:
+    """Return the shape that both broadcast to. torch.broadcast_shapes loads SymPy to say so, which takes seconds."""
+    found = []
+    for first, second in itertools.zip_longest(reversed(left), reversed(right), fillvalue=1):
+        if first != second and 1 not in (first, second):
+            raise InvalidInput(f"the leading dimensions {tuple(left)} of a and {tuple(right)} of b do not broadcast")
+        found.append(second if first == 1 else first)
+    return tuple(reversed(found))
 
 
 # -- running ----------------------------------------------------------------------------------------------------------

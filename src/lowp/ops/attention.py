@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowp.casts import Cast
+from lowp.compat import gradients_of
 from lowp.ops.casting import (
     Call,
     Operand,
@@ -143,7 +144,7 @@ class _Attention(torch.autograd.Function):
                 result = ctx.settings.attend(*inputs, mask)
             candidates = dict(zip((3, 4, 5, 6), (mask, *inputs), strict=True))
             wanted = [index for index in candidates if ctx.needs_input_grad[index]]
-            found = torch.autograd.grad(result, [candidates[index] for index in wanted], wide, create_graph=graph)
+            found = gradients_of(result, [candidates[index] for index in wanted], wide, create_graph=graph)
             gradients: list[Tensor | None] = [None] * 10
             for index, one in zip(wanted, found, strict=True):
                 gradients[index] = rounded(one, ctx.rule.output, ctx.seed) if index > 3 else one

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowp import kernels
 from lowp.casts import Cast, Overflow, Rounding
-from lowp.compat import private
+from lowp.compat import constant_when_compiled, private
 from lowp.formats import FORMATS, FloatFormat, ScaledFormat
 from lowp.kernels.integer import Exact
 from lowp.policy import Rule
@@ -104,8 +104,7 @@ def _constant(function: Callable[[Cast], _Answer]) -> Callable[[Cast], _Answer]:
     def answer(to: Cast) -> _Answer:
         return remembered(to)
 
-    marked: Callable[[Cast], _Answer] = torch.compiler.assume_constant_result(answer)  # type: ignore[no-untyped-call]
-    return marked
+    return constant_when_compiled(answer)
 
 
 @_constant

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.compat import gradients_of
 from lowp.kernels.mantissas import values
 from lowp.ops import known
 from lowp.ops.casting import Call, Site, edge, shield
@@ -79,7 +80,7 @@ class Fused(ABC):
 
 def _gradients(result: Tensor, inputs: Tensors, wanted: Sequence[bool], gradient: Tensor, **more: Any) -> Tensors:
     chosen = [one for one, want in zip(inputs, wanted, strict=True) if want and one is not None]
-    found = iter(torch.autograd.grad(result, chosen, gradient, **more))
+    found = iter(gradients_of(result, chosen, gradient, **more))
     return [next(found) if want else None for want in wanted]
 
 

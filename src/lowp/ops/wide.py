@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowp.compat import gradients_of
 from lowp.ops.casting import functorch_is_active, rounded, shield
 from lowp.ops.generic import gradient_cast
 from lowp.policy import Rule
@@ -106,6 +107,6 @@ class _Wide(torch.autograd.Function):
 def _three(result: Tensor, inputs: list[Tensor | None], wanted: list[bool], gradient: Tensor, **more: Any) -> Gradients:
     """Return the gradients of the three inputs, None where it is not wanted."""
     chosen = [one for one, want in zip(inputs, wanted, strict=True) if want and one is not None]
-    found = iter(torch.autograd.grad(result, chosen, gradient, **more))
+    found = iter(gradients_of(result, chosen, gradient, **more))
     first, second, third = (next(found) if want else None for want in wanted)
     return first, second, third

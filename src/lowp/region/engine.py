@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lowp.casts import Cast
-from lowp.compat import private
+from lowp.compat import constant_when_compiled, private
 from lowp.errors import InvalidInput, Unavailable
 from lowp.exponents import SharedExponents
 from lowp.ops import predicted, table
@@ -321,7 +321,7 @@ class Engine(TorchFunctionMode):
         return torch.is_autocast_enabled(found) and torch.get_autocast_dtype(found) is self.dtype
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def _kept(rulebook: Rulebook, function: Callable[..., Any], path: str) -> str:
     """Return the name under which a plan is kept, so that torch.compile takes the search for a constant."""
     name = f"{table.name_of(function)}_{id(function)}_{path}"
