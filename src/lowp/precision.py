@@ -18,7 +18,7 @@ from lowp.grad_scaler import GradScaler, NonFinite, NonFiniteGradients
 from lowp.ops.predicted import is_predicted
 from lowp.optim import FlexWeights, MasterWeights
 from lowp.optim.blockwise import BlockwiseOptimizer
-from lowp.optim.model_state import attach
+from lowp.optim.model_state import StoredModel, attach
 from lowp.optim.storage import Storage
 from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset
@@ -318,11 +318,10 @@ class Precision:
         if not isinstance(optimizer, (MasterWeights, BlockwiseOptimizer)):
             kept = set()
         others = [one for one in model.parameters() if one not in kept and one.is_floating_point()]
-        plain = Storage(storage.cast, "none")
-        for parameter in others:
-            plain.adopt(parameter, {})
         if others:
-            _give_fp32(model, set(others), plain)
+            stored = StoredModel(storage)
+            stored.store(model, keep=False)
+            attach(model, stored)
         return optimizer
 
     def _store_predicted(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -345,18 +344,6 @@ class Precision:
                     parameter.copy_(exponents.write(parameter, cast, f"weight of {prefix}{name}"))
         exponents.flush()
         return optimizer
-
-
-def _give_fp32(model: nn.Module, parameters: set[nn.Parameter], storage: Storage) -> None:
-    """`model.state_dict()` gives fp32 for parameters without masters too, and loading rounds into the storage."""
-
-    def set_masters(values: dict[Tensor, Tensor]) -> None:
-        with torch.no_grad():
-            for parameter, value in values.items():
-                if parameter in parameters:
-                    storage.save(parameter, {}, value.detach().to(parameter.device, torch.float32), None)
-
-    attach(model, lambda parameter: parameter.detach().float() if parameter in parameters else None, set_masters)
 
 
 def _accumulating(policy: Policy, accumulate: Accumulation) -> Policy:

@@ -172,6 +172,31 @@ def test_bad_input_is_named() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize(
+    "kind, options, text",
+    [
+        (
+            AdamW,
+            {"fused": True},
+            r"lowp.optim.AdamW takes no fused=True: there is one implementation .* leave it",
+        ),
+        (SGD, {"foreach": True}, "lowp.optim.SGD takes no foreach=True: there is one implementation here"),
+        (AdamW, {"amsgrad": True}, r"wrap torch's optimizer, lowp.MasterWeights\(torch.optim.AdamW\(params, amsgrad"),
+        (SGD, {"differentiable": True}, "use torch's optimizer on fp32 parameters"),
+        (AdamW, {"capturable": True}, "on the device already: leave it out"),
+    ],
+)
+def test_arguments_of_torch_that_are_not_served_say_what_to_do(kind: Make, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidInput, match=text):
+        kind([nn.Parameter(torch.ones(2))], **options)
+
+
+def test_arguments_of_torch_that_ask_for_nothing_are_taken_and_unknown_ones_are_named() -> None:
+    AdamW([nn.Parameter(torch.ones(2))], fused=None, foreach=False, amsgrad=False)
+    with pytest.raises(TypeError, match=r"unknown argument of lowp.optim.AdamW 'weight_deccay'; did you mean weight_d"):
+        AdamW([nn.Parameter(torch.ones(2))], weight_deccay=0.1)
+
+
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("nesterov, dampening", [(False, 0.0), (False, 0.5), (True, 0.0)])
 def test_a_skipped_first_step_does_not_start_the_momentum(nesterov: bool, dampening: float, maximize: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowp.errors import InvalidInput
-from lowp.optim import MasterWeights
+from lowp.optim import SGD, MasterWeights
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-3),
@@ -195,18 +195,38 @@ def test_a_format_that_torch_does_not_have_is_stored_by_value() -> None:
     assert torch.equal(optimizer.master(weight), torch.linspace(-2, 2, 101) - 1e-3)
 
 
-@pytest.mark.parametrize("change", [{"masters": None}, {"masters": ["x"] * 4}, {"steps": None}, {"seed": 1.5}])
-def test_damaged_masters_are_refused_and_change_nothing(change: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"master_weight": torch.ones(2)}, "master_weight of parameter 1 is a tensor .* belongs to another model"),
+        ({"master_weight": "x"}, "master_weight of parameter 1 is a tensor .* not str"),
+        ({"master_steps": 1.5}, "master_steps and master_seed of a parameter's state are whole numbers"),
+        ({"master_seed": "x"}, "master_steps and master_seed of a parameter's state are whole numbers"),
+    ],
+)
+def test_damaged_masters_are_refused_and_change_nothing(change: dict[str, object], text: str) -> None:
     model = _model()
     optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    before = copy.deepcopy(model.state_dict())
     state = optimizer.state_dict()
     state["param_groups"][0]["lr"] = 7.0
-    state["master_weights"] |= change
-    with pytest.raises(InvalidInput, match=r"saved as masters \(a list of tensors\), steps and seed"):
+    state["state"][0]["master_weight"] += 1
+    state["state"][1] |= change
+    with pytest.raises(InvalidInput, match=text):
         optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 0.1
-    with pytest.raises(InvalidInput, match="master weights of version x"):
-        optimizer.load_state_dict({**state, "master_weights": "x"})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("make", [lambda p: MasterWeights(torch.optim.SGD(p, lr=0.1)), lambda p: SGD(p, lr=0.1)])
+def test_hooks_of_state_dicts_fire(make: Callable[..., torch.optim.Optimizer]) -> None:
+    optimizer, seen = make(list(_model().parameters())), list[object]()
+    optimizer.register_state_dict_pre_hook(lambda one: seen.append("before saving"))
+    optimizer.register_state_dict_post_hook(lambda one, state: {**state, "note": 7})
+    optimizer.register_load_state_dict_pre_hook(lambda one, state: seen.append(state["note"]))
+    optimizer.register_load_state_dict_post_hook(lambda one: seen.append("after loading"))
+    optimizer.load_state_dict(state_dict=optimizer.state_dict())
+    assert seen == ["before saving", 7, "after loading"]
 
 
 def test_equal_tensors_are_rounded_independently() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.optim.adamw import adamw
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.optim.blockwise import BlockwiseOptimizer
+from lowp.optim.torch_options import refuse_others
 
 
 class AdamW(BlockwiseOptimizer):
@@ -18,6 +20,8 @@ class AdamW(BlockwiseOptimizer):
     `storage` bf16 with `split` keeps a bf16 weight and a 16-bit remainder: 4 bytes that are the fp32 master, 14 bytes a
     parameter with the bf16 gradient and fp32 moments, 10 with `moments="bf16"` (rounded stochastically). Without
     `split`: `masters` ``fp32`` (a copy beside the weight), ``stochastic`` or ``none``. storage=None is plain fp32.
+
+    Arguments of torch's that are not served (fused, foreach, amsgrad …) are refused with what to do instead.
 
     Source: Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2.
     """
@@ -38,7 +42,9 @@ class AdamW(BlockwiseOptimizer):
         masters: str = "fp32",
         moments: str | Cast = "fp32",
         seed: int = 0,
+        **others: Any,
     ) -> None:
+        refuse_others("lowp.optim.AdamW", others, inspect.signature(AdamW).parameters)
         if lr < 0 or eps < 0 or weight_decay < 0:
             raise InvalidInput(f"lr={lr}, eps={eps}, weight_decay={weight_decay}: none may be negative")
         if not all(0 <= beta < 1 for beta in betas):

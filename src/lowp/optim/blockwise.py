@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,11 +12,24 @@ from torch import Tensor, nn
 from lowp import casts, kernels
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
-from lowp.optim.model_state import Attachment, attach, require_optimizer_state
+from lowp.optim.model_state import Attachment, StoredModel, attach, own
+from lowp.optim.shards import local, shard_of
+from lowp.optim.state_dicts import (
+    MASTER_WEIGHT,
+    check_shape,
+    entries_by_parameter,
+    packed_groups,
+    parameters_of,
+    with_loading_hooks,
+    with_saving_hooks,
+)
 from lowp.optim.storage import Storage, seed_of
+from lowp.optim.zero import refuse_to_convert
 
 # 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache
 BLOCK = 1 << 16
+_KEPT = (MASTER_WEIGHT, "remainder")  # the entries of a parameter's state that belong to its storage
+_COPIED = ("storage", "moment_cast", "moments", "seed")  # what a copy has beside what torch's optimizers have
 _STOCHASTIC_BF16 = "bf16:stochastic"  # nearest would stall: 0.001 of a second moment is below half a bf16 ulp
 
 
@@ -63,7 +77,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point():
                 raise InvalidInput(f"a {parameter.dtype} parameter cannot be trained: leave it out of the optimizer")
+            if parameter.dtype is not self.storage.dtype and self.storage.cast is not None:
+                refuse_to_convert(str(self.storage.cast))
             self.storage.adopt(parameter, self.state[parameter])
+        own(self, self.param_groups[-1]["params"])
 
     # -- a step ---------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -95,10 +112,12 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         if "step" not in state:
             self._start(parameter, state)
         before = state["step"]
-        # flat views; a parameter that is not contiguous (channels_last) is copied into its logical order and back
-        stored = parameter.detach().reshape(-1)
-        gradient = gradient.reshape(-1)
-        parts = {name: value.view(-1) for name, value in state.items() if name != "step"}
+        # flat views of what this rank holds; what is not contiguous (channels_last) is copied into its logical order
+        # and back
+        here = local(parameter).detach()
+        stored = here.reshape(-1)
+        gradient = local(gradient).reshape(-1)
+        parts = {name: local(value).view(-1) for name, value in state.items() if name != "step"}
         for number, start in enumerate(range(0, stored.numel(), BLOCK)):
             block = slice(start, start + BLOCK)
             self._step_block(
@@ -109,8 +128,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 group,
                 seed_of(self.seed, before, index, number),
             )
-        if stored.data_ptr() != parameter.data_ptr():
-            parameter.detach().copy_(stored.view(parameter.shape))
+        if stored.data_ptr() != here.data_ptr():
+            here.copy_(stored.view(here.shape))
         found_inf = getattr(self, "found_inf", None)
         state["step"] = before + (1 if found_inf is None else 1 - found_inf.reshape(()).to(before.device).clamp(max=1))
 
@@ -143,52 +162,70 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 kept[name].copy_(kernels.quantize(value, _STOCHASTIC_BF16, seed=seed_of(0, seed, slot)))
 
     def _start(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Make the step counter and the moments as they are before the first step."""
         dtype = torch.float32 if str(self.moment_cast) == "fp32" else torch.bfloat16
         device = parameter.device if parameter.device.type != "cpu" else None
         state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         for name in self.moments:
-            state[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            layout = torch.contiguous_format
+            state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=layout, requires_grad=False)
 
     # -- fp32 in and out ------------------------------------------------------------------------------------------
     def master(self, parameter: Tensor) -> Tensor:
-        """The fp32 value behind a stored parameter."""
-        return self.storage.load(parameter, self.state[parameter])
+        """The fp32 value behind a stored parameter; a DTensor's is a DTensor."""
+        return self.storage.load_whole(parameter, self._kept(parameter))
 
     def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
         """Set fp32 values by parameter, and write the parameters: rounded to nearest, never stochastically."""
+        mine = {id(parameter) for _, parameter in self._parameters()}
         with torch.no_grad():
             for parameter, value in values.items():
-                if any(parameter is mine for _, mine in self._parameters()):
-                    value = value.detach().to(parameter.device, torch.float32, copy=True)
-                    self.storage.save(parameter, self.state[parameter], value, None)
+                if id(parameter) in mine:
+                    self.storage.save_whole(parameter, self._kept(parameter), value)
+
+    def _kept(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What is kept beside a stored parameter for its fp32 value."""
+        return {name: value for name, value in self.state[parameter].items() if name in _KEPT}
 
     def attach(self, model: nn.Module) -> Attachment:
         """Make `model.state_dict()` give the fp32 masters, and `model.load_state_dict()` set them."""
         mine = {parameter for _, parameter in self._parameters()}
-        return attach(model, lambda parameter: self.master(parameter) if parameter in mine else None, self.set_masters)
+        names = [name for name, one in model.named_parameters(remove_duplicate=False) if one in mine]
+        return attach(model, StoredModel(self.storage, names, self))
+
+    def masters_kept(self) -> list[Tensor]:
+        """The tensors that are kept beside the parameters for their fp32 values: copies, or remainders."""
+        return [value for _, parameter in self._parameters() for value in self._kept(parameter).values()]
 
     def memory(self) -> dict[str, int]:
         """Bytes held: stored ``parameters``, what is kept for ``masters``, the moments in ``state``."""
-        entries = [(name, value) for state in self.state.values() for name, value in state.items() if value.dim() > 0]
-        masters = sum(value.nbytes for name, value in entries if name in ("master", "remainder"))
+        entries = [value for state in self.state.values() for value in state.values() if value.dim() > 0]
+        masters = sum(value.nbytes for value in self.masters_kept())
         return {
             "parameters": sum(parameter.nbytes for _, parameter in self._parameters()),
             "masters": masters,
-            "state": sum(value.nbytes for _, value in entries) - masters,
+            "state": sum(value.nbytes for value in entries) - masters,
         }
 
+    # -- checkpoints and copies -----------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with ``master_weight`` (fp32) in the place of whatever the storage keeps."""
-        state = super().state_dict()
-        names = [parameter for _, parameter in self._parameters()]
-        state["state"] = {
-            index: {
-                **{name: value for name, value in entry.items() if name not in ("master", "remainder")},
-                **({} if self.storage.cast is None else {"master_weight": self.master(names[index]).clone()}),
-            }
-            for index, entry in state["state"].items()
-        }
-        return state
+        """As torch's, with ``master_weight`` (fp32) in the place of whatever the storage keeps.
+
+        Before the first step the moments are made, zeros and a step of 0, so that what loads into it finds its places.
+        """
+        return with_saving_hooks(self, self._packed)
+
+    def _packed(self) -> dict[str, Any]:
+        entries = {}
+        for index, parameter in enumerate(parameters_of(self)):
+            state = self.state[parameter]
+            if "step" not in state:
+                self._start(parameter, state)
+            entry = {name: value for name, value in state.items() if name not in _KEPT}
+            if self.storage.cast is not None:
+                entry[MASTER_WEIGHT] = self.master(parameter).clone()
+            entries[index] = entry
+        return {"state": entries, "param_groups": packed_groups(self)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a dictionary of `state_dict` of any storage, or of the torch optimizer of the same name.
@@ -196,46 +233,50 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         Moments are put into the format that this optimizer keeps them in; a ``master_weight`` sets the parameter.
         Raises InvalidInput for what does not fit the parameters, before anything changes.
         """
+        with_loading_hooks(self, state_dict, self._load)
+
+    @torch.no_grad()
+    def _load(self, state_dict: dict[str, Any]) -> None:
         saved = self._checked(state_dict)
-        present = [dict(self.state[parameter]) for _, parameter in self._parameters()]
-        super().load_state_dict({**state_dict, "state": {}})
-        for index, (_, parameter) in enumerate(self._parameters()):
+        for group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: copy.deepcopy(value) for name, value in given.items() if name != "params"})
+        for parameter, entry in saved.items():
             state = self.state[parameter]
-            state.update({name: present[index][name] for name in ("master", "remainder") if name in present[index]})
-            if index not in saved:
-                continue
-            entry = saved[index]
-            present_moments = [name for name in self.moments if entry.get(name) is not None]
-            if "step" in entry or present_moments:
+            for name in [name for name in state if name not in _KEPT]:
+                del state[name]
+            moments = [name for name in self.moments if entry.get(name) is not None]
+            if "step" in entry or moments:
                 self._start(parameter, state)
                 # torch's SGD counts no steps: momentum that is there says that there was one
                 state["step"].copy_(torch.as_tensor(entry.get("step", 1)))
-            for name in present_moments:
-                state[name].copy_(entry[name])
-            if "master_weight" in entry:
-                self.set_masters({parameter: entry["master_weight"]})
+            for name in moments:
+                local(state[name]).copy_(local(shard_of(entry[name], parameter)))
+            if entry.get(MASTER_WEIGHT) is not None:
+                self.set_masters({parameter: entry[MASTER_WEIGHT]})
 
-    def _checked(self, state_dict: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """The per-parameter state in a saved dictionary, once every tensor in it is known to fit its parameter."""
-        require_optimizer_state(state_dict)
-        saved: dict[int, dict[str, Any]] = state_dict["state"]
-        for index, (_, parameter) in enumerate(self._parameters()):
-            entry = saved.get(index, {})
-            if not isinstance(entry, Mapping):
-                raise InvalidInput(f"the state of parameter {index} is a dictionary, not {type(entry).__name__}")
-            for name in (*self.moments, "master_weight"):
-                value = entry.get(name)
-                if value is None:
-                    continue
-                if not isinstance(value, Tensor) or value.shape != parameter.shape:
-                    given = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                    raise InvalidInput(
-                        f"{name} of parameter {index} is a tensor of shape {tuple(parameter.shape)}, not {given}: the "
-                        "state belongs to another model or another order of parameters"
-                    )
+    def _checked(self, state_dict: dict[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
+        """The saved state by parameter, once every tensor in it is known to fit its parameter."""
+        saved = entries_by_parameter(self, state_dict)
+        for index, (parameter, entry) in enumerate(saved.items()):
+            if "step" not in entry and any(name in entry for name in _KEPT):
+                raise InvalidInput(
+                    f"the state of parameter {index} has masters and no step, as torch.distributed.checkpoint leaves "
+                    "it when it flattens into an optimizer that has none yet: call optimizer.state_dict() before"
+                )
+            for name in self.moments:
+                check_shape(entry.get(name), parameter, f"{name} of parameter {index}")
             step = entry.get("step", 0)
             if isinstance(step, Tensor) and step.numel() == 1:
                 continue
             if isinstance(step, bool) or not isinstance(step, (int, float)):
                 raise InvalidInput(f"the step of parameter {index} is a number, not {type(step).__name__}")
         return saved
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: self.__dict__[name] for name in _COPIED if name in self.__dict__}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._step_supports_amp_scaling = True
+        own(self, parameters_of(self))

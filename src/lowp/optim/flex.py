@@ -6,6 +6,7 @@ keeps included, with the hyper-parameters of the fp32 run.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,10 @@ from lowp.casts import Cast
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
 from lowp.kernels.mantissas import Mantissas, values
-from lowp.optim.model_state import Attachment, attach
+from lowp.optim.model_state import Attachment, StoredModel, attach, own
+from lowp.optim.shards import is_sharded
+from lowp.optim.state_dicts import entries_by_parameter, with_loading_hooks, with_saving_hooks
+from lowp.optim.storage import Storage
 
 _VERSION = 1
 
@@ -48,7 +52,7 @@ class FlexWeights(torch.optim.Optimizer):
         self.inner = optimizer
         self.cast, self.exponents = cast, exponents
         self._names: dict[Tensor, str] = dict(names or {})
-        self._buffers: dict[str, Callable[[], Tensor | None]] = {}
+        self._buffers: dict[str, tuple[Callable[[], nn.Module | None], str]] = {}
         # groups, state and defaults ARE the inner optimizer's, so only the hooks of the base class are set up
         super().__setstate__({"defaults": optimizer.defaults})
         self._adopted: set[Tensor] = set()
@@ -104,8 +108,8 @@ class FlexWeights(torch.optim.Optimizer):
                         value.copy_(self._written_square(value, f"{key} of {name}"))
                     else:
                         self._write_(value, f"{key} of {name}")
-        for name, find in self._buffers.items():
-            if (buffer := find()) is not None:
+        for name, (module, key) in self._buffers.items():
+            if isinstance(buffer := getattr(module(), key, None), Tensor):
                 buffer.copy_(self._written(buffer, f"buffer of {name}", unless_exact=True))
         return result
 
@@ -125,30 +129,40 @@ class FlexWeights(torch.optim.Optimizer):
         for path, module in model.named_modules():
             for name in ("running_mean", "running_var"):
                 if isinstance(getattr(module, name, None), Tensor):
-                    whole = f"{path}.{name}".lstrip(".")
-                    self._buffers[whole] = _finder(module, name)
+                    self._buffers[f"{path}.{name}".lstrip(".")] = (weakref.ref(module), name)
+        names = [name for name, one in model.named_parameters(remove_duplicate=False) if one in self._adopted]
+        return attach(model, StoredModel(Storage(None, "none"), names, self))
 
-        def load(values: Mapping[Tensor, Tensor]) -> None:
-            with torch.no_grad():
-                for parameter in values:
-                    if parameter in self._adopted:
-                        place = f"weight of {self._names[parameter]}"
-                        self.exponents.admit(parameter, self.cast, place)
-                        parameter.copy_(self._written(parameter, place, unless_exact=True))
+    def master(self, parameter: Tensor) -> Tensor:
+        """The value of a parameter: there is no wider one."""
+        return parameter.detach()
 
-        return attach(model, lambda parameter: None, load)
+    def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Write what has been put into parameters, as by `model.load_state_dict`, to the format."""
+        with torch.no_grad():
+            for parameter in values:
+                if parameter in self._adopted:
+                    place = f"weight of {self._names[parameter]}"
+                    self.exponents.admit(parameter, self.cast, place)
+                    parameter.copy_(self._written(parameter, place, unless_exact=True))
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's dictionary; the weights are in the model's, the exponents in the precision's."""
-        return {**self.inner.state_dict(), "flex_weights": {"version": _VERSION, "cast": str(self.cast)}}
+        return with_saving_hooks(
+            self, lambda: {**self.inner.state_dict(), "flex_weights": {"version": _VERSION, "cast": str(self.cast)}}
+        )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load such a dictionary, or the inner optimizer's own. Raises InvalidInput for one of another version."""
-        state = dict(state)
+        with_loading_hooks(self, state_dict, self._load)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        entries_by_parameter(self, state_dict)
+        state = dict(state_dict)
         saved = state.pop("flex_weights", {"version": _VERSION})
-        state.pop("master_weights", None)
-        if saved.get("version") != _VERSION:
-            raise InvalidInput(f"flex weights of version {saved.get('version')}: this lowp reads version {_VERSION}")
+        if not isinstance(saved, Mapping) or saved.get("version") != _VERSION:
+            version = saved.get("version") if isinstance(saved, Mapping) else saved
+            raise InvalidInput(f"flex weights of version {version}: this lowp reads version {_VERSION}")
         self.inner.load_state_dict(state)
 
     def _parameters(self) -> list[Tensor]:
@@ -159,11 +173,18 @@ class FlexWeights(torch.optim.Optimizer):
             for parameter in self._parameters():
                 if parameter in self._adopted:
                     continue
+                if is_sharded(parameter):
+                    raise InvalidInput(
+                        f"a parameter that is sharded over ranks (a DTensor of FSDP2) cannot be stored in {self.cast}: "
+                        "an exponent belongs to the whole tensor. Use DistributedDataParallel, or a precision whose "
+                        "parameters are sharded, such as bf16 or bf16-storage"
+                    )
                 if parameter.dtype is not torch.float32 or parameter.is_sparse:
                     raise InvalidInput(f"a {parameter.dtype} parameter cannot be stored in {self.cast}: give fp32 ones")
                 name = self._names.setdefault(parameter, f"parameter {len(self._adopted)}")
                 parameter.copy_(self._written(parameter, f"weight of {name}"))
                 self._adopted.add(parameter)
+            own(self, self._adopted)
 
     def _written(self, x: Tensor, place: str, unless_exact: bool = False) -> Tensor:
         return self.exponents.write(x, self.cast, place, unless_exact=unless_exact)
@@ -189,15 +210,15 @@ class FlexWeights(torch.optim.Optimizer):
         return torch.where((root > 0) & (written == 0), self.exponents.unit(place), written).square()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        hooks = [name for name in self.__dict__ if name.startswith("_optimizer_")]  # as torch's: not copied
+        state = {name: value for name, value in self.__dict__.items() if name not in hooks}
+        return {**state, "_buffers": {name: (module(), key) for name, (module, key) in self._buffers.items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        found = {name: (module, key) for name, (module, key) in state["_buffers"].items() if module is not None}
+        buffers = {name: (weakref.ref(module), key) for name, (module, key) in found.items()}
+        super().__setstate__({**state, "_buffers": buffers})
+        own(self, self._adopted)
 
     def __repr__(self) -> str:
         return f"FlexWeights({self.cast}, {self.inner!r})"
-
-
-def _finder(module: nn.Module, name: str) -> Callable[[], Tensor | None]:
-    def find() -> Tensor | None:
-        found = getattr(module, name, None)
-        return found if isinstance(found, Tensor) else None
-
-    return find

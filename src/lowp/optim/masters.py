@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,10 +12,21 @@ from torch import Tensor, nn
 
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
-from lowp.optim.model_state import Attachment, attach, require_optimizer_state
+from lowp.optim.model_state import Attachment, StoredModel, attach, own
+from lowp.optim.shards import is_sharded, local
+from lowp.optim.state_dicts import (
+    MASTER_WEIGHT,
+    entries_by_parameter,
+    parameters_of,
+    with_loading_hooks,
+    with_saving_hooks,
+)
 from lowp.optim.storage import Storage, seed_of
+from lowp.optim.zero import is_zero
 
-_VERSION = 1
+# the counters of stochastic rounding, in the state of each parameter, where torch.distributed.checkpoint finds them
+_COUNTERS = ("master_steps", "master_seed")
+_OF_MASTERS = (MASTER_WEIGHT, "remainder", *_COUNTERS)  # what the inner optimizer is not given
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -45,6 +57,12 @@ class MasterWeights(torch.optim.Optimizer):
             raise InvalidInput("the optimizer has master weights already: wrap the optimizer that is inside it")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"MasterWeights wraps a torch optimizer, not {type(optimizer).__name__}")
+        if is_zero(optimizer):
+            raise InvalidInput(
+                "a ZeroRedundancyOptimizer cannot be wrapped, since each rank steps its own share: convert the model "
+                "first, precision.prepare_model(model), and give ZeroRedundancyOptimizer(model.parameters(), "
+                "optimizer_class=lowp.optim.AdamW), which keeps masters for its share"
+            )
         self.inner = optimizer
         self.storage = Storage.parse(storage, kind)
         self.seed = seed
@@ -63,9 +81,16 @@ class MasterWeights(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """The inner optimizer's state, by model parameter."""
+        """The inner optimizer's state, by model parameter, with what is kept beside the parameter for its master."""
         stored: dict[Tensor, Tensor] = {master: parameter for parameter, master in self._masters.items()}
-        return {stored.get(key, key): value for key, value in self.inner.state.items()}
+        found: defaultdict[Tensor, Any] = defaultdict(dict)
+        for key, value in self.inner.state.items():
+            parameter = stored.get(key, key)
+            found[parameter] = {**value, **self._kept.get(parameter, {}), **self._counters()}
+        return found
+
+    def _counters(self) -> dict[str, int]:
+        return dict(zip(_COUNTERS, (self.steps, self.seed), strict=True))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -106,31 +131,30 @@ class MasterWeights(torch.optim.Optimizer):
         """The fp32 value behind a stored parameter."""
         if parameter not in self._kept:
             raise InvalidInput(f"a tensor of shape {tuple(parameter.shape)} is no parameter of this optimizer")
-        return self.storage.load(parameter, self._kept[parameter])
+        return self.storage.load_whole(parameter, self._kept[parameter])
 
     def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
         """Set fp32 values by parameter, and write the parameters: rounded to nearest, never stochastically."""
         with torch.no_grad():
             for parameter, value in values.items():
                 if parameter in self._kept:
-                    value = value.detach().to(parameter.device, torch.float32, copy=True)
-                    self.storage.save(parameter, self._kept[parameter], value, None)
+                    self.storage.save_whole(parameter, self._kept[parameter], value)
 
     def attach(self, model: nn.Module) -> Attachment:
         """Make `model.state_dict()` give fp32 masters, and `model.load_state_dict()` set them."""
+        names = [name for name, one in model.named_parameters(remove_duplicate=False) if one in self._kept]
+        return attach(model, StoredModel(self.storage, names, self))
 
-        def master_of(parameter: Tensor) -> Tensor | None:
-            return self.master(parameter) if parameter in self._kept else None
-
-        return attach(model, master_of, self.set_masters)
+    def masters_kept(self) -> list[Tensor]:
+        """The tensors that are kept beside the parameters for their fp32 values: copies, or remainders."""
+        return [value for entry in self._kept.values() for value in entry.values()]
 
     def memory(self) -> dict[str, int]:
         """Bytes held: stored ``parameters``, what is kept for ``masters``, the inner optimizer's ``state``."""
         state = [value for entry in self.inner.state.values() for value in entry.values() if isinstance(value, Tensor)]
-        kept = [value for entry in self._kept.values() for value in entry.values()]
         return {
             "parameters": sum(parameter.nbytes for parameter in self._kept),
-            "masters": sum(value.nbytes for value in kept),
+            "masters": sum(value.nbytes for value in self.masters_kept()),
             "state": sum(value.nbytes for value in state if value.dim() > 0),
         }
 
@@ -138,18 +162,33 @@ class MasterWeights(torch.optim.Optimizer):
         for group in self.inner.param_groups:
             for parameter in group["params"]:
                 if parameter not in self._kept:
-                    if not parameter.is_floating_point() or parameter.is_sparse:
-                        raise InvalidInput(f"a {parameter.dtype} parameter cannot have fp32 masters: leave it out")
-                    self._kept[parameter] = {}
-                    self.storage.adopt(parameter, self._kept[parameter])
-                    master = self._masters[parameter] = nn.Parameter(torch.empty(0, device=parameter.device))
-                    if parameter in self.inner.state:  # it has stepped, or fills its state when made (Adagrad)
-                        self.inner.state[master] = self.inner.state.pop(parameter)
+                    self._adopt_one(parameter)
+        own(self, self._kept)
+
+    def _adopt_one(self, parameter: Tensor) -> None:
+        if not parameter.is_floating_point() or parameter.is_sparse:
+            raise InvalidInput(f"a {parameter.dtype} parameter cannot have fp32 masters: leave it out")
+        if is_sharded(parameter) and self.storage.kind != "fp32":
+            raise InvalidInput(
+                f"a sharded parameter (DTensor) has no masters of kind {self.storage.kind} here: give kind='fp32', or "
+                "use lowp.optim.AdamW or SGD, which keep every kind on shards"
+            )
+        kept: dict[str, Tensor] = {}
+        self.storage.adopt(parameter, kept)
+        if is_sharded(parameter):  # torch cannot put other data under a DTensor: this one stays what it is
+            master = nn.Parameter(kept.get(MASTER_WEIGHT, parameter.detach()))
+            kept |= {MASTER_WEIGHT: master} if kept else {}
+        else:
+            master = nn.Parameter(torch.empty(0, device=parameter.device))
+        self._kept[parameter], self._masters[parameter] = kept, master
+        if parameter in self.inner.state:  # it has stepped, or fills its state when made (Adagrad)
+            self.inner.state[master] = self.inner.state.pop(parameter)
 
     @contextmanager
     def _on_masters(self) -> Iterator[None]:
         """The inner optimizer's groups hold the masters, filled with their fp32 values, and afterwards nothing."""
-        for parameter, master in self._masters.items():
+        whole = [(parameter, master) for parameter, master in self._masters.items() if not is_sharded(master)]
+        for parameter, master in whole:
             master.data = self.storage.load(parameter, self._kept[parameter])
         try:
             self._put_into_groups(self._masters)
@@ -158,6 +197,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._put_into_groups({master: parameter for parameter, master in self._masters.items()})
             for master in self._masters.values():
                 master.grad = None
+            for _, master in whole:
                 master.data = torch.empty(0, device=master.device)
 
     def _put_into_groups(self, substitutes: Mapping[Any, Tensor]) -> None:
@@ -176,7 +216,8 @@ class MasterWeights(torch.optim.Optimizer):
         with torch.no_grad():
             for index, (parameter, master) in enumerate(self._masters.items()):
                 seed = seed_of(self.seed, self.steps, index)
-                self.storage.save(parameter, self._kept[parameter], master.data, seed)
+                kept = {name: local(value) for name, value in self._kept[parameter].items()}
+                self.storage.save(local(parameter), kept, local(master.detach()), seed)
 
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure as an inner optimizer calls it: on parameters that follow the masters, giving fp32 gradients."""
@@ -184,7 +225,8 @@ class MasterWeights(torch.optim.Optimizer):
         def evaluate() -> Any:
             with torch.no_grad():
                 for parameter, master in self._masters.items():
-                    self.storage.save(parameter, self._kept[parameter], master.data.clone(), None)
+                    kept = {name: local(value) for name, value in self._kept[parameter].items()}
+                    self.storage.save(local(parameter), kept, local(master.detach()).clone(), None)
             self._put_into_groups({master: parameter for parameter, master in self._masters.items()})
             try:
                 result = closure()
@@ -195,58 +237,53 @@ class MasterWeights(torch.optim.Optimizer):
 
         return evaluate
 
-    # -- checkpoints ----------------------------------------------------------------------------------------------
+    # -- checkpoints and copies -----------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's dictionary and, beside it, the fp32 masters in the order of the parameters."""
-        with self._on_masters():
-            state = dict(self.inner.state_dict())
-            masters = [self._masters[parameter].data.detach().clone() for parameter in self._masters]
-        state["master_weights"] = {
-            "version": _VERSION,
-            "storage": str(self.storage.cast or "fp32"),
-            "kind": self.storage.kind,
-            "steps": self.steps,
-            "seed": self.seed,
-            "masters": masters,
-        }
-        return state
+        """The inner optimizer's dictionary with, in each parameter's state, its ``master_weight`` (fp32)."""
+        return with_saving_hooks(self, self._packed)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _packed(self) -> dict[str, Any]:
+        with self._on_masters():
+            packed = dict(self.inner.state_dict())
+            masters = [self._masters[parameter].detach().clone() for parameter in self._kept]
+        order = {id(parameter): number for number, parameter in enumerate(parameters_of(self))}
+        numbered = {order[id(one)]: master for one, master in zip(self._kept, masters, strict=True)}
+        packed["state"] = {
+            number: {**packed["state"].get(number, {}), MASTER_WEIGHT: master, **self._counters()}
+            for number, master in sorted(numbered.items())
+        }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a dictionary of `state_dict`, of any storage and kind, or the inner optimizer's own.
 
         Without masters in it the present ones stay. Raises InvalidInput for another model's, before anything changes.
         """
-        require_optimizer_state(state)
-        state = dict(state)
-        saved = state.pop("master_weights", None)
-        if saved is not None:
-            self._check(saved)
-        with self._on_masters():
-            self.inner.load_state_dict(state)
-        if saved is not None:
-            self.steps, self.seed = int(saved["steps"]), int(saved["seed"])
-            self.set_masters(dict(zip(self._masters, saved["masters"], strict=True)))
+        with_loading_hooks(self, state_dict, self._load)
 
-    def _check(self, saved: dict[str, Any]) -> None:
-        if not isinstance(saved, Mapping) or saved.get("version") != _VERSION:
-            version = saved.get("version") if isinstance(saved, Mapping) else saved
-            raise InvalidInput(f"master weights of version {version}: this lowp reads version {_VERSION}")
-        masters, counters = saved.get("masters"), [saved.get(name) for name in ("steps", "seed")]
-        whole = isinstance(masters, (list, tuple)) and all(isinstance(value, Tensor) for value in masters)
-        if not whole or not all(type(value) is int for value in counters):
-            raise InvalidInput(
-                "master weights are saved as masters (a list of tensors), steps and seed (whole numbers); these are not"
-            )
-        shapes = [tuple(value.shape) for value in saved["masters"]]
-        present = [tuple(parameter.shape) for parameter in self._masters]
-        if shapes != present:
-            raise InvalidInput(
-                f"the checkpoint has {len(shapes)} master weights and the optimizer {len(present)}, or their shapes "
-                "differ: it belongs to another model or another order of parameters"
-            )
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        saved = entries_by_parameter(self, state_dict)
+        counters = [[entry[name] for name in _COUNTERS] for entry in saved.values() if _COUNTERS[0] in entry]
+        if not all(type(value) is int for pair in counters for value in pair):
+            raise InvalidInput(f"{' and '.join(_COUNTERS)} of a parameter's state are whole numbers; these are not")
+        plain = {
+            key: {name: value for name, value in entry.items() if name not in _OF_MASTERS}
+            for key, entry in state_dict["state"].items()
+        }
+        with self._on_masters():
+            self.inner.load_state_dict({**state_dict, "state": {key: entry for key, entry in plain.items() if entry}})
+        if counters:
+            self.steps, self.seed = counters[0]
+        masters = {parameter: entry.get(MASTER_WEIGHT) for parameter, entry in saved.items()}
+        self.set_masters({parameter: value for parameter, value in masters.items() if value is not None})
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        hooks = [name for name in self.__dict__ if name.startswith("_optimizer_")]  # as torch's: not copied
+        return {name: value for name, value in self.__dict__.items() if name not in hooks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        own(self, self._kept)
 
     def __repr__(self) -> str:
         return f"MasterWeights(storage={self.storage.cast or 'fp32'}, kind={self.storage.kind}, {self.inner!r})"

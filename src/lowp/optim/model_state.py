@@ -1,14 +1,52 @@
-"""A model whose `state_dict` gives and takes fp32, whatever format its parameters are stored in."""
+"""A model whose `state_dict` gives and takes fp32, whatever format its parameters are stored in.
+
+Three hooks of a model, which know the format and the names of the stored parameters, ask for fp32 values whoever owns
+a parameter: the optimizer that keeps its master. The owner is looked up by the parameter at hand. A copy of the model
+(copy.deepcopy, pickle, torch.save) thus has hooks of its own: copied alone it has no owner, gives its stored values
+and rounds what is loaded; copied or pickled together with its optimizer it belongs to the copy of that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
-from lowp.errors import InvalidInput
+from lowp.optim.shards import local, shard_of
+from lowp.optim.storage import Storage
+
+
+class Owner(Protocol):
+    """What keeps the fp32 values of parameters."""
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """The fp32 value behind a stored parameter."""
+
+    def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Set fp32 values by parameter, and write the parameters."""
+
+
+_owners: MutableMapping[Tensor, weakref.ReferenceType[Any]] = WeakIdKeyDictionary()
+
+
+def own(owner: Owner, parameters: Iterable[Tensor]) -> None:
+    """Let `owner` answer for the fp32 values of parameters, as long as both live."""
+    reference = weakref.ref(owner)
+    for parameter in parameters:
+        _owners[parameter] = reference
+
+
+def owner_of(parameter: Tensor) -> Owner | None:
+    """Who keeps the fp32 value of a parameter, or None."""
+    reference = _owners.get(parameter)
+    found: Owner | None = None if reference is None else reference()
+    return found
 
 
 class Attachment(NamedTuple):
@@ -22,54 +60,135 @@ class Attachment(NamedTuple):
             handle.remove()
 
 
-def attach(
-    model: nn.Module,
-    master_of: Callable[[Tensor], Tensor | None],
-    set_masters: Callable[[dict[Tensor, Tensor]], None],
-) -> Attachment:
-    """Make `model.state_dict()` give fp32 masters and `model.load_state_dict()` take fp32 (or any) values into them.
+class StoredModel:
+    """What the hooks of one model know: its storage, the names of stored parameters, and values not yet claimed.
 
-    `master_of(parameter)` is its fp32 value, or None for a parameter without one. `set_masters` is called once after a
-    load, with the values by parameter; it also writes the parameters, since only it knows how they are rounded.
+    `owner` is held, so that a model outlives its optimizer with its masters; `unclaimed` are the fp32 values of
+    parameters that were stored before their optimizer was there. A copy has neither.
     """
-    pending: dict[Tensor, Tensor] = {}
 
-    def parameters() -> dict[str, Tensor]:
-        return dict(model.named_parameters(remove_duplicate=False))
+    def __init__(self, storage: Storage, names: Iterable[str] = (), owner: Owner | None = None) -> None:
+        self.storage, self.names, self.owner = storage, set(names), owner
+        self.unclaimed: dict[str, Tensor] = {}
+        self.pending: dict[str, Tensor] = {}
 
-    def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        for name, parameter in parameters().items():
-            master = master_of(parameter) if prefix + name in state else None
-            if master is not None:
-                state[prefix + name] = master.detach().clone()
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "owner": None, "unclaimed": {}, "pending": {}}
 
-    def remember(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        pending.clear()
-        for name, parameter in parameters().items():
+    def mine(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """The stored parameters of a model, with their names; one that was given to the owner later is one of them."""
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name not in self.names and self.owner is not None and owner_of(parameter) is self.owner:
+                self.names.add(name)
+            if name in self.names:
+                yield name, parameter
+
+    def store(self, model: nn.Module, keep: bool) -> None:
+        """Convert the parameters that nobody owns into the storage, in place; `keep` their fp32 values for an owner."""
+        converted: set[Tensor] = set()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if not parameter.is_floating_point() or owner_of(parameter) is not None:
+                continue
+            self.names.add(name)
+            if parameter in converted:
+                continue
+            converted.add(parameter)
+            if keep and parameter.dtype is not self.storage.dtype and not parameter.is_meta:
+                self.unclaimed[name] = parameter.detach().to(torch.float32, copy=True)
+            Storage(self.storage.cast, "none").adopt(parameter, {})
+
+    def claim(self, model: nn.Module, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """Hand over the fp32 values of those `parameters` that are in the model and hold what they were stored as.
+
+        A parameter that has been sharded since gets its shard. What was written since, as by DDP's broadcast, counts.
+        """
+        wanted = {id(one) for one in parameters}
+        found: dict[Tensor, Tensor] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) in wanted and name in self.unclaimed:
+                value = self._unchanged(name, parameter)
+                del self.unclaimed[name]
+                if value is not None:
+                    found[parameter] = value
+        return found
+
+    def _unchanged(self, name: str, parameter: Tensor) -> Tensor | None:
+        """The unclaimed fp32 value of a parameter, None if there is none of what the parameter holds now."""
+        value = self.unclaimed.get(name)
+        if value is None or value.shape != parameter.shape:
+            return None
+        value = shard_of(value.to(parameter.device), parameter)
+        stored = self.storage.rounded(local(value), None).to(parameter.dtype)
+        return value if torch.equal(stored, local(parameter.detach())) else None
+
+    # -- what the hooks do ----------------------------------------------------------------------------------------
+    def give(self, model: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Put fp32 values into a state dictionary of the model."""
+        for name, parameter in self.mine(model):
+            if prefix + name in state:
+                owner = owner_of(parameter)
+                value = self._unchanged(name, parameter) if owner is None else owner.master(parameter)
+                value = parameter if value is None else value
+                state[prefix + name] = value.detach().to(torch.float32, copy=True)
+
+    def remember(self, model: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+        """Keep the values that are about to be loaded, before they are rounded into the parameters."""
+        self.pending.clear()
+        for name, parameter in self.mine(model):
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point():
-                pending[parameter] = value
+                self.pending[name] = value
 
-    def take(module: nn.Module, incompatible: Any) -> None:
-        set_masters(dict(pending))
-        pending.clear()
+    def take(self, model: nn.Module) -> None:
+        """Set the masters to what was loaded; parameters without an owner are rounded into the storage."""
+        owned: dict[int, tuple[Owner, dict[Tensor, Tensor]]] = {}
+        for name, parameter in self.mine(model):
+            value, owner = self.pending.get(name), owner_of(parameter)
+            if value is not None and owner is not None:
+                owned.setdefault(id(owner), (owner, {}))[1][parameter] = value
+            elif value is not None and self.storage.cast is not None:
+                whole = value.detach().to(parameter.device, torch.float32, copy=True)
+                if name in self.unclaimed:
+                    self.unclaimed[name] = whole
+                with torch.no_grad():
+                    self.storage.save(local(parameter), {}, local(shard_of(whole, parameter)), None)
+        self.pending.clear()
+        for owner, values in owned.values():
+            owner.set_masters(values)
 
+
+# torch marks each hook, which a bound method does not allow; objects of a module's classes are copied and pickled
+@dataclass
+class _Give:
+    stored: StoredModel
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        self.stored.give(module, state, prefix)
+
+
+@dataclass
+class _Remember:
+    stored: StoredModel
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.stored.remember(module, state, prefix)
+
+
+@dataclass
+class _Take:
+    stored: StoredModel
+
+    def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        self.stored.take(module)
+
+
+def attach(model: nn.Module, stored: StoredModel) -> Attachment:
+    """Make `model.state_dict()` give fp32 values and `model.load_state_dict()` take fp32 (or any) values."""
     hooked: Any = model  # torch leaves these three without annotations
     return Attachment(
         (
-            hooked.register_state_dict_post_hook(give),
-            hooked.register_load_state_dict_pre_hook(remember),
-            hooked.register_load_state_dict_post_hook(take),
+            hooked.register_state_dict_post_hook(_Give(stored)),
+            hooked.register_load_state_dict_pre_hook(_Remember(stored)),
+            hooked.register_load_state_dict_post_hook(_Take(stored)),
         )
     )
-
-
-def require_optimizer_state(state: Any) -> None:
-    """Raise InvalidInput unless this is a dictionary as an optimizer's `state_dict` gives it."""
-    if not isinstance(state, Mapping):
-        raise InvalidInput(f"an optimizer's state is a dictionary as state_dict() gives it, not {type(state).__name__}")
-    missing = [name for name in ("state", "param_groups") if name not in state]
-    if missing:
-        raise InvalidInput(f"an optimizer's state needs state and param_groups; missing: {', '.join(missing)}")
-    if not isinstance(state["state"], Mapping):
-        raise InvalidInput(f"the entry 'state' of an optimizer's state is a dictionary, not {state['state']!r}")

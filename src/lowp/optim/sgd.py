@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.optim.blockwise import BlockwiseOptimizer
+from lowp.optim.torch_options import refuse_others
 
 
 class SGD(BlockwiseOptimizer):
@@ -17,7 +19,8 @@ class SGD(BlockwiseOptimizer):
 
     `storage` bf16 with `split` keeps a bf16 weight and a 16-bit remainder: 4 bytes that are the fp32 master. Without
     `split`: `masters` ``fp32`` (a copy beside the weight), ``stochastic`` or ``none``. `moments` is the format of the
-    momentum, fp32 or bf16 (rounded stochastically). storage=None is plain fp32.
+    momentum, fp32 or bf16 (rounded stochastically). storage=None is plain fp32. Arguments of torch's that are not
+    served (fused, foreach …) are refused with what to do instead.
     """
 
     def __init__(
@@ -35,7 +38,9 @@ class SGD(BlockwiseOptimizer):
         masters: str = "fp32",
         moments: str | Cast = "fp32",
         seed: int = 0,
+        **others: Any,
     ) -> None:
+        refuse_others("lowp.optim.SGD", others, inspect.signature(SGD).parameters)
         if lr < 0 or momentum < 0 or weight_decay < 0:
             raise InvalidInput(f"lr={lr}, momentum={momentum}, weight_decay={weight_decay}: none may be negative")
         if nesterov and (momentum <= 0 or dampening != 0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from lowp import casts, kernels
 from lowp.casts import Cast
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.formats import FloatFormat
+from lowp.optim.shards import is_sharded, local, shard_like, shard_of
 from lowp.optim.split import join, split
 
 KINDS = ("fp32", "split", "stochastic", "none")
@@ -54,21 +56,36 @@ class Storage:
         return torch.float32 if self.cast is None else _DTYPES.get(str(self.cast.format), torch.float32)
 
     def adopt(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Store `parameter` in the format, in place, and put what is kept of its fp32 value into `state`."""
+        """Store `parameter` in the format, in place, and put what is kept of its fp32 value into `state`.
+
+        Raises InvalidInput for a DTensor of another dtype: what shards parameters holds on to their memory.
+        """
         if self.cast is None:
             return
-        parameter.grad = None  # it belongs to the old dtype
+        if parameter.dtype is not self.dtype:
+            if is_sharded(parameter):
+                raise InvalidInput(
+                    f"a sharded parameter (DTensor) of {parameter.dtype} cannot be stored in {self.cast}: convert the "
+                    "model before it is sharded, precision.prepare_model(model), then fully_shard(model), then make "
+                    "the optimizer and call precision.prepare_optimizer(optimizer)"
+                )
+            parameter.grad = None  # it belongs to the old dtype
         # what is kept is contiguous, whatever the parameter's memory format is: optimizers walk it in logical order
-        master = parameter.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        parameter.data = torch.empty_like(parameter, dtype=self.dtype)
-        self.save(parameter, state, master, None)
+        here = local(parameter)
+        master = here.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        if parameter.dtype is not self.dtype:
+            parameter.data = torch.empty_like(parameter, dtype=self.dtype)
+            here = parameter
+        kept: dict[str, Tensor] = {}
+        self.save(here, kept, master, None)
+        state.update({name: shard_like(value, parameter) for name, value in kept.items()})
 
-    def load(self, parameter: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """The fp32 value of a stored parameter; what `save` is given back. Not always a copy."""
+    def load(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """The fp32 value of a stored parameter that is not sharded; what `save` is given back. Not always a copy."""
         if self.cast is None:
             return parameter.detach()
-        if "master" in state:
-            return state["master"]
+        if "master_weight" in state:
+            return state["master_weight"]
         if "remainder" in state:
             return join(parameter.detach(), state["remainder"])
         return parameter.detach().to(torch.float32, copy=True)
@@ -85,7 +102,18 @@ class Storage:
         else:
             parameter.detach().copy_(self.rounded(master, seed))
             if self.kind == "fp32":
-                _put(state, "master", master)
+                _put(state, "master_weight", master)
+
+    def load_whole(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """As `load`, of a parameter that may be sharded: the fp32 value is sharded alike."""
+        if not is_sharded(parameter):
+            return self.load(parameter, state)
+        return shard_like(self.load(local(parameter), {key: local(value) for key, value in state.items()}), parameter)
+
+    def save_whole(self, parameter: Tensor, state: Mapping[str, Tensor], value: Tensor) -> None:
+        """As `save`, rounded to nearest, of a parameter that may be sharded; `value` is whole, or sharded alike."""
+        value = local(shard_of(value.detach().to(parameter.device), parameter)).to(torch.float32, copy=True)
+        self.save(local(parameter), {key: local(kept) for key, kept in state.items()}, value, None)
 
     def rounded(self, master: Tensor, seed: int | Tensor | None) -> Tensor:
         """`master` as values of the format: stochastically where that is the kind and a seed is given."""

@@ -25,6 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lowp.compat import private
+from lowp.optim import MasterWeights
+from lowp.optim.blockwise import BlockwiseOptimizer
 from lowp.recipes.contenders import Contender, TorchAmp, begin, step_of
 from lowp.recipes.measuring import silent
 from lowp.recipes.recipe import Data
@@ -179,13 +181,12 @@ def _kept(training: Training) -> dict[int, str]:
     model, optimizer = training.model, training.optimizer
     parameters = list(model.parameters())
     region = training.precision.autocast()
-    wrapper = vars(optimizer)
+    masters = optimizer.masters_kept() if isinstance(optimizer, (MasterWeights, BlockwiseOptimizer)) else []
     groups: list[tuple[str, object]] = [
         ("weights", [*parameters, *model.buffers()]),
         ("gradients", [one.grad for one in parameters]),
-        ("masters", list(_state(optimizer, masters=True))),
-        ("optimizer", list(_state(optimizer, masters=False))),
-        ("masters", wrapper.get("_kept")),  # MasterWeights keeps them beside the state of the optimizer within it
+        ("masters", masters),
+        ("optimizer", dict(optimizer.state)),
         ("casts", region.cast_weights() if isinstance(region, autocast) else None),
     ]
     found: dict[int, str] = {}
@@ -194,14 +195,6 @@ def _kept(training: Training) -> dict[int, str]:
             if tensor.layout is torch.strided and tensor.untyped_storage().nbytes():
                 found.setdefault(tensor.untyped_storage().data_ptr(), part)
     return found
-
-
-def _state(optimizer: torch.optim.Optimizer, masters: bool) -> Iterator[object]:
-    """An optimizer's state; lowp's own optimizers keep masters or remainders in it."""
-    for entries in optimizer.state.values():
-        for name, value in entries.items():
-            if (name in ("master", "remainder")) == masters:
-                yield value
 
 
 def _tensors(holder: object) -> Iterator[Tensor]:

@@ -1,0 +1,41 @@
+"""Tensors that are sharded over ranks (DTensor): updates are element-wise, and each rank works on what it holds."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, as FSDP2 (fully_shard) and tensor parallelism make parameters."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory; a plain tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
+    return cast(Tensor, cast(Any, tensor).detach().to_local())
+
+
+def shard_like(values: Tensor, like: Tensor) -> Tensor:
+    """A rank's `values`, of the local shape of `like`, as a tensor that is sharded as `like` is."""
+    if not is_sharded(like):
+        return values
+    from torch.distributed.tensor import DTensor
+
+    sharded = cast(Any, like)
+    return DTensor.from_local(
+        values, sharded.device_mesh, sharded.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def shard_of(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's shard of a whole tensor that every rank has, sharded as `like`; a plain `like` gives it back."""
+    if not is_sharded(like) or is_sharded(whole):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded = cast(Any, like)
+    return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)

@@ -1,0 +1,97 @@
+"""What optimizers of lowp share with torch's in `state_dict` and `load_state_dict`: hooks, and the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.errors import InvalidInput
+
+Optimizer = torch.optim.Optimizer
+MASTER_WEIGHT = "master_weight"  # the entry, beside the moments of a parameter, that holds its fp32 value
+
+
+def with_saving_hooks(optimizer: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `make` does, as the hooks that were registered for `state_dict` see and change it."""
+    for before in optimizer._optimizer_state_dict_pre_hooks.values():
+        before(optimizer)
+    state = make()
+    for after in optimizer._optimizer_state_dict_post_hooks.values():
+        changed = after(optimizer, state)
+        state = state if changed is None else changed
+    return state
+
+
+def with_loading_hooks(optimizer: Any, state: Any, load: Callable[[dict[str, Any]], None]) -> None:
+    """Call `load` with a state dictionary as the hooks that were registered for `load_state_dict` change it.
+
+    Raises InvalidInput for what is no optimizer's state.
+    """
+    _require_optimizer_state(state)
+    state = dict(state)
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = before(optimizer, state)
+        state = state if changed is None else changed
+    load(state)
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
+
+
+def _require_optimizer_state(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise InvalidInput(f"an optimizer's state is a dictionary as state_dict() gives it, not {type(state).__name__}")
+    missing = [name for name in ("state", "param_groups") if name not in state]
+    if missing:
+        raise InvalidInput(f"an optimizer's state needs state and param_groups; missing: {', '.join(missing)}")
+    if not isinstance(state["state"], Mapping):
+        raise InvalidInput(f"the entry 'state' of an optimizer's state is a dictionary, not {state['state']!r}")
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def packed_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups as torch saves them: parameters by their number."""
+    numbers: dict[int, int] = {}
+    for parameter in parameters_of(optimizer):
+        numbers.setdefault(id(parameter), len(numbers))
+    return [{**group, "params": [numbers[id(one)] for one in group["params"]]} for group in optimizer.param_groups]
+
+
+def entries_by_parameter(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
+    """The saved entry of each parameter: keys are numbers, or names as torch.distributed.checkpoint gives them.
+
+    Raises InvalidInput where groups or the entries of `MASTER_WEIGHT` belong to another model.
+    """
+    saved = [list(group["params"]) for group in state["param_groups"]]
+    lengths = [len(group["params"]) for group in optimizer.param_groups]
+    if [len(group) for group in saved] != lengths:
+        raise InvalidInput(
+            f"the saved optimizer has groups of {[len(group) for group in saved]} parameters and this one of {lengths}:"
+            " it belongs to another model or another order of parameters"
+        )
+    found: dict[Tensor, Mapping[str, Any]] = {}
+    for key, parameter in zip(chain.from_iterable(saved), parameters_of(optimizer), strict=True):
+        entry = state["state"].get(key, {})
+        if not isinstance(entry, Mapping):
+            raise InvalidInput(f"the state of parameter {key} is a dictionary, not {type(entry).__name__}")
+        check_shape(entry.get(MASTER_WEIGHT), parameter, f"{MASTER_WEIGHT} of parameter {key}")
+        found[parameter] = entry
+    return found
+
+
+def check_shape(value: Any, parameter: Tensor, what: str) -> None:
+    """Raise InvalidInput unless a saved value is missing or a tensor of the parameter's shape."""
+    if value is None or (isinstance(value, Tensor) and value.shape == parameter.shape):
+        return
+    given = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise InvalidInput(
+        f"{what} is a tensor of shape {tuple(parameter.shape)}, not {given}: the state belongs to another model or "
+        "another order of parameters"
+    )
