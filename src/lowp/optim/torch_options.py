@@ -30,6 +30,7 @@ def refuse_others(kind: str, others: Mapping[str, Any], known: Iterable[str]) ->
     """
     for name, value in others.items():
         if name not in _INSTEAD:
-            raise TypeError(unknown(f"argument of {kind}", name, [one for one in known if one not in ("params", "others")]))
+            allowed = [one for one in known if one not in ("params", "others")]
+            raise TypeError(unknown(f"argument of {kind}", name, allowed))
         if value:
             raise InvalidInput(f"{kind} takes no {name}={value}: {_INSTEAD[name]}")
