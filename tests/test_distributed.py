@@ -12,12 +12,14 @@ import torch.distributed
 import torch.multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lowp import distributed
 from lowp.errors import InvalidInput
 from lowp.grad_scaler import GradScaler
+from lowp.precision import Precision
 
 RANKS = 2
 Report = list[tuple[float, bool, float]]  # a step: the scale after it, whether it stepped, the sum of the weights
@@ -156,6 +158,28 @@ def shards_that_underflow_apart(rank: int) -> list[float]:
     return scales
 
 
+def fully_sharded(rank: int) -> dict[str, bool]:
+    """Train a model in halves of its parameters and a whole one on the same batch: whether the losses are equal."""
+
+    def losses(precision: Precision, is_sharded: bool) -> list[float]:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(8, 4)
+        for part in (model[0], model[2], model) if is_sharded else ():
+            fully_shard(part)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.5), []
+        for _ in range(4):
+            optimizer.zero_grad()
+            with precision.autocast():
+                loss = model(x).float().square().mean()
+            precision.backward(loss)
+            precision.step(optimizer)
+            found.append(loss.item())
+        return found
+
+    names = ("bf16", "fp16", "e5m7", "dfp16")
+    return {name: losses(Precision(name), True) == losses(Precision(name), False) for name in names}
+
+
 def maxima(rank: int) -> list[Any]:
     value = torch.tensor([float(rank), 1.0 - rank])
     distributed.agree_on_maximum_(value, distributed.world())
@@ -173,6 +197,7 @@ JOBS = {
         shards_of_their_own,
         shards_that_underflow_apart,
         dtensors,
+        fully_sharded,
         maxima,
     )
 }
@@ -225,6 +250,10 @@ def test_ranks_follow_the_underflow_of_all_of_them(result: Any) -> None:
 def test_dtensor_gradients_are_unscaled_and_agreed_on_over_their_mesh(result: Any) -> None:
     for found in result(dtensors):
         assert found == [(8.0, True, [[0.75, 0.75]] * 2), (4.0, False, [[1.0, 1.0]] * 2)]
+
+
+def test_fully_sharded_parameters_train_as_whole_ones(result: Any) -> None:
+    assert result(fully_sharded) == [{"bf16": True, "fp16": True, "e5m7": True, "dfp16": True}] * RANKS
 
 
 def test_a_maximum_is_taken_over_a_group(result: Any) -> None:

@@ -37,7 +37,7 @@ def draw_seed() -> Tensor:
 
 
 def cast_weight(weight: Tensor, to: Cast) -> Tensor:
-    """Cast a weight as any other operand; a session puts its cache in this place."""
+    """Cast a weight as any other operand; a region puts its cache in this place."""
     return carried(weight, to)
 
 
@@ -67,7 +67,7 @@ class Site(Protocol):
 class Call:
     """One call of an op that a rule speaks of, as the region hands it to the op's runner.
 
-    `weight_cast` casts leaf parameters, which a session caches; `seed` gives a fresh seed for each stochastic cast.
+    `weight_cast` casts leaf parameters, which a region caches; `seed` gives a fresh seed for each stochastic cast.
     `site` writes the results where the rule's output has an exponent that is predicted; see `lowp.ops.predicted`.
     """
 

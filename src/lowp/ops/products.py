@@ -89,7 +89,7 @@ def contract(
 
 
 def cast_operand(call: Call, x: Tensor, to: Cast | None, axis: int) -> Tensor:
-    """Return an operand rounded by its role; a leaf parameter through the session, which keeps what it cast."""
+    """Return an operand rounded by its role; a leaf parameter through the region, which may have cast it before."""
     if to is None:
         return x
     if x.is_leaf and x.requires_grad and (axis == -1 or not depends_on_axis(to)):

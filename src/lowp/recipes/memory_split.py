@@ -42,7 +42,7 @@ PARTS: dict[str, str] = {
     "gradients": "gradients of the parameters, those that exist at the peak",
     "optimizer": "the optimizer's state",
     "activations": "allocated in the forward pass and kept for backward",
-    "casts": "parameters in 16 bits beside the fp32 ones, kept for the step",
+    "casts": "parameters in 16 bits beside the fp32 ones, kept for backward",
     "temporaries": "alive at the peak, but neither of these: workspaces, gradients of activations",
     "other": "alive before the step: the batch, the loss scale, shared exponents, what BatchNorm journals",
     "update": "what the optimizer's step needs beyond the peak of forward and backward",

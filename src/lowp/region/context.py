@@ -20,9 +20,10 @@ from lowp.presets import Preset
 from lowp.region import threads
 from lowp.region.audit import Audit
 from lowp.region.engine import Engine, Observation, Rulebook
+from lowp.region.paths import ModulePath
 from lowp.region.report import Report
 from lowp.region.threads import Entry
-from lowp.session import ModulePath, WeightCasts
+from lowp.region.weights import WeightCasts, forget_all
 
 __all__ = ["autocast"]
 
@@ -59,8 +60,9 @@ class autocast(TorchFunctionMode):
     torch's own spellings, ``lowp.autocast("cuda", dtype=torch.float16)`` and ``lowp.autocast()`` as in
     torch.cuda.amp, give a torch.autocast, with torch's own lists.
 
-    The same object can be entered again and again, also within itself and by several threads; it keeps cast weights
-    until they change. Raises UnknownName, with the near names, for a precision or an op in a rule that does not exist.
+    The same object can be entered again and again, also within itself and by several threads. Every entry casts the
+    weights it uses and drops the casts when it is left; within an entry a cast serves again while nothing can have
+    written the weight. Raises UnknownName, with the near names, for a precision or an op in a rule that does not exist.
     """
 
     def __new__(
@@ -106,7 +108,7 @@ class autocast(TorchFunctionMode):
         _check(self.policy)
         self._rulebook = Rulebook(self.policy, strict)
         self._is_users = not isinstance(precision, str) or precision.endswith(".toml")
-        self._weights = WeightCasts()
+        self._weights = WeightCasts()  # of the latest entry
         self._observers: list[Callable[[Observation], object]] = []
         self._devices = _devices()
         self._dtype = self._rulebook.main_dtype()
@@ -182,6 +184,7 @@ class autocast(TorchFunctionMode):
         return self._enabled and bool(self.policy.rules or self._observers)
 
     def _engine(self, path: ModulePath) -> Engine:
+        self._weights = WeightCasts()
         return Engine(self._rulebook, self._weights, path, _present(), self._dtype, self._observers, self.exponents)
 
     def leave(self, strict: bool = True) -> None:
@@ -196,9 +199,9 @@ class autocast(TorchFunctionMode):
         for device, enabled, dtype in entry.before:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
-        if entry.engine is not None and not threads.is_in(self):
-            self._weights.detach()
-            if strict:
+        if entry.engine is not None:
+            entry.engine.weights.forget()
+            if strict and not threads.is_in(self):
                 self._complain()
 
     def _complain(self) -> None:
@@ -239,12 +242,18 @@ class autocast(TorchFunctionMode):
         return end
 
     def cast_weights(self) -> list[torch.Tensor]:
-        """Return the cast weights that are kept now, as when a step's memory is measured."""
+        """Return the cast weights of the latest entry that are alive, within it or kept for backward.
+
+        For measuring the memory of a step.
+        """
         return self._weights.tensors()
 
     def forget(self) -> None:
-        """Let go of cast weights, after weights were written through their `.data`."""
-        self._weights.forget()
+        """Cast every weight anew at its next use, within this entry too.
+
+        Needed only where weights are written within an entry through a raw address that was taken before it.
+        """
+        forget_all()
 
     def __repr__(self) -> str:
         return f"autocast({self.preset.name!r}{'' if self._enabled else ', enabled=False'})"

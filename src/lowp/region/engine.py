@@ -28,8 +28,9 @@ from lowp.ops.generic import sixteen_bit
 from lowp.ops.masked import MASKED, has_integer_operands, masked
 from lowp.ops.table import Row
 from lowp.policy import Policy, Rule
+from lowp.region.paths import ModulePath
 from lowp.region.report import Report
-from lowp.session import ModulePath, WeightCasts
+from lowp.region.weights import HANDS_OUT, RUNS_HOOKS, WeightCasts
 
 __all__ = ["Engine", "Observation", "Rulebook"]
 
@@ -225,11 +226,14 @@ class Engine(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one call under the rule that speaks of it."""
-        if not self.active:
-            return func(*args, **(kwargs or {}))
         if torch.compiler.is_compiling():
-            return self.apply(func, args, kwargs or {}) if self.is_ours(args, kwargs) else func(*args, **(kwargs or {}))
-        if _tracing() is not None:  # a compiler's backend runs what was traced, casts included
+            ours = self.active and self.is_ours(args, kwargs)
+            return self.apply(func, args, kwargs or {}) if ours else func(*args, **(kwargs or {}))
+        if func in HANDS_OUT and args:
+            self.weights.hand_out(args[0])
+        elif func in RUNS_HOOKS:
+            self.weights.forget()
+        if not self.active or _tracing() is not None:  # a compiler's backend runs what was traced, casts included
             return func(*args, **(kwargs or {}))
         plan = self.plans.get(func, _UNKNOWN)
         if plan is _UNKNOWN:

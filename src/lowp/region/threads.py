@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from lowp.compat import private
 from lowp.errors import Misuse
 from lowp.region.engine import Engine
-from lowp.session import ModulePath
+from lowp.region.paths import ModulePath
 
 _EnableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C._EnableTorchFunction"))
 

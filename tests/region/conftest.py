@@ -1,0 +1,25 @@
+"""Every test of a region leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from region.small_model import Net
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    torch.manual_seed(0)
+    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
+    yield
+    assert not torch.is_autocast_enabled("cpu")
+    assert before[1:] == (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+
+@pytest.fixture
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()

@@ -1,0 +1,121 @@
+"""Regions and torch.compile."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from region.small_model import PRECISIONS, Net, gradients
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from lowp.policy import Rule
+from lowp.presets import PRESETS
+from lowp.region import autocast
+
+# torch.compile itself makes an instance of a Function, about which torch complains
+compiles = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@compiles
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_region_around_a_compiled_model(model: Net, precision: str) -> None:
+    torch._dynamo.reset()
+    plain, x = copy.deepcopy(model), torch.randn(3, 8)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with autocast(precision):
+        y, z = compiled(x), plain(x)
+    assert y.dtype is z.dtype
+    assert torch.equal(y, z)
+    for a, b in zip(gradients(model, y), gradients(plain, z), strict=True):
+        # a compiled backward may sum in another order, which can move a value of 8 bits by one place
+        assert (a - b).abs().max() <= 2**-6 * b.abs().max()
+    assert compiled(x).dtype is torch.float32  # and outside it is itself again
+    assert torch.equal(compiled(x), plain(x))
+
+
+@compiles
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_new_region_every_step_does_not_compile_again(model: Net, precision: str) -> None:
+    torch._dynamo.reset()
+    compilations = CompileCounterWithBackend("eager")
+    compiled, x = torch.compile(model, backend=compilations), torch.randn(3, 8)
+    for _ in range(3):
+        with autocast(precision) as region:
+            compiled(x)
+        assert "linear" in region.report().ops
+    assert compilations.frame_count == 1
+
+
+@compiles
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_region_inside_a_compiled_function(model: Net, precision: str) -> None:
+    torch._dynamo.reset()
+    region, x = autocast(precision), torch.randn(3, 8)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        with region:
+            y = model(x)
+        return y, model(x)
+
+    inside, after = torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+    expected = run(x)
+    assert torch.equal(inside, expected[0])
+    assert torch.equal(after, expected[1])
+    assert after.dtype is torch.float32
+
+
+@compiles
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_module_paths_around_a_compiled_model(model: Net) -> None:
+    torch._dynamo.reset()
+    policy = PRESETS["fp16"].policy.before(Rule.of("linear", where="last", input="bf16", weight="bf16", output="bf16"))
+    seen: list[tuple[str, torch.dtype]] = []
+    around = autocast(policy)
+    around.observe(lambda one: seen.extend((one.path, y.dtype) for role, y in one.tensors() if role == "output"))
+    with around:
+        torch.compile(model, backend="aot_eager")(torch.randn(3, 8))
+    assert set(seen) <= {
+        ("first", torch.float16),
+        ("norm", torch.float16),
+        ("", torch.float16),
+        ("last", torch.bfloat16),
+    }
+    region = autocast(policy)
+
+    def run(x: Tensor) -> Tensor:
+        with region:
+            return model.last(x)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(run, backend="aot_eager", fullgraph=True)(torch.randn(3, 16))
+
+
+@compiles
+def test_a_checkpoint_within_a_compiled_function_runs_in_the_region_or_raises(model: Net) -> None:
+    torch._dynamo.reset()
+
+    def run(x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(model, x, use_reentrant=False)
+        return result
+
+    x = torch.randn(3, 8)
+    with autocast("fp16"):
+        expected = model(x)
+        assert torch.equal(torch.compile(run, backend="aot_eager")(x), expected)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+
+
+def test_torch_spelling_inside_a_compiled_function(model: Net) -> None:
+    torch._dynamo.reset()
+
+    def run(x: Tensor) -> Tensor:
+        with autocast("cpu", dtype=torch.bfloat16):
+            return model.first(x)
+
+    assert torch.compile(run, backend="aot_eager")(torch.randn(3, 8)).dtype is torch.bfloat16

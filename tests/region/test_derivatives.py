@@ -1,0 +1,116 @@
+"""Derivatives through a region: double backward, torch.func, custom Functions."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from region.small_model import PRECISIONS, Net, gradients, same
+from torch import Tensor
+
+from lowp.region import autocast
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_gradient_penalty_runs(model: Net, precision: str) -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    with autocast(precision):
+        (gradient,) = torch.autograd.grad(model(x).float().pow(2).sum(), x, create_graph=True)
+        gradient.float().pow(2).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p is not model.last.bias)
+
+
+@pytest.mark.parametrize("call", ["method", "autograd.backward", "autograd.grad"])
+def test_backward_within_a_region_gives_what_it_gives_outside(model: Net, call: str) -> None:
+    x = torch.randn(3, 8)
+    with autocast("fp16"):
+        loss = model(x).float().pow(2).sum()
+    expected = list(torch.autograd.grad(loss, list(model.parameters())))
+    with autocast("fp16"):
+        loss = model(x).float().pow(2).sum()
+        if call == "autograd.grad":
+            found = list(torch.autograd.grad(loss, list(model.parameters())))
+        else:
+            loss.backward() if call == "method" else torch.autograd.backward(loss)
+            found = [p.grad for p in model.parameters()]
+    assert same(expected, found)
+
+
+def test_backward_in_another_thread(model: Net) -> None:
+    with autocast("fp16"):
+        y = model(torch.randn(3, 8))
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.extend(gradients(model, y)))
+    thread.start()
+    thread.join()
+    assert len(found) == 6
+    assert all(one.dtype is torch.float32 for one in found)
+
+
+def test_torch_func_runs(model: Net) -> None:
+    parameters, x = dict(model.named_parameters()), torch.randn(3, 8)
+
+    def loss(given: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, given, (x,)).float().pow(2).sum()
+
+    with autocast("fp16"):
+        found = torch.func.grad(loss)(parameters, x)
+        expected = gradients(model, model(x))
+        rows = torch.func.vmap(lambda row: model(row))(x)
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+        assert torch.equal(rows, model(x))
+    assert same(expected, list(found.values()))
+    assert each["first.weight"].shape == (3, 16, 8)
+
+
+class Product(torch.autograd.Function):
+    """A product of the user's own, as the documentation of torch.amp writes it."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.seen = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return a @ b
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        assert ctx.seen == (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+        return gradient @ b.t(), a.t() @ gradient
+
+
+class WideProduct(torch.autograd.Function):
+    """The same in fp32 whatever comes in."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        assert (a.dtype, torch.is_autocast_enabled("cpu")) == (torch.float32, False)
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        assert (gradient.dtype, torch.is_autocast_enabled("cpu")) == (torch.float32, False)
+        return gradient @ b.t(), a.t() @ gradient
+
+
+@pytest.mark.parametrize(("function", "dtype"), [(Product, torch.float16), (WideProduct, torch.float32)])
+@pytest.mark.parametrize("inside", [False, True])
+def test_custom_functions_run_as_under_torch_amp(function: Any, dtype: torch.dtype, inside: bool) -> None:
+    a, b = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+    with autocast("fp16"):
+        y = function.apply(a, b.half())
+        assert y.dtype is dtype
+        if inside:
+            y.sum().backward()
+    if not inside:
+        y.sum().backward()
+    assert a.grad is not None and b.grad is not None
+    assert (a.grad.dtype, b.grad.dtype) == (torch.float32, torch.float32)
