@@ -33,7 +33,8 @@ from lowp.ops.casting import carried, functorch_is_active
 
 __all__ = ["HANDS_OUT", "RUNS_HOOKS", "WeightCasts", "forget_all"]
 
-_use_count = cast(Callable[[int], int], private("torch._C._storage_Use_Count"))
+_storage_holders = cast(Callable[[int], int], private("torch._C._storage_Use_Count"))
+_tensor_holders = cast(Callable[[Tensor], int], private("torch.Tensor._use_count"))
 
 # What gives a tensor's memory to something that can write it without counting the tensor's version up.
 HANDS_OUT: frozenset[Any] = frozenset(
@@ -95,7 +96,7 @@ class _Entry:
     @property
     def is_alone(self) -> bool:
         """Whether nobody but this entry holds the weight any more."""
-        return sys.getrefcount(self.weight) == _ONE_NAME and self.weight._use_count() == 1
+        return sys.getrefcount(self.weight) == _ONE_NAME and _tensor_holders(self.weight) == 1
 
 
 class WeightCasts:
@@ -178,7 +179,7 @@ class WeightCasts:
 
 def _holders(storage: torch.UntypedStorage) -> tuple[int, int]:
     """Return how many tensors hold a memory, and how many names in Python its storage object has."""
-    return _use_count(storage._cdata), sys.getrefcount(storage)
+    return _storage_holders(storage._cdata), sys.getrefcount(storage)
 
 
 @cache
