@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lowp
 from lowp.casts import parse
-from lowp.kernels import cpu
-from lowp.ops import known, predicted
+from lowp.kernels import cpu, payloads
+from lowp.ops import predicted
 
 FLEX = parse("flex16+5")
 
@@ -212,46 +212,9 @@ def test_a_tensor_with_the_lowest_mantissa_is_known_by_it() -> None:
         assert region.exponents is not None
         region.exponents.flush()
     for one in (cut, summed):
-        found = known.exact(one, FLEX)
+        found = payloads.exact(one, FLEX)
         assert found is not None and int(found.payload.min()) == -32768
         assert torch.equal(found.payload.float() * 2.0**found.exponent, one)
-
-
-def test_what_is_known_of_a_tensor_ends_with_its_values() -> None:
-    with lowp.autocast("flex16+5"):
-        h = F.linear(flexed(3, 7), flexed(5, 7).requires_grad_())
-    assert known.find(h, FLEX.format) is not None and known.find(h[1:].t(), FLEX.format) is not None
-    found = known.mantissas(h[1:].t(), FLEX)
-    assert found is not None and torch.equal(found.payload.float() * 2.0**found.exponent, h.detach()[1:].t())
-    with torch.no_grad():
-        h[0, 0] = 0.1
-    assert known.find(h, FLEX.format) is None and known.find(h[1:], FLEX.format) is None
-    other = h.detach() * 2
-    known.note(other, FLEX.format, -3)
-    key = id(other)
-    assert key in known._known
-    del other
-    assert key not in known._known
-
-
-def test_what_torch_does_not_count_as_a_write_makes_a_tensor_unknown() -> None:
-    weight = flexed(7, 7).requires_grad_()
-    for shape in ((3, 7), (40, 50, 7), (1, 7)):
-        with lowp.autocast("flex16+5"):
-            h = F.linear(flexed(*shape), weight)
-            assert known.find(h, FLEX.format) is not None and known.find(h[..., 2:], FLEX.format) is not None
-            h.data.mul_(3)  # torch.distributed.all_reduce writes like this
-            assert known.find(h, FLEX.format) is None and known.find(h[..., 2:], FLEX.format) is None
-            assert torch.equal(F.linear(h, weight), F.linear(h.detach().clone(), weight))
-
-
-def test_parameters_are_never_known_so_that_data_may_be_clipped() -> None:
-    weight = nn.Parameter(flexed(5, 7))
-    with lowp.autocast("flex16+5"), torch.no_grad():
-        first = F.linear(flexed(3, 7), weight)
-        weight.data.clamp_(-0.25, 0.25)
-        second = F.linear(flexed(3, 7), weight)
-    assert known.find(weight, FLEX.format) is None and not torch.equal(first, second)
 
 
 def test_what_two_contractions_read_is_rounded_once_for_both() -> None:

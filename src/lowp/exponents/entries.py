@@ -12,10 +12,9 @@ from torch import Tensor
 from lowp.casts import Cast, Rounding
 from lowp.errors import InvalidInput
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
-from lowp.kernels import cpu
+from lowp.kernels import cpu, payloads
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, current_exponent, has_mantissas, values, write_, written
-from lowp.ops import known
 from lowp.scaling import Autoflex, AutoflexState, Reactive, Written
 
 __all__ = ["COUNTS", "Entries", "Flush", "current", "scaling_of"]
@@ -115,7 +114,7 @@ class Entries:
         payload = payload.contiguous()
         self._note(index, Seen(largest, False, largest == 0 and sums > 0, saturated, 0, payload.numel()))
         result = values(payload, exponent)
-        known.note(result, self.cast.format, exponent, payload)
+        payloads.keep(result, self.cast.format, exponent, payload)
         return result
 
     @property
@@ -182,7 +181,7 @@ class Entries:
         """Return x as mantissas and as values, which are known by them from then on."""
         found, result = written(x, self.cast, exponent)
         if not found.nonfinite:
-            known.note(result, self.cast.format, exponent, found.payload)
+            payloads.keep(result, self.cast.format, exponent, found.payload)
         return found, result
 
     def admit(self, x: Tensor, index: int) -> None:

@@ -25,9 +25,9 @@ from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents.entries import COUNTS, Entries, Flush
 from lowp.exponents.ranks import AgreedPlaces
+from lowp.kernels import payloads
 from lowp.kernels.integer import Exact
-from lowp.kernels.mantissas import Mantissas, exact_exponent, exact_mantissas
-from lowp.ops import known
+from lowp.kernels.mantissas import Mantissas, exact_mantissas
 
 __all__ = ["CLASSES", "PlaceSite", "SharedExponents", "Summary", "class_of"]
 
@@ -92,7 +92,7 @@ class SharedExponents:
         `training` the exponent is that of x's own maximum, or the place's where the cast predicts none.
         """
         x = x.detach() if x.requires_grad else x  # the same tensor where that can be, for what is known of it
-        if unless_exact and self._is_exact(x, cast):
+        if unless_exact and payloads.is_exact(x, cast):
             return x.float()
         group = self._group(cast, x.device)
         if not training:
@@ -173,18 +173,6 @@ class SharedExponents:
         group = self._groups.get(cast)
         if group is not None and place in group.names:
             group.admit(x.detach(), group.names[place])
-
-    @staticmethod
-    def _is_exact(x: Tensor, cast: Cast) -> bool:
-        if x.device.type != "cpu":
-            return False
-        if known.find(x, cast.format) is not None:
-            return True
-        exponent = exact_exponent(x, cast)
-        if exponent is None:
-            return False
-        known.note(x, cast.format, exponent)
-        return True
 
     def site(self, cast: Cast, where: str) -> PlaceSite:
         """The site of one op at one spot of the step."""

@@ -61,6 +61,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_from_int16": (None, (c_void_p, c_int, c_void_p, c_int64, c_int)),
     "lowp_grid": (None, (c_void_p, c_int64, c_int, c_int, c_void_p)),
     "lowp_exact_int16": (c_int64, (c_void_p, c_int, c_void_p, c_int64, c_int)),
+    "lowp_same_int16": (c_int64, (c_void_p, c_void_p, *(c_int64,) * 3, *(c_int,) * 4)),
     "lowp_step_int16": (None, (c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int, c_void_p)),
     "lowp_statistics": (c_int, (c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p)),
     "lowp_quantize_statistics": (
@@ -323,6 +324,37 @@ def exact_int16(x: Tensor, exponent: int, out: Tensor) -> int | None:
     return None if largest < 0 else largest
 
 
+class Rows(NamedTuple):
+    """How elements lie in memory: rows of neighbours, one every `stride` elements."""
+
+    rows: int
+    columns: int
+    stride: int
+
+
+def is_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows) -> bool:
+    """Whether every element of x, of fp32, is its mantissa * 2**exponent; both lie alike. Exponents -100 to 100."""
+    return _same_int16(x, mantissas, lie, exponent, False, 0) == 0
+
+
+def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows, symmetric: bool) -> float | None:
+    """Return the largest |x| of an fp32 tensor if `to_int16` to nearest even would write these mantissas, or None.
+
+    Both lie alike. Exponents from -100 to 100.
+    """
+    found = _same_int16(x, mantissas, lie, exponent, True, -32767 if symmetric else -32768)
+    if found < 0:
+        return None
+    (maximum,) = _FP32.unpack(_WORD.pack(found))
+    return float(maximum)
+
+
+def _same_int16(x: Tensor, mantissas: Tensor, lie: Rows, exponent: int, rounded: bool, lowest: int) -> int:
+    given = (x.data_ptr(), mantissas.data_ptr(), *lie, exponent, rounded, lowest, threads())
+    found: int = _loaded().lowp_same_int16(*given)
+    return found
+
+
 def step_int16(
     weight: Tensor, mantissas: Tensor, exponents: tuple[int, int, int], symmetric: bool
 ) -> tuple[Written, Written]:
@@ -391,8 +423,3 @@ def _parameters(cast: Cast) -> object:
     else:
         block.kind = _BINARY if element.bits == 1 else _INTEGER
     return byref(block)
-
-
-def bytes_at(address: int, size: int) -> bytes:
-    """A copy of so many bytes of memory, which the caller keeps alive meanwhile: a look past what torch counts."""
-    return ctypes.string_at(address, size)

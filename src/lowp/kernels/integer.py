@@ -291,7 +291,7 @@ def _matmul(left: Tensor, right: Tensor, output: _Output) -> _Seen:
         _check_reference(output)
         sums = integer_reference.matmul(left, right, output.chained)
         return _finish_reference(sums, output)
-    result = torch.empty(*left.shape[:-1], right.shape[-1], dtype=output.dtype)
+    result = torch.empty(*left.shape[:-1], right.shape[-1], dtype=output.dtype, device="cpu")
     a, b = _batched(left), _batched(right)
     # Where both strides are 1 (a single row or column), the kernels read along the depth.
     a_depth = 1 if a.shape[2] <= 1 else a.stride(2)
@@ -339,7 +339,7 @@ def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, ou
         _check_reference(output)
         sums = integer_reference.convolution(product, a, b, shape, output.chained)
         return _finish_reference(sums, output)
-    result = torch.empty(expected[names[2]], dtype=output.dtype)
+    result = torch.empty(expected[names[2]], dtype=output.dtype, device="cpu")
     a, b = a.contiguous(), b.contiguous()
     seen = _nothing_seen(result)
     geometry = array("q", shape.numbers())

@@ -111,7 +111,7 @@ def matmul(left: Tensor, right: Tensor, chained: bool) -> Tensor:
     """Return the sums of [..., m, k] @ [..., k, n]: exact in int64, or chained in fp32 (not yet scaled)."""
     step = BLOCK if chained else _EXACT_DEPTH
     shape = (*left.shape[:-1], right.shape[-1])
-    total = torch.zeros(shape, dtype=torch.float32 if chained else torch.int64)
+    total = torch.zeros(shape, dtype=torch.float32 if chained else torch.int64, device=left.device)
     for start in range(0, left.shape[-1], step):
         part = left[..., start : start + step].double() @ right[..., start : start + step, :].double()
         total += part.to(total.dtype)
@@ -207,7 +207,7 @@ def _reach(shape: ConvolutionShape, dim: int, residue: int) -> list[tuple[int, i
 
 def _shifted(x: Tensor, dim: int, shift: int, count: int) -> Tensor:
     """Return x[shift : shift + count] along `dim`, zeros where that is outside."""
-    index = torch.arange(shift, shift + count)
+    index = torch.arange(shift, shift + count, device=x.device)
     inside = (index >= 0) & (index < x.shape[dim])
     if x.shape[dim] == 0:
         return x.new_zeros((*x.shape[:dim], count, *x.shape[dim + 1 :]))
@@ -218,7 +218,7 @@ def _shifted(x: Tensor, dim: int, shift: int, count: int) -> Tensor:
 def _input_gradient(grad: Tensor, w: Tensor, shape: ConvolutionShape, chained: bool) -> Tensor:
     grouped = _by_group(grad, shape.groups, 1)
     weights = _pad_even(_split(w, 0, shape.groups, -1), 1)  # [groups, out channels, channels, *kernel]
-    result = torch.zeros(shape.input, dtype=torch.float32 if chained else torch.int64)
+    result = torch.zeros(shape.input, dtype=torch.float32 if chained else torch.int64, device=w.device)
     for residue in itertools.product(*(range(min(s, n)) for s, n in zip(shape.stride, shape.input[2:], strict=True))):
         place = (slice(None), slice(None), *(slice(r, None, s) for r, s in zip(residue, shape.stride, strict=True)))
         counts = result[place].shape[2:]

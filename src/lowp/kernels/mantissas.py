@@ -52,12 +52,15 @@ def current_exponent(x: Tensor, cast: Cast) -> int | None:
     else:
         low, high = torch.aminmax(x)  # one pass; a norm takes many times as long
         maximum = float(torch.maximum(low.abs(), high.abs()))
-    return _exponent_of(maximum, cast)
+    return exponent_of(maximum, cast)
 
 
-def _exponent_of(maximum: float, cast: Cast) -> int | None:
+def exponent_of(maximum: float, cast: Cast) -> int | None:
+    """The exponent that a tensor of this largest magnitude has by a cast; None where that is infinite or NaN."""
     assert isinstance(cast.format, ScaledFormat)
     assert isinstance(cast.format.scale, PowerOfTwo)
+    if cast.scaling is not None and cast.scaling.exponent is not None:
+        return cast.scaling.exponent
     if not math.isfinite(maximum):
         return None
     if maximum == 0:
@@ -83,7 +86,7 @@ def exact_exponent(x: Tensor, cast: Cast) -> int | None:
         payload = to_mantissas(x, plain, exponent).payload
         return exponent if torch.equal(values(payload, exponent).to(x.dtype), x) else None
     maximum, lowest = cpu.grid(x, lowest=True)
-    exponent = _exponent_of(maximum, plain)
+    exponent = exponent_of(maximum, plain)
     if exponent is None or lowest is None:
         return exponent
     held = maximum <= math.ldexp(32767, exponent)
@@ -103,8 +106,15 @@ def _is_direct(x: Tensor) -> bool:
         and x.layout is torch.strided
         and x.is_contiguous()
         and not x.is_neg()
+        and not x._is_zerotensor()
         and cpu.library() is not None
     )
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Return x outside the graph with its elements side by side in memory, zeros that have none included."""
+    x = x.detach()
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x._is_zerotensor() else x.contiguous().resolve_neg()
 
 
 def exact_mantissas(x: Tensor, cast: Cast, hint: int) -> Mantissas | None:
@@ -114,7 +124,7 @@ def exact_mantissas(x: Tensor, cast: Cast, hint: int) -> Mantissas | None:
     """
     if not _is_direct(x):
         return None
-    payload = torch.empty(x.shape, dtype=torch.int16)
+    payload = torch.empty(x.shape, dtype=torch.int16, device="cpu")
     exponent: int | None = hint
     largest = cpu.exact_int16(x, hint, payload)
     if largest is None:
@@ -127,11 +137,11 @@ def to_mantissas(x: Tensor, cast: Cast, exponent: int, seed: int = 0) -> Mantiss
     """Write x * 2**-exponent, rounded once and saturated, as int16; x of any float dtype, shape and layout."""
     assert isinstance(cast.format, ScaledFormat)
     assert isinstance(cast.format.element, IntFormat)
-    x = x.detach().contiguous()
+    x = _readable(x)
     payload = torch.empty(x.shape, dtype=torch.int16, device=x.device)
     if x.device.type == "cpu" and cpu.library() is not None:
         symmetric = cast.format.element.symmetric
-        seen = cpu.to_int16(x.resolve_neg(), exponent, symmetric, cast.rounding, seed, payload, cast.random_bits)
+        seen = cpu.to_int16(x, exponent, symmetric, cast.rounding, seed, payload, cast.random_bits)
         return Mantissas(payload, exponent, *seen)
     scaled = torch.ldexp(x.double(), torch.tensor(-exponent, device=x.device))
     rounded = _ROUNDINGS[cast.rounding](scaled)
@@ -149,8 +159,8 @@ def written(x: Tensor, cast: Cast, exponent: int) -> tuple[Mantissas, Tensor]:
         found = to_mantissas(x, cast, exponent)
         result = values(found.payload, exponent)
         return found, torch.where(x.isfinite(), result, math.nan) if found.nonfinite else result
-    payload = torch.empty(x.shape, dtype=torch.int16)
-    result = torch.empty(x.shape, dtype=torch.float32)
+    payload = torch.empty(x.shape, dtype=torch.int16, device="cpu")
+    result = torch.empty(x.shape, dtype=torch.float32, device="cpu")
     return Mantissas(payload, exponent, *_write(x, cast, exponent, payload, result)), result
 
 
@@ -169,7 +179,7 @@ def _write(x: Tensor, cast: Cast, exponent: int, payload: Tensor | None, result:
     assert isinstance(cast.format, ScaledFormat)
     assert isinstance(cast.format.element, IntFormat)
     symmetric = cast.format.element.symmetric
-    x = x.detach().contiguous().resolve_neg()
+    x = _readable(x)
     return cpu.to_int16(x, exponent, symmetric, cast.rounding, 0, payload, cast.random_bits, result)
 
 
@@ -178,7 +188,7 @@ def values(payload: Tensor, exponent: int) -> Tensor:
     if payload.device.type == "cpu" and cpu.library() is not None:
         result = torch.empty_like(payload, dtype=torch.float32)
         if result.stride() != payload.stride():  # it has gaps, or lies on itself
-            payload, result = payload.contiguous(), torch.empty(payload.shape, dtype=torch.float32)
+            payload, result = payload.contiguous(), torch.empty(payload.shape, dtype=torch.float32, device="cpu")
         cpu.from_int16(payload, exponent, result)
         return result
     if -100 <= exponent <= 100:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.errors import Unavailable
+from lowp.kernels import payloads
 from lowp.kernels.mantissas import Mantissas, current_exponent, has_mantissas, to_mantissas, values
-from lowp.ops import known
 from lowp.ops.casting import Call, Site, functorch_is_active, operand, rounded, shield
 from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form
 from lowp.ops.writing import (
@@ -87,7 +87,7 @@ def _mantissas(x: Tensor, to: Cast | None, call: Call) -> Mantissas | None:
     if to.is_stochastic:
         exponent = current_exponent(x, to)
         return None if exponent is None else to_mantissas(x, to, exponent, int(call.seed()))
-    return known.mantissas(x, to)
+    return payloads.rounded(x, to)
 
 
 class _IntegerProduct(torch.autograd.Function):
@@ -125,9 +125,11 @@ class _IntegerProduct(torch.autograd.Function):
             *payloads, exponents = ctx.saved_tensors
             saved = [Mantissas(*one, 0, 0, 0) for one in zip(payloads, exponents.tolist(), strict=True)]
             written: _Written | None = ctx.written
-            if written is not None:
-                gradient = written_gradient(gradient, written.site, OUTPUT_GRADIENT, unless_exact=True)
-            incoming = None if torch.is_grad_enabled() else _mantissas(gradient, rule.grad, call)
+            incoming = None if torch.is_grad_enabled() or written is None else _as_it_came(gradient, rule)
+            if written is not None and incoming is None:
+                gradient = written_gradient(gradient, written.site, OUTPUT_GRADIENT, torch.is_grad_enabled())
+            if incoming is None and not torch.is_grad_enabled():
+                incoming = _mantissas(gradient, rule.grad, call)
             if incoming is None:
                 operands = [values(one.payload, one.exponent) for one in saved]
                 found = ctx.in_fp32(ctx, gradient, operands, ctx.edges)
@@ -138,6 +140,12 @@ class _IntegerProduct(torch.autograd.Function):
             result = [None if one is None else rounded(one, rule.output, call.seed) for one in found]
             bias = None if result[2] is None else result[2].to(ctx.bias_dtype)
             return None, None, *result[:2], bias, None, None, None, None
+
+
+def _as_it_came(gradient: Tensor, rule: Rule) -> Mantissas | None:
+    """Return the mantissas of a gradient that is in the format already, and is not written once more."""
+    same = rule.grad is not None and rule.output is not None and rule.grad.format == rule.output.format
+    return payloads.exact(gradient, rule.output) if same and has_mantissas(rule.output) else None
 
 
 def _written_output(form: Form, call: Call, site: Site, a: Mantissas, b: Mantissas, bias: Tensor | None) -> Tensor:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.compat import gradients_of
+from lowp.kernels import payloads
 from lowp.kernels.mantissas import values
-from lowp.ops import known
 from lowp.ops.casting import Call, Site, edge, shield
 from lowp.ops.generic import changed, is_out_of_place
 from lowp.ops.writing import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, written_gradient
@@ -185,9 +185,9 @@ class _Kept(NamedTuple):
     @classmethod
     def of(cls, x: Tensor | None, to: Cast) -> _Kept:
         """Return how x is kept. Parameters and data of the caller, who holds them, stay as they are."""
-        if x is None or (x.is_leaf and known.find(x, to.format) is None):
+        if x is None or (x.is_leaf and payloads.hint(x, to.format) is None):
             return cls(x)
-        found = known.exact(x, to)
+        found = payloads.exact(x, to)
         if found is None:
             return cls(x)
         return cls(found.payload, found.exponent, edge(x, torch.float32) if x.requires_grad else None)

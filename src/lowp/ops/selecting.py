@@ -13,8 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast
-from lowp.ops import known
+from lowp.kernels import payloads
 from lowp.ops.casting import Call, shield
 from lowp.ops.contraction import require
 from lowp.ops.signature import Mismatch, bound, plain
@@ -29,17 +28,16 @@ def select(call: Call) -> Any:
     if runner is None or not isinstance(x, Tensor) or "out" in call.kwargs:
         return plain(call)
     assert call.rule.output is not None
-    found = known.find(x, call.rule.output.format)
+    found = payloads.hint(x, call.rule.output.format)
     if found is None:
         return plain(call)
-    exponent = found[0].exponent
     try:
         result = runner(call, x) if x.requires_grad and torch.is_grad_enabled() else plain(call)
     except Mismatch:
         result = plain(call)
     if isinstance(result, Tensor) and result is not x:
-        if known.find(result, call.rule.output.format) is None:
-            known.note(result, call.rule.output.format, exponent)
+        if payloads.hint(result, call.rule.output.format) is None:
+            payloads.keep(result, *found)
     return result
 
 
@@ -48,12 +46,12 @@ def _relu(call: Call, x: Tensor) -> Tensor:
     given = list(call.args[1:]) + [value for name, value in call.kwargs.items() if name != "input"]
     is_in_place = any(given) or str(getattr(call.func, "__name__", "")).endswith("_")
     assert call.rule.output is not None
-    mantissas = known.exact(x, call.rule.output)
+    mantissas = payloads.exact(x, call.rule.output)
     require(mantissas is not None)
     assert mantissas is not None
     payload = mantissas.payload.clamp(min=0)
     result = cast(Tensor, _Relu.apply(x, payload, is_in_place))  # type: ignore[no-untyped-call]
-    known.note(result, call.rule.output.format, mantissas.exponent, payload)
+    payloads.keep(result, call.rule.output.format, mantissas.exponent, payload)
     return result
 
 
@@ -124,9 +122,9 @@ def _smallest(places: int) -> torch.dtype:
 
 def _inherited(result: Tensor, gradient: Tensor) -> Tensor:
     """Return a gradient of which elements were set to zero, known by the exponent of what it was."""
-    found = known.noted(gradient)
-    if found is not None and not isinstance(found.format, Cast) and not result.requires_grad:
-        known.note(result, found.format, found.exponent)
+    found = payloads.hint(gradient)
+    if found is not None and not result.requires_grad:
+        payloads.keep(result, *found)
     return result
 
 

@@ -102,6 +102,8 @@ struct Kernels {
   void (*from_int16)(const int16_t* in, int exponent, float* out, int64_t begin, int64_t end);
   void (*grid)(const float* in, bool lowest, Grid*, int64_t begin, int64_t end);
   bool (*exact_int16)(const float* in, int exponent, int16_t* out, int64_t* largest, int64_t begin, int64_t end);
+  bool (*same_int16)(const float* in, const int16_t* mantissas, int exponent, float lower, uint32_t* largest,
+                     int64_t begin, int64_t end);
   void (*step_int16)(const Step&, Stepped*, int64_t begin, int64_t end);
   void (*statistics)(const Task&, Statistics*, double* partial_sums, int64_t begin, int64_t end);
   void (*effects)(const Task&, const void* previous, Statistics*, double* partial_sums, Effects*, int64_t begin,

@@ -222,6 +222,33 @@ LOWP_EXPORT int64_t lowp_exact_int16(const float* x, int exponent, int16_t* out,
   return wrong ? -1 : largest.load();
 }
 
+// Whether the mantissas are those of x under this exponent, every one of them: exactly (returns 0), or with `rounded` as
+// x is rounded to nearest even and saturated from `lowest` to 32767 (returns the bits of the largest |x|). -1 if not.
+// Both lie in rows of `columns` elements, one every `stride` elements.
+LOWP_EXPORT int64_t lowp_same_int16(const float* x, const int16_t* mantissas, int64_t rows, int64_t columns,
+                                    int64_t stride, int exponent, int rounded, int lowest, int threads) {
+  const Kernels& kernel = kernels();
+  std::atomic<int64_t> largest{0};
+  std::atomic<bool> wrong{false};
+  const auto compare = [&](const float* in, const int16_t* kept, int64_t begin, int64_t end) {
+    uint32_t part = 0;
+    if (wrong.load(std::memory_order_relaxed)) return;
+    if (!kernel.same_int16(in, kept, exponent, static_cast<float>(lowest), rounded ? &part : nullptr, begin, end))
+      wrong = true;
+    for (int64_t seen = largest; part > seen && !largest.compare_exchange_weak(seen, part);) {
+    }
+  };
+  if (rows == 1) {
+    parallel_for(columns, kBlock, enough_threads(columns, threads),
+                 [&](int64_t begin, int64_t end) { compare(x, mantissas, begin, end); });
+  } else {
+    parallel_for(rows, 1, enough_threads(rows * columns, threads), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) compare(x + row * stride, mantissas + row * stride, 0, columns);
+    });
+  }
+  return wrong ? -1 : largest.load();
+}
+
 // The update of a weight, then the weight, each rounded once; exponents: of the old mantissas, the update, the weight.
 // counts: those of lowp_write_int16, of the update and then of the weight.
 LOWP_EXPORT void lowp_step_int16(float* weight, int16_t* mantissas, const int* exponents, int lowest, int64_t count,

@@ -172,15 +172,15 @@ static void grid(const float* in, bool lowest, Grid* seen, int64_t begin, int64_
 }
 
 // Writes x * 2**-exponent where that is an int16 everywhere, and says whether it is.
-__attribute__((noinline)) static bool write_exactly(const float* in, float factor, int16_t* out, int64_t count,
-                                                    int64_t* largest) {
+__attribute__((noinline)) static bool write_exactly(const float* in, float factor, float unit, int16_t* out,
+                                                    int64_t count, int64_t* largest) {
   int32_t wrong = 0, highest = 0;
   LOWP_VECTOR_LOOP
   for (int64_t i = 0; i < count; ++i) {
     float value = in[i] * factor;
     const float bounded = value > 32767.0f ? 32767.0f : value < -32768.0f ? -32768.0f : value;
     const int32_t mantissa = static_cast<int32_t>(bounded == bounded ? bounded : 0.0f);
-    wrong |= static_cast<float>(mantissa) != value;
+    wrong |= static_cast<float>(mantissa) * unit != in[i];
     const int32_t size = mantissa < 0 ? -mantissa : mantissa;
     highest = size > highest ? size : highest;
     out[i] = static_cast<int16_t>(mantissa);
@@ -191,10 +191,53 @@ __attribute__((noinline)) static bool write_exactly(const float* in, float facto
 
 static bool exact_int16(const float* in, int exponent, int16_t* out, int64_t* largest, int64_t begin, int64_t end) {
   const ExactArithmetic exact;
-  const float factor = power_of_two<F32>(-exponent);
+  const float factor = power_of_two<F32>(-exponent), unit = power_of_two<F32>(exponent);
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
-    if (!write_exactly(in + first, factor, out + first, count, largest)) return false;
+    if (!write_exactly(in + first, factor, unit, out + first, count, largest)) return false;
+  }
+  return true;
+}
+
+// Whether the mantissas are those of x: exactly, or as x * 2**-exponent is rounded to nearest even and saturated.
+__attribute__((noinline)) static bool same_block(const float* in, const int16_t* mantissas, float unit, int64_t count) {
+  int32_t wrong = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) wrong |= static_cast<float>(mantissas[i]) * unit != in[i];
+  return wrong == 0;
+}
+
+__attribute__((noinline)) static bool same_rounded_block(const float* in, const int16_t* mantissas, float factor,
+                                                         float lower, int64_t count, uint32_t* largest) {
+  constexpr float kMagic = 0x1.8p23, kFar = 0x1p20;
+  int32_t wrong = 0, highest = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t magnitude = static_cast<int32_t>(bits_of(in[i]) & 0x7fffffff);
+    highest = magnitude > highest ? magnitude : highest;
+    float value = in[i] * factor;
+    value = value > kFar ? kFar : value;
+    value = value < -kFar ? -kFar : value;
+    value = (value + kMagic) - kMagic;
+    value = value > 32767.0f ? 32767.0f : value;
+    value = value < lower ? lower : value;
+    wrong |= static_cast<float>(mantissas[i]) != value;
+  }
+  *largest = static_cast<uint32_t>(highest) > *largest ? static_cast<uint32_t>(highest) : *largest;
+  return wrong == 0;
+}
+
+// Rounded where `largest` is given, which takes the bits of the largest |x| then.
+static bool same_int16(const float* in, const int16_t* mantissas, int exponent, float lower, uint32_t* largest,
+                       int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  const float factor = power_of_two<F32>(-exponent), unit = power_of_two<F32>(exponent);
+  for (int64_t first = begin; first < end; first += kBlock) {
+    const int64_t count = end - first < kBlock ? end - first : kBlock;
+    const bool same = largest == nullptr
+                          ? same_block(in + first, mantissas + first, unit, count)
+                          : same_rounded_block(in + first, mantissas + first, factor, lower, count, largest);
+    if (!same) return false;
   }
   return true;
 }

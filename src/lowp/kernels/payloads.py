@@ -1,0 +1,232 @@
+"""The int16 mantissas that were computed of a tensor, kept beside its memory and never used unseen.
+
+A tensor that an op wrote under a shared exponent is read by the next one, kept for backward, and looked at once more on
+its way back. One payload serves all who keep it. It belongs to the tensor's memory (its storage), is held as long as
+that is, and serves views alike. Memory can change without a trace: through ``.data``, NumPy, DLPack, collectives, a
+pointer. So before a payload is used every element is compared with what the memory holds now, in one pass that reads
+what a conversion reads; where one differs the mantissas are computed anew. An exponent alone is no more than a hint:
+the first to be tried.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast, Rounding
+from lowp.formats import Format, IntFormat, ScaledFormat
+from lowp.kernels import cpu
+from lowp.kernels.mantissas import (
+    Mantissas,
+    current_exponent,
+    exact_exponent,
+    exact_mantissas,
+    exponent_of,
+    to_mantissas,
+    values,
+)
+
+__all__ = ["exact", "hint", "is_exact", "keep", "rounded"]
+
+_LARGEST = 100  # beyond these exponents units leave the normal numbers of fp32
+
+
+class _Kept:
+    """What is kept beside a storage: an exponent, perhaps mantissas, and which elements they are of.
+
+    `of` is the format that the values were in, or the cast whose rounding of them the mantissas are.
+    """
+
+    __slots__ = ("exponent", "of", "offset", "payload", "storage")
+
+    def __init__(self, x: Tensor, of: Format | Cast, exponent: int, payload: Tensor | None) -> None:
+        storage = x.untyped_storage()
+        key = id(storage)
+        self.storage = weakref.ref(storage, lambda _: (_kept.pop(key, None), None)[1])
+        self.of, self.exponent, self.payload, self.offset = of, exponent, payload, x.storage_offset()
+
+    def of_view(self, x: Tensor) -> Tensor | None:
+        """Return the mantissas that were computed of x's elements, as x lies; None where some were not."""
+        if self.payload is None:
+            return None
+        offset = x.storage_offset() - self.offset
+        reach = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+        if offset < 0 or x.numel() == 0 or offset + reach >= self.payload.numel():
+            return None
+        return self.payload.as_strided(x.shape, x.stride(), offset)
+
+
+_kept: dict[int, _Kept] = {}  # by the identity of the storage, which torch keeps as long as the memory
+
+
+def _is_served(x: Tensor) -> bool:
+    """Whether mantissas are kept of a tensor: a plain one of fp32 on a CPU."""
+    return (
+        type(x) is Tensor
+        and x.dtype is torch.float32
+        and x.is_cpu
+        and x.layout is torch.strided
+        and not x.is_neg()
+        and not x._is_zerotensor()
+    )
+
+
+def keep(x: Tensor, of: Format | Cast, exponent: int, payload: Tensor | None = None) -> None:
+    """Keep the exponent under which x holds values of a format, and its mantissas; or those of a cast of x.
+
+    Kept are payloads that lie in memory as x does, without gaps; views and parameters keep nothing.
+    """
+    if _is_served(x) and x._base is None:
+        laid = payload is not None and payload.stride() == x.stride() and payload.storage_offset() == 0
+        entry = _Kept(x, of, exponent, payload if laid else None)
+        _kept[id(x.untyped_storage())] = entry
+
+
+def hint(x: Tensor, format: Format | None = None) -> tuple[Format, int] | None:
+    """Return the format and the exponent that x's memory had when it was last looked at; of one format, if given."""
+    found = _find(x)
+    if found is None or isinstance(found.of, Cast) or (format is not None and found.of != format):
+        return None
+    return found.of, found.exponent
+
+
+def _find(x: Tensor) -> _Kept | None:
+    if not _kept or not _is_served(x):
+        return None
+    storage = x.untyped_storage()
+    found = _kept.get(id(storage))
+    return found if found is not None and found.storage() is storage else None
+
+
+# -- mantissas ----------------------------------------------------------------------------------------------------
+
+
+def exact(x: Tensor, cast: Cast) -> Mantissas | None:
+    """Return x as mantissas that stand for every element of it; None where it is not in the cast's format.
+
+    The cast's scaling counts for nothing. A -0 counts as 0.
+    """
+    found = _find(x)
+    if found is None or found.of != cast.format:
+        found = None
+    else:
+        payload = found.of_view(x)
+        if payload is not None and _stands_for(x, payload, found.exponent):
+            return Mantissas(payload, found.exponent, 0, 0, 0)
+    if not x.is_cpu:
+        return None
+    laid, back = _as_it_lies(x)
+    computed = _computed(laid, cast, None if found is None else found.exponent)
+    if computed is None:
+        return None
+    payload = back(computed.payload)
+    keep(x, cast.format, computed.exponent, payload)
+    return computed._replace(payload=payload)
+
+
+def is_exact(x: Tensor, cast: Cast) -> bool:
+    """Whether every element of x is in the cast's format under one exponent; not asked of an accelerator."""
+    if not x.is_cpu:
+        return False
+    found = _find(x)
+    if found is not None and found.of == cast.format:
+        payload = found.of_view(x)
+        if payload is not None and _stands_for(x, payload, found.exponent):
+            return True
+    exponent = exact_exponent(x, cast)
+    if exponent is not None:
+        keep(x, cast.format, exponent)
+        return True
+    # a tensor with -32768 is not exact under the exponent of its own maximum
+    return found is not None and found.of == cast.format and exact(x, cast) is not None
+
+
+def rounded(x: Tensor, cast: Cast) -> Mantissas | None:
+    """Return x as mantissas by a cast that is not stochastic; None where x is not finite.
+
+    What is computed is kept for results of ops, since other contractions read them too.
+    """
+    found = _find(x)
+    if found is not None:
+        again = _rounded_again(x, cast, found)
+        if again is not None:
+            return again
+    exponent = current_exponent(x, cast)
+    if exponent is None:
+        return None
+    result = to_mantissas(x, cast, exponent)
+    if x.grad_fn is not None:
+        keep(x, cast, exponent, result.payload)
+    return result
+
+
+def _rounded_again(x: Tensor, cast: Cast, found: _Kept) -> Mantissas | None:
+    """Return the mantissas that a cast of x gives from what is kept, after every element was compared."""
+    scaling, payload = cast.scaling, found.of_view(x)
+    if found.of == cast.format and (scaling is None or (scaling.headroom == 0 and scaling.exponent is None)):
+        return exact(x, cast)
+    if payload is None or found.of != cast or cast.rounding is not Rounding.NEAREST_EVEN:
+        return None
+    lie = _rows(x)
+    if lie is None or abs(found.exponent) > _LARGEST or cpu.library() is None:
+        return None
+    maximum = cpu.rounds_to_int16(x, payload, found.exponent, lie, _is_symmetric(cast))
+    if maximum is None or exponent_of(maximum, cast) != found.exponent:
+        return None
+    return Mantissas(payload, found.exponent, 0, 0, 0)
+
+
+def _computed(x: Tensor, cast: Cast, exponent: int | None) -> Mantissas | None:
+    """Return x as exact mantissas, under the exponent that was given where that serves."""
+    x = x.detach().contiguous()
+    if exponent is not None and abs(exponent) <= _LARGEST:
+        found = exact_mantissas(x, cast, exponent)
+        if found is not None and not (found.largest > 32767 and _is_symmetric(cast)):
+            return found
+    exponent = exact_exponent(x, cast)
+    return None if exponent is None else to_mantissas(x, cast, exponent)
+
+
+def _is_symmetric(cast: Cast) -> bool:
+    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
+    return cast.format.element.symmetric
+
+
+# -- memory -------------------------------------------------------------------------------------------------------
+
+
+def _stands_for(x: Tensor, payload: Tensor, exponent: int) -> bool:
+    """Whether every element of x is its mantissa * 2**exponent now; the two lie alike."""
+    lie = _rows(x)
+    if lie is None or abs(exponent) > _LARGEST or cpu.library() is None:
+        return torch.equal(values(payload, exponent), x.detach())
+    return cpu.is_int16(x, payload, exponent, lie)
+
+
+def _rows(x: Tensor) -> cpu.Rows | None:
+    """Return how x lies in memory, whatever the order of its dimensions; None for what is not rows of neighbours."""
+    if x.is_contiguous():
+        return cpu.Rows(1, x.numel(), x.numel())
+    dims = sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1 and step > 0)
+    merged: list[tuple[int, int]] = []
+    for step, size in dims:
+        if merged and merged[-1][0] * merged[-1][1] == step:
+            merged[-1] = (merged[-1][0], merged[-1][1] * size)
+        else:
+            merged.append((step, size))
+    if len(merged) == 1 and merged[0][0] == 1:
+        return cpu.Rows(1, merged[0][1], merged[0][1])
+    if len(merged) == 2 and merged[0][0] == 1:
+        return cpu.Rows(merged[1][1], merged[0][1], merged[1][0])
+    return None
+
+
+def _as_it_lies(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return the numbers of x in the order of its memory, and what lays others out as they are."""
+    if x.is_contiguous() or torch.empty_like(x, device="meta").stride() != x.stride():
+        return x, lambda y: y
+    flat = x.detach().as_strided((x.numel(),), (1,), x.storage_offset())
+    return flat, lambda y: y.as_strided(x.shape, x.stride())

@@ -1,0 +1,136 @@
+"""Mantissas that are kept beside a tensor's memory: used only where every element is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowp
+from lowp.casts import parse
+from lowp.kernels import cpu, payloads
+
+FLEX, DFP = parse("flex16+5"), parse("dfp16")
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda x: x,
+    "transposed": lambda x: x.t(),
+    "reshaped": lambda x: x.view(2, 20, 42),
+    "rows": lambda x: x[3:11],
+    "columns": lambda x: x[:, 5:29],
+    "columns, transposed": lambda x: x[:, 5:29].t(),
+    "every other": lambda x: x[::2, ::3],
+    "heads": lambda x: x.view(4, 10, 3, 2, 7)[:, :, 1].permute(0, 2, 1, 3),
+    "expanded": lambda x: x[:1].expand(5, 42),
+    "one element": lambda x: x[7, 9],
+}
+
+
+def values(seed: int = 0) -> Tensor:
+    x = torch.randn(40, 42, generator=torch.Generator().manual_seed(seed))
+    return lowp.quantize(x, "flex16+5")  # type: ignore[no-any-return]
+
+
+def written() -> Tensor:
+    """A result that an op has just written, whose mantissas are kept."""
+    with lowp.autocast("flex16+5"):
+        return F.linear(values(), values(1).requires_grad_()).detach()
+
+
+def stands_for(x: Tensor) -> bool:
+    found = payloads.exact(x, FLEX)
+    assert found is not None and found.payload.shape == x.shape
+    return torch.equal(found.payload.double() * 2.0**found.exponent, x.double())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_views_are_served_from_what_is_kept_of_the_whole(layout: str) -> None:
+    x = torch.cat([written(), written()[:, :2]], 1)
+    kept = payloads.exact(x, FLEX)
+    view = LAYOUTS[layout](x)
+    found = payloads.exact(view, FLEX)
+    assert kept is not None and found is not None and stands_for(view)
+    assert found.payload.untyped_storage().data_ptr() == kept.payload.untyped_storage().data_ptr()
+    assert found.exponent == kept.exponent
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_views_of_what_has_changed_are_computed_anew(layout: str) -> None:
+    x = torch.cat([written(), written()[:, :2]], 1)
+    kept = payloads.exact(x, FLEX)
+    view = LAYOUTS[layout](x)
+    view.detach().numpy()[...] *= 2
+    found = payloads.exact(view, FLEX)
+    assert kept is not None and found is not None and stands_for(view)
+    assert found.payload.untyped_storage().data_ptr() != kept.payload.untyped_storage().data_ptr()
+
+
+def test_every_single_element_is_compared() -> None:
+    x = written()
+    for index in range(x.numel()):
+        numbers = x.numpy().reshape(-1)
+        before = float(numbers[index])
+        for other in (before + 2.0**-6, -before if before else 1.0, float("nan"), float("inf")):
+            numbers[index] = other
+            found = payloads.exact(x, FLEX)
+            assert (found is None) == (abs(other) == float("inf") or other != other)
+            assert found is None or float(found.payload.view(-1)[index]) * 2.0**found.exponent == other
+        numbers[index] = before
+
+
+@pytest.mark.parametrize("exponent", [-120, -100, 0, 100])
+def test_units_beyond_those_of_fp32_are_told_apart(exponent: int) -> None:
+    cast = parse("dfp16")
+    x = torch.full((1000,), 2.0**exponent)
+    payloads.keep(x, cast.format, 100, torch.zeros(1000, dtype=torch.int16))
+    found = payloads.exact(x, cast)
+    assert found is not None and bool((found.payload.double() * 2.0**found.exponent == x).all())
+
+
+def test_a_cast_that_rounded_another_maximum_is_made_anew() -> None:
+    with lowp.autocast("dfp16"):
+        x = torch.tanh(values().requires_grad_())
+    first = payloads.rounded(x, DFP)
+    again = payloads.rounded(x, DFP)
+    x.detach().numpy()[3, 3] = 5.0
+    other = payloads.rounded(x, DFP)
+    assert first is not None and again is not None and other is not None
+    assert first.payload.data_ptr() == again.payload.data_ptr() != other.payload.data_ptr()
+    assert other.exponent == first.exponent + 3
+    x.detach().numpy()[3, 3] = float("inf")
+    assert payloads.rounded(x, DFP) is None
+
+
+def test_what_is_kept_ends_with_the_memory() -> None:
+    x = written()
+    alias, key = x.detach(), id(x.untyped_storage())
+    del x
+    assert key in payloads._kept and stands_for(alias)
+    del alias
+    assert key not in payloads._kept
+
+
+def test_swapped_tensors_keep_what_is_their_own() -> None:
+    x, y = written(), torch.ones(3)
+    torch.utils.swap_tensors(x, y)
+    assert stands_for(x) and stands_for(y)
+
+
+def test_nothing_is_kept_of_parameters_views_and_what_has_no_memory() -> None:
+    before = len(payloads._kept)
+    for x in (nn.Parameter(values()), values()[1:], torch._efficientzerotensor((3,)), values().double()):
+        payloads.keep(x, FLEX.format, -10)
+        assert payloads.hint(x) is None
+    assert len(payloads._kept) == before
+    assert payloads.exact(torch._efficientzerotensor((3,)), FLEX) is not None
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+def test_without_the_library_the_answers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = written()
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    assert stands_for(x) and stands_for(x[3:, 2:])
+    x.numpy()[20, 20] += 1.0
+    assert stands_for(x) and stands_for(x[3:, 2:])
