@@ -144,8 +144,10 @@ class _IntegerProduct(torch.autograd.Function):
 
 def _as_it_came(gradient: Tensor, rule: Rule) -> Mantissas | None:
     """Return the mantissas of a gradient that is in the format already, and is not written once more."""
-    same = rule.grad is not None and rule.output is not None and rule.grad.format == rule.output.format
-    return payloads.exact(gradient, rule.output) if same and has_mantissas(rule.output) else None
+    grad, output = rule.grad, rule.output
+    if grad is None or output is None or grad.format != output.format or not has_mantissas(output):
+        return None
+    return payloads.exact(gradient, output)
 
 
 def _written_output(form: Form, call: Call, site: Site, a: Mantissas, b: Mantissas, bias: Tensor | None) -> Tensor:
