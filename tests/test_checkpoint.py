@@ -7,9 +7,12 @@ import pickle
 import random
 import subprocess
 import sys
+import warnings
+import zipfile
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -134,8 +137,245 @@ def test_an_entry_that_a_part_misses_is_named(tmp_path: Path) -> None:
     content = torch.load(tmp_path / "a.pt", weights_only=True)
     del content["optimizer"]["param_groups"]
     torch.save(content, tmp_path / "a.pt")
-    with pytest.raises(InvalidCheckpoint, match="nothing was loaded: its entry 'param_groups' is missing"):
+    with pytest.raises(
+        InvalidCheckpoint, match=r"nothing was loaded: an optimizer's state needs .*; missing: param_groups"
+    ):
         lowp.load(tmp_path / "a.pt", optimizer=optimizer)
+
+
+def _training(kind: str, optimizer: Callable[..., Any], seed: int = 0, **options: Any) -> dict[str, Any]:
+    """The parts of a small training after three steps."""
+    torch.manual_seed(seed)
+    precision, model = lowp.Precision(kind, **options), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model, own = precision.prepare(model, optimizer(model.parameters()))
+    scheduler = torch.optim.lr_scheduler.StepLR(own, 2)
+    for _ in range(3):
+        with precision.autocast():
+            loss = model(torch.randn(4, 4)).square().mean() / 1024  # no step is skipped
+        precision.backward(loss)
+        precision.step(own)
+        own.zero_grad()
+    return {"model": model, "optimizer": own, "precision": precision, "scheduler": scheduler}
+
+
+def _states(parts: dict[str, Any]) -> dict[str, Any]:
+    """What the parts hold, as text that is equal where every number is; random states left out."""
+    states = {name: part.state_dict() for name, part in parts.items()}
+    states["precision"] = {**states["precision"], "random": None}
+    return {name: repr(_plain(state)) for name, state in states.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.tolist()
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-3)
+
+
+def test_no_flipped_bit_is_loaded(tmp_path: Path) -> None:
+    """Every flip is found, or is in bytes that say nothing: padding, dates, flags."""
+    path, saved = tmp_path / "a.pt", _training("fp16-storage", _adam)
+    lowp.save(path, **saved)
+    whole, parts = path.read_bytes(), _training("fp16-storage", _adam, seed=1)
+    before, wanted = _states(parts), _states(saved)
+    generator, refused = random.Random(0), 0
+    for _ in range(60):
+        damaged = bytearray(whole)
+        damaged[generator.randrange(len(damaged))] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            lowp.load(path, **parts)
+        except InvalidCheckpoint:
+            refused += 1
+            assert _states(parts) == before
+        else:
+            assert _states(parts) == wanted
+            before = wanted
+    assert refused > 30
+
+
+def test_a_wrong_checksum_names_the_entry(tmp_path: Path) -> None:
+    path, model = tmp_path / "a.pt", _model()
+    lowp.save(path, model=model)
+    data = bytearray(path.read_bytes())
+    at = data.index(model.weight.detach().numpy().tobytes())
+    data[at + 3] ^= 0x40  # the exponent of a weight: 2**128 times the weight
+    path.write_bytes(data)
+    with pytest.raises(
+        InvalidCheckpoint, match=r"damaged or no torch file: the checksum of its entry .*/data/\d+ is wrong"
+    ):
+        lowp.load(path, model=model)
+
+
+def test_compressed_and_doubled_entries_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    lowp.save(path, model=nn.Linear(1000, 1000))
+    small = tmp_path / "small.pt"
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    with pytest.raises(InvalidCheckpoint, match="an entry is compressed, which torch never writes"):
+        lowp.load(small, model=nn.Linear(1000, 1000))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python says that the name is there already
+        with zipfile.ZipFile(path, "a") as target:
+            target.writestr(target.namelist()[0], b"another")
+    with pytest.raises(InvalidCheckpoint, match="two entries have one name"):
+        lowp.load(path, model=nn.Linear(1000, 1000))
+
+
+def test_checksums_are_written_though_torch_was_told_not_to(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        lowp.save(tmp_path / "a.pt", model=_model())
+        assert torch.serialization.get_crc32_options() is False
+    finally:
+        torch.serialization.set_crc32_options(True)
+    lowp.load(tmp_path / "a.pt", model=_model())
+
+
+_MOMENT = ("optimizer", "state", 0, "exp_avg")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "text"),
+    [
+        (_MOMENT, torch.zeros(2), "exp_avg of parameter 0 is a floating-point tensor of shape .3, 4., not a tensor of"),
+        (
+            _MOMENT,
+            torch.zeros(3, 4).long(),
+            "exp_avg of parameter 0 is a floating-point tensor .*, not a tensor of int64",
+        ),
+        (_MOMENT, 3, "exp_avg of parameter 0 is a floating-point tensor of shape .3, 4., not int"),
+        (
+            _MOMENT[:3],
+            {"step": 1.0, "master_weight": torch.zeros(3, 4)},
+            "the state of parameter 0 lacks exp_avg, exp_avg_sq",
+        ),
+        (_MOMENT[:3], 3, "the state of parameter 0 is a dictionary, not int"),
+        (("optimizer", "state", 0, "step"), -1, "the step of parameter 0 is a number of 0 or more, not -1"),
+        (("optimizer", "state", 9), {}, "it has a state of parameter 9, and there are 4 parameters"),
+        (("optimizer", "param_groups", 0, "lr"), "fast", "parameter group 0 has lr='fast': a finite number is needed"),
+        (
+            ("optimizer", "param_groups", 0, "betas"),
+            (0.9,),
+            "parameter group 0 has betas=.*: 2 finite numbers are needed",
+        ),
+        (("optimizer", "param_groups", 0, "params"), [0, 1], "it has groups of 2 parameters, and this optimizer of 4"),
+        (("optimizer", "param_groups", 0, "params"), [0, 1, 2, 2], "a parameter is in an optimizer's state twice"),
+        (("optimizer", "param_groups"), 3, "'param_groups' of an optimizer's state is a list of dictionaries"),
+        ((*_MOMENT[:3], "master_weight"), torch.zeros(3), "master_weight of parameter 0 is a floating-point tensor of"),
+        ((*_MOMENT[:3], "master_weight"), [1], "master_weight of parameter 0 is a floating-point tensor .*, not list"),
+        (
+            (*_MOMENT[:3], "master_seed"),
+            "x",
+            "master_seed of parameter 0 is a whole number beside master_weight, not 'x'",
+        ),
+        (_MOMENT[:3], {}, "the state of parameter 0 lacks master_weight, which others have"),
+        (("kinds", "optimizer"), "SGD", "it was saved from SGD, and this is AdamW: use the class it was"),
+        (("kinds",), 3, "its entry 'kinds' is a dictionary, not 3"),
+        (("extra",), 3, "its entry 'extra' is a dictionary, not 3"),
+        (("scheduler", "gamma"), None, "it has gamma=None: a finite number is needed"),
+        (("scheduler", "base_lrs"), [0.1, 0.1], "it has base_lrs=.*: 1 finite numbers are needed"),
+        (
+            ("model", "0.weight"),
+            torch.zeros(3, 4).long(),
+            "0.weight is a tensor of float32, .*its numbers would change",
+        ),
+        (("model", "0.weight"), "x", "0.weight is a tensor of float32, shape .3, 4., not str"),
+        (
+            ("precision", "loss_scale"),
+            "1024",
+            "was trained with loss_scale='1024' and this run has loss_scale='dynamic'",
+        ),
+        (("precision", "masters"), "none", "was trained with masters='none' and this run has masters='fp32'"),
+        (("precision", "scaler", "scale"), -1.0, "the scale of the loaded state cannot be -1.0"),
+    ],
+)
+def test_an_edited_entry_is_named_and_nothing_changes(
+    tmp_path: Path, place: tuple[Any, ...], value: object, text: str
+) -> None:
+    path, parts = tmp_path / "a.pt", _training("fp16-storage", _adam)
+    lowp.save(path, **parts)
+    content = torch.load(path, weights_only=True)
+    entry = content
+    for key in place[:-1]:
+        entry = entry[key]
+    entry[place[-1]] = value
+    torch.save(content, path)
+    parts = _training("fp16-storage", _adam, seed=1)
+    before, drawn = _states(parts), torch.get_rng_state()
+    with pytest.raises(InvalidCheckpoint, match=text):
+        lowp.load(path, **parts)
+    assert _states(parts) == before
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize("first", ["model", "precision"])
+def test_shared_exponents_come_back_and_stay_whatever_the_order_of_the_parts(tmp_path: Path, first: str) -> None:
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+    path, saved = tmp_path / "a.pt", _training("flex16+5", sgd)
+    lowp.save(path, **saved)
+    parts = _training("flex16+5", sgd, seed=1)
+    parts = {name: parts[name] for name in sorted(parts, key=lambda name: name != first)}
+    lowp.load(path, **parts)
+    assert _states({name: parts[name] for name in saved}) == _states(saved)
+    content = torch.load(path, weights_only=True)
+    content["optimizer"]["flex_weights"] = {"version": 9}
+    torch.save(content, path)
+    parts = _training("flex16+5", sgd, seed=1)
+    before = _states(parts)
+    with pytest.raises(
+        InvalidCheckpoint, match="does not fit optimizer, and nothing was loaded: flex weights of version 9"
+    ):
+        lowp.load(path, **parts)
+    assert _states(parts) == before
+    content["optimizer"]["flex_weights"] = {"version": 1}
+    content["precision"]["exponents"]["groups"][0]["state"]["history"] = torch.zeros(2, 16, dtype=torch.float64)
+    torch.save(content, path)
+    with pytest.raises(
+        InvalidCheckpoint, match=r"the shared exponents of flex16\+5:autoflex in this checkpoint are not whole"
+    ):
+        lowp.load(path, **parts)
+    assert _states(parts) == before
+
+
+@pytest.mark.parametrize("rng_state", [True, False])
+def test_random_states_are_restored_only_where_asked_a_precision_s_too(tmp_path: Path, rng_state: bool) -> None:
+    precision = lowp.Precision("bf16")
+    lowp.save(tmp_path / "a.pt", precision=precision)
+    saved = (torch.rand(()).item(), random.random(), float(np.random.rand()))
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    own = (torch.rand(()).item(), random.random(), float(np.random.rand()))
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    lowp.load(tmp_path / "a.pt", precision=precision, rng_state=rng_state)
+    assert (torch.rand(()).item(), random.random(), float(np.random.rand())) == (saved if rng_state else own)
+
+
+def test_an_optimizer_of_another_class_is_refused_and_of_the_same_name_is_not(tmp_path: Path) -> None:
+    model = _model()
+    lowp.save(tmp_path / "a.pt", optimizer=torch.optim.AdamW(model.parameters()))
+    with pytest.raises(InvalidCheckpoint, match="it was saved from AdamW, and this is SGD: use the class it was"):
+        lowp.load(tmp_path / "a.pt", optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    lowp.load(tmp_path / "a.pt", optimizer=lowp.MasterWeights(torch.optim.AdamW(model.parameters())))
+    lowp.load(tmp_path / "a.pt", optimizer=lowp.optim.AdamW(_model().parameters()))
+
+
+@pytest.mark.parametrize("name", ["random", "extra", "kinds", "lowp_checkpoint"])
+def test_names_of_entries_of_its_own_are_refused_for_parts(tmp_path: Path, name: str) -> None:
+    if name != "extra":
+        with pytest.raises(InvalidInput, match=f"{name}= is an entry of lowp's own in a checkpoint"):
+            lowp.save(tmp_path / "a.pt", **{name: _model()})
+    lowp.save(tmp_path / "a.pt", model=_model())
+    with pytest.raises(InvalidInput, match=f"{name}= is an entry of lowp's own in a checkpoint"):
+        lowp.load(tmp_path / "a.pt", **{name: _model()})
 
 
 class _Pair(NamedTuple):

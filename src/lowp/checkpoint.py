@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, opened anywhere, and never unpickled.
+"""Checkpoints: written whole or not at all, checked bit for bit when read, opened anywhere, and never unpickled.
 
 A checkpoint is a torch file of plain tensors, numbers, text, lists and dictionaries, read with ``weights_only=True``:
 a stranger's file can fail to load, but not run code. Its ``model`` entry is fp32 whatever format the parameters are
@@ -7,24 +7,26 @@ stored in, so ``torch.load(path, weights_only=True)["model"]`` opens it without 
 
 from __future__ import annotations
 
-import os
 import pickle
-import tempfile
 import warnings
+import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import IO, Any, Protocol, cast
 
 import torch
 
-from lowp.errors import InvalidInput, LowpError
+from lowp import files
+from lowp.errors import InvalidInput, LowpError, shown
+from lowp.optim.saved_state import check_saved, kind_of
 from lowp.random_state import check_random_states, random_states, restore_random_states
 
-__all__ = ["InvalidCheckpoint", "Stateful", "load", "read", "save", "write_whole"]
+__all__ = ["InvalidCheckpoint", "Stateful", "check_replaceable", "load", "read", "save"]
 
 VERSION = 1
 _KEY = "lowp_checkpoint"
+_OWN = (_KEY, "kinds", "random", "extra")  # entries that are no part of the caller's
 
 
 class InvalidCheckpoint(LowpError, ValueError):
@@ -41,87 +43,118 @@ class Stateful(Protocol):
         """Take it back."""
 
 
+# -- writing ----------------------------------------------------------------------------------------------------------
 def save(path: str | Path, *, extra: Mapping[str, Any] | None = None, **parts: Stateful) -> None:
     """Write the states of `parts` (model=, optimizer=, precision=, scheduler= …) and the random states to `path`.
 
     The file is written beside `path`, synchronised to the disk and renamed: at any moment `path` is the old checkpoint
-    or the new one, also after a power cut or kill -9. `extra` holds plain values of the caller's (epoch, history).
-    Raises InvalidInput for a part without `state_dict` or values that could not be read back.
+    or the new one, also after a power cut or kill -9; a file that is replaced keeps its mode. `extra` holds plain
+    values of the caller's (epoch, history). Raises InvalidInput for a part without `state_dict`, values that could not
+    be read back, or a path that is no regular file; NotWritten where the disk is full.
     """
-    for name, part in parts.items():
-        if not hasattr(part, "state_dict"):
-            raise InvalidInput(
-                f"{name}= is a {type(part).__name__}, which has no state_dict: give it in extra= instead"
-            )
+    _check_parts(parts)
     content = {
         _KEY: VERSION,
         **{name: part.state_dict() for name, part in parts.items()},
+        "kinds": {name: kind_of(part) for name, part in parts.items()},
         "random": random_states(),
         "extra": dict(extra or {}),
     }
     _check_plain(content, "")
-    write_whole(Path(path), content)
-
-
-def write_whole(path: Path, content: Any) -> None:
-    """Write a torch file atomically: a temporary file in the same folder, synchronised, then renamed over `path`."""
-    folder = path.parent
-    if not folder.is_dir():
-        raise InvalidInput(f"{path}: there is no folder {folder}: make it first")
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=folder)
+    compute_checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)  # `load` relies on them
     try:
-        with os.fdopen(handle, "wb") as file:
+        with files.replacing(Path(path)) as file:
             torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    _synchronise(folder)
+    finally:
+        torch.serialization.set_crc32_options(compute_checksums)
 
 
-def _synchronise(folder: Path) -> None:
-    """Make the rename itself durable, where the system can open a folder."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def check_replaceable(path: Path) -> None:
+    """Raise InvalidInput, before any work is done, where `save` cannot write or would replace what is no checkpoint."""
+    target = files.check_target(path)
+    if target.exists() and target.stat().st_size:
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            read(target)
+        except InvalidCheckpoint as error:
+            raise InvalidInput(f"{error}; it was left as it is: give another name, or remove it first") from None
 
 
-def load(path: str | Path, *, random: bool = True, map_location: Any = None, **parts: Stateful) -> dict[str, Any]:
+def _check_parts(parts: Mapping[str, Stateful]) -> None:
+    for name, part in parts.items():
+        if name in _OWN:
+            raise InvalidInput(
+                f"{name}= is an entry of lowp's own in a checkpoint: give the part another name (whether load restores "
+                "the random generators is said by rng_state=)"
+            )
+        if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
+            raise InvalidInput(
+                f"{name}= is a {type(part).__name__}, which has no state_dict: give it in extra= instead"
+            )
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+def load(path: str | Path, *, rng_state: bool = True, map_location: Any = None, **parts: Stateful) -> dict[str, Any]:
     """Read a checkpoint into `parts`, and return the caller's `extra`.
 
-    All or nothing: every part is checked to be there, and if one refuses its state the others get theirs back.
-    `random=False` leaves the random states alone. Raises InvalidCheckpoint for a file that is missing, cut short, not
-    a checkpoint of this version, or made for another model; nothing in a file is ever executed.
+    All or nothing: every checksum is compared, every part is checked to be there and of the kind that was saved, and if
+    one refuses its state the others get theirs back. `rng_state=False` leaves all random generators alone. Raises
+    InvalidCheckpoint for a file that is missing, cut short, changed in any bit, not a checkpoint of this version, or
+    made for another model or optimizer; nothing in a file is ever executed.
     """
+    _check_parts(parts)
     content = read(path, map_location)
     missing = [name for name in (*parts, "random", "extra") if name not in content]
     if missing:
-        present = [name for name in content if name not in (_KEY, "random", "extra")]
+        present = [name for name in content if name not in _OWN]
         raise InvalidCheckpoint(f"{path} holds {', '.join(present)}, but no {', '.join(missing)}")
-    if random:
+    kinds = _kinds(path, content)
+    before_random = random_states()
+    before = cast("dict[str, dict[str, Any]]", _copied({name: part.state_dict() for name, part in parts.items()}))
+    for name, part in parts.items():
+        try:
+            check_saved(part, content[name], kinds.get(name), before[name])
+        except LowpError as error:
+            raise _does_not_fit(path, name, error) from error
+    if rng_state:
         try:
             check_random_states(content["random"])
         except InvalidInput as error:
-            raise InvalidCheckpoint(f"{path} is damaged, and nothing was loaded: {error}") from None
-    before = {name: part.state_dict() for name, part in parts.items()}
-    before = cast("dict[str, dict[str, Any]]", _copied(before))
-    done: list[str] = []
+            raise _damaged(path, str(error)) from None
+    # models first, precisions last: what is written into a model moves the shared exponents that a precision holds
+    ordered = sorted(parts, key=lambda name: isinstance(parts[name], torch.nn.Module), reverse=True)
+    ordered.sort(key=lambda name: not isinstance(parts[name], (torch.nn.Module, torch.optim.Optimizer)))
+    loading = ""
     try:
-        for name, part in parts.items():
-            done.append(name)
-            part.load_state_dict(content[name])
-    except Exception as error:
-        for name in done:
+        for loading in ordered:
+            parts[loading].load_state_dict(content[loading])
+    except BaseException as error:
+        for name in ordered:
             parts[name].load_state_dict(before[name])
-        raise InvalidCheckpoint(f"{path} does not fit {done[-1]}, and nothing was loaded: {_said(error)}") from error
-    if random:
-        restore_random_states(content["random"])
+        restore_random_states(before_random)
+        if not isinstance(error, Exception):
+            raise
+        raise _does_not_fit(path, loading, error) from error
+    # a part may hold random states too (a precision does): what the file holds, or what was there before, comes last
+    restore_random_states(content["random"] if rng_state else before_random)
     return cast("dict[str, Any]", content["extra"])
+
+
+def _kinds(path: str | Path, content: dict[str, Any]) -> dict[str, Any]:
+    """The classes of the parts that were saved; none in files of before they were."""
+    kinds = content.get("kinds", {})
+    for name, entry in (("kinds", kinds), ("extra", content["extra"])):
+        if not isinstance(entry, dict):
+            raise _damaged(path, f"its entry {name!r} is a dictionary, not {shown(entry)}")
+    return cast("dict[str, Any]", kinds)
+
+
+def _damaged(path: str | Path, what: str) -> InvalidCheckpoint:
+    return InvalidCheckpoint(f"{path} is damaged, and nothing was loaded: {what}")
+
+
+def _does_not_fit(path: str | Path, name: str, error: Exception) -> InvalidCheckpoint:
+    return InvalidCheckpoint(f"{path} does not fit {name}, and nothing was loaded: {_said(error)}")
 
 
 def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
@@ -130,21 +163,43 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
     if not path.is_file():
         raise InvalidCheckpoint(f"there is no checkpoint {path}")
     try:
-        with warnings.catch_warnings():  # what torch warns of in a stranger's file ends as an error here
-            warnings.simplefilter("ignore")
-            content = torch.load(path, map_location=map_location, weights_only=True)
+        with path.open("rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch warns of in a stranger's file ends as an error here
+            _check_archive(file)
+            file.seek(0)
+            content = torch.load(file, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise InvalidCheckpoint(
             f"{path} asks for objects that are not plain tensors and numbers, and was not opened: load it where you "
             f"trust it and save its state_dict ({_first_line(error)})"
         ) from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever an edited file makes the unpickler stumble over
+        if "map_location" in str(error):
+            raise InvalidCheckpoint(f"{path} needs a device that is not here: give map_location='cpu'") from error
         raise InvalidCheckpoint(f"{path} is damaged or no torch file: {_first_line(error)}") from None
     if not isinstance(content, dict) or _KEY not in content:
         raise InvalidCheckpoint(f"{path} is a torch file, but no checkpoint of lowp.save: read it with torch.load")
     if content[_KEY] != VERSION:
-        raise InvalidCheckpoint(f"{path} has version {content[_KEY]!r}, and this lowp reads version {VERSION}")
+        raise InvalidCheckpoint(f"{path} has version {shown(content[_KEY])}, and this lowp reads version {VERSION}")
+    if not all(isinstance(name, str) for name in content):
+        raise InvalidCheckpoint(f"{path} is damaged or no torch file: its entries have no names")
     return content
+
+
+def _check_archive(file: IO[bytes]) -> None:
+    """Raise ValueError unless this is an archive as torch writes one: whole, not compressed, all checksums right.
+
+    torch's own reader compares no checksums: one flipped bit of a weight can be 2**127 times the weight.
+    """
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+        if any(one.compress_type != zipfile.ZIP_STORED or one.compress_size != one.file_size for one in entries):
+            raise ValueError("an entry is compressed, which torch never writes")
+        if len({entry.filename for entry in entries}) < len(entries):
+            raise ValueError("two entries have one name")
+        wrong = archive.testzip()
+    if wrong is not None:
+        raise ValueError(f"the checksum of its entry {wrong} is wrong")
 
 
 # -- plain values -----------------------------------------------------------------------------------------------------

@@ -26,8 +26,18 @@ class Unavailable(LowpError, RuntimeError):
     """Something this machine, this torch or this kernel does not have; the text names what does."""
 
 
+class NotWritten(LowpError, OSError):
+    """A file that the system would not write, such as on a full disk; what was there before is still there."""
+
+
 class Misuse(LowpError, RuntimeError):
     """Calls in an order that has no meaning, such as unscaling the same gradients twice."""
+
+
+def shown(value: object, longest: int = 60) -> str:
+    """A value for a message: its repr in one line, cut where it is long (a tensor, a list)."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= longest else f"{text[: longest - 4]} ..."
 
 
 def near(given: str, allowed: Iterable[str], count: int = 3) -> list[str]:

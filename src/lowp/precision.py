@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp import presets, region
-from lowp.errors import InvalidInput, Misuse
+from lowp.errors import InvalidInput, Misuse, shown
 from lowp.exponents import SharedExponents
 from lowp.grad_scaler import GradScaler, NonFinite, NonFiniteGradients
 from lowp.ops.predicted import is_predicted
@@ -28,7 +28,7 @@ from lowp.session import BatchNormJournal
 __all__ = ["Precision"]
 
 _VERSION = 1
-_ENTRIES = ("name", "policy", "scaler", "steps", "skipped_steps", "seed", "random")
+_ENTRIES = ("name", "policy", "loss_scale", "masters", "scaler", "steps", "skipped_steps", "seed", "random")
 _PATIENCE = 20  # steps skipped in a row, with nothing that could be made smaller, before training is given up
 Optimizer = TypeVar("Optimizer", bound="torch.optim.Optimizer | None")
 
@@ -268,7 +268,9 @@ class Precision:
         if not isinstance(state, dict):
             raise InvalidInput(f"a precision's state is a dictionary as state_dict() gives, not {type(state).__name__}")
         if state.get("version") != _VERSION:
-            raise InvalidInput(f"a precision's state of version {state.get('version')!r}: this lowp reads {_VERSION}")
+            raise InvalidInput(
+                f"a precision's state of version {shown(state.get('version'))}: this lowp reads {_VERSION}"
+            )
         missing = [name for name in _ENTRIES if name not in state]
         if missing:
             raise InvalidInput(f"a precision's state needs {', '.join(_ENTRIES)}; missing: {', '.join(missing)}")
@@ -279,11 +281,21 @@ class Precision:
                 f"the checkpoint was trained in {state['name']} and this run is in {self.preset.name}: use "
                 f"Precision({state['name']!r}), or load the model alone, whose state is fp32 in every precision"
             )
+        for name, own in (("loss_scale", str(self.preset.loss_scale)), ("masters", str(self.preset.masters))):
+            if state[name] != own:
+                raise InvalidInput(
+                    f"the checkpoint was trained with {name}={shown(state[name])} and this run has {name}={own!r}: "
+                    "give the same to Precision, or load model and optimizer without the precision"
+                )
         for name in ("steps", "skipped_steps"):
             if type(state[name]) is not int or not 0 <= state[name] < 2**63:
-                raise InvalidInput(f"a precision's state with {name}={state[name]!r}: a number of steps is 0 or more")
+                raise InvalidInput(
+                    f"a precision's state with {name}={shown(state[name])}: a number of steps is 0 or more"
+                )
+        if self.exponents is not None and state.get("exponents") is None:
+            raise InvalidInput(f"a precision's state without exponents: {self.preset.name} cannot go on without them")
         if type(state["seed"]) is not int:
-            raise InvalidInput(f"a precision's state with seed={state['seed']!r}: a seed is a whole number")
+            raise InvalidInput(f"a precision's state with seed={shown(state['seed'])}: a seed is a whole number")
         check_random_states(state["random"])
 
     # -- parts ----------------------------------------------------------------------------------------------------

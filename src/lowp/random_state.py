@@ -28,6 +28,8 @@ def random_states() -> dict[str, Any]:
 def check_random_states(states: Any) -> None:
     """Raise InvalidInput unless `restore_random_states` can take these states; changes no generator."""
     try:
+        if not isinstance(states, Mapping) or states["numpy"][1].dtype is not torch.int64:
+            raise TypeError("the entries are of other types")
         python, numpy = _of_python(states), _of_numpy(states)
         random.Random().setstate(python)
         np.random.RandomState().set_state(numpy)
@@ -37,7 +39,7 @@ def check_random_states(states: Any) -> None:
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise InvalidInput(
             f"these are not the states of random generators that random_states() gives ({type(error).__name__}: "
-            f"{error}): load without them (random=False), or another checkpoint"
+            f"{error}): load without them (rng_state=False), or another checkpoint"
         ) from None
 
 

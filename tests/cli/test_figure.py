@@ -163,7 +163,7 @@ def test_the_numbers_are_those_of_the_run_that_was_asked_for(lowp: Lowp, folder:
         (("curves", "--from", "cost.json"), "holds a figure-cost of version 1, not a comparison of version 1"),
         (
             ("cost", "--from", "broken.json"),
-            "is not as lowp wrote it (KeyError: 'formats'): record it again",
+            "is not as lowp wrote it (KeyError: 'formats'): make it again",
         ),
         (("cost", "--from", "text.json"), "text.json cannot be read as results of lowp"),
         (("cost", "--from", "cost.json", "--formats", "fp32"), "--formats is for recording: leave one of them out"),

@@ -100,6 +100,53 @@ def test_a_finished_run_has_nothing_left_to_do(lowp: Callable[..., Any]) -> None
     assert Path("digits-fp32-seed0.pt").read_bytes() == before
 
 
+def test_a_finished_run_is_not_replaced_unless_asked(lowp: Callable[..., Any]) -> None:
+    assert lowp("train", "digits", "--epochs", "1").code == 0
+    before = Path("digits-fp32-seed0.pt").read_bytes()
+    result = lowp("train", "digits", "--epochs", "1")
+    assert result.code == 2 and "holds a finished run of 1 epochs: give --overwrite to begin anew" in result.err
+    assert Path("digits-fp32-seed0.pt").read_bytes() == before
+    assert lowp("train", "digits", "--epochs", "1", "--overwrite").code == 0
+
+
+def test_a_second_training_on_one_checkpoint_is_told_of_the_first(lowp: Callable[..., Any]) -> None:
+    from lowp import files
+
+    with files.sole_writer(Path("run.pt")):
+        result = lowp("train", "digits", "--epochs", "1", "--checkpoint", "run.pt")
+    assert result.code == 2 and f"run.pt is being written by another process ({os.getpid()}): wait" in result.err
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--out", "run.pt", "--checkpoint", "run.pt"), "--out and --checkpoint are both run.pt: give two files"),
+        (("--out", "notes"), "notes is no file of lowp's results and was left as it is"),
+        (("--out", "notes.json"), "notes.json is no file of lowp's results and was left as it is"),
+        (("--out", "/dev/null"), "/dev/null is a device, a pipe or a socket, which a file would replace"),
+        (("--checkpoint", "/dev/null"), "/dev/null is a device, a pipe or a socket, which a file would replace"),
+        (("--checkpoint", "notes"), "notes is damaged or no torch file"),
+        (("--checkpoint", "notes", "--overwrite"), "notes is damaged or no torch file"),
+        (("--checkpoint", "model.pt", "--overwrite"), "model.pt is a torch file, but no checkpoint of lowp.save"),
+        (("--checkpoint", "own.pt", "--overwrite"), "own.pt is a checkpoint of lowp, but not of `lowp train`"),
+    ],
+)
+def test_only_files_of_its_own_kind_are_overwritten(
+    lowp: Callable[..., Any], arguments: tuple[str, ...], text: str
+) -> None:
+    from lowp import checkpoint
+
+    for name in ("notes", "notes.json"):
+        Path(name).write_text("mine")
+    torch.save({"weight": torch.ones(1)}, "model.pt")
+    checkpoint.save("own.pt", model=torch.nn.Linear(1, 1))
+    before = {path.name: path.read_bytes() for path in Path().iterdir()}
+    result = lowp("train", "digits", "--epochs", "1", *arguments)
+    assert result.code == 2 and text in result.err, result.err
+    assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+
+
 def test_a_run_whose_weights_are_no_numbers_keeps_its_last_good_checkpoint(lowp: Callable[..., Any]) -> None:
     result = lowp("train", "digits", "--epochs", "3", "--lr", "1e30", "--checkpoint", "run.pt")
     assert result.code == 2 and "failed: its weights were no numbers after epoch 1" in result.err

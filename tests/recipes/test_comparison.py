@@ -6,6 +6,8 @@ import json
 import math
 import os
 import stat
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,35 @@ def test_runs_of_another_plan_are_not_taken_over(tmp_path: Path) -> None:
     assert not other.runs
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda document: document.pop("variants"),
+        lambda document: document["variants"][0].pop("label"),
+        lambda document: document["variants"][0]["runs"].append(3),
+        lambda document: document["variants"][0]["runs"][0].update(history=[{"epoch": 0, "loss": "low"}]),
+        lambda document: document["variants"][0]["runs"][0].update(history=[7]),
+        lambda document: document["variants"][0]["runs"][0].update(failure=7),
+        lambda document: document["variants"][0]["runs"][0].pop("skipped_steps"),
+        lambda document: document["variants"][0]["runs"][0].update(loss_scale="big"),
+    ],
+)
+def test_results_that_were_edited_are_not_taken_over(edit: Callable[[Any], object], tmp_path: Path) -> None:
+    study = Study(variants_of(TINY, []), [0], samples=0)
+    run = {"settings": asdict(replace(study.variants[0].settings, seed=0)), "seed": 0, "failure": None}
+    record = {"epoch": 0, "loss": 1.0, "accuracy": 0.5}
+    study.runs["fp32", 0] = {**run, "history": [record, record], "loss_scale": None, "skipped_steps": 0, "steps": 1}
+    document = study.document()
+    results.write(tmp_path / "run.json", document)
+    assert Study(variants_of(TINY, []), [0], samples=0).resume(tmp_path / "run.json") == 1
+    edit(document)
+    results.write(tmp_path / "run.json", document)
+    other = Study(variants_of(TINY, []), [0], samples=0)
+    with pytest.raises(InvalidInput, match=r"run\.json is not as lowp wrote it \(.*\): make it again, or give another"):
+        other.resume(tmp_path / "run.json")
+    assert not other.runs
+
+
 # -- the cost of a step -----------------------------------------------------------------------------------------------
 def test_a_step_is_timed_and_one_that_cannot_be_taken_is_not() -> None:
     timed, broken = step_times([TINY, Settings("digits", "fp16-naive", loss_scale="8", batch=128)], DATA, 0.05)
@@ -193,8 +224,15 @@ def test_what_could_not_be_written_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="is a folder: give a file in it"):
         results.check_writable(tmp_path)
     (tmp_path / "mine.json").write_text('{"mine": 1}')
-    with pytest.raises(InvalidInput, match="is no file of lowp's results and was left as it is"):
-        results.check_writable(tmp_path / "mine.json")
+    (tmp_path / "photo.png").write_bytes(b"\x89PNG of a camera")
+    (tmp_path / "mine.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
+    for name in ("mine.json", "photo.png", "mine.svg"):
+        with pytest.raises(InvalidInput, match=r"is no (file|picture) of lowp's.* and was left as it is"):
+            results.check_writable(tmp_path / name)
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    with pytest.raises(InvalidInput, match="cannot be read as results"):
+        results.read(deep, "comparison")
     if os.geteuid() != 0:  # root may write everywhere
         (tmp_path / "fixed").mkdir()
         (tmp_path / "fixed").chmod(stat.S_IRUSR | stat.S_IXUSR)

@@ -195,3 +195,52 @@ def test_a_batch_moves_with_all_its_parts() -> None:
     batch = {"boxes": [torch.zeros(1), (torch.ones(2), "name")]}
     moved_batch = moved(batch, torch.device("meta"))
     assert moved_batch["boxes"][0].device.type == "meta" and moved_batch["boxes"][1][1] == "name"
+
+
+def test_no_module_is_imported_because_a_checkpoint_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.recipes import training
+
+    path = tmp_path / "run.pt"
+    Training(Settings("digits", epochs=1)).save(path)
+    content = torch.load(path, weights_only=True)
+    content["extra"]["settings"]["recipe"] = "strange_module:RECIPE"
+    torch.save(content, path)
+    monkeypatch.setattr(training, "get", lambda name: pytest.fail(f"{name} was looked up"))
+    for given in ({}, {"recipe": "digits"}):
+        with pytest.raises(
+            InvalidInput, match=r"'strange_module:RECIPE', which is none of lowp's, and nothing is import"
+        ):
+            Training.resume(path, given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("settings", {"recipe": "digits"}, "its settings are not those of a training"),
+        ("epoch", -1, "its epoch is -1"),
+        ("step_of_epoch", 1.5, "its step_of_epoch is 1.5"),
+        ("loss_sum", "much", "its loss_sum is 'much'"),
+        ("failure", 3, "its failure is 3"),
+        ("history", [{"loss": "low"}], "its history is no list of numbers by name"),
+        ("history", [{"loss": 1.0}] * 5, "its history has 5 entries after 0 epochs"),
+    ],
+)
+def test_an_edited_training_is_named(tmp_path: Path, name: str, value: object, text: str) -> None:
+    path = tmp_path / "run.pt"
+    Training(Settings("digits", epochs=1)).save(path)
+    content = torch.load(path, weights_only=True)
+    content["extra"][name] = value
+    torch.save(content, path)
+    with pytest.raises(InvalidCheckpoint, match=f"is a checkpoint of `lowp train` that was edited: {text}"):
+        Training.resume(path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("precision", 3), ("seed", "0"), ("learning_rate", "fast"), ("data", 1)])
+def test_an_edited_setting_is_named(tmp_path: Path, name: str, value: object) -> None:
+    path = tmp_path / "run.pt"
+    Training(Settings("digits", epochs=1)).save(path)
+    content = torch.load(path, weights_only=True)
+    content["extra"]["settings"][name] = value
+    torch.save(content, path)
+    with pytest.raises(InvalidCheckpoint, match=f"that was edited: its setting {name} is {value!r}"):
+        Training.resume(path)

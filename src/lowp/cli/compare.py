@@ -151,7 +151,7 @@ def _take_over(study: Study, out: Path, resume: bool) -> None:
             earlier = results.read(out, study.kind)
         except InvalidInput:
             return  # results of another kind or version: complete, and lowp's own, as was checked
-        if not earlier["complete"]:
+        if not earlier.get("complete"):
             raise InvalidInput(
                 f"{out} holds the runs of an interrupted {study.kind}: "
                 "give --resume to go on with them, or another --out"

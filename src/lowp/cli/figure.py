@@ -249,13 +249,9 @@ def _redraw(arguments: argparse.Namespace, figure: Figure, given: Mapping[str, A
         raise InvalidInput(f"{error}{_right_command(arguments.source)}") from None
     if not plots.can_plot():
         raise Unavailable(plots.NO_MATPLOTLIB)
-    try:
+    with results.reading(arguments.source):
         words = _words(figure, document)
         _named(figure.draw)(document, out)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise InvalidInput(
-            f"{arguments.source} is not as lowp wrote it ({type(error).__name__}: {error}): record it again"
-        ) from None
     print("\n".join([*words, f"written: {out}"]))
     return 0
 

@@ -29,14 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="decides the initial weights and the batches; 0 if not given")
     parser.add_argument("--checkpoint", metavar="FILE", type=Path, help="RECIPE-PRECISION-seedN.pt if not given")
     parser.add_argument("--resume", action="store_true", help="go on with the run that the checkpoint holds")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="begin anew though the checkpoint holds an unfinished run"
-    )
+    parser.add_argument("--overwrite", action="store_true", help="begin anew though the checkpoint holds a run")
     parser.add_argument("--out", metavar="FILE.json", type=Path, help="write every number of the run here")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, or go on; 0 at the end, 130 for Ctrl-C, with the checkpoint written."""
+    from lowp import checkpoint, files
     from lowp.errors import InvalidInput
     from lowp.recipes import get, results
     from lowp.recipes.measuring import threads_of
@@ -48,13 +47,16 @@ def run(arguments: argparse.Namespace) -> int:
     own = {"precision": arguments.precision, "loss_scale": arguments.loss_scale, "seed": arguments.seed}
     named.update({name: value for name, value in own.items() if value is not None})
     path = arguments.checkpoint or _default_path(recipe.name, named)
-    for file in filter(None, (path, arguments.out)):
-        results.check_writable(file)
-    with threads_of(recipe.threads), Interrupts() as interrupts:
+    checkpoint.check_replaceable(path)
+    if arguments.out is not None:
+        results.check_writable(arguments.out)
+        if files.same_file(arguments.out, path):
+            raise InvalidInput(f"--out and --checkpoint are both {path}: give two files")
+    with files.sole_writer(path), threads_of(recipe.threads), Interrupts() as interrupts:
         training = _begin(named, path, arguments)
         finished = _train(training, path, interrupts)
-    if arguments.out is not None:
-        results.write(arguments.out, _document(training))
+        if arguments.out is not None:
+            results.write(arguments.out, _document(training))
     if not finished:
         _say(
             f"stopped in epoch {training.epoch + 1} of {training.epochs}; the checkpoint is {path}. To go on: "
@@ -74,14 +76,22 @@ def _begin(named: dict[str, Any], path: Path, arguments: argparse.Namespace) -> 
         _say(f"going on with {path} after {training.epoch} of {training.epochs} epochs")
         return training
     settings = run_options.filled(named)
-    if path.exists() and not arguments.overwrite:
+    if path.exists() and path.stat().st_size:
         extra = read_extra(path)
-        if extra["epoch"] < extra["settings"]["epochs"] and extra["failure"] is None:
-            raise InvalidInput(
-                f"{path} holds a run that stopped after {extra['epoch']} of {extra['settings']['epochs']} epochs: give "
-                "--resume to go on with it, --overwrite to begin anew, or another --checkpoint"
-            )
+        if not arguments.overwrite:
+            raise InvalidInput(_holds(path, extra))
     return Training(settings)
+
+
+def _holds(path: Path, extra: dict[str, Any]) -> str:
+    """What is in the way of a new run, and what can be done."""
+    epoch, epochs = extra["epoch"], extra["settings"]["epochs"]
+    if epochs is not None and epoch < epochs and extra["failure"] is None:
+        return (
+            f"{path} holds a run that stopped after {epoch} of {epochs} epochs: give --resume to go on with it, "
+            "--overwrite to begin anew, or another --checkpoint"
+        )
+    return f"{path} holds a finished run of {epoch} epochs: give --overwrite to begin anew, or another --checkpoint"
 
 
 def _train(training: Training, path: Path, interrupts: Interrupts) -> bool:

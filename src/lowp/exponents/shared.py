@@ -291,6 +291,8 @@ class SharedExponents:
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
         """Go on from `state_dict`; raises InvalidInput, with nothing changed, for one of another kind."""
+        if not isinstance(state, Mapping) or not isinstance(state.get("groups", []), list):
+            raise InvalidInput(f"the state of shared exponents is a dictionary with groups, not {type(state).__name__}")
         if state.get("version") != _VERSION:
             raise InvalidInput(f"shared exponents of version {state.get('version')!r}: this lowp reads {_VERSION}")
         groups = {}
@@ -299,8 +301,7 @@ class SharedExponents:
             group = Entries(cast, torch.device(device))
             names, kept = list(saved["places"]), saved["state"]
             fields = type(group.state)._fields
-            if set(kept) != set(fields) or any(len(value) != len(names) for value in kept.values()):
-                raise InvalidInput(f"the shared exponents of {cast} in this checkpoint are not whole")
+            _check_whole(group, saved)
             group.names = {name: index for index, name in enumerate(names)}
             group.state = type(group.state)(*(kept[name].to(device, copy=True) for name in fields))
             group.counts = {name: saved["counts"][name].to(device, copy=True) for name in COUNTS}
@@ -332,6 +333,22 @@ class PlaceSite:
         if number == 0:
             return self
         return PlaceSite(self._exponents, self._cast, f"{self._where}, product {number + 1}", self._training)
+
+
+def _check_whole(group: Entries, saved: Mapping[str, Any]) -> None:
+    """Raise InvalidInput unless saved entries have names, and tensors of the sizes and types that this group keeps."""
+    names, wanted = saved["places"], group.state._asdict()
+    parts = [(saved["state"], wanted), (saved["counts"], group.counts), ({"": saved["before"]}, {"": group.before})]
+    whole = isinstance(names, list) and all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+    for found, own in parts:
+        whole = whole and isinstance(found, Mapping) and set(found) == set(own)
+        whole = whole and all(_is_alike(found[name], own[name], len(names)) for name in own)
+    if not whole:
+        raise InvalidInput(f"the shared exponents of {group.cast} in this checkpoint are not whole")
+
+
+def _is_alike(found: object, own: Tensor, length: int) -> bool:
+    return isinstance(found, Tensor) and found.dtype is own.dtype and found.shape == (length, *own.shape[1:])
 
 
 def _listed(callbacks: list[Any], callback: Any) -> Callable[[], None]:

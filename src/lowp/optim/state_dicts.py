@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.errors import InvalidInput
+from lowp.errors import InvalidInput, shown
 
 Optimizer = torch.optim.Optimizer
 MASTER_WEIGHT = "master_weight"  # the entry, beside the moments of a parameter, that holds its fp32 value
@@ -31,7 +31,7 @@ def with_loading_hooks(optimizer: Any, state: Any, load: Callable[[dict[str, Any
 
     Raises InvalidInput for what is no optimizer's state.
     """
-    _require_optimizer_state(state)
+    require_optimizer_state(state)
     state = dict(state)
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = before(optimizer, state)
@@ -41,14 +41,14 @@ def with_loading_hooks(optimizer: Any, state: Any, load: Callable[[dict[str, Any
         after(optimizer)
 
 
-def _require_optimizer_state(state: Any) -> None:
+def require_optimizer_state(state: Any) -> None:
     if not isinstance(state, Mapping):
         raise InvalidInput(f"an optimizer's state is a dictionary as state_dict() gives it, not {type(state).__name__}")
     missing = [name for name in ("state", "param_groups") if name not in state]
     if missing:
         raise InvalidInput(f"an optimizer's state needs state and param_groups; missing: {', '.join(missing)}")
     if not isinstance(state["state"], Mapping):
-        raise InvalidInput(f"the entry 'state' of an optimizer's state is a dictionary, not {state['state']!r}")
+        raise InvalidInput(f"the entry 'state' of an optimizer's state is a dictionary, not {shown(state['state'])}")
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -128,17 +128,27 @@ class Study:
             for seed in self.seeds
         }
         found: dict[tuple[str, int], dict[str, Any]] = {}
-        for row in document["variants"]:
-            for run in row["runs"]:
-                key = (row["label"], run["seed"])
-                if wanted.get(key) != run["settings"] or document["samples"] != self.samples:
-                    raise InvalidInput(
-                        f"{path} holds runs that this command does not ask for ({_name(*key)}): repeat the command as "
-                        f"it was ({document['command']}), or name another --out"
-                    )
-                found[key] = {**run, "history": [_with_nan(record) for record in run["history"]]}
+        with results.reading(path):
+            for row in document["variants"]:
+                for run in row["runs"]:
+                    key = (row["label"], run["seed"])
+                    if wanted.get(key) != run["settings"] or document["samples"] != self.samples:
+                        raise InvalidInput(
+                            f"{path} holds runs that this command does not ask for ({_name(*key)}): repeat the command "
+                            f"as it was ({document['command']}), or name another --out"
+                        )
+                    found[key] = self._checked({**run, "history": [_with_nan(record) for record in run["history"]]})
         self.runs.update(found)
         return len(found)
+
+    def _checked(self, run: dict[str, Any]) -> dict[str, Any]:
+        """A run that was read, once its numbers are known to be numbers; raises TypeError or KeyError."""
+        numbers = [record[name] for record in run["history"] for name in ("epoch", *self._numbers())]
+        numbers += [run[name] for name in ("skipped_steps", "loss_scale") if run[name] is not None]
+        is_number = all(isinstance(one, (int, float)) for one in numbers)
+        if not is_number or not isinstance(run["failure"], (str, type(None))):
+            raise TypeError(f"the run of seed {run['seed']} has text where numbers are, or the other way round")
+        return run
 
     # -- what it showed -----------------------------------------------------------------------------------------------
     def document(self) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import math
 import os
 import platform
 import sys
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from typing import Any
 import numpy
 import torch
 
-from lowp import __version__
-from lowp.errors import InvalidInput
+from lowp import __version__, files
+from lowp.errors import InvalidInput, LowpError
 from lowp.recipes.recipe import Data, Recipe
 
-__all__ = ["VERSION", "check_writable", "header", "machine", "read", "recipe_head", "write"]
+__all__ = ["VERSION", "check_writable", "header", "machine", "read", "reading", "recipe_head", "write"]
 
 VERSION = 1
+PICTURES = {".png": b"\x89PNG", ".svg": b"<svg", ".pdf": b"%PDF"}  # by suffix, what such a file has at its beginning
 _MARK = "lowp_results"
 
 
@@ -92,34 +93,25 @@ def _memory() -> int | None:
 
 # -- files ------------------------------------------------------------------------------------------------------------
 def check_writable(path: Path) -> None:
-    """Raise InvalidInput, before any work is done, where a file could not be written or is not lowp's to overwrite."""
-    if path.is_dir():
-        raise InvalidInput(f"{path} is a folder: give a file in it, such as {path / 'run.json'}")
-    if not path.parent.is_dir():
-        raise InvalidInput(f"{path}: there is no folder {path.parent}: make it first")
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise InvalidInput(f"{path} cannot be written: {error.strerror}") from None
-    if path.exists() and not os.access(path, os.W_OK):
-        raise InvalidInput(f"{path} cannot be written: it is read-only")
-    if path.exists() and path.suffix == ".json" and path.stat().st_size and not _is_results(path):
+    """Raise InvalidInput, before any work is done, where a file could not be written or is not lowp's to overwrite.
+
+    Only results are overwritten by results, and only pictures that matplotlib made by pictures.
+    """
+    target = files.check_target(path)
+    if not target.exists() or not target.stat().st_size:
+        return
+    if path.suffix.lower() in PICTURES:
+        if not _is_picture(target, path.suffix.lower()):
+            raise InvalidInput(f"{path} is no picture of lowp's and was left as it is: give another name")
+    elif not _is_results(target):
         raise InvalidInput(f"{path} is no file of lowp's results and was left as it is: give another name")
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
     """Write a document atomically; what is not finite is written as null, since JSON has no NaN."""
     text = json.dumps(_without_nan(document), indent=1, allow_nan=False) + "\n"
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with files.replacing(path) as file:
+        file.write(text.encode("utf-8"))
 
 
 def read(path: Path, kind: str) -> dict[str, Any]:
@@ -128,7 +120,7 @@ def read(path: Path, kind: str) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InvalidInput(f"there is no file {path}") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise InvalidInput(f"{path} cannot be read as results of lowp: {error}") from None
     if not isinstance(document, dict) or _MARK not in document:
         raise InvalidInput(f"{path} holds no results of lowp")
@@ -137,6 +129,22 @@ def read(path: Path, kind: str) -> dict[str, Any]:
             f"{path} holds a {document.get('kind')} of version {document[_MARK]}, not a {kind} of version {VERSION}"
         )
     return document
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What is done within with a document that was read: what it stumbles over is said of the file.
+
+    Raises InvalidInput in the place of the error that a missing or misshapen entry leads to.
+    """
+    try:
+        yield
+    except LowpError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise InvalidInput(
+            f"{path} is not as lowp wrote it ({type(error).__name__}: {error}): make it again, or give another file"
+        ) from error
 
 
 def command_line() -> str:
@@ -149,9 +157,15 @@ def command_line() -> str:
 def _is_results(path: Path) -> bool:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
+    except (ValueError, OSError, RecursionError):
         return False
     return isinstance(document, dict) and _MARK in document
+
+
+def _is_picture(path: Path, suffix: str) -> bool:
+    """Whether a file is a picture of a kind, made by matplotlib, which signs what it makes."""
+    content = path.read_bytes()
+    return PICTURES[suffix] in content[:512] and b"atplotlib" in content
 
 
 def _without_nan(value: Any) -> Any:
@@ -162,9 +176,3 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_without_nan(item) for item in value]
     return value
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowp import checkpoint, presets
 from lowp.errors import InvalidInput, Unavailable
 from lowp.precision import Precision
-from lowp.recipes import get
+from lowp.recipes import RECIPES, get
 from lowp.recipes.recipe import Data, Recipe, Size
 from lowp.recipes.sampling import Observer
 
@@ -255,10 +255,16 @@ class Training:
         """The run that a checkpoint holds, to go on where it was, to the bit.
 
         `given` are settings that the user named: raises InvalidInput where the checkpoint has others, and
-        InvalidCheckpoint for a file that is damaged or not of `lowp train`.
+        InvalidCheckpoint for a file that is damaged or not of `lowp train`. A recipe of the user's own (module:NAME)
+        must be among them: no module is imported because a file names it.
         """
         extra = read_extra(path)
         settings = Settings(**extra["settings"])
+        if settings.recipe not in RECIPES and (given or {}).get("recipe") != settings.recipe:
+            raise InvalidInput(
+                f"{path} was trained with the recipe {settings.recipe!r}, which is none of lowp's, and nothing is "
+                f"imported because a file names it. If you know it, name it: lowp train {settings.recipe} --resume"
+            )
         for name, value in (given or {}).items():
             if value is not None and value != getattr(settings, name):
                 word = name.replace("_", " ")
@@ -279,12 +285,44 @@ class Training:
 def read_extra(path: Path) -> dict[str, Any]:
     """What `Training.save` wrote beside the states; raises InvalidCheckpoint for a file that is not its own."""
     extra = checkpoint.read(path).get("extra")
-    names = {one.name for one in fields(Settings)}
-    if not isinstance(extra, dict) or extra.get("kind") != _KIND or set(extra.get("settings", ())) != names:
+    if not isinstance(extra, dict) or extra.get("kind") != _KIND:
         raise checkpoint.InvalidCheckpoint(
             f"{path} is a checkpoint of lowp, but not of `lowp train`: read it with lowp.load"
         )
+    if wrong := _wrong_entry(extra):
+        raise checkpoint.InvalidCheckpoint(f"{path} is a checkpoint of `lowp train` that was edited: {wrong}")
     return extra
+
+
+def _wrong_entry(extra: dict[str, Any]) -> str | None:
+    """What is not as `Training.save` writes it, in words; None where all is."""
+    settings, history = extra.get("settings"), extra.get("history")
+    names = {one.name: get_type_hints(Settings)[one.name] for one in fields(Settings)}
+    if not isinstance(settings, dict) or set(settings) != set(names):
+        return "its settings are not those of a training"
+    for name, kind in names.items():
+        value = settings[name]
+        if isinstance(value, bool) or not (isinstance(value, kind) or (type(value) is int and name == "learning_rate")):
+            return f"its setting {name} is {value!r}"
+    for name in ("epoch", "step_of_epoch"):
+        if type(extra.get(name)) is not int or extra[name] < 0:
+            return f"its {name} is {extra.get(name)!r}"
+    for name in ("loss_sum", "seconds"):
+        if not isinstance(extra.get(name), float):
+            return f"its {name} is {extra.get(name)!r}"
+    if not isinstance(extra.get("failure"), (str, type(None))):
+        return f"its failure is {extra['failure']!r}"
+    if not isinstance(history, list) or not all(_is_record(one) for one in history):
+        return "its history is no list of numbers by name"
+    if history and len(history) != extra["epoch"] + 1:
+        return f"its history has {len(history)} entries after {extra['epoch']} epochs"
+    return None
+
+
+def _is_record(record: Any) -> bool:
+    return isinstance(record, dict) and all(
+        isinstance(name, str) and isinstance(value, (int, float)) for name, value in record.items()
+    )
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lowp import files
 from lowp.errors import InvalidInput, unknown
 
 __all__ = ["NO_MATPLOTLIB", "SUFFIXES", "can_plot", "check_suffix", "curves", "grid", "new_figure", "save"]
@@ -108,6 +109,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure in the kind that the file's name tells."""
+    """Write a figure in the kind that the file's name tells, whole or not at all."""
     check_suffix(path)
-    figure.savefig(path)
+    with files.replacing(path) as file:
+        figure.savefig(file, format=path.suffix[1:].lower())

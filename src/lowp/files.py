@@ -1,0 +1,195 @@
+"""Files that are replaced whole or not at all, by one process at a time, and never anything but a regular file."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from lowp.errors import InvalidInput, NotWritten, Unavailable
+
+__all__ = ["check_target", "replacing", "same_file", "sole_writer", "target_of"]
+
+try:
+    _fcntl: Any = importlib.import_module("fcntl")
+except ImportError:  # pragma: no cover - not a POSIX system: files are replaced whole, but nothing is locked
+    _fcntl = None
+
+_LONGEST_NAME = 200  # bytes of a name that its temporary file repeats; systems allow 255 in all
+
+
+def target_of(path: Path) -> Path:
+    """The file that a path leads to, through links; raises InvalidInput unless it is a regular file, or none yet."""
+    if path.is_dir():
+        raise InvalidInput(f"{path} is a folder: give a file in it, such as {path / 'run'}")
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise InvalidInput(f"{path}: there is no folder {path.parent}: make it first")
+    if os.path.lexists(target) and not stat.S_ISREG(os.lstat(target).st_mode):
+        raise InvalidInput(f"{path} is a device, a pipe or a socket, which a file would replace: give a file's name")
+    return target
+
+
+def check_target(path: Path) -> Path:
+    """`target_of` a path, known to be writable: raises InvalidInput before any work is done."""
+    target = target_of(path)
+    try:
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be written: {error.strerror}") from None
+    if target.exists() and not os.access(target, os.W_OK):
+        raise InvalidInput(f"{path} cannot be written: it is read-only")
+    return target
+
+
+def same_file(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one file, through links and whether or not it is there yet."""
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    return one.exists() and other.exists() and os.path.samefile(one, other)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write in, which takes the place of `path` once the block has ended without an error.
+
+    It is written beside `path`, synchronised to the disk and renamed: at any moment `path` is the old file or the new
+    one, also after a power cut or kill -9. The new file has the old one's mode and owner, or what the umask leaves. The
+    temporary files of writers that were killed are removed. Raises InvalidInput for what is no regular file, NotWritten
+    where the system refuses (disk full).
+    """
+    target = target_of(path)
+    _remove_leftovers(target)
+    before = os.stat(target) if target.exists() else None
+    temporary: Path | None = None
+    try:
+        temporary, descriptor = _new_part(target, 0o666 if before is None else 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            if before is not None:
+                with contextlib.suppress(OSError):  # only root may give a file away
+                    os.fchown(descriptor, before.st_uid, before.st_gid)
+                os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
+            os.fsync(descriptor)
+            os.replace(temporary, target)
+    except BaseException as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        refused = _system_error(error)
+        if refused is not None:
+            raise NotWritten(f"{path} was not written, and is as it was: {refused.strerror or refused}") from error
+        raise
+    _synchronise(target.parent)
+
+
+@contextmanager
+def sole_writer(path: Path) -> Iterator[None]:
+    """Hold a file for this process while the block runs; raises Unavailable where another process holds it.
+
+    The lock is a file beside it (``.run.pt.lock``) that goes with the block; one that a killed process left behind does
+    not count. Without effect where the system or the file system has no locks.
+    """
+    lock = _beside(target_of(path), "lock")
+    descriptor = _locked(lock, path) if _fcntl is not None else None
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            lock.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _locked(lock: Path, path: Path) -> int | None:
+    """The open lock file, with this process's number in it; None where there are no locks."""
+    while True:
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise NotWritten(f"{lock}, the lock of {path}, cannot be written: {error.strerror}") from error
+        try:
+            _fcntl.flock(descriptor, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 20).decode("ascii", "replace").strip()
+            os.close(descriptor)
+            raise Unavailable(
+                f"{path} is being written by another process{f' ({holder})' if holder else ''}: wait until it has "
+                "ended, or give another file"
+            ) from None
+        except OSError:
+            os.close(descriptor)
+            return None
+        if _is_at(descriptor, lock):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
+            return descriptor
+        os.close(descriptor)  # its holder removed it in between: once more
+
+
+def _new_part(target: Path, mode: int) -> tuple[Path, int]:
+    """A new temporary file beside the target, open and locked, so that others know that its writer lives."""
+    while True:
+        temporary = _beside(target, f"{secrets.token_hex(8)}.part")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        if _fcntl is None:
+            return temporary, descriptor
+        with contextlib.suppress(OSError):  # a file system without locks
+            _fcntl.flock(descriptor, _fcntl.LOCK_EX)
+        if _is_at(descriptor, temporary):
+            return temporary, descriptor
+        os.close(descriptor)  # taken for a leftover before it was locked: once more
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove the temporary files of this target whose writers have ended without doing it."""
+    if _fcntl is None:
+        return
+    left = re.compile(re.escape(_beside(target, "").name) + r"[a-z0-9_]{8,16}\.part")
+    for name in os.listdir(target.parent):
+        if left.fullmatch(name):
+            with contextlib.suppress(OSError):  # of a writer that lives, or another user's
+                descriptor = os.open(target.parent / name, os.O_RDONLY | os.O_NOFOLLOW)
+                try:
+                    _fcntl.flock(descriptor, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+                    os.unlink(target.parent / name)
+                finally:
+                    os.close(descriptor)
+
+
+def _beside(target: Path, ending: str) -> Path:
+    """A hidden name in the target's folder that repeats the target's, as far as names may be long."""
+    name = os.fsdecode(os.fsencode(target.name)[:_LONGEST_NAME])
+    return target.with_name(f".{name}.{ending}")
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file still has its name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _system_error(error: BaseException) -> OSError | None:
+    """What the system refused, where that is behind an error: of a full disk torch makes a RuntimeError."""
+    behind = error.__cause__ or error.__context__ if type(error) is RuntimeError else error
+    return behind if isinstance(behind, OSError) else None
+
+
+def _synchronise(folder: Path) -> None:
+    """Make the rename itself durable, where the system can open a folder."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,182 @@
+"""What a saved state must be for the model, optimizer or scheduler that it is loaded into: torch takes most in silence.
+
+torch's optimizers take moments of any shape, an SGD takes Adam's state, and schedulers take any dictionary: what does
+not fit then fails, or goes wrong, some steps later. Here it is compared before anything changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lowp.errors import InvalidInput, shown
+from lowp.optim.state_dicts import MASTER_WEIGHT, require_optimizer_state
+
+# What torch's element-wise optimizers must have in a parameter's state, once there is one.
+_REQUIRED = {
+    "ASGD": ("step", "ax"),
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "Adagrad": ("step", "sum"),
+    "Adam": ("step", "exp_avg", "exp_avg_sq"),
+    "AdamW": ("step", "exp_avg", "exp_avg_sq"),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "NAdam": ("step", "exp_avg", "exp_avg_sq"),
+    "RAdam": ("step", "exp_avg", "exp_avg_sq"),
+    "RMSprop": ("step", "square_avg"),
+    "Rprop": ("step", "prev", "step_size"),
+    "SGD": (),
+    "SparseAdam": ("step", "exp_avg", "exp_avg_sq"),
+}
+_SWITCHES = ("capturable", "differentiable", "foreach", "fused", "maximize")
+_OPTIONAL = ("grad_avg", MASTER_WEIGHT, "max_exp_avg_sq", "momentum_buffer")  # by the options of the optimizer
+_OF_MASTERS = (MASTER_WEIGHT, "master_steps", "master_seed")  # there from the first moment on, before any moments
+
+
+def kind_of(part: Any) -> str | None:
+    """The class of an optimizer (the innermost, within master weights) or of a scheduler; None of anything else."""
+    if isinstance(part, Optimizer):
+        return type(_innermost(part)).__name__
+    return type(part).__name__ if isinstance(part, LRScheduler) else None
+
+
+def check_saved(part: Any, saved: Any, kind: object, present: Mapping[str, Any]) -> None:
+    """Raise InvalidInput for a state that this part cannot go on from; changes nothing.
+
+    `kind` is `kind_of` the part that was saved, None where it is not known; `present` the part's own state.
+    """
+    own = kind_of(part)
+    if own is not None and kind is not None and kind != own:
+        raise InvalidInput(f"it was saved from {kind}, and this is {own}: use the class it was")
+    if isinstance(part, Optimizer):
+        _check_optimizer(part, saved)
+    elif isinstance(part, LRScheduler):
+        _check_scheduler(saved, present)
+    elif isinstance(part, nn.Module):
+        _check_model(saved, present)
+
+
+def _innermost(optimizer: Optimizer) -> Optimizer:
+    while isinstance(inner := getattr(optimizer, "inner", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+def _check_optimizer(optimizer: Optimizer, saved: Any) -> None:
+    require_optimizer_state(saved)
+    parameters = _parameters_by_saved_index(optimizer, saved["param_groups"])
+    inner = _innermost(optimizer)
+    for number, (own, group) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+        # what a scheduler has added (initial_lr) is compared where both have it
+        compared = {name: value for name, value in own.items() if name in inner.defaults or name in group}
+        _check_options(compared, group, f"parameter group {number}")
+    is_torch_s = type(inner).__module__.startswith(("torch.optim.", "lowp.optim."))
+    has_masters = any(isinstance(entry, Mapping) and MASTER_WEIGHT in entry for entry in saved["state"].values())
+    for index, entry in saved["state"].items():
+        if index not in parameters:
+            raise InvalidInput(f"it has a state of parameter {index!r}, and there are {len(parameters)} parameters")
+        if not isinstance(entry, Mapping):
+            raise InvalidInput(f"the state of parameter {index} is a dictionary, not {type(entry).__name__}")
+        if has_masters and MASTER_WEIGHT not in entry:
+            raise InvalidInput(f"the state of parameter {index} lacks {MASTER_WEIGHT}, which others have")
+        if is_torch_s and type(inner).__name__ in _REQUIRED:
+            _check_moments(entry, parameters[index], index, _REQUIRED[type(inner).__name__])
+
+
+def _parameters_by_saved_index(optimizer: Optimizer, groups: Any) -> dict[Any, Tensor]:
+    """The parameters that the indices of a saved state stand for: torch counts through the groups."""
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, Mapping) for group in groups):
+        raise InvalidInput("the entry 'param_groups' of an optimizer's state is a list of dictionaries")
+    listed = [group.get("params") for group in groups]
+    if not all(isinstance(one, (list, tuple)) and all(type(index) in (int, str) for index in one) for one in listed):
+        raise InvalidInput("each group of an optimizer's state has params, a list of indices or names")
+    sizes = [len(one) for one in listed]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != own:
+        raise InvalidInput(f"it has groups of {_listed(sizes)} parameters, and this optimizer of {_listed(own)}")
+    indices = [index for one in listed for index in one]
+    if len(set(indices)) < len(indices):
+        raise InvalidInput("a parameter is in an optimizer's state twice")
+    present = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return dict(zip(indices, present, strict=True))
+
+
+def _check_options(own: Mapping[str, Any], group: Mapping[str, Any], place: str) -> None:
+    """Numbers stay numbers, pairs pairs, switches switches; the switches of another class's may be missing."""
+    for name, value in own.items():
+        if isinstance(value, bool) or name in _SWITCHES:
+            if not isinstance(group.get(name), (bool, type(None))):
+                raise InvalidInput(f"{place} has {name}={shown(group[name])}: True or False is needed")
+        elif _is_number(value) and not _is_number(group.get(name)):
+            raise InvalidInput(f"{place} has {name}={shown(group.get(name))}: a finite number is needed")
+        elif isinstance(value, (list, tuple)) and value and all(map(_is_number, value)):
+            given = group.get(name)
+            if not isinstance(given, (list, tuple)) or len(given) != len(value) or not all(map(_is_number, given)):
+                raise InvalidInput(f"{place} has {name}={shown(given)}: {len(value)} finite numbers are needed")
+
+
+def _check_moments(entry: Mapping[Any, Any], parameter: Tensor, index: object, required: tuple[str, ...]) -> None:
+    missing = [name for name in required if name not in entry]
+    if missing and not set(entry) <= set(_OF_MASTERS):
+        raise InvalidInput(f"the state of parameter {index} lacks {', '.join(missing)}")
+    for name, value in entry.items():
+        if name == "step" and not (_is_number(value) and value >= 0):
+            raise InvalidInput(f"the step of parameter {index} is a number of 0 or more, not {shown(value)}")
+        if name in _OF_MASTERS[1:] and not (type(value) is int and set(_OF_MASTERS) <= set(entry)):
+            raise InvalidInput(
+                f"{name} of parameter {index} is a whole number beside {MASTER_WEIGHT}, not {shown(value)}"
+            )
+        is_moment = (name in required and name != "step") or (name in _OPTIONAL and value is not None)
+        of_elements = is_moment or (isinstance(value, Tensor) and value.dim() > 0)
+        if of_elements and not (isinstance(value, Tensor) and _fits(value, parameter)):
+            raise InvalidInput(
+                f"{name} of parameter {index} is a floating-point tensor of shape {tuple(parameter.shape)}, not "
+                f"{_described(value)}: the state belongs to another model or another order of parameters"
+            )
+
+
+def _fits(value: Tensor, parameter: Tensor) -> bool:
+    return value.shape == parameter.shape and value.is_floating_point() == parameter.is_floating_point()
+
+
+# -- schedulers and models --------------------------------------------------------------------------------------------
+def _check_scheduler(saved: Any, present: Mapping[str, Any]) -> None:
+    if not isinstance(saved, Mapping) or "last_epoch" not in saved:
+        raise InvalidInput("a scheduler's state is a dictionary as state_dict() gives it, with last_epoch")
+    _check_options({name: value for name, value in present.items() if name in saved}, saved, "it")
+
+
+def _check_model(saved: Any, present: Mapping[str, Any]) -> None:
+    if not isinstance(saved, Mapping):
+        raise InvalidInput(f"a model's state is a dictionary as state_dict() gives it, not {type(saved).__name__}")
+    for name, value in present.items():
+        given = saved.get(name)
+        if not isinstance(value, Tensor) or name not in saved:
+            continue  # torch names what is missing
+        if not isinstance(given, Tensor):
+            raise InvalidInput(f"{name} is {_described(value)}, not {type(given).__name__}")
+        if given.is_floating_point() != value.is_floating_point() or given.is_complex() != value.is_complex():
+            raise InvalidInput(f"{name} is {_described(value)}, not {_described(given)}: its numbers would change")
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+def _is_number(value: Any) -> bool:
+    """Whether this is a finite number, or a tensor of one."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and math.isfinite(value.item())
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"a tensor of {str(value.dtype).removeprefix('torch.')}, shape {tuple(value.shape)}"
+
+
+def _listed(sizes: list[int]) -> str:
+    return ", ".join(map(str, sizes)) or "no"

@@ -1,0 +1,175 @@
+"""Files are replaced whole, by one process, and nothing but a regular file is replaced."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowp import files
+from lowp.errors import InvalidInput, NotWritten, Unavailable
+
+fcntl = pytest.importorskip("fcntl")
+
+
+def write(path: Path, content: bytes = b"new") -> None:
+    with files.replacing(path) as file:
+        file.write(content)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.iterdir())
+
+
+def test_a_device_a_pipe_and_a_folder_are_never_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/null")
+    for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/null")):
+        with pytest.raises(InvalidInput, match="is a device, a pipe or a socket, which a file would replace"):
+            write(path)
+        with pytest.raises(InvalidInput, match="is a device, a pipe or a socket"):
+            files.check_target(path)
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    with pytest.raises(InvalidInput, match="is a folder: give a file in it"):
+        write(tmp_path)
+    with pytest.raises(InvalidInput, match=r"there is no folder .*: make it first"):
+        write(tmp_path / "no" / "file")
+    assert names(tmp_path) == ["link", "pipe"]
+
+
+def test_a_link_stays_a_link_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("real")
+    write(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"new"
+
+
+def test_a_replaced_file_keeps_its_mode_and_a_new_one_follows_the_umask(tmp_path: Path) -> None:
+    for mode in (0o600, 0o640, 0o666):
+        (tmp_path / "file").write_bytes(b"old")
+        (tmp_path / "file").chmod(mode)
+        write(tmp_path / "file")
+        assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / "fresh")
+        assert stat.S_IMODE((tmp_path / "fresh").stat().st_mode) == 0o640
+    finally:
+        assert os.umask(before) == 0o027
+
+
+def test_the_umask_of_the_process_is_never_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("another thread's files would be open to all"))
+    write(tmp_path / "file")
+
+
+def test_an_error_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(ZeroDivisionError), files.replacing(tmp_path / "file") as file:
+        file.write(b"half")
+        raise ZeroDivisionError
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_what_killed_writers_left_is_removed_and_what_others_own_is_not(tmp_path: Path) -> None:
+    for left in (".run.pt.0123456789abcdef.part", ".run.pt.a_b1c2d3.part"):
+        (tmp_path / left).write_bytes(b"cut")
+    kept = [".other.pt.0123456789abcdef.part", ".run.pt.part", ".run.pt.best.pt.0123456789abcdef.part", "run.pt.part"]
+    for other in kept:
+        (tmp_path / other).write_bytes(b"whole")
+    with files.replacing(tmp_path / "run.pt") as file:  # its own is held: a second writer leaves it alone
+        file.write(b"first")
+        write(tmp_path / "run.pt", b"second")
+        assert (tmp_path / "run.pt").read_bytes() == b"second"
+    assert (tmp_path / "run.pt").read_bytes() == b"first"
+    assert names(tmp_path) == sorted([*kept, "run.pt"])
+
+
+def test_the_longest_names_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / ("ü" * 127)
+    write(path)
+    with files.sole_writer(path):
+        write(path, b"again")
+    assert names(tmp_path) == [path.name]
+
+
+_FULL = """
+import resource, signal, sys, torch
+from pathlib import Path
+from lowp import checkpoint, files
+from lowp.errors import NotWritten
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+model = torch.nn.Linear(100, 100)
+def plain():
+    with files.replacing(Path("run.pt")) as file:
+        file.write(bytes(10000))
+for write in (plain, lambda: checkpoint.save("run.pt", model=model)):
+    try:
+        write()
+    except NotWritten as error:
+        print(error)
+"""
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, repository: Path) -> None:
+    (tmp_path / "run.pt").write_bytes(b"old")
+    environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
+    command = [sys.executable, "-c", _FULL]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["run.pt was not written, and is as it was: File too large"] * 2
+    assert (tmp_path / "run.pt").read_bytes() == b"old"
+    assert names(tmp_path) == ["run.pt"]
+
+
+_HOLDER = """
+import sys
+from pathlib import Path
+from lowp import files
+with files.sole_writer(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_told_who_writes(tmp_path: Path, repository: Path) -> None:
+    path = tmp_path / "run.pt"
+    environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
+    command = [sys.executable, "-c", _HOLDER, str(path)]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        said = (
+            rf"run\.pt is being written by another process \({holder.pid}\): wait until it has ended, or give another"
+        )
+        with pytest.raises(Unavailable, match=said), files.sole_writer(path):
+            pass
+        holder.kill()
+    assert names(tmp_path) == [".run.pt.lock"]  # of a process that was killed: it holds nobody up
+    with files.sole_writer(path):
+        pass
+    assert names(tmp_path) == []
+
+
+def test_one_file_has_many_names(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"")
+    (tmp_path / "hard").hardlink_to(tmp_path / "a")
+    (tmp_path / "soft").symlink_to("b")
+    assert files.same_file(tmp_path / "a", tmp_path / "hard")
+    assert files.same_file(tmp_path / "b", tmp_path / "soft")
+    assert files.same_file(tmp_path / "c", tmp_path / "." / "c")
+    assert not files.same_file(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(NotWritten, match="run was not written, and is as it was: Permission denied"):
+        write(tmp_path / "run")
