@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,7 @@ from lowp.errors import InvalidInput, Misuse, shown
 from lowp.exponents import SharedExponents
 from lowp.grad_scaler import GradScaler, NonFinite, NonFiniteGradients
 from lowp.ops.predicted import is_predicted
-from lowp.optim import FlexWeights, MasterWeights
-from lowp.optim.blockwise import BlockwiseOptimizer
-from lowp.optim.model_state import StoredModel, attach
+from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters
 from lowp.optim.storage import Storage
 from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset
@@ -31,6 +30,7 @@ _VERSION = 1
 _ENTRIES = ("name", "policy", "loss_scale", "masters", "scaler", "steps", "skipped_steps", "seed", "random")
 _PATIENCE = 20  # steps skipped in a row, with nothing that could be made smaller, before training is given up
 Optimizer = TypeVar("Optimizer", bound="torch.optim.Optimizer | None")
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 class Precision:
@@ -85,7 +85,8 @@ class Precision:
         self._scaler: GradScaler | None = None
         self._skipped: Tensor | None = None
         self._device = torch.device("cpu")
-        self._prepared = 0
+        self._storing = self._new_storing()
+        self._models: list[Callable[[], nn.Module | None]] = []  # that were prepared
         self._journals: list[BatchNormJournal] = []
         self._skipped_in_a_row = 0
         self._faults: list[str] = []
@@ -98,21 +99,49 @@ class Precision:
         around the optimizer (lowp's own optimizers keep theirs themselves), and `model.state_dict()` gives and takes
         fp32. Running statistics of BatchNorm are put back when a step is skipped, and overflows are reported by
         parameter name. Call it once a model, before the first step; again for further models or optimizers.
+
+        Does `prepare_model` and `prepare_optimizer`. A model that DistributedDataParallel or fully_shard is to wrap
+        needs the two apart: prepare_model(model), wrap, make the optimizer, prepare_optimizer(optimizer).
+        """
+        prepared: Any = optimizer
+        model = self.prepare_model(model)
+        if optimizer is not None:
+            prepared = self.prepare_optimizer(optimizer)
+        if self._storing is not None:
+            self._storing.release(model)
+        return model, prepared
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Do what `prepare` does to a model, in place, before it is wrapped or sharded; returns it.
+
+        Parameters are converted to the format that the policy stores them in; their fp32 values are kept for the
+        optimizer to come. Raises InvalidInput, with nothing changed, for a wrapped model that would be converted.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"prepare takes a torch module and its optimizer, not {type(model).__name__}")
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._device = device
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        if self._storing is not None:
+            self._storing.model(model)
         if self._scaler is None:
-            self._scaler = self._new_scaler(device.type)
-        prepared: Any = optimizer
-        if self.policy.parameters is not None:
-            prepared = self._store(model, optimizer)
-        if self._scaler.is_enabled():
-            self._scaler.watch(model)
+            self._scaler = self._new_scaler(self._device.type)
+        if all(known() is not model for known in self._models):
+            self._models.append(weakref.ref(model))
+            self._watch(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: AnyOptimizer) -> AnyOptimizer:
+        """Do what `prepare` does to an optimizer of prepared models; returns it, or the wrapper to be used for it."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"prepare_optimizer takes a torch optimizer, not {type(optimizer).__name__}")
+        prepared: Any = optimizer if self._storing is None else self._storing.optimizer(optimizer)
+        return cast("AnyOptimizer", prepared)
+
+    def _watch(self, model: nn.Module) -> None:
+        """Name the parameters of a model in reports, and put its running statistics back when a step is skipped."""
+        if self.scaler.is_enabled():
+            self.scaler.watch(model)
         elif self.exponents is not None:
             self._journals.append(BatchNormJournal(model))
-        return model, prepared
 
     def autocast(self) -> region.autocast:
         """The region in which ops are cast by this precision's policy: ``with precision.autocast():``."""
@@ -140,6 +169,8 @@ class Precision:
             )
         if self.exponents is not None and not self.scaler.is_enabled() and self._skips_faulty(self.exponents):
             return None
+        if self.steps == 0 and isinstance(self._storing, MasterStorage):
+            agree_on_masters(optimizers)
         result = None
         for optimizer in optimizers:
             result = self.scaler.step(optimizer) if closure is None else optimizer.step(closure)
@@ -299,6 +330,24 @@ class Precision:
         check_random_states(state["random"])
 
     # -- parts ----------------------------------------------------------------------------------------------------
+    def __getstate__(self) -> dict[str, Any]:
+        models = [model for known in self._models if (model := known()) is not None]
+        return {**self.__dict__, "_models": models, "_journals": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "_models": [weakref.ref(model) for model in state["_models"]]})
+        for model in state["_models"]:
+            self._watch(model)
+
+    def _new_storing(self) -> MasterStorage | FlexStorage | None:
+        """What stores parameters as this precision's policy says, if it does."""
+        stored = self.policy.parameters
+        if stored is None:
+            return None
+        if is_predicted(stored):
+            return FlexStorage(stored, self.exponents)
+        return MasterStorage(Storage(stored, self.preset.masters.kind), self.seed)
+
     def _new_scaler(self, device: str | None) -> GradScaler:
         scale = self.preset.loss_scale
         if scale.kind == "none":
@@ -315,47 +364,6 @@ class Precision:
             floor=scale.floor,
             ceiling=scale.ceiling,
         )
-
-    def _store(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
-        """Convert the parameters to the format that the policy stores them in; returns the optimizer to use."""
-        if is_predicted(self.policy.parameters):
-            return self._store_predicted(model, optimizer)
-        storage = Storage(self.policy.parameters, self.preset.masters.kind)
-        if isinstance(optimizer, (MasterWeights, BlockwiseOptimizer)):
-            optimizer.attach(model)
-        elif optimizer is not None and storage.kind != "none":
-            optimizer = MasterWeights(optimizer, storage.cast, kind=storage.kind, seed=self.seed)
-            optimizer.attach(model)
-        kept = {parameter for group in optimizer.param_groups for parameter in group["params"]} if optimizer else set()
-        if not isinstance(optimizer, (MasterWeights, BlockwiseOptimizer)):
-            kept = set()
-        others = [one for one in model.parameters() if one not in kept and one.is_floating_point()]
-        if others:
-            stored = StoredModel(storage)
-            stored.store(model, keep=False)
-            attach(model, stored)
-        return optimizer
-
-    def _store_predicted(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
-        """Write the parameters under exponents that belong to their names."""
-        exponents, cast = self.exponents, self.policy.parameters
-        if exponents is None or cast is None:
-            raise InvalidInput(
-                f"parameters={cast} needs a rule that writes results in the same way, such as Rule.of(output={cast!s})"
-            )
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        prefix = f"model {self._prepared + 1}: " if self._prepared else ""
-        self._prepared += 1
-        if optimizer is not None:
-            optimizer = FlexWeights(optimizer, cast, exponents, {one: prefix + name for one, name in names.items()})
-            optimizer.attach(model)
-        kept = {parameter for group in optimizer.param_groups for parameter in group["params"]} if optimizer else set()
-        with torch.no_grad():
-            for parameter, name in names.items():
-                if parameter not in kept and parameter.is_floating_point():
-                    parameter.copy_(exponents.write(parameter, cast, f"weight of {prefix}{name}"))
-        exponents.flush()
-        return optimizer
 
 
 def _accumulating(policy: Policy, accumulate: Accumulation) -> Policy:

@@ -35,7 +35,7 @@ class BatchNormJournal:
         ]
         self._saved: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         register: Callable[..., RemovableHandle] = model.register_load_state_dict_post_hook
-        self._loading = register(lambda module, keys: self.begin())
+        self._loading = register(_BeginOnLoad(self))
         self.begin()
 
     def __len__(self) -> int:
@@ -78,6 +78,28 @@ class BatchNormJournal:
                 if isinstance(buffer, torch.Tensor):
                     groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
         return list(groups.values())
+
+
+class _BeginOnLoad:
+    """A model's hook that lets a journal begin anew; a copy of the model, whose journal this is not, does nothing."""
+
+    def __init__(self, journal: BatchNormJournal) -> None:
+        self._journal: Callable[[], BatchNormJournal | None] = weakref.ref(journal)
+
+    def __call__(self, module: nn.Module, keys: Any) -> None:
+        journal = self._journal()
+        if journal is not None:
+            journal.begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._journal = _nobody
+
+
+def _nobody() -> None:
+    return None
 
 
 def _flat(buffers: list[torch.Tensor]) -> torch.Tensor:

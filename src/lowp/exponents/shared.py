@@ -274,7 +274,16 @@ class SharedExponents:
         """
         return _listed(self._listeners, callback)
 
-    # -- checkpoints ----------------------------------------------------------------------------------------------
+    # -- copies and checkpoints ----------------------------------------------------------------------------------------------
+    def __getstate__(self) -> dict[str, Any]:
+        """What is remembered; a copy has no watchers and listeners, and knows the copies of its models."""
+        roots = [(module, number) for module, number in self._roots.items()]
+        return {**self.__dict__, "_roots": roots, "_watchers": [], "_listeners": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        roots = WeakKeyDictionary(dict(state["_roots"]))
+        self.__dict__.update({**state, "_roots": roots})
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that is remembered, as plain values and tensors. Take it between steps: it flushes nothing."""
         groups = [

@@ -7,7 +7,7 @@ keeps included, with the hyper-parameters of the fp32 run.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,16 @@ _VERSION = 1
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
 
 
+def refuse_shards(cast: Cast, parameters: Iterable[Tensor]) -> None:
+    """Raise InvalidInput where a parameter is sharded over ranks."""
+    if any(is_sharded(parameter) for parameter in parameters):
+        raise InvalidInput(
+            f"a parameter that is sharded over ranks (a DTensor of FSDP2) cannot be stored in {cast}: an exponent "
+            "belongs to the whole tensor. Use DistributedDataParallel, or a precision whose parameters can be sharded, "
+            "such as bf16 or bf16-storage"
+        )
+
+
 class FlexWeights(torch.optim.Optimizer):
     """Lets any torch optimizer train parameters that are int16 under shared exponents, without masters.
 
@@ -35,7 +45,8 @@ class FlexWeights(torch.optim.Optimizer):
     the inner optimizer computes in fp32 on such values; then the update is written, the weight as the sum of the old
     one and the update, and every floating-point tensor of the optimizer's state with more than one element; of means
     of squares (Adam's second moment) it is the root that is in the format, see `_written_square`. Gradients that are
-    sums (accumulated, averaged over ranks, clipped) are written first. `names` gives the parameters' names.
+    sums (accumulated, averaged over ranks, clipped) are written first. `names` gives the parameters' names; those in
+    `written` have been written before under these.
 
     `param_groups`, `state` and `state_dict` are the inner optimizer's; the exponents are kept by `exponents`.
     """
@@ -46,6 +57,7 @@ class FlexWeights(torch.optim.Optimizer):
         cast: Cast,
         exponents: SharedExponents,
         names: Mapping[Tensor, str] | None = None,
+        written: Container[Tensor] = (),
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"FlexWeights wraps a torch optimizer, not {type(optimizer).__name__}")
@@ -56,7 +68,7 @@ class FlexWeights(torch.optim.Optimizer):
         # groups, state and defaults ARE the inner optimizer's, so only the hooks of the base class are set up
         super().__setstate__({"defaults": optimizer.defaults})
         self._adopted: set[Tensor] = set()
-        self._adopt()
+        self._adopt(written)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -168,21 +180,17 @@ class FlexWeights(torch.optim.Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.inner.param_groups for parameter in group["params"]]
 
-    def _adopt(self) -> None:
+    def _adopt(self, written: Container[Tensor] = ()) -> None:
+        refuse_shards(self.cast, self._parameters())
         with torch.no_grad():
             for parameter in self._parameters():
                 if parameter in self._adopted:
                     continue
-                if is_sharded(parameter):
-                    raise InvalidInput(
-                        f"a parameter that is sharded over ranks (a DTensor of FSDP2) cannot be stored in {self.cast}: "
-                        "an exponent belongs to the whole tensor. Use DistributedDataParallel, or a precision whose "
-                        "parameters are sharded, such as bf16 or bf16-storage"
-                    )
                 if parameter.dtype is not torch.float32 or parameter.is_sparse:
                     raise InvalidInput(f"a {parameter.dtype} parameter cannot be stored in {self.cast}: give fp32 ones")
                 name = self._names.setdefault(parameter, f"parameter {len(self._adopted)}")
-                parameter.copy_(self._written(parameter, f"weight of {name}"))
+                # one that was written may have been sent by another rank since: what is in the format stays as it is
+                parameter.copy_(self._written(parameter, f"weight of {name}", unless_exact=parameter in written))
                 self._adopted.add(parameter)
             own(self, self._adopted)
 

@@ -63,22 +63,23 @@ class Attachment(NamedTuple):
 class StoredModel:
     """What the hooks of one model know: its storage, the names of stored parameters, and values not yet claimed.
 
-    `owner` is held, so that a model outlives its optimizer with its masters; `unclaimed` are the fp32 values of
+    `owners` are held, so that a model outlives its optimizer with its masters; `unclaimed` are the fp32 values of
     parameters that were stored before their optimizer was there. A copy has neither.
     """
 
     def __init__(self, storage: Storage, names: Iterable[str] = (), owner: Owner | None = None) -> None:
-        self.storage, self.names, self.owner = storage, set(names), owner
+        self.storage, self.names = storage, set(names)
+        self.owners: list[Owner] = [] if owner is None else [owner]
         self.unclaimed: dict[str, Tensor] = {}
         self.pending: dict[str, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "owner": None, "unclaimed": {}, "pending": {}}
+        return {**self.__dict__, "owners": [], "unclaimed": {}, "pending": {}}
 
     def mine(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """The stored parameters of a model, with their names; one that was given to the owner later is one of them."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if name not in self.names and self.owner is not None and owner_of(parameter) is self.owner:
+            if name not in self.names and any(owner_of(parameter) is owner for owner in self.owners):
                 self.names.add(name)
             if name in self.names:
                 yield name, parameter

@@ -255,8 +255,24 @@ class autocast(TorchFunctionMode):
         """
         forget_all()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle what was asked for and the shared exponents; what was seen and who observes stays behind."""
+        asked = (self.preset, self._is_users, self._enabled, self._rulebook.strict)
+        return _again, asked, {"exponents": self.exponents}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.exponents = state["exponents"]
+        self._compiled = self._engine(ModulePath())
+
     def __repr__(self) -> str:
         return f"autocast({self.preset.name!r}{'' if self._enabled else ', enabled=False'})"
+
+
+def _again(preset: Preset, is_users: bool, enabled: bool, strict: bool) -> autocast:
+    """Return a region as another one was made."""
+    region: autocast = autocast(preset, enabled=enabled, strict=strict)
+    region._is_users = is_users
+    return region
 
 
 def _is_torch_spelling(device: object, dtype: torch.dtype | None) -> bool:

@@ -1,0 +1,196 @@
+"""Storing the parameters of models in few bits, and giving their masters to the optimizers that come later.
+
+A model is converted before DistributedDataParallel or fully_shard sees its parameters; the optimizer is made after
+that. In between the fp32 values are kept with the model, and an optimizer claims those of its parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lowp import distributed
+from lowp.casts import Cast
+from lowp.errors import InvalidInput
+from lowp.exponents import SharedExponents
+from lowp.optim.blockwise import BlockwiseOptimizer
+from lowp.optim.flex import FlexWeights, refuse_shards
+from lowp.optim.masters import MasterWeights
+from lowp.optim.model_state import StoredModel, attach, owner_of
+from lowp.optim.shards import is_sharded
+from lowp.optim.state_dicts import parameters_of
+from lowp.optim.storage import Storage
+from lowp.optim.zero import is_zero
+
+__all__ = ["FlexStorage", "MasterStorage", "Preparation", "agree_on_masters"]
+
+Optimizer: TypeAlias = torch.optim.Optimizer
+_MODULUS = (1 << 61) - 1
+
+
+class MasterStorage:
+    """Models whose parameters are stored in few bits, and optimizers that keep their masters."""
+
+    def __init__(self, storage: Storage, seed: int) -> None:
+        self.storage, self.seed = storage, seed
+        self._models: list[tuple[Callable[[], nn.Module | None], StoredModel]] = []
+
+    def model(self, model: nn.Module) -> None:
+        """Convert the parameters in place; raises InvalidInput, with nothing changed, where it is too late for it."""
+        convertible = [one for one in model.parameters() if one.is_floating_point() and owner_of(one) is None]
+        left = [one for one in convertible if one.dtype is not self.storage.dtype]
+        if left:
+            self._refuse_wrapped(model)
+        for parameter in left:
+            if is_sharded(parameter):
+                self.storage.adopt(parameter, {})  # which says what to do
+        inner = _unwrapped(model)
+        if all(found() is not inner for found, _ in self._models):
+            stored = StoredModel(self.storage)
+            stored.store(inner, keep=self.storage.kind in ("fp32", "split"))
+            attach(inner, stored)
+            self._models.append((weakref.ref(inner), stored))
+
+    def _refuse_wrapped(self, model: nn.Module) -> None:
+        fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+        for module in model.modules():
+            if isinstance(module, (nn.parallel.DistributedDataParallel, fsdp)):
+                kind = type(module).__name__
+                raise InvalidInput(
+                    f"the parameters of a {kind} cannot be converted to {self.storage.cast} any more, since it holds "
+                    f"on to them: call precision.prepare_model(model) first, then {kind}(model), then "
+                    "precision.prepare_optimizer(optimizer)"
+                )
+
+    def optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Give an optimizer the masters of its parameters, wrapped in MasterWeights unless it keeps them itself."""
+        keeper: Any = optimizer.optim if is_zero(optimizer) else optimizer  # type: ignore[attr-defined]
+        if not isinstance(keeper, (MasterWeights, BlockwiseOptimizer)):
+            if self.storage.kind == "none":
+                return optimizer
+            keeper = optimizer = MasterWeights(optimizer, self.storage.cast, kind=self.storage.kind, seed=self.seed)
+        for model, stored in self._living():
+            names = [name for name, one in model.named_parameters(remove_duplicate=False) if owner_of(one) is keeper]
+            if names:
+                stored.names.update(names)
+                stored.owners.append(keeper)
+                keeper.set_masters(stored.claim(model, parameters_of(keeper)))
+        return optimizer
+
+    def release(self, model: nn.Module) -> None:
+        """Let go of the fp32 values of a model's parameters that no optimizer has claimed."""
+        for found, stored in self._living():
+            if found is _unwrapped(model):
+                stored.unclaimed.clear()
+
+    def _living(self) -> Iterator[tuple[nn.Module, StoredModel]]:
+        for reference, stored in self._models:
+            if (model := reference()) is not None:
+                yield model, stored
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_models": list(self._living())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "_models": [(weakref.ref(model), stored) for model, stored in state["_models"]]})
+
+
+class FlexStorage:
+    """Models whose parameters live under shared exponents, and optimizers that write all they change."""
+
+    def __init__(self, cast: Cast, exponents: SharedExponents | None) -> None:
+        if exponents is None:
+            raise InvalidInput(
+                f"parameters={cast} needs a rule that writes results in the same way, such as Rule.of(output={cast!s})"
+            )
+        self.cast, self.exponents = cast, exponents
+        self._names: dict[Tensor, str] = {}
+        self._models: list[Callable[[], nn.Module | None]] = []
+
+    def model(self, model: nn.Module) -> None:
+        """Write the parameters, in place, under exponents that belong to their names."""
+        refuse_shards(self.cast, model.parameters())
+        new = {one: name for name, one in _unwrapped(model).named_parameters() if one not in self._names}
+        if not new:
+            return
+        prefix = f"model {len(self._models) + 1}: " if self._models else ""
+        self._models.append(weakref.ref(_unwrapped(model)))
+        with torch.no_grad():
+            for parameter, name in new.items():
+                self._names[parameter] = prefix + name
+                if parameter.is_floating_point():
+                    parameter.copy_(self.exponents.write(parameter, self.cast, f"weight of {prefix}{name}"))
+        self.exponents.flush()
+
+    def optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer in the wrapper that writes updates, weights and state."""
+        if isinstance(optimizer, FlexWeights):
+            return optimizer
+        mine = {one: self._names[one] for one in parameters_of(optimizer) if one in self._names}
+        wrapped = FlexWeights(optimizer, self.cast, self.exponents, mine, written=mine)
+        for reference in self._models:
+            model = reference()
+            if model is not None and any(one in mine for one in model.parameters()):
+                wrapped.attach(model)
+        return wrapped
+
+    def release(self, model: nn.Module) -> None:
+        """Nothing is kept for an optimizer to come."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_models": [model for reference in self._models if (model := reference()) is not None]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "_models": [weakref.ref(model) for model in state["_models"]]})
+
+
+Preparation: TypeAlias = MasterStorage | FlexStorage
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model within DataParallel, DistributedDataParallel and compiled modules."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def agree_on_masters(optimizers: Sequence[Optimizer]) -> None:
+    """Let ranks whose stored parameters are equal begin with equal masters; every rank must call this.
+
+    DistributedDataParallel sends the parameters of the first rank to all, and not what is kept beside them. Where the
+    masters differ all the same, they become what the parameters hold. Shards are left alone.
+    """
+    group = distributed.world()
+    if group is None or group.size() == 1:
+        return
+    keepers = [one for one in optimizers if isinstance(one, (MasterWeights, BlockwiseOptimizer))]
+    pairs = [(one, p) for one in keepers for p in parameters_of(one) if not is_sharded(p)]
+    stored = _checksum(parameter for _, parameter in pairs)
+    masters = _checksum(keeper.master(parameter) for keeper, parameter in pairs)
+    sums = torch.tensor([stored, masters, _MODULUS - stored, _MODULUS - masters])
+    distributed.agree_on_maximum_(sums, group)
+    # the largest on any rank is the smallest on any rank
+    same_stored, same_masters = (int(sums[i] + sums[i + 2]) == _MODULUS for i in (0, 1))
+    if same_stored and not same_masters:
+        for keeper, parameter in pairs:
+            keeper.set_masters({parameter: parameter.detach().float()})
+
+
+def _checksum(tensors: Iterable[Tensor]) -> int:
+    """A number that tells tensors apart by their bits and their order, below `_MODULUS`."""
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    total = 0
+    for tensor in tensors:
+        bits = tensor.detach().contiguous().view(words[tensor.element_size()]).to(torch.int64).flatten()
+        places = torch.arange(1, bits.numel() + 1, device=bits.device)
+        total = (total * 1_000_003 + int((bits * places).sum())) % _MODULUS
+    return total

@@ -1,0 +1,251 @@
+"""Stored parameters over two real processes: DistributedDataParallel, FSDP2 and ZeroRedundancyOptimizer."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import lowp
+from lowp.errors import InvalidInput
+
+RANKS = 2
+
+
+def work(rank: int, jobs: dict[str, Callable[[int, str], Any]], folder: str) -> None:
+    """Be one of the processes: join the others, do the jobs, leave what they returned or raised in a file."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    store = torch.distributed.FileStore(f"{folder}/store", RANKS)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    results: dict[str, Any] = {}
+    for name, job in jobs.items():
+        try:
+            results[name] = job(rank, folder)
+        except Exception:
+            results[name] = traceback.format_exc()
+    torch.save(results, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+ADAMW: dict[str, Callable[..., torch.optim.Optimizer]] = {"torch": torch.optim.AdamW, "lowp": lowp.optim.AdamW}
+
+
+def _train(precision: lowp.Precision, model: nn.Module, optimizer: Any, rank: int, steps: int = 4) -> list[float]:
+    """Losses of training on data that is this rank's own."""
+    losses = []
+    for step in range(steps):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        with precision.autocast():
+            loss = nn.functional.cross_entropy(model(x), x[:, :3].argmax(1))
+        precision.backward(loss)
+        precision.step(optimizer)
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _weights(model: nn.Module) -> list[list[float]]:
+    return [value.flatten().tolist() for value in model.state_dict().values()]
+
+
+def data_parallel(rank: int, folder: str) -> Any:
+    """Each rank begins with weights of its own, as without a seed: the first rank's count."""
+    found = {}
+    for kind, make in ADAMW.items():
+        for order in ("apart", "before"):
+            precision, model = lowp.Precision("bf16-storage"), _model(rank)
+            if order == "apart":
+                wrapped = DistributedDataParallel(precision.prepare_model(model))
+                optimizer = precision.prepare_optimizer(make(wrapped.parameters(), lr=1e-2))
+            else:
+                model, optimizer = precision.prepare(model, make(model.parameters(), lr=1e-2))
+                wrapped = DistributedDataParallel(model)
+            _train(precision, wrapped, optimizer, rank)
+            found[f"{kind} {order}"] = _weights(model)
+    return found
+
+
+def wrapped_too_early(rank: int, folder: str) -> str:
+    model = _model(0)
+    before = model[0].weight
+    try:
+        lowp.Precision("bf16-storage").prepare(DistributedDataParallel(model), torch.optim.SGD(model.parameters()))
+    except InvalidInput as error:
+        return f"{error} {before is model[0].weight and before.dtype}"
+    return "taken"
+
+
+def wrapped_before_it_is_prepared(rank: int, folder: str) -> Any:
+    """Where nothing is converted the order is free."""
+    found = {}
+    for name in ("fp16", "flex16+5"):
+        precision, model = lowp.Precision(name), _model(0)
+        wrapped, optimizer = precision.prepare(DistributedDataParallel(model), torch.optim.SGD(model.parameters(), 0.1))
+        _train(precision, wrapped, optimizer, rank)
+        found[name] = _weights(model)
+    return found
+
+
+def fully_sharded(rank: int, folder: str) -> Any:
+    """Both ranks see the same data, so that the mean of their gradients is the gradient of one."""
+    found = {}
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for name in ("bf16-storage", "fp16-storage"):
+        for kind, make in ADAMW.items():
+            losses = []
+            options = {"storage": "fp16", "split": False} if (kind, name) == ("lowp", "fp16-storage") else {}
+            for sharded in (False, True):
+                precision, model = lowp.Precision(name), _model(0)
+                precision.prepare_model(model)
+                if sharded:
+                    fully_shard(model, mesh=mesh)
+                optimizer = precision.prepare_optimizer(make(model.parameters(), lr=1e-2, **options))
+                losses.append(_train(precision, model, optimizer, 0))
+            found[f"{name} {kind}"] = losses
+    return found
+
+
+def sharded_checkpoint(rank: int, folder: str) -> Any:
+    """Saved after two steps by torch.distributed.checkpoint, loaded into other weights, and gone on."""
+    mesh, found = init_device_mesh("cpu", (RANKS,)), {}
+
+    def build(make: Callable[..., Any], seed: int) -> tuple[lowp.Precision, nn.Module, Any]:
+        precision, model = lowp.Precision("bf16-storage"), _model(seed)
+        fully_shard(precision.prepare_model(model), mesh=mesh)
+        return precision, model, precision.prepare_optimizer(make(model.parameters(), lr=1e-2))
+
+    for kind, make in ADAMW.items():
+        precision, model, optimizer = build(make, 0)
+        _train(precision, model, optimizer, 0, steps=2)
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{kind}")
+        expected = _train(precision, model, optimizer, 0, steps=2)
+        precision, model, optimizer = build(make, 1)
+        weights, state = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{kind}")
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        found[kind] = [expected, _train(precision, model, optimizer, 0, steps=2)]
+    return found
+
+
+def shards_that_are_refused(rank: int, folder: str) -> list[str]:
+    mesh, said = init_device_mesh("cpu", (RANKS,)), []
+    for name, masters in (("bf16-storage", None), ("flex16+5", None), ("bf16-storage", "split")):
+        precision, model = lowp.Precision(name, masters=masters), _model(0)
+        try:
+            if masters is not None:
+                precision.prepare_model(model)
+            fully_shard(model, mesh=mesh)
+            precision.prepare(model, torch.optim.AdamW(model.parameters()))
+        except InvalidInput as error:
+            said.append(str(error))
+    return said
+
+
+def redundancy(rank: int, folder: str) -> Any:
+    """ZeroRedundancyOptimizer gives each rank some of the parameters and sends them to the others."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of its own deprecated functions
+
+    model, said = _model(0), []
+    for make in (
+        lambda: ZeroRedundancyOptimizer(model.parameters(), optimizer_class=lowp.optim.AdamW, lr=1e-2),
+        lambda: lowp.MasterWeights(ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)),
+    ):
+        try:
+            make()
+        except InvalidInput as error:
+            said.append(str(error))
+    precision, model = lowp.Precision("bf16-storage"), _model(0)
+    wrapped = DistributedDataParallel(precision.prepare_model(model))
+    zero = ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class=lowp.optim.AdamW, lr=1e-2)
+    losses = _train(precision, wrapped, precision.prepare_optimizer(zero), rank)
+    return said, losses, [one.detach().flatten().tolist() for one in model.parameters()]
+
+
+JOBS = (
+    data_parallel,
+    wrapped_too_early,
+    wrapped_before_it_is_prepared,
+    fully_sharded,
+    sharded_checkpoint,
+    shards_that_are_refused,
+    redundancy,
+)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[..., Any]], list[Any]]:
+    """Run all jobs once, and return what each rank got."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    jobs = {job.__name__: job for job in JOBS}
+    torch.multiprocessing.spawn(work, (jobs, str(folder)), nprocs=RANKS)
+    found = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+
+    def of(job: Callable[..., Any]) -> list[Any]:
+        results = [each[job.__name__] for each in found]
+        assert not any(isinstance(one, str) and one.startswith("Traceback") for one in results), results[0]
+        return results
+
+    return of
+
+
+def test_ranks_stay_together_whether_the_model_is_prepared_before_it_is_wrapped(result: Any) -> None:
+    one, other = result(data_parallel)
+    assert one == other
+
+
+def test_a_model_that_is_wrapped_too_early_is_refused_and_left_as_it_was(result: Any) -> None:
+    for said in result(wrapped_too_early):
+        assert "call precision.prepare_model(model) first, then DistributedDataParallel(model), then" in said
+        assert said.endswith("torch.float32")
+
+
+def test_where_nothing_is_converted_the_order_is_free(result: Any) -> None:
+    one, other = result(wrapped_before_it_is_prepared)
+    assert one == other
+
+
+def test_shards_train_as_whole_tensors_do(result: Any) -> None:
+    for found in result(fully_sharded):
+        assert len(found) == 4
+        for name, (whole, sharded) in found.items():
+            assert whole == sharded, name
+
+
+def test_a_sharded_checkpoint_goes_on_to_the_bit(result: Any) -> None:
+    for found in result(sharded_checkpoint):
+        for kind, (expected, resumed) in found.items():
+            assert expected == resumed, kind
+
+
+def test_what_cannot_be_sharded_says_what_to_do(result: Any) -> None:
+    for late, flex, split in result(shards_that_are_refused):
+        assert "convert the model before it is sharded, precision.prepare_model(model), then fully_shard" in late
+        assert "an exponent belongs to the whole tensor. Use DistributedDataParallel" in flex
+        assert "no masters of kind split here: give kind='fp32', or use lowp.optim.AdamW" in split
+
+
+def test_zero_redundancy_takes_a_converted_model_and_refuses_another(result: Any) -> None:
+    (said, losses, weights), other = result(redundancy)
+    assert "convert the whole model on every rank first" in said[0]
+    assert "optimizer_class=lowp.optim.AdamW), which keeps masters for its share" in said[1]
+    assert losses[-1] < losses[0] and weights == other[2]
