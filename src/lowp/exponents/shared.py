@@ -274,7 +274,7 @@ class SharedExponents:
         """
         return _listed(self._listeners, callback)
 
-    # -- copies and checkpoints ----------------------------------------------------------------------------------------------
+    # -- copies and checkpoints ----------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         """What is remembered; a copy has no watchers and listeners, and knows the copies of its models."""
         roots = [(module, number) for module, number in self._roots.items()]
