@@ -19,6 +19,11 @@ def is_running() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def rank() -> int:
+    """Return this process's rank, 0 where torch.distributed is not initialised."""
+    return torch.distributed.get_rank() if is_running() else 0
+
+
 def world() -> Group:
     """Return the group of all ranks, or None where torch.distributed is not initialised."""
     return torch.distributed.group.WORLD if is_running() else None

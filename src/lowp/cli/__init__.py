@@ -2,7 +2,8 @@
 
 A command module `lowp/cli/NAME.py` has a docstring (shown by `lowp NAME --help`), and the functions
 `add_arguments(parser: argparse.ArgumentParser) -> None` and `run(arguments: argparse.Namespace) -> int`, whose result
-is the exit code.
+is the exit code. One whose command line ends in another's has `split(arguments: list[str])` too, which returns its own
+and the other's; the other's becomes `arguments.script`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "train": "train one recipe in one precision, with checkpoints",
     "compare": "train one recipe in several precisions, and say which converge as fp32",
     "bench": "measure time and memory of training steps beside fp32 and torch.amp",
+    "run": "train an unmodified PyTorch script in a precision",
     "figure": "draw a figure of the literature from a real run",
 }
 
@@ -88,8 +90,10 @@ def _dispatch(arguments: list[str]) -> int:
         prog=f"lowp {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(parser)
+    split = getattr(module, "split", None)
+    own, script = (rest, None) if split is None else split(rest)
     try:
-        parsed = parser.parse_args(rest)
+        parsed = parser.parse_args(own, None if script is None else argparse.Namespace(script=script))
     except SystemExit as stop:  # argparse has printed its help or its error
         return stop.code if isinstance(stop.code, int) else EXIT_ERROR
     return int(module.run(parsed))

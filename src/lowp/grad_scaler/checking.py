@@ -72,6 +72,21 @@ class Checks(ScalerState):
         stage["found_inf_per_device"] = self._agreed(optimizer, found, found_inf)
         stage["stage"] = OptState.UNSCALED
 
+    def check_(self, optimizer: Optimizer, nonfinite: torch.Tensor | None = None) -> None:
+        """Note whether gradients that were unscaled as they were computed are finite, in `unscale_`'s place.
+
+        `nonfinite`: a flag that was raised while they were computed, before clipping could hide an infinity.
+        """
+        state = self._state("check_")
+        flag = torch.zeros((), dtype=torch.float32, device=state.scale.device)
+        if nonfinite is not None:
+            flag = nonfinite.to(flag)
+        stage = self._per_optimizer_states[id(optimizer)]
+        kinds = grads.by_kind(grads.collect(optimizer, True))
+        found = self._checked(optimizer, kinds, torch.ones_like(state.scale), flag)
+        stage["found_inf_per_device"] = self._agreed(optimizer, found, flag)
+        stage["stage"] = OptState.UNSCALED
+
     @torch.no_grad()
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool = True

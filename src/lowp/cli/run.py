@@ -1,0 +1,126 @@
+"""Train an unmodified PyTorch script in a precision of your choice.
+
+  lowp run --precision bf16 train.py --lr 0.1
+  lowp run --precision fp16 -m package.train --epochs 3
+  lowp run --policy policy.toml train.py
+  lowp run --precision bf16 -m torch.distributed.run --nproc-per-node 2 train.py
+  lowp run --compare fp32,bf16,fp16,flex16+5 train.py
+
+The script runs as `python train.py --lr 0.1` would run it; its modules compute in the precision, its losses,
+gradients and checkpoints are fp32, and one line on standard error tells at the end what was done. Arguments of lowp
+stand before the script. LOWP_PRECISION=bf16 in the environment does the same for launchers that own the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_VALUED = ("--precision", "--policy", "--compare", "--loss-scale", "--report")
+_FLAGS = ("--strict", "--override", "--help", "-h")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--precision", help="a preset or a format such as e5m7; bf16 if not given")
+    which.add_argument("--policy", metavar="FILE.toml", help="a policy file")
+    which.add_argument("--compare", metavar="LIST", help="run the script once in each of these, side by side")
+    parser.add_argument("--loss-scale", metavar="SCALE", help="none, a number, or dynamic, in place of the precision's")
+    parser.add_argument("--strict", action="store_true", help="end the script where it cannot run in the precision")
+    parser.add_argument(
+        "--override", action="store_true", help="take the place of the script's own autocast and GradScaler"
+    )
+    parser.add_argument("--report", metavar="FILE.json", type=Path, help="write what was done here")
+    parser.usage = "lowp run [arguments] script.py | -m module [arguments of the script]"
+
+
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return lowp's own arguments, and the script with its own: from the first that is none of lowp's on."""
+    index = 0
+    while index < len(arguments):
+        name, given, _ = arguments[index].partition("=")
+        if name in _VALUED:
+            index += 1 if given else 2
+        elif name in _FLAGS:
+            index += 1
+        else:
+            break
+    return arguments[:index], arguments[index:]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Become the Python that runs the script; with --compare, run it several times and show a table."""
+    from lowp.errors import InvalidInput
+
+    command = _command(arguments.script)
+    if arguments.compare is not None:
+        from lowp.launch import comparison
+
+        if arguments.report is not None:
+            raise InvalidInput("--report is of one run and --compare makes several: give one of them")
+        names = [name.strip() for name in arguments.compare.split(",") if name.strip()]
+        return comparison.run(command, [(name, _environment(name, arguments)) for name in names])
+    environment = _environment(arguments.policy or arguments.precision or "bf16", arguments)
+    sys.stdout.flush()
+    if os.name == "posix":
+        os.execve(command[0], command, environment)
+    return subprocess.call(command, env=environment)
+
+
+def _command(script: list[str]) -> list[str]:
+    """Return the command that runs the script as Python would; InvalidInput where there is none."""
+    from lowp.errors import InvalidInput
+
+    script = script[1:] if script[:1] == ["--"] else script
+    if not script:
+        raise InvalidInput("which script? For example: lowp run --precision bf16 train.py --lr 0.1")
+    if script[0] == "-m":
+        if len(script) == 1:
+            raise InvalidInput("-m needs the name of a module: lowp run --precision bf16 -m package.train")
+    elif script[0].startswith("-"):
+        raise InvalidInput(f"{script[0]!r} is no option of lowp run; those of the script stand behind its name")
+    elif not os.path.exists(script[0]):
+        raise InvalidInput(f"there is no script {script[0]!r} here ({os.getcwd()})")
+    return [sys.executable, *script]
+
+
+def _environment(precision: str, arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the environment of a run in a precision; raises InvalidInput for one that cannot be."""
+    from lowp import presets
+    from lowp.errors import InvalidInput
+    from lowp.launch.settings import Settings
+
+    if precision.endswith(".toml"):
+        precision = os.path.abspath(precision)
+    preset = presets.parse(precision)
+    if arguments.loss_scale is not None:
+        presets.LossScale.parse(arguments.loss_scale)
+    if preset.masters.kind != "none" or preset.name == "fp16-naive":
+        plain = preset.name.removesuffix("-storage").removesuffix("-naive")
+        raise InvalidInput(
+            f"{preset.name} stores the parameters in few bits, and a script that lowp has not seen may look at them: "
+            f"use --precision {plain}, which computes the same in fp32 parameters"
+        )
+    if arguments.report is not None and not arguments.report.resolve().parent.is_dir():
+        raise InvalidInput(f"--report {arguments.report}: there is no folder {arguments.report.parent}")
+    settings = Settings(
+        precision,
+        loss_scale=arguments.loss_scale or "",
+        strict=arguments.strict,
+        override=arguments.override,
+        report="" if arguments.report is None else str(arguments.report.resolve()),
+        directory=os.path.join(tempfile.gettempdir(), f"lowp-run-{secrets.token_hex(8)}"),
+        leader=os.getpid() if os.name == "posix" else 0,
+    )
+    paths = [str(Path(__file__).resolve().parent.parent / "launch" / "site"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        **settings.to_environment(),
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }

@@ -1,0 +1,153 @@
+"""Backward passes: the seed is scaled, not the loss that the script prints, and no region is in force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowp.compat import private
+from lowp.launch.gradients import Gradients, leaves_of
+from lowp.launch.session import Session
+
+__all__ = ["install"]
+
+_tracing = cast(Callable[[], object], private("torch._guards.TracingContext.try_get"))
+# torch.autograd.grad gives its result to the script, and no step is skipped if it overflows: its scale leaves fp16 six
+# bits above a seed of 1 and ten below
+_GRAD_SCALE = 1024.0
+_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+
+def _tensors(given: Any) -> tuple[Any, ...]:
+    return (given,) if isinstance(given, Tensor) else tuple(given)
+
+
+class _Backward:
+    """The backward passes of one session whose precision scales losses."""
+
+    def __init__(self, session: Session, gradients: Gradients) -> None:
+        self.session, self.gradients = session, gradients
+
+    def scales(self, outputs: tuple[Any, ...]) -> bool:
+        """Whether a pass from these tensors is scaled: a loss of 16 bits of the script's own has no room for it."""
+        return bool(outputs) and all(isinstance(one, Tensor) and one.dtype not in _SIXTEEN_BIT for one in outputs)
+
+    def begin(self, outputs: tuple[Tensor, ...], most: float = float("inf")) -> None:
+        """Find the scale of a pass, at most `most`, and let every leaf that it reaches unscale."""
+        leaves = list(leaves_of(outputs))
+        for leaf in leaves:
+            self.gradients.adopt(leaf)
+        if has_no_optimizer(self.session, leaves):
+            return
+        scale = self.session.precision.scaler.scale(torch.ones((), device=outputs[0].device))
+        scale = scale.clamp(max=most)
+        self.gradients.scale, self.gradients.inverse = scale, scale.reciprocal()
+
+    def end(self) -> None:
+        """Leave the pass."""
+        self.gradients.scale = self.gradients.inverse = None
+
+    def seeds(self, outputs: tuple[Tensor, ...], given: Any) -> list[Tensor | None]:
+        """Return the gradients that a pass starts with, times the scale."""
+        seeds: Sequence[Any] = [None] * len(outputs) if given is None else _tensors(given)
+        return [
+            None
+            if seed is None and output.numel() != 1
+            else self.gradients.scaled(torch.ones_like(output) if seed is None else seed).to(output.dtype)
+            for output, seed in zip(outputs, seeds, strict=True)
+        ]
+
+
+def has_no_optimizer(session: Session, leaves: list[Tensor]) -> bool:
+    """Whether the script updates these parameters without an optimizer: no step of it could be skipped or written."""
+    parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+    if not parameters or session.forward is None or any(session.is_stepped(one) for one in parameters):
+        return False
+    name = session.forward.leave_alone(parameters)
+    session.keeps_in_fp32(f"model {name}", "no torch.optim optimizer holds its parameters, whose step could be skipped")
+    return True
+
+
+def install(session: Session) -> None:
+    """Take the place of torch.autograd.backward and torch.autograd.grad."""
+    autograd = cast(Any, torch.autograd)
+    original_backward, original_grad = autograd.backward, autograd.grad
+    local = session.local
+    gradients = session.gradients
+    writes = session.preset.policy.parameters is not None
+    scaled = None if gradients is None else _Backward(session, gradients)
+
+    @wraps(original_backward)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # a reentrant checkpoint calls from within a pass, whose gradients are scaled already
+        if session.rests or local.backward:
+            return original_backward(tensors, grad_tensors, *args, **kwargs)
+        session.record.backward_passes += 1
+        outputs = _tensors(tensors)
+        local.backward += 1
+        try:
+            if writes and not session.record.steps:
+                has_no_optimizer(session, list(leaves_of(outputs)))
+            if scaled is None or not scaled.scales(outputs):
+                return original_backward(tensors, grad_tensors, *args, **kwargs)
+            return _scaled_backward(scaled, original_backward, outputs, grad_tensors, args, kwargs)
+        finally:
+            local.backward -= 1
+
+    @wraps(original_grad)
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # AOTAutograd traces through this function: a scale would become part of the compiled graph
+        if session.rests or local.backward or _tracing() is not None:
+            return original_grad(outputs, inputs, grad_outputs, *args, **kwargs)
+        several = _tensors(outputs)
+        local.backward += 1
+        try:
+            if scaled is None or not scaled.scales(several):
+                return original_grad(outputs, inputs, grad_outputs, *args, **kwargs)
+            return _scaled_grad(scaled, original_grad, several, (inputs, grad_outputs, args, kwargs))
+        finally:
+            local.backward -= 1
+
+    autograd.backward, autograd.grad = backward, grad
+
+
+def _scaled_backward(
+    scaled: _Backward,
+    original: Callable[..., Any],
+    outputs: tuple[Tensor, ...],
+    given: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    given = kwargs.pop("grad_variables", given) if given is None else given
+    scaled.begin(outputs)
+    try:
+        result = original(outputs, scaled.seeds(outputs, given), *args, **kwargs)
+        scaled.gradients.unscale_retained()
+        return result
+    finally:
+        scaled.end()
+
+
+def _scaled_grad(
+    scaled: _Backward,
+    original: Callable[..., Any],
+    outputs: tuple[Tensor, ...],
+    rest: tuple[Any, Any, tuple[Any, ...], dict[str, Any]],
+) -> Any:
+    inputs, given, args, kwargs = rest
+    gradients = scaled.gradients
+    scaled.begin(outputs, most=_GRAD_SCALE)
+    try:
+        found = original(outputs, inputs, scaled.seeds(outputs, given), *args, **kwargs)
+        of = _tensors(inputs)
+        return tuple(
+            one if one is None or gradients.is_adopted(leaf) else gradients.unscaled(one)
+            for one, leaf in zip(found, of, strict=True)
+        )
+    finally:
+        scaled.end()

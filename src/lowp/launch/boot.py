@@ -1,0 +1,71 @@
+"""The first thing that runs in a process of `lowp run`: it waits until the script imports torch.
+
+Called when Python starts, by ``lowp-launch.pth`` beside the installed package or by ``site/sitecustomize.py``, in every
+process whose environment names a precision. It costs a process that never imports torch nothing but this.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+__all__ = ["start"]
+
+_started = False
+
+
+def start() -> None:
+    """Install lowp's places in torch when torch has been imported; once a process."""
+    global _started
+    if _started:
+        return
+    _started = True
+    if "torch" in sys.modules:
+        _install()
+    else:
+        sys.meta_path.insert(0, _Waiting())
+
+
+def _install() -> None:
+    from lowp.launch import session
+
+    session.start()
+
+
+class _Waiting(importlib.abc.MetaPathFinder):
+    """Lets the others find torch, and begins when it has been executed."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        for finder in sys.meta_path if spec is None else ():
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                break
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Then(spec.loader)
+        return spec
+
+
+class _Then(importlib.abc.Loader):
+    """Loads a module as its own loader does, and then installs."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _install()

@@ -1,0 +1,103 @@
+"""One script in several precisions: what it printed last and how long it took, side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lowp.launch.settings import RUN
+
+__all__ = ["Outcome", "run"]
+
+_SHOWN = 160  # characters of a last line
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run of the script ended. `notes` are lowp's sentences on what did not run in the precision."""
+
+    precision: str
+    code: int
+    seconds: float
+    last_line: str
+    skipped: int | None
+    loss_scale: float | None
+    notes: tuple[str, ...]
+
+
+def run(command: Sequence[str], environments: Sequence[tuple[str, Mapping[str, str]]]) -> int:
+    """Run the script once in each environment, one after the other, and print a table; 0 if every run ended with 0.
+
+    Each run's whole output is kept in a folder that is named at the end.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="lowp-compare-"))
+    console = Console(stderr=True)
+    outcomes = []
+    for precision, environment in environments:
+        with console.status(f"{precision}: {' '.join(command[1:])}"):
+            outcomes.append(_once(precision, command, environment, folder))
+    Console().print(_table(outcomes))
+    for outcome in outcomes:
+        for note in outcome.notes:
+            print(f"{outcome.precision}: {note}")
+    print(f"everything they printed: {folder}", file=sys.stderr)
+    return 0 if all(outcome.code == 0 for outcome in outcomes) else 1
+
+
+def _once(precision: str, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> Outcome:
+    out, report = folder / f"{precision.replace(os.sep, '-')}.txt", folder / "report.json"
+    report.unlink(missing_ok=True)
+    settings = json.loads(environment[RUN])
+    directory = settings["directory"]
+    started = time.monotonic()
+    with out.open("wb") as file:
+        # the leader is the process that runs the script, and its number is known only when it runs
+        given = {**environment, RUN: json.dumps({**settings, "leader": 0, "started": time.time()})}
+        code = subprocess.call(command, env=given, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    seconds = time.monotonic() - started
+    summary = _summary(directory, precision)
+    lines = [line for line in out.read_text(errors="replace").splitlines() if line.strip()]
+    return Outcome(
+        precision,
+        code,
+        seconds,
+        lines[-1].strip()[:_SHOWN] if lines else "",
+        summary.get("skipped"),
+        summary.get("loss_scale"),
+        tuple(filter(None, [*summary.get("notes", ()), summary.get("stood_down", "")])),
+    )
+
+
+def _summary(directory: str, precision: str) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from lowp.launch.record import gathered, merged
+
+    try:
+        found = gathered(directory)
+        return asdict(merged(found, precision)) if found else {}
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    table = Table()
+    for name, justify in (("precision", "left"), ("exit", "right"), ("time", "right"), ("skipped", "right")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("what it printed last", overflow="fold")
+    for one in outcomes:
+        skipped = "" if one.skipped is None else str(one.skipped)
+        table.add_row(one.precision, str(one.code), f"{one.seconds:.1f} s", skipped, one.last_line)
+    return table

@@ -1,0 +1,196 @@
+"""Module calls: the outermost one runs under the rules and gives fp32 back to the script."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowp.compat import private
+from lowp.launch.session import Session
+
+__all__ = ["Forward", "install", "to_fp32"]
+
+_tree_map = cast(Callable[[Callable[[Any], Any], Any], Any], private("torch.utils._pytree.tree_map"))
+_Loss = cast(type, private("torch.nn.modules.loss._Loss"))
+_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+# what torch says where an op finds two dtypes, or one that it has no kernel for
+_DTYPE_ERROR = re.compile(r"dtype|scalar type|same type|not implemented for '(Half|BFloat16)'|must have the same", re.I)
+
+
+def to_fp32(value: Any) -> Any:
+    """Return a tensor of 16 bits in fp32, part of the graph; anything else as it is."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in _SIXTEEN_BIT else value
+
+
+def _widened(output: Any) -> Any:
+    return to_fp32(output) if isinstance(output, Tensor) else _tree_map(to_fp32, output)
+
+
+class Forward:
+    """The calls of one session. `original` is the call of a module as torch defines it."""
+
+    def __init__(self, session: Session, original: Callable[..., Any]) -> None:
+        self.session, self.original = session, original
+        self._left_alone: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._in_fp32: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # the modules that the script has called under the rules
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def outermost(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module that the script calls."""
+        session = self.session
+        alone = self._left_alone.get(module)
+        if alone is None:
+            alone = self._left_alone[module] = self._is_left_alone(module)
+        if alone or session.rests:
+            session.local.alone += 1
+            try:
+                return self.original(module, *args, **kwargs)
+            finally:
+                session.local.alone -= 1
+        precision = session.precision
+        if module not in self.models and module.training and torch.is_grad_enabled():
+            self.models.add(module)
+            if session.preset.policy.parameters is None:  # else at the first step, with the optimizer
+                precision.prepare(module)
+        return self.under_rules(lambda: self.inner(module, args, kwargs))
+
+    def under_rules(self, compute: Callable[[], Any]) -> Any:
+        """Return what is computed under the rules, in fp32."""
+        session = self.session
+        session.record.calls += 1
+        session.local.calls += 1
+        try:
+            with session.precision.autocast():
+                output = compute()
+        finally:
+            session.local.calls -= 1
+        return _widened(output)
+
+    def inner(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module within one that runs under the rules; in fp32 from the moment its own code cannot do with less.
+
+        The innermost module sees the error first, so that it alone is kept in fp32.
+        """
+        if module in self._in_fp32:
+            return self._wide(module, args, kwargs)
+        try:
+            return self.original(module, *args, **kwargs)
+        except RuntimeError as error:
+            if not _DTYPE_ERROR.search(str(error)):
+                raise
+            try:
+                output = self._wide(module, args, kwargs)
+            except RuntimeError:
+                raise error from None
+            self._in_fp32.add(module)
+            first = str(error).strip().splitlines()[0]
+            self.session.keeps_in_fp32(f"module {type(module).__name__}", f"its code mixes dtypes ({first})")
+            return output
+
+    def _wide(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.session.in_fp32():
+            return self.original(module, *_tree_map(to_fp32, args), **_tree_map(to_fp32, kwargs))
+
+    def leave_alone(self, leaves: Iterable[Tensor]) -> str:
+        """Run the models that hold any of these parameters in fp32 from now on; returns the name of one."""
+        parameters = {id(leaf) for leaf in leaves}
+        held = [one for one in self.models if any(id(parameter) in parameters for parameter in one.parameters())]
+        for module in held:
+            self._left_alone[module] = True
+        return type(held[0]).__name__ if held else "a model"
+
+    def look_again(self) -> None:
+        """Ask anew which models are left alone: an optimizer has been made."""
+        self._left_alone.clear()
+
+    def _is_left_alone(self, module: nn.Module) -> bool:
+        """Whether the rules are not for a module: losses, which get fp32, and models of another dtype than fp32."""
+        if isinstance(module, _Loss):
+            return True
+        dtypes = {one.dtype for one in module.parameters() if one.is_floating_point()}
+        if other := dtypes - {torch.float32}:
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in other))
+            what = f"the parameters of {type(module).__name__} are {names} by the script's own choice"
+            if self.session.record.note(f"{what}: it runs as it is") and self.session.settings.strict:
+                self.session.refuse(what)
+            return True
+        return False
+
+
+def install(session: Session) -> None:
+    """Put the outermost module call under the rules of a session."""
+    original = nn.Module.__call__
+    forward = session.forward = Forward(session, original)
+    local = session.local
+    is_compiling = torch.compiler.is_compiling
+
+    @wraps(original)
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or local.alone or local.backward or (session.rests and not session.is_plain):
+            return original(self, *args, **kwargs)
+        if local.calls:
+            return forward.inner(self, args, kwargs)
+        if session.is_plain:
+            session.record.calls += 1
+            return original(self, *args, **kwargs)
+        return forward.outermost(self, args, kwargs)
+
+    nn.Module.__call__ = __call__  # type: ignore[method-assign]
+    if not session.is_plain:
+        _install_functions(session)
+        _install_compile(session, forward)
+
+
+def _install_compile(session: Session, forward: Forward) -> None:
+    """Run a compiled function under the rules as a whole: the modules that it calls cannot be told apart within."""
+    original = cast(Callable[..., Any], torch.compile)
+    local = session.local
+
+    def around(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(compiled, nn.Module):
+            return compiled
+
+        @wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if session.rests or local.calls or local.alone or local.backward or torch.compiler.is_compiling():
+                return compiled(*args, **kwargs)
+            return forward.under_rules(lambda: compiled(*args, **kwargs))
+
+        return call
+
+    @wraps(original)
+    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if model is not None:
+            return around(original(model, *args, **kwargs))
+        decorate = original(model, *args, **kwargs)
+        return lambda function: around(decorate(function))
+
+    torch.compile = compile
+
+
+def _install_functions(session: Session) -> None:
+    """Keep a user's autograd Function in fp32 unless it says what it casts: its backward is written for one dtype."""
+    function = cast(Any, torch.autograd.Function)
+    original = function.__dict__["apply"].__func__
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not session.local.calls or session.rests or session.local.backward or torch.compiler.is_compiling():
+            return original(cls, *args, **kwargs)
+        if cls.__module__.partition(".")[0] in ("torch", "lowp") or hasattr(cast(Any, cls).forward, "__wrapped__"):
+            return original(cls, *args, **kwargs)
+        if not any(isinstance(one, Tensor) and one.is_floating_point() for one in args):
+            return original(cls, *args, **kwargs)
+        session.keeps_in_fp32(
+            f"autograd Function {cls.__name__}", "it does not say by torch.amp.custom_fwd what it casts"
+        )
+        with session.in_fp32():
+            return original(cls, *map(to_fp32, args), **kwargs)
+
+    function.apply = classmethod(apply)

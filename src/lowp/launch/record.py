@@ -1,0 +1,115 @@
+"""What a run did, told at its end: one line on standard error, and JSON where it was asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lowp.launch.settings import Settings
+
+__all__ = ["Record", "gathered", "line"]
+
+VERSION = 1
+
+
+@dataclass
+class Record:
+    """What one process did. `notes` are sentences on what did not run in the precision, in the order they were met."""
+
+    precision: str
+    rank: int = 0
+    process: int = field(default_factory=os.getpid)
+    calls: int = 0
+    backward_passes: int = 0
+    steps: int = 0
+    skipped: int = 0
+    loss_scale: float | None = None
+    scales: list[tuple[int, float]] = field(default_factory=list)
+    stood_down: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def has_content(self) -> bool:
+        """Whether this process trained, ran a model, or has something to tell."""
+        return bool(self.calls or self.steps or self.backward_passes or self.notes or self.stood_down)
+
+    def note(self, sentence: str) -> bool:
+        """Remember a sentence once; whether it is new."""
+        if sentence in self.notes:
+            return False
+        self.notes.append(sentence)
+        return True
+
+    def save(self, directory: str) -> None:
+        """Leave the record for the leader of the run."""
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        path = Path(directory) / f"{self.process}.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self)))
+        part.replace(path)
+
+
+def gathered(directory: str) -> list[Record]:
+    """Return the records that other processes left, those of low ranks first; a damaged one is passed over."""
+    found = []
+    for path in Path(directory).glob("*.json"):
+        try:
+            found.append(Record(**json.loads(path.read_text())))
+        except (OSError, ValueError, TypeError):
+            continue
+    return sorted(found, key=lambda record: (record.rank, record.process))
+
+
+def merged(records: list[Record], precision: str) -> Record:
+    """Return what the run as a whole did: the counts of the process that stepped most, the notes of all."""
+    whole = max(records, key=lambda record: (record.steps, -record.rank), default=Record(precision))
+    for record in records:
+        for sentence in record.notes:
+            whole.note(sentence)
+        whole.stood_down = whole.stood_down or record.stood_down
+    return whole
+
+
+def line(record: Record, seconds: float) -> str:
+    """Return the one line that a run ends with; sentences on what did not run in the precision follow it."""
+    if record.stood_down:
+        parts = [f"stood down, {record.stood_down} (--override takes over)"]
+    else:
+        parts = [record.precision, f"{record.steps} optimizer steps", f"{record.skipped} skipped"]
+        if record.loss_scale is not None:
+            parts.append(f"loss scale {record.loss_scale:g}")
+    parts.append(f"{seconds:.1f} s")
+    return "\n".join([f"lowp run: {', '.join(parts)}", *(f"lowp run: {sentence}" for sentence in record.notes)])
+
+
+def document(records: list[Record], settings: Settings, seconds: float) -> dict[str, Any]:
+    """Return the report as plain data."""
+    return {
+        "kind": "lowp run",
+        "version": VERSION,
+        "precision": settings.precision,
+        "seconds": seconds,
+        "command": sys.argv,
+        "summary": asdict(merged(records, settings.precision)),
+        "processes": [asdict(record) for record in records],
+    }
+
+
+def tell(records: list[Record], settings: Settings) -> None:
+    """Write the line, and the report if one was asked for."""
+    seconds = time.time() - settings.started
+    documented = document(records, settings, seconds)
+    print(line(merged(records, settings.precision), seconds), file=sys.stderr, flush=True)
+    if settings.report:
+        path = Path(settings.report)
+        part = path.with_name(path.name + ".part")
+        try:
+            part.write_text(json.dumps(documented, indent=1) + "\n")
+            part.replace(path)
+        except OSError as error:
+            print(f"lowp run: the report was not written: {error}", file=sys.stderr)

@@ -1,0 +1,206 @@
+"""One process of `lowp run`: its precision, what rests, what is told."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing.util
+import os
+import shutil
+import sys
+import threading
+import types
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from lowp import presets
+from lowp.errors import LowpError
+from lowp.launch import record as records
+from lowp.launch.record import Record
+from lowp.launch.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from lowp.launch.forward import Forward
+    from lowp.launch.gradients import Gradients
+    from lowp.precision import Precision
+
+__all__ = ["Session", "start"]
+
+_EXIT_REFUSED = 2
+
+
+class _Local(threading.local):
+    """Where one thread is: in a module that runs under the rules or is left alone, in a backward pass, in a step."""
+
+    calls = 0
+    alone = 0
+    backward = 0
+    steps = 0
+
+
+class Session:
+    """What the places in torch share. `rests`: nothing is cast, scaled or skipped from now on."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.preset = presets.parse(settings.precision)
+        if settings.loss_scale:
+            from dataclasses import replace
+
+            self.preset = replace(self.preset, loss_scale=presets.LossScale.parse(settings.loss_scale))
+        self.local = _Local()
+        self.record = Record(self.preset.name, rank=int(os.environ.get("RANK", 0)))
+        # what the places make for each other; without a loss scale there are no gradients to look after
+        from torch.utils.weak import WeakTensorKeyDictionary
+
+        self.stepped: Any = WeakTensorKeyDictionary()  # the parameters that optimizers hold
+        self.forward: Forward | None = None
+        self.gradients: Gradients | None = None
+        # plain fp32 changes nothing, so only calls and steps are counted
+        self.is_plain = not self.preset.policy.rules and self.preset.loss_scale.kind == "none"
+        self.rests = self.is_plain
+
+    @cached_property
+    def precision(self) -> Precision:
+        """The precision, made when the first module runs: a process that only imports torch does not pay for it."""
+        from lowp.precision import Precision
+
+        return Precision(self.preset, strict=self.settings.strict)
+
+    @cached_property
+    def is_scaling(self) -> bool:
+        """Whether this precision scales losses."""
+        return self.preset.loss_scale.kind != "none"
+
+    def in_fp32(self) -> AbstractContextManager[object]:
+        """Return a context in which nothing is cast."""
+        from lowp.region import autocast
+
+        region: AbstractContextManager[object] = autocast("fp32")
+        return region
+
+    def stand_down(self, reason: str) -> None:
+        """Do nothing from now on, because the script takes care of its precision itself."""
+        if not self.rests:
+            self.rests = True
+            self.record.stood_down = reason
+
+    def keeps_in_fp32(self, what: str, why: str) -> None:
+        """Say that something does not run in the precision; refuse it under --strict."""
+        sentence = f"{what} runs in fp32: {why}"
+        if self.record.note(sentence) and self.settings.strict:
+            self.refuse(sentence)
+
+    def refuse(self, sentence: str) -> None:
+        """End the script, which --strict asks for where it cannot run wholly in the precision."""
+        print(f"lowp run: error: {sentence}; without --strict it would go on", file=sys.stderr, flush=True)
+        raise SystemExit(_EXIT_REFUSED)
+
+    def is_stepped(self, parameter: Tensor) -> bool:
+        """Whether an optimizer of torch.optim's kind holds a parameter."""
+        return parameter in self.stepped
+
+    def models_of(self, optimizer: Optimizer) -> list[nn.Module]:
+        """Return the models that the script has called and that this optimizer trains."""
+        assert self.forward is not None
+        parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        return [one for one in self.forward.models if any(id(p) in parameters for p in one.parameters())]
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Tell what was done, or leave it for the process that does; once."""
+        record, settings = self.record, self.settings
+        if "precision" in self.__dict__:
+            record.skipped = self.precision.skipped_steps
+            if self.is_scaling and record.steps:
+                record.loss_scale = self.precision.scale
+            for name in self.precision.report().unseen:
+                record.note(f"{name} runs in fp32: no rule speaks of it")
+        if settings.directory and os.getpid() != settings.leader:
+            if record.has_content:
+                record.save(settings.directory)
+        elif settings.directory:
+            found = [record] if record.has_content else []
+            records.tell([*found, *records.gathered(settings.directory)], settings)
+            shutil.rmtree(settings.directory, ignore_errors=True)
+        elif record.has_content and record.rank == 0:
+            records.tell([record], settings)
+        self.close = _nothing  # type: ignore[method-assign]
+
+    def start_afresh(self) -> None:
+        """Begin the record of a forked child, which has the parent's modules and has done nothing itself."""
+        self.record = Record(self.preset.name, rank=self.record.rank)
+
+
+def _nothing() -> None:
+    pass
+
+
+def start() -> None:
+    """Begin in this process; torch has just been imported. An environment that asks for the impossible ends it."""
+    try:
+        settings = Settings.from_environment()
+        if settings is None:
+            return
+        session = Session(settings)
+    except (LowpError, OSError) as error:
+        print(f"lowp run: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        raise SystemExit(_EXIT_REFUSED) from None
+    from lowp.launch import backward, forward, gradients, standing, stepping
+
+    for place in (gradients, forward, backward, stepping, standing):  # each uses what those before it made
+        place.install(session)
+    _hide_frames()
+    _close_at_the_end(session)
+
+
+def _close_at_the_end(session: Session) -> None:
+    def close() -> None:
+        session.close()
+
+    def in_child(_: object) -> None:
+        session.start_afresh()
+        multiprocessing.util.Finalize(None, close, exitpriority=0)
+
+    atexit.register(close)
+    multiprocessing.util.register_after_fork(session, in_child)
+    if multiprocessing.current_process().name != "MainProcess" or "--multiprocessing-fork" in sys.argv:
+        # a spawned child ends without atexit's functions, but with these
+        multiprocessing.util.Finalize(None, close, exitpriority=0)
+
+
+# -- tracebacks ------------------------------------------------------------------------------------------
+
+
+def _hide_frames() -> None:
+    """Print tracebacks without this package's frames: the script's error looks as it would without lowp."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
+        seen: BaseException | None = error
+        passed = set()
+        while seen is not None and id(seen) not in passed:
+            passed.add(id(seen))
+            seen.__traceback__ = without_own(seen.__traceback__)
+            seen = seen.__cause__ or seen.__context__
+        before(kind, error, error.__traceback__)
+
+    sys.excepthook = hook
+
+
+def without_own(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """Return a traceback without the frames of this package, and as it was if all are."""
+    frames = []
+    current = traceback
+    here = os.path.dirname(os.path.abspath(__file__))
+    while current is not None:
+        if os.path.dirname(os.path.abspath(current.tb_frame.f_code.co_filename)) != here:
+            frames.append(current)
+        current = current.tb_next
+    kept = None
+    for one in reversed(frames):
+        kept = types.TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return kept if frames else traceback

@@ -1,0 +1,178 @@
+"""Optimizer steps: skipped where a gradient overflowed, written to the format where parameters have one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lowp import distributed
+from lowp.launch.gradients import Gradients
+from lowp.launch.session import Session
+
+__all__ = ["install"]
+
+Step = Callable[..., Any]
+
+
+class Held(Optimizer):
+    """The script's optimizer as the precision steps it: without what the script or a scheduler wrapped around `step`.
+
+    Groups, state and defaults ARE the optimizer's own.
+    """
+
+    def __init__(self, optimizer: Optimizer, inner: Step) -> None:
+        self._optimizer, self._inner = weakref.ref(optimizer), inner
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        super().__setstate__({"defaults": optimizer.defaults})
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The script's optimizer, which is alive while it steps."""
+        found = self._optimizer()
+        assert found is not None
+        return found
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The optimizer's groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The optimizer's state."""
+        return self.optimizer.state
+
+    def step(self, closure: None = None) -> Any:  # type: ignore[override]
+        """Do what the script's `step` does, with its arguments."""
+        args, kwargs = self.arguments
+        return self._inner(self.optimizer, *args, **kwargs)
+
+    step.hooked = True  # type: ignore[attr-defined]  # hooks of steps are called by the script's own
+
+
+class _Steps:
+    """The optimizer steps of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.gradients: Gradients | None = session.gradients
+        self._held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
+        self._prepared: weakref.WeakKeyDictionary[Optimizer, Optimizer] = weakref.WeakKeyDictionary()
+
+    def step(self, optimizer: Optimizer, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take one step of the script's."""
+        session = self.session
+        session.record.steps += 1
+        session.record.rank = distributed.rank()
+        if session.rests:
+            return inner(optimizer, *args, **kwargs)
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is None:
+            return self._guarded(optimizer, inner, args, kwargs)
+        if type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS):
+            # torch's own call the closure once, first of all; where it overflows the step is to be skipped
+            with torch.enable_grad():
+                loss = closure()
+            self._guarded(optimizer, inner, (), {"closure": lambda: loss})
+            return loss
+        return self._in_fp32(optimizer, inner, args, kwargs)
+
+    def _in_fp32(self, optimizer: Optimizer, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Step an optimizer that computes loss and gradients itself, as often as it likes, in fp32."""
+        session = self.session
+        session.keeps_in_fp32(
+            f"what {type(optimizer).__name__} computes by its closure", "such a step cannot be skipped as a whole"
+        )
+        session.rests = True
+        try:
+            return inner(optimizer, *args, **kwargs)
+        finally:
+            session.rests = bool(session.record.stood_down)
+
+    def _guarded(self, optimizer: Optimizer, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Step unless a gradient overflowed, by the precision."""
+        precision = self.session.precision
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        nonfinite = None if self.gradients is None else self.gradients.take_nonfinite(parameters)
+        if all(one.grad is None for one in parameters):
+            return inner(optimizer, *args, **kwargs)
+        held = self._held.get(optimizer)
+        if held is None:
+            held = self._held[optimizer] = Held(optimizer, inner)
+        held.arguments = args, kwargs
+        if self.session.is_scaling:
+            self._check(held, nonfinite)
+        result = precision.step(self._of(optimizer, held))
+        if self.session.is_scaling:
+            self._note_scale()
+        cast(Any, optimizer)._opt_called = True  # a scheduler asks for it; torch.amp's skipped steps set it, too
+        return result
+
+    def _check(self, held: Held, nonfinite: Tensor | None) -> None:
+        scaler = self.session.precision.scaler
+        scaler.scale(torch.ones(()))  # the scale is made at the first loss; a script may step before
+        scaler.check_(held, nonfinite)
+
+    def _note_scale(self) -> None:
+        record, scale = self.session.record, self.session.precision.scale
+        if not record.scales or record.scales[-1][1] != scale:
+            record.scales.append((record.steps, scale))
+
+    def _of(self, optimizer: Optimizer, held: Held) -> Optimizer:
+        """Return what the precision steps: the optimizer as it is held, or what writes its parameters to the format."""
+        if self.session.preset.policy.parameters is None:
+            return held
+        if optimizer not in self._prepared:
+            models = nn.ModuleList(self.session.models_of(optimizer))
+            self._prepared[optimizer] = self.session.precision.prepare(models, held)[1]
+        return self._prepared[optimizer]
+
+
+def install(session: Session) -> None:
+    """Stand in the place where torch measures each optimizer's step."""
+    optimizers = cast(Any, Optimizer)
+    measured: Callable[[Step], Step] = optimizers.profile_hook_step
+    add_group, zero = optimizers.add_param_group, optimizers.zero_grad
+    steps = _Steps(session)
+    local = session.local
+
+    def profile_hook_step(function: Step) -> Step:
+        inner = measured(function)
+
+        @wraps(function)
+        def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            # an optimizer within another's step is part of that step
+            if local.steps or isinstance(self, Held) or torch.compiler.is_compiling():
+                return inner(self, *args, **kwargs)
+            local.steps += 1
+            try:
+                return steps.step(self, inner, args, kwargs)
+            finally:
+                local.steps -= 1
+
+        return step
+
+    @wraps(add_group)
+    def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
+        add_group(self, group)
+        for parameter in self.param_groups[-1]["params"]:
+            session.stepped[parameter] = True
+            if steps.gradients is not None:
+                steps.gradients.adopt(parameter)
+        if session.forward is not None:
+            session.forward.look_again()
+
+    @wraps(zero)
+    def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        if steps.gradients is not None:
+            steps.gradients.forget(one for group in self.param_groups for one in group["params"])
+        zero(self, *args, **kwargs)
+
+    optimizers.profile_hook_step = staticmethod(profile_hook_step)
+    optimizers.add_param_group, optimizers.zero_grad = add_param_group, zero_grad

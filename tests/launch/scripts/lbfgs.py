@@ -1,0 +1,22 @@
+"""A closure optimizer that computes its loss as often as it likes."""
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+x = torch.randn(32, 4)
+y = x.sum(1, keepdim=True)
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5)
+
+
+def closure():
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    return loss
+
+
+for _ in range(3):
+    loss = optimizer.step(closure)
+print(f"loss {float(loss):.9f}")

@@ -1,0 +1,104 @@
+"""The process is the script's own: argv, __main__, standard input, exit codes, tracebacks, children."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from launch.test_scripts import python
+
+
+def lowp_run(
+    tmp_path: Path, text: str, *options: str, script: tuple[str, ...] = ("script.py",)
+) -> subprocess.CompletedProcess[str]:
+    """Write a script and run it under lowp."""
+    (tmp_path / "script.py").write_text(text)
+    return python("-m", "lowp", "run", "--precision", "bf16", *options, *script, cwd=tmp_path)
+
+
+def test_a_script_sees_itself_as_python_would_run_it(tmp_path: Path) -> None:
+    text = "import sys, os\nprint(sys.argv, __name__, __file__, sys.path[0] == os.getcwd(), __spec__)\n"
+    (tmp_path / "script.py").write_text(text)
+    given = ("script.py", "--lr", "0.1", "--precision", "x")
+    assert lowp_run(tmp_path, text, script=given).stdout == python(*given, cwd=tmp_path).stdout
+
+
+def test_a_module_runs_by_its_name(tmp_path: Path) -> None:
+    ran = lowp_run(tmp_path, "import sys\nprint(__name__, __spec__.name, sys.argv[1:])\n", script=("-m", "script", "a"))
+    assert ran.stdout == "__main__ script ['a']\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [("raise SystemExit(7)", 7), ("import sys; sys.exit('no')", 1), ("1 / 0", 1)]
+)
+def test_exit_codes_are_the_scripts_own(tmp_path: Path, text: str, code: int) -> None:
+    assert lowp_run(tmp_path, text).returncode == code
+
+
+def test_a_traceback_shows_the_script_alone(tmp_path: Path) -> None:
+    text = (
+        "import torch\nclass M(torch.nn.Module):\n    def forward(self, x):\n        raise ValueError('boo')\n"
+        "M()(torch.ones(1))\n"
+    )
+    ran = lowp_run(tmp_path, text)
+    assert ran.returncode == 1 and "ValueError: boo" in ran.stderr
+    assert "lowp/launch" not in ran.stderr
+
+
+def test_a_process_without_torch_is_left_as_it_is(tmp_path: Path) -> None:
+    ran = lowp_run(tmp_path, "import sys\nprint('torch' in sys.modules, 'lowp.launch.session' in sys.modules)\n")
+    assert ran.stdout == "False False\n"
+    assert ran.stderr == ""
+
+
+def test_standard_input_is_the_scripts(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print(input()[::-1])")
+    found = python("-m", "lowp", "run", "script.py", cwd=tmp_path, given="abc\n")
+    assert found.stdout == "cba\n", found.stderr
+
+
+def test_ctrl_c_reaches_the_script(tmp_path: Path) -> None:
+    text = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    ran = lowp_run(tmp_path, text)
+    assert ran.returncode == -signal.SIGINT and "KeyboardInterrupt" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "which script?"),
+        (("--precision", "bf17", "s.py"), "unknown precision 'bf17'"),
+        (("nothere.py",), "there is no script 'nothere.py' here"),
+        (("--lr", "0.1", "s.py"), "'--lr' is no option of lowp run; those of the script stand behind its name"),
+        (("--precision", "bf16-storage", "s.py"), "use --precision bf16"),
+        (("-m",), "-m needs the name of a module"),
+        (("--report", "no/where.json", "s.py"), "there is no folder no"),
+    ],
+)
+def test_bad_input_is_an_error_in_words(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+    (tmp_path / "s.py").write_text("print('ran')")
+    ran = python("-m", "lowp", "run", *options, cwd=tmp_path)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert said in ran.stderr and len(ran.stderr.strip().splitlines()) == 1, ran.stderr
+
+
+def test_a_precision_in_the_environment_that_does_not_exist_ends_the_script(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("import torch\nprint('ran')")
+    code = "import lowp.launch.boot as b; b.start(); exec(open('s.py').read())"
+    ran = python("-c", code, cwd=tmp_path, LOWP_PRECISION="bf17")
+    assert ran.returncode == 2 and "unknown precision 'bf17'" in ran.stderr and ran.stdout == ""
+
+
+def test_several_precisions_stand_side_by_side(tmp_path: Path) -> None:
+    text = (
+        "import torch\ntorch.manual_seed(0)\nm = torch.nn.Linear(4, 1)\no = torch.optim.SGD(m.parameters(), 0.1)\n"
+        "for _ in range(3):\n    loss = m(torch.ones(2, 4)).square().mean()\n    loss.backward()\n    o.step()\n"
+        "print('loss', loss.item())\n"
+    )
+    (tmp_path / "script.py").write_text(text)
+    ran = python("-m", "lowp", "run", "--compare", "fp32,bf16", "script.py", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert len(re.findall(r"(?:fp32|bf16) .* 0 .* s .* 0 .* loss \d", ran.stdout)) == 2, ran.stdout

@@ -1,0 +1,135 @@
+"""Scripts that know nothing of lowp, each in a process of its own, beside what they print without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SOURCE = Path(__file__).parent.parent.parent / "src"
+
+
+def python(*arguments: str, cwd: Path, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run this Python with arguments and a clean environment."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LOWP_")}
+    paths = os.pathsep.join([str(SOURCE), *filter(None, [kept.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def numbers(text: str) -> list[float]:
+    """Return the numbers of what a script printed last."""
+    return [float(one) for one in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", text.strip().splitlines()[-1])]
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return what a script prints without lowp."""
+
+    @cache
+    def run(name: str) -> str:
+        found = python(str(SCRIPTS / name), cwd=tmp_path_factory.mktemp("plain"))
+        assert found.returncode == 0, found.stderr
+        return found.stdout
+
+    return run
+
+
+def run_in(precision: str, name: str, cwd: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a script under lowp."""
+    return python("-m", "lowp", "run", "--precision", precision, *options, str(SCRIPTS / name), cwd=cwd)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("cnn.py", "fp16"),
+        ("cnn.py", "dfp16"),
+        ("gan.py", "fp16"),
+        ("gan.py", "flex16+5"),
+        ("language_model.py", "bf16"),
+        ("transformer.py", "fp16"),
+        ("reinforce.py", "dfp16"),
+        ("vae.py", "fp16"),
+        ("vae.py", "flex16+5"),
+        ("siamese.py", "bf16"),
+        ("compiled.py", "fp16"),
+        ("ddp.py", "fp16"),
+    ],
+)
+def test_a_script_trains_as_in_fp32_and_prints_unscaled_numbers(
+    name: str, precision: str, plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    options = ("--loss-scale", "dynamic(1024)") if precision == "fp16" else ()
+    ran = run_in(precision, name, tmp_path, *options)
+    assert ran.returncode == 0, ran.stderr
+    expected = numbers(plain(name))
+    assert numbers(ran.stdout) == pytest.approx(expected, rel=0.15, abs=0.03)
+    assert ran.stdout != plain(name)  # it did compute in the precision
+    said = [line for line in ran.stderr.splitlines() if line.startswith("lowp")]
+    assert len(said) == 1, ran.stderr
+    assert re.match(rf"lowp run: {re.escape(precision)}, \d+ optimizer steps, \d+ skipped, ", said[0])
+
+
+def test_an_fp32_run_is_the_script_bit_for_bit(plain: Callable[[str], str], tmp_path: Path) -> None:
+    ran = run_in("fp32", "cnn.py", tmp_path, "--report", "report.json")
+    assert ran.stdout == plain("cnn.py")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["summary"]["steps"], report["summary"]["skipped"]) == (16, 0)
+
+
+def test_what_a_script_saves_is_fp32_and_opens_in_plain_torch(tmp_path: Path) -> None:
+    assert run_in("fp16", "cnn.py", tmp_path).returncode == 0
+    saved = torch.load(tmp_path / "cnn.pt", weights_only=True)
+    assert {value.dtype for value in saved.values()} == {torch.float32, torch.int64}
+
+
+def test_updates_without_an_optimizer_run_in_fp32_where_a_step_would_have_to_be_skipped(
+    plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    ran = run_in("fp16", "language_model.py", tmp_path)
+    assert numbers(ran.stdout) == pytest.approx(numbers(plain("language_model.py")), rel=1e-3)
+    assert "lowp run: model Model runs in fp32: no torch.optim optimizer holds its parameters" in ran.stderr
+    refused = run_in("fp16", "language_model.py", tmp_path, "--strict")
+    assert refused.returncode == 2 and refused.stdout == ""
+
+
+def test_a_closure_optimizer_runs_in_fp32_and_says_so(plain: Callable[[str], str], tmp_path: Path) -> None:
+    ran = run_in("bf16", "lbfgs.py", tmp_path)
+    assert ran.stdout == plain("lbfgs.py")
+    assert "lowp run: what LBFGS computes by its closure runs in fp32" in ran.stderr
+
+
+def test_a_script_with_a_scaler_of_its_own_is_left_alone_unless_overridden(
+    plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    ran = run_in("fp16", "own_scaler.py", tmp_path)
+    assert ran.stdout == plain("own_scaler.py")
+    assert "lowp run: stood down, the script has a GradScaler of its own (--override takes over)" in ran.stderr
+    over = run_in("bf16", "own_scaler.py", tmp_path, "--override")
+    assert "torch.float32 False" in over.stdout and "lowp run: bf16, 4 optimizer steps" in over.stderr
+
+
+def test_the_environment_alone_reaches_processes_that_a_launcher_starts(
+    plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29571")
+    ran = python("-m", "lowp", "run", "--precision", "bf16", *launcher, str(SCRIPTS / "ddp.py"), cwd=tmp_path)
+    assert numbers(ran.stdout) == pytest.approx(numbers(plain("ddp.py")), rel=0.05), ran.stderr
+    assert "lowp run: bf16, 5 optimizer steps, 0 skipped" in ran.stderr
