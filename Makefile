@@ -1,5 +1,6 @@
 # make demo    a virtual environment with lowp, then the main job
 # make test    what CI runs: style, types, layers, tests
+# make sanitize    the kernel tests on a C++ library with AddressSanitizer and UndefinedBehaviorSanitizer (GCC)
 # PYTHON=python3.12 make test  chooses another interpreter
 
 PYTHON ?= python3
@@ -19,7 +20,16 @@ $(BIN)/lowp compare digits --precision fp32,fp16,bf16,bf16-tpu,e4m3fn --out buil
 $(BIN)/lowp compare digits-hard --precision fp32,fp16,fp16-naive --out build/demo/digits-hard.json
 endef
 
-.PHONY: demo test lint pytest slow clean
+# The interpreter is not built with the sanitizers, so their runtime is loaded before it, and libstdc++ with it, so that
+# exceptions are seen. CPython leaks by design. Tests that compile C++ would run the compiler under the sanitizers, too.
+CXX := g++
+runtime = $(shell $(CXX) -print-file-name=$(1))
+SANITIZED := LOWP_CPU_LIBRARY=$(CURDIR)/build/sanitize/liblowp_cpu.so OMP_NUM_THREADS=1 \
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+  LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so)"
+CMAKE := cmake
+
+.PHONY: demo test lint pytest slow sanitize clean
 
 demo: $(VENV)/installed
 	$(DEMO)
@@ -37,6 +47,11 @@ pytest: $(VENV)/installed-dev
 
 slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+sanitize: $(VENV)/installed-dev
+	$(CMAKE) -S . -B build/sanitize -DLOWP_SANITIZE=ON -DCMAKE_CXX_COMPILER=$(CXX)
+	$(CMAKE) --build build/sanitize --parallel $(WORKERS)
+	$(SANITIZED) $(BIN)/python -m pytest -q tests/kernels --ignore tests/kernels/test_compile.py
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "lowp needs Python 3.10 or later, this is " + sys.version)'

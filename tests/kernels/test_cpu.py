@@ -124,6 +124,35 @@ def test_in_place_unaligned_and_large_outputs_hold_the_same_values() -> None:
             assert torch.equal(bits(x), bits(wanted))
 
 
+def at_any_byte(x: Tensor) -> Tensor:
+    """Return a tensor with x's numbers that begins one byte after a multiple of their size."""
+    memory = bytearray(x.numel() * x.element_size() + 9)
+    start = 1 + -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 8
+    moved = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=start)
+    assert moved.data_ptr() % x.element_size() == 1 % x.element_size()
+    return moved.copy_(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_that_begins_at_any_byte_gives_the_same_bits(dtype: torch.dtype) -> None:
+    x = mixed_numbers(5000).clamp(-60000, 60000).to(dtype)
+    for name in ("e5m2", "e5m2:stochastic", "e5m2b142:up", "i8"):
+        cast = parse(name)
+        moved, out, codes = at_any_byte(x), at_any_byte(x), torch.empty(x.shape, dtype=torch.int16)
+        cpu.quantize(moved, cast, SEED, out)
+        assert torch.equal(bits(out.clone()), bits(quantized(x, cast)))
+        wanted = torch.empty_like(codes)
+        assert cpu.encode(moved, cast, SEED, codes) == cpu.encode(x, cast, SEED, wanted)
+        assert torch.equal(codes, wanted)
+        values = torch.empty_like(x)
+        cpu.decode(codes, cast.element, values)
+        cpu.decode(at_any_byte(codes), cast.element, out)
+        assert torch.equal(bits(out.clone()), bits(values))
+    assert cpu.statistics(moved)[1:] == cpu.statistics(x)[1:]
+    finite = torch.where(x.isfinite(), x, 1)
+    assert torch.equal(kernels.quantize(at_any_byte(finite), "mxfp8"), kernels.quantize(finite, "mxfp8"))
+
+
 def test_empty_tensors_are_left_alone() -> None:
     empty = torch.empty(0)
     assert quantized(empty, parse("fp16")).shape == (0,)

@@ -145,7 +145,7 @@ class Entries:
         )
         if held or not (self.is_plain and self.started[update_index] and self.started[index]):
             return False
-        if update_index in self.pending or index in self.pending or not weight.is_contiguous():
+        if update_index in self.pending or index in self.pending or not weight.is_contiguous() or weight.data_ptr() % 4:
             return False
         element = self.cast.element
         assert isinstance(element, IntFormat)

@@ -23,7 +23,8 @@ from lowp.casts import Cast, Overflow, Rounding
 from lowp.errors import Unavailable
 from lowp.formats import FloatFormat, IntFormat, Specials
 
-PATH = Path(__file__).parent / "liblowp_cpu.so"
+# another build of the library, such as that of `make sanitize`, goes by the environment variable
+PATH = Path(os.environ.get("LOWP_CPU_LIBRARY") or Path(__file__).parent / "liblowp_cpu.so")
 VERSION = 1
 INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # by level; on other processors than x86-64 only the first exists
 MASK = (1 << 64) - 1

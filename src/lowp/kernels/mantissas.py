@@ -107,6 +107,7 @@ def _is_direct(x: Tensor) -> bool:
         and x.is_contiguous()
         and not x.is_neg()
         and not x._is_zerotensor()
+        and x.data_ptr() % 4 == 0
         and cpu.library() is not None
     )
 

@@ -168,9 +168,13 @@ static void decode_in(const Task& task, int64_t begin, int64_t end) {
   const bool vector = cast.kind == kFloat && reaches<C>(cast) && !is_one_below<C>(cast);
   const Code<C> code = vector ? make_code<C>(cast) : Code<C>{};
   alignas(64) typename C::Bits values[kBlock];
+  alignas(64) T copy[kBlock];
+  const bool aligned = is_aligned(task.in, sizeof(T));
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
-    const T* codes = static_cast<const T*>(task.in) + first;
+    const char* const from = at(task.in, first, sizeof(T));
+    if (!aligned) std::memcpy(copy, from, sizeof(T) * static_cast<size_t>(count));
+    const T* codes = aligned ? reinterpret_cast<const T*>(from) : copy;
     if (vector) {
       decode_codes<C, T>(codes, values, count, code);
     } else {

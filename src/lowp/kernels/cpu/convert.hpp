@@ -13,14 +13,24 @@ static inline const char* at(const void* base, int64_t index, int64_t bytes) {
 }
 static inline char* at(void* base, int64_t index, int64_t bytes) { return static_cast<char*>(base) + index * bytes; }
 
+// A tensor may begin at any byte, as one over a part of a file does; numbers are read and written at their own multiples.
+static inline bool is_aligned(const void* address, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(bytes) == 0;
+}
+
 static inline uint32_t widen_once(uint32_t bits, F32*) { return bits; }
 static inline uint64_t widen_once(uint32_t bits, F64*) { return bits_of(static_cast<double>(number(bits))); }
 
-// `count` numbers as carrier bits: in place where they are stored so, else in `buffer`.
+template <class C>
+static const typename C::Bits* load_unaligned(const void* in, int type, int64_t begin, int64_t count,
+                                              typename C::Bits* buffer);
+
+// `count` numbers as carrier bits: in place where they are stored so, else in `buffer`. At most kSumBlock.
 template <class C>
 __attribute__((noinline)) static const typename C::Bits* load(const void* in, int type, int64_t begin, int64_t count,
                                                               typename C::Bits* buffer) {
   using Bits = typename C::Bits;
+  if (!is_aligned(in, carrier_bytes(type))) return load_unaligned<C>(in, type, begin, count, buffer);
   if (carrier_bytes(type) == sizeof(Bits)) return reinterpret_cast<const Bits*>(at(in, begin, sizeof(Bits)));
   C* const carrier = nullptr;
   if (type == kFp64) {  // read as fp32 only where the reader wants the rounded value: statistics do not come here
@@ -40,6 +50,17 @@ __attribute__((noinline)) static const typename C::Bits* load(const void* in, in
     LOWP_VECTOR_LOOP
     for (int64_t i = 0; i < count; ++i) buffer[i] = widen_once(static_cast<uint32_t>(x[i]) << 16, carrier);
   }
+  return buffer;
+}
+
+template <class C>
+__attribute__((noinline)) static const typename C::Bits* load_unaligned(const void* in, int type, int64_t begin,
+                                                                        int64_t count, typename C::Bits* buffer) {
+  alignas(64) char copy[kSumBlock * 8];
+  const int64_t bytes = carrier_bytes(type);
+  std::memcpy(copy, at(in, begin, bytes), static_cast<size_t>(count * bytes));
+  const typename C::Bits* found = load<C>(copy, type, 0, count, buffer);
+  if (found != buffer) std::memcpy(buffer, found, static_cast<size_t>(count) * sizeof(found[0]));
   return buffer;
 }
 
@@ -75,12 +96,17 @@ static inline void finish_streaming() {
 #endif
 }
 
-// Writes `count` carrier numbers, all of which the type of the tensor can hold.
+// Writes `count` carrier numbers, all of which the type of the tensor can hold. At most kSumBlock.
 template <class C>
 __attribute__((noinline)) static void store(const typename C::Bits* values, void* out, int type, int64_t begin,
                                             int64_t count, bool stream) {
   using Bits = typename C::Bits;
-  if (carrier_bytes(type) == sizeof(Bits)) {
+  if (carrier_bytes(type) != sizeof(Bits) && !is_aligned(out, carrier_bytes(type))) {
+    alignas(64) char copy[kSumBlock * 8];
+    const int64_t bytes = carrier_bytes(type);
+    store<C>(values, copy, type, 0, count, false);
+    std::memcpy(at(out, begin, bytes), copy, static_cast<size_t>(count * bytes));
+  } else if (carrier_bytes(type) == sizeof(Bits)) {
     char* to = at(out, begin, sizeof(Bits));
     const int64_t bytes = count * static_cast<int64_t>(sizeof(Bits));
     if (stream) return store_streaming(to, values, bytes);

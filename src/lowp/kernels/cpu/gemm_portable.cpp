@@ -5,24 +5,27 @@ namespace {
 
 constexpr int ROWS = 6, COLUMNS = 16;
 
+// Unsigned, since the sums may pass 2^31 and are meant modulo 2^32; conversions to int32_t and back wrap around.
 void multiply(const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b, int32_t* tops, int32_t* sums) {
-  int32_t total[ROWS][COLUMNS] = {};
+  uint32_t total[ROWS][COLUMNS] = {};
   for (int64_t chain = 0; chain < count; chain++) {
     for (int t = 0; chain > 0 && t < ROWS * COLUMNS; t++) {
-      int32_t& sum = total[t / COLUMNS][t % COLUMNS];
-      tops[t] += sum >> lowp::TOP_SHIFT;
-      sum &= (1 << lowp::TOP_SHIFT) - 1;
+      uint32_t& sum = total[t / COLUMNS][t % COLUMNS];
+      tops[t] += static_cast<int32_t>(sum) >> lowp::TOP_SHIFT;
+      sum &= (uint32_t{1} << lowp::TOP_SHIFT) - 1;
     }
     for (int64_t k = 0; k < chains[chain]; k++, a += ROWS, b += COLUMNS) {
       for (int i = 0; i < ROWS; i++) {
         const int32_t even = static_cast<int16_t>(a[i] & 0xffff), odd = a[i] >> 16;
-        for (int j = 0; j < COLUMNS; j++)
-          total[i][j] += even * static_cast<int16_t>(b[j] & 0xffff) + odd * (b[j] >> 16);
+        for (int j = 0; j < COLUMNS; j++) {
+          const int32_t first = even * static_cast<int16_t>(b[j] & 0xffff), second = odd * (b[j] >> 16);
+          total[i][j] += static_cast<uint32_t>(first) + static_cast<uint32_t>(second);
+        }
       }
     }
   }
   for (int i = 0; i < ROWS; i++)
-    for (int j = 0; j < COLUMNS; j++) sums[i * COLUMNS + j] = total[i][j];
+    for (int j = 0; j < COLUMNS; j++) sums[i * COLUMNS + j] = static_cast<int32_t>(total[i][j]);
 }
 
 }  // namespace

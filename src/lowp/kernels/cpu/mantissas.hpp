@@ -100,7 +100,7 @@ static void to_int16_in(const Task& task, int exponent, float* values, Mantissas
     write_mantissas<C>(in, rounded, *task.cast, out, count, seen);
     if (values == nullptr) continue;
     // `values` may be `task.in`: what is needed of this block has been read, but for what is not finite
-    if (seen->non_finite == before) {
+    if (seen->non_finite == before && is_aligned(values, sizeof(float))) {
       read_mantissas(out, exponent, values + first, count);
     } else {
       alignas(64) float block[kBlock];

@@ -60,7 +60,8 @@ struct Caster {
 template <class C>
 static void quantize_in(const Task& task, int64_t begin, int64_t end) {
   const Caster<C> caster(*task.cast, task.seed);
-  const bool direct = carrier_bytes(task.in_type) == sizeof(typename C::Bits) && !task.stream;
+  const bool aligned = is_aligned(task.out, sizeof(typename C::Bits));
+  const bool direct = carrier_bytes(task.in_type) == sizeof(typename C::Bits) && aligned && !task.stream;
   alignas(64) typename C::Bits buffer[kBlock], result[kBlock];
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
