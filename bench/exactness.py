@@ -38,8 +38,11 @@ def casts(format: FloatFormat) -> Iterator[Cast]:
     """Yield every rounding with every overflow; stochastic with all and with 8 random bits."""
     for overflow in possible_overflows(format):
         for rounding in Rounding:
-            yield Cast(format, rounding, overflow)
-        yield Cast(format, Rounding.STOCHASTIC, overflow, None, 8)
+            if rounding not in (Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C):
+                yield Cast(format, rounding, overflow)
+        for rounding in Rounding:
+            if rounding.is_stochastic:
+                yield Cast(format, rounding, overflow, None, 8)
 
 
 def measure(

@@ -19,8 +19,25 @@ from lowp.formats import FORMATS, FloatFormat, IntFormat, ScaledFormat, Specials
 
 ROWS = [row for row in FORMATS.values() if not isinstance(row, ScaledFormat)]
 SPELLED = ["e5m7", "e4m3b11fnuz", "e3m0finite", "e3m0fn", "ue5m3", "ue4m3finite", "ue4m0finite", "ue8m0b130fn"]
+SPELLED += [
+    "e4m3nuz",
+    "ue5m3nuz",
+    "ue5m3fnuz",
+    "e7m0nuz",
+    "ue8m0nuz",
+    "e1m6nuz",
+    "ue1m7fnuz",
+    "e1m4finite",
+    "ue4m0fnuz",
+]
 SPELLED += ["e8m3b130", "e8m10ftz", "e2m5fn", "e8m2b140finite", "i8", "i8s", "i4s", "i2s", "i1", "i16", "i25", "i32"]
 FORMATS_TRIED: list[FloatFormat | IntFormat] = [*ROWS, *(parse(name) for name in SPELLED)]  # type: ignore[list-item]
+
+# with their random bits: few, as many as fp32's significand, and all
+ROUNDINGS: list[tuple[Rounding, int | None]] = [
+    *((rounding, None) for rounding in Rounding if rounding not in (Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C)),
+    *((rounding, bits) for rounding in Rounding if rounding.is_stochastic for bits in (1, 8, 24, 32)),
+]
 
 INTEGERS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16}
 INTEGERS[torch.bfloat16] = torch.int16
@@ -34,10 +51,8 @@ def bits(x: Tensor) -> Tensor:
 def casts(format: FloatFormat | IntFormat) -> Iterator[Cast]:
     """Yield every cast into a format: all roundings, also with few random bits, and all overflows."""
     for overflow in possible_overflows(format):
-        for rounding in Rounding:
-            yield Cast(format, rounding, overflow)
-        for random_bits in (1, 8, 32):
-            yield Cast(format, Rounding.STOCHASTIC, overflow, None, random_bits)
+        for rounding, random_bits in ROUNDINGS:
+            yield Cast(format, rounding, overflow, None, random_bits)
 
 
 def inputs(format: FloatFormat | IntFormat, dtype: torch.dtype, random: int = 300) -> Tensor:
@@ -101,7 +116,7 @@ def _exact_magnitude(
     unit = Fraction(2) ** (max(exponent, format.min_exponent) - format.mantissa_bits)
     lower = size // unit
     # Without a mantissa the last bit of the code is that of the exponent; e8m0 does as torch and ml_dtypes do.
-    by_code = format.mantissa_bits == 0 and format.has_zero
+    by_code = format.mantissa_bits == 0 and format.has_zero and lower > 0
     is_odd = bool((exponent + format.bias if by_code else lower) % 2)
     return (lower + _goes_away(size / unit - lower, is_odd, negative, cast, uniform)) * unit
 
@@ -110,20 +125,31 @@ def _goes_away(fraction: Fraction, is_odd: bool, negative: bool, cast: Cast, uni
     half = Fraction(1, 2)
     if cast.is_stochastic:
         assert uniform is not None
-        places = 1 << (cast.random_bits or 160)
-        return uniform < Fraction(fraction * places // 1, places)
+        return uniform < _share(fraction, cast)
     return {
         Rounding.NEAREST_EVEN: fraction > half or (fraction == half and is_odd),
         Rounding.NEAREST_AWAY: fraction >= half,
         Rounding.TOWARD_ZERO: False,
         Rounding.UP: fraction > 0 and not negative,
         Rounding.DOWN: fraction > 0 and negative,
+        Rounding.TO_ODD: fraction > 0 and not is_odd,
     }[cast.rounding]
+
+
+def _share(fraction: Fraction, cast: Cast) -> Fraction:
+    """Return the probability that N random bits make of a fraction (IEEE P3109 StochasticA, B and C)."""
+    places = 1 << (cast.random_bits or 160)
+    units, rest = divmod(fraction * places, 1)
+    if cast.rounding is Rounding.STOCHASTIC_B:
+        units += rest >= Fraction(1, 2)
+    elif cast.rounding is Rounding.STOCHASTIC_C:
+        units += rest > Fraction(1, 2) or (rest == Fraction(1, 2) and units % 2 == 1)
+    return Fraction(units, places)
 
 
 def _beyond(cast: Cast, format: FloatFormat, negative: bool, finite: bool) -> float:
     sign = -1.0 if negative else 1.0
-    towards = (Rounding.TOWARD_ZERO, Rounding.UP if negative else Rounding.DOWN)
+    towards = (Rounding.TOWARD_ZERO, Rounding.TO_ODD, Rounding.UP if negative else Rounding.DOWN)
     if cast.overflow is Overflow.SATURATE or (finite and cast.rounding in towards):
         return sign * format.maximum
     return math.copysign(math.inf if cast.overflow is Overflow.INFINITY else math.nan, sign)
@@ -133,9 +159,8 @@ def _exact_integer(value: float, cast: Cast, format: IntFormat, uniform: Fractio
     if format.bits == 1:
         if not cast.is_stochastic or abs(value) >= 1:
             return -1.0 if value < 0 else 1.0
-        places = 1 << (cast.random_bits or 160)
         assert uniform is not None
-        return 1.0 if uniform < Fraction((1 + Fraction(value)) / 2 * places // 1, places) else -1.0
+        return 1.0 if uniform < _share((1 + Fraction(value)) / 2, cast) else -1.0
     if math.isinf(value):
         return float(format.maximum if value > 0 else format.minimum)
     size, negative = abs(Fraction(value)), value < 0

@@ -30,7 +30,9 @@ def casts(draw: st.DrawFn) -> Cast:
     """Draw a cast."""
     format = draw(st.sampled_from(EVERY))
     rounding = draw(st.sampled_from(Rounding))
-    random_bits = draw(st.none() | st.integers(1, 32)) if rounding is Rounding.STOCHASTIC else None
+    random_bits = draw(st.integers(1, 32)) if rounding.is_stochastic else None
+    if rounding is Rounding.STOCHASTIC:
+        random_bits = draw(st.none() | st.just(random_bits))
     scaling = draw(st.none() | scalings()) if isinstance(format, ScaledFormat) else None
     return Cast(format, rounding, draw(st.sampled_from(possible_overflows(format))), scaling, random_bits)
 
@@ -79,7 +81,8 @@ def test_the_element_cast_leaves_the_scale_out() -> None:
     assert parse("fp16:up").element_cast == parse("fp16:up")
     assert cast.with_rounding("nearest-even") == parse("mxfp4")
     assert parse("fp16:stochastic-32").random_bits == 32
-    assert cast.with_rounding(Rounding.STOCHASTIC, 7) == parse("mxfp4:stochastic-7")
+    assert cast.with_rounding(Rounding.STOCHASTIC, 7) == parse("mxfp4:stochastic-7") == parse("mxfp4:stochastic-a-7")
+    assert cast.with_rounding(Rounding.STOCHASTIC_B, 7) == parse("mxfp4:stochastic-b-7")
 
 
 def test_only_a_bare_power_of_two_is_one() -> None:
@@ -99,6 +102,8 @@ REFUSED = {
     "fp16:current": "fp16 has no shared scale, so scaling current means nothing: leave it out",
     "fp16:stochastic-0": "stochastic rounding takes 1 to 32 random bits, not 0",
     "fp16:stochastic-33": "stochastic rounding takes 1 to 32 random bits, not 33",
+    "fp16:stochastic-b": "stochastic-b is a rounding with so many random bits: give them, such as stochastic-b-8",
+    "fp16:stochastic-d-8": "did you mean stochastic",
     "dfp16:static": "scaling static with exponent None: static(-8) takes one, others none",
     "dfp16:delayed(3)": "scaling delayed with exponent 3",
     "dfp16:delayed(window=0)": "a window of 0 maxima is empty: give 1 or more",

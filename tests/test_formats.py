@@ -6,6 +6,8 @@ import itertools
 import math
 import re
 
+import gfloat
+import gfloat.formats
 import ml_dtypes
 import numpy as np
 import pytest
@@ -185,10 +187,14 @@ REFUSED = {
     "": "unknown format ''",
     "FP8": "unknown format 'FP8': that is a width, which several formats have: e4m3fn, e5m2, mxfp8",
     "float4": "that is a width, which several formats have: e2m1, mxfp4, nvfp4",
-    "e9m2": "e9m2 is not possible: eXmY takes 2 to 8 exponent bits",
+    "e9m2": "e9m2 is not possible: eXmY takes 1 to 8 exponent bits",
     "e8m12": "at most 19 bits with the sign",
     "e5m0": "with no mantissa bit an infinity and a NaN would share one code",
-    "ue4m3fnuz": "fnuz puts NaN on minus zero's code",
+    "e1m3": "its special codes leave no normal number: give another exponent bit, or fewer specials",
+    "ue1m1nuz": "its special codes leave no normal number",
+    "binary8p9se": "P3109's binaryKpP takes a precision P from 1 to K (unsigned) or K - 1 (signed)",
+    "binary8p0se": "P3109's binaryKpP takes a precision P",
+    "binary20p3se": "e17m2nuz is not possible",
     "e8m7fn": "give fewer exponent bits, another bias (bN), or no suffix",
     "i0": "0 bits are not possible: give 1 to 32",
     "i33": "33 bits are not possible",
@@ -252,4 +258,31 @@ def test_bytes_count_the_share_of_the_scale() -> None:
     assert (PowerOfTwo(-31, 0).bits, PowerOfTwo(-128, 127).bits) == (5, 8)
     assert Scope("block", 32) == Scope("block", 32)
     assert FloatFormat("other name", 5, 10) == FORMATS["fp16"]
-    assert FloatFormat("no subnormals", 4, 0, Specials.FN).subnormals is False
+    assert FloatFormat("no zero", 4, 0, Specials.FN, signed=False).subnormals is False
+
+
+P3109 = [
+    (width, precision, sign, domain)
+    for width in range(3, 9)
+    for sign, most in (("s", width - 1), ("u", width))
+    for precision in range(1, most + 1)
+    for domain in "ef"
+]
+
+
+@pytest.mark.parametrize(("width", "precision", "sign", "domain"), P3109, ids=lambda value: str(value))
+def test_p3109_formats_are_gfloat_s_on_every_code(width: int, precision: int, sign: str, domain: str) -> None:
+    name = f"binary{width}p{precision}{sign}{domain}"
+    signedness = gfloat.types.Signedness.Signed if sign == "s" else gfloat.types.Signedness.Unsigned
+    kind = gfloat.types.Domain.Extended if domain == "e" else gfloat.types.Domain.Finite
+    info = gfloat.formats.format_info_p3109(width, precision, signedness, kind)
+    format = formats.parse(name)
+    assert isinstance(format, FloatFormat)
+    assert formats.parse(str(format)) == format == formats.parse(name.upper())
+    assert (format.bits, format.bias, format.maximum, format.minimum) == (width, info.bias, info.max, info.min)
+    assert (format.nan_code, format.has_infinity) == (info.code_of_nan, domain == "e")
+    assert format.infinity_code == (info.code_of_posinf if domain == "e" else None)
+    for code, value in enumerate(format.values()):
+        expected = gfloat.decode_float(info, code).fval
+        assert value == expected or (math.isnan(value) and math.isnan(expected)), code
+        assert format.encode(value) == code

@@ -24,7 +24,22 @@ class Rounding(str, Enum):
     TOWARD_ZERO = "toward-zero"  # the smaller magnitude: truncation
     UP = "up"  # toward +infinity
     DOWN = "down"  # toward -infinity
-    STOCHASTIC = "stochastic"  # the upper with a probability equal to the distance from the lower: unbiased
+    # the larger magnitude with a probability equal to the share of the way to it, U < t: unbiased. With N random bits
+    # the share is cut to N bits, which is biased toward zero (IEEE P3109 StochasticA)
+    STOCHASTIC = "stochastic"
+    # of two values that enclose it the one whose last bit is 1: what is rounded again to two bits fewer is rounded as
+    # if once (Boldo and Melquiond 2008). Beyond the largest finite value it is that value
+    TO_ODD = "to-odd"
+    # stochastic with N random bits, the share rounded to N bits: half up, or half to even. On average over all numbers
+    # neither is biased (over those of a finite number of bits, C alone); a number that N bits do not hold has a bias
+    # of at most half of 2**-N (IEEE P3109 StochasticB and StochasticC)
+    STOCHASTIC_B = "stochastic-b"
+    STOCHASTIC_C = "stochastic-c"
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether a random number decides."""
+        return self in (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C)
 
     def __str__(self) -> str:
         return self.value
@@ -81,7 +96,7 @@ class ScalingSpec:
 
 
 _SCALING = re.compile(r"([a-z]+)(?:\((.*)\))?")
-_STOCHASTIC_BITS = re.compile(r"stochastic-(\d+)")
+_STOCHASTIC_BITS = re.compile(r"(stochastic(?:-[abc])?)-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -89,7 +104,8 @@ class Cast:
     """One rounding into `format`.
 
     `overflow=None` means the format's own: infinity where it has one, else NaN, else saturation (integers and MX
-    elements). `random_bits` limits stochastic rounding to that many random bits (None: unbiased to the last bit).
+    elements). `random_bits` limits stochastic rounding to that many random bits, 1 to 32 (None: 160, unbiased); the
+    roundings stochastic-b and stochastic-c need it.
     `scaling` is for formats with a shared scale, ``current`` if not given.
     """
 
@@ -119,11 +135,20 @@ class Cast:
             raise InvalidInput(
                 f"{self.format} has no shared scale, so scaling {self.scaling} means nothing: leave it out"
             )
-        if self.random_bits is not None:
-            if self.rounding is not Rounding.STOCHASTIC:
-                raise InvalidInput(f"random_bits={self.random_bits} needs stochastic rounding, not {self.rounding}")
-            if not 1 <= self.random_bits <= 32:
-                raise InvalidInput(f"stochastic rounding takes 1 to 32 random bits, not {self.random_bits}")
+        self._check_random_bits()
+
+    def _check_random_bits(self) -> None:
+        if self.random_bits is None:
+            if self.rounding in (Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C):
+                raise InvalidInput(
+                    f"{self.rounding} is a rounding with so many random bits: give them, such as {self.rounding}-8 "
+                    "(without a limit it is stochastic)"
+                )
+            return
+        if not self.rounding.is_stochastic:
+            raise InvalidInput(f"random_bits={self.random_bits} needs stochastic rounding, not {self.rounding}")
+        if not 1 <= self.random_bits <= 32:
+            raise InvalidInput(f"stochastic rounding takes 1 to 32 random bits, not {self.random_bits}")
 
     @property
     def element(self) -> FloatFormat | IntFormat:
@@ -138,7 +163,7 @@ class Cast:
     @property
     def is_stochastic(self) -> bool:
         """Whether the result depends on a seed."""
-        return self.rounding is Rounding.STOCHASTIC
+        return self.rounding.is_stochastic
 
     def with_rounding(self, rounding: Rounding | str, random_bits: int | None = None) -> Cast:
         """The same cast, rounded otherwise."""
@@ -172,9 +197,10 @@ NAMED = {"bf16-trunc": "bf16:toward-zero"}
 def parse(text: str | Cast | Format) -> Cast:
     """A cast from ``format[:rounding][:overflow][:scaling]``, such as ``e4m3fn:stochastic:saturate`` or ``bf16-trunc``.
 
-    Roundings: nearest-even, nearest-away, toward-zero, up, down, stochastic, stochastic-N (N random bits). Overflow:
-    inf, nan, saturate. Scaling: current, delayed(window=16), autoflex(headroom=1), static(-8). The words after the
-    format may come in any order. Raises ValueError with the near names for anything else.
+    Roundings: nearest-even, nearest-away, toward-zero, up, down, to-odd, stochastic, and with N random bits
+    stochastic-N, stochastic-b-N, stochastic-c-N. Overflow: inf, nan, saturate. Scaling: current, delayed(window=16),
+    autoflex(headroom=1), static(-8). The words after the format may come in any order. Raises ValueError with the near
+    names for anything else.
     """
     if isinstance(text, Cast):
         return text
@@ -197,7 +223,7 @@ def _word(word: str, text: str) -> dict[str, object]:
     if word in {str(mode) for mode in Rounding}:
         return {"rounding": Rounding(word)}
     if match := _STOCHASTIC_BITS.fullmatch(word):
-        return {"rounding": Rounding.STOCHASTIC, "random_bits": int(match[1])}
+        return {"rounding": Rounding(match[1].removesuffix("-a")), "random_bits": int(match[2])}
     if word in {str(overflow) for overflow in Overflow}:
         return {"overflow": Overflow(word)}
     if (match := _SCALING.fullmatch(word)) and match[1] in ScalingSpec.KINDS:

@@ -149,7 +149,7 @@ def test_an_unknown_format_lists_the_near_ones(lowp: Callable[..., Any]) -> None
     assert result.code == 2
     assert "unknown format 'bf61'; did you mean bf16" in result.err
     assert lowp("formats", "e12m3").err.startswith(
-        "lowp: error: e12m3 is not possible: eXmY takes 2 to 8 exponent bits"
+        "lowp: error: e12m3 is not possible: eXmY takes 1 to 8 exponent bits"
     )
     assert "--layout draws" in lowp("formats", "--layout", "--json").err
 

@@ -21,6 +21,7 @@ from lowp.explain import (
     outcomes,
     round_exact,
 )
+from lowp.explain.exact import share_away
 from lowp.formats import FORMATS, FloatFormat
 
 SMALL_FLOATS = [f for f in FORMATS.values() if isinstance(f, FloatFormat) and f.bits <= 16]
@@ -124,6 +125,54 @@ def test_every_mode_agrees_with_gfloat(name: str, mode: Rounding) -> None:
         assert got == expected and str(got) == str(expected), value
 
 
+# IEEE P3109's StochasticA, B and C
+GFLOAT_STOCHASTIC = {
+    "stochastic": gfloat.RoundMode.StochasticFastest,
+    "stochastic-b": gfloat.RoundMode.StochasticFast,
+    "stochastic-c": gfloat.RoundMode.Stochastic,
+}
+
+
+@pytest.mark.parametrize("bits", [1, 3, 8])
+@pytest.mark.parametrize("mode", GFLOAT_STOCHASTIC)
+def test_rounding_with_few_random_bits_agrees_with_gfloat(mode: str, bits: int) -> None:
+    steps = 1 << bits
+    for name in ("e3m2", "e4m3fn"):
+        info, cast = GFLOAT_FORMATS[name], parse(f"{name}:{mode}-{bits}:saturate")
+        format = cast.format
+        assert isinstance(format, FloatFormat)
+        for index, value in enumerate(np.concatenate([edges(format), edges(format) * np.float32(1.0371094)]).tolist()):
+            drawn = index * 37 % steps  # gfloat adds the number where lowp compares with it: counted from the other end
+            random = Fraction(steps - 1 - drawn, steps)
+            expected = gfloat.round_float(
+                info, value, rnd=GFLOAT_STOCHASTIC[mode], sat=True, srbits=drawn, srnumbits=bits
+            )
+            got = float(round_exact(value, cast, random).result)
+            assert got == expected and str(got) == str(expected), (value, drawn)
+
+
+def test_stochastic_c_is_unbiased_over_all_numbers_of_some_bits_and_b_but_for_their_ties() -> None:
+    # the bias of the share in units of 2**-2, summed over 4 bits: ties are a quarter of all, and B rounds them up
+    sums = {}
+    for mode in GFLOAT_STOCHASTIC:
+        cast = parse(f"fp16:{mode}-2")
+        sums[mode] = sum(share_away(Fraction(n, 16), cast) - Fraction(n, 16) for n in range(16)) * 4
+    assert sums == {"stochastic": -6, "stochastic-b": 2, "stochastic-c": 0}
+
+
+def test_to_odd_keeps_the_right_result_of_a_second_rounding() -> None:
+    # Boldo and Melquiond 2008, theorem 3: two more bits, rounded to odd, lose nothing that a later rounding asks for
+    wide, narrow = parse("e5m4:to-odd"), parse("e5m2")
+    assert isinstance(narrow.format, FloatFormat)
+    for value in np.concatenate([edges(narrow.format), edges(narrow.format) * np.float32(1.0371094)]).tolist():
+        twice = round_exact(round_exact(value, wide).result, narrow)
+        assert twice.code == round_exact(value, narrow).code, value
+    assert [round_exact(x, "fp16:to-odd").code for x in ("1e6", "-1e6", "inf")] == [0x7BFF, 0xFBFF, 0x7C00]
+    assert round_exact("449", "e4m3fn:to-odd").result.value == 448
+    assert [round_exact(x, "e8m0:to-odd").code for x in ("1.9", "2^-130")] == [127, 0]
+    assert [round_exact(x, "i8:to-odd").result.value for x in ("2.1", "3.9", "-2.1", "-0.1")] == [3, 3, -3, -1]
+
+
 @given(st.floats(allow_nan=False))
 def test_fp64_to_fp32_is_rounded_once(value: float) -> None:
     with np.errstate(over="ignore"):
@@ -190,7 +239,8 @@ def test_specials_keep_their_sign_and_their_codes() -> None:
 
 def test_subnormals_are_flushed_before_rounding_in_every_mode() -> None:
     for mode in Rounding:
-        got = round_exact(-Fraction(0x007FFFFF, 1 << 149), f"bf16-tpu:{mode}")
+        bits = "-8" if mode.is_stochastic else ""
+        got = round_exact(-Fraction(0x007FFFFF, 1 << 149), f"bf16-tpu:{mode}{bits}")
         assert (got.code, got.rule) == (0x8000, Rule.FLUSHED)
     assert round_exact("2^-126", "bf16-tpu").is_exact
 

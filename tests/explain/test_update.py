@@ -92,6 +92,34 @@ def test_stochastic_rounding_keeps_an_update_on_average() -> None:
     assert "KEPT ON AVERAGE" in render(update)
 
 
+def test_few_random_bits_are_not_called_unbiased() -> None:
+    cases = {
+        "stochastic-1": (Verdict.LOST, Fraction("-0.43017578125")),
+        "stochastic-2": (Verdict.BIASED, Fraction(1, 4) - Fraction("0.43017578125")),
+        "stochastic-b-1": (Verdict.BIASED, Fraction(1, 2) - Fraction("0.43017578125")),
+        "stochastic-c-3": (Verdict.BIASED, Fraction(3, 8) - Fraction("0.43017578125")),
+        "stochastic-13": (Verdict.CHANCE, Fraction(0)),
+    }
+    for mode, (verdict, bias) in cases.items():
+        update = weight_update("1.125", "0.00041999", f"fp16:{mode}", steps=1_000)
+        assert (update.verdict, update.bias) == (verdict, bias / 1024), mode
+    words = " ".join(render(weight_update("1.125", "0.00041999", "fp16:stochastic-1")).split())
+    assert "bias -0.4302 ulp a step: the share of the spacing is no number of a single random bit" in words
+    words = " ".join(render(weight_update("1.125", "0.00041999", "fp16:stochastic-13")).split())
+    assert "bias none: the share of the spacing is a number of 13 random bits" in words
+
+
+def test_a_sum_beyond_the_largest_number_has_no_mean() -> None:
+    update = weight_update("65504", "20", "fp16:stochastic")
+    assert (update.verdict, update.expected, update.bias) == (Verdict.OVERFLOW, None, None)
+    words = " ".join(render(update).split())
+    assert "OVERFLOW: the sum is beyond the largest number, with a probability of 0.625" in words
+    assert "stochastic beyond the largest number, 65504: there is no mean" in words
+    assert weight_update("65504", "20", "fp16:stochastic:saturate").verdict is Verdict.OVERFLOW
+    assert weight_update("60000", "20", "fp16", steps=1000).expected is None
+    assert weight_update("60000", "20", "fp16", steps=100).expected == 62000
+
+
 def test_a_weight_may_get_stuck_on_its_way() -> None:
     update = weight_update("1", "0.002", "bf16", steps=5000)
     assert update.verdict is Verdict.LOST

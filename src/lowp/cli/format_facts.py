@@ -35,6 +35,7 @@ _SPECIALS = {
     Specials.IEEE: "the top exponent holds infinity (mantissa 0) and NaN (any other)",
     Specials.FN: "no infinity; all ones is NaN",
     Specials.FNUZ: "no infinity, no -0: its code is the one NaN; the bias is one larger",
+    Specials.NUZ: "no -0: its code is the one NaN; the largest code of each sign is infinity; the bias is one larger",
     Specials.FINITE: "none: every code is a number",
 }
 _SCOPES = {"tensor": "the tensor", "row": "a row (last dimension)", "channel": "a channel (first index)"}
@@ -199,11 +200,16 @@ def _float_lines(format: FloatFormat) -> Iterator[str]:
         f"{format.bits}: {sign}{format.exponent_bits} exponent, {format.mantissa_bits} mantissa ({format.spelling})",
     )
     yield line("bias", f"{format.bias}; exponents {format.min_exponent} .. {format.max_exponent}")
-    yield line("specials", _SPECIALS[format.specials])
-    flushed = (
-        "no: |x| < 2^e_min becomes a zero of its sign before rounding" if format.mantissa_bits else "no: no mantissa"
-    )
-    yield line("subnormals", "yes" if format.subnormals else flushed)
+    unsigned = {
+        Specials.FNUZ: "no infinity; all ones is NaN; the bias is one larger",
+        Specials.NUZ: "all ones is NaN, and the code below it infinity; the bias is one larger",
+    }
+    yield line("specials", (_SPECIALS if format.signed else {**_SPECIALS, **unsigned})[format.specials])
+    if format.p3109_name is not None:
+        yield line("P3109", f"{format.p3109_name}, in drafts of IEEE P3109")
+    flushed = "no: |x| < 2^e_min becomes a zero of its sign before rounding"
+    without = flushed if format.mantissa_bits and not format.subnormals else "no: no mantissa"
+    yield line("subnormals", "yes" if format.smallest_subnormal is not None else without)
     largest = decimal_text(Fraction(format.maximum))
     yield line("maximum", f"{largest if len(largest) < 50 else format.maximum} = {maximum_text(format)}")
     yield line("normal", f"{_both(Fraction(format.smallest_normal))}, the smallest")

@@ -5,7 +5,7 @@
   lowp formats e5m7
   lowp formats --layout fp32 fp16 bf16 flex16+5
 
-Any row of the list goes, and any spelled format: e5m7, e4m3b11fnuz, i6s, e4m3fn@e8m0/32.
+Any row of the list goes, and any spelled format: e5m7, e4m3b11fnuz, binary8p3se, i6s, e4m3fn@e8m0/32.
 Energy and area are estimates from Horowitz, ISSCC 2014 (45 nm); ~ marks those that are not in its table.
 """
 
@@ -29,6 +29,50 @@ NOTES = (
     "from Horowitz, ISSCC 2014 (45 nm), ~ marks those interpolated or extrapolated by that square. Shared scales count",
     "in smallest and maximum.",
 )
+
+SPELLINGS = """\
+## Spelled formats
+
+`eXmY` has a sign, X exponent bits (1 to 8) and Y mantissa bits; `ueXmY` has no sign. What follows says what is
+special:
+
+| suffix | infinity | NaN | -0 | bias |
+| --- | --- | --- | --- | --- |
+| none, `ieee` | top exponent, mantissa 0 | top exponent, any other mantissa | yes | 2^(X-1) - 1 |
+| `fn` | none | all ones | yes | 2^(X-1) - 1 |
+| `finite` | none | none | yes | 2^(X-1) - 1 |
+| `fnuz` | none | the code of -0; without a sign, all ones | no | 2^(X-1) |
+| `nuz` | the largest code of each sign (without a sign, one below NaN) | as `fnuz` | no | 2^(X-1) |
+
+`bN` before the suffix gives another bias, `ftz` after it takes the subnormals away: numbers below the smallest normal
+one are then zero before rounding. Without mantissa bits there are no subnormal numbers, and what lies below the
+smallest number is rounded to it or to zero (e8m0, which has no zero, takes its smallest).
+
+The formats of IEEE P3109 go by their names in its drafts: `binary8p3se` has 8 bits, a precision of 3 (the hidden bit
+included), a sign (`s`; `u` for none) and infinities (`e`, extended; `f`, finite). It is `e5m2nuz`; `binary8p3sf` is
+`e5m2fnuz`, and `binary8p8uf` is `ue1m7fnuz`. All widths that fp32 carries exactly are there; a name without a normal
+number, such as `binary2p1se`, is refused.
+
+## Roundings
+
+A cast is a format, then a rounding and what becomes of too large a number: `e4m3fn:stochastic:saturate`.
+
+| rounding | a number between two values becomes |
+| --- | --- |
+| `nearest-even` | the nearer; in a tie the one whose last bit is 0 |
+| `nearest-away` | the nearer; in a tie the larger magnitude |
+| `toward-zero` | the smaller magnitude |
+| `up`, `down` | the one toward +infinity, toward -infinity |
+| `to-odd` | the one whose last bit is 1: with two bits more than a later format it keeps that rounding right |
+| `stochastic` | the larger magnitude with a probability of the share of the way to it, in 160 bits: unbiased |
+| `stochastic-N` | the same with N random bits (1 to 32), the share cut to N bits: biased toward zero |
+| `stochastic-b-N` | the share rounded to N bits, half up |
+| `stochastic-c-N` | the share rounded to N bits, half to even |
+
+The last three are StochasticA, B and C of IEEE P3109. With N bits the mean of one number is off by less than 2^-N of
+the spacing (A, always toward zero) or at most half of that (B and C, either way). Over all numbers B and C are right
+on average; over those whose share has a few bits more than N, as after a widening from 16 bits, ties are frequent and
+only C is. `lowp explain` prints the bias of a number."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,6 +165,8 @@ def markdown(formats: list[Format]) -> str:
             *(note.replace("~", "`~`") for note in NOTES),
             "",
             f"Casts with a name of their own: {named}.",
+            "",
+            *SPELLINGS.splitlines(),
         ]
     )
 

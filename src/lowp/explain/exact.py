@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
+from math import floor
 
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.casts import parse as parse_cast
@@ -28,6 +29,7 @@ class Rule(str, Enum):
     TIE_TO_EVEN = "tie-to-even"  # exactly half: the neighbour whose last bit is 0
     TIE_AWAY = "tie-away"  # exactly half: the larger magnitude
     DIRECTED = "directed"  # toward zero, up or down: not nearness but the direction decides
+    TO_ODD = "to-odd"  # the neighbour whose last bit is 1
     STOCHASTIC = "stochastic"  # a random number decides
     FLUSHED = "flushed"  # below the smallest normal number of a format without subnormals
     TO_SMALLEST = "to-smallest"  # below the smallest number of a format that has no zero
@@ -123,8 +125,8 @@ def round_exact(
     """Round one exact number: the definition.
 
     `random` in [0, 1) is the random number of a stochastic cast: away from zero where its first N bits, as a number,
-    are below those of the part cut off (N the cast's random_bits, else 160). A stochastic cast that has to choose
-    without it raises ValueError, as does a format with a shared scale (`convert` takes one).
+    are below the part cut off, in N bits (N the cast's random_bits, else 160; see `share_away`). A stochastic cast that
+    has to choose without it raises ValueError, as does a format with a shared scale (`convert` takes one).
     """
     number, cast = Number.of(value), parse_cast(cast)
     if isinstance(cast.format, ScaledFormat):
@@ -136,10 +138,21 @@ def round_exact(
     return _round_float(number, cast, cast.format, random)
 
 
-def probability_away(rest: Fraction, random_bits: int | None) -> Fraction:
-    """With which probability a stochastic cast rounds away from zero: `rest`, cut to the random bits."""
-    steps = 1 << (random_bits or RANDOM_BITS)
-    return Fraction(int(rest * steps), steps)
+def share_away(rest: Fraction, cast: Cast) -> Fraction:
+    """With which probability a stochastic cast rounds away from zero: `rest`, brought to the random bits.
+
+    Cut to them (stochastic), rounded half up (stochastic-b) or half to even (stochastic-c).
+    Source: IEEE P3109, StochasticA, StochasticB and StochasticC.
+    """
+    steps = 1 << (cast.random_bits or RANDOM_BITS)
+    if cast.rounding is Rounding.STOCHASTIC_B:
+        return Fraction(floor(rest * steps + _HALF), steps)
+    return Fraction(round(rest * steps) if cast.rounding is Rounding.STOCHASTIC_C else floor(rest * steps), steps)
+
+
+def _is_below(random: Fraction, rest: Fraction, cast: Cast) -> bool:
+    steps = 1 << (cast.random_bits or RANDOM_BITS)
+    return Fraction(floor(random * steps), steps) < share_away(rest, cast)
 
 
 def _finish(start: Rounded, result: Number, rule: Rule, overflowed: bool = False) -> Rounded:
@@ -175,9 +188,10 @@ def _round_float(number: Number, cast: Cast, format: FloatFormat, random: Fracti
     divisor = magnitude.denominator << max(quantum_exponent, 0)
     kept, remainder = divmod(magnitude.numerator << max(-quantum_exponent, 0), divisor)
     rest = Fraction(remainder, divisor) if remainder else _ZERO
-    # without mantissa bits the last bit of a code is that of the exponent field; but in a format without zero (e8m0)
-    # a tie becomes the larger number, as in torch and ml_dtypes: its significand 1 counts as odd
-    last_bit = (kept if format.mantissa_bits or not format.has_zero else exponent + format.bias) & 1
+    # without mantissa bits the last bit of a code is that of the exponent field, and that of zero is even; but in a
+    # format without zero (e8m0) a tie becomes the larger number, as in torch and ml_dtypes: its significand 1 is odd
+    by_code = kept > 0 and format.mantissa_bits == 0 and format.has_zero
+    last_bit = (exponent + format.bias if by_code else kept) & 1
     away, rule = _choose(rest, last_bit, number.negative, cast, random)
     start = Rounded(number, cast, number, None, rule, exponent, quantum_exponent, kept, rest, away)
     rounded = times_power(kept + away, quantum_exponent)
@@ -187,12 +201,16 @@ def _round_float(number: Number, cast: Cast, format: FloatFormat, random: Fracti
 
 
 def _beyond(negative: bool, cast: Cast, format: FloatFormat, finite_allowed: bool = True) -> Number:
-    """What a number beyond the maximum becomes (IEEE 754-2019 section 7.4); an infinity allows no finite result."""
+    """What a number beyond the maximum becomes (IEEE 754-2019 section 7.4); an infinity allows no finite result.
+
+    To odd it is the maximum: only then is a second rounding right. (As in Berkeley SoftFloat and on ARM; drafts of
+    P3109 have the infinity.)
+    """
     largest = Number(Fraction(format.maximum), negative)
     if cast.overflow is Overflow.SATURATE:
         return largest
     inward = (
-        cast.rounding is Rounding.TOWARD_ZERO
+        cast.rounding in (Rounding.TOWARD_ZERO, Rounding.TO_ODD)
         or (cast.rounding is Rounding.UP and negative)
         or (cast.rounding is Rounding.DOWN and not negative)
     )
@@ -206,10 +224,12 @@ def _choose(rest: Fraction, last_bit: int, negative: bool, cast: Cast, random: F
     if rest == 0:
         return False, Rule.EXACT
     mode = cast.rounding
-    if mode is Rounding.STOCHASTIC:
+    if mode.is_stochastic:
         if random is None:
             raise InvalidInput(f"{cast} depends on a random number: give random, in [0, 1)")
-        return probability_away(random, cast.random_bits) < probability_away(rest, cast.random_bits), Rule.STOCHASTIC
+        return _is_below(random, rest, cast), Rule.STOCHASTIC
+    if mode is Rounding.TO_ODD:
+        return not last_bit, Rule.TO_ODD
     if mode in (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY):
         if rest != _HALF:
             return rest > _HALF, Rule.ABOVE_HALF if rest > _HALF else Rule.BELOW_HALF
@@ -241,11 +261,10 @@ def _round_binary(number: Number, cast: Cast, random: Fraction | None) -> tuple[
     """+1 or -1: by the sign (-0 counts as +), or, stochastic, +1 with the probability (x + 1) / 2."""
     positive = not number.negative or not (number.magnitude or number.special)
     within = number.is_finite and number.magnitude < 1
-    if cast.rounding is Rounding.STOCHASTIC and within:
+    if cast.is_stochastic and within:
         if random is None:
             raise InvalidInput(f"{cast} depends on a random number: give random, in [0, 1)")
-        chance = probability_away((number.value + 1) / 2, cast.random_bits)
-        return Number.of(1 if probability_away(random, cast.random_bits) < chance else -1), Rule.STOCHASTIC
+        return Number.of(1 if _is_below(random, (number.value + 1) / 2, cast) else -1), Rule.STOCHASTIC
     return Number.of(1 if positive else -1), Rule.SIGN
 
 
@@ -268,8 +287,6 @@ def outcomes(
     first, second = round_exact(number, cast, lowest), round_exact(number, cast, highest)
     if first == second:
         return (Outcome(Fraction(1), first),)
-    share = probability_away(
-        first.rest if first.quantum_exponent is not None else (number.value + 1) / 2, cast.random_bits
-    )
+    share = share_away(first.rest if first.quantum_exponent is not None else (number.value + 1) / 2, cast)
     both = (Outcome(share, first), Outcome(1 - share, second))
     return tuple(sorted(both, key=lambda outcome: -outcome.probability))

@@ -73,7 +73,21 @@ def _conversion_lines(conversion: Conversion) -> Iterator[str]:
         yield line("chance", f"{brief(outcome.probability, 6)}: {outcome.rounded.result}   {bits}")
     if len(conversion.outcomes) > 1:
         yield line("", "the result above is the likelier; --random 0.25 decides with that random number")
+        yield from _mean_lines(conversion)
     yield from _twice_lines(conversion)
+
+
+def _mean_lines(conversion: Conversion) -> Iterator[str]:
+    """How far the mean of the results lies off, where the random bits do not hold the probability."""
+    bits, rounded = conversion.cast.random_bits, conversion.rounded
+    finite = all(outcome.rounded.result.is_finite for outcome in conversion.outcomes)
+    if bits is None or not finite or any(outcome.rounded.overflowed for outcome in conversion.outcomes):
+        return
+    mean = sum(outcome.probability * outcome.rounded.result.value for outcome in conversion.outcomes)
+    bias, exponent = mean - rounded.given.value, rounded.ulp_exponent
+    if bias and exponent is not None:
+        share = brief(bias / Fraction(2) ** exponent)
+        yield line("mean", f"{share} ulp off the number: the cut part is no number of {bits} bit{'s' * (bits != 1)}")
 
 
 def _power_words(number: Number) -> str:

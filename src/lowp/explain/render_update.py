@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from lowp.casts import Rounding
+from lowp.casts import Cast, Rounding
 from lowp.explain.exact import Rounded
 from lowp.explain.numbers import Number
 from lowp.explain.text import bits_text, brief, decimal_text, floor_log2, line, power_text
@@ -19,6 +19,7 @@ _VERDICTS = {
     Verdict.UNDERFLOW: "LOST before it is added: the gradient is too small for the format and becomes zero",
     Verdict.NONE: "nothing to lose: the update is zero",
     Verdict.CHANCE: "KEPT ON AVERAGE: below one ulp, stochastic rounding moves the weight by a whole ulp or not",
+    Verdict.BIASED: "BIASED: on average the weight moves by another size than the update",
 }
 
 
@@ -40,12 +41,38 @@ def _lines(update: WeightUpdate) -> Iterator[str]:
     if update.first is not None:
         yield line("", f"rounded to {update.first.result}   {bits_text(update.first.code, update.first.format)}")
     yield line("verdict", _VERDICTS[update.verdict] + _moved(update))
+    yield from _bias_lines(update)
     yield from _threshold_lines(update)
     yield f"after {update.steps} step{'s' * (update.steps > 1)}"
     for trajectory in (update.trajectory, update.fp32):
         if trajectory is not None:
             yield from _trajectory_lines(trajectory, update.steps)
-    yield line("stochastic", f"{decimal_text(update.expected)} expected: unbiased, whatever the format")
+    if update.expected is None:
+        yield line("stochastic", f"beyond the largest number, {decimal_text(_largest(update))}: there is no mean")
+    else:
+        yield line("stochastic", f"{decimal_text(update.expected)} expected: unbiased, whatever the format")
+
+
+def _largest(update: WeightUpdate) -> Fraction:
+    return Fraction(update.cast.element.maximum)
+
+
+def _bias_lines(update: WeightUpdate) -> Iterator[str]:
+    """What the random bits of a cast with a limited number of them leave out, on average."""
+    bias, spacing = update.bias, update.threshold.spacing if update.threshold else None
+    if bias is None or spacing is None or update.cast.random_bits is None:
+        return
+    if bias == 0:
+        yield line("bias", f"none: the share of the spacing is a number of {_bits(update)}")
+    else:
+        yield line(
+            "bias", f"{brief(bias / spacing)} ulp a step: the share of the spacing is no number of {_bits(update)}"
+        )
+
+
+def _bits(update: WeightUpdate) -> str:
+    count = update.cast.random_bits
+    return f"{count} random bits" if count != 1 else "a single random bit"
 
 
 def _operand_lines(name: str, operand: Rounded) -> Iterator[str]:
@@ -79,6 +106,9 @@ def _relative(relative: Fraction | None) -> str:
 
 
 def _moved(update: WeightUpdate) -> str:
+    if update.verdict is Verdict.OVERFLOW and len(update.outcomes) > 1:
+        over = sum(outcome.probability for outcome in update.outcomes if outcome.rounded.overflowed)
+        return f", with a probability of {brief(Fraction(over))}"
     if update.first is None or update.verdict not in (Verdict.DISTORTED, Verdict.KEPT):
         return ""
     moved = update.first.result.value - update.weight.result.value
@@ -93,7 +123,7 @@ def _threshold_lines(update: WeightUpdate) -> Iterator[str]:
         yield line("counts", "at no size: the weight is the largest number, and sums saturate")
         return
     if update.cast.is_stochastic:
-        yield line("counts", "at every size, with a probability of update / spacing")
+        yield line("counts", _probability_words(update.cast))
         return
     weight = update.weight.result.magnitude
     share = f" = {brief(threshold.size / weight)} of the weight" if weight and threshold.size else ""
@@ -111,6 +141,18 @@ def _threshold_lines(update: WeightUpdate) -> Iterator[str]:
     if update.learning_rate:
         needed = threshold.size / abs(update.learning_rate)
         yield line("", f"that is a gradient {how} {brief(needed, 6)}")
+
+
+def _probability_words(cast: Cast) -> str:
+    if cast.random_bits is None:
+        return "at every size, with a probability of update / spacing"
+    how, places, brought = {
+        Rounding.STOCHASTIC: ("from", cast.random_bits, "cut"),
+        Rounding.STOCHASTIC_B: ("from", cast.random_bits + 1, "rounded half up"),
+        Rounding.STOCHASTIC_C: ("above", cast.random_bits + 1, "rounded half to even"),
+    }[cast.rounding]
+    bits = f"{cast.random_bits} bit{'s' * (cast.random_bits != 1)}"
+    return f"{how} 2^-{places} of the spacing, with a probability of update / spacing, {brought} to {bits}"
 
 
 def _trajectory_lines(trajectory: Trajectory, steps: int) -> Iterator[str]:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from lowp.casts import Cast, Rounding
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput
-from lowp.explain.exact import Rounded, probability_away, round_exact
+from lowp.explain.exact import Outcome, Rounded, outcomes, round_exact, share_away
 from lowp.explain.numbers import Number, parse_number
 from lowp.explain.text import floor_log2
 from lowp.formats import FloatFormat, Format
@@ -27,6 +27,7 @@ class Verdict(str, Enum):
     UNDERFLOW = "underflow"  # the gradient is not zero, and becomes zero in the format
     NONE = "none"  # the update is zero
     CHANCE = "chance"  # stochastic rounding: below one ulp, right on average
+    BIASED = "biased"  # stochastic rounding: N random bits do not hold the share, so it is not right on average
 
     def __str__(self) -> str:
         return self.value
@@ -64,7 +65,8 @@ class WeightUpdate:
 
     `step` is the exact signed update: +gradient, or -gradient, or -learning_rate * gradient. `spacing_ratio` is
     |step| in units of the spacing that the step meets; `threshold` None means that no size in this direction moves it.
-    `expected` is the mean after all steps under stochastic rounding, exact while the weight stays clear of the maximum.
+    `outcomes` are what a stochastic cast makes of the sum. `expected` is the mean after all steps under stochastic
+    rounding with random bits without limit; None where that is beyond the largest number.
     """
 
     cast: Cast
@@ -79,7 +81,8 @@ class WeightUpdate:
     threshold: Threshold | None
     trajectory: Trajectory | None
     fp32: Trajectory
-    expected: Fraction
+    expected: Fraction | None
+    outcomes: tuple[Outcome, ...] = ()
 
     @property
     def spacing_ratio(self) -> Fraction | None:
@@ -96,7 +99,26 @@ class WeightUpdate:
         """With which probability stochastic rounding moves the weight by the larger of its two choices."""
         total = Number.of(self.weight.result.value + self.step)
         away = round_exact(total, self.cast.with_rounding(Rounding.TOWARD_ZERO))
-        return probability_away(away.rest, self.cast.random_bits) if away.quantum_exponent is not None else None
+        if away.quantum_exponent is None:
+            return None
+        return share_away(away.rest, self.cast if self.cast.is_stochastic else _stochastic(self.cast))
+
+    @property
+    def bias(self) -> Fraction | None:
+        """Mean of a stochastic cast's results less the exact sum; None where one is not finite, or without chance."""
+        return _bias(self.outcomes, self.weight.result.value + self.step) if self.outcomes else None
+
+
+def _stochastic(cast: Cast) -> Cast:
+    return cast.with_rounding(Rounding.STOCHASTIC)
+
+
+def _bias(results: tuple[Outcome, ...], total: Fraction) -> Fraction | None:
+    if not all(outcome.rounded.result.is_finite for outcome in results):
+        return None
+    bias = sum((outcome.probability * outcome.rounded.result.value for outcome in results), -total)
+    limited = any(outcome.rounded.cast.random_bits for outcome in results) or len(results) == 1
+    return bias if limited else Fraction(0)  # else it is that of a probability of 160 bits
 
 
 def weight_update(
@@ -130,12 +152,15 @@ def weight_update(
     # the direction that was meant, also where the gradient has become zero
     upward = slope.given.negative == (sign * factor < 0)
     fp32 = _walk(round_exact(current, "fp32").result, step, parse_cast("fp32"), steps)
-    expected = current.value + steps * step
+    expected: Fraction | None = current.value + steps * step
+    if abs(current.value + steps * step) > Fraction(cast.format.maximum):
+        expected = None
     if cast.is_stochastic:
         threshold = _threshold(current, upward, cast.with_rounding(Rounding.NEAREST_EVEN))
-        verdict = _verdict(None, slope, current, step, threshold)
+        both = outcomes(_sum(current, step), cast)
+        verdict = _verdict_of_chance(both, slope, current, step, threshold)
         return WeightUpdate(
-            cast, start, slope, learning_rate, step, upward, steps, None, verdict, threshold, None, fp32, expected
+            cast, start, slope, learning_rate, step, upward, steps, None, verdict, threshold, None, fp32, expected, both
         )
     threshold = _threshold(current, upward, cast)
     first = round_exact(_sum(current, step), cast)
@@ -158,14 +183,30 @@ def _sum(current: Number, step: Fraction) -> Number:
     return current if step == 0 else Number.of(current.value + step)
 
 
-def _verdict(
-    first: Rounded | None, gradient: Rounded, current: Number, step: Fraction, threshold: Threshold | None
+def _verdict_of_zero(gradient: Rounded) -> Verdict:
+    return Verdict.UNDERFLOW if gradient.given.magnitude and not gradient.result.magnitude else Verdict.NONE
+
+
+def _verdict_of_chance(
+    results: tuple[Outcome, ...], gradient: Rounded, current: Number, step: Fraction, threshold: Threshold | None
 ) -> Verdict:
     if step == 0:
-        return Verdict.UNDERFLOW if gradient.given.magnitude and not gradient.result.magnitude else Verdict.NONE
+        return _verdict_of_zero(gradient)
+    if any(outcome.rounded.overflowed for outcome in results):
+        return Verdict.OVERFLOW
+    if all(_same(outcome.rounded.result, current) for outcome in results):
+        return Verdict.LOST
+    if _bias(results, current.value + step):
+        return Verdict.BIASED
+    return Verdict.CHANCE if threshold is not None and abs(step) < threshold.spacing else Verdict.KEPT
+
+
+def _verdict(
+    first: Rounded, gradient: Rounded, current: Number, step: Fraction, threshold: Threshold | None
+) -> Verdict:
+    if step == 0:
+        return _verdict_of_zero(gradient)
     below_one_ulp = threshold is not None and abs(step) < threshold.spacing
-    if first is None:
-        return Verdict.CHANCE if below_one_ulp else Verdict.KEPT
     if _same(first.result, current):
         return Verdict.LOST
     if not first.result.is_finite:

@@ -25,6 +25,7 @@ def rule_words(rounded: Rounded) -> str:
         Rule.TIE_TO_EVEN: f"exactly half a unit, a tie: {_even_words(rounded)}: {step}",
         Rule.TIE_AWAY: f"exactly half a unit, a tie: away from zero: {step}",
         Rule.DIRECTED: f"{part}; {mode} decides: {step}",
+        Rule.TO_ODD: f"{part}; to the neighbour whose last bit is 1: {step}",
         Rule.STOCHASTIC: f"{part}; the random number decides: {step}",
         Rule.FLUSHED: f"{rounded.format} has no subnormals: below the smallest normal number zero, before rounding",
         Rule.TO_SMALLEST: f"{rounded.format} has no zero: below its smallest number it is that number",

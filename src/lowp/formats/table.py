@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.formats.types import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope, Specials
@@ -73,7 +74,8 @@ _WIDTHS = {
     **dict.fromkeys(("fp4", "float4"), "e2m1, mxfp4, nvfp4"),
 }
 
-_FLOAT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(ieee|fnuz|fn|finite)?(ftz)?")
+_FLOAT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(ieee|fnuz|fn|finite|nuz)?(ftz)?")
+_P3109 = re.compile(r"binary(\d+)p(\d+)([su])([ef])")
 _INT = re.compile(r"i(\d+)(s?)")
 _POWER = re.compile(r"2\^(-?\d+)\.\.(-?\d+)")
 
@@ -81,11 +83,13 @@ _POWER = re.compile(r"2\^(-?\d+)\.\.(-?\d+)")
 def parse(text: str | Format) -> Format:
     """A format by name (``fp16``), or spelled out.
 
-    Floating point: ``eXmY``, then optionally ``bN`` (bias), one of ``fn fnuz finite`` (specials; IEEE without), ``ftz``
-    (no subnormals): ``e5m7``, ``e4m3b11fnuz``, ``e8m7ftz``. X is 2 to 8, the width at most 19 bits, the range inside
-    that of fp32, which carries the values. Integers without a scale: ``iN``, ``iNs`` (symmetric). Shared scale:
-    ``ELEMENT@SCALE/SCOPE``, with SCALE a float format or ``2^-31..0`` and SCOPE ``tensor``, ``row``, ``channel`` or a
-    block's length; ``/affine`` adds a zero point: ``e4m3fn@e8m0/32``, ``i8s@fp32/row``, ``i8@fp32/tensor/affine``.
+    Floating point: ``eXmY`` (``ueXmY`` without a sign), then optionally ``bN`` (bias), one of ``fn fnuz nuz finite``
+    (specials; IEEE without), ``ftz`` (no subnormals): ``e5m7``, ``e4m3b11fnuz``, ``e8m7ftz``. X is 1 to 8, the width at
+    most 19 bits, the range inside that of fp32, which carries the values. IEEE P3109 by its own names: ``binary8p3se``
+    (width, precision, signed or unsigned, extended or finite) is ``e5m2nuz``. Integers without a scale: ``iN``, ``iNs``
+    (symmetric). Shared scale: ``ELEMENT@SCALE/SCOPE``, with SCALE a float format or ``2^-31..0`` and SCOPE ``tensor``,
+    ``row``, ``channel`` or a block's length; ``/affine`` adds a zero point: ``e4m3fn@e8m0/32``, ``i8s@fp32/row``,
+    ``i8@fp32/tensor/affine``.
 
     Raises ValueError with the near names for any other text, TypeError for what is neither text nor a format.
     """
@@ -101,6 +105,8 @@ def parse(text: str | Format) -> Format:
         return _parse_scaled(name)
     if match := _FLOAT.fullmatch(name):
         return _parse_float(name, match)
+    if match := _P3109.fullmatch(name):
+        return _parse_p3109(name, match)
     if match := _INT.fullmatch(name):
         return IntFormat(name, int(match[1]), bool(match[2]))
     if name in _WIDTHS:
@@ -116,9 +122,9 @@ def parse(text: str | Format) -> Format:
 def _parse_float(name: str, match: re.Match[str]) -> FloatFormat:
     unsigned, exponent, mantissa, bias, specials, flush = match.groups()
     exponent_bits, mantissa_bits = int(exponent), int(mantissa)
-    if not 2 <= exponent_bits <= 8 or exponent_bits + mantissa_bits + (not unsigned) > 19:
+    if not 1 <= exponent_bits <= 8 or exponent_bits + mantissa_bits + (not unsigned) > 19:
         raise InvalidInput(
-            f"{name} is not possible: eXmY takes 2 to 8 exponent bits and at most 19 bits with the sign "
+            f"{name} is not possible: eXmY takes 1 to 8 exponent bits and at most 19 bits with the sign "
             "(fp32 and fp64 go by name); for example e5m7, e8m10, e3m2finite"
         )
     row = FloatFormat(name, exponent_bits, mantissa_bits, Specials(specials or "ieee"), 0, not flush, not unsigned)
@@ -132,6 +138,22 @@ def _parse_float(name: str, match: re.Match[str]) -> FloatFormat:
             "give fewer exponent bits, another bias (bN), or no suffix"
         )
     return row
+
+
+def _parse_p3109(name: str, match: re.Match[str]) -> FloatFormat:
+    """Read a name of IEEE P3109's formats: the precision counts the hidden bit, the exponent takes what is left."""
+    width, precision, signed = int(match[1]), int(match[2]), match[3] == "s"
+    exponent_bits = width - signed - (precision - 1)
+    if precision < 1 or exponent_bits < 1:
+        raise InvalidInput(
+            f"{name} is not possible: P3109's binaryKpP takes a precision P from 1 to K (unsigned) or K - 1 (signed), "
+            "for example binary8p3se"
+        )
+    specials = Specials.NUZ if match[4] == "e" else Specials.FNUZ
+    spelled = f"{'' if signed else 'u'}e{exponent_bits}m{precision - 1}{specials}"
+    found = parse(spelled)
+    assert isinstance(found, FloatFormat)
+    return replace(found, name=name)
 
 
 def _parse_scaled(name: str) -> ScaledFormat:

@@ -19,8 +19,9 @@ class Specials(str, Enum):
 
     IEEE = "ieee"  # the top exponent holds infinity (mantissa zero) and NaN
     FN = "fn"  # no infinity; the code of all ones is NaN (OCP e4m3fn, e8m0)
-    FNUZ = "fnuz"  # no infinity, no minus zero: its code is the one NaN; the bias is one larger
+    FNUZ = "fnuz"  # no infinity, no minus zero: its code is the one NaN; the bias is one larger (IEEE P3109, finite)
     FINITE = "finite"  # every code is a number (OCP MX element types)
+    NUZ = "nuz"  # as fnuz, and the largest code of each sign is an infinity (IEEE P3109, extended)
 
     def __str__(self) -> str:
         return self.value
@@ -32,6 +33,8 @@ class FloatFormat:
 
     The name does not take part in comparison: two rows with the same numbers are the same format.
     `subnormals=False` means that |x| < 2**min_exponent becomes a zero of the same sign BEFORE rounding, in every mode.
+    With subnormals such numbers are rounded like all others; a format without mantissa bits then has zero and
+    2**min_exponent to round them to. An unsigned format without minus zero (fnuz, nuz) has its NaN at the largest code.
     """
 
     name: str = field(compare=False)
@@ -44,20 +47,23 @@ class FloatFormat:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "specials", Specials(self.specials))
-        if self.mantissa_bits == 0:  # no mantissa, no subnormal: one spelling of the same format
+        if not self.has_zero:  # everything below the smallest number becomes that number
             object.__setattr__(self, "subnormals", False)
-        if not 2 <= self.exponent_bits <= 11 or not 0 <= self.mantissa_bits <= 52:
+        if not 1 <= self.exponent_bits <= 11 or not 0 <= self.mantissa_bits <= 52:
             raise InvalidInput(
                 f"{self.name}: {self.exponent_bits} exponent and {self.mantissa_bits} mantissa bits are not possible: "
-                "give 2 to 11 exponent bits and 0 to 52 mantissa bits, for example e5m10"
+                "give 1 to 11 exponent bits and 0 to 52 mantissa bits, for example e5m10"
             )
         if self.specials is Specials.IEEE and self.mantissa_bits == 0:
             raise InvalidInput(
                 f"{self.name}: with no mantissa bit an infinity and a NaN would share one code: "
-                "add a mantissa bit (e5m1) or say what is special (e5m0fn, e5m0finite)"
+                "add a mantissa bit (e5m1) or say what is special (e5m0fn, e5m0nuz, e5m0finite)"
             )
-        if not self.signed and self.specials is Specials.FNUZ:
-            raise InvalidInput(f"{self.name}: fnuz puts NaN on minus zero's code, so the format must be signed")
+        if self._largest_code < 1 << self.mantissa_bits and self.has_zero:
+            raise InvalidInput(
+                f"{self.name}: its special codes leave no normal number: give another exponent bit, or fewer specials "
+                "(e1m6fnuz, e1m6finite)"
+            )
         if self.max_exponent > 1023 or self.min_exponent - self.mantissa_bits < -1074:
             raise InvalidInput(
                 f"{self.name}: its range 2**{self.min_exponent - self.mantissa_bits} .. 2**{self.max_exponent} lies "
@@ -78,7 +84,7 @@ class FloatFormat:
     @property
     def bias(self) -> int:
         """What is subtracted from the exponent field of a normal number."""
-        return (1 << (self.exponent_bits - 1)) - 1 + (self.specials is Specials.FNUZ) + self.bias_offset
+        return (1 << (self.exponent_bits - 1)) - 1 + self._unsigned_zero + self.bias_offset
 
     @property
     def precision(self) -> int:
@@ -88,12 +94,12 @@ class FloatFormat:
     @property
     def has_zero(self) -> bool:
         """False for the scale format e8m0, whose code 0 is its smallest power of two."""
-        return self.signed or self.mantissa_bits > 0
+        return self.signed or self.mantissa_bits > 0 or self._unsigned_zero
 
     @property
     def has_infinity(self) -> bool:
         """Whether an infinity has a code."""
-        return self.specials is Specials.IEEE
+        return self.specials in (Specials.IEEE, Specials.NUZ)
 
     @property
     def has_nan(self) -> bool:
@@ -103,15 +109,40 @@ class FloatFormat:
     @property
     def has_minus_zero(self) -> bool:
         """Whether -0 has a code of its own."""
-        return self.signed and self.specials is not Specials.FNUZ
+        return self.signed and not self._unsigned_zero
+
+    @property
+    def infinity_code(self) -> int | None:
+        """The code of +infinity, None where the format has none. Codes of NaN are larger, or that of minus zero."""
+        if self.specials is Specials.IEEE:
+            return self._all_ones - ((1 << self.mantissa_bits) - 1)
+        return self._all_ones - (not self.signed) if self.specials is Specials.NUZ else None
+
+    @property
+    def nan_code(self) -> int | None:
+        """The code of the positive quiet NaN, None where the format has none."""
+        if self.specials is Specials.IEEE:
+            return self._all_ones - ((1 << self.mantissa_bits) - 1) + (1 << (self.mantissa_bits - 1))
+        if self.signed and self._unsigned_zero:
+            return 1 << (self.bits - 1)
+        return self._all_ones if self.has_nan else None
+
+    @property
+    def _unsigned_zero(self) -> bool:
+        return self.specials in (Specials.FNUZ, Specials.NUZ)
+
+    @property
+    def _largest_code(self) -> int:
+        """The code of the largest finite value."""
+        if self.infinity_code is not None:
+            return self.infinity_code - 1
+        return self._all_ones - (self.nan_code == self._all_ones)
 
     # -- limits ---------------------------------------------------------------------------------------------------
     @property
     def max_exponent(self) -> int:
         """floor(log2(maximum))."""
-        top = (1 << self.exponent_bits) - 1
-        top_is_special = self.specials is Specials.IEEE or (self.specials is Specials.FN and self.mantissa_bits == 0)
-        return top - top_is_special - self.bias
+        return (self._largest_code >> self.mantissa_bits) - self.bias
 
     @property
     def min_exponent(self) -> int:
@@ -121,9 +152,8 @@ class FloatFormat:
     @cached_property
     def maximum(self) -> float:
         """Largest finite value (exact: every format here lies inside fp64)."""
-        lost_to_nan = self.specials is Specials.FN and self.mantissa_bits > 0
-        significand = (1 << self.precision) - 1 - lost_to_nan
-        return ldexp(significand, self.max_exponent - self.mantissa_bits)
+        hidden = 1 << self.mantissa_bits
+        return ldexp(hidden | (self._largest_code & (hidden - 1)), self.max_exponent - self.mantissa_bits)
 
     @property
     def minimum(self) -> float:
@@ -140,7 +170,8 @@ class FloatFormat:
     @property
     def smallest_subnormal(self) -> float | None:
         """Smallest positive number below the normals, or None where the format has none."""
-        return ldexp(1.0, self.min_exponent - self.mantissa_bits) if self.subnormals else None
+        has_some = self.subnormals and self.mantissa_bits > 0
+        return ldexp(1.0, self.min_exponent - self.mantissa_bits) if has_some else None
 
     @property
     def smallest(self) -> float:
@@ -196,12 +227,11 @@ class FloatFormat:
     def decode(self, code: int) -> float:
         """The value of a bit pattern. Exact; codes that a format without subnormals does not use read as zero."""
         sign, exponent, mantissa = self.fields(code)
-        top = (1 << self.exponent_bits) - 1
-        if self.specials is Specials.IEEE and exponent == top:
-            magnitude = nan if mantissa else inf
-        elif (self.specials is Specials.FN and code & ~(int(self.signed) << (self.bits - 1)) == self._all_ones) or (
-            self.specials is Specials.FNUZ and code == 1 << (self.bits - 1)
-        ):
+        if code == self.nan_code and not self.has_minus_zero:
+            return nan
+        if self.infinity_code is not None and code & self._all_ones >= self.infinity_code:
+            magnitude = inf if code & self._all_ones == self.infinity_code else nan
+        elif self.specials is Specials.FN and code & self._all_ones == self._all_ones:
             magnitude = nan
         elif exponent == 0 and self.has_zero:
             magnitude = ldexp(mantissa, self.min_exponent - self.mantissa_bits) if self.subnormals else 0.0
@@ -214,18 +244,15 @@ class FloatFormat:
 
         Raises ValueError where `value` is not a value of the format (round it first: `lowp.quantize`).
         """
+        infinity, quiet_nan = self.infinity_code, self.nan_code
         if isnan(value):
-            if not self.has_nan:
+            if quiet_nan is None:
                 raise InvalidInput(f"{self} has no code for NaN")
-            if self.specials is Specials.FNUZ:
-                return 1 << (self.bits - 1)
-            if self.specials is Specials.FN:
-                return self._all_ones
-            return self._infinity_code | (1 << (self.mantissa_bits - 1))
+            return quiet_nan
         negative = value < 0 or (value == 0 and str(value)[0] == "-" and self.has_minus_zero)
         sign = int(negative) << (self.bits - 1)
-        if isinf(value) and self.has_infinity and (self.signed or not negative):
-            return sign | self._infinity_code
+        if isinf(value) and infinity is not None and (self.signed or not negative):
+            return sign | infinity
         if isfinite(value) and (self.signed or not negative):
             code = sign | self._magnitude_code(abs(value))
             if self.decode(code) == value:
@@ -235,10 +262,6 @@ class FloatFormat:
     @property
     def _all_ones(self) -> int:
         return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
-
-    @property
-    def _infinity_code(self) -> int:
-        return ((1 << self.exponent_bits) - 1) << self.mantissa_bits
 
     def _magnitude_code(self, magnitude: float) -> int:
         if magnitude == 0 or magnitude > self.maximum:
@@ -258,10 +281,18 @@ class FloatFormat:
         """The format spelled out, such as ``e5m10`` or ``e8m7ftz``: what `parse` reads whatever the name is."""
         offset = f"b{self.bias}" if self.bias_offset else ""
         specials = "" if self.specials is Specials.IEEE else self.specials.value
-        flush = "ftz" if not self.subnormals and self.mantissa_bits else ""
+        flush = "ftz" if not self.subnormals and self.has_zero else ""
         layout = ("" if self.signed else "u") + f"e{self.exponent_bits}m{self.mantissa_bits}{offset}"
         named = FORMATS.get(layout + specials + flush, self)
         return layout + (specials if named == self else "ieee") + flush  # e2m1 alone is the row without specials
+
+    @property
+    def p3109_name(self) -> str | None:
+        """The name in drafts of IEEE P3109, such as ``binary8p3se``; None for a format that these do not have."""
+        if not self._unsigned_zero or self.bias_offset or not self.subnormals:
+            return None
+        domain = "e" if self.has_infinity else "f"
+        return f"binary{self.bits}p{self.precision}{'s' if self.signed else 'u'}{domain}"
 
     def __str__(self) -> str:
         return self.name if FORMATS.get(self.name) == self else self.spelling

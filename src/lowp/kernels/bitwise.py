@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Overflow, Rounding
-from lowp.formats import FloatFormat, IntFormat, Specials
+from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import philox
 from lowp.kernels.floats import (
     CARRIERS,
@@ -27,7 +27,7 @@ from lowp.kernels.floats import (
     widen16,
     with_sign,
 )
-from lowp.kernels.reference import ties_by_code
+from lowp.kernels.reference import INWARD, ties_by_code
 
 
 class Parameters(NamedTuple):
@@ -112,18 +112,23 @@ def decoded(codes: Tensor, format: FloatFormat | IntFormat, dtype: torch.dtype) 
     significand = torch.where((field == 0) & format.has_zero & (not format.subnormals), 0, mantissa | hidden)
     exponent = (field - format.bias).clamp(min=format.min_exponent) - format.mantissa_bits
     value = from_integer_parts(significand, exponent)
-    top = (1 << format.exponent_bits) - 1
-    if format.specials is Specials.IEEE:
-        special = torch.where(mantissa == 0, torch.inf, torch.nan).to(torch.float64)
-        value = torch.where(field == top, special, value)
-    elif format.specials is Specials.FN:
-        all_ones = (field == top) & (mantissa == (1 << format.mantissa_bits) - 1)
-        value = torch.where(all_ones, torch.nan, value)
-    elif format.specials is Specials.FNUZ:
-        is_nan = negative & (field == 0) & (mantissa == 0)
-        value, negative = torch.where(is_nan, torch.nan, value), negative & ~is_nan
+    value = _specials_decoded(value, code, format)
+    negative = negative & ~(value.isnan() & (not format.has_minus_zero))
     _, magnitude = sign_and_magnitude(value)
     return narrow(with_sign(magnitude, negative, torch.float64), dtype)
+
+
+def _specials_decoded(value: Tensor, code: Tensor, format: FloatFormat) -> Tensor:
+    """Return the values with infinities, without their sign, and NaNs in the place of their codes."""
+    infinity, nan, all_ones = format.infinity_code, format.nan_code, (1 << (format.bits - format.signed)) - 1
+    if infinity is not None:
+        value = torch.where(code & all_ones == infinity, torch.inf, value)
+        value = torch.where(code & all_ones > infinity, torch.nan, value)
+    elif nan == all_ones:
+        value = torch.where(code & all_ones == nan, torch.nan, value)
+    if nan is not None and nan > all_ones:  # the code of minus zero
+        value = torch.where(code & (nan | all_ones) == nan, torch.nan, value)
+    return value
 
 
 @functools.lru_cache(maxsize=1024)
@@ -229,12 +234,14 @@ def _away(
         return inexact & ~negative
     if mode is Rounding.DOWN:
         return inexact & negative
-    if mode is Rounding.STOCHASTIC:
+    if mode.is_stochastic:
         return _drawn(rest.to(torch.int64), shift.to(torch.int64), cast, seed)
     half = (torch.ones_like(rest) << places) >> 1
     if mode is Rounding.NEAREST_AWAY:
         return inexact & (rest >= half)
-    odd = (lower if p.parity_offset is None else field + p.parity_offset) & 1
+    odd = (lower if p.parity_offset is None else torch.where(lower == 0, 0, field + p.parity_offset)) & 1
+    if mode is Rounding.TO_ODD:
+        return inexact & (odd == 0)
     return inexact & (rest + odd > half)
 
 
@@ -242,8 +249,24 @@ def _drawn(rest: Tensor, shift: Tensor, cast: Cast, seed: int | Tensor) -> Tenso
     """Return whether a uniform number is below rest / 2**shift, compared over 160 (or N) bits."""
     if cast.random_bits is None:
         return _is_below([_digit(rest, shift, place) for place in range(5)], rest, seed)
-    first = philox.words(rest, seed) >> (32 - cast.random_bits)
-    return first < _digit(rest, shift, 0) >> (32 - cast.random_bits)
+    more = (rest & ((torch.ones_like(rest) << (shift - 64).clamp(0, 62)) - 1)) != 0
+    return _is_below_units([_digit(rest, shift, place) for place in range(2)], more, cast, seed)
+
+
+def _is_below_units(digits: list[Tensor], more: Tensor, cast: Cast, seed: int | Tensor) -> Tensor:
+    """Return whether the first N bits of the uniform number are below these two digits, which `more` follows.
+
+    The fraction is cut to N bits, or rounded to them: half up, or half to even (IEEE P3109, StochasticA, B and C).
+    """
+    assert cast.random_bits is not None
+    cut = 32 - cast.random_bits
+    units, rest = digits[0] >> cut, (digits[0] & ((1 << cut) - 1)) << 32 | digits[1]
+    half = 1 << (cut + 31)
+    if cast.rounding is Rounding.STOCHASTIC_B:
+        units = units + (rest >= half)
+    elif cast.rounding is Rounding.STOCHASTIC_C:
+        units = units + ((rest > half) | ((rest == half) & (more | (units & 1 == 1))))
+    return philox.words(more, seed) >> cut < units
 
 
 def _is_below(digits: list[Tensor], like: Tensor, seed: int | Tensor) -> Tensor:
@@ -280,7 +303,7 @@ def _overflow(rounded: Tensor, magnitude: Tensor, negative: Tensor, cast: Cast, 
     if cast.overflow is Overflow.SATURATE:
         return torch.where(rounded > largest, largest, rounded)  # infinity, too
     beyond = p.carrier.infinity if cast.overflow is Overflow.INFINITY else p.carrier.nan
-    if cast.rounding is Rounding.TOWARD_ZERO:
+    if cast.rounding in INWARD:
         replaced: Tensor | int = largest
     elif cast.rounding in (Rounding.UP, Rounding.DOWN):
         outward = negative if cast.rounding is Rounding.DOWN else ~negative
@@ -312,7 +335,8 @@ def _drawn_binary(x: Tensor, minus: Tensor, cast: Cast, seed: int | Tensor) -> T
     shift = (1 - exponent).clamp(min=1)  # |x| / 2 = significand / 2**shift
     digits = [_digit(significand, shift, place) for place in range(5)]
     beyond = (shift - 160).clamp(0, 62)
-    borrow = ((significand & ((torch.ones_like(significand) << beyond) - 1)) != 0).to(torch.int64)
+    more = (significand & ((torch.ones_like(significand) << beyond) - 1)) != 0
+    borrow = more.to(torch.int64)
     for place in reversed(range(5)):
         difference = (1 << 31 if place == 0 else 0) - digits[place] - borrow
         borrow = (difference < 0).to(torch.int64)
@@ -320,7 +344,7 @@ def _drawn_binary(x: Tensor, minus: Tensor, cast: Cast, seed: int | Tensor) -> T
         digits[place] = torch.where(minus, difference & philox.MASK, sum_ & philox.MASK)
     if cast.random_bits is None:
         return _is_below(digits, x, seed)
-    return philox.words(x, seed) >> (32 - cast.random_bits) < digits[0] >> (32 - cast.random_bits)
+    return _is_below_units(digits[:2], more | ((digits[2] | digits[3] | digits[4]) != 0), cast, seed)
 
 
 def _codes(rounded: Tensor, is_nan: Tensor, format: FloatFormat) -> Tensor:
@@ -332,16 +356,14 @@ def _codes(rounded: Tensor, is_nan: Tensor, format: FloatFormat) -> Tensor:
     subnormal = significand >> (format.min_exponent - format.mantissa_bits - exponent).clamp(0, 63)
     is_normal = magnitude >= CARRIERS[torch.float64].bits(format.smallest_normal)
     codes = torch.where(is_normal, normal, subnormal)
-    top = ((1 << format.exponent_bits) - 1) << format.mantissa_bits
-    codes = torch.where(rounded.isinf(), top, codes)
-    if format.specials is Specials.FNUZ:
-        return torch.where(is_nan, 1 << (format.bits - 1), _signed_codes(codes, negative, format))
-    if format.specials is Specials.IEEE:
-        codes = torch.where(is_nan, top | 1 << (format.mantissa_bits - 1), codes)
-    elif format.specials is Specials.FN:
-        codes = torch.where(is_nan, (1 << (format.exponent_bits + format.mantissa_bits)) - 1, codes)
-    else:
+    if format.infinity_code is not None:
+        codes = torch.where(rounded.isinf(), format.infinity_code, codes)
+    if format.nan_code is None:
         codes, negative = torch.where(is_nan, 0, codes), negative & ~is_nan
+    elif format.has_minus_zero:
+        codes = torch.where(is_nan, format.nan_code, codes)
+    else:
+        return torch.where(is_nan, format.nan_code, _signed_codes(codes, negative, format))
     return _signed_codes(codes, negative, format)
 
 

@@ -21,18 +21,17 @@ from torch import Tensor
 
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.errors import Unavailable
-from lowp.formats import FloatFormat, IntFormat, Specials
+from lowp.formats import FloatFormat, IntFormat
 
 # another build of the library, such as that of `make sanitize`, goes by the environment variable
 PATH = Path(os.environ.get("LOWP_CPU_LIBRARY") or Path(__file__).parent / "liblowp_cpu.so")
-VERSION = 1
+VERSION = 2
 INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # by level; on other processors than x86-64 only the first exists
 MASK = (1 << 64) - 1
 
 _CARRIERS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _ROUNDINGS = {mode: number for number, mode in enumerate(Rounding)}
 _OVERFLOWS = {overflow: number for number, overflow in enumerate(Overflow)}
-_SPECIALS = {specials: number for number, specials in enumerate(Specials)}
 _FLOAT, _INTEGER, _BINARY = 0, 1, 2
 _FP32, _WORD = struct.Struct("=f"), struct.Struct("=I")
 
@@ -41,8 +40,10 @@ class _Cast(ctypes.Structure):
     """struct lowp_cast of cpu/cast.hpp."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("kind", "bits", "mantissa_bits", "bias", "min_exponent", "specials")),
-        *((name, c_int32) for name in ("is_signed", "subnormals", "has_zero", "rounding", "overflow", "random_bits")),
+        *((name, c_int32) for name in ("kind", "bits", "mantissa_bits", "bias", "min_exponent", "has_nan")),
+        *((name, c_int32) for name in ("minus_zero", "is_signed", "subnormals", "has_zero", "rounding", "overflow")),
+        *((name, c_int32) for name in ("random_bits", "unused")),
+        *((name, c_int64) for name in ("infinity", "nan")),
         ("maximum", c_double),
         ("minimum", c_double),
     )
@@ -417,7 +418,10 @@ def _parameters(cast: Cast) -> object:
         block.mantissa_bits = element.mantissa_bits
         block.bias = element.bias
         block.min_exponent = element.min_exponent
-        block.specials = _SPECIALS[element.specials]
+        block.has_nan = element.has_nan
+        block.minus_zero = element.has_minus_zero
+        block.infinity = -1 if element.infinity_code is None else element.infinity_code
+        block.nan = -1 if element.nan_code is None else element.nan_code
         block.is_signed = element.signed
         block.subnormals = element.subnormals
         block.has_zero = element.has_zero

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast, Rounding
+from lowp.casts import Cast
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
-from lowp.kernels import cpu
+from lowp.kernels import bitwise, cpu
+
+_WIDE = IntFormat("wide", 32)  # rounds without saturating what int16 still has to be seen to saturate
 
 
 class Mantissas(NamedTuple):
@@ -145,7 +146,7 @@ def to_mantissas(x: Tensor, cast: Cast, exponent: int, seed: int = 0) -> Mantiss
         seen = cpu.to_int16(x, exponent, symmetric, cast.rounding, seed, payload, cast.random_bits)
         return Mantissas(payload, exponent, *seen)
     scaled = torch.ldexp(x.double(), torch.tensor(-exponent, device=x.device))
-    rounded = _ROUNDINGS[cast.rounding](scaled)
+    rounded = bitwise.quantized(scaled, Cast(_WIDE, cast.rounding, None, None, cast.random_bits), seed)
     bounded = rounded.nan_to_num(nan=0.0).clamp(cast.format.element.minimum, cast.format.element.maximum)
     payload.copy_(bounded)
     finite = scaled.isfinite()
@@ -195,12 +196,3 @@ def values(payload: Tensor, exponent: int) -> Tensor:
     if -100 <= exponent <= 100:
         return payload.to(torch.float32) * 2.0**exponent
     return torch.ldexp(payload.double(), torch.tensor(exponent, device=payload.device)).float()
-
-
-_ROUNDINGS: dict[Rounding, Callable[[Tensor], Tensor]] = {
-    Rounding.NEAREST_EVEN: torch.round,
-    Rounding.TOWARD_ZERO: torch.trunc,
-    Rounding.UP: torch.ceil,
-    Rounding.DOWN: torch.floor,
-    Rounding.NEAREST_AWAY: lambda x: torch.where(x < 0, (x - 0.5).ceil(), (x + 0.5).floor()),
-}

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Overflow, Rounding
-from lowp.formats import FloatFormat, IntFormat, Specials
+from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import philox
 from lowp.kernels.floats import from_integer_parts, integer_parts, narrow, sign_and_magnitude, two_to_the, widen
 
-NEAREST = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.STOCHASTIC)
+# what goes beyond the maximum whatever its sign
+BEYOND = {mode for mode in Rounding if mode.is_stochastic} | {Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY}
+INWARD = (Rounding.TOWARD_ZERO, Rounding.TO_ODD)
 
 
 def quantize(x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor) -> None:
@@ -73,7 +75,7 @@ def _float_values(x: Tensor, cast: Cast, format: FloatFormat, seed: int | Tensor
 
     # |x| in units of the distance between neighbours there; the exponent is not limited above
     quantum = leading.clamp(min=format.min_exponent) - format.mantissa_bits
-    parity = leading + format.bias if ties_by_code(format) else None
+    parity = leading.clamp(min=format.min_exponent - 1) + format.bias if ties_by_code(format) else None
     units = _round(significand, exponent - quantum, negative, cast, seed, parity)
     magnitude = from_integer_parts(torch.where(zero | flushed, 0, units), quantum)
     if not format.has_zero:
@@ -103,10 +105,10 @@ def _overflowed(x: Tensor, negative: Tensor, cast: Cast) -> Tensor:
     """The magnitude that replaces one beyond the maximum (IEEE 754-2019 section 7.4; OCP OFP8 1.0 section 5.2)."""
     element = cast.element
     largest = torch.full_like(x, element.maximum)
-    if cast.overflow is Overflow.SATURATE or cast.rounding is Rounding.TOWARD_ZERO:
+    if cast.overflow is Overflow.SATURATE or cast.rounding in INWARD:
         return largest
     beyond = torch.full_like(x, torch.inf if cast.overflow is Overflow.INFINITY else torch.nan)
-    if cast.rounding in NEAREST:
+    if cast.rounding in BEYOND:
         return beyond
     return torch.where(negative == (cast.rounding is Rounding.DOWN), beyond, largest)
 
@@ -150,7 +152,9 @@ def _round(
         away = fraction >= 0.5
     elif mode is Rounding.TOWARD_ZERO:
         away = torch.zeros_like(odd)
-    elif mode is Rounding.STOCHASTIC:
+    elif mode is Rounding.TO_ODD:
+        away = (fraction > 0) & ~odd
+    elif mode.is_stochastic:
         away = _is_below(fraction, significand, cast, seed)
     else:
         away = (fraction > 0) & (negative == (mode is Rounding.DOWN))
@@ -158,8 +162,12 @@ def _round(
 
 
 def _is_below(probability: Tensor, like: Tensor, cast: Cast, seed: int | Tensor) -> Tensor:
-    """Return whether the uniform number of each element is below `probability`, compared over 160 (or N) bits."""
-    return _below_digits(_digits(probability)[0], like, cast, seed)
+    """Return whether the uniform number of each element is below `probability`, compared over 160 (or N) bits.
+
+    N bits: of the probability cut to them, or rounded, half up or to even (IEEE P3109, StochasticA, B and C).
+    """
+    digits, more = _digits(probability)
+    return _below_digits(digits, like, cast, seed, more)
 
 
 def _digits(fraction: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -172,17 +180,30 @@ def _digits(fraction: Tensor) -> tuple[list[Tensor], Tensor]:
     return digits, fraction > 0
 
 
-def _below_digits(digits: list[Tensor], like: Tensor, cast: Cast, seed: int | Tensor) -> Tensor:
+def _below_digits(digits: list[Tensor], like: Tensor, cast: Cast, seed: int | Tensor, more: Tensor) -> Tensor:
+    """Return whether the uniform number is below these digits, which `more` follows."""
     first = philox.words(like, seed)
     if cast.random_bits is not None:
         unit = 2.0 ** (32 - cast.random_bits)
-        return (first / unit).floor() < (digits[0] / unit).floor()
+        more = more | (digits[1] + digits[2] + digits[3] + digits[4] > 0)
+        return (first / unit).floor() < _in_units(digits[0] / unit, more, cast.rounding)
     below = torch.zeros_like(first, dtype=torch.bool)
     undecided = torch.ones_like(below)
     for word, digit in zip((first, *philox.tail_words(like, seed)), digits, strict=True):
         below = below | (undecided & (word < digit))
         undecided = undecided & (word == digit)
     return below
+
+
+def _in_units(share: Tensor, more: Tensor, rounding: Rounding) -> Tensor:
+    """Return a number of at most 32 bits before and behind the point, which `more` follows, as whole units."""
+    lower = share.floor()
+    rest = share - lower
+    if rounding is Rounding.STOCHASTIC_B:
+        return lower + (rest >= 0.5)
+    if rounding is Rounding.STOCHASTIC_C:
+        return lower + ((rest > 0.5) | ((rest == 0.5) & (more | (lower % 2 == 1))))
+    return lower
 
 
 def _is_plus_one(half: Tensor, minus: Tensor, cast: Cast, seed: int | Tensor) -> Tensor:
@@ -194,7 +215,7 @@ def _is_plus_one(half: Tensor, minus: Tensor, cast: Cast, seed: int | Tensor) ->
         difference = one_half - digits[place] - borrow
         borrow = (difference < 0).to(torch.float64)
         digits[place] = torch.where(minus, difference + borrow * 2.0**32, one_half + digits[place])
-    return _below_digits(digits, half, cast, seed)
+    return _below_digits(digits, half, cast, seed, more)
 
 
 def _signed(magnitude: Tensor, negative: Tensor) -> Tensor:
@@ -217,8 +238,6 @@ def _as_int64(code: int) -> int:
 def _value(element: FloatFormat | IntFormat, code: int) -> float:
     if isinstance(element, IntFormat):
         return float(code)
-    if element.specials is Specials.FNUZ and code == 1 << (element.bits - 1):
-        return float("nan")
     return element.decode(code)
 
 

@@ -7,16 +7,20 @@
 struct lowp_cast {
   int32_t kind;           // Kind
   int32_t bits;           // width of a code
-  int32_t mantissa_bits;  // floating point only, as the next five
+  int32_t mantissa_bits;  // floating point only, as the next seven
   int32_t bias;
   int32_t min_exponent;
-  int32_t specials;  // Specials
+  int32_t has_nan;
+  int32_t minus_zero;  // -0 has a code of its own; else its code, of a signed format, is that of NaN
   int32_t is_signed;
   int32_t subnormals;
   int32_t has_zero;
   int32_t rounding;     // Rounding
   int32_t overflow;     // Overflow
   int32_t random_bits;  // stochastic rounding with so many random bits; 0: unbiased
+  int32_t unused;       // none: the numbers before fill whole 8 bytes
+  int64_t infinity;     // the code of +infinity, -1 where there is none
+  int64_t nan;          // the code of the positive NaN, -1 where there is none
   double maximum;       // largest value
   double minimum;       // most negative value; of an unsigned format the smallest
 };
@@ -24,10 +28,25 @@ struct lowp_cast {
 namespace lowp {
 
 enum Kind : int32_t { kFloat = 0, kInteger = 1, kBinary = 2 };
-enum Specials : int32_t { kIeee = 0, kFn = 1, kFnuz = 2, kFinite = 3 };
-enum Rounding : int32_t { kNearestEven = 0, kNearestAway = 1, kTowardZero = 2, kUp = 3, kDown = 4, kStochastic = 5 };
+enum Rounding : int32_t {
+  kNearestEven = 0,
+  kNearestAway = 1,
+  kTowardZero = 2,
+  kUp = 3,
+  kDown = 4,
+  kStochastic = 5,
+  kToOdd = 6,
+  kStochasticB = 7,  // the discarded part rounded to the random bits, half up
+  kStochasticC = 8,  // half to even
+};
 enum Overflow : int32_t { kInfinity = 0, kNan = 1, kSaturate = 2 };
 enum Carrier : int32_t { kFp32 = 0, kFp64 = 1, kFp16 = 2, kBf16 = 3 };
+
+constexpr bool rounds_share(int rounding) { return rounding >= kStochasticB; }
+constexpr bool draws(int rounding) { return rounding == kStochastic || rounds_share(rounding); }
+constexpr bool rounds_inward(int rounding, bool negative) {  // beyond the largest value, too
+  return rounding == kTowardZero || rounding == kToOdd || rounding == (negative ? kUp : kDown);
+}
 
 inline constexpr int64_t kBlock = 1024;       // elements that a kernel works on at a time: they stay in the L1 cache
 inline constexpr int64_t kSumBlock = 4096;    // elements of one partial sum of squares

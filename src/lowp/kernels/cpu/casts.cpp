@@ -124,7 +124,7 @@ void gather(int64_t count, int64_t grain, int threads, Part* all, Work work) {
 using namespace lowp;
 
 // Changes with the meaning of any function below or the layout of lowp_cast.
-LOWP_EXPORT int lowp_casts_version() { return 1; }
+LOWP_EXPORT int lowp_casts_version() { return 2; }
 
 // 0 portable, 1 AVX2, 2 AVX-512; -1 the best one that this CPU has. Returns the level in use, or -1 for one it lacks.
 LOWP_EXPORT int lowp_casts_select(int level) {
@@ -140,7 +140,7 @@ LOWP_EXPORT int lowp_casts_select(int level) {
 LOWP_EXPORT void lowp_quantize(const lowp_cast* cast, int type, const void* x, void* out, int64_t count, uint64_t seed,
                                int threads) {
   // Between two blocks of random numbers the memory has time to spare: there ordinary stores are faster.
-  const bool stream = cast->rounding != kStochastic && streams(x, out, count * bytes_of(type));
+  const bool stream = !draws(cast->rounding) && streams(x, out, count * bytes_of(type));
   const Task task{cast, x, out, type, type, seed, stream};
   const Kernels& kernel = kernels();
   parallel_for(count, kBlock, enough_threads(count, threads),

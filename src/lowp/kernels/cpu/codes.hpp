@@ -17,10 +17,11 @@ struct Code {
   Bits rebias;           // the same in the carrier's bits
   typename C::Int smallest;
   typename C::Number magic;
-  Bits magic_bits, sign, magnitude, below, flush;
-  Bits infinity, nan, nan_above;
-  Bits unsigned_nan;  // mask
-  bool fnuz;
+  Bits magic_bits, sign, magnitude, codes, below, flush;
+  Bits infinity, nan;
+  Bits nan_above;       // the largest code without its sign that is not NaN
+  Bits minus_zero_nan;  // the code of minus zero where that is NaN, else a value that no code has
+  Bits unsigned_nan;    // mask
 };
 
 template <class C>
@@ -33,6 +34,7 @@ static Code<C> make_code(const lowp_cast& cast) {
   code.sign_shift = cast.is_signed ? significant : C::kWidth - 1;
   code.sign = cast.is_signed ? Bits{1} << significant : 0;
   code.magnitude = (Bits{1} << significant) - 1;
+  code.codes = code.magnitude | code.sign;
   const Bits difference = static_cast<Bits>(static_cast<typename C::Int>(C::kBias - cast.bias));
   code.offset = difference << cast.mantissa_bits;
   code.rebias = difference << C::kMantissa;
@@ -42,17 +44,14 @@ static Code<C> make_code(const lowp_cast& cast) {
   code.magic_bits = bits_of(code.magic);
   code.below = fixed ? Bits{1} << cast.mantissa_bits : 0;
   code.flush = cast.subnormals || !cast.has_zero ? 0 : Bits{1} << cast.mantissa_bits;
-  const Bits top = code.magnitude;
-  code.infinity = cast.specials == kIeee ? top - ((Bits{1} << cast.mantissa_bits) - 1) : ~Bits{0};
-  code.fnuz = cast.specials == kFnuz;
-  code.unsigned_nan = cast.is_signed && !code.fnuz ? 0 : ~Bits{0};
-  if (cast.specials == kIeee) {
-    code.nan = code.infinity | (Bits{1} << (cast.mantissa_bits - 1));
-    code.nan_above = code.infinity;
-  } else {
-    code.nan = code.fnuz ? code.sign : cast.specials == kFn ? top : 0;
-    code.nan_above = cast.specials == kFn ? top - 1 : top;
-  }
+  const bool has_infinity = cast.infinity >= 0, nan_is_minus_zero = cast.is_signed && !cast.minus_zero && cast.has_nan;
+  code.infinity = has_infinity ? static_cast<Bits>(cast.infinity) : ~Bits{0};
+  code.nan = cast.has_nan ? static_cast<Bits>(cast.nan) : 0;
+  code.nan_above = code.magnitude;
+  if (has_infinity) code.nan_above = code.infinity;
+  if (cast.has_nan && !has_infinity && !nan_is_minus_zero) code.nan_above = code.nan - 1;
+  code.minus_zero_nan = nan_is_minus_zero ? code.nan : ~Bits{0};
+  code.unsigned_nan = cast.minus_zero && cast.has_nan ? 0 : ~Bits{0};
   return code;
 }
 
@@ -123,7 +122,7 @@ static int64_t encode_in(const Task& task, int64_t begin, int64_t end) {
     else
       nans += encode_one_by_one<C, T>(values, out, count, cast);
   }
-  return cast.kind == kFloat && cast.specials != kFinite ? 0 : nans;
+  return cast.kind == kFloat && cast.has_nan ? 0 : nans;
 }
 
 template <class C>
@@ -158,7 +157,7 @@ __attribute__((noinline)) static void decode_codes(const T* codes, typename C::B
     result = a == code.infinity ? Constants<C>::kInf : result;
     result = a > code.nan_above ? Constants<C>::kQuietNan : result;
     result |= sign;
-    values[i] = code.fnuz & (bits == code.nan) ? Constants<C>::kQuietNan : result;
+    values[i] = (bits & code.codes) == code.minus_zero_nan ? Constants<C>::kQuietNan : result;
   }
 }
 

@@ -16,13 +16,29 @@ static inline uint32_t fraction_word(uint64_t remainder, int drop, int word) {
   return left > -64 ? static_cast<uint32_t>(remainder >> -left) : 0;
 }
 
+// A fraction in units of the random bits: cut to them, or rounded. `first` and `second` are the 64 bits after its
+// binary point, `more` whether any follows.
+static inline uint64_t in_units(uint32_t first, uint32_t second, bool more, const lowp_cast& cast) {
+  const int cut = 64 - cast.random_bits;  // 32 .. 63
+  const uint64_t bits = uint64_t{first} << 32 | second, units = bits >> cut;
+  const uint64_t rest = bits & ((uint64_t{1} << cut) - 1), half = uint64_t{1} << (cut - 1);
+  if (cast.rounding == kStochasticB) return units + (rest >= half);
+  if (cast.rounding == kStochasticC) return units + (rest > half || (rest == half && (more || units & 1)));
+  return units;
+}
+
 // Whether a uniform number of 160 (or random_bits) bits is below the fraction remainder / 2**drop.
-static inline bool random_below(uint64_t remainder, int drop, int random_bits, uint64_t seed, int64_t index) {
+static inline bool random_below(uint64_t remainder, int drop, const lowp_cast& cast, uint64_t seed, int64_t index) {
   const uint64_t position = static_cast<uint64_t>(index);
   uint32_t words[4];
   philox_at(seed, position / 4, 0, words);
   const uint32_t first = words[position % 4], fraction = fraction_word(remainder, drop, 0);
-  if (random_bits > 0) return first >> (32 - random_bits) < fraction >> (32 - random_bits);
+  if (cast.random_bits > 0) {
+    // the bits after the first 64; remainder < 2**53
+    const bool more = drop > 64 && (drop >= 128 ? remainder : remainder & ((uint64_t{1} << (drop - 64)) - 1)) != 0;
+    const uint64_t units = in_units(fraction, fraction_word(remainder, drop, 1), more, cast);
+    return first >> (32 - cast.random_bits) < units;
+  }
   if (first != fraction) return first < fraction;
   philox_at(seed, position, 1, words);
   for (int word = 0; word < 4; ++word) {
@@ -37,16 +53,14 @@ static inline double quiet_nan(bool negative) { return with_sign(number(Constant
 
 // What becomes of a number rounded beyond the largest value (`finite`), or of an infinity.
 static inline double overflowed(const lowp_cast& cast, bool negative, bool finite) {
-  const bool inward = finite && (cast.rounding == kTowardZero || (cast.rounding == kUp && negative) ||
-                                 (cast.rounding == kDown && !negative));
-  if (cast.overflow == kSaturate || inward) return negative ? cast.minimum : cast.maximum;
+  if (cast.overflow == kSaturate || (finite && rounds_inward(cast.rounding, negative))) return negative ? cast.minimum : cast.maximum;
   if (cast.overflow == kNan) return quiet_nan(negative);
   return with_sign(number(Constants<F64>::kInf), negative);
 }
 
 static inline double binary_general(double x, const lowp_cast& cast, uint64_t seed, int64_t index) {
   if (x != x) return quiet_nan(bits_of(x) >> 63);
-  if (cast.rounding != kStochastic || x >= 1 || x <= -1) return x < 0 ? -1 : 1;
+  if (!draws(cast.rounding) || x >= 1 || x <= -1) return x < 0 ? -1 : 1;
   // +1 with probability (1 + x) / 2. Below zero: -1 with probability (1 + |x|) / 2 of the mirrored uniform number.
   const uint64_t bits = bits_of(x) & Constants<F64>::kMagnitude;
   uint32_t words[4], more[4];
@@ -76,7 +90,10 @@ static inline double binary_general(double x, const lowp_cast& cast, uint64_t se
   }
   const uint32_t first = words[position % 4];
   if (cast.random_bits > 0) {
-    return first >> (32 - cast.random_bits) < static_cast<uint32_t>(fraction[0]) >> (32 - cast.random_bits) ? 1 : -1;
+    const bool rest = sticky || (fraction[2] | fraction[3] | fraction[4]) != 0;
+    const uint64_t units =
+        in_units(static_cast<uint32_t>(fraction[0]), static_cast<uint32_t>(fraction[1]), rest, cast);
+    return first >> (32 - cast.random_bits) < units ? 1 : -1;
   }
   if (first != fraction[0]) return first < fraction[0] ? 1 : -1;
   for (int word = 0; word < 4; ++word)
@@ -93,8 +110,9 @@ static inline bool rounds_away(const lowp_cast& cast, uint64_t remainder, int dr
     case kNearestAway: return remainder >= half;
     case kUp: return remainder != 0 && !negative;
     case kDown: return remainder != 0 && negative;
-    case kStochastic: return random_below(remainder, drop, cast.random_bits, seed, index);
-    default: return false;
+    case kToOdd: return remainder != 0 && !odd;
+    case kTowardZero: return false;
+    default: return random_below(remainder, drop, cast, seed, index);
   }
 }
 
@@ -104,12 +122,11 @@ static double cast_general(double x, const lowp_cast& cast, uint64_t seed, int64
   const bool negative = bits_of(x) >> 63, integer = cast.kind == kInteger;
   const uint64_t bits = bits_of(x) & Constants<F64>::kMagnitude;
   if (bits > Constants<F64>::kInf) return quiet_nan(negative);
-  const bool minus_zero = !integer && cast.is_signed && cast.specials != kFnuz;
-  if (!integer && !cast.is_signed && negative && bits != 0)
-    return cast.specials == kFinite ? cast.minimum : quiet_nan(true);
+  const bool minus_zero = !integer && cast.minus_zero;
+  if (!integer && !cast.is_signed && negative && bits != 0) return cast.has_nan ? quiet_nan(true) : cast.minimum;
   if (bits == Constants<F64>::kInf) return overflowed(cast, negative, false);
   if (bits == 0) {
-    if (!integer && !cast.has_zero) return cast.specials == kFinite ? cast.minimum : quiet_nan(negative);
+    if (!integer && !cast.has_zero) return cast.has_nan ? quiet_nan(negative) : cast.minimum;
     return minus_zero && negative ? -0.0 : 0.0;
   }
   const int field = static_cast<int>(bits >> 52);
@@ -126,8 +143,9 @@ static double cast_general(double x, const lowp_cast& cast, uint64_t seed, int64
     const int drop = quantum - lowest;
     uint64_t multiple = drop < 64 ? significand >> drop : 0;
     const uint64_t remainder = drop < 64 ? significand & ((uint64_t{1} << drop) - 1) : significand;
-    // Without a mantissa "even" is the last bit of the exponent field; in e8m0 a tie goes up, as in ml_dtypes.
-    const bool by_code = !integer && cast.mantissa_bits == 0 && cast.has_zero;
+    // Without a mantissa "even" is the last bit of the exponent field, and zero's is; in e8m0 a tie goes up, as in
+    // ml_dtypes.
+    const bool by_code = !integer && cast.mantissa_bits == 0 && cast.has_zero && multiple > 0;
     const bool code_is_odd = by_code ? (exponent + cast.bias) & 1 : multiple & 1;
     multiple += rounds_away(cast, remainder, drop, code_is_odd, negative, seed, index);
     magnitude = __builtin_ldexp(static_cast<double>(multiple), quantum);
@@ -143,13 +161,11 @@ static uint64_t code_general(double value, const lowp_cast& cast) {
   const int significant = cast.bits - (cast.is_signed != 0);
   const uint64_t top = (uint64_t{1} << significant) - 1, hidden = uint64_t{1} << cast.mantissa_bits;
   const uint64_t sign = cast.is_signed && bits_of(value) >> 63 ? top + 1 : 0;
-  const uint64_t infinity = top - (hidden - 1);
   if (bits > Constants<F64>::kInf) {
-    if (cast.specials == kFinite) return 0;
-    if (cast.specials == kFnuz) return top + 1;
-    return sign | (cast.specials == kIeee ? infinity | hidden >> 1 : top);
+    if (!cast.has_nan) return 0;
+    return static_cast<uint64_t>(cast.nan) | (cast.minus_zero ? sign : 0);
   }
-  if (bits == Constants<F64>::kInf) return sign | infinity;
+  if (bits == Constants<F64>::kInf) return sign | static_cast<uint64_t>(cast.infinity);
   if (bits == 0) return sign;
   int exponent;
   __builtin_frexp(value, &exponent);
@@ -163,12 +179,12 @@ static uint64_t code_general(double value, const lowp_cast& cast) {
 static double value_general(uint64_t code, const lowp_cast& cast) {
   const int significant = cast.bits - (cast.is_signed != 0);
   const uint64_t top = (uint64_t{1} << significant) - 1, hidden = uint64_t{1} << cast.mantissa_bits;
-  const uint64_t magnitude = code & top, infinity = top - (hidden - 1);
+  const uint64_t magnitude = code & top, nan = static_cast<uint64_t>(cast.nan);
+  const uint64_t infinity = static_cast<uint64_t>(cast.infinity);  // where there is none, more than any code
   const bool negative = cast.is_signed && code >> significant & 1;
-  if (cast.specials == kFnuz && code == top + 1) return quiet_nan(false);
-  if (cast.specials == kFn && magnitude == top) return quiet_nan(negative);
-  if (cast.specials == kIeee && magnitude > infinity) return quiet_nan(negative);
-  if (cast.specials == kIeee && magnitude == infinity) return with_sign(number(Constants<F64>::kInf), negative);
+  if (cast.has_nan && !cast.minus_zero && (code & (top | nan)) == nan) return quiet_nan(false);
+  if (magnitude > infinity || (cast.infinity < 0 && magnitude == nan)) return quiet_nan(negative);
+  if (magnitude == infinity) return with_sign(number(Constants<F64>::kInf), negative);
   const int field = static_cast<int>(magnitude >> cast.mantissa_bits);
   const uint64_t mantissa = magnitude & (hidden - 1);
   if (field == 0 && cast.has_zero) {

@@ -17,7 +17,7 @@ namespace LOWP_ISA {
 // What has to be looked after beyond the ordinary.
 enum Form {
   kPlain,        // nothing: signed, with a minus zero, as many negative as positive numbers
-  kNoMinusZero,  // FNUZ
+  kNoMinusZero,  // its code is that of NaN
   kWhole,        // integers: no minus zero, saturation to a range that may be asymmetric
   kScale,        // e8m0: neither zero nor negative numbers, NaN for them
   kUnsigned,     // other unsigned formats
@@ -47,6 +47,10 @@ struct Lane {
   int random_left, random_right;  // from a random word to the discarded bits
   Number random_scale;            // 2**(random bits that a fraction is compared with) / quantum
   int random_drop;                // 32 - used random bits, below the smallest normal number
+  // stochastic rounding that rounds the discarded part to the random bits
+  int random_place;               // of their last, among the discarded bits
+  Bits random_half, random_even;  // half of that place, less 1 to even; 1 where its bit decides a tie
+  Bits random_ties;               // 1 where a tie is rounded up
   Bits doubt;          // all ones where the first random word may not decide, for normal numbers
   Bits doubt_below;    // and below them
   Bits doubt_quick;    // the same of rounded_quickly
@@ -66,11 +70,13 @@ static inline bool is_one_below(const lowp_cast& cast) {
 // Whether the branch-free cast reaches: everything it computes with must be a normal number of the carrier.
 template <class C>
 static inline bool reaches(const lowp_cast& cast) {
+  if (cast.kind == kInteger && rounds_share(cast.rounding) && cast.random_bits >= C::kRandomBits) return false;
   if (cast.kind == kInteger) return cast.bits <= C::kMantissa + 1;
   if (cast.kind != kFloat || cast.mantissa_bits > C::kMantissa) return false;
+  if (rounds_share(cast.rounding) && cast.random_bits >= C::kRandomBits) return false;  // one more bit is looked at
   if (cast.min_exponent == C::kMinExponent) return true;
-  if (cast.mantissa_bits == C::kMantissa && cast.rounding == kStochastic) return false;
-  if (is_one_below<C>(cast)) return cast.rounding != kStochastic;
+  if (cast.mantissa_bits == C::kMantissa && draws(cast.rounding)) return false;
+  if (is_one_below<C>(cast)) return !draws(cast.rounding);
   const int lowest = cast.min_exponent - cast.mantissa_bits;
   return lowest >= C::kMinExponent + C::kRandomBits + 2 && cast.min_exponent + C::kMantissa + 3 <= C::kBias;
 }
@@ -88,9 +94,14 @@ static inline void set_randomness(Lane<C>& lane, const lowp_cast& cast) {
   lane.random_right = lane.shift > 32 || lane.shift == 0 ? 0 : 32 - lane.shift;  // 0: not used
   const int below = used < C::kRandomBits ? used : C::kRandomBits;
   lane.random_drop = 32 - below;
-  const int scale_bits = C::kWidth == 32 ? C::kRandomBits : below;
+  const int scale_bits = C::kWidth == 32 && !rounds_share(cast.rounding) ? C::kRandomBits : below;
   lane.random_scale = lane.quantum != 0 ? power_of_two<C>(scale_bits) / lane.quantum : 0;
   lane.doubt = cast.random_bits == 0 && lane.shift > 32 ? ~typename C::Bits{0} : 0;
+  const bool finer = used < lane.shift, to_even = cast.rounding == kStochasticC;
+  lane.random_place = finer ? lane.shift - used : 0;
+  lane.random_half = finer ? (typename C::Bits{1} << (lane.random_place - 1)) - to_even : 0;
+  lane.random_even = finer && to_even;
+  lane.random_ties = !to_even;
   lane.doubt_quick = used > lane.shift ? ~typename C::Bits{0} : 0;
   lane.doubt_below = used > C::kRandomBits || cast.random_bits == 0 ? ~typename C::Bits{0} : 0;
 }
@@ -130,20 +141,20 @@ static Lane<C> make_lane(const lowp_cast& cast) {
   lane.limit[1] = integer ? magnitude_bits<C>(cast.minimum) : lane.limit[0];
   const Int infinity = static_cast<Int>(Constants<C>::kInf), nan = static_cast<Int>(Constants<C>::kQuietNan);
   for (int negative = 0; negative < 2; ++negative) {
-    const bool inward = cast.rounding == kTowardZero || cast.rounding == (negative ? kUp : kDown);
+    const bool inward = rounds_inward(cast.rounding, negative);
     const Int out = cast.overflow == kNan ? nan : infinity;
     lane.beyond[negative] = cast.overflow == kSaturate || inward ? lane.limit[negative] : out;
   }
   lane.infinite = cast.overflow == kNan ? nan : infinity;
   lane.keeps_infinity = cast.overflow == kSaturate ? 0 : ~Bits{0};
-  const bool minus_zero = !integer && cast.is_signed && cast.specials != kFnuz;
+  const bool minus_zero = !integer && cast.minus_zero;
   const bool has_zero = integer || cast.has_zero, is_signed = integer || cast.is_signed;
   lane.form = minus_zero ? kPlain : integer ? kWhole : is_signed ? kNoMinusZero : kUnsigned;
-  if (!has_zero && cast.specials != kFinite) lane.form = kScale;
+  if (!has_zero && cast.has_nan) lane.form = kScale;
   lane.refuses_negative = is_signed ? 0 : ~Bits{0};
   lane.refuses_zero = has_zero ? 0 : ~Bits{0};
-  lane.refused = static_cast<Bits>(cast.specials == kFinite ? magnitude_bits<C>(cast.minimum) : nan);
-  lane.refused_positive = cast.specials == kFinite ? ~Bits{0} : 0;
+  lane.refused = static_cast<Bits>(cast.has_nan ? nan : magnitude_bits<C>(cast.minimum));
+  lane.refused_positive = cast.has_nan ? 0 : ~Bits{0};
   set_randomness(lane, cast);
   return lane;
 }
@@ -159,14 +170,15 @@ static inline Bits choose(Bits mask, Bits yes, Bits no) {
   return (yes & mask) | (no & ~mask);
 }
 
-// A whole number below 2**32. (AVX2 converts no 64-bit integers.)
-static inline double small_number(uint64_t value) { return number(value | 0x4330000000000000) - 0x1p52; }
+// A whole number below 2**32, or of fp32 below 2**23. (AVX2 converts no 64-bit integers.)
+static inline double whole_number(uint64_t value) { return number(value | 0x4330000000000000) - 0x1p52; }
+static inline float whole_number(uint32_t value) { return number(value | 0x4b000000) - 0x1p23f; }
 
 // |x| rounded to the format's grid, its exponents unbounded above.
 // Stochastic rounding with the lowest `shift` bits of the fraction alone, which are all of it above the smallest normal
 // number. Below, adding that number makes the quantum the same as above; what is lost matters once in 2**shift times,
 // and the slower kernel decides then.
-constexpr int kStochasticQuick = 6;
+constexpr int kStochasticQuick = 9;
 constexpr int kQuickShift = 10;  // with fewer bits the slower kernel would be asked too often
 
 template <class C, int FORM>
@@ -203,6 +215,10 @@ static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits w
   const Number rest = value - floor;
   Bits up = 0;
   Bits step = 0;  // the quantum, or zero
+  const auto shifted = [&](Bits noise) {  // random bits, each flipped, to the discarded bits
+    if constexpr (C::kWidth == 64) noise <<= lane.random_left;
+    return FORM == kWhole ? Bits{0} : noise >> lane.random_right;
+  };
   if constexpr (MODE == kNearestAway) {
     up = lane.half;
     step = mask<C>(rest >= lane.half_quantum) & quantum;
@@ -210,12 +226,20 @@ static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits w
     const Bits away = MODE == kUp ? ~negative : negative;
     up = lane.discard & away;
     step = mask<C>(rest > 0) & quantum & away;
+  } else if constexpr (MODE == kToOdd) {
+    const Bits even = (((a >> lane.shift) & lane.last) ^ lane.odd) ^ 1;
+    up = (mask<C>((a & lane.discard) != 0) & even) << lane.shift;
+    step = mask<C>(rest > 0) & quantum & ((bits_of(value + lane.magic) & 1) - 1);
+  } else if constexpr (MODE == kStochasticB) {  // and C: the same sum, of a discarded part that is rounded first
+    up = shifted(~word & lane.random_mask) + lane.random_half + ((a >> lane.random_place) & lane.random_even);
+    const Bits drawn = word >> lane.random_drop;
+    const Number fraction = rest * lane.random_scale, half = whole_number(drawn) + Number{0.5};
+    const Bits tie = static_cast<Bits>(0) - ((drawn | lane.random_ties) & 1);
+    step = (mask<C>(fraction > half) | (mask<C>(fraction == half) & tie)) & quantum;
   } else if constexpr (MODE == kStochastic) {
     // The carry of `discarded + (all ones - random)` is set exactly where random < discarded.
-    up = ~word & lane.random_mask;
-    const Bits noise = up;
-    if constexpr (C::kWidth == 64) up <<= lane.random_left;
-    up = FORM == kWhole ? 0 : up >> lane.random_right;
+    const Bits noise = ~word & lane.random_mask;
+    up = shifted(noise);
     const Number fraction = rest * lane.random_scale;
     if constexpr (C::kWidth == 32) {
       // Below, the same carry with the 24 bits that a significand has. A sum of all ones is in doubt; above the
@@ -225,7 +249,7 @@ static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits w
       step = mask<C>(sum > kOnes) & quantum;
       doubt |= mask<C>(sum == kOnes);
     } else {
-      const Number random = small_number(word >> lane.random_drop);
+      const Number random = whole_number(word >> lane.random_drop);
       const Bits sure = mask<C>(fraction >= random + 1);
       step = sure & quantum;
       const Bits unsure = mask<C>((a & lane.discard) >> lane.random_left == word) & lane.doubt;
@@ -243,7 +267,7 @@ static inline typename C::Bits cast_lane(typename C::Bits bits, typename C::Bits
                                          typename C::Bits& doubt) {
   using Bits = typename C::Bits;
   using Int = typename C::Int;
-  constexpr bool kDirected = MODE == kTowardZero || MODE == kUp || MODE == kDown;
+  constexpr bool kDirected = MODE == kTowardZero || MODE == kToOdd || MODE == kUp || MODE == kDown;
   const Bits a = bits & Constants<C>::kMagnitude;
   const Int magnitude = static_cast<Int>(a);
   Bits sign = bits ^ a;
@@ -288,7 +312,7 @@ __attribute__((noinline)) static bool cast_numbers(const typename C::Bits* in, t
   typename C::Bits doubt = 0;
   LOWP_VECTOR_LOOP
   for (int64_t i = 0; i < count; ++i) {
-    const typename C::Bits word = MODE >= kStochastic ? words[i] : 0;
+    const typename C::Bits word = draws(MODE) || MODE == kStochasticQuick ? words[i] : 0;
     out[i] = cast_lane<C, MODE, FORM>(in[i], word, lane, doubt);
   }
   if (MODE == kStochasticQuick) return (doubt & lane.doubt_quick) != 0;
@@ -306,6 +330,9 @@ static CastNumbers<C> cast_numbers_of_form(int rounding) {
     case kTowardZero: return cast_numbers<C, kTowardZero, FORM>;
     case kUp: return cast_numbers<C, kUp, FORM>;
     case kDown: return cast_numbers<C, kDown, FORM>;
+    case kToOdd: return cast_numbers<C, kToOdd, FORM>;
+    case kStochasticB:
+    case kStochasticC: return cast_numbers<C, kStochasticB, FORM>;
     default: return cast_numbers<C, kStochastic, FORM>;
   }
 }

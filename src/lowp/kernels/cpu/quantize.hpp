@@ -19,14 +19,14 @@ struct Caster {
     if (!reaches<C>(cast)) return;
     lane = make_lane<C>(cast);
     // a format with the carrier's own mantissa and exponents rounds nothing
-    const bool exact = cast.kind == kFloat && lane.shift == 0 && cast.rounding == kStochastic;
+    const bool exact = cast.kind == kFloat && lane.shift == 0 && draws(cast.rounding);
     kernel = cast_numbers_for<C>(lane.form, exact ? kTowardZero : cast.rounding);
     if (cast.rounding == kStochastic) quick = quick_cast_numbers_for<C>(lane);
   }
 
   // At most kBlock elements; `begin`, the index of the first, is a multiple of four. `out` may be `in`.
   void operator()(const typename C::Bits* in, typename C::Bits* out, int64_t begin, int64_t count) const {
-    if (kernel == nullptr || cast.rounding != kStochastic) return with_words(in, out, begin, count, nullptr);
+    if (kernel == nullptr || !draws(cast.rounding)) return with_words(in, out, begin, count, nullptr);
     alignas(64) uint32_t words[kBlock];
     random_words(seed, static_cast<uint64_t>(begin) / 4, (count + 3) / 4, words);
     with_words(in, out, begin, count, words);

@@ -29,7 +29,7 @@ static void narrow_exactly(uint64_t* values, int type, int64_t count) {
   if (type == kFp64 || type == kFp32) return;  // the conversion to fp32 is that rounding
   lowp_cast cast{};
   cast.bits = 16;
-  cast.is_signed = cast.subnormals = cast.has_zero = 1;
+  cast.is_signed = cast.subnormals = cast.has_zero = cast.has_nan = cast.minus_zero = 1;
   cast.mantissa_bits = type == kFp16 ? 10 : 7;
   cast.bias = type == kFp16 ? 15 : 127;
   cast.min_exponent = 1 - cast.bias;
@@ -48,7 +48,7 @@ static void quantize_scaled(const Task& task, const Scales& scales, int64_t begi
     const int64_t count = end - first < kBlock ? end - first : kBlock;
     const uint64_t* in = load<F64>(task.in, task.in_type, first, count, values);
     if (in != values) std::memcpy(values, in, sizeof(values[0]) * count);
-    if (task.cast->rounding == kStochastic)
+    if (draws(task.cast->rounding))
       random_words(task.seed, static_cast<uint64_t>(first) / 4, (count + 3) / 4, words);
     for (int64_t done = 0; done < count;) {
       const int64_t row = (first + done) / scales.row, column = (first + done) % scales.row;
