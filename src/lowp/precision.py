@@ -16,6 +16,7 @@ from lowp import presets, region
 from lowp.errors import InvalidInput, Misuse, shown
 from lowp.exponents import SharedExponents
 from lowp.grad_scaler import GradScaler, NonFinite, NonFiniteGradients
+from lowp.grad_scaler.first_scale import first_scale
 from lowp.ops.predicted import is_predicted
 from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters
 from lowp.optim.storage import Storage
@@ -84,6 +85,7 @@ class Precision:
         self._region = region.autocast(self.policy, strict=strict)
         self._scaler: GradScaler | None = None
         self._skipped: Tensor | None = None
+        self._searches_scale = preset.loss_scale.search
         self._device = torch.device("cpu")
         self._storing = self._new_storing()
         self._models: list[Callable[[], nn.Module | None]] = []  # that were prepared
@@ -148,7 +150,15 @@ class Precision:
         return self._region
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Scale the loss and run backward; `options` go to `Tensor.backward` (retain_graph, inputs …)."""
+        """Scale the loss and run backward; `options` go to `Tensor.backward` (retain_graph, inputs …).
+
+        Before the first step a dynamic loss scale without a number finds where to begin, by trial on this loss.
+        """
+        if self._searches_scale and not torch.compiler.is_compiling():
+            self._searches_scale = False
+            scale = self.preset.loss_scale
+            if self.steps == 0 and self.scaler.get_scale() == scale.initial:
+                self.scaler.begin_with(first_scale(loss, scale.initial, scale.floor, **options))
         self.scaler.scale(loss).backward(**options)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,8 @@ class LossScale:
     """How the loss is scaled before backward: not at all, by a constant, or dynamically between `floor` and `ceiling`.
 
     Dynamic: halved (`backoff`) at a non-finite gradient, doubled (`growth`) after `interval` good steps in a row
-    (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). All scales are finite and positive.
+    (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). All scales are finite and positive. With `search` the
+    first backward finds the scale to begin with, `initial` or smaller, so that no step is lost to the search.
     """
 
     kind: str = "none"
@@ -30,6 +31,7 @@ class LossScale:
     floor: float = 1.0
     ceiling: float = 2.0**40
     hysteresis: int = 1
+    search: bool = False
 
     KINDS = ("none", "static", "dynamic")
 
@@ -44,14 +46,14 @@ class LossScale:
 
     @classmethod
     def parse(cls, text: str | float | LossScale) -> LossScale:
-        """``none``, ``dynamic``, ``dynamic(1024)`` or a number, which is a static scale."""
+        """``none``, ``dynamic``, ``dynamic(1024)``, which begins there, or a number, which is a static scale."""
         if isinstance(text, LossScale):
             return text
         word = str(text).strip().lower()
         if word in ("none", "off", "1", "1.0"):
             return cls()
         if word == "dynamic":
-            return cls("dynamic", 2.0**16)
+            return DYNAMIC
         inner = word[8:-1] if word.startswith("dynamic(") and word.endswith(")") else word
         try:
             scale = float(inner)
@@ -67,7 +69,7 @@ class LossScale:
 
     def __str__(self) -> str:
         if self.kind == "dynamic":
-            return "dynamic" if self.initial == 2.0**16 else f"dynamic({self.initial:g})"
+            return "dynamic" if self.search else f"dynamic({self.initial:g})"
         return "none" if self.kind == "none" else f"{self.initial:g}"
 
 
@@ -104,7 +106,7 @@ class Preset:
     source: str
 
 
-DYNAMIC = LossScale("dynamic", 2.0**16)
+DYNAMIC = LossScale("dynamic", 2.0**16, search=True)
 
 
 def _sixteen_bit(cast: str, parameters: str | None = None) -> Policy:

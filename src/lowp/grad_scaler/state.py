@@ -95,6 +95,12 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
     _backoff_factor = _of_scaling("backoff_factor", still=1.0)
     _growth_interval = _of_scaling("growth_interval", still=1)
 
+    def begin_with(self, scale: float) -> None:
+        """Take this scale, in place of the one that was given, for the first step; raises Misuse after `scale()`."""
+        if self._scale is not None:
+            raise Misuse("begin_with() is for the first step: use update(new_scale) from then on")
+        self._init_scale = self._scaling.check(scale, "the loss scale to begin with")
+
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
             raise OutOfOrder("_growth_tracker initialized before _scale")
