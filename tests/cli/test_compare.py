@@ -57,7 +57,7 @@ def test_loss_scales_are_swept_for_fp16_unless_told_otherwise(lowp: Callable[...
         *(f"fp16, scale {s}" for s in (1, 256, "dynamic")),
     ]
     scales = [row["statistics"]["loss_scale"]["mean"] for row in document["variants"]]
-    assert scales == [1, 1, 256, 65536]
+    assert scales[:3] == [1, 1, 256] and 256 < scales[3] <= 65536
     flushed = [row["statistics"]["flushed_gradients"]["mean"] for row in document["variants"]]
     assert flushed[0] == 0 and flushed[1] > flushed[2] >= flushed[3]
     assert Path("scales.svg").read_text().startswith("<?xml")

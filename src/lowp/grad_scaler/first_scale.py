@@ -18,8 +18,9 @@ _STRIDE = 4  # powers of two between two tries on the way down
 
 
 def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> float:
-    """Return the largest scale, `initial` / 2^n, at which 2^5 times the scaled gradients of `loss` are finite, or `floor`.
+    """Return the largest scale, `initial` / 2^n, at which 2^5 times the scaled gradients of `loss` are finite.
 
+    With less room where that is below `floor`.
     The gradients are computed anew for each try, up to eight times, into tensors of their own: `.grad` and the random
     states are as before, and the graph is kept for the backward that follows. `options` are those of that backward.
     Returns `initial` where nothing can be found: a loss that is not finite, or gradients that are not even at `floor`;

@@ -108,6 +108,7 @@ class _Watched:
         steps = range(training.epochs * training.steps_per_epoch)
         self.steps = moments_of(steps, _STEPS_OF_A_RUN)
         self.scales: list[tuple[int, float]] = []  # whenever it changed, the step and the scale
+        self._scale = 1.0  # at the step that is looked at
         self.largest = 0.0  # gradient of any parameter
         self.activations, self.scaled, self.weights = Fp16Counts(), Fp16Counts(), Fp16Counts()
         self._of_layer: dict[str, tuple[Histogram, Histogram]] = {
@@ -117,9 +118,11 @@ class _Watched:
     def wants(self, progress: float) -> bool:
         """16 steps of the run; the loss scale is looked at before every one."""
         step = self._training.epoch * self._training.steps_per_epoch + self._training.step_of_epoch
-        scale = self._training.precision.scale
-        if not self.scales or scale != self.scales[-1][1]:
-            self.scales.append((step, scale))
+        precision = self._training.precision
+        if step == 1 and precision.skipped_steps == 0:
+            self.scales = [(0, precision.scale)]  # found in the first backward, and not changed since
+        elif not self.scales or precision.scale != self.scales[-1][1]:
+            self.scales.append((step, precision.scale))
         return step in self.steps
 
     def before_forward(self) -> None:
@@ -128,6 +131,7 @@ class _Watched:
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         """Run the reference backward, which is heard, and count its weight gradients."""
+        self._scale = self._training.precision.scale
         self._reference.backward(model.state_dict(), batch)
         gradients = {name: one.grad for name, one in self._reference.model.named_parameters() if one.grad is not None}
         self.largest = max([self.largest, *(float(one.abs().max()) for one in gradients.values())])
@@ -145,7 +149,7 @@ class _Watched:
         if name in self._of_layer:
             self._of_layer[name][0].add(gradient)
         if self._counts_scaled:
-            self.scaled.add(gradient * self.scales[-1][1])
+            self.scaled.add(gradient * self._scale)
 
     def layers(self) -> Iterator[dict[str, Any]]:
         """By layer with weights, in the order of the model: log2 of the medians of both gradients."""
