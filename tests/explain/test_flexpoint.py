@@ -68,6 +68,13 @@ def test_worked_cases() -> None:
     assert flex_number("0.3", FLEX, -8) == FlexNumber(77, -8)
 
 
+def test_a_product_of_exactly_the_smallest_mantissa_needs_no_larger_exponent() -> None:
+    found = flex_product(FlexNumber(-256, -10), FlexNumber(128, -10), FLEX)
+    assert found.result == FlexNumber(-32768, -20) and not found.written.saturated
+    assert flex_product(FlexNumber(256, -10), FlexNumber(128, -10), FLEX).result == FlexNumber(16384, -19)
+    assert flex_product(FlexNumber(-256, -10), FlexNumber(128, -10), parse("dfp16")).result == FlexNumber(-16384, -19)
+
+
 def test_dfp16_mantissas_are_symmetric() -> None:
     dfp16 = parse("dfp16")
     total = flex_sum(FlexNumber(-32767, 0), FlexNumber(-1, 0), dfp16)

@@ -34,7 +34,7 @@ def _by_the_paper(maxima: list[float], window: int = 16) -> list[int]:
                 exponent, started = -8, True
                 for _ in range(10):
                     top = mantissa(value)
-                    wanted = exponent + 7 if top >= 32767 else exponent + top.bit_length() - 15
+                    wanted = exponent + 7 if top >= 32767 else exponent + max(top.bit_length(), 1) - 15
                     if 16384 <= top < 32767:
                         break
                     before, exponent = top, min(max(wanted, -31), 0)
@@ -72,6 +72,22 @@ def test_many_entries_at_once_equal_each_alone(rows: list[list[float]]) -> None:
         mantissa = torch.ldexp(maximum, -state.exponent).round().clamp(max=32767).int()
         state = scaling.observe(state, Written(mantissa))
     assert [list(one) for one in zip(*together, strict=True)] == [scaling.replay(row) for row in rows]
+
+
+def test_the_guess_steps_by_fourteen_from_a_mantissa_of_zero_as_the_authors_code_does() -> None:
+    assert AS_PUBLISHED.replay([2**-16.01]) == [-30]  # 0 at 2**-8, 64 at 2**-22, which is 7 bits long
+    assert AS_PUBLISHED.replay([2.0**-29]) == [-31]  # 0, then 0, and then the end of the range
+
+
+def test_the_defaults_are_the_paper_s_but_for_a_bit_kept_while_little_is_known() -> None:
+    default = Autoflex()
+    assert (default.bits, default.window, default.beta, default.gamma) == (16, 16, 3.0, 100.0)
+    assert (default.min_exponent, default.max_exponent) == (-31, 0)
+    assert (default.headroom, default.start_headroom, default.warm_headroom) == (0, 0, 1)
+    steady = [1.0] * 20
+    published, ours = AS_PUBLISHED.replay(steady), default.replay(steady)
+    # the guess is the same; then one bit more until 16 maxima are known, and the same again
+    assert [a - b for a, b in zip(ours, published, strict=True)] == [0] + [1] * 15 + [0] * 4
 
 
 @pytest.mark.parametrize("value", [2.0**-16, 1e-3, 1.0, 77.0, 120.0])

@@ -127,7 +127,7 @@ def flex_product(left: FlexNumber, right: FlexNumber, cast: Cast, exponent: int 
     """
     format, bits, symmetric = _parts(cast)
     exact = FlexNumber(left.mantissa * right.mantissa, left.exponent + right.exponent)
-    wanted = _exponent_for(exact, format, bits) if exponent is None else exponent
+    wanted = _exponent_for(exact, format, bits, symmetric) if exponent is None else exponent
     return FlexArithmetic("*", format, left, right, exact, rescale(exact, wanted, bits, symmetric))
 
 
@@ -186,12 +186,11 @@ def _parts(cast: Cast) -> tuple[ScaledFormat, int, bool]:
     return format, format.element.bits, format.element.symmetric
 
 
-def _exponent_for(number: FlexNumber, format: ScaledFormat, bits: int) -> int:
-    """The smallest exponent of the format under which a number fits."""
+def _exponent_for(number: FlexNumber, format: ScaledFormat, bits: int, symmetric: bool) -> int:
+    """The smallest exponent of the format under which a number fits; -2**(bits - 1) does, unless `symmetric`."""
     assert isinstance(format.scale, PowerOfTwo)
     exponent = format.scale.min_exponent
-    highest = (1 << (bits - 1)) - 1
-    while exponent < format.scale.max_exponent and abs(rescale(number, exponent, 64).result.mantissa) > highest:
+    while exponent < format.scale.max_exponent and rescale(number, exponent, bits, symmetric).saturated:
         exponent += 1
     return exponent
 

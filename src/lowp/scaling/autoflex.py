@@ -53,6 +53,10 @@ class Written(NamedTuple):
 class Autoflex:
     """Predicts shared exponents; a scaling (`init`, `observe`, `scale`) for all entries of a model at once.
 
+    The defaults are those of the paper and its code but for one: `warm_headroom` keeps a bit while little is known.
+    ``Autoflex(warm_headroom=0)`` is as published, on maxima that are neither zero nor non-finite, of which the paper
+    says nothing (`start` and `observe` tell what becomes of them).
+
     `bits`: of a mantissa. `window`: maxima remembered. `beta`, `gamma`: weights of deviation and resolution.
     `min_exponent` .. `max_exponent`: of kappa (5 bits: -31 .. 0). `headroom`: bits kept free always; `warm_headroom`:
     more of them while fewer than `window` maxima are known; `start_headroom`: more of them right after the guess.
@@ -110,7 +114,8 @@ class Autoflex:
         The trial writes of the paper are not made: the largest mantissa of a write at kappa is round(maximum / kappa),
         saturated, which is all that the algorithm looks at. Entries whose maximum is not finite, or that are not in
         `mask`, stay. Zeros are written at kappa = 1, as in the paper, but do not count as a start: what comes after
-        them may be small, would be rounded to zero there, and never be seen.
+        them may be small, would be rounded to zero there, and never be seen. From a mantissa of 0 the next try is
+        2**14 finer, as in the authors' code (the paper's logarithm of it is minus infinity): 0 counts as one bit long.
         """
         maximum = maximum.to(torch.float64).abs()
         todo = ~state.started & torch.isfinite(maximum)
@@ -123,7 +128,7 @@ class Autoflex:
             mantissa = self._mantissa(maximum, exponent)
             saturated = mantissa >= self.limit
             small = mantissa < (1 << (self.bits - 2))
-            bit_length = torch.frexp(mantissa)[1].to(torch.int32)  # of 0: 0
+            bit_length = torch.frexp(mantissa)[1].to(torch.int32).clamp(min=1)
             wanted = torch.where(saturated, exponent + step_up, exponent + bit_length - (self.bits - 1))
             wanted = torch.where(saturated | small, wanted, exponent)
             clamped = wanted.clamp(self.min_exponent, self.max_exponent)
