@@ -18,10 +18,10 @@ EVERY = [*FORMATS.values(), *(formats.parse(text) for text in SPELLED)]
 
 
 @st.composite
-def scalings(draw: st.DrawFn) -> ScalingSpec:
-    """Draw a description of how a scale is chosen."""
-    kind = draw(st.sampled_from(ScalingSpec.KINDS))
-    exponent = draw(st.integers(-40, 40)) if kind == "static" else None
+def scalings(draw: st.DrawFn, format: ScaledFormat) -> ScalingSpec:
+    """Draw a description of how a format's scale is chosen."""
+    kind, scale = draw(st.sampled_from(ScalingSpec.KINDS)), format.scale
+    exponent = draw(st.integers(scale.min_exponent, scale.max_exponent)) if kind == "static" else None
     return ScalingSpec(kind, draw(st.integers(1, 99)), draw(st.integers(0, 9)), exponent)
 
 
@@ -33,7 +33,7 @@ def casts(draw: st.DrawFn) -> Cast:
     random_bits = draw(st.integers(1, 32)) if rounding.is_stochastic else None
     if rounding is Rounding.STOCHASTIC:
         random_bits = draw(st.none() | st.just(random_bits))
-    scaling = draw(st.none() | scalings()) if isinstance(format, ScaledFormat) else None
+    scaling = draw(st.none() | scalings(format)) if isinstance(format, ScaledFormat) else None
     return Cast(format, rounding, draw(st.sampled_from(possible_overflows(format))), scaling, random_bits)
 
 
@@ -104,6 +104,9 @@ REFUSED = {
     "fp16:stochastic-33": "stochastic rounding takes 1 to 32 random bits, not 33",
     "fp16:stochastic-b": "stochastic-b is a rounding with so many random bits: give them, such as stochastic-b-8",
     "fp16:stochastic-d-8": "did you mean stochastic",
+    "mxfp8:static(200)": "mxfp8 has scales from 2^-127 to 2^127: static(200) is none, static(127) is",
+    "mxint8:static(-200)": "mxint8 has scales from 2^-133 to 2^121: static(-200) is none, static(-133) is",
+    "flex16+5:static(99)": "flex16+5 has scales from 2^-31 to 2^0: static(99) is none, static(0) is",
     "dfp16:static": "scaling static with exponent None: static(-8) takes one, others none",
     "dfp16:delayed(3)": "scaling delayed with exponent 3",
     "dfp16:delayed(window=0)": "a window of 0 maxima is empty: give 1 or more",

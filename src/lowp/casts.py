@@ -131,6 +131,7 @@ class Cast:
         set_(self, "overflow", Overflow(self.overflow))
         if isinstance(self.format, ScaledFormat):
             set_(self, "scaling", self.scaling or ScalingSpec("current"))
+            _check_static(self.format, self.scaling.exponent if self.scaling else None)
         elif self.scaling is not None:
             raise InvalidInput(
                 f"{self.format} has no shared scale, so scaling {self.scaling} means nothing: leave it out"
@@ -178,6 +179,15 @@ class Cast:
         if self.scaling is not None and self.scaling != ScalingSpec("current"):
             parts.append(str(self.scaling))
         return ":".join(parts)
+
+
+def _check_static(format: ScaledFormat, exponent: int | None) -> None:
+    lowest, highest = format.scale.min_exponent, format.scale.max_exponent
+    if exponent is not None and not lowest <= exponent <= highest:
+        near = min(max(exponent, lowest), highest)
+        raise InvalidInput(
+            f"{format} has scales from 2^{lowest} to 2^{highest}: static({exponent}) is none, static({near}) is"
+        )
 
 
 def possible_overflows(format: Format) -> tuple[Overflow, ...]:

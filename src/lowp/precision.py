@@ -201,7 +201,9 @@ class Precision:
         if not exponents.any_rank(bool(faults)):
             return False
         self._faults = faults
-        self._skipped = (0 if self._skipped is None else self._skipped) + torch.ones((), dtype=torch.int64)
+        self._skipped = (0 if self._skipped is None else self._skipped) + torch.ones(
+            (), dtype=torch.int64, device="cpu"
+        )
         self.steps += 1
         self._skipped_in_a_row += 1
         self._end_step(exponents, stepped=False)
@@ -217,7 +219,7 @@ class Precision:
 
     def _end_step(self, exponents: SharedExponents, stepped: bool) -> None:
         for journal in self._journals:
-            journal.settle(torch.tensor(stepped))
+            journal.settle(torch.tensor(stepped, device="cpu"))
         exponents.flush()
 
     # -- what can be asked ----------------------------------------------------------------------------------------
@@ -247,7 +249,7 @@ class Precision:
     def stepped(self) -> Tensor:
         """Whether the last `step` changed the weights: a 0-d bool tensor on the device."""
         if self.exponents is not None and not self.scaler.is_enabled():
-            return torch.tensor(self.steps > 0 and self._skipped_in_a_row == 0)
+            return torch.tensor(self.steps > 0 and self._skipped_in_a_row == 0, device="cpu")
         return self.scaler.stepped
 
     @property
@@ -301,7 +303,7 @@ class Precision:
                 self.scaler.load_state_dict(before)
                 raise
         self.steps, self.seed = state["steps"], state["seed"]
-        self._skipped = torch.tensor(state["skipped_steps"])
+        self._skipped = torch.tensor(state["skipped_steps"], device="cpu")
         restore_random_states(state["random"])
 
     def _check(self, state: dict[str, Any]) -> None:

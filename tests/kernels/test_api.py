@@ -19,7 +19,7 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import InvalidInput, Unavailable, UnknownName
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels import Statistics, decode, encode, quantize, statistics, use
+from lowp.kernels import Statistics, cpu, decode, dispatch, encode, quantize, statistics, use
 
 EVERY_CAST = ["e4m3fn", "e4m3fn:stochastic", "mxfp4", "int8:stochastic", "flex16+5", "int8-affine"]
 
@@ -75,6 +75,63 @@ def test_in_place_and_overlapping_memory_work(cast: str) -> None:
     shifted = x.clone()
     quantize(shifted[:8], cast, seed=3, out=shifted[1:])
     assert torch.equal(shifted[1:], wanted)
+
+
+def test_two_tensors_over_one_memory_are_told_from_one_another() -> None:
+    array = np.arange(4096, dtype=np.float32) * np.float32(1.001)
+    wanted = quantize(array[:-7].copy(), "fp16")
+    shifted = array.copy()
+    quantize(shifted[:-7], "fp16", out=shifted[7:])
+    np.testing.assert_array_equal(shifted[7:], wanted)
+    again = array.copy()
+    quantize(torch.from_numpy(again[:-7]), "fp16", out=torch.from_numpy(again[7:]))
+    np.testing.assert_array_equal(again[7:], wanted)
+
+
+def test_an_expanded_out_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"out is expanded: several of its elements are one number in memory; give"):
+        quantize(torch.ones(3, 4), "fp16", out=torch.zeros(4).expand(3, 4))
+
+
+def test_a_tensor_without_memory_is_refused_and_zeros_of_autograd_are_zeros() -> None:
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    calls = [
+        lambda: quantize(freed, "fp16"),
+        lambda: quantize(freed, "mxfp4"),
+        lambda: quantize(torch.ones(3), "fp16", out=freed),
+        lambda: encode(freed, "fp16"),
+        lambda: encode(freed, "int8"),
+        lambda: decode(freed.view(torch.uint8), "e4m3fn"),
+        lambda: statistics(freed),
+    ]
+    for implementation in ("bitwise", *(["cpu"] if cpu.library() else [])):
+        for call in calls:
+            with (
+                use(implementation),
+                pytest.raises(InvalidInput, match=r"without memory: its storage was resized to 0"),
+            ):
+                call()
+    zeros = torch._efficientzerotensor(3)
+    assert quantize(zeros, "e4m3fn").tolist() == [0, 0, 0]
+    assert quantize(zeros, "int8").tolist() == [0, 0, 0]
+    assert encode(zeros, "e4m3fn").tolist() == [0, 0, 0]
+    assert statistics(zeros).zeros == 3
+
+
+def test_masked_arrays_are_refused() -> None:
+    masked = np.ma.array([1.0, 2.0], mask=[False, True])
+    for call in (quantize, encode):
+        with pytest.raises(TypeError, match=r"lowp does not look at the mask of a masked array: give x\.filled\(0\)"):
+            call(masked, "fp16")
+    with pytest.raises(TypeError, match=r"or x\.compressed\(\) to lowp\.statistics"):
+        statistics(masked)
+
+
+def test_codes_decode_by_a_cast_in_words() -> None:
+    codes = torch.arange(256).to(torch.uint8)
+    for cast in ("e4m3fn:saturate", "e4m3fn:stochastic", parse("e4m3fn:up")):
+        torch.testing.assert_close(decode(codes, cast), decode(codes, "e4m3fn"), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (0, 3), (5, 1, 2)], ids=str)
@@ -246,7 +303,7 @@ def test_statistics_of_nothing_and_of_views() -> None:
 # -- choosing ---------------------------------------------------------------------------------------------------------
 def test_use_restores_what_it_saw_on_entry() -> None:
     def chosen() -> str:
-        return kernels.implementation(torch.device("cpu")).__name__.rpartition(".")[2]
+        return dispatch.implementation(torch.device("cpu")).__name__.rpartition(".")[2]
 
     default = chosen()
     with use("reference"):
@@ -326,7 +383,6 @@ REFUSED = [
         ValueError,
         "torch.float32 cannot hold every result exactly: convert to float64",
     ),
-    (dict(x=torch.ones(2, dtype=torch.bfloat16), cast="int8"), ValueError, "convert to float32 first"),
     (dict(x=torch.ones(2), cast="fp16", seed=1.5), TypeError, "a seed is an int or a 0-d int64 tensor, not float"),
     (dict(x=torch.ones(2), cast="fp16", seed=torch.ones(2)), TypeError, "not 1-d torch.float32"),
     (dict(x=torch.ones(2), cast="fp16", out=torch.ones(3)), ValueError, "out has shape (3,) and x (2,)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowp.casts import Cast, parse
 from lowp.kernels import bitwise, decode, encode, quantize, statistics, use
+from lowp.quantized import Quantized
 
 # torch's own compiler and forward derivatives, when first used
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
@@ -110,6 +112,24 @@ def test_codes_and_statistics_compile() -> None:
     x = torch.randn(3, 7)
     for found, wanted in zip(compiled(function, "aot_eager")(x), function(x), strict=True):  # type: ignore[call-overload]
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("text", ["mxfp4", "nvfp4", "int8", "int8-affine", "flex16+5"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_codes_under_a_shared_scale_compile_and_batch(text: str, packed: bool) -> None:
+    def function(x: Tensor) -> Quantized:
+        return encode(x, text, packed=packed)  # type: ignore[no-any-return]
+
+    def tensors(q: Quantized) -> list[Tensor]:
+        return [one for one in (q.payload, q.scale, q.outer, q.zero_point) if one is not None]
+
+    x = torch.randn(4, 20)
+    found, wanted = compiled(function, "aot_eager")(x), function(x)
+    assert isinstance(found, Quantized)
+    assert (found.cast, found.length, found.dtype) == (wanted.cast, wanted.length, wanted.dtype)
+    assert all(torch.equal(*pair) for pair in zip(tensors(found), tensors(wanted), strict=True))
+    batched = torch.func.vmap(lambda x: tuple(tensors(function(x))))(x)
+    assert all(map(torch.equal, batched, map(torch.stack, zip(*(tensors(function(one)) for one in x), strict=True))))
 
 
 def test_the_arithmetic_itself_compiles_to_the_same_bits() -> None:
@@ -219,6 +239,33 @@ def test_vmap_over_seeds_and_scales() -> None:
     assert torch.equal(found, torch.stack([quantize(x, "int8", scale=scale) for scale in scales]))
 
 
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_vmap_of_codes_and_statistics_is_the_loop(dimension: int) -> None:
+    x = torch.randn(4, 4, 7)
+    for text in ("e4m3fn", "e2m1:stochastic"):
+        for packed in (False, True):
+            call = functools.partial(encode, cast=text, seed=3, packed=packed)
+            found = torch.func.vmap(call, in_dims=dimension)(x)
+            assert torch.equal(found, torch.stack([call(each) for each in x.unbind(dimension)]))
+    alone = torch.func.vmap(lambda x: encode(x, "e2m1", packed=True))(x[0, 0])
+    assert torch.equal(alone, torch.stack([encode(one, "e2m1", packed=True) for one in x[0, 0]]))
+    found = torch.func.vmap(lambda x: statistics(x).exponent_histogram, in_dims=dimension)(x)
+    assert torch.equal(found, torch.stack([statistics(each).exponent_histogram for each in x.unbind(dimension)]))
+
+
+def in_place(x: Tensor) -> Tensor:
+    y = x * 2
+    quantize(y, "e4m3fn", out=y)
+    return y + 1
+
+
+def test_transforms_see_what_is_written_in_place() -> None:
+    x = torch.randn(4, 5)
+    assert torch.equal(torch.func.vmap(in_place)(x), in_place(x))
+    for function in (in_place, lambda x: quantize(x, "e4m3fn"), lambda x: encode(x, "e4m3fn")):
+        assert torch.equal(torch.func.functionalize(function)(x), function(x))
+
+
 # -- other ways that torch looks at a call ----------------------------------------------------------------------------
 def test_fake_and_meta_tensors_have_the_shape() -> None:
     for text in CASTS:
@@ -228,6 +275,23 @@ def test_fake_and_meta_tensors_have_the_shape() -> None:
         assert quantize(x, "mxfp4").shape == (2, 7)
         assert encode(x, "e2m1", packed=True).shape == (2, 4)
         assert statistics(x).exponent_histogram.shape == (256,)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: quantize(x * 2, "e4m3fn") + 0,
+        lambda x: quantize(x, "mxfp4"),
+        lambda x: decode(encode(x, "e4m3fn"), "e4m3fn"),
+        lambda x: statistics(x).exponent_histogram,
+        in_place,
+    ],
+)
+def test_a_traced_script_computes_with_what_it_is_given(function: Callable[[Tensor], Tensor]) -> None:
+    traced = torch.jit.trace(function, (torch.ones(5),))
+    x = torch.randn(5)
+    assert torch.equal(traced(x), function(x))
 
 
 def test_a_trace_shows_the_operator() -> None:
@@ -260,6 +324,8 @@ def test_operators_keep_the_rules_of_torch() -> None:
         (torch.ops.lowp.encode.default, (x.detach(), "e2m1", 0, None, True)),
         (torch.ops.lowp.decode.default, (torch.zeros(3, 4, dtype=torch.uint8), "e2m1", torch.float32, True, 7)),
         (torch.ops.lowp.statistics.default, (x.detach(),)),
+        (torch.ops.lowp.encode_scaled.default, (x.detach(), "nvfp4", None, None, 0, None, True)),
+        (torch.ops.lowp.encode_scaled.default, (x.detach(), "int8-affine", None, None, 0, None, False)),
     ):
         assert set(torch.library.opcheck(operator, call).values()) == {"SUCCESS"}, operator
 

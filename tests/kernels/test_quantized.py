@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -183,6 +184,78 @@ def test_a_value_is_its_element_times_its_scale(numbers: list[float]) -> None:
         unit = 2.0 ** (floor_log2(x.abs().max().item()) - (1 if name == "mxfp4" else 14 if name == "dfp16" else 6))
         unit = max(unit, 2.0**-127)
         assert ((element - x.double()).abs() <= unit * (1 + (name == "mxfp4"))).all()
+
+
+def in_every_implementation(call: Callable[[], Tensor]) -> list[Tensor]:
+    found = []
+    for name in available():
+        if name != "native":
+            with use(name):
+                found.append(call())
+    return found
+
+
+def test_zero_points_are_those_of_the_element() -> None:
+    x = torch.tensor([[1.0, -2.0, 3.0]])
+    for found in in_every_implementation(lambda: quantize(x, "int8-affine", scale=(0.25, 127))):
+        assert found.tolist() == [[0.0, -2.0, 0.0]]
+    for offset in (300, 128, -129, torch.tensor([[math.nan]])):
+        for name in available():
+            with use(name), pytest.raises(InvalidInput, match="is no i8: give whole numbers from -128 to 127"):
+                quantize(x, "int8-affine", scale=(0.25, offset))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_value_too_large_for_its_dtype_saturates(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([[0.99 * largest, -0.99 * largest]], dtype=dtype)
+    for found in in_every_implementation(lambda: quantize(x, "int8", scale=0.65 * largest)):
+        assert found.tolist() == [[largest, -largest]]
+
+
+def test_the_scale_code_that_is_none_is_nan() -> None:
+    q = encode(torch.ones(1, 32), "mxint8")
+    q.scale.fill_(255)
+    assert dequantize(q).isnan().all()
+    with pytest.raises(InvalidInput, match="is no value of its scale's format"):
+        encode(torch.ones(1, 32), "mxint8", scale=math.nan)
+
+
+def test_a_zero_keeps_its_sign_in_a_block_too_small_for_its_scale() -> None:
+    x = torch.full((1, 32), -0.0)
+    x[0, 1], x[0, 16] = -1e-30, 6.0
+    wanted = [True] * 16 + [False] + [True] * 15
+    for found in in_every_implementation(lambda: quantize(x, "nvfp4")):
+        assert found.signbit().tolist() == [wanted]
+    assert dequantize(encode(x, "nvfp4")).signbit().tolist() == [wanted]
+
+
+def test_a_block_longer_than_any_row_is_the_row() -> None:
+    x = torch.tensor([[1.0, -2.0, 3.0], [0.5, 7.0, 0.25]])
+    for size in (3, 10**9, 10**20):
+        for found in in_every_implementation(lambda size=size: quantize(x, f"i8s@fp32/{size}")):
+            assert torch.equal(found, quantize(x, "i8s@fp32/row"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("text", ["int8", "int8-affine", "nvfp4", "binary", "e4m3fn@fp32/tensor"])
+def test_16_bits_take_one_more_rounding(text: str, dtype: torch.dtype) -> None:
+    x = torch.randn(4, 40).to(dtype)
+    wanted = quantize(x.double(), text).to(dtype)
+    for found in in_every_implementation(lambda: quantize(x, text)):
+        assert found.dtype == dtype
+        assert torch.equal(found, wanted)
+    assert torch.equal(dequantize(encode(x, text)), wanted)
+
+
+@pytest.mark.parametrize("text", ["mxfp4", "nvfp4", "ternary", "binary", "i4@fp32/tensor"])
+def test_a_number_alone_comes_back_alone(text: str) -> None:
+    for shape in ((), (1,), (3,)):
+        x = torch.full(shape, -1.5)
+        for packed in (False, True):
+            q = encode(x, text, packed=packed)
+            assert q.shape == shape
+            assert torch.equal(dequantize(q), quantize(x, text))
 
 
 def test_payloads_are_as_small_as_documented() -> None:

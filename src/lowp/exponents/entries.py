@@ -85,7 +85,7 @@ class Entries:
             one = {name: torch.zeros(1, dtype=torch.float64, device=self.device) for name in COUNTS}
             self.counts = {name: torch.cat((value, one[name])) for name, value in self.counts.items()}
             self.before = torch.cat((self.before, self.state.exponent[-1:]))
-            self.exponents.append(int(self.scaling.init().exponent))
+            self.exponents.append(int(self.scaling.init("cpu").exponent))
             self.started.append(False)
         return found
 
@@ -172,8 +172,8 @@ class Entries:
             return self._written(x, exponent)[1]
         limit, finite = self.scaling.limit, x.isfinite()
         result = torch.ldexp(
-            torch.ldexp(x.double(), torch.tensor(-exponent)).round().clamp(-limit - 1, limit),
-            torch.tensor(exponent),
+            torch.ldexp(x.double(), torch.tensor(-exponent, device=x.device)).round().clamp(-limit - 1, limit),
+            torch.tensor(exponent, device=x.device),
         ).float()
         return torch.where(finite, result, math.nan)
 

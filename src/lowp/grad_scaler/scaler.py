@@ -106,7 +106,7 @@ class GradScaler(Checks):
         Returns what that returns, None for a skipped step; `stepped` says which. No closures.
         """
         if not self._enabled:
-            self._note_stepped(optimizer, torch.ones((), dtype=torch.bool))
+            self._note_stepped(optimizer, torch.ones((), dtype=torch.bool, device="cpu"))
             return cast("float | None", optimizer.step(*args, **kwargs))
         if "closure" in kwargs or (args and callable(args[0])):
             raise Misuse(
@@ -248,12 +248,12 @@ class GradScaler(Checks):
 
         `if scaler.stepped: scheduler.step()` waits for the device; `torch.where(scaler.stepped, new, old)` does not.
         """
-        return torch.zeros((), dtype=torch.bool) if self._stepped is None else self._stepped
+        return torch.zeros((), dtype=torch.bool, device="cpu") if self._stepped is None else self._stepped
 
     def stepped_for(self, optimizer: Optimizer) -> torch.Tensor:
         """Return whether the last `step` of this optimizer stepped, as `stepped` does."""
         stepped = self._stepped_by.get(optimizer)
-        return torch.zeros((), dtype=torch.bool) if stepped is None else stepped
+        return torch.zeros((), dtype=torch.bool, device="cpu") if stepped is None else stepped
 
     @property
     def nonfinite(self) -> NonFinite | None:

@@ -43,7 +43,7 @@ class Watchdog:
         if stuck.device.type == "cpu":
             self._copy, self._arrived = stuck.clone(), None
             return
-        self._copy = torch.empty((), dtype=stuck.dtype, pin_memory=stuck.device.type == "cuda")
+        self._copy = torch.empty((), dtype=stuck.dtype, device="cpu", pin_memory=stuck.device.type == "cuda")
         self._copy.copy_(stuck, non_blocking=True)
         self._arrived = torch.Event(stuck.device)
         self._arrived.record()

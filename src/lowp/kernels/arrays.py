@@ -18,6 +18,11 @@ def is_array(x: object) -> bool:
 
 def to_array(x: Any) -> np.ndarray[Any, Any]:
     """Return the NumPy array that `x` is or hands out."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            "lowp does not look at the mask of a masked array: give x.filled(0) or x.data and put the mask on the "
+            "result, or x.compressed() to lowp.statistics"
+        )
     return np.asarray(x.asnumpy() if hasattr(x, "asnumpy") else x)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Overflow, Rounding
-from lowp.errors import Unavailable
+from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import FloatFormat, IntFormat
 
 # another build of the library, such as that of `make sanitize`, goes by the environment variable
@@ -129,6 +129,17 @@ def available(loaded: ctypes.CDLL | None = None) -> tuple[str, ...]:
     return tuple(name for level, name in enumerate(INSTRUCTION_SETS) if level <= best)
 
 
+def address(x: Tensor) -> int:
+    """Return where the elements of a CPU tensor lie; raise InvalidInput where there are some, and no memory."""
+    pointer = x.data_ptr()
+    if pointer or not x.numel():
+        return pointer
+    raise InvalidInput(
+        f"a tensor {tuple(x.shape)} without memory: its storage was resized to 0, as FSDP frees parameters, "
+        "or it is a zero tensor of autograd: gather the parameter first, or give torch.zeros"
+    )
+
+
 def threads() -> int:
     """Return how many threads a kernel may use: what torch.set_num_threads says."""
     return torch.get_num_threads()
@@ -139,8 +150,8 @@ def quantize(x: Tensor, cast: Cast, seed: int, out: Tensor) -> None:
     _loaded().lowp_quantize(
         _parameters(cast),
         _CARRIERS[x.dtype],
-        x.data_ptr(),
-        out.data_ptr(),
+        address(x),
+        address(out),
         x.numel(),
         seed & MASK,
         torch.get_num_threads(),
@@ -155,9 +166,9 @@ def encode(x: Tensor, cast: Cast, seed: int, out: Tensor) -> int:
     nans: int = _loaded().lowp_encode(
         _parameters(cast),
         _CARRIERS[x.dtype],
-        x.data_ptr(),
+        address(x),
         out.element_size(),
-        out.data_ptr(),
+        address(out),
         x.numel(),
         seed & MASK,
         threads(),
@@ -170,9 +181,9 @@ def decode(codes: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
     _loaded().lowp_decode(
         _parameters(Cast(format)),
         codes.element_size(),
-        codes.data_ptr(),
+        address(codes),
         _CARRIERS[out.dtype],
-        out.data_ptr(),
+        address(out),
         codes.numel(),
         threads(),
     )
@@ -184,10 +195,10 @@ def statistics(x: Tensor) -> tuple[Tensor, float, float, int, int, int]:
     The bins are those of fp32's biased exponent; fp64 numbers outside are counted in bins 0 and 254. The sum is taken
     in fp64 over the finite elements, in an order that depends on neither the threads nor the processor.
     """
-    counts = torch.zeros(259, dtype=torch.int64)
-    reals = torch.zeros(2, dtype=torch.float64)
+    counts = torch.zeros(259, dtype=torch.int64, device="cpu")
+    reals = torch.zeros(2, dtype=torch.float64, device="cpu")
     failed = _loaded().lowp_statistics(
-        _CARRIERS[x.dtype], x.data_ptr(), x.numel(), threads(), counts.data_ptr(), reals.data_ptr()
+        _CARRIERS[x.dtype], address(x), x.numel(), threads(), address(counts), address(reals)
     )
     if failed:
         raise MemoryError(f"no memory for the partial sums of {x.numel()} elements")
@@ -205,19 +216,19 @@ def quantize_statistics(
     beyond the largest value), ``inexact`` (changed; NaN and the sign of zero apart), ``nan``, and, with `previous`
     given, ``stalled``: equal to the previous value after the cast but not before, an update without effect.
     """
-    counts = torch.zeros(263, dtype=torch.int64)
-    reals = torch.zeros(2, dtype=torch.float64)
+    counts = torch.zeros(263, dtype=torch.int64, device="cpu")
+    reals = torch.zeros(2, dtype=torch.float64, device="cpu")
     failed = _loaded().lowp_quantize_statistics(
         _parameters(cast),
         _CARRIERS[x.dtype],
-        x.data_ptr(),
-        previous.data_ptr() if previous is not None else None,
-        out.data_ptr() if out is not None else None,
+        address(x),
+        address(previous) if previous is not None else None,
+        address(out) if out is not None else None,
         x.numel(),
         seed & MASK,
         threads(),
-        counts.data_ptr(),
-        reals.data_ptr(),
+        address(counts),
+        address(reals),
     )
     if failed:
         raise MemoryError(f"no memory for the partial sums of {x.numel()} elements")
@@ -247,13 +258,13 @@ def quantize_scaled(
     _loaded().lowp_quantize_scaled(
         _parameters(cast.element_cast),
         _CARRIERS[x.dtype],
-        x.data_ptr(),
-        out.data_ptr(),
+        address(x),
+        address(out),
         x.numel(),
         length,
         group,
-        wide.data_ptr(),
-        points.data_ptr() if points is not None else None,
+        address(wide),
+        address(points) if points is not None else None,
         seed & MASK,
         threads(),
     )
@@ -287,10 +298,10 @@ def to_int16(
     _loaded().lowp_write_int16(
         _mantissa_parameters(symmetric, rounding, random_bits),
         _CARRIERS[x.dtype],
-        x.data_ptr(),
+        address(x),
         exponent,
-        None if out is None else out.data_ptr(),
-        None if values is None else values.data_ptr(),
+        None if out is None else address(out),
+        None if values is None else address(values),
         x.numel(),
         seed & MASK,
         threads(),
@@ -301,7 +312,7 @@ def to_int16(
 
 def from_int16(mantissas: Tensor, exponent: int, out: Tensor) -> None:
     """Write mantissas * 2**exponent into `out`, fp32: exact unless it leaves the range."""
-    _loaded().lowp_from_int16(mantissas.data_ptr(), exponent, out.data_ptr(), mantissas.numel(), threads())
+    _loaded().lowp_from_int16(address(mantissas), exponent, address(out), mantissas.numel(), threads())
 
 
 def grid(x: Tensor, lowest: bool) -> tuple[float, int | None]:
@@ -312,7 +323,7 @@ def grid(x: Tensor, lowest: bool) -> tuple[float, int | None]:
     neither is final.
     """
     found = (c_int64 * 2)()
-    _loaded().lowp_grid(x.data_ptr(), x.numel(), lowest, threads(), found)
+    _loaded().lowp_grid(address(x), x.numel(), lowest, threads(), found)
     (maximum,) = _FP32.unpack(_WORD.pack(found[0]))
     return maximum, None if found[1] == 1000 else found[1] - 127
 
@@ -322,7 +333,7 @@ def exact_int16(x: Tensor, exponent: int, out: Tensor) -> int | None:
 
     None where some element is no int16 under this exponent; `out` is then half written. Exponents from -100 to 100.
     """
-    largest: int = _loaded().lowp_exact_int16(x.data_ptr(), exponent, out.data_ptr(), x.numel(), threads())
+    largest: int = _loaded().lowp_exact_int16(address(x), exponent, address(out), x.numel(), threads())
     return None if largest < 0 else largest
 
 
@@ -367,7 +378,7 @@ def step_int16(
     """
     counts, given = (c_int64 * 8)(), (c_int32 * 3)(*exponents)
     lowest = -32767 if symmetric else -32768
-    _loaded().lowp_step_int16(weight.data_ptr(), mantissas.data_ptr(), given, lowest, weight.numel(), threads(), counts)
+    _loaded().lowp_step_int16(address(weight), address(mantissas), given, lowest, weight.numel(), threads(), counts)
     return _written(*counts[:4]), _written(*counts[4:])
 
 
@@ -377,8 +388,8 @@ def _written(largest: int, saturated: int, nonfinite: int, any_: int) -> Written
 
 def random_words(seed: int, counter: int, counters: int) -> Tensor:
     """Return the Philox-4x32-10 words of the counters (counter, 0, 0) onwards: int64 [counters, 4]."""
-    words = torch.zeros(counters, 4, dtype=torch.int32)
-    _loaded().lowp_random_words(seed & MASK, counter & MASK, counters, words.data_ptr())
+    words = torch.zeros(counters, 4, dtype=torch.int32, device="cpu")
+    _loaded().lowp_random_words(seed & MASK, counter & MASK, counters, address(words))
     return words.to(torch.int64) & 0xFFFFFFFF
 
 

@@ -7,19 +7,19 @@ text, a seed as an integer or, so that nothing recompiles, as a 0-d int64 tensor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowp import kernels
 from lowp.casts import Cast
 from lowp.compat import constant_when_compiled
 from lowp.errors import InvalidInput
-from lowp.formats import Format
-from lowp.kernels import limits, packing, run, scaled
-from lowp.kernels.floats import CARRIERS
+from lowp.formats import FloatFormat, Format, IntFormat
+from lowp.kernels import checks, dispatch, limits, packing, run, scaled, tracing
 from lowp.kernels.scaled import Scales
+from lowp.quantized import Quantized
 
 Seed = int | Tensor
 _SIGN = 1 << 63
@@ -28,21 +28,35 @@ _SIGN = 1 << 63
 def quantize(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, out: Tensor | None = None) -> Tensor:
     """Do `lowp.quantize` by an operator."""
     scale, zero_point = _tensors(scale, x)
-    number, tensor = _seed(seed)
+    arguments = (x, _text(cast), scale, zero_point, *_seed(seed))
+    if tracing.is_transformed():
+        # every transform has a rule for copy_, and none for an operator that writes
+        result = torch.ops.lowp.quantize(*arguments) if tracing.is_functionalized() else _apply(*arguments)
+        return result if out is None else out.copy_(result)
     if out is not None:
-        torch.ops.lowp.quantize_out(x, _text(cast), scale, zero_point, number, tensor, out)
+        torch.ops.lowp.quantize_out(*arguments, out)
         return out
-    if kernels._is_transformed():
-        return _apply(x, _text(cast), scale, zero_point, number, tensor)
-    result: Tensor = torch.ops.lowp.quantize(x, _text(cast), scale, zero_point, number, tensor)
-    return result
+    found: Tensor = torch.ops.lowp.quantize(*arguments)
+    return found
 
 
-def encode(x: Tensor, cast: str | Cast | Format, seed: Seed, packed: bool) -> Tensor:
+def encode(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, packed: bool) -> Tensor | Quantized:
     """Do `lowp.encode` by an operator."""
     number, tensor = _seed(seed)
-    result: Tensor = torch.ops.lowp.encode(x.detach(), _text(cast), number, tensor, packed)
-    return result
+    if not _is_scaled(cast):
+        result: Tensor = torch.ops.lowp.encode(x.detach(), _text(cast), number, tensor, packed)
+        return result
+    scale, zero_point = _tensors(scale, x)
+    payload, kept, zero_points, outer = torch.ops.lowp.encode_scaled(
+        x.detach(), _text(cast), scale, zero_point, number, tensor, packed
+    )
+    has_outer, is_affine, bits = _parts(cast)
+    length = None
+    if packed and x.ndim and bits not in (8, 16, 32, 64):
+        length = x.shape[-1]
+    return Quantized(
+        payload, kept, _cast(cast), outer if has_outer else None, zero_points if is_affine else None, x.dtype, length
+    )
 
 
 def decode(codes: Tensor, format: str | Format | Cast, dtype: torch.dtype, packed: bool, length: int | None) -> Tensor:
@@ -60,6 +74,23 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @constant_when_compiled
 def _text(cast: str | Cast | Format) -> str:
     return cast if isinstance(cast, str) else str(cast)
+
+
+@constant_when_compiled
+def _is_scaled(cast: str | Cast | Format) -> bool:
+    return checks.as_cast(cast).scaling is not None
+
+
+@constant_when_compiled
+def _cast(cast: str | Cast | Format) -> Cast:
+    return checks.as_cast(cast)
+
+
+@constant_when_compiled
+def _parts(cast: str | Cast | Format) -> tuple[bool, bool, int]:
+    """Return whether a format has an outer scale, whether a zero point, and the bits of an element."""
+    format = scaled.scaled_format(checks.as_cast(cast))
+    return format.outer is not None, format.affine, format.element.bits
 
 
 def _seed(seed: Seed) -> tuple[int, Tensor | None]:
@@ -81,7 +112,7 @@ def _tensor(scale: Any, x: Tensor) -> Tensor | None:
 
 def _scales(scale: Tensor | None, zero_point: Tensor | None, cast: Cast, x: Tensor) -> Scales | None:
     given = scale if zero_point is None else (scale, zero_point)
-    return kernels._scales(given, cast, x)
+    return checks.scales(given, cast, x)
 
 
 # -- operators --------------------------------------------------------------------------------------------------------
@@ -89,8 +120,8 @@ def _scales(scale: Tensor | None, zero_point: Tensor | None, cast: Cast, x: Tens
 def _quantize(
     x: Tensor, cast: str, scale: Tensor | None, zero_point: Tensor | None, seed: int, seed_tensor: Tensor | None
 ) -> Tensor:
-    plan = kernels._plan(cast, x.dtype)
-    module = kernels.implementation(x.device)
+    plan = checks.plan(cast, x.dtype)
+    module = dispatch.implementation(x.device)
     chosen = seed if seed_tensor is None else seed_tensor
     return run.quantize(module, x, plan, _scales(scale, zero_point, plan, x), chosen)
 
@@ -99,7 +130,7 @@ def _quantize(
 def _(
     x: Tensor, cast: str, scale: Tensor | None, zero_point: Tensor | None, seed: int, seed_tensor: Tensor | None
 ) -> Tensor:
-    kernels._plan(cast, x.dtype)
+    checks.plan(cast, x.dtype)
     return torch.empty_like(x)
 
 
@@ -141,17 +172,30 @@ def _apply(*arguments: Any) -> Tensor:
 def _batched(apply: Any, size: int, dimensions: Any, arguments: Any) -> tuple[Tensor, int]:
     # Logical index, seed and groups are those of each example, so the examples are cast one by one; only a plain
     # deterministic cast is the same for all together.
-    plan = kernels._plan(arguments[1], arguments[0].dtype)
-    if plan.scaling is None and not plan.is_stochastic and all(other is None for other in dimensions[1:]):
+    plan = checks.as_cast(arguments[1])
+    if _is_elementwise(plan) and all(other is None for other in dimensions[1:]):
         return apply(*arguments), dimensions[0]
-    examples = []
+    return torch.stack(list(_examples(apply, size, dimensions, arguments))), 0
+
+
+def _is_elementwise(plan: Cast) -> bool:
+    return plan.scaling is None and not plan.is_stochastic
+
+
+def _examples(apply: Any, size: int, dimensions: Any, arguments: Any) -> Iterator[Any]:
+    """Yield the result of each example of a batch, whose dimension is given for each argument that has one."""
     for index in range(size):
-        chosen = [
-            value.select(dimension, index) if dimension is not None else value
-            for value, dimension in zip(arguments, dimensions, strict=True)
-        ]
-        examples.append(apply(*chosen))
-    return torch.stack(examples), 0
+        yield apply(
+            *(
+                value.select(dimension, index) if dimension is not None else value
+                for value, dimension in zip(arguments, dimensions, strict=True)
+            )
+        )
+
+
+def _stacked(results: Iterator[tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    stacks = tuple(torch.stack(column) for column in zip(*results, strict=True))
+    return stacks, (0,) * len(stacks)
 
 
 @_quantize.register_vmap
@@ -169,8 +213,8 @@ def _quantize_out(
     seed_tensor: Tensor | None,
     out: Tensor,
 ) -> None:
-    plan = kernels._plan(cast, x.dtype)
-    module = kernels.implementation(x.device)
+    plan = checks.plan(cast, x.dtype)
+    module = dispatch.implementation(x.device)
     chosen = seed if seed_tensor is None else seed_tensor
     run.quantize_into(module, x, plan, _scales(scale, zero_point, plan, x), chosen, out)
 
@@ -185,63 +229,118 @@ def _(
     seed_tensor: Tensor | None,
     out: Tensor,
 ) -> None:
-    kernels._plan(cast, x.dtype)
-    kernels._check_out(x, out)
+    checks.plan(cast, x.dtype)
+    checks.check_out(x, out)
 
 
 @torch.library.custom_op("lowp::encode", mutates_args=())
 def _encode(x: Tensor, cast: str, seed: int, seed_tensor: Tensor | None, packed: bool) -> Tensor:
-    module = kernels.implementation(x.device, "encode")
-    return run.encode(module, x, _element_cast(cast), seed if seed_tensor is None else seed_tensor, packed)
+    module = dispatch.implementation(x.device, "encode")
+    return run.encode(module, x, checks.as_cast(cast), seed if seed_tensor is None else seed_tensor, packed)
 
 
 @_encode.register_fake
 def _(x: Tensor, cast: str, seed: int, seed_tensor: Tensor | None, packed: bool) -> Tensor:
-    if x.dtype not in CARRIERS:
-        raise TypeError(kernels._not_floating(x.dtype))
-    bits = _element_cast(cast).element.bits
+    checks.check_dtype(x.dtype)
+    return _fake_codes(x, checks.as_cast(cast).element, packed)
+
+
+@_encode.register_vmap
+def _(info: Any, dimensions: Any, x: Tensor, cast: str, *others: Any) -> tuple[Tensor, int]:
+    is_row = x.ndim > 1 or not others[-1]  # numbers that stand alone are packed alone
+    if _is_elementwise(checks.as_cast(cast)) and is_row and all(other is None for other in dimensions[1:]):
+        return _encode(x.movedim(dimensions[0], 0), cast, *others), 0
+    return torch.stack(list(_examples(_encode, info.batch_size, dimensions, (x, cast, *others)))), 0
+
+
+@torch.library.custom_op("lowp::encode_scaled", mutates_args=())
+def _encode_scaled(
+    x: Tensor,
+    cast: str,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    seed: int,
+    seed_tensor: Tensor | None,
+    packed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    planned = checks.as_cast(cast)
+    module = dispatch.implementation(x.device, "encode")
+    scales, chosen = _scales(scale, zero_point, planned, x), seed if seed_tensor is None else seed_tensor
+    found = run.encode_scaled(module, x, planned, scales, chosen, packed)
+    nothing = x.new_empty(0)
+    return (
+        found.payload,
+        found.scale,
+        nothing if found.zero_point is None else found.zero_point,
+        x.new_empty(0) if found.outer is None else found.outer,
+    )
+
+
+@_encode_scaled.register_fake
+def _(
+    x: Tensor,
+    cast: str,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    seed: int,
+    seed_tensor: Tensor | None,
+    packed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    checks.check_dtype(x.dtype)
+    format = scaled.scaled_format(checks.as_cast(cast))
+    groups = scaled.group_shape(x.shape, format.scope)
+    zero_points = x.new_empty(groups, dtype=torch.int32) if format.affine else x.new_empty(0)
+    outer = x.new_empty((), dtype=torch.float32) if format.outer is not None else x.new_empty(0)
+    payload = _fake_codes(x, format.element, packed and x.ndim > 0)
+    return payload, x.new_empty(groups, dtype=scaled.kept_dtype(format)), zero_points, outer
+
+
+@_encode_scaled.register_vmap
+def _(info: Any, dimensions: Any, *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    return _stacked(_examples(_encode_scaled, info.batch_size, dimensions, arguments))
+
+
+def _fake_codes(x: Tensor, element: FloatFormat | IntFormat, packed: bool) -> Tensor:
+    bits = element.bits
     if not packed or bits in (8, 16, 32, 64):
-        return x.new_empty(x.shape, dtype=scaled.code_dtype(_element_cast(cast).element))
+        return x.new_empty(x.shape, dtype=scaled.code_dtype(element))
     length = x.shape[-1] if x.ndim else 1
     return x.new_empty((*x.shape[:-1], (length * bits + 7) // 8), dtype=torch.uint8)
 
 
-def _element_cast(text: str) -> Cast:
-    cast = kernels._cast(text)
-    if cast.scaling is not None:
-        raise InvalidInput(f"{cast}: inside torch.compile encode takes formats without a shared scale")
-    return cast
-
-
 @torch.library.custom_op("lowp::decode", mutates_args=())
 def _decode(codes: Tensor, format: str, dtype: torch.dtype, packed: bool, length: int | None) -> Tensor:
-    module = kernels.implementation(codes.device, "decode")
-    element = kernels._cast(format).element
+    module = dispatch.implementation(codes.device, "decode")
+    element = checks.as_cast(format).element
     return run.decode(module, packing.unpack(codes, element, length) if packed else codes, element, dtype)
 
 
 @_decode.register_fake
 def _(codes: Tensor, format: str, dtype: torch.dtype, packed: bool, length: int | None) -> Tensor:
-    element = kernels._cast(format).element
+    element = checks.as_cast(format).element
     if not limits.holds_format(element, dtype):
         raise InvalidInput(scaled.cannot_hold(Cast(element), dtype))
-    if not packed or element.bits in (8, 16, 32, 64):
+    if not packed:
         return codes.new_empty(codes.shape, dtype=dtype)
-    fitting = codes.shape[-1] * 8 // element.bits
-    return codes.new_empty((*codes.shape[:-1], fitting if length is None else length), dtype=dtype)
+    length = packing.length_of(codes, element, length)
+    return codes.new_empty((*codes.shape[:-1], length) if codes.ndim else (), dtype=dtype)
 
 
 @torch.library.custom_op("lowp::statistics", mutates_args=())
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return run.statistics(kernels.implementation(x.device, "statistics"), x)
+    return run.statistics(dispatch.implementation(x.device, "statistics"), x)
 
 
 @_statistics.register_fake
 def _(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if x.dtype not in CARRIERS:
-        raise TypeError(kernels._not_floating(x.dtype))
+    checks.check_dtype(x.dtype)
     return (
         x.new_empty(256, dtype=torch.int64),
         x.new_empty(2, dtype=torch.float64),
         x.new_empty(3, dtype=torch.int64),
     )
+
+
+@_statistics.register_vmap
+def _(info: Any, dimensions: Any, *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    return _stacked(_examples(_statistics, info.batch_size, dimensions, arguments))

@@ -29,9 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowp import kernels
 from lowp.errors import InvalidInput, Unavailable, unknown
-from lowp.kernels import cpu, integer_reference
+from lowp.kernels import cpu, dispatch, integer_reference
 from lowp.kernels.integer_reference import ConvolutionShape
 
 __all__ = [
@@ -206,7 +205,7 @@ def _output(exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, 
 
 def _forced_kernel() -> str | None:
     """Return the kernel that `lowp.kernels.use` asks for: the definition where it asks for torch's operations."""
-    name = kernels.forced()
+    name = dispatch.forced()
     if name == "native":
         raise Unavailable("native has no integer products; cpu, bitwise and reference have them")
     return "reference" if name in ("reference", "bitwise") else None
@@ -304,9 +303,9 @@ def _matmul(left: Tensor, right: Tensor, output: _Output) -> _Seen:
     seen = _nothing_seen(result)
     status = library.lowp_integer_matmul(
         output.kernel.encode() or None,
-        a.data_ptr(),
-        b.data_ptr(),
-        result.data_ptr(),
+        cpu.address(a),
+        cpu.address(b),
+        cpu.address(result),
         _address(sizes),
         _address(strides),
         output.kind,
@@ -346,9 +345,9 @@ def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, ou
     status = library.lowp_integer_convolution(
         output.kernel.encode() or None,
         PRODUCTS.index(product),
-        a.data_ptr(),
-        b.data_ptr(),
-        result.data_ptr(),
+        cpu.address(a),
+        cpu.address(b),
+        cpu.address(result),
         _address(geometry),
         output.kind,
         output.exponent,

@@ -32,7 +32,7 @@ def holds(cast: Cast, dtype: torch.dtype) -> bool:
     both_ways = (Rounding.UP, Rounding.DOWN) if cast.is_stochastic else (cast.rounding,)
     casts = [replace(cast, rounding=mode, random_bits=None) for mode in both_ways]
     with _real_tensors():  # torch.compile may ask, whose tensors have no values
-        every = widen(torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype))
+        every = widen(torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype))
         return all(_survives(bitwise.quantized(every, one), dtype) for one in casts)
 
 

@@ -34,15 +34,9 @@ def unpack(packed: Tensor, format: FloatFormat | IntFormat, length: int | None =
 
     Raises ValueError for rows that are too short, and for bytes of another dtype than uint8.
     """
-    bits = format.bits
+    bits, length = format.bits, length_of(packed, format, length)
     if bits in (8, 16, 32, 64):
-        return packed
-    if packed.dtype != torch.uint8 or packed.ndim == 0:
-        raise InvalidInput(f"packed codes of {format} are rows of torch.uint8, not {packed.ndim}-d {packed.dtype}")
-    fitting = packed.shape[-1] * 8 // bits
-    length = fitting if length is None else length
-    if not 0 <= length <= fitting:
-        raise InvalidInput(f"a row of {packed.shape[-1]} bytes holds {fitting} codes of {format}, not {length}")
+        return packed[..., :length] if packed.ndim else packed
     single = (packed.to(torch.int64).unsqueeze(-1) >> torch.arange(8, device=packed.device)) & 1
     row = single.flatten(-2)[..., : length * bits].reshape(*packed.shape[:-1], length, bits)
     codes = (row << torch.arange(bits, device=packed.device)).sum(-1)
@@ -51,6 +45,20 @@ def unpack(packed: Tensor, format: FloatFormat | IntFormat, length: int | None =
     if isinstance(format, IntFormat):
         codes = codes - ((codes >> (bits - 1)) << bits)
     return codes
+
+
+def length_of(packed: Tensor, format: FloatFormat | IntFormat, length: int | None) -> int:
+    """Return how many codes of a packed row are asked for; raise ValueError where it does not hold them."""
+    whole = format.bits in (8, 16, 32, 64)
+    if not whole and (packed.dtype != torch.uint8 or packed.ndim == 0):
+        raise InvalidInput(f"packed codes of {format} are rows of torch.uint8, not {packed.ndim}-d {packed.dtype}")
+    size = packed.shape[-1] if packed.ndim else 1
+    fitting = size if whole else size * 8 // format.bits
+    if length is not None and not 0 <= length <= fitting:
+        raise InvalidInput(
+            f"a row of {size * packed.element_size()} bytes holds {fitting} codes of {format}, not {length}"
+        )
+    return fitting if length is None else length
 
 
 def as_integers(codes: Tensor) -> Tensor:

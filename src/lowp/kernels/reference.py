@@ -30,7 +30,7 @@ def encode(x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor) -> int:
     element = cast.element
     rounded = values(widen(x), cast, seed)
     codes = [0 if v != v and not _has_nan(element) else _code(element, v) for v in rounded.flatten().tolist()]
-    found = torch.tensor(codes, dtype=torch.int64).reshape(x.shape)
+    found = torch.tensor(codes, dtype=torch.int64, device=x.device).reshape(x.shape)
     if isinstance(element, FloatFormat) and element.signed and element.has_nan and element.has_minus_zero:
         negative_nan = rounded.isnan() & sign_and_magnitude(rounded)[0]
         found = torch.where(negative_nan, found | _as_int64(1 << (element.bits - 1)), found)
@@ -41,7 +41,7 @@ def encode(x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor) -> int:
 def decode(codes: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
     """Write the value of every code into `out`, exactly."""
     found = [_value(format, code) for code in codes.flatten().tolist()]
-    wide = torch.tensor(found, dtype=torch.float64).reshape(codes.shape)
+    wide = torch.tensor(found, dtype=torch.float64, device=out.device).reshape(codes.shape)
     out.copy_(narrow(wide, out.dtype))
 
 

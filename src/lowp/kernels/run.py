@@ -6,11 +6,13 @@ Each function is given the implementation to run. Tensors are plain here: no gra
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.compat import private
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels import cpu, packing, scaled
@@ -20,10 +22,12 @@ from lowp.quantized import Quantized
 
 Seed = int | Tensor
 
+_is_zero_tensor: Any = private("torch.Tensor._is_zerotensor")
+
 
 def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
     """Return the values that `cast` makes of `x`, with x's strides where x is dense."""
-    x = x.resolve_neg()
+    x = _readable(x)
     out = torch.empty_like(x)
     if cast.scaling is not None:
         out.copy_(_quantize_scaled(module, x, cast, scales, seed))
@@ -41,10 +45,13 @@ def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, s
 
 def quantize_into(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed, out: Tensor) -> None:
     """Write the values into `out`, which may be `x`, overlap it, or have other strides."""
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise InvalidInput("out is expanded: several of its elements are one number in memory; give out.contiguous()")
+    cpu.address(out)
     same = out is x or (out.data_ptr() == x.data_ptr() and out.stride() == x.stride())
-    apart = out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-    if cast.scaling is None and (same or apart) and x.is_contiguous() and out.is_contiguous() and not out.is_neg():
-        _call(module, x.resolve_neg(), cast, seed, out)
+    direct = cast.scaling is None and x.is_contiguous() and out.is_contiguous() and not out.is_neg()
+    if direct and (same or not _overlap(x, out)):
+        _call(module, _readable(x), cast, seed, out)
     else:
         out.copy_(quantize(module, x, cast, scales, seed))
 
@@ -52,7 +59,7 @@ def quantize_into(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | No
 def encode(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, packed: bool) -> Tensor:
     """Return the codes; raise ValueError for NaNs that have none."""
     codes = torch.empty(x.shape, dtype=scaled.code_dtype(cast.element), device=x.device)
-    nans = module.encode(x.resolve_neg().contiguous(), cast, _seed(module, seed), codes)
+    nans = module.encode(_readable(x).contiguous(), cast, _seed(module, seed), codes)
     if nans:
         raise InvalidInput(
             f"{nans} of {x.numel()} numbers are NaN, which {cast.format} has no code for: "
@@ -64,13 +71,13 @@ def encode(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, packed: bool) 
 def decode(module: ModuleType, codes: Tensor, format: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
     """Return the values of codes in `dtype`."""
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    module.decode(codes.contiguous(), format, out)
+    module.decode(_readable(codes).contiguous(), format, out)
     return out
 
 
 def statistics(module: ModuleType, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the three tensors of `Statistics`."""
-    x = x.resolve_neg()
+    x = _readable(x)
     if not x.is_contiguous():
         # the order does not matter, except to the last bit of the sum
         x = x.as_strided((x.numel(),), (1,)) if _is_dense(x) else x.contiguous()
@@ -84,8 +91,9 @@ def statistics(module: ModuleType, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def encode_scaled(
     module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed, packed: bool
 ) -> Quantized:
-    """Return codes and scales; raise ValueError for NaNs that neither can hold."""
-    x, format = x.resolve_neg(), scaled.scaled_format(cast)
+    """Return codes and scales; raise ValueError for NaNs that neither can hold. A number alone is not packed."""
+    packed = packed and x.ndim > 0
+    x, format = _readable(x), scaled.scaled_format(cast)
     scales = scaled.choose(x, cast) if scales is None else scales
     wide = widen(x)
     element = scaled.elements(wide, cast, scales, _element_cast(module, seed))
@@ -95,7 +103,7 @@ def encode_scaled(
     outer = None if scales.outer is None else narrow(scales.outer, torch.float32)
     length = None
     if packed and payload.dtype == torch.uint8 and format.element.bits != 8:
-        length = x.shape[-1] if x.ndim else 1
+        length = x.shape[-1]
     return Quantized(payload, scaled.keep(scales.scale, format), cast, outer, zero_point, x.dtype, length)
 
 
@@ -124,9 +132,11 @@ def _quantize_scaled_in_one_pass(x: Tensor, cast: Cast, scales: Scales, seed: in
     table, out = x.reshape(rows, -1), torch.empty_like(x)
     scale = scaled.divisor(scales).expand(scales.scale.shape).reshape(rows, -1)
     zero_point = None if scales.zero_point is None else scales.zero_point.reshape(rows, -1)
-    cpu.quantize_scaled(table, cast, scale, seed, out.reshape(rows, -1), scope.size, zero_point)
+    group = scaled.block_size(scope, table.shape[1]) if scope.kind == "block" else 0
+    cpu.quantize_scaled(table, cast, scale, seed, out.reshape(rows, -1), group, zero_point)
     if bool((scale == 0).any()):  # a block too small for its e4m3 scale: zeros, where the division gives NaN
-        out = torch.where(scaled.spread(scaled.divisor(scales), x.shape, scope) == 0, 0.0, out)
+        zeros = x * 0.0 if isinstance(cast.element, FloatFormat) and cast.element.has_minus_zero else 0.0
+        out = torch.where(scaled.spread(scaled.divisor(scales), x.shape, scope) == 0, zeros, out)
     return out
 
 
@@ -145,6 +155,30 @@ def _call(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, out: Tensor) ->
 
 def _seed(module: ModuleType, seed: Seed) -> Seed:
     return int(seed) if module is cpu else seed
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Return the tensor with its numbers in memory: negated, where torch has put that off, and zeros of autograd."""
+    if x.numel() and x.data_ptr() == 0:
+        if _is_zero_tensor(x):
+            return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        cpu.address(x)  # raises
+    return x.resolve_neg()
+
+
+def _overlap(x: Tensor, out: Tensor) -> bool:
+    """Whether two tensors may share memory, whatever storages they believe to have (two views of one NumPy array)."""
+    if x.device != out.device or not x.numel():
+        return False
+    (first, end), (other, other_end) = _addresses(x), _addresses(out)
+    return first < other_end and other < end
+
+
+def _addresses(x: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor with elements, and the one behind its last."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    first = x.data_ptr()
+    return first, first + (reach + 1) * x.element_size()
 
 
 def _is_dense(x: Tensor) -> bool:

@@ -7,6 +7,7 @@ that cast elements are handed in: these lines are the same for every implementat
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -60,9 +61,15 @@ def fold(x: Tensor, scope: Scope) -> Tensor:
         return x
     if scope.kind == "channel":
         return x.reshape(x.shape[0], x[:1].numel())
-    if missing := -x.shape[-1] % scope.size:
+    size = block_size(scope, x.shape[-1])
+    if missing := -x.shape[-1] % size:
         x = torch.nn.functional.pad(x, (0, missing))
-    return x.reshape(*x.shape[:-1], x.shape[-1] // scope.size, scope.size)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
+def block_size(scope: Scope, length: int) -> int:
+    """Return how many neighbours of a row share a scale: a block that is longer than the row ends with it."""
+    return min(scope.size, max(length, 1))
 
 
 def spread(scale: Tensor, shape: torch.Size, scope: Scope) -> Tensor:
@@ -73,7 +80,7 @@ def spread(scale: Tensor, shape: torch.Size, scope: Scope) -> Tensor:
         return scale.reshape(-1, *(1,) * (len(shape) - 1))
     if scope.kind == "row":
         return scale.unsqueeze(-1)
-    return scale.repeat_interleave(scope.size, dim=-1)[..., : shape[-1]]
+    return scale.repeat_interleave(block_size(scope, shape[-1]), dim=-1)[..., : shape[-1]]
 
 
 # -- which scale ------------------------------------------------------------------------------------------------------
@@ -183,7 +190,7 @@ def elements(x: Tensor, cast: Cast, scales: Scales, element_cast: ElementCast) -
     """Return the elements of the fp64 tensor `x` in fp64: its numbers over their scale, cast to the element format."""
     format = scaled_format(cast)
     by = spread(divisor(scales), x.shape, format.scope)
-    quotient = torch.where(by == 0, 0.0, x / by)
+    quotient = torch.where(by == 0, x * 0.0, x / by)  # a zero keeps its sign
     quotient = torch.where(by.isnan(), torch.nan, quotient)
     if scales.zero_point is None:
         return element_cast(quotient, cast.element_cast)
@@ -195,13 +202,15 @@ def elements(x: Tensor, cast: Cast, scales: Scales, element_cast: ElementCast) -
 
 
 def values(element: Tensor, cast: Cast, scales: Scales, dtype: torch.dtype) -> Tensor:
-    """Return the values of the elements in `dtype`; fp32 products that are too long are rounded to nearest even."""
+    """Return the values of the elements in `dtype`: products that are too long are rounded once, to nearest even."""
     scope = scaled_format(cast).scope
     if scales.zero_point is not None:
         element = element - spread(scales.zero_point, element.shape, scope)
     wide = element * spread(divisor(scales), element.shape, scope)
     if dtype == torch.float64:
         return narrow(wide, dtype)
+    if dtype != torch.float32 and not has_power_of_two(scaled_format(cast)):
+        return narrow(bitwise.quantized(wide, replace(_TO_16_BITS[dtype], overflow=Overflow.SATURATE)), dtype)
     found = narrow(bitwise.quantized(wide, TO_FP32), torch.float32)
     if dtype != torch.float32:
         rounded = narrow(bitwise.quantized(found, _TO_16_BITS[dtype]), dtype)
@@ -221,14 +230,22 @@ def cannot_hold(cast: Cast, dtype: torch.dtype) -> str:
 
 
 def fits(cast: Cast, dtype: torch.dtype) -> bool:
-    """Whether values under this cast can be held by `dtype`: always by fp64, and rounded once by fp32."""
-    if dtype in (torch.float64, torch.float32):
-        return True
+    """Whether `dtype` can hold values under this cast: fp64 always, others with one more rounding.
+
+    16 bits take that rounding under a scale of any fraction, whose products are longer than an element anyway. Under a
+    power of two the value is the element's own digits, and 16 bits have to hold them all.
+    """
     format = scaled_format(cast)
-    power_of_two = isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero
+    if dtype in (torch.float64, torch.float32) or not has_power_of_two(format):
+        return True
     element = format.element
     digits = element.precision if isinstance(element, FloatFormat) else max(element.bits - 1, 1)
-    return power_of_two and digits <= CARRIERS[dtype].precision
+    return digits <= CARRIERS[dtype].precision
+
+
+def has_power_of_two(format: ScaledFormat) -> bool:
+    """Whether every scale of a format is a power of two."""
+    return format.outer is None and (isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero)
 
 
 # -- scales that are given, and scales that are kept ------------------------------------------------------------------
@@ -247,6 +264,7 @@ def given(scale: object, cast: Cast, x: Tensor) -> Scales:
             raise InvalidInput(f"{cast} is affine: give scale=(scale, zero_point)")
         scale, offset = scale
         zero_point = _given(offset, "zero_point", cast, x).round()
+        _check_zero_point(zero_point, offset, cast)
     found = _given(scale, "scale", cast, x)
     if format.scale == FP32:
         found = widen(found.to(torch.float32))
@@ -256,6 +274,15 @@ def given(scale: object, cast: Cast, x: Tensor) -> Scales:
             "give positive numbers that it has"
         )
     return Scales(found, zero_point)
+
+
+def _check_zero_point(zero_point: Tensor, given: object, cast: Cast) -> None:
+    element = cast.element
+    if zero_point.is_cuda or bool(((zero_point >= element.minimum) & (zero_point <= element.maximum)).all()):
+        return
+    raise InvalidInput(
+        f"{cast}: zero point {given} is no {element}: give whole numbers from {element.minimum} to {element.maximum}"
+    )
 
 
 def _given(scale: object, name: str, cast: Cast, x: Tensor) -> Tensor:
@@ -285,7 +312,8 @@ def _is_scale(scale: Tensor, format: FloatFormat | PowerOfTwo) -> Tensor:
     lowest, highest = exponent_range(format)
     exponent = floor_log2(scale)
     inside = (scale > 0) & scale.isfinite() & (exponent >= lowest) & (exponent <= highest)
-    return (inside & (two_to_the(exponent.clamp(-1022, 1023)) == scale)) | scale.isnan()
+    found = inside & (two_to_the(exponent.clamp(-1022, 1023)) == scale)
+    return found | scale.isnan() if isinstance(format, FloatFormat) else found
 
 
 def keep(scale: Tensor, format: ScaledFormat) -> Tensor:
@@ -303,6 +331,15 @@ def keep(scale: Tensor, format: ScaledFormat) -> Tensor:
     return codes
 
 
+def kept_dtype(format: ScaledFormat) -> torch.dtype:
+    """Return the dtype in which `keep` keeps scales."""
+    if isinstance(format.scale, PowerOfTwo):
+        if format.scope.kind == "tensor":
+            return torch.int32
+        return torch.uint8 if format.scale.bits <= 8 else torch.uint16
+    return torch.float32 if format.scale == FP32 else code_dtype(format.scale)
+
+
 def read(kept: Tensor, format: ScaledFormat) -> Tensor:
     """Return kept scales as fp64 values."""
     if isinstance(format.scale, PowerOfTwo):
@@ -311,7 +348,9 @@ def read(kept: Tensor, format: ScaledFormat) -> Tensor:
         exponent = (
             kept.view(torch.int16).to(torch.int64) & 0xFFFF if kept.dtype == torch.uint16 else kept.to(torch.int64)
         )
-        return two_to_the(exponent + format.scale.min_exponent)
+        scale = two_to_the((exponent + format.scale.min_exponent).clamp(max=format.scale.max_exponent))
+        beyond = exponent > format.scale.max_exponent - format.scale.min_exponent  # of mxint8 the NaN of e8m0
+        return torch.where(beyond, torch.nan, scale)
     if format.scale == FP32:
         return widen(kept)
     return bitwise.decoded(kept, format.scale, torch.float64)

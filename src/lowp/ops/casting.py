@@ -33,7 +33,7 @@ _functorch_is_active = cast(Callable[[], bool], private("torch._C._are_functorch
 
 def draw_seed() -> Tensor:
     """Return a fresh seed for stochastic rounding, drawn from torch's CPU generator: `torch.manual_seed` repeats it."""
-    return torch.randint(2**62, ())
+    return torch.randint(2**62, (), device="cpu")
 
 
 def cast_weight(weight: Tensor, to: Cast) -> Tensor:

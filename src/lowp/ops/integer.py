@@ -110,7 +110,7 @@ class _IntegerProduct(torch.autograd.Function):
         ctx.edges = [one if one.is_floating_point() else None for one in (first, second)]
         ctx.bias_dtype = None if bias is None else bias.dtype
         # what a checkpoint computes again may have been written under other exponents
-        ctx.save_for_backward(a.payload, b.payload, torch.tensor((a.exponent, b.exponent)))
+        ctx.save_for_backward(a.payload, b.payload, torch.tensor((a.exponent, b.exponent), device="cpu"))
         if written is not None:  # the exact sum, bias included, is rounded once
             return _written_output(form, call, written.site, a, b, bias)
         result = form.integer_product(OUTPUT, a, b, _is_exact(call))

@@ -145,7 +145,7 @@ def fused_call(call: Call) -> tuple[Fused, list[Tensor]] | None:
         tensors.append(x)
         return empty
 
-    empty = torch.empty(0)
+    empty = torch.empty(0, device="cpu")
     args, kwargs = changed(call.args, collect), changed(call.kwargs, collect)
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors) or not is_out_of_place(call):
         return None
@@ -228,7 +228,7 @@ def computed_and_written(fused: Fused, call: Call, tensors: Tensors) -> Tensor:
         for x, is_read in zip(tensors, fused.reads(wanted), strict=True)
     ]
     plan = _Plan(fused, call.site, call.site.part(), roles, shapes, [one.edge for one in kept])
-    saved = [one.saved for one in kept] + [torch.tensor([one.exponent for one in kept])]
+    saved = [one.saved for one in kept] + [torch.tensor([one.exponent for one in kept], device="cpu")]
     return cast(Tensor, _Computed.apply(plan, saved, *tensors))  # type: ignore[no-untyped-call]
 
 

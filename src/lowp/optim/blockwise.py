@@ -248,7 +248,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             if "step" in entry or moments:
                 self._start(parameter, state)
                 # torch's SGD counts no steps: momentum that is there says that there was one
-                state["step"].copy_(torch.as_tensor(entry.get("step", 1)))
+                state["step"].copy_(torch.as_tensor(entry.get("step", 1), device="cpu"))
             for name in moments:
                 local(state[name]).copy_(local(shard_of(entry[name], parameter)))
             if entry.get(MASTER_WEIGHT) is not None:

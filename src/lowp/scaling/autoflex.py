@@ -204,10 +204,10 @@ class Autoflex:
 
         The first maximum also serves the guess. So published expectations can be checked without training.
         """
-        state = self.init()
+        state = self.init("cpu")
         exponents = []
         for value in maxima:
-            maximum = torch.tensor([value], dtype=torch.float64)
+            maximum = torch.tensor([value], dtype=torch.float64, device="cpu")
             state = self.start(state, maximum)
             exponents.append(int(state.exponent))
             state = self.observe(state, Written(self._mantissa(maximum.abs(), state.exponent).to(torch.int32)))

@@ -39,7 +39,7 @@ def straight_through(x: Tensor, forward: Rounder, backward: Rounder | None = Non
 
 def drawn_seed(seed: int | Tensor | None) -> int | Tensor:
     """Return the seed that was given, or one from torch's CPU generator, so that `torch.manual_seed` repeats it."""
-    return torch.randint(2**62, ()) if seed is None else seed
+    return torch.randint(2**62, (), device="cpu") if seed is None else seed
 
 
 def whole_number(name: str, value: object, lowest: int, highest: int) -> int:

@@ -26,7 +26,17 @@ static void scale_group(const Caster<F64>& caster, double scale, uint64_t* value
 
 // One rounding from fp64 to the type of the tensor.
 static void narrow_exactly(uint64_t* values, int type, int64_t count) {
-  if (type == kFp64 || type == kFp32) return;  // the conversion to fp32 is that rounding
+  if (type == kFp64) return;
+  if (type == kFp32) {  // the conversion to fp32 is that rounding, but for what is too large
+    constexpr double kLargest = 0x1.fffffep127;
+    LOWP_VECTOR_LOOP
+    for (int64_t i = 0; i < count; ++i) {
+      const double value = number(values[i]);
+      const double above = value < -kLargest ? -kLargest : value;
+      values[i] = bits_of(above > kLargest ? kLargest : above);
+    }
+    return;
+  }
   lowp_cast cast{};
   cast.bits = 16;
   cast.is_signed = cast.subnormals = cast.has_zero = cast.has_nan = cast.minus_zero = 1;

@@ -1,0 +1,96 @@
+"""What the public functions check: casts and dtypes, seeds, scales and results."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast, parse
+from lowp.errors import InvalidInput
+from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat
+from lowp.kernels import limits, scaled
+from lowp.kernels.floats import CARRIERS
+
+_parse = functools.lru_cache(maxsize=1024)(parse)
+
+
+def as_cast(cast: str | Cast | Format) -> Cast:
+    """Return the cast that a text, a cast or a format is."""
+    return cast if isinstance(cast, Cast) else _parse(cast) if isinstance(cast, str) else parse(cast)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(cast: str | Cast | Format, dtype: torch.dtype) -> Cast:
+    """Return the cast, parsed, after the checks that depend on the dtype alone."""
+    planned = as_cast(cast)
+    check_dtype(dtype)
+    if not limits.holds(planned, dtype):
+        raise InvalidInput(scaled.cannot_hold(planned, dtype))
+    return planned
+
+
+def carriers() -> str:
+    """Return the dtypes that lowp takes, in words."""
+    return ", ".join(str(carrier).removeprefix("torch.") for carrier in CARRIERS)
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise TypeError for numbers that lowp does not round."""
+    if dtype not in CARRIERS:
+        raise TypeError(f"lowp rounds tensors of {carriers()}, not {dtype}: convert first, for example with x.float()")
+
+
+def check_seed(x: Tensor, seed: int | Tensor) -> int | Tensor:
+    """Return the seed, an integer of NumPy as one of Python; refuse other seeds, and tensors without strides."""
+    if x.layout is not torch.strided:
+        raise TypeError(f"lowp takes strided tensors, not {x.layout}: give x.to_dense(), or its values")
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.ndim != 0:
+            raise TypeError(f"a seed is an int or a 0-d int64 tensor, not {seed.ndim}-d {seed.dtype}")
+        return seed
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"a seed is an int or a 0-d int64 tensor, not {type(seed).__name__}")
+    return seed.__index__()
+
+
+def scales(scale: Any, cast: Cast, x: Tensor) -> scaled.Scales | None:
+    """Return the scales that the caller gave, checked; None where the cast finds its own."""
+    if scale is None:
+        return None
+    if cast.scaling is None:
+        raise InvalidInput(
+            f"{cast} has no shared scale, so scale= means nothing: name one, such as {cast.format.spelling}@fp32/tensor"
+        )
+    return scaled.given(scale, cast, x)
+
+
+def check_out(x: Tensor, out: Any) -> None:
+    """Raise for an `out` that cannot take the result: of another shape, dtype or device, or followed by autograd."""
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out is a tensor where x is one, not {type(out).__name__}")
+    for name in ("shape", "dtype", "device"):
+        wanted, found = getattr(x, name), getattr(out, name)
+        if wanted != found:
+            wanted, found = (tuple(v) if name == "shape" else v for v in (wanted, found))
+            raise InvalidInput(f"out has {name} {found} and x {wanted}: give an out of x's shape, dtype and device")
+    if torch.is_grad_enabled() and (out.requires_grad or x.requires_grad):
+        if out.requires_grad and out.is_leaf:
+            raise RuntimeError(
+                "a leaf Variable that requires grad is being used in an in-place operation: "
+                "quantize it under torch.no_grad(), or without out="
+            )
+        raise RuntimeError(
+            "quantize with out= has no gradient, but one of its tensors requires grad: "
+            "leave out= away (the gradient then passes straight through), or call it under torch.no_grad()"
+        )
+
+
+def element(format: str | Format | Cast) -> FloatFormat | IntFormat:
+    """Return the format of codes, also where a cast was given; raise ValueError for one with a shared scale."""
+    found = as_cast(format).format
+    if isinstance(found, ScaledFormat):
+        raise InvalidInput(f"{found} needs its scales: give what lowp.encode returned to lowp.dequantize")
+    return found

@@ -1,0 +1,60 @@
+"""The one place that chooses which implementation runs, and `use`, which forces one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+
+import torch
+
+from lowp.errors import Unavailable, UnknownName, unknown
+from lowp.kernels import bitwise, cpu, native, reference
+
+IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "bitwise": bitwise, "native": native, "cpu": cpu}
+
+_forced: ContextVar[str | None] = ContextVar("lowp.kernels.use", default=None)
+
+forced = _forced.get  # the name that `use` holds here; None outside of it
+
+
+def available() -> tuple[str, ...]:
+    """Return the names that `use` takes on this machine."""
+    return tuple(name for name in IMPLEMENTATIONS if name != "cpu" or cpu.library() is not None)
+
+
+def use(name: str) -> AbstractContextManager[None]:
+    """Return a context in which every kernel is the named implementation: reference, bitwise, native or cpu.
+
+    It holds for this thread (or asyncio task) and leaves what it found. Raises ValueError for an unknown name and
+    Unavailable for one that this machine lacks; inside, a call that the implementation cannot do raises Unavailable.
+    """
+    if name not in IMPLEMENTATIONS:
+        raise UnknownName(unknown("implementation", name, IMPLEMENTATIONS))
+    if name not in available():
+        raise Unavailable(f"the {name} kernels are not on this machine; {', '.join(available())} give the same bits")
+    return _use(name)
+
+
+@contextmanager
+def _use(name: str) -> Iterator[None]:
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def implementation(device: torch.device, function: str = "quantize") -> ModuleType:
+    """Return the module that does `function` for tensors on this device."""
+    name = _forced.get()
+    if name is None:
+        return cpu if device.type == "cpu" and cpu.library() is not None else bitwise
+    module = IMPLEMENTATIONS[name]
+    if name == "cpu" and device.type != "cpu":
+        raise Unavailable(f"the cpu kernels take tensors on the CPU, not on {device}: bitwise and reference take these")
+    if not hasattr(module, function):
+        having = [other for other in available() if hasattr(IMPLEMENTATIONS[other], function)]
+        raise Unavailable(f"{name} has no {function}; {', '.join(having)} have it")
+    return module

@@ -1,0 +1,176 @@
+"""The public functions: what is given is checked, and handed to the implementation that `dispatch` chooses.
+
+Ordinary calls go straight to the implementation; calls that torch must see (torch.compile, torch.func, fake tensors,
+subclasses) go through the operators of `custom_ops`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.errors import InvalidInput
+from lowp.formats import Format
+from lowp.kernels import arrays, checks, cpu, custom_ops, limits, packing, run, scaled, straight_through, tracing
+from lowp.kernels.dispatch import forced, implementation
+from lowp.kernels.floats import CARRIERS
+from lowp.kernels.statistics import Statistics
+from lowp.kernels.tracing import is_compiling, is_eager
+from lowp.quantized import Quantized
+
+
+def quantize(x: Any, cast: str | Cast | Format, *, scale: Any = None, seed: int | Tensor = 0, out: Any = None) -> Any:
+    """Return the values that a cast makes of `x`, in x's own dtype; a format alone rounds to nearest even.
+
+    x: torch tensor or NumPy array of float64, float32, float16 or bfloat16, of any shape and strides. `scale` is for
+    formats with a shared scale whose scale is not current: one number a group, (scale, zero_point) if affine. `seed`
+    (an int, or a 0-d int64 tensor) decides stochastic rounding, together with the logical index of the element.
+    `out` takes the result and is returned; ``out=x`` is in place.
+
+    NaN stays NaN, with its sign; the sign of a zero stays where the format has -0. Gradients pass through unchanged.
+    Raises ValueError for an unknown cast, an `out` of another shape, dtype or device, and for a dtype that cannot hold
+    every result (float16 for bf16); TypeError for what is no floating-point tensor.
+    """
+    if is_compiling():
+        return custom_ops.quantize(x, cast, scale, seed, out)
+    # the shortest way for the most frequent call: microseconds count here
+    if out is None and scale is None and type(seed) is int and type(x) is Tensor and x.is_cpu and tracing.is_plain(x):
+        plan = checks.plan(cast, x.dtype)
+        if plan.scaling is None and forced() is None and cpu.library() is not None and _is_direct(x):
+            out = torch.empty_like(x)
+            cpu.quantize(x, plan, seed, out)
+            return out
+    if not isinstance(x, Tensor):
+        return _with_arrays(quantize, x, cast, scale=scale, seed=seed, out=out)
+    plan = checks.plan(cast, x.dtype)
+    seed = checks.check_seed(x, seed)
+    if out is None:
+        if not is_eager(x):
+            return custom_ops.quantize(x, plan, scale, seed)
+        kernel = straight_through.quantize if tracing.is_differentiated(x) else run.quantize
+        return kernel(implementation(x.device), x, plan, checks.scales(scale, plan, x), seed)
+    if not tracing.is_traced():
+        checks.check_out(x, out)
+    if not (_is_ours(x) and _is_ours(out)):
+        return custom_ops.quantize(x, plan, scale, seed, out)
+    run.quantize_into(implementation(x.device), x, plan, checks.scales(scale, plan, x), seed, out)
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
+def encode(
+    x: Any, cast: str | Cast | Format, *, scale: Any = None, seed: int | Tensor = 0, packed: bool = False
+) -> Any:
+    """Return the codes of the values that a cast makes of `x`; a `Quantized` for formats with a shared scale.
+
+    Codes of float formats have the smallest unsigned dtype (uint8, uint16, uint32, uint64), those of integers are two's
+    complement (int8, int16, int32). `packed` puts codes that fill no whole bytes side by side along the last dimension,
+    the first in the lowest bits, each row filled up to a byte: `decode` with the row's length takes them apart.
+
+    Raises ValueError for NaNs that the format has no code for, and says how many there are.
+    """
+    if not is_compiling():
+        if not isinstance(x, Tensor):
+            return _with_arrays(encode, x, cast, scale=scale, seed=seed, packed=packed)
+        cast = checks.as_cast(cast)
+        checks.check_dtype(x.dtype)
+        seed = checks.check_seed(x, seed)
+        if is_eager(x):
+            scales, module = checks.scales(scale, cast, x), implementation(x.device, "encode")
+            if cast.scaling is not None:
+                return run.encode_scaled(module, x.detach(), cast, scales, seed, packed)
+            return run.encode(module, x.detach(), cast, seed, packed)
+    return custom_ops.encode(x, cast, scale, seed, packed)
+
+
+def decode(
+    codes: Any,
+    format: str | Format | Cast,
+    *,
+    dtype: torch.dtype = torch.float32,
+    packed: bool = False,
+    length: int | None = None,
+) -> Any:
+    """Return the values of codes, exactly, in `dtype`. `packed` codes hold `length` to a row (default: all that fit).
+
+    Raises ValueError if `dtype` cannot hold every value of the format, or for codes of another dtype than encode gives.
+    """
+    if not is_compiling():
+        if not isinstance(codes, Tensor):
+            return _with_arrays(decode, codes, format, dtype=dtype, packed=packed, length=length)
+        if length is not None and not packed:
+            raise InvalidInput("length is that of a packed row: give packed=True, or leave it out")
+        if length is not None and (isinstance(length, bool) or not hasattr(length, "__index__")):
+            raise TypeError(f"length is a whole number, how many codes a row holds, not {type(length).__name__}")
+        if dtype not in CARRIERS:
+            raise TypeError(f"decode gives tensors of {checks.carriers()}, not of {dtype}")
+        element = checks.element(format)
+        expected = scaled.code_dtype(element)
+        if codes.dtype != expected and not (packed and codes.dtype == torch.uint8):
+            raise InvalidInput(f"codes of {element} are {expected}, as lowp.encode gives them, not {codes.dtype}")
+        if not limits.holds_format(element, dtype):
+            raise InvalidInput(f"{element}: {dtype} cannot hold every value: decode to torch.float32 or torch.float64")
+        if is_eager(codes):
+            if packed:
+                codes = packing.unpack(codes, element, length)
+            return run.decode(implementation(codes.device, "decode"), codes, element, dtype)
+    return custom_ops.decode(codes, format, dtype, packed, length)
+
+
+def dequantize(q: Quantized) -> Tensor:
+    """Return the values of what `lowp.encode` made under a format with a shared scale, in the dtype that it had."""
+    if not isinstance(q, Quantized):
+        raise TypeError(f"dequantize takes a Quantized, not {type(q).__name__}: plain codes go to lowp.decode")
+    return run.dequantize(implementation(q.device, "decode"), q.detach())
+
+
+def statistics(x: Any) -> Statistics:
+    """Return exponent histogram, maximum, sum of squares, zeros, NaNs and infinities of a tensor or NumPy array.
+
+    Takes the dtypes, shapes and strides that `quantize` takes, in one pass over the data.
+    """
+    if not is_compiling():
+        if not isinstance(x, Tensor):
+            return _with_arrays(statistics, x)  # type: ignore[no-any-return]
+        checks.check_dtype(x.dtype)
+        checks.check_seed(x, 0)
+        if _is_ours(x):
+            return Statistics(*run.statistics(implementation(x.device, "statistics"), x), x.numel())
+    return Statistics(*custom_ops.statistics(x), x.numel())
+
+
+def _is_direct(x: Tensor) -> bool:
+    """Whether the C++ library reads the tensor as it lies: other layouts raise at the second question."""
+    return x.layout is torch.strided and x.is_contiguous() and x.data_ptr() != 0
+
+
+def _is_ours(x: Tensor) -> bool:
+    return is_eager(x) and not tracing.is_differentiated(x)
+
+
+def _with_arrays(function: Any, x: Any, *arguments: Any, **named: Any) -> Any:
+    """Call a function that takes tensors with what NumPy arrays hold, and return arrays."""
+    if not arrays.is_array(x):
+        raise TypeError(
+            f"lowp takes torch tensors and NumPy arrays, not {type(x).__name__}: torch.tensor(...) or numpy.array(...) "
+            "makes one of numbers"
+        )
+    array = arrays.to_array(x)
+    out = named.get("out")
+    if out is not None:
+        if not arrays.is_array(out):
+            raise TypeError(f"out is an array where x is one, not {type(out).__name__}")
+        named["out"] = arrays.to_tensor(out, writing=True)
+    if arrays.is_array(named.get("scale")):
+        named["scale"] = arrays.to_tensor(arrays.to_array(named["scale"]))
+    dtype = named.get("dtype", array.dtype)
+    if "dtype" in named:
+        named["dtype"] = arrays.to_dtype(dtype)
+    result = function(arrays.to_tensor(array), *arguments, **named)
+    if out is not None:
+        return out
+    return arrays.to_numpy(result, dtype) if isinstance(result, Tensor) else result

@@ -1,0 +1,55 @@
+"""Whether a call may run at once, or torch must see it: compilers, modes, torch.func, subclasses, fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from lowp.compat import private
+
+_dispatch_modes: Any = private("torch._C._len_torch_dispatch_stack")
+_is_traced: Any = private("torch._C._is_tracing")  # torch.jit.trace
+_transform: Any = private("torch._C._functorch.peek_interpreter_stack")
+_functionalize: Any = private("torch._C._functorch.TransformType.Functionalize")
+private("torch.autograd.forward_ad._current_level")  # read at every call, below; its absence is said here
+
+is_compiling = torch.compiler.is_compiling
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether torch has no business with this call: no gradient, no mode, no transform, no lazy negation."""
+    return not is_differentiated(x) and _is_quiet() and not x.is_neg()
+
+
+def is_differentiated(x: Tensor) -> bool:
+    """Whether autograd follows what is computed from `x`."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def is_eager(x: Tensor) -> bool:
+    """Whether the kernels may run on the tensor at once: it is an ordinary one, and nobody else wants to see it."""
+    return type(x) in (Tensor, torch.nn.Parameter) and _is_quiet() and not x.is_meta
+
+
+def is_transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation follows the call."""
+    return not is_compiling() and (_transform() is not None or forward_ad._current_level >= 0)
+
+
+def is_functionalized() -> bool:
+    """Whether the innermost transform is torch.func.functionalize."""
+    found = _transform()
+    return found is not None and found.key() == _functionalize
+
+
+def is_traced() -> bool:
+    """Whether torch.jit.trace records the call."""
+    return bool(_is_traced())
+
+
+def _is_quiet() -> bool:
+    """Whether no mode and no transform wants to see the call."""
+    return _dispatch_modes() == 0 and _transform() is None and forward_ad._current_level < 0 and not _is_traced()

@@ -1,0 +1,168 @@
+"""A default device (``with torch.device("meta")``) is for the tensors that a program makes, not for our results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import lowp
+from lowp.casts import Rounding, parse
+from lowp.kernels import available, cpu, dequantize, integer, mantissas, use
+from lowp.kernels.integer import ConvolutionShape
+
+X = torch.linspace(-3, 3, 120).reshape(3, 40)
+INTEGERS = torch.arange(-60, 60, dtype=torch.int16).reshape(10, 12)
+SHAPE = ConvolutionShape.of((2, 3, 5, 5), (4, 3, 3, 3), padding=1)
+FORWARD = {"input": SHAPE.input, "weight": SHAPE.weight, "gradient": SHAPE.output}
+OPERANDS = {
+    "forward": ("input", "weight"),
+    "input_gradient": ("gradient", "weight"),
+    "weight_gradient": ("input", "gradient"),
+}
+
+
+def operand(name: str) -> Tensor:
+    count = torch.Size(FORWARD[name]).numel()
+    return (torch.arange(count, dtype=torch.int32, device="cpu") % 251 - 125).to(torch.int16).reshape(FORWARD[name])
+
+
+CASTS = ("fp16", "bf16", "e4m3fn:stochastic", "e8m0", "i8", "mxfp4", "nvfp4", "int8", "int8-affine", "dfp16")
+
+
+def casts() -> object:
+    found: list[object] = []
+    for name in (name for name in available() if name != "native"):
+        with use(name):
+            found.append([lowp.statistics(X).exponent_histogram, lowp.statistics(X).maximum])
+            for cast in CASTS:
+                found += [lowp.quantize(X, cast, seed=3), lowp.quantize(X.numpy(), cast, seed=3)]
+                codes = lowp.encode(X.abs() + 1, cast, seed=3, packed=True)
+                if isinstance(codes, Tensor):
+                    found += [codes, lowp.decode(codes, cast, packed=True, length=40)]
+                else:
+                    found += [codes.payload, codes.scale, dequantize(codes)]
+    with use("native"):
+        return [*found, lowp.quantize(X, "fp16"), lowp.quantize(X, "bf16")]
+
+
+def affine_scale() -> object:
+    return lowp.quantize(X, "int8-affine", scale=(0.1, 3))
+
+
+def products() -> object:
+    found: list[object] = []
+    for kernel in (None, "reference"):
+        found += integer.matmul_exact(INTEGERS, INTEGERS, transpose_b=True, kernel=kernel)
+        found += integer.matmul_chained(INTEGERS, INTEGERS, transpose_b=True, kernel=kernel)
+        for product, names in OPERANDS.items():
+            a, b = map(operand, names)
+            found += integer.convolution_exact(product, a, b, SHAPE, exponent=-4, kernel=kernel)
+            found += integer.convolution_chained(product, a, b, SHAPE, kernel=kernel)
+    return found
+
+
+def under_exponents() -> object:
+    cast = parse("dfp16")
+    written, values = mantissas.written(X, cast, -13)
+    return [
+        mantissas.to_mantissas(X, cast, -13).payload,
+        mantissas.values(written.payload, -13),
+        mantissas.values(written.payload.t()[::2], -13),
+        mantissas.exact_mantissas(values, cast, -13),
+        mantissas.current_exponent(X, cast),
+        mantissas.exact_exponent(X, cast),
+        mantissas.write_(X.clone(), cast, -13),
+        written.payload,
+        values,
+    ]
+
+
+def library_functions() -> object:
+    out, before = torch.empty_like(X), torch.zeros_like(X)
+    weight, old = X.clone(), torch.zeros_like(X, dtype=torch.int16)
+    return [
+        cpu.statistics(X),
+        cpu.quantize_statistics(X, parse("e4m3fn"), 0, out, before),
+        cpu.random_words(3, 5, 7),
+        cpu.random_block(3, (1, 2, 3, 4)),
+        cpu.to_int16(X, -13, True, Rounding.NEAREST_EVEN, 0, old),
+        cpu.grid(X, lowest=True),
+        cpu.exact_int16(X.round(), 0, old),
+        cpu.step_int16(weight, old, (0, -13, -13), True),
+        *(out, weight, old),
+    ]
+
+
+def optimizers() -> object:
+    found: list[object] = []
+    for make in (
+        lambda p: lowp.optim.AdamW(p, storage="bf16", split=True),
+        lambda p: lowp.optim.SGD(p, lr=0.1, momentum=0.9, storage="bf16"),
+        lambda p: lowp.MasterWeights(torch.optim.SGD(p, lr=0.1), storage="bf16"),
+    ):
+        weight = torch.nn.Parameter(X.clone())
+        optimizer = make([weight])
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        found.append(weight.detach())
+    return found
+
+
+def regions() -> object:
+    found: list[object] = []
+    for preset in ("fp16", "bf16", "e5m7", "e4m3fn:stochastic", "fp8", "dfp16", "flex16+5"):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(X[:, :8].clone())
+        kernel = torch.nn.Parameter(X[0, :9].clone().reshape(1, 1, 3, 3))
+        optimizer = torch.optim.SGD([weight, kernel], lr=0.1)
+        precision = lowp.Precision(preset)
+        with precision.autocast():
+            hidden = torch.nn.functional.conv2d(X[:, :32].reshape(3, 1, 4, 8), kernel, padding=1).relu().mean((1, 2))
+            loss = torch.nn.functional.linear(hidden, weight).square().mean()
+        precision.backward(loss)
+        precision.step(optimizer)
+        found += [loss.detach(), weight.detach(), kernel.detach()]
+    return found
+
+
+@pytest.mark.parametrize(
+    "calls", [casts, affine_scale, products, under_exponents, library_functions, optimizers, regions]
+)
+def test_every_kernel_gives_the_same_under_a_foreign_default_device(calls: Callable[[], object]) -> None:
+    if cpu.library() is None and calls is library_functions:
+        pytest.skip("the C++ library was not built")
+    wanted = tree_leaves(calls())
+    with torch.device("meta"):
+        found = tree_leaves(calls())
+    for one, other in zip(found, wanted, strict=True):
+        if isinstance(one, Tensor):
+            assert one.device == other.device
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        elif isinstance(one, np.ndarray):
+            np.testing.assert_array_equal(one, other)
+        else:
+            assert one == other
+
+
+def test_these_calls_reach_every_function_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = cpu.library()
+    if library is None:
+        pytest.skip("the C++ library was not built")
+
+    class Recorder:
+        called: set[str] = set()  # noqa: RUF012
+
+        def __getattr__(self, name: str) -> Any:
+            self.called.add(name)
+            return getattr(library, name)
+
+    monkeypatch.setattr(cpu, "library", Recorder)
+    for calls in (casts, products, under_exponents, library_functions):
+        calls()
+    assert Recorder.called >= cpu._SIGNATURES.keys() - {"lowp_casts_version", "lowp_casts_select"}
