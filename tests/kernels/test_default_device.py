@@ -94,6 +94,8 @@ def library_functions() -> object:
         cpu.to_int16(X, -13, True, Rounding.NEAREST_EVEN, 0, old),
         cpu.grid(X, lowest=True),
         cpu.exact_int16(X.round(), 0, old),
+        cpu.is_int16(X, old, 0, cpu.Rows(1, X.numel(), X.numel())),
+        cpu.rounds_to_int16(X, old, -13, cpu.Rows(1, X.numel(), X.numel()), True),
         cpu.step_int16(weight, old, (0, -13, -13), True),
         *(out, weight, old),
     ]

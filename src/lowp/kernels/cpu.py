@@ -363,7 +363,7 @@ def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows, symm
 
 
 def _same_int16(x: Tensor, mantissas: Tensor, lie: Rows, exponent: int, rounded: bool, lowest: int) -> int:
-    given = (x.data_ptr(), mantissas.data_ptr(), *lie, exponent, rounded, lowest, threads())
+    given = (address(x), address(mantissas), *lie, exponent, rounded, lowest, threads())
     found: int = _loaded().lowp_same_int16(*given)
     return found
 

@@ -6,13 +6,11 @@ Each function is given the implementation to run. Tensors are plain here: no gra
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.compat import private
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels import cpu, packing, scaled
@@ -21,8 +19,6 @@ from lowp.kernels.scaled import Scales
 from lowp.quantized import Quantized
 
 Seed = int | Tensor
-
-_is_zero_tensor: Any = private("torch.Tensor._is_zerotensor")
 
 
 def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
@@ -160,7 +156,7 @@ def _seed(module: ModuleType, seed: Seed) -> Seed:
 def _readable(x: Tensor) -> Tensor:
     """Return the tensor with its numbers in memory: negated, where torch has put that off, and zeros of autograd."""
     if x.numel() and x.data_ptr() == 0:
-        if _is_zero_tensor(x):
+        if x._is_zerotensor():
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         cpu.address(x)  # raises
     return x.resolve_neg()

@@ -164,8 +164,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def _start(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
         """Make the step counter and the moments as they are before the first step."""
         dtype = torch.float32 if str(self.moment_cast) == "fp32" else torch.bfloat16
-        device = parameter.device if parameter.device.type != "cpu" else None
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in self.moments:
             layout = torch.contiguous_format
             state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=layout, requires_grad=False)
