@@ -11,7 +11,7 @@ from enum import Enum
 
 from lowp import formats
 from lowp.errors import InvalidInput, UnknownName, unknown
-from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
+from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, checks
 
 __all__ = ["Cast", "Overflow", "Rounding", "ScalingSpec", "parse"]
 
@@ -56,6 +56,10 @@ class Overflow(str, Enum):
         return self.value
 
 
+# what a state remembers, and how far a scale is moved, stays bounded
+LONGEST_WINDOW, MOST_HEADROOM = 1 << 16, 64
+
+
 @dataclass(frozen=True)
 class ScalingSpec:
     """How a shared scale is chosen: a description; `lowp.scaling` makes the object with state from it.
@@ -75,12 +79,23 @@ class ScalingSpec:
     KINDS = ("current", "delayed", "autoflex", "static", "frozen", "reactive")
 
     def __post_init__(self) -> None:
+        checks.text("the kind of a scaling", self.kind)
         if self.kind not in self.KINDS:
             raise UnknownName(unknown("scaling", self.kind, self.KINDS))
+        for name in ("window", "headroom", "exponent"):
+            if (value := getattr(self, name)) is not None or name != "exponent":
+                object.__setattr__(self, name, checks.whole_number(f"scaling {self.kind}: its {name}", value))
         if self.window < 1:
             raise InvalidInput(f"scaling {self.kind}: a window of {self.window} maxima is empty: give 1 or more")
-        if self.headroom < 0:
-            raise InvalidInput(f"scaling {self.kind}: {self.headroom} bits of headroom are impossible: give 0 or more")
+        if self.window > LONGEST_WINDOW:
+            raise InvalidInput(
+                f"scaling {self.kind}: a window of {self.window} maxima is too long: give up to {LONGEST_WINDOW}"
+            )
+        if not 0 <= self.headroom <= MOST_HEADROOM:
+            raise InvalidInput(
+                f"scaling {self.kind}: {self.headroom} bits of headroom are impossible: give 0 or more, up to "
+                f"{MOST_HEADROOM}"
+            )
         if (self.kind == "static") != (self.exponent is not None):
             raise InvalidInput(f"scaling {self.kind} with exponent {self.exponent}: static(-8) takes one, others none")
 
@@ -95,8 +110,8 @@ class ScalingSpec:
         return self.kind + (f"({','.join(given)})" if given else "")
 
 
-_SCALING = re.compile(r"([a-z]+)(?:\((.*)\))?")
-_STOCHASTIC_BITS = re.compile(r"(stochastic(?:-[abc])?)-(\d+)")
+_SCALING = re.compile(r"([a-z]+)(?:\((.*)\))?", re.ASCII)
+_STOCHASTIC_BITS = re.compile(r"(stochastic(?:-[abc])?)-(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -129,6 +144,9 @@ class Cast:
                 f"{self.format} cannot overflow to {self.overflow}: possible is {', '.join(str(o) for o in possible)}"
             )
         set_(self, "overflow", Overflow(self.overflow))
+        if isinstance(self.scaling, str):
+            set_(self, "scaling", _word(self.scaling, self.scaling).get("scaling", self.scaling))
+        checks.instance("the scaling of a cast", self.scaling, ScalingSpec, type(None))
         if isinstance(self.format, ScaledFormat):
             set_(self, "scaling", self.scaling or ScalingSpec("current"))
             _check_static(self.format, self.scaling.exponent if self.scaling else None)
@@ -146,6 +164,7 @@ class Cast:
                     "(without a limit it is stochastic)"
                 )
             return
+        object.__setattr__(self, "random_bits", checks.whole_number("random_bits", self.random_bits))
         if not self.rounding.is_stochastic:
             raise InvalidInput(f"random_bits={self.random_bits} needs stochastic rounding, not {self.rounding}")
         if not 1 <= self.random_bits <= 32:
@@ -218,7 +237,7 @@ def parse(text: str | Cast | Format) -> Cast:
         if not isinstance(text, (FloatFormat, IntFormat, ScaledFormat)):
             raise TypeError(f"a cast is given as text (e4m3fn:stochastic), Cast or format, not {type(text).__name__}")
         return Cast(text)
-    head, *words = text.strip().lower().split(":")
+    head, *words = checks.spelling("cast", text).split(":")
     head, *named_words = NAMED.get(head, head).split(":")
     given: dict[str, object] = {}
     for word in (*named_words, *(word.strip() for word in words)):
@@ -248,6 +267,8 @@ def _scaling(kind: str, arguments: str | None, text: str) -> ScalingSpec:
     for argument in filter(None, (arguments or "").split(",")):
         name, _, value = argument.rpartition("=")
         name = name.strip() or "exponent"
+        if name in given:
+            raise InvalidInput(f"{text}: {name} is given twice")
         try:
             given[name] = int(value)
         except ValueError:

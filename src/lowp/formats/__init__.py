@@ -9,8 +9,9 @@ Koester et al. 2017, arXiv 1711.02213 (flex16+5); Das et al. 2018, arXiv 1802.00
 
 from __future__ import annotations
 
+from lowp.formats.scaled import Format, PowerOfTwo, ScaledFormat, Scope
 from lowp.formats.table import ALIASES, parse
-from lowp.formats.types import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope, Specials
+from lowp.formats.types import FORMATS, FloatFormat, IntFormat, Specials
 
 __all__ = [
     "ALIASES",

@@ -6,7 +6,9 @@ import re
 from dataclasses import replace
 
 from lowp.errors import InvalidInput, UnknownName, unknown
-from lowp.formats.types import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope, Specials
+from lowp.formats import checks
+from lowp.formats.scaled import Format, PowerOfTwo, ScaledFormat, Scope
+from lowp.formats.types import FORMATS, FloatFormat, IntFormat, Specials
 
 
 def _rows() -> dict[str, Format]:
@@ -74,10 +76,10 @@ _WIDTHS = {
     **dict.fromkeys(("fp4", "float4"), "e2m1, mxfp4, nvfp4"),
 }
 
-_FLOAT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(ieee|fnuz|fn|finite|nuz)?(ftz)?")
-_P3109 = re.compile(r"binary(\d+)p(\d+)([su])([ef])")
-_INT = re.compile(r"i(\d+)(s?)")
-_POWER = re.compile(r"2\^(-?\d+)\.\.(-?\d+)")
+_FLOAT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(ieee|fnuz|fn|finite|nuz)?(ftz)?", re.ASCII)
+_P3109 = re.compile(r"binary(\d+)p(\d+)([su])([ef])", re.ASCII)
+_INT = re.compile(r"i(\d+)(s?)", re.ASCII)
+_POWER = re.compile(r"2\^(-?\d+)\.\.(-?\d+)", re.ASCII)
 
 
 def parse(text: str | Format) -> Format:
@@ -97,7 +99,7 @@ def parse(text: str | Format) -> Format:
         return text
     if not isinstance(text, str):
         raise TypeError(f"a format is given as text (fp16, e5m7) or as one of FORMATS, not {type(text).__name__}")
-    name = text.strip().lower()
+    name = checks.spelling("format", text)
     name = ALIASES.get(name, name)
     if name in FORMATS:
         return FORMATS[name]
@@ -171,7 +173,7 @@ def _parse_scaled(name: str) -> ScaledFormat:
     else:
         scale = _scale_format(name, scale_texts[0])
     outer = _scale_format(name, scale_texts[1]) if len(scale_texts) == 2 else None
-    scope = Scope("block", int(tail[0])) if tail[0].isdecimal() else Scope(tail[0])
+    scope = Scope("block", int(tail[0])) if tail[0].isascii() and tail[0].isdecimal() else Scope(tail[0])
     return ScaledFormat(name, element, scale, scope, outer, affine=len(tail) == 2)
 
 

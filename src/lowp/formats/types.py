@@ -1,4 +1,4 @@
-"""The types of number format: frozen rows of numbers, and every limit and code derived from them."""
+"""The formats of single numbers: frozen rows, and every limit and code derived from them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from math import frexp, inf, isfinite, isinf, isnan, ldexp, nan
+from typing import TYPE_CHECKING
 
 from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.formats import checks
+
+if TYPE_CHECKING:
+    from lowp.formats.scaled import Format
 
 # every named format; the rows are in table.py
 FORMATS: dict[str, Format] = {}
@@ -46,7 +51,7 @@ class FloatFormat:
     signed: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "specials", Specials(self.specials))
+        self._check_types()
         if not self.has_zero:  # everything below the smallest number becomes that number
             object.__setattr__(self, "subnormals", False)
         if not 1 <= self.exponent_bits <= 11 or not 0 <= self.mantissa_bits <= 52:
@@ -69,6 +74,16 @@ class FloatFormat:
                 f"{self.name}: its range 2**{self.min_exponent - self.mantissa_bits} .. 2**{self.max_exponent} lies "
                 "outside that of fp64 (2**-1074 .. 2**1023): give a smaller bias_offset"
             )
+
+    def _check_types(self) -> None:
+        checks.text("the name of a format", self.name)
+        for name in ("exponent_bits", "mantissa_bits", "bias_offset"):
+            object.__setattr__(self, name, checks.whole_number(f"{self.name}: {name}", getattr(self, name)))
+        for name in ("subnormals", "signed"):
+            checks.flag(f"{self.name}: {name}", getattr(self, name))
+        if self.specials not in list(Specials):
+            raise UnknownName(f"{self.name}: " + unknown("specials", str(self.specials), list(map(str, Specials))))
+        object.__setattr__(self, "specials", Specials(self.specials))
 
     # -- layout ---------------------------------------------------------------------------------------------------
     @property
@@ -180,6 +195,7 @@ class FloatFormat:
 
     def ulp(self, value: float = 1.0) -> float:
         """Distance between neighbours at `value`: of the normal numbers with its exponent, or of the subnormals."""
+        value = checks.real_number("the number that an ulp is asked at", value)
         if not isfinite(value):
             raise InvalidInput(f"an ulp is defined at finite numbers, not at {value}")
         exponent = frexp(value)[1] - 1 if value else self.min_exponent
@@ -218,7 +234,7 @@ class FloatFormat:
 
     def fields(self, code: int) -> tuple[int, int, int]:
         """Sign, exponent field and mantissa field of a bit pattern."""
-        if not 0 <= code < 1 << self.bits:
+        if not 0 <= checks.whole_number(f"a code of {self}", code) < 1 << self.bits:
             raise InvalidInput(f"{code:#x} is no code of {self}: codes go from 0 to {(1 << self.bits) - 1:#x}")
         mantissa = code & ((1 << self.mantissa_bits) - 1)
         exponent = (code >> self.mantissa_bits) & ((1 << self.exponent_bits) - 1)
@@ -244,6 +260,7 @@ class FloatFormat:
 
         Raises ValueError where `value` is not a value of the format (round it first: `lowp.quantize`).
         """
+        value = checks.real_number(f"a number to encode in {self}", value)
         infinity, quiet_nan = self.infinity_code, self.nan_code
         if isnan(value):
             if quiet_nan is None:
@@ -310,6 +327,9 @@ class IntFormat:
     symmetric: bool = False
 
     def __post_init__(self) -> None:
+        checks.text("the name of a format", self.name)
+        object.__setattr__(self, "bits", checks.whole_number(f"{self.name}: bits", self.bits))
+        checks.flag(f"{self.name}: symmetric", self.symmetric)
         if not 1 <= self.bits <= 32:
             raise InvalidInput(f"{self.name}: {self.bits} bits are not possible: give 1 to 32, for example i8")
         if self.bits == 1:
@@ -347,93 +367,3 @@ class IntFormat:
 
     def __str__(self) -> str:
         return self.name if FORMATS.get(self.name) == self else self.spelling
-
-
-@dataclass(frozen=True)
-class PowerOfTwo:
-    """A scale 2**e with e in min_exponent .. max_exponent, both included."""
-
-    min_exponent: int
-    max_exponent: int
-
-    def __post_init__(self) -> None:
-        if not self.min_exponent <= self.max_exponent:
-            raise InvalidInput(f"a scale of {self} is empty: give the smaller exponent first")
-
-    @property
-    def bits(self) -> int:
-        """Bits that hold the exponent."""
-        return (self.max_exponent - self.min_exponent).bit_length()
-
-    def __str__(self) -> str:
-        return f"2^{self.min_exponent}..{self.max_exponent}"
-
-
-@dataclass(frozen=True)
-class Scope:
-    """Which elements share a scale.
-
-    ``tensor``: all. ``row``: those along the last dimension. ``channel``: those with the same first index.
-    ``block``: `size` neighbours along the last dimension (the last block of a row may be shorter).
-    """
-
-    kind: str
-    size: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("tensor", "row", "channel", "block"):
-            raise UnknownName(unknown("scope", self.kind, ("tensor", "row", "channel", "block")))
-        if (self.kind == "block") != (self.size > 0):
-            raise InvalidInput(f"scope {self.kind} of size {self.size}: a block has a size of 1 or more, others none")
-
-    def __str__(self) -> str:
-        return str(self.size) if self.kind == "block" else self.kind
-
-
-@dataclass(frozen=True)
-class ScaledFormat:
-    """Elements that share a scale: value = element * scale (* outer, one more scale for the whole tensor).
-
-    `affine` adds an integer zero point to each scale: value = (element - zero_point) * scale.
-    """
-
-    name: str = field(compare=False)
-    element: FloatFormat | IntFormat
-    scale: FloatFormat | PowerOfTwo
-    scope: Scope
-    outer: FloatFormat | None = None
-    affine: bool = False
-
-    def __post_init__(self) -> None:
-        if self.affine and not isinstance(self.element, IntFormat):
-            raise InvalidInput(f"{self.name}: a zero point needs an integer element, not {self.element}")
-        if self.scope.kind == "tensor" and self.outer is not None:
-            raise InvalidInput(f"{self.name}: an outer scale adds nothing to a scale that the whole tensor shares")
-
-    @property
-    def bits(self) -> int:
-        """Bits an element; the shared scale is apart."""
-        return self.element.bits
-
-    @property
-    def scale_bits(self) -> int:
-        """Bits of one shared scale."""
-        return self.scale.bits
-
-    @property
-    def bytes(self) -> float:
-        """Bytes a number, packed, with its share of a block's scale (a scale a tensor or row costs next to nothing)."""
-        share = self.scale_bits / self.scope.size if self.scope.kind == "block" else 0.0
-        return (self.bits + share) / 8
-
-    @property
-    def spelling(self) -> str:
-        """The format spelled out, such as ``e4m3fn@e8m0/32``: what `parse` reads whatever the name is."""
-        outer = f"@{self.outer}" if self.outer else ""
-        return f"{self.element}@{self.scale}{outer}/{self.scope}{'/affine' if self.affine else ''}"
-
-    def __str__(self) -> str:
-        return self.name if FORMATS.get(self.name) == self else self.spelling
-
-
-Format = FloatFormat | IntFormat | ScaledFormat

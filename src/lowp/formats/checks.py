@@ -1,0 +1,52 @@
+"""What the constructors of formats and casts check of their arguments before they compute with them."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+
+from lowp.errors import InvalidInput, shown
+
+LONGEST = 300  # characters of a spelled format or cast: more is no spelling, and would only cost time to refuse
+
+
+def spelling(kind: str, text: str) -> str:
+    """The text, stripped and in lower case; raises InvalidInput for one that is too long to be a spelling."""
+    if len(text) > LONGEST:
+        raise InvalidInput(f"{text[:20]!r}... is no {kind}: it has {len(text)} characters, and {LONGEST} is the most")
+    return text.strip().lower()
+
+
+def text(owner: str, value: object) -> None:
+    """Raise TypeError unless `value` is text."""
+    if not isinstance(value, str):
+        raise TypeError(f"{owner} is text, not {shown(value)}")
+
+
+def whole_number(owner: str, value: object) -> int:
+    """`value` as an int; raises TypeError for anything else than an integer of Python or NumPy."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{owner} is a whole number, not {shown(value)}")
+    return int(value)
+
+
+def real_number(owner: str, value: object) -> float:
+    """`value` as a float; raises TypeError for what is no number, InvalidInput for one beyond fp64."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{owner} is a number, not {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidInput(f"{owner} is beyond the largest number of fp64: give one below 2**1024") from None
+
+
+def flag(owner: str, value: object) -> None:
+    """Raise TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{owner} is True or False, not {shown(value)}")
+
+
+def instance(owner: str, value: object, *kinds: type) -> None:
+    """Raise TypeError unless `value` is of one of the classes."""
+    if not isinstance(value, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{owner} is a {names}, not {shown(value)}")

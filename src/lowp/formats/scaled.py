@@ -1,0 +1,120 @@
+"""Formats with a shared scale: elements, the scale and who shares it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.formats import checks
+from lowp.formats.types import FORMATS, FloatFormat, IntFormat
+
+# exponents of a scale whose power of two is a normal number of fp64; neighbours that share one
+LOWEST_SCALE, HIGHEST_SCALE = -1022, 1023
+LONGEST_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class PowerOfTwo:
+    """A scale 2**e with e in min_exponent .. max_exponent, both included."""
+
+    min_exponent: int
+    max_exponent: int
+
+    def __post_init__(self) -> None:
+        for name in ("min_exponent", "max_exponent"):
+            object.__setattr__(self, name, checks.whole_number(f"the {name} of a scale", getattr(self, name)))
+        if not LOWEST_SCALE <= self.min_exponent or not self.max_exponent <= HIGHEST_SCALE:
+            raise InvalidInput(
+                f"a scale of {self} leaves fp64, which scales are computed in: give exponents from {LOWEST_SCALE} to "
+                f"{HIGHEST_SCALE}"
+            )
+        if not self.min_exponent <= self.max_exponent:
+            raise InvalidInput(f"a scale of {self} is empty: give the smaller exponent first")
+
+    @property
+    def bits(self) -> int:
+        """Bits that hold the exponent."""
+        return (self.max_exponent - self.min_exponent).bit_length()
+
+    def __str__(self) -> str:
+        return f"2^{self.min_exponent}..{self.max_exponent}"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Which elements share a scale.
+
+    ``tensor``: all. ``row``: those along the last dimension. ``channel``: those with the same first index.
+    ``block``: `size` neighbours along the last dimension (the last block of a row may be shorter).
+    """
+
+    kind: str
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        checks.text("the kind of a scope", self.kind)
+        if self.kind not in ("tensor", "row", "channel", "block"):
+            raise UnknownName(unknown("scope", self.kind, ("tensor", "row", "channel", "block")))
+        object.__setattr__(self, "size", checks.whole_number(f"the size of scope {self.kind}", self.size))
+        if self.size > LONGEST_BLOCK:
+            raise InvalidInput(f"a block of {self.size} neighbours is too long: give up to {LONGEST_BLOCK}, or row")
+        if (self.kind == "block") != (self.size > 0):
+            raise InvalidInput(f"scope {self.kind} of size {self.size}: a block has a size of 1 or more, others none")
+
+    def __str__(self) -> str:
+        return str(self.size) if self.kind == "block" else self.kind
+
+
+@dataclass(frozen=True)
+class ScaledFormat:
+    """Elements that share a scale: value = element * scale (* outer, one more scale for the whole tensor).
+
+    `affine` adds an integer zero point to each scale: value = (element - zero_point) * scale.
+    """
+
+    name: str = field(compare=False)
+    element: FloatFormat | IntFormat
+    scale: FloatFormat | PowerOfTwo
+    scope: Scope
+    outer: FloatFormat | None = None
+    affine: bool = False
+
+    def __post_init__(self) -> None:
+        checks.text("the name of a format", self.name)
+        checks.instance(f"{self.name}: the element", self.element, FloatFormat, IntFormat)
+        checks.instance(f"{self.name}: the scale", self.scale, FloatFormat, PowerOfTwo)
+        checks.instance(f"{self.name}: the scope", self.scope, Scope)
+        checks.instance(f"{self.name}: the outer scale", self.outer, FloatFormat, type(None))
+        checks.flag(f"{self.name}: affine", self.affine)
+        if self.affine and not isinstance(self.element, IntFormat):
+            raise InvalidInput(f"{self.name}: a zero point needs an integer element, not {self.element}")
+        if self.scope.kind == "tensor" and self.outer is not None:
+            raise InvalidInput(f"{self.name}: an outer scale adds nothing to a scale that the whole tensor shares")
+
+    @property
+    def bits(self) -> int:
+        """Bits an element; the shared scale is apart."""
+        return self.element.bits
+
+    @property
+    def scale_bits(self) -> int:
+        """Bits of one shared scale."""
+        return self.scale.bits
+
+    @property
+    def bytes(self) -> float:
+        """Bytes a number, packed, with its share of a block's scale (a scale a tensor or row costs next to nothing)."""
+        share = self.scale_bits / self.scope.size if self.scope.kind == "block" else 0.0
+        return (self.bits + share) / 8
+
+    @property
+    def spelling(self) -> str:
+        """The format spelled out, such as ``e4m3fn@e8m0/32``: what `parse` reads whatever the name is."""
+        outer = f"@{self.outer}" if self.outer else ""
+        return f"{self.element}@{self.scale}{outer}/{self.scope}{'/affine' if self.affine else ''}"
+
+    def __str__(self) -> str:
+        return self.name if FORMATS.get(self.name) == self else self.spelling
+
+
+Format = FloatFormat | IntFormat | ScaledFormat
