@@ -206,11 +206,11 @@ class AdaptiveLossScale(DynamicLossScale):
 def flush_field(name: str) -> int:
     """Return the largest biased fp32 exponent of which every number is rounded to zero by a format.
 
-    With subnormals that is everything below half the smallest one; without, everything below the smallest normal.
+    With subnormals that is everything below half the smallest number; without, everything below the smallest normal.
     """
     number_format = _float_format(name)
-    smallest = number_format.smallest_subnormal
-    flushed_below = number_format.smallest_normal if smallest is None else smallest / 2
+    smallest = number_format.smallest
+    flushed_below = smallest / 2 if number_format.subnormals else smallest
     return max(math.frexp(flushed_below)[1] - 2 + _FP32_BIAS, 0)
 
 
