@@ -75,7 +75,12 @@ class Precision:
         if preset.masters.kind != "none" and preset.policy.parameters is None:
             raise InvalidInput(
                 f"masters={preset.masters} keep the fp32 value of parameters in few bits, but {preset.name} leaves the "
-                f"parameters in fp32: use {preset.name}-storage if there is one, or a policy with parameters="
+                f"parameters in fp32: use {_stored(preset)}, or a policy with parameters="
+            )
+        if preset.masters.kind == "split" and str(preset.policy.parameters) != "bf16":
+            raise InvalidInput(
+                f"masters=split are a bf16 half and its remainder, and {preset.name} stores parameters in "
+                f"{preset.policy.parameters}: use bf16-storage, or masters='fp32'"
             )
         self.preset = preset
         self.policy = preset.policy
@@ -376,6 +381,14 @@ class Precision:
             floor=scale.floor,
             ceiling=scale.ceiling,
         )
+
+
+def _stored(preset: Preset) -> str:
+    """The preset that stores parameters in few bits and takes these masters, of the same format if there is one."""
+    if preset.masters.kind == "split":
+        return "bf16-storage"
+    name = f"{preset.name}-storage"
+    return name if name in presets.PRESETS else "fp16-storage or bf16-storage"
 
 
 def _accumulating(policy: Policy, accumulate: Accumulation) -> Policy:

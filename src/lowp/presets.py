@@ -262,7 +262,7 @@ def _of_cast(cast: Cast) -> Preset:
     """
     if str(cast) in PRESETS:
         return PRESETS[str(cast)]
-    if str(cast.format) == "flex16+5" and cast.scaling is not None and cast.scaling.kind not in ("current", "delayed"):
+    if _is_predicted(cast):
         flex = PRESETS["flex16+5"]
         policy = replace(_predicted(str(cast.scaling)), name=str(cast))
         return replace(flex, name=str(cast), policy=policy, summary=f"every tensor int16, exponents {cast.scaling}")
@@ -278,6 +278,13 @@ def _of_cast(cast: Cast) -> Preset:
     )
 
 
+def _is_predicted(cast: Cast) -> bool:
+    """Whether exponents belong to places and are predicted: such weights and their updates need no masters."""
+    return (
+        str(cast.format) == "flex16+5" and cast.scaling is not None and cast.scaling.kind not in ("current", "delayed")
+    )
+
+
 def _is_narrow(cast: Cast | None) -> bool:
     """Whether gradients in this format need a loss scale: 5 exponent bits or fewer, and no scale of their own."""
     return cast is not None and isinstance(cast.format, FloatFormat) and cast.format.exponent_bits <= 5
@@ -290,7 +297,7 @@ def _of_policy(policy: Policy) -> Preset:
         policy.name or "policy",
         policy,
         DYNAMIC if narrow else LossScale(),
-        Masters("fp32" if policy.parameters else "none"),
+        Masters("none" if policy.parameters is None or _is_predicted(policy.parameters) else "fp32"),
         f"{len(policy.rules)} rules given by the user",
         "a policy given by the user",
     )

@@ -51,7 +51,7 @@ def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Gradient
     if not allow_fp16 and any(gradient.dtype == torch.float16 for _, _, gradient in present):
         raise InvalidInput(
             "Attempting to unscale FP16 gradients. Unscaled, the small ones are flushed to zero: keep the parameters "
-            "in fp32 and cast in autocast, or keep fp32 masters: lowp.MasterWeights(optimizer)"
+            "in fp32 and cast in autocast, or keep fp32 masters: lowp.MasterWeights(optimizer, storage='fp16')"
         )
     return [Gradient(_values(parameter, gradient), place) for place, parameter, gradient in present]
 

@@ -84,14 +84,16 @@ def lowered(call: Call) -> Any:
 def refused(call: Call) -> Any:
     """Refuse binary_cross_entropy, unless a rule names it: the probabilities that it takes are rounded to 0 and 1.
 
-    Raises Misuse, a RuntimeError, as torch.autocast does on CUDA.
+    That rule has to name the sigmoid before it too, or the probabilities are rounded all the same. Raises Misuse,
+    a RuntimeError, as torch.autocast does on CUDA.
     """
     if call.op in call.rule.ops:
         return wide(call)
     raise Misuse(
         f"{call.op} inside a low-precision region is unsafe: a sigmoid rounded to 16 bits is 0 or 1 too soon. Use "
         "torch.nn.functional.binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss, which take the logits; or "
-        f"leave the region for it; or say so in the policy: Rule.of({call.op!r}, input='fp32')"
+        f"compute the sigmoid in fp32 as well, by a rule for both, Rule.of('sigmoid', {call.op!r}, input='fp32'), or "
+        "outside of the region from the logits in fp32"
     )
 
 

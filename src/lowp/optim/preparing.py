@@ -106,7 +106,8 @@ class FlexStorage:
     def __init__(self, cast: Cast, exponents: SharedExponents | None) -> None:
         if exponents is None:
             raise InvalidInput(
-                f"parameters={cast} needs a rule that writes results in the same way, such as Rule.of(output={cast!s})"
+                f"parameters={cast} needs a rule that writes results in the same way, such as "
+                f"Rule.of(output={str(cast)!r})"
             )
         self.cast, self.exponents = cast, exponents
         self._names: dict[Tensor, str] = {}
