@@ -31,7 +31,9 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_processes")
 def test_the_tables_name_every_row_and_the_files_are_written(lowp: Lowp) -> None:
-    result = lowp("bench", "digits", "--precision", "fp16", "--seconds", "0.05", "--memory", "1MB", "--batch", "64")
+    result = lowp(
+        "bench", "digits", "--precision", "fp16", "--seconds", "0.05", "--memory", "1MB", "--batch", "64", "--notes"
+    )
     assert result.code == 0, result.err
     assert result.out.endswith("written: bench-digits.json, bench-digits.png\n")
     assert "digits: memory of lowp fp16" in result.err

@@ -78,7 +78,7 @@ def test_a_sweep_draws_its_grid(lowp: Callable[..., Any]) -> None:
 
 def test_half_the_epochs_are_swept(lowp: Callable[..., Any]) -> None:
     result = lowp("compare", "digits", "--sweep", "exponent=8,mantissa=7", "--batch", "600")
-    assert result.code == 0 and "1 seeds, 10 epochs" in result.err
+    assert result.code == 0 and "1 seed, 10 epochs" in result.err
 
 
 def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(lowp: Callable[..., Any]) -> None:

@@ -217,13 +217,13 @@ def test_a_search_that_would_take_too_long_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("2GB", 2 * 10**9), ("1.5GiB", 3 * 2**29), ("512 mib", 2**29), ("800", 800), ("800b", 800), (".5kb", 500)],
+    [("2GB", 2 * 10**9), ("1.5GiB", 3 * 2**29), ("512 mib", 2**29), ("800b", 800), (".5kb", 500)],
 )
 def test_sizes_are_read(text: str, size: int) -> None:
     assert bytes_from(text) == size
 
 
-@pytest.mark.parametrize("text", ["2 gigs", "", "GB", "-2GB", "two GB", "2GB2"])
+@pytest.mark.parametrize("text", ["2 gigs", "", "3", "800", "GB", "-2GB", "two GB", "2GB2"])
 def test_a_bad_size_explains_itself(text: str) -> None:
     with pytest.raises(
         InvalidInput, match=r"is no size: give a number and a unit, such as 2GB or 512MiB; units: KB, MB"

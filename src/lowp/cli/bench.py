@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", metavar="FILE.json", type=Path, help="bench-RECIPE.json if not given, bench.json for several"
     )
     parser.add_argument("--plot", metavar="FILE", type=Path, help=".png, .svg or .pdf; beside the JSON if not given")
+    parser.add_argument("--notes", action="store_true", help="print how each number was measured, too; the file has it")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         _say(f"there will be no picture: {plots.NO_MATPLOTLIB}")
     benchmark = Benchmark(settings, plan)
     benchmark.command = results.command_line()
-    with Interrupts() as interrupts:
+    interrupted = f"interrupted; what was measured is in {out}"
+    with Interrupts(lambda: interrupted) as interrupts:
         _measure(benchmark, out, interrupts)
     document = benchmark.document()
     results.write(out, document)
@@ -76,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
 
         chart(document, plot)
     if document["recipes"]:
-        _print(document)
+        _print(document, arguments.notes)
     if interrupts():
-        _say(f"interrupted; what was measured is in {out}")
+        _say(interrupted)
         return interrupts.exit_code
     print(f"written: {out}, {plot}" if drawn else f"written: {out}; no picture: {plots.NO_MATPLOTLIB}")
     return 0
@@ -136,14 +138,14 @@ def _measure(benchmark: Benchmark, out: Path, stop: Interrupts) -> None:
             bar.line(words)
 
 
-def _print(document: dict[str, Any]) -> None:
+def _print(document: dict[str, Any], methods: bool) -> None:
     from lowp.report import tables
     from lowp.report.benchmark import benchmark_notes, benchmark_tables
 
     console = tables.console()
     for table in benchmark_tables(document):
-        console.print(table)
-    console.print(benchmark_notes(document), markup=False)
+        tables.show(console, table)
+    console.print(benchmark_notes(document, methods, console.width), markup=False)
 
 
 def _say(text: str) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowp.cli import run_options
 from lowp.cli.interrupts import Interrupts
+from lowp.cli.tables import counted
 
 if TYPE_CHECKING:
     from lowp.recipes.comparison import Study
@@ -74,18 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
     _take_over(study, out, arguments.resume)
     if not plots.can_plot():
         _say(f"there will be no picture: {plots.NO_MATPLOTLIB}")
-    with Interrupts() as interrupts:
+    with Interrupts(lambda: _interrupted(study, out)) as interrupts:
         _train(study, out, arguments.jobs, interrupts)
         if arguments.timing and arguments.sweep is None and not interrupts():
             _say("measuring the time and the memory of a step ...")
             study.measure(arguments.timing, interrupts)
     if interrupts():
-        done = len(study.runs)
         results.write(out, study.document())
-        _say(
-            f"interrupted; {done} of {done + len(study.jobs())} runs are in {out}. "
-            "To go on, repeat the command with --resume"
-        )
+        _say(_interrupted(study, out))
         return interrupts.exit_code
     document = study.document()
     results.write(out, document)
@@ -96,6 +93,14 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"written: {out}; no picture: {plots.NO_MATPLOTLIB}")
     return 0
+
+
+def _interrupted(study: Study, out: Path) -> str:
+    done = len(study.runs)
+    return (
+        f"interrupted; {done} of {done + len(study.jobs())} runs are in {out}. "
+        "To go on, repeat the command with --resume"
+    )
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -144,7 +149,7 @@ def _take_over(study: Study, out: Path, resume: bool) -> None:
     from lowp.recipes import results
 
     if resume:
-        _say(f"{study.resume(out)} runs taken over from {out}")
+        _say(f"{counted(study.resume(out), 'run')} taken over from {out}")
         return
     if out.exists() and out.stat().st_size:
         try:
@@ -168,7 +173,8 @@ def _train(study: Study, out: Path, processes: int | None, stop: Interrupts) -> 
     epochs = study.settings.epochs or 1
     labels = ", ".join(variant.label for variant in study.variants)
     names = labels if len(study.variants) <= 12 else f"{len(study.variants)} formats"
-    title = f"{study.recipe.name}: {names}; {len(study.seeds)} seeds, {epochs} epochs; {study.data.description}"
+    numbers = f"{counted(len(study.seeds), 'seed')}, {counted(epochs, 'epoch')}"
+    title = f"{study.recipe.name}: {names}; {numbers}; {study.data.description}"
     with Bar(study.recipe.name, len(jobs) * epochs, "epochs") as bar:
         bar.line(title)
         runs = study.run(lambda name, epoch: bar.advance(epoch > 0, name), processes, stop)
@@ -182,12 +188,12 @@ def _print(document: dict[str, Any]) -> None:
 
     console = tables.console()
     if document["kind"] == "sweep":
-        console.print(tables.heat_map(document))
-        console.print(tables.sweep_words(document), markup=False)
+        tables.show(console, tables.heat_map(document))
+        console.print(tables.sweep_words(document, console.width), markup=False)
         return
     for table in tables.comparison_tables(document):
-        console.print(table)
-    console.print(tables.notes(document), markup=False)
+        tables.show(console, table)
+    console.print(tables.notes(document, console.width), markup=False)
 
 
 def _words(text: str | None) -> Sequence[str]:

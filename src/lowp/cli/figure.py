@@ -10,6 +10,7 @@ lowp figure curves --from compare-digits.json --out curves.svg
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,9 +166,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _redraw(arguments, figure, given, out)
     numbers = out.with_suffix(".json")
     results.check_writable(numbers)
-    with Interrupts() as interrupts:
+    words = "interrupted; nothing was written"
+    with Interrupts(lambda: words) as interrupts:
         document = _record(figure, given, interrupts)
     if interrupts():
+        print(words, file=sys.stderr)
         return interrupts.exit_code
     results.write(numbers, document)
     document = results.read(numbers, figure.kind)  # as --from reads it

@@ -1,27 +1,44 @@
-"""Ctrl-C as a wish that is granted between two steps; a second one is granted at once."""
+"""Ctrl-C as a wish that is granted between two steps, or within two seconds; a second one is granted at once."""
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["Interrupts"]
+__all__ = ["PATIENCE", "Interrupts"]
+
+PATIENCE = 1.5  # seconds in which work may come to an end by itself
+_SHOW_CURSOR = "\x1b[?25h"  # which a progress bar hides
 
 
 class Interrupts:
     """``with Interrupts() as interrupts``: `interrupts()` tells whether Ctrl-C (or SIGTERM) has come.
 
-    What handled the signals before handles them again afterwards. Outside the main thread nothing is changed.
+    Work that asks `interrupts()` ends by itself and keeps what it has. Work that has not asked `PATIENCE` seconds after
+    the signal, since a step of it takes longer, is ended where it is: `last_words()`, which says what is left of it, is
+    written to stderr and the process ends with `exit_code`; files are as the last write, which is atomic, has left
+    them. What handled the signals before handles them again afterwards. Outside the main thread nothing is changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last_words: Callable[[], str] = lambda: "interrupted") -> None:
         self.received: int | None = None
+        self._last_words = last_words
         self._before: dict[int, Any] = {}
+        self._answered = threading.Event()
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
+        self._wakeup = -1
 
     def __call__(self) -> bool:
-        return self.received is not None
+        if self.received is None:
+            return False
+        self._answered.set()
+        return True
 
     @property
     def exit_code(self) -> int:
@@ -32,13 +49,39 @@ class Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._receive)
+            # A handler in Python waits for the end of the call into C that is running, a backward for instance; the
+            # number of the signal is written here at once.
+            heard, told = self._sockets = socket.socketpair()
+            told.setblocking(False)
+            self._wakeup = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._wait_for_answer, args=(heard,), daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._answered.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._sockets is not None:
+            signal.set_wakeup_fd(self._wakeup)
+            self._sockets[1].close()
+            self._sockets = None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = number
+
+    def _wait_for_answer(self, heard: socket.socket) -> None:
+        """In a thread: end the process when a signal has come and nobody has asked for it in time."""
+        with heard:
+            while numbers := heard.recv(16):
+                number = next((one for one in numbers if one in self._before), None)
+                if number is not None:
+                    break
+            else:
+                return
+        if self._answered.wait(PATIENCE):
+            return
+        cursor = _SHOW_CURSOR if sys.stderr.isatty() else ""
+        os.write(2, f"{cursor}{self._last_words()}\n".encode())
+        os._exit(128 + number)

@@ -7,7 +7,8 @@
   lowp policy check my.toml
 
 A policy is a list of rules, the first match winning: which ops, in which modules, and the format of each operand. The
-printed TOML is what `lowp.autocast("my.toml")` and `lowp run --precision my.toml` take.
+printed TOML is what `lowp.autocast("my.toml")`, `lowp train digits --precision my.toml` and
+`lowp run --policy my.toml script.py` take.
 """
 
 from __future__ import annotations

@@ -69,6 +69,11 @@ def show(text: str, plain: bool = False) -> None:
     Console(highlight=False).print(styled, soft_wrap=True)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: 1 seed, 2 seeds."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]], limit: int, left: Sequence[int] = (0,)) -> str:
     """A table as text: columns to the right, those in `left` to the left, two blanks between.
 

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         results.check_writable(arguments.out)
         if files.same_file(arguments.out, path):
             raise InvalidInput(f"--out and --checkpoint are both {path}: give two files")
-    with files.sole_writer(path), threads_of(recipe.threads), Interrupts() as interrupts:
+    with files.sole_writer(path), threads_of(recipe.threads), _interrupts(recipe.name, path) as interrupts:
         training = _begin(named, path, arguments)
         finished = _train(training, path, interrupts)
         if arguments.out is not None:
@@ -64,6 +64,20 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return interrupts.exit_code
     return _report(training, path)
+
+
+def _interrupts(recipe: str, path: Path) -> Interrupts:
+    """Ctrl-C between two steps, or within a step that takes long, whose run goes on from its last epoch."""
+
+    def last_words() -> str:
+        if not path.exists():
+            return "stopped within a step, before there was a checkpoint: nothing was written"
+        return (
+            f"stopped within a step; the checkpoint {path} is that of the last epoch. To go on: "
+            f"lowp train {recipe} --checkpoint {path} --resume"
+        )
+
+    return Interrupts(last_words)
 
 
 def _begin(named: dict[str, Any], path: Path, arguments: argparse.Namespace) -> Training:

@@ -11,7 +11,7 @@ from typing import Any
 from lowp import presets
 from lowp.errors import InvalidInput
 from lowp.recipes import get, results
-from lowp.recipes.measuring import MEMORY_METHOD, TIME_METHOD, TURN, peak_memory, step_times, threads_of
+from lowp.recipes.measuring import MEMORY_METHOD, TIME_METHOD, TURN, beside, peak_memory, step_times, threads_of
 from lowp.recipes.recipe import Data
 from lowp.recipes.runs import Job, Stop, Told, processes_for, run_jobs
 from lowp.recipes.training import Settings, load_data
@@ -79,6 +79,7 @@ class Study:
         self.data: Data = load_data(self.settings)
         self.runs: dict[tuple[str, int], dict[str, Any]] = {}
         self.costs: dict[str, dict[str, Any]] = {}
+        self.busy: float | None = None  # cores that other processes used while steps were timed
         self.command: str | None = None
         self._header = results.header(kind)
 
@@ -107,7 +108,9 @@ class Study:
         """Time a step of every row, for about `seconds` each, and take its peak of memory, alone on this process."""
         settings = [variant.settings for variant in self.variants]
         with threads_of(self.recipe.threads) as threads:
-            times = step_times(settings, self.data, seconds, stop)
+            with beside() as busy:
+                times = step_times(settings, self.data, seconds, stop)
+                self.busy = busy()
             for variant, timed in zip(self.variants, times, strict=True):
                 if stop():
                     return
@@ -172,12 +175,18 @@ class Study:
             "baseline": self.variants[0].label,
             "methods": {
                 "verdict": RULE,
-                "time": TIME_METHOD.format(turn=TURN),
+                "time": TIME_METHOD.format(turn=TURN) + self._meanwhile(),
                 "memory": MEMORY_METHOD[device],
                 "losses": FLUSHED_METHOD.format(samples=self.samples),
             },
             "variants": [self._row(variant) for variant in self.variants],
         }
+
+    def _meanwhile(self) -> str:
+        """What else ran while steps were timed; nothing where that is not known."""
+        if self.busy is None:
+            return ""
+        return f". Other processes kept {self.busy:.1f} of {self._header['machine']['cores']} cores busy meanwhile"
 
     def _row(self, variant: Variant) -> dict[str, Any]:
         runs = [self.runs[variant.label, seed] for seed in self.seeds if (variant.label, seed) in self.runs]
@@ -236,7 +245,8 @@ def result_line(study: Study, name: str, run: dict[str, Any]) -> str:
         return f"{name}: failed: {run['failure']}"
     value = _last(run, metric.name)
     shown = f"{value:.2%}" if metric.share else f"{value:.4g}"
-    skipped = f", {run['skipped_steps']} steps skipped" if run["skipped_steps"] else ""
+    count = run["skipped_steps"]
+    skipped = f", {count} step{'s' * (count > 1)} skipped" if count else ""
     return f"{name}: {metric.name} {shown}, loss {_last(run, 'loss'):.4f}{skipped}"
 
 

@@ -17,7 +17,7 @@ METHOD = (
 TOLERANCE = 0.01
 _MOST = 12  # measurements
 _GROWTH = 8  # a guess goes at most so many times beyond what was measured
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 
 Measure = Callable[[int], "int | None"]
@@ -109,7 +109,7 @@ def _next(found: Found) -> int:
 
 
 def bytes_from(text: str, option: str = "--memory") -> int:
-    """A size from its text: 2GB (10^9), 1.5GiB (2^30), 800MB, or plain bytes. Raises InvalidInput for others."""
+    """A size from its text: 2GB (10^9), 1.5GiB (2^30), 800MB, 4096B. Raises InvalidInput for others."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
     unit = match[2].upper() if match else ""
     if match is None or unit not in _UNITS:

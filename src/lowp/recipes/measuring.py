@@ -1,4 +1,4 @@
-"""The cost of a training step: its time, precisions interleaved with nothing beside them, and its peak of memory."""
+"""The cost of a training step: its time, precisions taking turns, its peak of memory, and what else ran meanwhile."""
 
 from __future__ import annotations
 
@@ -21,11 +21,21 @@ from lowp.errors import LowpError
 from lowp.recipes.recipe import Data
 from lowp.recipes.training import Settings, Training, moved
 
-__all__ = ["MEMORY_METHOD", "STOPS", "TIME_METHOD", "StepTime", "peak_memory", "silent", "step_times", "threads_of"]
+__all__ = [
+    "MEMORY_METHOD",
+    "STOPS",
+    "TIME_METHOD",
+    "StepTime",
+    "beside",
+    "peak_memory",
+    "silent",
+    "step_times",
+    "threads_of",
+]
 
 TIME_METHOD = (
     "time a step: forward, loss, backward and update of one batch that lies ready; median of steps timed one by one "
-    "after all training, in one process with nothing beside it, the precisions taking turns of {turn} steps"
+    "after all training, in one process, the precisions taking turns of {turn} steps"
 )
 MEMORY_METHOD = {
     "cpu": "peak memory: bytes that torch's allocator had handed out at the peak of the second and third step, counted "
@@ -59,6 +69,35 @@ def threads_of(count: int | None) -> Iterator[int]:
         yield torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def beside() -> Iterator[Callable[[], float | None]]:
+    """Yields a function that tells how many cores other processes have kept busy since; None where nobody says so."""
+    started, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds()
+
+    def cores() -> float | None:
+        now = _busy_seconds()
+        if busy is None or now is None:
+            return None
+        return max(0.0, now - busy - (_own_seconds() - own)) / max(time.perf_counter() - started, 1e-9)
+
+    yield cores
+
+
+def _busy_seconds() -> float | None:
+    """The seconds in which cores of the machine were not idle, since it started; None but on Linux."""
+    try:
+        head = Path("/proc/stat").read_text().splitlines()[0].split()
+    except (OSError, IndexError):
+        return None
+    user, nice, system, _, _, irq, softirq, steal = map(int, head[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    """The seconds of processor time of this process and of those that it has started and that have ended."""
+    return sum(os.times()[:4])
 
 
 def step_times(

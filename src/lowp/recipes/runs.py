@@ -8,8 +8,10 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,6 +29,7 @@ __all__ = ["Job", "Stop", "interrupts_left_to_us", "processes_for", "run_jobs", 
 
 # Fewer steps than these are done before a second process has imported torch.
 _STEPS_WORTH_A_PROCESS = 4000
+_LAST_STEP = 1.0  # seconds that a process has for its step when it is told to stop
 
 Told = Callable[[str, int], None]
 Stop = Callable[[], bool]
@@ -124,8 +127,13 @@ def _in_processes(
                 stopping.set()
             _pass_on(told, on_epoch)
             for future in done:
-                run = future.result()
                 job = waiting.pop(future)
+                try:
+                    run = future.result()
+                except BrokenProcessPool:
+                    if stop():
+                        return
+                    raise
                 if run is not None:
                     yield job, run
     finally:
@@ -163,11 +171,19 @@ _told: Any = None
 def _begin(stopping: Any, told: Any) -> None:
     global _stopping, _told
     _stopping, _told = stopping, told
+    threading.Thread(target=_end_after, args=(stopping,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_after(stopping: Any) -> None:
+    """End a process whose step takes too long to wait for, when it is told to stop."""
+    stopping.wait()
+    time.sleep(_LAST_STEP)
+    os._exit(1)
 
 
 def _end_with(parent: Any) -> None:

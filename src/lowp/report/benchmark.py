@@ -128,8 +128,8 @@ def _published(subject: Mapping[str, Any]) -> Table:
     return table
 
 
-def benchmark_notes(document: Mapping[str, Any]) -> str:
-    """What stands below the tables: rows that failed or took few steps, the methods, the sources, the machine."""
+def benchmark_notes(document: Mapping[str, Any], methods: bool = True, width: int = _WIDTH) -> str:
+    """What stands below the tables: rows that failed or took few steps, `methods` and sources, the machine."""
     rows = [(subject, row) for subject in document["recipes"] for row in subject["variants"]]
     lines = [
         f"{subject['recipe']['name']}, {row['label']}: failed: {row['failure']}"
@@ -138,13 +138,20 @@ def benchmark_notes(document: Mapping[str, Any]) -> str:
     ]
     if any(row["step"]["only_one"] for _, row in rows):
         lines.append("*: a step took so long that only one was timed.")
+    if not methods:
+        lines.append("--notes says how each number was measured; so do docs/benchmark.md and the JSON file.")
+        return _noted(document, lines, width)
     lines += [f"{text}." for text in document["methods"].values()]
     sources = {subject["published"]["source"] for subject in document["recipes"] if subject["published"]}
     lines += [f"published: {source}." for source in sorted(sources)]
-    versions = document["versions"]
     lines.append(f"{document['tf32']}.")
-    lines.append(f"{document['machine']['words']}; torch {versions['torch']}, lowp {versions['lowp']}.")
-    return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="  ") for line in lines)
+    return _noted(document, lines, width)
+
+
+def _noted(document: Mapping[str, Any], lines: list[str], width: int) -> str:
+    versions = document["versions"]
+    machine = f"{document['machine']['words']}; torch {versions['torch']}, lowp {versions['lowp']}."
+    return "\n".join(textwrap.fill(line, width, subsequent_indent="  ") for line in [*lines, machine])
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO, TypeGuard
 
 from rich.box import SIMPLE_HEAD
@@ -16,11 +17,12 @@ from rich.text import Text
 
 from lowp.report.exponents import exponent_table
 
-__all__ = ["comparison_tables", "console", "heat_map", "notes", "number", "plain_table", "sweep_words"]
+__all__ = ["comparison_tables", "console", "heat_map", "notes", "number", "plain_table", "show", "sweep_words"]
 
 _NOTHING = "-"
 _STYLES = {"converges as fp32": "green", "loses": "yellow", "fails": "red", "undecided": "cyan"}
 _WIDTH = 110
+_LEAST_WIDTH = 40
 _WORDS = ("verdict", "what", "size", "data")
 
 
@@ -32,10 +34,43 @@ class _Console(Console):
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """A console on a stream, stdout by default; never so narrow that it would cut the numbers of a table off."""
+    """A console on a stream, stdout by default: as wide as COLUMNS says, else as the terminal, else 110 columns."""
     found = _Console(file=sys.stdout if stream is None else stream, highlight=False)
-    found.width = max(found.width, _WIDTH) if found.is_terminal else _WIDTH
+    if not found.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
+        found.width = _WIDTH
+    found.width = max(found.width, _LEAST_WIDTH)
     return found
+
+
+def show(console: Console, table: Table) -> None:
+    """Print a table; one that is wider than the console as several below each other, each with the first column."""
+    for part in _parts(console, table):
+        console.print(part)
+
+
+def _parts(console: Console, table: Table) -> Iterator[Table]:
+    without_end = console.options.update(width=10**6)  # or what is measured would be cut to the console's width
+    chosen = [0]
+    for place in range(1, len(table.columns)):
+        wanted = console.measure(_of_columns(table, [*chosen, place]), options=without_end).maximum
+        if wanted > console.width and len(chosen) > 1:
+            yield _of_columns(table, chosen)
+            chosen = [0]
+        chosen.append(place)
+    yield _of_columns(table, chosen)
+
+
+def _of_columns(table: Table, places: Sequence[int]) -> Table:
+    """A table of some columns of another; the title is with those that begin it."""
+    begins = 1 in places or len(table.columns) == 1
+    part = plain_table(table.title if begins else None, ())  # type: ignore[arg-type]
+    for place in places:
+        column = table.columns[place]
+        part.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap)
+    cells = [list(table.columns[place].cells) for place in places]
+    for row, style in zip(zip(*cells, strict=True), [row.style for row in table.rows], strict=True):
+        part.add_row(*row, style=style)
+    return part
 
 
 # -- a comparison -----------------------------------------------------------------------------------------------------
@@ -69,10 +104,11 @@ def _convergence(document: Mapping[str, Any]) -> Table:
 
 
 def _costs(document: Mapping[str, Any]) -> Table:
-    names = ["precision", "time a step", "peak\nmemory", "skipped\nsteps", "loss\nscale"]
-    names += ["flushed\ngradients", "lost\nupdates", "updates\n< 2^-24"]
-    table = plain_table("what it cost, and what it lost", names)
     rows = document["variants"]
+    measured = _is_measured(document)
+    names = ["precision", *["time a step", "peak\nmemory"] * measured, "skipped\nsteps", "loss\nscale"]
+    names += ["flushed\ngradients", "lost\nupdates", "updates\n< 2^-24"]
+    table = plain_table("what it cost, and what it lost" if measured else "what it lost", names)
     base = rows[0].get("step_seconds")
     for row in rows:
         statistics = row.get("statistics")
@@ -80,10 +116,13 @@ def _costs(document: Mapping[str, Any]) -> Table:
             continue
         time, memory = row.get("step_seconds"), row.get("peak_memory_bytes")
         relative = f" ({time / base:.2f}x)" if time and base else ""
-        table.add_row(
-            row["label"],
+        cost = [
             _NOTHING if not time else f"{seconds(time)}{relative}",
             _NOTHING if not memory else bytes_of(memory),
+        ]
+        table.add_row(
+            row["label"],
+            *cost * measured,
             _counts(statistics["skipped_steps"]["values"]),
             _scales(row, statistics["loss_scale"]["values"]),
             *(_share(statistics[name]["values"]) for name in ("flushed_gradients", "lost_updates", "small_updates")),
@@ -91,17 +130,24 @@ def _costs(document: Mapping[str, Any]) -> Table:
     return table
 
 
-def notes(document: Mapping[str, Any]) -> str:
+def _is_measured(document: Mapping[str, Any]) -> bool:
+    """Whether any row has a time or a peak of memory: --timing 0 asks for neither."""
+    return any(row.get("step_seconds") or row.get("peak_memory_bytes") for row in document["variants"])
+
+
+def notes(document: Mapping[str, Any], width: int = _WIDTH) -> str:
     """What stands below the tables: why rows were judged as they were, the methods, the machine."""
     lines = [
         f"{row['label']}: {row['verdict']['verdict']}: {row['verdict']['reason']}."
         for row in document["variants"]
         if row.get("verdict") and row["verdict"]["verdict"] not in ("baseline", "converges as fp32")
     ]
-    lines += ["gap to fp32: + is worse, - better.", *(f"{text}." for text in document["methods"].values())]
+    left_out = () if _is_measured(document) else ("time", "memory")
+    methods = [f"{text}." for name, text in document["methods"].items() if name not in left_out]
+    lines += ["gap to fp32: + is worse, - better.", *methods]
     versions = document["versions"]
     lines.append(f"{document['machine']['words']}; torch {versions['torch']}, lowp {versions['lowp']}.")
-    return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="  ") for line in lines)
+    return "\n".join(textwrap.fill(line, width, subsequent_indent="  ") for line in lines)
 
 
 # -- a sweep ----------------------------------------------------------------------------------------------------------
@@ -131,7 +177,7 @@ def _cell(value: float | None, low: float, high: float, recipe: Mapping[str, Any
     return Text(f" {number(value, recipe['metric_is_share'])} ", style)
 
 
-def sweep_words(document: Mapping[str, Any]) -> str:
+def sweep_words(document: Mapping[str, Any], width: int = _WIDTH) -> str:
     """In a sentence, how far the metric moves along the exponent and along the mantissa."""
     grid, recipe = document["grid"], document["recipe"]
     if "effect_of_exponent" not in grid:
@@ -151,7 +197,7 @@ def sweep_words(document: Mapping[str, Any]) -> str:
         f"({seeds} seed{'s' * (seeds > 1)}), loss scale {document['variants'][-1]['loss_scaling']}."
         + " A mantissa bit also halves the smallest subnormal: ,subnormals=no takes that away."
         * grid["subnormals"],
-        _WIDTH,
+        width,
     )
 
 
