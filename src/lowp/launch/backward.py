@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import private
+from lowp.grad_scaler.first_scale import first_scale
 from lowp.launch.gradients import Gradients, leaves_of
 from lowp.launch.session import Session
 
@@ -31,20 +32,36 @@ class _Backward:
 
     def __init__(self, session: Session, gradients: Gradients) -> None:
         self.session, self.gradients = session, gradients
+        self._looks = session.preset.loss_scale.search
+
+    def _look_for_scale(self, outputs: tuple[Tensor, ...]) -> None:
+        """Let a dynamic scale begin where the first gradients fit, found by trial on this loss."""
+        if not self._looks or len(outputs) != 1 or outputs[0].numel() != 1 or self.session.record.steps:
+            return
+        self._looks = False
+        scale = self.session.preset.loss_scale
+        self.gradients.is_trial = True
+        try:
+            self.session.precision.scaler.begin_with(first_scale(outputs[0], scale.initial, scale.floor))
+        finally:
+            self.gradients.is_trial = False
 
     def scales(self, outputs: tuple[Any, ...]) -> bool:
         """Whether a pass from these tensors is scaled: a loss of 16 bits of the script's own has no room for it."""
         return bool(outputs) and all(isinstance(one, Tensor) and one.dtype not in _SIXTEEN_BIT for one in outputs)
 
-    def begin(self, outputs: tuple[Tensor, ...], most: float = float("inf")) -> None:
+    def begin(self, outputs: tuple[Tensor, ...], most: float = float("inf"), looks: bool = False) -> None:
         """Find the scale of a pass, at most `most`, and let every leaf that it reaches unscale."""
         leaves = list(leaves_of(outputs))
         for leaf in leaves:
             self.gradients.adopt(leaf)
         if has_no_optimizer(self.session, leaves):
             return
-        scale = self.session.precision.scaler.scale(torch.ones((), device=outputs[0].device))
-        scale = scale.clamp(max=most)
+        one = torch.ones((), device=outputs[0].device)
+        if looks:
+            self._look_for_scale(outputs)
+        waits = self._looks and most < self.session.preset.loss_scale.initial  # for a backward pass to look
+        scale = one * most if waits else self.session.precision.scaler.scale(one).clamp(max=most)
         self.gradients.scale, self.gradients.inverse = scale, scale.reciprocal()
 
     def end(self) -> None:
@@ -124,7 +141,7 @@ def _scaled_backward(
     kwargs: dict[str, Any],
 ) -> Any:
     given = kwargs.pop("grad_variables", given) if given is None else given
-    scaled.begin(outputs)
+    scaled.begin(outputs, looks=given is None)
     try:
         result = original(outputs, scaled.seeds(outputs, given), *args, **kwargs)
         scaled.gradients.unscale_retained()

@@ -24,11 +24,13 @@ __all__ = ["Gradients", "install"]
 class Gradients:
     """The leaves of one session, and what is known of their gradients.
 
-    `scale` and `inverse` are those of the backward pass that runs, None while none is scaled.
+    `scale` and `inverse` are those of the backward pass that runs, None while none is scaled. `is_trial`: a pass that
+    looks for the first scale runs, of which the script's hooks are shown nothing.
     """
 
     def __init__(self, register: Callable[[Tensor, Callable[[Tensor], Any]], Any]) -> None:
         self._register = register
+        self.is_trial = False
         self.scale: Tensor | None = None
         self.inverse: Tensor | None = None
         self._adopted: Any = WeakTensorKeyDictionary()
@@ -137,10 +139,11 @@ def install(session: Session) -> None:
     def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         if self.is_leaf:
             gradients.adopt(self)
-            return register(self, hook)
 
         @wraps(hook)
         def shown(gradient: Tensor) -> Any:
+            if gradients.is_trial:
+                return None
             given = hook(gradients.unscaled(gradient))
             return None if given is None else gradients.scaled(given)
 
@@ -170,6 +173,8 @@ def _install_module_hooks(gradients: Gradients) -> None:
         def register(self: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             @wraps(hook)
             def shown(owner: nn.Module, *seen: Any) -> Any:
+                if gradients.is_trial:
+                    return None
                 result = hook(owner, *(each(gradients.unscaled, one) for one in seen))
                 return None if result is None else each(gradients.scaled, result)
 
