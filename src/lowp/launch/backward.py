@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import private
+from lowp.errors import Misuse
 from lowp.grad_scaler.first_scale import first_scale
 from lowp.launch.gradients import Gradients, leaves_of
 from lowp.launch.session import Session
@@ -36,13 +37,15 @@ class _Backward:
 
     def _look_for_scale(self, outputs: tuple[Tensor, ...]) -> None:
         """Let a dynamic scale begin where the first gradients fit, found by trial on this loss."""
-        if not self._looks or len(outputs) != 1 or outputs[0].numel() != 1 or self.session.record.steps:
+        if not self._looks or len(outputs) != 1 or outputs[0].numel() != 1:
             return
         self._looks = False
         scale = self.session.preset.loss_scale
         self.gradients.is_trial = True
         try:
             self.session.precision.scaler.begin_with(first_scale(outputs[0], scale.initial, scale.floor))
+        except Misuse:  # a step of gradients that no pass made has already used a scale
+            pass
         finally:
             self.gradients.is_trial = False
 
