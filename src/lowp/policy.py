@@ -62,6 +62,11 @@ class Accumulation:
         """``fp32``, ``fp16/16``, ``bf16/128``, ``int32`` or ``exact``; fp16 and bf16 alone mean a block of 1."""
         if isinstance(text, Accumulation):
             return text
+        if not isinstance(text, str):
+            raise InvalidInput(
+                f"accumulate={text!r}: an accumulator is text, a format and a block of products: fp16/16, bf16/128, "
+                "fp32, int32 or exact"
+            )
         format, slash, block = text.strip().lower().partition("/")
         if slash and not block.isdecimal():
             raise InvalidInput(f"accumulator {text!r}: after the slash comes the block length, as in fp16/16")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,15 +14,17 @@ from torch import Tensor, nn
 from lowp import presets, region
 from lowp.errors import InvalidInput, Misuse, shown
 from lowp.exponents import SharedExponents
-from lowp.grad_scaler import GradScaler, NonFinite, NonFiniteGradients
+from lowp.grad_scaler import GradScaler, NonFinite
 from lowp.grad_scaler.first_scale import first_scale
+from lowp.grad_scaler.misplaced import expect_step, step_comes
 from lowp.ops.predicted import is_predicted
 from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters
-from lowp.optim.storage import Storage
+from lowp.optim.storage import Storage, check_seed
 from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset
 from lowp.random_state import check_random_states, random_states, restore_random_states
-from lowp.session import BatchNormJournal
+from lowp.step_guard import StepGuard
+from lowp.unscaled import UnscaledSteps
 
 __all__ = ["Precision"]
 
@@ -82,6 +83,7 @@ class Precision:
                 f"masters=split are a bf16 half and its remainder, and {preset.name} stores parameters in "
                 f"{preset.policy.parameters}: use bf16-storage, or masters='fp32'"
             )
+        check_seed(seed)
         self.preset = preset
         self.policy = preset.policy
         self.seed = seed
@@ -89,14 +91,11 @@ class Precision:
         self._strict = strict
         self._region = region.autocast(self.policy, strict=strict)
         self._scaler: GradScaler | None = None
-        self._skipped: Tensor | None = None
         self._searches_scale = preset.loss_scale.search
         self._device = torch.device("cpu")
         self._storing = self._new_storing()
         self._models: list[Callable[[], nn.Module | None]] = []  # that were prepared
-        self._journals: list[BatchNormJournal] = []
-        self._skipped_in_a_row = 0
-        self._faults: list[str] = []
+        self._unscaled = UnscaledSteps(preset.name, self.exponents)
 
     # -- a training step, in the order of its calls ---------------------------------------------------------------
     def prepare(self, model: nn.Module, optimizer: Optimizer = None) -> tuple[nn.Module, Optimizer]:  # type: ignore[assignment]
@@ -148,7 +147,7 @@ class Precision:
         if self.scaler.is_enabled():
             self.scaler.watch(model)
         elif self.exponents is not None:
-            self._journals.append(BatchNormJournal(model))
+            self.guard.protect(model)
 
     def autocast(self) -> region.autocast:
         """The region in which ops are cast by this precision's policy: ``with precision.autocast():``."""
@@ -164,10 +163,15 @@ class Precision:
             scale = self.preset.loss_scale
             if self.steps == 0 and self.scaler.get_scale() == scale.initial:
                 self.scaler.begin_with(first_scale(loss, scale.initial, scale.floor, **options))
+        if self.scaler.is_enabled():
+            expect_step(self.scaler)
+        else:
+            self._unscaled.saw(loss)
         self.scaler.scale(loss).backward(**options)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide this optimizer's gradients by the loss scale, for clipping; `step` does it otherwise."""
+        self._require_backward("unscale_")
         self.scaler.unscale_(optimizer)
 
     def step(self, *optimizers: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -182,50 +186,29 @@ class Precision:
                 "a closure computes its loss without the loss scale: compute loss and gradients first, or train this "
                 "optimizer with Precision(..., loss_scale='none')"
             )
-        if self.exponents is not None and not self.scaler.is_enabled() and self._skips_faulty(self.exponents):
+        self._require_backward("step")
+        step_comes(self.scaler)
+        if not self.scaler.is_enabled() and self._unscaled.skips(self.guard, self.steps + 1):
+            self.steps += 1
             return None
         if self.steps == 0 and isinstance(self._storing, MasterStorage):
             agree_on_masters(optimizers)
         result = None
         for optimizer in optimizers:
             result = self.scaler.step(optimizer) if closure is None else optimizer.step(closure)
-        if self.scaler.is_enabled():
-            stepped = [self.scaler.stepped_for(optimizer) for optimizer in optimizers]
-            skipped = ~torch.stack(stepped).all()
-            self._skipped = skipped.to(torch.int64) if self._skipped is None else self._skipped + skipped
         self.scaler.update()
         self.steps += 1
-        if self.exponents is not None:
-            self._skipped_in_a_row = 0
-            self._end_step(self.exponents, stepped=True)
+        if not self.scaler.is_enabled():
+            self._unscaled.end(self.guard, self.steps, optimizers)
         return result
 
-    def _skips_faulty(self, exponents: SharedExponents) -> bool:
-        """Skip the step if a value that is not finite was written in it, here or on another rank: told, and counted."""
-        faults = exponents.faults()
-        if not exponents.any_rank(bool(faults)):
-            return False
-        self._faults = faults
-        self._skipped = (0 if self._skipped is None else self._skipped) + torch.ones(
-            (), dtype=torch.int64, device="cpu"
-        )
-        self.steps += 1
-        self._skipped_in_a_row += 1
-        self._end_step(exponents, stepped=False)
-        where = f"first in the {faults[0]}" if faults else "on another rank"
-        text = f"an infinity or a NaN, {where}: int16 has neither, and step {self.steps} was skipped"
-        if self._skipped_in_a_row >= _PATIENCE:
-            raise NonFiniteGradients(
-                f"{text}, as were the {_PATIENCE - 1} steps before it: look at the inputs, the learning rate and the "
-                "loss, or keep that op in fp32 by a rule of its own"
+    def _require_backward(self, what: str) -> None:
+        if self.scaler.is_enabled() and not self.scaler.has_scaled:
+            raise Misuse(
+                f"{what}() without precision.backward(loss) since the last step: gradients of loss.backward() are not "
+                f"multiplied by the loss scale, and {what}() would divide them by it. Call precision.backward(loss); "
+                "with several optimizers give all of them to one call, precision.step(first, second)"
             )
-        warnings.warn(text, UserWarning, stacklevel=4)
-        return True
-
-    def _end_step(self, exponents: SharedExponents, stepped: bool) -> None:
-        for journal in self._journals:
-            journal.settle(torch.tensor(stepped, device="cpu"))
-        exponents.flush()
 
     # -- what can be asked ----------------------------------------------------------------------------------------
     @property
@@ -234,6 +217,11 @@ class Precision:
         if self._scaler is None:
             self._scaler = self._new_scaler(None)
         return self._scaler
+
+    @property
+    def guard(self) -> StepGuard:
+        """What follows from steps that stepped and that were skipped, with a loss scale or without one."""
+        return self.scaler.guard
 
     @property
     def scale(self) -> float:
@@ -248,19 +236,18 @@ class Precision:
     @property
     def faults(self) -> list[str]:
         """The places where the latest step that was skipped for it had written an infinity or a NaN, in order."""
-        return list(self._faults)
+        return list(self._unscaled.faults)
 
     @property
     def stepped(self) -> Tensor:
         """Whether the last `step` changed the weights: a 0-d bool tensor on the device."""
-        if self.exponents is not None and not self.scaler.is_enabled():
-            return torch.tensor(self.steps > 0 and self._skipped_in_a_row == 0, device="cpu")
-        return self.scaler.stepped
+        stepped = self.scaler.stepped if self.scaler.is_enabled() else self.guard.stepped
+        return torch.zeros((), dtype=torch.bool, device="cpu") if stepped is None else stepped
 
     @property
     def skipped_steps(self) -> int:
         """Steps that were skipped because a gradient was infinite or NaN. Waits for the device."""
-        return 0 if self._skipped is None else int(self._skipped)
+        return self.guard.skipped_steps
 
     @property
     def nonfinite(self) -> NonFinite | None:
@@ -308,7 +295,7 @@ class Precision:
                 self.scaler.load_state_dict(before)
                 raise
         self.steps, self.seed = state["steps"], state["seed"]
-        self._skipped = torch.tensor(state["skipped_steps"], device="cpu")
+        self.guard.skipped_steps = state["skipped_steps"]
         restore_random_states(state["random"])
 
     def _check(self, state: dict[str, Any]) -> None:
@@ -349,11 +336,13 @@ class Precision:
     # -- parts ----------------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         models = [model for known in self._models if (model := known()) is not None]
-        return {**self.__dict__, "_models": models, "_journals": []}
+        return {**self.__dict__, "_models": models, "_skipped_steps": self.skipped_steps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "_models": [weakref.ref(model) for model in state["_models"]]})
-        for model in state["_models"]:
+        skipped, models = state.pop("_skipped_steps"), state["_models"]
+        self.__dict__.update({**state, "_models": [weakref.ref(model) for model in models]})
+        self.guard.skipped_steps = skipped
+        for model in models:
             self._watch(model)
 
     def _new_storing(self) -> MasterStorage | FlexStorage | None:
@@ -368,7 +357,7 @@ class Precision:
     def _new_scaler(self, device: str | None) -> GradScaler:
         scale = self.preset.loss_scale
         if scale.kind == "none":
-            return GradScaler(device, enabled=False)
+            return GradScaler(device, enabled=False, patience=_PATIENCE)
         if scale.kind == "static":
             return GradScaler(device, loss_scale=scale.initial, floor=scale.floor, ceiling=scale.ceiling)
         return GradScaler(

@@ -194,6 +194,14 @@ class Entries:
                 self.state.seen[index] = 0
                 self.state.history[index] = 0.0
 
+    def was_cut_off(self, index: int) -> bool:
+        """Whether an entry's write of this step saturated under the largest exponent; False where a device knows it."""
+        seen, format = self.pending.get(index), self.cast.format
+        if seen is None or isinstance(seen.overflowed, Tensor) or not self.scaling_adapts:
+            return False
+        assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
+        return seen.overflowed > 0 and self.exponents[index] >= format.scale.max_exponent
+
     @property
     def scaling_adapts(self) -> bool:
         """Whether exponents may move at all."""

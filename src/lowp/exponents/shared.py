@@ -224,6 +224,15 @@ class SharedExponents:
                     found.append(names[index])
         return found
 
+    def beyond(self) -> list[str]:
+        """The places where numbers were cut off in this step that no exponent of the format holds.
+
+        Of what a CPU has written: it knows; an accelerator is not waited for.
+        """
+        return [
+            place for group in self._groups.values() for place, index in group.names.items() if group.was_cut_off(index)
+        ]
+
     # -- what was seen --------------------------------------------------------------------------------------------
     def places(self) -> list[str]:
         """The places, in the order in which they were first written."""

@@ -116,10 +116,11 @@ class Options:
         interval = self.sample_interval
         if interval is None:
             interval = 10 if isinstance(scaling, AdaptiveLossScale) else 100
-        if interval < 0 or self.patience < 1:
+        whole = all(isinstance(one, int) and not isinstance(one, bool) for one in (interval, self.patience))
+        if not whole or interval < 0 or self.patience < 1:
             raise InvalidInput(
-                f"sample_interval={interval} and patience={self.patience} are numbers of steps: allowed are 0 (never) "
-                "or more for the first and 1 or more for the second"
+                f"sample_interval={interval!r} and patience={self.patience!r} are numbers of steps: allowed are 0 "
+                "(never) or more for the first and 1 or more for the second"
             )
         return interval
 

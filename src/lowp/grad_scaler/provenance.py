@@ -76,6 +76,10 @@ class Names:
                 handle.remove()
             self._handles = []
 
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is one of a watched model."""
+        return parameter in self._names
+
     def of(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the name of each parameter of an optimizer, or its place and shape where it has none."""
         names = []

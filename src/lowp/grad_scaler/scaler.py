@@ -14,12 +14,12 @@ from torch.amp.grad_scaler import OptState
 
 from lowp.errors import Misuse
 from lowp.grad_scaler import gradients as grads
-from lowp.grad_scaler.checking import Checks, Optimizer, combined, steps_by_itself
+from lowp.grad_scaler.checking import Checks, Optimizer, combined, starts_momentum, steps_by_itself
 from lowp.grad_scaler.options import Options
 from lowp.grad_scaler.provenance import NonFinite, NonFiniteGradients
 from lowp.grad_scaler.state import OutOfOrder, new_stage
 from lowp.scaling import DynamicLossScale, GradientsSeen, LossScale
-from lowp.session import BatchNormJournal
+from lowp.step_guard import StepGuard
 
 
 class GradScaler(Checks):
@@ -85,6 +85,7 @@ class GradScaler(Checks):
         if not self._enabled:
             return outputs
         self._remember_losses(outputs)
+        self._scaled_since_update = True
         return self._scaled(outputs, {})
 
     def _scaled(self, outputs: Any, copies: dict[torch.device, torch.Tensor]) -> Any:
@@ -165,6 +166,9 @@ class GradScaler(Checks):
             self._check_inf_per_device(optimizer)
         self._require_checks(stage)
         found = combined(stage["found_inf_per_device"], scale.device)
+        if starts_momentum(optimizer) and bool(found):
+            self._note_stepped(optimizer, found == 0)
+            return None
         given = getattr(optimizer, "grad_scale", None)
         optimizer.grad_scale = given if unscaled else scale * (1 if given is None else given)  # type: ignore[attr-defined]
         optimizer.found_inf = found  # type: ignore[attr-defined]
@@ -204,8 +208,7 @@ class GradScaler(Checks):
             raise OutOfOrder("No inf checks were recorded prior to update. Call step(optimizer) or unscale_ before")
         if found:
             nonfinite = combined(dict(enumerate(found)), state.scale.device)
-            for journal in self._journals:
-                journal.settle(nonfinite == 0)
+            self._guard.settle(nonfinite == 0)
             if new_scale is None:
                 seen = GradientsSeen(nonfinite, self._exponents_of_all(state.scale.device))
                 moved = self._scaling.observe(state, seen)
@@ -213,13 +216,14 @@ class GradScaler(Checks):
                     kept.copy_(new.expand_as(kept))
         self._per_optimizer_states = defaultdict(new_stage)
         self._losses = []
+        self._scaled_since_update = False
         self._exponents = None
         self._steps += 1
         self._provenance.names.learned()
         if self._skipped_at_floor:
-            self._watchdog.read(any(self._skipped_at_floor))
+            self._guard.count(any(self._skipped_at_floor))
             self._skipped_at_floor = []
-        if found and self._watchdog.too_many(state.stuck):
+        if found and self._guard.too_many(state.stuck):
             self._raise_stuck()
 
     def _manual_scale(self, new_scale: float | torch.Tensor) -> float:
@@ -265,6 +269,14 @@ class GradScaler(Checks):
         """The share of the nonzero gradients that fp16 flushes at the scale of the last sample; None before it."""
         return self._underflow
 
+    def holds_scaled_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer of a watched model has gradients that neither `unscale_` nor `step` has divided."""
+        stage = self._per_optimizer_states.get(id(optimizer))
+        if not self._scaled_since_update or (stage is not None and stage["stage"] is not OptState.READY):
+            return False
+        parameters = grads.parameters_of(optimizer)
+        return any(one.grad is not None and self._provenance.names.has(one) for one in parameters)
+
     def watch(self, model: nn.Module) -> None:
         """Name this model's parameters in `nonfinite`, learn the order of its backward, and `protect` it."""
         self._provenance.names.watch(model)
@@ -272,4 +284,14 @@ class GradScaler(Checks):
 
     def protect(self, model: nn.Module) -> None:
         """Put a model's running statistics (BatchNorm) back at `update` if any step since the last one was skipped."""
-        self._journals.append(BatchNormJournal(model))
+        self._guard.protect(model)
+
+    @property
+    def guard(self) -> StepGuard:
+        """What follows from steps that stepped and that were skipped: counts, running statistics, giving up."""
+        return self._guard
+
+    @property
+    def has_scaled(self) -> bool:
+        """Whether a loss was scaled since the last update."""
+        return self._scaled_since_update

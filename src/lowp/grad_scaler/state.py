@@ -16,9 +16,8 @@ from lowp.compat import private
 from lowp.errors import Misuse
 from lowp.grad_scaler.options import Options, read_state
 from lowp.grad_scaler.provenance import Provenance
-from lowp.grad_scaler.watchdog import Watchdog
 from lowp.scaling import DynamicLossScale, LossScaleState
-from lowp.session import BatchNormJournal
+from lowp.step_guard import StepGuard
 
 new_stage = cast(Callable[[], dict[str, Any]], private("torch.amp.grad_scaler._refresh_per_optimizer_state"))
 
@@ -33,8 +32,8 @@ _NOT_PICKLED = (
     "_exponents",
     "_underflow",
     "_provenance",
-    "_watchdog",
-    "_journals",
+    "_guard",
+    "_scaled_since_update",
 )
 
 
@@ -87,8 +86,8 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
         self._exponents: torch.Tensor | None = None
         self._underflow: torch.Tensor | None = None
         self._provenance = Provenance()
-        self._watchdog = Watchdog(self._patience)
-        self._journals: list[BatchNormJournal] = []
+        self._guard = StepGuard(self._patience)
+        self._scaled_since_update = False
 
     # torch's own methods get and set these three by name.
     _growth_factor = _of_scaling("growth_factor", still=1.0)

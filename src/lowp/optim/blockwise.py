@@ -23,7 +23,7 @@ from lowp.optim.state_dicts import (
     with_loading_hooks,
     with_saving_hooks,
 )
-from lowp.optim.storage import Storage, seed_of
+from lowp.optim.storage import Storage, check_seed, seed_of
 from lowp.optim.zero import refuse_to_convert
 
 # 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache
@@ -61,6 +61,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self.moment_cast = casts.parse(moment_storage)
         if str(self.moment_cast) not in ("fp32", "bf16"):
             raise InvalidInput(f"moments are kept in fp32 or bf16, not {moment_storage}")
+        check_seed(seed)
         self.seed = seed
         self._step_supports_amp_scaling = True
         super().__init__(params, defaults)

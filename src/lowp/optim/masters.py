@@ -21,7 +21,7 @@ from lowp.optim.state_dicts import (
     with_loading_hooks,
     with_saving_hooks,
 )
-from lowp.optim.storage import Storage, seed_of
+from lowp.optim.storage import Storage, check_seed, seed_of
 from lowp.optim.zero import is_zero
 
 # the counters of stochastic rounding, in the state of each parameter, where torch.distributed.checkpoint finds them
@@ -63,6 +63,7 @@ class MasterWeights(torch.optim.Optimizer):
                 "first, precision.prepare_model(model), and give ZeroRedundancyOptimizer(model.parameters(), "
                 "optimizer_class=lowp.optim.AdamW), which keeps masters for its share"
             )
+        check_seed(seed)
         self.inner = optimizer
         self.storage = Storage.parse(storage, kind)
         self.seed = seed

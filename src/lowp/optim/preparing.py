@@ -177,7 +177,7 @@ def agree_on_masters(optimizers: Sequence[Optimizer]) -> None:
     pairs = [(one, p) for one in keepers for p in parameters_of(one) if not is_sharded(p)]
     stored = _checksum(parameter for _, parameter in pairs)
     masters = _checksum(keeper.master(parameter) for keeper, parameter in pairs)
-    sums = torch.tensor([stored, masters, _MODULUS - stored, _MODULUS - masters])
+    sums = torch.tensor([stored, masters, _MODULUS - stored, _MODULUS - masters], device="cpu")
     distributed.agree_on_maximum_(sums, group)
     # the largest on any rank is the smallest on any rank
     same_stored, same_masters = (int(sums[i] + sums[i + 2]) == _MODULUS for i in (0, 1))

@@ -136,6 +136,12 @@ def _put(state: dict[str, Tensor], key: str, value: Tensor) -> None:
         kept.copy_(value)
 
 
+def check_seed(seed: object) -> None:
+    """Raise InvalidInput for a seed that is no whole number."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise InvalidInput(f"seed={seed!r}: a seed is a whole number, such as 0")
+
+
 def seed_of(seed: int | Tensor, step: int | Tensor, tensor: int, slot: int = 0) -> int | Tensor:
     """The seed of one stochastic rounding: a function of run, step, tensor and slot, hence alike on all ranks.
 

@@ -62,11 +62,14 @@ class LossScale:
                 f"a loss scale cannot move between floor={self.floor!r} and ceiling={self.ceiling!r}: allowed are "
                 f"{SMALLEST_SCALE:.8g} <= floor <= ceiling <= {LARGEST_SCALE:.8g} (the normal fp32 numbers)"
             )
-        self.check(self.initial, "the initial loss scale")
+        # numbers of Python's become floats: torch takes no integers beyond 64 bits
+        object.__setattr__(self, "initial", self.check(self.initial, "the initial loss scale"))
+        for name in ("floor", "ceiling"):
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     def check(self, value: object, what: str) -> float:
         """Return `value` as a float if the scale may take it; raise InvalidLossScale, naming `what` it was, if not."""
-        number = float(value) if isinstance(value, Real) else math.nan
+        number = _as_float(value)
         if not self.floor <= number <= self.ceiling:
             raise InvalidLossScale(
                 f"{what} cannot be {value!r}: allowed is a finite number from the floor {self.floor:.8g} to the "
@@ -218,6 +221,14 @@ def underflow(exponents: torch.Tensor, name: str = "fp16") -> torch.Tensor:
     """Return the share of the nonzero gradients that a format flushes, as a 0-dimensional fp32 tensor; 0 of none."""
     flushed = exponents[: flush_field(name) + 1].sum()
     return (flushed / exponents.sum().clamp(min=1)).to(torch.float32)
+
+
+def _as_float(value: object) -> float:
+    """Return a real number as a float, infinite where it is too large for one; NaN for anything else."""
+    try:
+        return float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        return math.inf
 
 
 def _is_real(value: object) -> bool:

@@ -1,0 +1,47 @@
+"""Recognises `optimizer.step()` where gradients are still multiplied by a loss scale, and refuses it in words."""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lowp.errors import Misuse
+from lowp.grad_scaler.scaler import GradScaler
+
+__all__ = ["expect_step", "step_comes"]
+
+_waiting: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+
+
+def expect_step(scaler: GradScaler) -> None:
+    """Gradients were multiplied by the scale: until `step_comes`, optimizers of watched models must not step."""
+    if scaler.is_enabled() and not torch.compiler.is_compiling():
+        _watch_optimizers()
+        _waiting.add(scaler)
+
+
+def step_comes(scaler: GradScaler) -> None:
+    """The scaler itself is about to step its optimizers."""
+    _waiting.discard(scaler)
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_scaled)
+
+
+def _refuse_scaled(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Stand before every optimizer's step; where nothing waits, which is so in a right loop, it costs nothing."""
+    if torch.compiler.is_compiling() or not _waiting:
+        return
+    for scaler in list(_waiting):
+        if scaler.holds_scaled_gradients(optimizer):
+            raise Misuse(
+                f"optimizer.step() would apply gradients that are multiplied by the loss scale "
+                f"{scaler.get_scale():g}: call precision.step(optimizer), which divides them by it and skips the step "
+                "where one is not finite, or precision.unscale_(optimizer) before"
+            )

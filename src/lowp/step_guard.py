@@ -1,0 +1,122 @@
+"""The guard of a training step: what follows once it is known whether a step counts.
+
+Loss scales (`lowp.GradScaler`) and shared exponents stand on the same one. It puts running statistics back after a
+skipped step, counts what was skipped, gives up when nothing helps, and tells once that a run without a loss scale is no
+longer finite. Nothing in it waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from lowp.session import BatchNormJournal
+
+__all__ = ["LateNumber", "StepGuard"]
+
+
+class LateNumber:
+    """A 0-dimensional tensor of the device, read on the host when its copy has arrived, without waiting for it."""
+
+    def __init__(self) -> None:
+        self._copy: torch.Tensor | None = None
+        self._arrived: torch.Event | None = None
+
+    def send(self, value: torch.Tensor) -> None:
+        """Begin to copy a number to the host, in the place of one that was sent before."""
+        if value.device.type == "cpu":
+            self._copy, self._arrived = value.clone(), None
+            return
+        self._copy = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=value.device.type == "cuda")
+        self._copy.copy_(value, non_blocking=True)
+        self._arrived = torch.Event(value.device)
+        self._arrived.record()
+
+    def read(self) -> int | None:
+        """Return the number that was sent, None if there is none or it is still under way."""
+        if self._copy is None or not (self._arrived is None or self._arrived.query()):
+            return None
+        return int(cast(int, self._copy.tolist()))
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a number was sent that cannot be read yet."""
+        return self._copy is not None and self.read() is None
+
+
+class StepGuard:
+    """What follows from a step that stepped and from one that was skipped; `patience` hopeless skips are too many.
+
+    A skip is hopeless where nothing is left that could be made smaller: the loss scale is at its floor, or there is
+    none. Where the host knows of it, it counts along (`count`). Where nothing is read, `too_many` looks at a copy of
+    the device's own counter, begun `patience` steps before and long since arrived: it is late by up to twice that.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+        self.stepped: torch.Tensor | None = None
+        self._skipped: torch.Tensor | None = None
+        self._journals: list[BatchNormJournal] = []
+        self._counted = 0
+        self._steps = 0
+        self._hopeless = LateNumber()
+        self._bad: torch.Tensor | None = None
+        self._found = LateNumber()
+        self._told = False
+
+    def protect(self, model: nn.Module) -> None:
+        """Put a model's running statistics (BatchNorm) back whenever a step is skipped."""
+        self._journals.append(BatchNormJournal(model))
+
+    def settle(self, stepped: torch.Tensor) -> None:
+        """End a step: `stepped` is a 0-dimensional bool tensor. Nothing is read."""
+        self.stepped = stepped
+        skipped = (~stepped).to(torch.int64)
+        self._skipped = skipped if self._skipped is None else self._skipped.to(skipped.device) + skipped
+        for journal in self._journals:
+            journal.settle(stepped)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped. Waits for the device."""
+        return 0 if self._skipped is None else int(self._skipped)
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self._skipped = torch.tensor(count, device="cpu")
+
+    # -- giving up ------------------------------------------------------------------------------------------------
+    def count(self, hopeless: bool) -> None:
+        """Take note of one step that the host knows about: a hopeless skip, or anything better."""
+        self._counted = self._counted + 1 if hopeless else 0
+
+    def too_many(self, counter: torch.Tensor | None = None) -> bool:
+        """Whether it is time to give up, asked once a step; `counter` is the device's of hopeless skips in a row."""
+        self._steps += 1
+        if self._counted >= self.patience:
+            self._counted = 0
+            return True
+        if counter is None or self._steps % self.patience:
+            return False
+        late = self._hopeless.read() or 0
+        self._hopeless.send(counter)
+        return late >= self.patience
+
+    # -- runs in which nothing is skipped -------------------------------------------------------------------------
+    def turned_bad(self, bad: torch.Tensor) -> bool:
+        """Whether something was not finite by now, once; `bad` is this step's flag, a 0-dimensional bool tensor.
+
+        On a CPU that is this step, on an accelerator a later one, when the flag has arrived.
+        """
+        if self._told:
+            return False
+        if bad.device.type == "cpu":
+            self._told = bool(bad)
+        else:
+            self._bad = bad if self._bad is None else self._bad | bad
+            self._told = bool(self._found.read())
+            if not self._found.is_under_way:
+                self._found.send(self._bad)
+        return self._told

@@ -1,0 +1,105 @@
+"""Steps that no loss scale decides about: skipped where a shared exponent met infinities, told of where bad."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowp.exponents import SharedExponents
+from lowp.grad_scaler import NonFiniteGradients
+from lowp.optim.shards import local
+from lowp.step_guard import StepGuard
+
+__all__ = ["UnscaledSteps"]
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+class UnscaledSteps:
+    """What a precision without a loss scale looks at in a step; the guard does what follows from it."""
+
+    def __init__(self, name: str, exponents: SharedExponents | None) -> None:
+        self.name, self.exponents = name, exponents
+        self.faults: list[str] = []  # of the latest step that was skipped for them
+        self._bad_loss: Tensor | None = None  # whether a loss since the last step was not finite, on the device
+        self._told_beyond = False
+
+    def saw(self, loss: Tensor) -> None:
+        """Take note of a loss before its backward; nothing is read."""
+        if not torch.compiler.is_compiling():
+            bad = ~torch.isfinite(loss.detach()).all()
+            self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
+
+    def skips(self, guard: StepGuard, number: int) -> bool:
+        """Skip step `number` if a value that is not finite was written in it, here or on another rank.
+
+        It is told, counted and settled; raises NonFiniteGradients after as many in a row as the guard has patience.
+        """
+        exponents = self.exponents
+        if exponents is None:
+            return False
+        faults = exponents.faults()
+        if not exponents.any_rank(bool(faults)):
+            return False
+        self.faults = faults
+        guard.settle(torch.tensor(False, device="cpu"))
+        exponents.flush()
+        where = f"first in the {faults[0]}" if faults else "on another rank"
+        text = f"an infinity or a NaN, {where}: int16 has neither, and step {number} was skipped"
+        guard.count(True)
+        if guard.too_many():
+            raise NonFiniteGradients(
+                f"{text}, as were the {guard.patience - 1} steps before it: look at the inputs, the learning rate and "
+                "the loss, or keep that op in fp32 by a rule of its own"
+            )
+        warnings.warn(text, UserWarning, stacklevel=4)
+        return True
+
+    def end(self, guard: StepGuard, number: int, optimizers: Optimizers) -> None:
+        """Settle step `number`, which stepped; tell once, when it is known, that the run is not finite any more."""
+        guard.settle(torch.tensor(True, device="cpu"))
+        bad, self._bad_loss = self._bad_loss, None
+        if self.exponents is not None:
+            self._look_beyond(self.exponents, guard, number)
+            self.exponents.flush()
+            return
+        bad = _smallest_gradient_is_bad(optimizers) if bad is None else bad
+        if bad is not None and guard.turned_bad(bad):
+            warnings.warn(
+                f"step {number}: the loss or a gradient is infinite or NaN, and {self.name} has no loss scale that "
+                "skips such steps: the weights may not be finite from here on. Go back to a checkpoint with a smaller "
+                f"learning rate, look at the inputs, or skip such steps: Precision({self.name!r}, "
+                "loss_scale='dynamic')",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def _look_beyond(self, exponents: SharedExponents, guard: StepGuard, number: int) -> None:
+        """Tell once of numbers that the format is too small for; give up where weights stay so."""
+        places = exponents.beyond()
+        guard.count(any(place.startswith(("weight of", "update of")) for place in places))
+        if not places:
+            return
+        text = f"step {number}: numbers beyond the largest of {self.name} are cut off, first in the {places[0]}"
+        advice = "look at the learning rate and at the scale of inputs and loss"
+        if guard.too_many():
+            exponents.flush()
+            raise NonFiniteGradients(f"{text}, and weights for {guard.patience} steps in a row: {advice}")
+        if not self._told_beyond:
+            self._told_beyond = True
+            warnings.warn(f"{text}. If that goes on, {advice}", UserWarning, stacklevel=5)
+
+
+def _smallest_gradient_is_bad(optimizers: Optimizers) -> Tensor | None:
+    """Whether the smallest gradient is not finite, where no loss was seen: NaN spreads through backward."""
+    present = [
+        local(parameter.grad)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None and not parameter.grad.is_sparse
+    ]
+    return ~torch.isfinite(min(present, key=torch.Tensor.numel)).all() if present else None
