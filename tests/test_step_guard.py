@@ -39,7 +39,7 @@ def _step(training: tuple[nn.Module, Any, lowp.Precision], factor: float = 1.0) 
 # -- calls that belong elsewhere --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["fp16", "fp16-storage", "e5m7"])
 def test_a_step_of_the_optimizer_on_scaled_gradients_is_refused_and_changes_nothing(name: str) -> None:
-    model, optimizer, precision = _training(name)
+    model, optimizer, precision = _training(name, loss_scale="dynamic(65536)")
     before = [one.detach().clone() for one in model.parameters()]
     precision.backward(_loss(model, precision))
     with pytest.raises(Misuse, match=r"multiplied by the loss scale 65536: call precision.step\(optimizer\), which"):
