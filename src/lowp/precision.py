@@ -169,11 +169,13 @@ class Precision:
             self._unscaled.saw(loss)
         self.scaler.scale(loss).backward(**options)
 
+    @region.at_rest
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide this optimizer's gradients by the loss scale, for clipping; `step` does it otherwise."""
         self._require_backward("unscale_")
         self.scaler.unscale_(optimizer)
 
+    @region.at_rest
     def step(self, *optimizers: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step each optimizer whose gradients are finite, then move the loss scale; once an iteration, with them all.
 

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from lowp.exponents.entries import Flush, scaling_of
-from lowp.exponents.shared import CLASSES, PlaceSite, SharedExponents, Summary, class_of
+from lowp.exponents.places import PlaceSite, Spots, Trail
+from lowp.exponents.shared import CLASSES, SharedExponents, Summary, class_of
 
-__all__ = ["CLASSES", "Flush", "PlaceSite", "SharedExponents", "Summary", "class_of", "scaling_of"]
+__all__ = [
+    "CLASSES",
+    "Flush",
+    "PlaceSite",
+    "SharedExponents",
+    "Spots",
+    "Summary",
+    "Trail",
+    "class_of",
+    "scaling_of",
+]

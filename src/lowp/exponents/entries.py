@@ -168,13 +168,15 @@ class Entries:
             if exponent is None:
                 exponent = current_exponent(torch.where(x.isfinite(), x, 0.0), own)
         assert exponent is not None
+        return self.write_at(x, exponent)
+
+    def write_at(self, x: Tensor, exponent: int | Tensor) -> Tensor:
+        """Return x as values of the format under an exponent, and remember nothing."""
         if x.device.type == "cpu":
-            return self._written(x, exponent)[1]
+            return self._written(x, int(exponent))[1]
         limit, finite = self.scaling.limit, x.isfinite()
-        result = torch.ldexp(
-            torch.ldexp(x.double(), torch.tensor(-exponent, device=x.device)).round().clamp(-limit - 1, limit),
-            torch.tensor(exponent, device=x.device),
-        ).float()
+        exponent = torch.as_tensor(exponent, device=x.device)
+        result = torch.ldexp(torch.ldexp(x.double(), -exponent).round().clamp(-limit - 1, limit), exponent).float()
         return torch.where(finite, result, math.nan)
 
     def _written(self, x: Tensor, exponent: int) -> tuple[Mantissas, Tensor]:

@@ -1,10 +1,10 @@
 """Shared exponents that belong to places: which entry a tensor is written under, and what all entries remember.
 
-A place is one tensor that one operation writes at one spot of the step, named in words: "output of 0 linear", "weight
-gradient of layer1.0.conv1 conv2d", "update of fc.bias". All places of one cast are one vectorised state; the maxima of
-a step's writes are observed together at its end, which is also when ranks agree on them. What is written outside of
-training (no gradients recorded) is not remembered, and has the exponent that its own maximum asks for: an evaluation
-changes nothing of the training, and does not depend on the one before.
+A place is one tensor that one operation writes at one spot of the step (`places` says what a spot is), named in words:
+"output of 0 linear", "weight gradient of layer1.0.conv1 conv2d", "update of fc.bias". All places of one cast are one
+vectorised state; the maxima of a step's writes are observed together at its end, which is also when ranks agree on
+them. What is written outside of training (no gradients recorded) is not remembered, and has the exponent that its own
+maximum asks for: an evaluation changes nothing of the training, and does not depend on the one before.
 
 Source: Koester et al. 2017, arXiv 1711.02213, section 3.3 and algorithms 1 and 2.
 """
@@ -12,24 +12,24 @@ Source: Koester et al. 2017, arXiv 1711.02213, section 3.3 and algorithms 1 and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowp import casts, distributed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents.entries import COUNTS, Entries, Flush
+from lowp.exponents.places import Passes, PlaceSite, Spots
 from lowp.exponents.ranks import AgreedPlaces
 from lowp.kernels import payloads
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, exact_mantissas
 
-__all__ = ["CLASSES", "PlaceSite", "SharedExponents", "Summary", "class_of"]
+__all__ = ["CLASSES", "SharedExponents", "Summary", "class_of"]
 
 _VERSION = 1
 CLASSES = ("weights", "activations", "activation gradients", "weight gradients", "updates", "optimizer state")
@@ -77,7 +77,7 @@ class SharedExponents:
 
     def __init__(self) -> None:
         self._groups: dict[Cast, Entries] = {}
-        self._roots: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._passes = Passes()
         self._faults: list[str] = []
         self._watchers: list[Callable[[Flush], object]] = []
         self._listeners: list[Callable[[str, Tensor, int], object]] = []
@@ -174,16 +174,30 @@ class SharedExponents:
         if group is not None and place in group.names:
             group.admit(x.detach(), group.names[place])
 
-    def site(self, cast: Cast, where: str) -> PlaceSite:
-        """The site of one op at one spot of the step."""
-        return PlaceSite(self, cast, where, torch.is_grad_enabled())
+    def write_again(self, x: Tensor, cast: Cast, place: str, exponent: int | Tensor, unless_exact: bool) -> Tensor:
+        """Return what `write` has returned before under this exponent, and note nothing."""
+        x = x.detach() if x.requires_grad else x
+        if unless_exact and payloads.is_exact(x, cast):
+            return x.float()
+        return self._group(cast, x.device).write_at(x, exponent)
 
-    def root(self, module: nn.Module | None) -> str:
-        """What the places within a model begin with, so that two models of a step keep apart: '' within the first."""
-        if module is None:
-            return ""
-        number = self._roots.setdefault(module, len(self._roots))
-        return f"model {number + 1}: " if number else ""
+    def written_exponent(self, cast: Cast, place: str) -> int | Tensor | None:
+        """The exponent of the latest write at a place in this step, on an accelerator as a tensor; None without one."""
+        group = self._groups.get(cast)
+        index = None if group is None else group.names.get(place)
+        if group is None or index is None or index not in group.pending:
+            return None
+        return group.exponents[index] if group.device.type == "cpu" else group.state.exponent[index].clone()
+
+    def spots(self) -> Spots:
+        """The spots of an entry of a region that begins."""
+        return Spots(self._passes)
+
+    def site(self, cast: Cast, where: str, spots: Spots | None = None) -> PlaceSite:
+        """The site of one op at one spot of the step."""
+        if spots is None:
+            return PlaceSite(self, cast, where, torch.is_grad_enabled())
+        return PlaceSite(self, cast, where, spots.training, spots.trail)
 
     # -- steps ----------------------------------------------------------------------------------------------------
     def flush(self) -> None:
@@ -191,6 +205,7 @@ class SharedExponents:
 
         With several ranks each of them has to call this.
         """
+        self._passes.end_step()
         agreed: dict[Cast, Tensor] = {}
         if distributed.has_other_ranks():
             agreed = self._agreed.agree(self._groups, self._group, distributed.world())
@@ -285,13 +300,8 @@ class SharedExponents:
 
     # -- copies and checkpoints ----------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
-        """What is remembered; a copy has no watchers and listeners, and knows the copies of its models."""
-        roots = [(module, number) for module, number in self._roots.items()]
-        return {**self.__dict__, "_roots": roots, "_watchers": [], "_listeners": []}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        roots = WeakKeyDictionary(dict(state["_roots"]))
-        self.__dict__.update({**state, "_roots": roots})
+        """What is remembered; a copy has no watchers and listeners."""
+        return {**self.__dict__, "_watchers": [], "_listeners": []}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that is remembered, as plain values and tensors. Take it between steps: it flushes nothing."""
@@ -327,30 +337,6 @@ class SharedExponents:
             group.exponents, group.started = group.state.exponent.tolist(), group.state.started.tolist()
             groups[cast] = group
         self._groups, self._faults, self._agreed = groups, [], AgreedPlaces(groups)
-
-
-class PlaceSite:
-    """One op at one spot of the step: writes each of its results under the place that its role makes."""
-
-    def __init__(self, exponents: SharedExponents, cast: Cast, where: str, training: bool) -> None:
-        self._exponents, self._cast, self._where, self._training = exponents, cast, where, training
-        self._parts: Iterator[int] = iter(range(1 << 30))
-
-    def write(self, x: Tensor, role: str, unless_exact: bool = False) -> Tensor:
-        """Return x as values of the format; see `SharedExponents.write`."""
-        place = f"{role} of {self._where}"
-        return self._exponents.write(x, self._cast, place, training=self._training, unless_exact=unless_exact)
-
-    def write_exact(self, product: Callable[[int, bool], Exact | None], role: str) -> Tensor | None:
-        """Write an exact sum from its mantissas; see `SharedExponents.write_exact`."""
-        return self._exponents.write_exact(product, self._cast, f"{role} of {self._where}", training=self._training)
-
-    def part(self) -> PlaceSite:
-        """The site of the op's first product, its second, and so on."""
-        number = next(self._parts)
-        if number == 0:
-            return self
-        return PlaceSite(self._exponents, self._cast, f"{self._where}, product {number + 1}", self._training)
 
 
 def _check_whole(group: Entries, saved: Mapping[str, Any]) -> None:

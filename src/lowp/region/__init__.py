@@ -5,5 +5,6 @@ from __future__ import annotations
 from lowp.region.context import autocast
 from lowp.region.engine import Observation
 from lowp.region.report import Report
+from lowp.region.steps import at_rest
 
-__all__ = ["Observation", "Report", "autocast"]
+__all__ = ["Observation", "Report", "at_rest", "autocast"]

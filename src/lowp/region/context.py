@@ -13,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 from lowp import presets
 from lowp.errors import InvalidInput, Unavailable
-from lowp.exponents import SharedExponents
+from lowp.exponents import SharedExponents, Spots
 from lowp.ops import table
 from lowp.policy import Policy, check_ops
 from lowp.presets import Preset
-from lowp.region import threads
+from lowp.region import steps, threads
 from lowp.region.audit import Audit
 from lowp.region.engine import Engine, Observation, Rulebook
 from lowp.region.paths import ModulePath
@@ -154,8 +154,11 @@ class autocast(TorchFunctionMode):
 
         return run
 
-    def enter(self, path: ModulePath | None = None) -> None:
-        """Enter the region in this thread; `path` is where in the model it is entered, if not where the thread is."""
+    def enter(self, path: ModulePath | None = None, spots: Spots | None = None) -> None:
+        """Enter the region in this thread; `path` is where in the model it is entered, if not where the thread is.
+
+        `spots` are those of a shared exponent's places where the entry goes on with what another one has begun.
+        """
         entry = Entry(self)
         outer = threads.push(entry)
         if path is None:
@@ -170,7 +173,9 @@ class autocast(TorchFunctionMode):
         if not runs:
             return
         threads.install()
+        steps.install()
         entry.engine = engine = self._engine(path)
+        engine.spots = spots or engine.spots
         if self.policy.uses_paths or self._observers or self.exponents is not None:
             entry.follows_modules = True
             threads.follow_modules(True)

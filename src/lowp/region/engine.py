@@ -7,11 +7,12 @@ truth and a user's nested ``torch.autocast(enabled=False)`` can be seen; every o
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -216,7 +217,8 @@ class Engine(TorchFunctionMode):
         self.running: tuple[str, bool] | None = None  # the op that runs now, and whether a rule speaks of it
         self.plans = rulebook.plans(path.current)
         self.exponents = exponents
-        self._met: dict[str, int] = {}  # how often each op ran at each path: its places in the step
+        self.spots = None if exponents is None else exponents.spots()  # where in the step its ops write
+        self.resting: FrameType | None = None  # the step of an optimizer that runs
 
     def move(self) -> None:
         """Follow the module path."""
@@ -241,6 +243,8 @@ class Engine(TorchFunctionMode):
         if plan is None or not self.is_ours(args, kwargs):
             return func(*args, **(kwargs or {}))
         with _DisableAutocast():
+            if self.resting is not None and self.rests():
+                return func(*args, **(kwargs or {}))
             return self._run(plan, func, args, kwargs or {})
 
     def apply(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -287,11 +291,21 @@ class Engine(TorchFunctionMode):
         self, row: Row, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], rule: Rule
     ) -> Call:
         """Return the call with the site of this op at this spot of the step."""
-        assert self.exponents is not None and rule.output is not None
-        where = f"{self.exponents.root(self.path.outermost)}{self.path.current} {row.name}".strip()
-        count = self._met[where] = self._met.get(where, 0) + 1
-        site = self.exponents.site(rule.output, where if count == 1 else f"{where} #{count}")
+        assert self.exponents is not None and self.spots is not None and rule.output is not None
+        where = self.spots.spot(self.path.outermost, self.path.current, row.name)
+        site = self.exponents.site(rule.output, where, self.spots)
         return Call(row.name, func, args, kwargs, rule, self.weights, draw_seed, site)
+
+    def rests(self) -> bool:
+        """Whether the step of an optimizer runs, which is under no rule; one that has raised is over."""
+        if self.resting is None:
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self.resting:
+            frame = frame.f_back
+        if frame is None:
+            self.resting = None
+        return frame is not None
 
     def _suspended(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a backward pass: what it computes was decided in the forward pass."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowp.compat import private
 from lowp.errors import Misuse
+from lowp.exponents import Spots, Trail
 from lowp.region.engine import Engine
 from lowp.region.paths import ModulePath
 
@@ -120,6 +121,8 @@ def follow_modules(begin: bool) -> None:
 def _enter_module(module: nn.Module, arguments: Any) -> None:
     entry = current()
     if entry is not None and entry.engine is not None:
+        if entry.engine.spots is not None and entry.engine.path.outermost is None:
+            entry.engine.spots.enter(module, arguments)
         entry.engine.path.enter(module)
         entry.engine.move()
 
@@ -134,20 +137,64 @@ def _leave_module(module: nn.Module, arguments: Any, output: Any) -> None:
 # -- recomputation and worker threads -----------------------------------------------------------------------------
 
 
-def bound(function: Callable[..., Any], path: ModulePath | None = None) -> Callable[..., Any]:
+class Repeats:
+    """Gives each run of a checkpointed function its spots: those around it first, then copies of where it began.
+
+    Every run but the first writes under the exponents of the first.
+    """
+
+    def __init__(self, outer: Spots) -> None:
+        self._trail = outer.trail or Trail(torch.is_grad_enabled())
+        self._first: Spots | None = outer.within(self._trail)
+        self._later = outer.copy(self._trail)
+
+    def __call__(self) -> Spots:
+        """Return the spots of the next run."""
+        spots, self._first = self._first, None
+        if spots is None:
+            self._trail.is_repeated = True
+            spots = self._later.copy(self._trail)
+        return spots
+
+    @classmethod
+    def here(cls) -> Repeats | None:
+        """Return what a function that is called here needs; None where nothing is written under places."""
+        entry = current()
+        spots = None if entry is None or entry.engine is None else entry.engine.spots
+        return None if spots is None else cls(spots)
+
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
+        """The first run is that of this thread within its entry."""
+        entry = current()
+        assert entry is not None and entry.engine is not None
+        engine, before = entry.engine, entry.engine.spots
+        engine.spots = self()
+        try:
+            yield
+        finally:
+            engine.spots = before
+
+
+def bound(
+    function: Callable[..., Any], path: ModulePath | None = None, repeats: Repeats | None = None
+) -> Callable[..., Any]:
     """Return the function bound to this thread's region: it runs there wherever and whenever it is called.
 
     Outside any region, in a region without rules, and where the user has switched torch.autocast off, that is the
-    function itself. `path` is where in the model it runs (by default where this thread is now).
+    function itself. `path` is where in the model it runs (by default where this thread is now); `repeats` gives each
+    run its spots, which otherwise are copies of those here.
     """
     entry = current()
     if entry is None or entry.engine is None or not entry.engine.active or not entry.engine.is_ours():
         return function
     region, place = entry.region, entry.engine.path.copy() if path is None else path
+    here = None if entry.engine.spots is None else entry.engine.spots.copy()
+    spots: Callable[[], Spots | None] = repeats or (lambda: None if here is None else here.copy())
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _EnableTorchFunction():  # a backward that unpacks its tensors behind a shield must not disable this
-            region.enter(place.copy())
+            region.enter(place.copy(), spots())
             try:
                 return function(*args, **kwargs)
             finally:
@@ -165,9 +212,9 @@ def install() -> None:
     keywords = cast(Callable[..., Any], private("torch.utils.checkpoint._get_autocast_kwargs"))
 
     class CheckpointFunction(reentrant):  # type: ignore[misc, valid-type]
-        @staticmethod
-        def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-            return reentrant.forward(ctx, bound(run_function), *args)
+        @classmethod
+        def apply(cls, run_function: Callable[..., Any], *args: Any) -> Any:
+            return super().apply(bound(run_function, repeats=Repeats.here()), *args)
 
     def autocast_keywords(*args: Any, **kwargs: Any) -> Any:
         given = keywords(*args, **kwargs)
@@ -177,7 +224,10 @@ def install() -> None:
         return tuple(None if one is None else {**one, "enabled": False} for one in given)
 
     def non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return generator(bound(function), *args, **kwargs)
+        repeats = Repeats.here()
+        function = bound(function, repeats=repeats)
+        with nullcontext() if repeats is None else repeats.first_run():  # while this generator is suspended
+            yield from generator(function, *args, **kwargs)
 
     class Thread(threading.Thread):
         def __init__(self, *, target: Callable[..., Any], args: tuple[Any, ...] = ()) -> None:

@@ -1,0 +1,215 @@
+"""Places: the spots of a training step at which ops write, and what tells one pass of a step from another.
+
+An op's spot is the path of its module, its name, and the how-manieth time it runs there: "0 linear", "rnn linear #3".
+Within a step a model may run several times, on numbers of other sizes each time: a discriminator on real images, on
+generated ones, and once more while the generator is trained. What tells them apart:
+
+* within one entry of a region, the count of the op (``#2``);
+* from entry to entry, how often the outermost module has run since the last step of any optimizer (``pass 2``). Four
+  passes are told apart, and those after the fourth share its spots: the micro-batches of an accumulated step are such
+  passes, as many as there may be;
+* whether the gradient goes on to what the outermost module was given (``differentiable input``), as it does through a
+  discriminator to a generator.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lowp.casts import Cast
+from lowp.kernels.integer import Exact
+
+if TYPE_CHECKING:
+    from lowp.exponents.shared import SharedExponents
+
+__all__ = ["Passes", "PlaceSite", "Spots", "Trail"]
+
+LAST_PASS = 4
+
+
+class Passes:
+    """How often each outermost module has run since the last step; `step` counts the steps."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._begun: dict[str, int] = {}
+        self._roots: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        _all_passes.add(self)
+        _watch_optimizers()
+
+    def end_step(self) -> None:
+        """Begin to count anew."""
+        self.step += 1
+        self._begun.clear()
+
+    def begin(self, root: str) -> int:
+        """The number of a pass that begins, from 1."""
+        number = self._begun[root] = min(self._begun.get(root, 0) + 1, LAST_PASS)
+        return number
+
+    def root(self, module: nn.Module | None) -> str:
+        """What the places within a model begin with, so that two models of a step keep apart: '' within the first."""
+        if module is None:
+            return ""
+        number = self._roots.get(module)
+        if number is None:
+            taken = set(self._roots.values())
+            number = self._roots[module] = next(one for one in count() if one not in taken)
+        return f"model {number + 1}: " if number else ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy knows the copies of its models."""
+        return {**self.__dict__, "_roots": list(self._roots.items())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "_roots": WeakKeyDictionary(dict(state["_roots"]))})
+        _all_passes.add(self)
+        _watch_optimizers()
+
+
+_all_passes: weakref.WeakSet[Passes] = weakref.WeakSet()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Let every optimizer's step end the count of passes, one that no `Precision` makes too."""
+    register_optimizer_step_post_hook(_end_steps)
+
+
+def _end_steps(*_: Any) -> None:
+    for passes in list(_all_passes):
+        passes.end_step()
+
+
+class Trail:
+    """The exponents under which one run of a checkpointed function wrote its outputs, for the run that repeats it.
+
+    `training`: whether the function belongs to a training step, whose graph may be made by the repeated run alone.
+    """
+
+    def __init__(self, training: bool) -> None:
+        self.training = training
+        self.exponents: dict[str, int | Tensor] = {}
+        self.is_repeated = False
+
+
+@dataclass
+class _Count:
+    """How often each op has run in an entry, and the pass of each outermost module, in a step."""
+
+    step: int
+    met: dict[tuple[str, bool], int] = field(default_factory=dict)
+    passes: dict[str, int] = field(default_factory=dict)
+
+
+class Spots:
+    """The spots of one entry of a region: names what an op writes at, as the entry meets its ops."""
+
+    def __init__(self, passes: Passes, trail: Trail | None = None) -> None:
+        self.trail = trail
+        self._passes, self._count, self._mark = passes, _Count(passes.step), ""
+
+    def within(self, trail: Trail | None) -> Spots:
+        """Return spots that count together with these, with a trail."""
+        other = Spots(self._passes, trail)
+        other._count, other._mark = self._count, self._mark
+        return other
+
+    def copy(self, trail: Trail | None = None) -> Spots:
+        """Return spots that count on from here by themselves."""
+        other = self.within(trail)
+        other._count = replace(self._count, met=dict(self._count.met))
+        return other
+
+    def enter(self, module: nn.Module, arguments: Any) -> None:
+        """An outermost module is called: note whether the gradient goes on to its arguments."""
+        goes_on = _requires_grad(arguments) and next(module.parameters(), None) is not None
+        self._mark = ", differentiable input" if goes_on else ""
+
+    def spot(self, module: nn.Module | None, path: str, op: str) -> str:
+        """Return the name of the spot at which an op runs now; an evaluation begins no pass."""
+        count, repeated = self._count, self.trail is not None and self.trail.is_repeated
+        if count.step != self._passes.step and not repeated:  # an entry may stay open for many steps
+            count.step = self._passes.step
+            count.met.clear()
+            count.passes.clear()
+        root, training = self._passes.root(module), self.training
+        if training and root not in count.passes:
+            count.passes[root] = self._passes.begin(root)
+        where = root + f"{path} {op}".strip()
+        mark = self._mark if module is not None else ""
+        key = where + mark, training
+        met = count.met[key] = count.met.get(key, 0) + 1
+        number = count.passes.get(root, 1)
+        return f"{where}{f' #{met}' if met > 1 else ''}{f', pass {number}' if number > 1 else ''}{mark}"
+
+    @property
+    def training(self) -> bool:
+        """Whether what is written now belongs to a training step."""
+        return torch.is_grad_enabled() or (self.trail is not None and self.trail.training)
+
+
+def _requires_grad(values: Any) -> bool:
+    if isinstance(values, Tensor):
+        return values.requires_grad
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return False
+    return any(_requires_grad(one) for one in values)
+
+
+class PlaceSite:
+    """One op at one spot of the step: writes each of its results under the place that its role makes."""
+
+    def __init__(
+        self, exponents: SharedExponents, cast: Cast, where: str, training: bool, trail: Trail | None = None
+    ) -> None:
+        self._exponents, self._cast, self._where, self._training = exponents, cast, where, training
+        self._trail = trail
+        self._parts: Iterator[int] = iter(range(1 << 30))
+
+    def write(self, x: Tensor, role: str, unless_exact: bool = False) -> Tensor:
+        """Return x as values of the format; see `SharedExponents.write`."""
+        place = f"{role} of {self._where}"
+        trail = None if self._trail is None or role.endswith("gradient") else self._trail
+        if trail is not None and trail.is_repeated and place in trail.exponents:
+            return self._exponents.write_again(x, self._cast, place, trail.exponents[place], unless_exact)
+        result = self._exponents.write(x, self._cast, place, training=self._training, unless_exact=unless_exact)
+        self._note(trail, place)
+        return result
+
+    def write_exact(self, product: Callable[[int, bool], Exact | None], role: str) -> Tensor | None:
+        """Write an exact sum from its mantissas; see `SharedExponents.write_exact`."""
+        place = f"{role} of {self._where}"
+        trail = None if self._trail is None or role.endswith("gradient") else self._trail
+        if trail is not None and trail.is_repeated:
+            return None
+        result = self._exponents.write_exact(product, self._cast, place, training=self._training)
+        if result is not None:
+            self._note(trail, place)
+        return result
+
+    def _note(self, trail: Trail | None, place: str) -> None:
+        if trail is not None and not trail.is_repeated:
+            exponent = self._exponents.written_exponent(self._cast, place)
+            if exponent is not None:
+                trail.exponents[place] = exponent
+
+    def part(self) -> PlaceSite:
+        """The site of the op's first product, its second, and so on."""
+        number = next(self._parts)
+        if number == 0:
+            return self
+        where = f"{self._where}, product {number + 1}"
+        return PlaceSite(self._exponents, self._cast, where, self._training, self._trail)

@@ -1,0 +1,155 @@
+"""Places tell the passes of a step apart, share what micro-batches write, and repeat what a checkpoint repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lowp.exponents import SharedExponents
+from lowp.exponents.places import LAST_PASS, Passes
+from lowp.precision import Precision
+
+
+def flex(model: nn.Module) -> tuple[Precision, nn.Module, torch.optim.Optimizer, SharedExponents]:
+    precision = Precision("flex16+5")
+    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    assert precision.exponents is not None
+    return precision, model, optimizer, precision.exponents
+
+
+def places(exponents: SharedExponents, role: str = "output") -> list[str]:
+    return [place for place in exponents.places() if place.startswith(f"{role} of ")]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_second_pass_on_larger_numbers_is_not_cut_off_by_the_first(together: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    real, fake = torch.randn(16, 4), 1000 * torch.randn(16, 4)
+    precision, model, _, exponents = flex(model)
+    with torch.no_grad():
+        expected = model(fake)
+    if together:
+        with precision.autocast():
+            model(real)
+            found = model(fake)
+    else:
+        with precision.autocast():
+            precision.backward(model(real).sum())
+        with precision.autocast():
+            found = model(fake)
+    assert torch.allclose(found, expected, rtol=1e-2, atol=float(expected.abs().max()) / 1000)
+    second = "#2" if together else "pass 2"
+    assert any(second in place for place in places(exponents))
+
+
+def test_the_generators_pass_through_a_discriminator_has_places_of_its_own() -> None:
+    torch.manual_seed(0)
+    precision, discriminator, optimizer, exponents = flex(nn.Linear(3, 1))
+    generator, generator_optimizer = precision.prepare(nn.Linear(2, 3), None)
+    generator_optimizer = torch.optim.SGD(generator.parameters(), lr=0.01)
+    for _ in range(3):
+        with precision.autocast():
+            fake = generator(torch.randn(4, 2))
+            loss = discriminator(torch.ones(4, 3)).mean() + discriminator(fake.detach()).mean()
+        precision.backward(loss)
+        precision.step(optimizer)
+        with precision.autocast():
+            loss = -discriminator(fake).mean()
+        precision.backward(loss)
+        precision.step(generator_optimizer)
+    linear = [place.removeprefix("output of ") for place in places(exponents) if "linear" in place]
+    passes = ["model 2: linear", "model 2: linear #2", "model 2: linear, differentiable input"]
+    assert linear == ["linear", *passes]
+
+
+def test_micro_batches_share_the_places_of_the_fourth_pass_and_every_step_those_of_the_one_before() -> None:
+    precision, model, optimizer, exponents = flex(nn.Linear(3, 1))
+    for _ in range(3):
+        for _ in range(10):
+            with precision.autocast():
+                loss = model(torch.randn(5, 3)).square().mean()
+            precision.backward(loss)
+        precision.step(optimizer)
+    linear = [place for place in places(exponents) if "linear" in place]
+    assert linear == ["output of linear", *(f"output of linear, pass {one}" for one in range(2, LAST_PASS + 1))]
+
+
+def test_an_entry_that_stays_open_for_many_steps_meets_the_same_places_in_each() -> None:
+    precision, model, optimizer, exponents = flex(nn.Linear(3, 1))
+    seen = []
+    with precision.autocast():
+        for _ in range(4):
+            loss = model(torch.randn(5, 3)).square().mean()
+            precision.backward(loss)
+            precision.step(optimizer)
+            seen.append(places(exponents))
+    assert seen[-1] == seen[0]
+
+
+def test_an_evaluation_begins_no_pass() -> None:
+    precision, model, optimizer, exponents = flex(nn.Linear(3, 1))
+    for _ in range(2):
+        for enabled in (False, True, False):
+            with precision.autocast(), torch.set_grad_enabled(enabled):
+                loss = model(torch.randn(5, 3)).sum()
+        with precision.autocast():
+            loss = model(torch.randn(5, 3)).sum()
+        precision.backward(loss)
+        precision.step(optimizer)
+    assert {place for place in places(exponents) if "linear" in place} == {
+        "output of linear",
+        "output of linear, pass 2",
+    }
+
+
+def test_models_keep_apart_when_one_made_before_them_is_gone() -> None:
+    passes = Passes()
+    first, second, third = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+    assert [passes.root(one) for one in (first, second, third)] == ["", "model 2: ", "model 3: "]
+    del second
+    assert passes.root(nn.Linear(1, 1)) == "model 2: " and passes.root(third) == "model 3: "
+
+
+class Twice(nn.Module):
+    """Two blocks, each through `run`."""
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.run = run
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def block(self, x: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(self.first(x)), 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.run(self.block, self.run(self.block, x)))
+
+
+def trained(run: Callable[..., Tensor]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    precision, model, optimizer, exponents = flex(Twice(run))
+    for step in range(6):
+        optimizer.zero_grad()
+        for part in range(2):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + part)) * (1 + step)
+            with precision.autocast():
+                loss = model(x.requires_grad_()).square().mean()
+            precision.backward(loss)
+        precision.step(optimizer)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return {**state, **{place: torch.tensor(exponents.exponent(place)) for place in sorted(exponents.places())}}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_writes_again_what_it_wrote_and_teaches_nothing_twice(reentrant: bool) -> None:
+    plain = trained(lambda block, x: block(x))
+    again = trained(lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
+    assert plain.keys() == again.keys()
+    for name, value in plain.items():
+        assert torch.equal(value, again[name]), name
