@@ -17,22 +17,27 @@ __all__ = ["Cast", "Overflow", "Rounding", "ScalingSpec", "parse"]
 
 
 class Rounding(str, Enum):
-    """Which neighbour a number between two values of the format becomes."""
+    """Which neighbour a number between two values of the format becomes.
 
-    NEAREST_EVEN = "nearest-even"  # the nearer; in a tie the one whose last bit is 0 (IEEE 754 roundTiesToEven)
-    NEAREST_AWAY = "nearest-away"  # the nearer; in a tie the larger magnitude (roundTiesToAway)
-    TOWARD_ZERO = "toward-zero"  # the smaller magnitude: truncation
-    UP = "up"  # toward +infinity
-    DOWN = "down"  # toward -infinity
-    # the larger magnitude with a probability equal to the share of the way to it, U < t: unbiased. With N random bits
-    # the share is cut to N bits, which is biased toward zero (IEEE P3109 StochasticA)
+    ``nearest-even``: the nearer; in a tie the one whose last bit is 0 (IEEE 754 roundTiesToEven).
+    ``nearest-away``: the nearer; in a tie the larger magnitude (roundTiesToAway).
+    ``toward-zero``: the smaller magnitude (truncation). ``up``, ``down``: toward +infinity, toward -infinity.
+    ``stochastic``: the larger magnitude with a probability of the share of the way to it: unbiased. With N random bits
+    the share is cut to N bits, which is biased toward zero (IEEE P3109 StochasticA).
+    ``to-odd``: the one whose last bit is 1. What is rounded once more, to two bits fewer, is then rounded as if once
+    (Boldo and Melquiond 2008, IEEE Transactions on Computers 57(4)). Beyond the largest finite value it is that value.
+    ``stochastic-b``, ``stochastic-c``: stochastic with N random bits and the share rounded to N bits, half up or half
+    to even (IEEE P3109 StochasticB, StochasticC). On average over all numbers neither is biased, over numbers of a few
+    bits more than N the latter alone; one number's mean is off by at most half of 2**-N of the spacing.
+    """
+
+    NEAREST_EVEN = "nearest-even"
+    NEAREST_AWAY = "nearest-away"
+    TOWARD_ZERO = "toward-zero"
+    UP = "up"
+    DOWN = "down"
     STOCHASTIC = "stochastic"
-    # of two values that enclose it the one whose last bit is 1: what is rounded again to two bits fewer is rounded as
-    # if once (Boldo and Melquiond 2008). Beyond the largest finite value it is that value
     TO_ODD = "to-odd"
-    # stochastic with N random bits, the share rounded to N bits: half up, or half to even. On average over all numbers
-    # neither is biased (over those of a finite number of bits, C alone); a number that N bits do not hold has a bias
-    # of at most half of 2**-N (IEEE P3109 StochasticB and StochasticC)
     STOCHASTIC_B = "stochastic-b"
     STOCHASTIC_C = "stochastic-c"
 
@@ -46,11 +51,16 @@ class Rounding(str, Enum):
 
 
 class Overflow(str, Enum):
-    """What a number becomes that is rounded beyond the largest finite value."""
+    """What a number becomes that is rounded beyond the largest finite value.
 
-    INFINITY = "inf"  # as IEEE 754: infinity, or the largest finite value where the rounding direction says so
-    NAN = "nan"  # NaN in place of infinity, for formats that have none (OCP non-saturating e4m3fn)
-    SATURATE = "saturate"  # the largest finite value of the same sign; an infinity, too (OCP OFP8 1.0 saturating mode)
+    ``inf``: as IEEE 754, infinity, or the largest finite value where the rounding direction says so. ``nan``: NaN
+    in the place of infinity, for formats that have none (OCP non-saturating e4m3fn). ``saturate``: the largest
+    finite value of the same sign, for infinities too (OCP OFP8 1.0 saturating mode).
+    """
+
+    INFINITY = "inf"
+    NAN = "nan"
+    SATURATE = "saturate"
 
     def __str__(self) -> str:
         return self.value
@@ -116,8 +126,9 @@ _STOCHASTIC_BITS = re.compile(r"(stochastic(?:-[abc])?)-(\d+)", re.ASCII)
 
 @dataclass(frozen=True)
 class Cast:
-    """One rounding into `format`.
+    """One rounding into `format`: a value that can be hashed, compared, printed and read back by `parse`.
 
+    `format` and `rounding` may be given as text: ``Cast("e4m3fn", "stochastic", random_bits=8)``.
     `overflow=None` means the format's own: infinity where it has one, else NaN, else saturation (integers and MX
     elements). `random_bits` limits stochastic rounding to that many random bits, 1 to 32 (None: 160, unbiased); the
     roundings stochastic-b and stochastic-c need it.

@@ -21,21 +21,30 @@ _ZERO = Fraction(0)
 
 
 class Rule(str, Enum):
-    """What decided a result, before overflow is looked at."""
+    """What decided a result, before overflow is looked at.
 
-    EXACT = "exact"  # the number is one of the format's
-    BELOW_HALF = "below-half"  # the part cut off is less than half a unit: the nearer is below
-    ABOVE_HALF = "above-half"  # more than half a unit: the nearer is above
-    TIE_TO_EVEN = "tie-to-even"  # exactly half: the neighbour whose last bit is 0
-    TIE_AWAY = "tie-away"  # exactly half: the larger magnitude
-    DIRECTED = "directed"  # toward zero, up or down: not nearness but the direction decides
-    TO_ODD = "to-odd"  # the neighbour whose last bit is 1
-    STOCHASTIC = "stochastic"  # a random number decides
-    FLUSHED = "flushed"  # below the smallest normal number of a format without subnormals
-    TO_SMALLEST = "to-smallest"  # below the smallest number of a format that has no zero
-    SPECIAL = "special"  # an infinity or NaN was given
-    NEGATIVE = "negative"  # a negative number (or any zero) in a format that has none
-    SIGN = "sign"  # binary: the sign alone counts
+    ``exact``: the number is one of the format's. ``below-half``, ``above-half``: the part cut off is less or more
+    than half a unit, so the nearer value is below or above. ``tie-to-even``, ``tie-away``: it is exactly half.
+    ``directed``: the direction decides (toward zero, up, down). ``to-odd``: the neighbour whose last bit is 1.
+    ``stochastic``: a random number decides. ``flushed``: below the smallest normal number of a format without
+    subnormals. ``to-smallest``: below the smallest number of a format that has no zero. ``special``: an infinity or
+    NaN was given. ``negative``: a negative number (or any zero) in a format that has none. ``sign``: binary, where
+    the sign alone counts.
+    """
+
+    EXACT = "exact"
+    BELOW_HALF = "below-half"
+    ABOVE_HALF = "above-half"
+    TIE_TO_EVEN = "tie-to-even"
+    TIE_AWAY = "tie-away"
+    DIRECTED = "directed"
+    TO_ODD = "to-odd"
+    STOCHASTIC = "stochastic"
+    FLUSHED = "flushed"
+    TO_SMALLEST = "to-smallest"
+    SPECIAL = "special"
+    NEGATIVE = "negative"
+    SIGN = "sign"
 
     def __str__(self) -> str:
         return self.value

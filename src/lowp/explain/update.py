@@ -18,16 +18,23 @@ STEPS_LIMIT = 100_000
 
 
 class Verdict(str, Enum):
-    """What becomes of an update."""
+    """What becomes of an update.
 
-    LOST = "lost"  # the weight stays as it was
-    DISTORTED = "distorted"  # it moves, but the update is below one ulp: it moves by a whole ulp instead
-    KEPT = "kept"  # the update is one ulp or more: it arrives with at most half an ulp of error, or exactly
-    OVERFLOW = "overflow"  # the sum is beyond the largest number
-    UNDERFLOW = "underflow"  # the gradient is not zero, and becomes zero in the format
-    NONE = "none"  # the update is zero
-    CHANCE = "chance"  # stochastic rounding: below one ulp, right on average
-    BIASED = "biased"  # stochastic rounding: N random bits do not hold the share, so it is not right on average
+    ``lost``: the weight stays as it was. ``distorted``: it moves, but the update is below one ulp and it moves by a
+    whole one instead. ``kept``: the update is one ulp or more, and arrives with at most half an ulp of error.
+    ``overflow``: the sum is beyond the largest number. ``underflow``: the gradient is not zero, and becomes zero in the
+    format. ``none``: the update is zero. Of stochastic rounding, ``chance``: below one ulp, right on average;
+    ``biased``: not right on average, as N random bits do not hold the share of the ulp.
+    """
+
+    LOST = "lost"
+    DISTORTED = "distorted"
+    KEPT = "kept"
+    OVERFLOW = "overflow"
+    UNDERFLOW = "underflow"
+    NONE = "none"
+    CHANCE = "chance"
+    BIASED = "biased"
 
     def __str__(self) -> str:
         return self.value

@@ -20,13 +20,19 @@ FORMATS: dict[str, Format] = {}
 
 
 class Specials(str, Enum):
-    """Which codes of a floating-point format are not numbers."""
+    """Which codes of a floating-point format are not numbers.
 
-    IEEE = "ieee"  # the top exponent holds infinity (mantissa zero) and NaN
-    FN = "fn"  # no infinity; the code of all ones is NaN (OCP e4m3fn, e8m0)
-    FNUZ = "fnuz"  # no infinity, no minus zero: its code is the one NaN; the bias is one larger (IEEE P3109, finite)
-    FINITE = "finite"  # every code is a number (OCP MX element types)
-    NUZ = "nuz"  # as fnuz, and the largest code of each sign is an infinity (IEEE P3109, extended)
+    ``ieee``: the top exponent holds infinity (mantissa zero) and NaN. ``fn``: no infinity; the code of all ones is NaN
+    (OCP e4m3fn, e8m0). ``finite``: every code is a number (OCP MX element types). ``fnuz``: no infinity and no minus
+    zero; its code is the one NaN, and the bias is one larger (IEEE P3109, finite). ``nuz``: as fnuz, and the largest
+    code of each sign is an infinity (IEEE P3109, extended). Unsigned, the NaN of the last two is the largest code.
+    """
+
+    IEEE = "ieee"
+    FN = "fn"
+    FNUZ = "fnuz"
+    FINITE = "finite"
+    NUZ = "nuz"
 
     def __str__(self) -> str:
         return self.value
@@ -36,10 +42,10 @@ class Specials(str, Enum):
 class FloatFormat:
     """A binary floating-point format: sign, exponent, mantissa, and what its special codes mean.
 
-    The name does not take part in comparison: two rows with the same numbers are the same format.
-    `subnormals=False` means that |x| < 2**min_exponent becomes a zero of the same sign BEFORE rounding, in every mode.
-    With subnormals such numbers are rounded like all others; a format without mantissa bits then has zero and
-    2**min_exponent to round them to. An unsigned format without minus zero (fnuz, nuz) has its NaN at the largest code.
+    The name does not take part in comparison: two rows with the same numbers are the same format. `bias_offset` is
+    added to the bias that the exponent bits and the specials ask for. `subnormals=False` means that
+    |x| < 2**min_exponent becomes a zero of the same sign BEFORE rounding, in every mode. With subnormals such numbers
+    are rounded like all others; a format without mantissa bits then has zero and 2**min_exponent to round them to.
     """
 
     name: str = field(compare=False)
