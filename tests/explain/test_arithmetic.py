@@ -128,3 +128,11 @@ def test_an_expression_is_split_at_its_operator() -> None:
         split_expression("1 % 2")
     with pytest.raises(InvalidInput, match="more than one operator"):
         split_expression("1 + 2 + 3")
+
+
+def test_long_texts_are_refused_before_they_are_searched() -> None:
+    with pytest.raises(InvalidInput, match="an expression of 5001 characters is too long: give at most 4000"):
+        split_expression("9" * 5000 + "?")
+    # digits that may stand on either side of an optional point would be tried at every length, for minutes
+    for digits in ("9" * 3900, "0x" + "f" * 3900, "9" * 1900 + "+" + "9" * 1900):
+        assert split_expression(digits + "?") is None

@@ -11,7 +11,7 @@ from lowp.casts import Cast, Rounding
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.explain.exact import Rounded, round_exact
-from lowp.explain.numbers import NAN, NUMBER, ZERO, Number, parse_number
+from lowp.explain.numbers import LENGTH_LIMIT, NAN, NUMBER, ZERO, Number, parse_number
 from lowp.explain.text import binary
 from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat
 
@@ -236,6 +236,8 @@ def split_expression(text: str, bits: bool = False) -> tuple[str, str, str] | No
     needs a blank on both sides. Raises ValueError for another operator.
     """
     given = " ".join(text.strip().lower().split())
+    if len(given) > 2 * LENGTH_LIMIT:
+        raise InvalidInput(f"an expression of {len(given)} characters is too long: give at most {2 * LENGTH_LIMIT}")
     if bits:
         parts = re.split(rf"\s({_SIGNS})\s", given)
         if len(parts) == 3:

@@ -77,10 +77,10 @@ NAN = Number(Fraction(0), special="nan")
 ZERO = Number(Fraction(0))
 
 _SIGN = r"[-+]?"
-_DECIMAL = _SIGN + r"(?:\d[\d_]*\.?\d*|\.\d+)(?:e[-+]?\d+)?"
+_DECIMAL = _SIGN + r"(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?"
 _FRACTION = _SIGN + r"\d+/\d+"
 _POWER = _SIGN + r"2(?:\^|\*\*)-?\d+"
-_HEX = _SIGN + r"0x(?:[0-9a-f]+\.?[0-9a-f]*|\.[0-9a-f]+)(?:p[-+]?\d+)?"
+_HEX = _SIGN + r"0x(?:[0-9a-f]+(?:\.[0-9a-f]*)?|\.[0-9a-f]+)(?:p[-+]?\d+)?"
 _SPECIAL = _SIGN + r"(?:inf(?:inity)?|nan)"
 _BITS = r"(?:bits:\s*)?0b[01](?:[ _]*[01])*|bits:\s*(?:0x[0-9a-f]+|[01](?:[ _]*[01])*)"
 NUMBER = f"(?:{_BITS}|{_FRACTION}|{_POWER}|{_HEX}|{_DECIMAL}|{_SPECIAL})"
