@@ -316,6 +316,12 @@ def test_an_edited_entry_is_named_and_nothing_changes(
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
+def test_a_policy_of_any_name_comes_back(tmp_path: Path) -> None:
+    policy = lowp.Policy((lowp.Rule.of("linear", where='a"b\\c\n', input="bf16"),), name='"mine"\n\\')
+    lowp.save(tmp_path / "a.pt", precision=lowp.Precision(policy))
+    lowp.load(tmp_path / "a.pt", precision=lowp.Precision(policy))
+
+
 @pytest.mark.parametrize("first", ["model", "precision"])
 def test_shared_exponents_come_back_and_stay_whatever_the_order_of_the_parts(tmp_path: Path, first: str) -> None:
     def sgd(parameters: Any) -> torch.optim.Optimizer:

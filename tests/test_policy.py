@@ -19,8 +19,8 @@ RULES = st.builds(
     lambda ops, where, casts, accumulate: Rule.of(
         *ops, where=where, accumulate=accumulate, **dict(zip(("input", "weight", "grad", "output"), casts, strict=True))
     ),
-    st.lists(st.sampled_from(["linear", "conv*", "contraction", "norm"]), max_size=2),
-    st.sampled_from(["*", "layer4.*", "*.head"]),
+    st.lists(st.sampled_from(["linear", "conv*", "contraction", "norm", 'a"b\\c\nd\x7f']), max_size=2),
+    st.sampled_from(["*", "layer4.*", "*.head"]) | st.text(st.characters(exclude_categories=["Cs"])),
     st.tuples(CASTS, CASTS, CASTS, CASTS),
     ACCUMULATIONS,
 )
@@ -29,7 +29,7 @@ POLICIES = st.builds(
     st.lists(RULES, max_size=4).map(tuple),
     st.sampled_from([None, "bf16"]),
     st.sampled_from(Policy.TABLES),
-    st.sampled_from(["", "mine"]),
+    st.sampled_from(["", "mine"]) | st.text(st.characters(exclude_categories=["Cs"])),
 )
 
 
@@ -122,6 +122,46 @@ def test_a_wrong_file_is_explained(text: str, expected: str, tmp_path: Path) -> 
     with pytest.raises(InvalidInput, match=expected) as caught:
         Policy.load(file)
     assert "wrong.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a = " + "[" * 100_000, "is not TOML: its values are nested too deeply"),
+        ("a = " + "{b=" * 50_000, "is not TOML: its values are nested too deeply"),
+        (".".join("a" * 100_000) + " = 1", "a line has 99999 dots outside strings, and a policy has no dotted keys"),
+        ("[" + ".".join(['"a.b"'] * 30_000) + "]", "a line has 29999 dots outside strings, and a policy has no dotted"),
+        ("# " + "x" * 300_000, r"is 300,002 bytes long, and a policy has 262,144 at most: is it another file\?"),
+        ("a = " + "9" * 10_000, "is not TOML: Exceeds the limit"),
+    ],
+    ids=["arrays", "tables", "key", "header", "length", "number"],
+)
+def test_a_deep_or_huge_file_is_refused_at_once(text: str, expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "huge.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidInput, match=expected) as caught:
+        Policy.load(file)
+    assert "huge.toml" in str(caught.value) and len(str(caught.value)) < 400
+    with pytest.raises(InvalidInput, match=expected):
+        Policy.from_toml(text)
+
+
+def test_paths_with_dots_are_no_dotted_keys() -> None:
+    rules = tuple(Rule.of("linear", where=".".join(["layer"] * 50), input="fp16") for _ in range(2))
+    assert Policy.from_toml(Policy(rules).to_toml()) == Policy(rules)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidInput, match=r"binary\.toml is no text in UTF-8, as TOML is"):
+        Policy.load(tmp_path / "binary.toml")
+
+
+def test_names_that_no_file_could_hold_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="the name of a policy is text that can be written"):
+        Policy(name="\ud800")
+    with pytest.raises(InvalidInput, match="where and ops of a rule is given as text, not 3"):
+        Rule(where=3)  # type: ignore[arg-type]
 
 
 def test_a_missing_file_says_how_to_get_one(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import IO, Any, Protocol, cast
 import torch
 
 from lowp import files
-from lowp.errors import InvalidInput, LowpError, shown
+from lowp.errors import InvalidInput, LowpError, brief
 from lowp.optim.saved_state import check_saved, kind_of
 from lowp.random_state import check_random_states, random_states, restore_random_states
 
@@ -145,7 +145,7 @@ def _kinds(path: str | Path, content: dict[str, Any]) -> dict[str, Any]:
     kinds = content.get("kinds", {})
     for name, entry in (("kinds", kinds), ("extra", content["extra"])):
         if not isinstance(entry, dict):
-            raise _damaged(path, f"its entry {name!r} is a dictionary, not {shown(entry)}")
+            raise _damaged(path, f"its entry {name!r} is a dictionary, not {brief(entry)}")
     return cast("dict[str, Any]", kinds)
 
 
@@ -180,7 +180,7 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
     if not isinstance(content, dict) or _KEY not in content:
         raise InvalidCheckpoint(f"{path} is a torch file, but no checkpoint of lowp.save: read it with torch.load")
     if content[_KEY] != VERSION:
-        raise InvalidCheckpoint(f"{path} has version {shown(content[_KEY])}, and this lowp reads version {VERSION}")
+        raise InvalidCheckpoint(f"{path} has version {brief(content[_KEY])}, and this lowp reads version {VERSION}")
     if not all(isinstance(name, str) for name in content):
         raise InvalidCheckpoint(f"{path} is damaged or no torch file: its entries have no names")
     return content

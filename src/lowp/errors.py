@@ -34,7 +34,7 @@ class Misuse(LowpError, RuntimeError):
     """Calls in an order that has no meaning, such as unscaling the same gradients twice."""
 
 
-def shown(value: object, longest: int = 60) -> str:
+def brief(value: object, longest: int = 60) -> str:
     """A value for a message: its repr in one line, cut where it is long (a tensor, a list)."""
     text = " ".join(repr(value).split())
     return text if len(text) <= longest else f"{text[: longest - 4]} ..."
@@ -69,7 +69,7 @@ def unknown(kind: str, given: object, allowed: Iterable[str], shown: Iterable[st
     nearest = near(str(given), names)
     rest = ", ".join(name for name in dict.fromkeys(names if shown is None else shown) if name not in nearest)
     if not nearest:
-        return f"unknown {kind} {given!r}; allowed: {rest or 'nothing'}"
+        return f"unknown {kind} {brief(given, 200)}; allowed: {rest or 'nothing'}"
     listed = " or ".join(part for part in (", ".join(nearest[:-1]), nearest[-1]) if part)
-    question = f"unknown {kind} {given!r}; did you mean {listed}?"
+    question = f"unknown {kind} {brief(given, 200)}; did you mean {listed}?"
     return f"{question} Also allowed: {rest}" if rest else question

@@ -7,15 +7,18 @@ that matches wins. A policy is frozen, hashable, printable; it is read from and 
 from __future__ import annotations
 
 import importlib
+import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from lowp import casts
 from lowp.casts import Cast
-from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.errors import InvalidInput, UnknownName, brief, unknown
 
 # the standard library's reader, or before Python 3.11 the package that it was taken from
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -31,6 +34,9 @@ OP_CLASSES = {
     "promote": "ops of several tensors that take the widest type among them: cat, stack, addcmul, where",
     "pointwise": "every other floating-point op, in the type of its input",
 }
+_LONGEST_TEXT = 1 << 18  # bytes of a policy: thousands of rules
+_MOST_DOTS = 8
+_STRING = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'")
 _CAST_ROLES = ("input", "weight", "grad", "output")
 
 
@@ -98,6 +104,8 @@ class Rule:
     def __post_init__(self) -> None:
         ops = (self.ops,) if isinstance(self.ops, str) else tuple(self.ops)
         object.__setattr__(self, "ops", ops)
+        for text in (self.where, *ops):
+            _check_text(text, "where and ops of a rule")
         for role in _CAST_ROLES:
             value = getattr(self, role)
             if value is not None:
@@ -153,6 +161,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(self.rules))
+        _check_text(self.name, "the name of a policy")
         if self.table not in self.TABLES:
             raise UnknownName(unknown("op table", self.table, self.TABLES))
         if self.parameters is not None:
@@ -179,24 +188,26 @@ class Policy:
     # -- text -----------------------------------------------------------------------------------------------------
     def to_toml(self) -> str:
         """The policy as TOML, which `from_toml` reads back to an equal policy."""
-        lines = [f'table = "{self.table}"']
+        lines = [f"table = {_quoted(self.table)}"]
         if self.name:
-            lines.insert(0, f'name = "{self.name}"')
+            lines.insert(0, f"name = {_quoted(self.name)}")
         if self.parameters:
-            lines.append(f'parameters = "{self.parameters}"')
+            lines.append(f"parameters = {_quoted(str(self.parameters))}")
         for rule in self.rules:
             lines += ["", "[[rule]]", *_rule_lines(rule)]
         return "\n".join(lines) + "\n"
 
     @classmethod
     def from_toml(cls, text: str, source: str = "policy") -> Policy:
-        """A policy from TOML text; `source` names it in errors.
+        """A policy from TOML text of up to 256 KiB; `source` names it in errors.
 
         Raises InvalidInput with the near names for an unknown key, format, rounding or table.
         """
+        if len(text) > _LONGEST_TEXT:
+            raise InvalidInput(_too_long(source, len(text)))
         try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+            data = _read_toml(text)
+        except ValueError as error:
             raise InvalidInput(f"{source} is not TOML: {error}") from None
         rules = data.pop("rule", [])
         _known_keys(data, ("name", "table", "parameters"), source)
@@ -216,7 +227,14 @@ class Policy:
         path = Path(path)
         if not path.is_file():
             raise InvalidInput(f"no policy file {path}: give a TOML file, as `lowp policy show fp16 --toml` prints one")
-        return cls.from_toml(path.read_text(encoding="utf-8"), str(path))
+        size = path.stat().st_size
+        if size > _LONGEST_TEXT:
+            raise InvalidInput(_too_long(path, size))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidInput(f"{path} is no text in UTF-8, as TOML is: {error}") from None
+        return cls.from_toml(text, str(path))
 
     def __str__(self) -> str:
         head = (
@@ -225,18 +243,54 @@ class Policy:
         return "\n".join([head, *(f"  {index}. {rule}" for index, rule in enumerate(self.rules, 1))])
 
 
+def _read_toml(text: str) -> dict[str, Any]:
+    """The tables of TOML text; ValueError for text that is none, or nested deeper than any policy is.
+
+    Dots outside strings are counted first: reading a key takes time with the square of its parts, and no key of a
+    policy has two.
+    """
+    dots = max((line.count(".") for line in _STRING.sub("", text).splitlines()), default=0)
+    if dots > _MOST_DOTS:
+        raise ValueError(f"a line has {dots} dots outside strings, and a policy has no dotted keys")
+    try:
+        data: dict[str, Any] = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+    return data
+
+
+def _too_long(source: object, length: int) -> str:
+    return f"{source} is {length:,} bytes long, and a policy has {_LONGEST_TEXT:,} at most: is it another file?"
+
+
 def _cast(text: str | Cast | None) -> Cast | None:
     return None if text is None else casts.parse(text)
 
 
+def _check_text(value: object, what: str) -> None:
+    """Raise InvalidInput for what no file could hold: a policy is saved in every checkpoint."""
+    if not isinstance(value, str):
+        raise InvalidInput(f"{what} is given as text, not {brief(value)}")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise InvalidInput(f"{what} is text that can be written, not {brief(value)}: it has half a character")
+
+
 def _rule_lines(rule: Rule) -> Iterator[str]:
     if rule.ops:
-        yield "ops = [" + ", ".join(f'"{op}"' for op in rule.ops) + "]"
+        yield "ops = [" + ", ".join(map(_quoted, rule.ops)) + "]"
     if rule.where != "*":
-        yield f'where = "{rule.where}"'
+        yield f"where = {_quoted(rule.where)}"
     for role in (*_CAST_ROLES, "accumulate"):
         if getattr(rule, role) is not None:
-            yield f'{role} = "{getattr(rule, role)}"'
+            yield f"{role} = {_quoted(str(getattr(rule, role)))}"
+
+
+def _quoted(text: str) -> str:
+    """A TOML string: a JSON string is one, with its escapes, but for the control character that JSON leaves as it is.
+
+    Source: TOML 1.0.0, section String: basic strings; RFC 8259, section 7.
+    """
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
 def _rule(data: Mapping[str, object], index: int) -> Rule:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp import presets, region
-from lowp.errors import InvalidInput, Misuse, shown
+from lowp.errors import InvalidInput, Misuse, brief
 from lowp.exponents import SharedExponents
 from lowp.grad_scaler import GradScaler, NonFinite
 from lowp.grad_scaler.first_scale import first_scale
@@ -306,7 +306,7 @@ class Precision:
             raise InvalidInput(f"a precision's state is a dictionary as state_dict() gives, not {type(state).__name__}")
         if state.get("version") != _VERSION:
             raise InvalidInput(
-                f"a precision's state of version {shown(state.get('version'))}: this lowp reads {_VERSION}"
+                f"a precision's state of version {brief(state.get('version'))}: this lowp reads {_VERSION}"
             )
         missing = [name for name in _ENTRIES if name not in state]
         if missing:
@@ -321,18 +321,18 @@ class Precision:
         for name, own in (("loss_scale", str(self.preset.loss_scale)), ("masters", str(self.preset.masters))):
             if state[name] != own:
                 raise InvalidInput(
-                    f"the checkpoint was trained with {name}={shown(state[name])} and this run has {name}={own!r}: "
+                    f"the checkpoint was trained with {name}={brief(state[name])} and this run has {name}={own!r}: "
                     "give the same to Precision, or load model and optimizer without the precision"
                 )
         for name in ("steps", "skipped_steps"):
             if type(state[name]) is not int or not 0 <= state[name] < 2**63:
                 raise InvalidInput(
-                    f"a precision's state with {name}={shown(state[name])}: a number of steps is 0 or more"
+                    f"a precision's state with {name}={brief(state[name])}: a number of steps is 0 or more"
                 )
         if self.exponents is not None and state.get("exponents") is None:
             raise InvalidInput(f"a precision's state without exponents: {self.preset.name} cannot go on without them")
         if type(state["seed"]) is not int:
-            raise InvalidInput(f"a precision's state with seed={shown(state['seed'])}: a seed is a whole number")
+            raise InvalidInput(f"a precision's state with seed={brief(state['seed'])}: a seed is a whole number")
         check_random_states(state["random"])
 
     # -- parts ----------------------------------------------------------------------------------------------------

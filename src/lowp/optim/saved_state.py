@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lowp.errors import InvalidInput, shown
+from lowp.errors import InvalidInput, brief
 from lowp.optim.state_dicts import MASTER_WEIGHT, require_optimizer_state
 
 # What torch's element-wise optimizers must have in a parameter's state, once there is one.
@@ -111,13 +111,13 @@ def _check_options(own: Mapping[str, Any], group: Mapping[str, Any], place: str)
     for name, value in own.items():
         if isinstance(value, bool) or name in _SWITCHES:
             if not isinstance(group.get(name), (bool, type(None))):
-                raise InvalidInput(f"{place} has {name}={shown(group[name])}: True or False is needed")
+                raise InvalidInput(f"{place} has {name}={brief(group[name])}: True or False is needed")
         elif _is_number(value) and not _is_number(group.get(name)):
-            raise InvalidInput(f"{place} has {name}={shown(group.get(name))}: a finite number is needed")
+            raise InvalidInput(f"{place} has {name}={brief(group.get(name))}: a finite number is needed")
         elif isinstance(value, (list, tuple)) and value and all(map(_is_number, value)):
             given = group.get(name)
             if not isinstance(given, (list, tuple)) or len(given) != len(value) or not all(map(_is_number, given)):
-                raise InvalidInput(f"{place} has {name}={shown(given)}: {len(value)} finite numbers are needed")
+                raise InvalidInput(f"{place} has {name}={brief(given)}: {len(value)} finite numbers are needed")
 
 
 def _check_moments(entry: Mapping[Any, Any], parameter: Tensor, index: object, required: tuple[str, ...]) -> None:
@@ -126,10 +126,10 @@ def _check_moments(entry: Mapping[Any, Any], parameter: Tensor, index: object, r
         raise InvalidInput(f"the state of parameter {index} lacks {', '.join(missing)}")
     for name, value in entry.items():
         if name == "step" and not (_is_number(value) and value >= 0):
-            raise InvalidInput(f"the step of parameter {index} is a number of 0 or more, not {shown(value)}")
+            raise InvalidInput(f"the step of parameter {index} is a number of 0 or more, not {brief(value)}")
         if name in _OF_MASTERS[1:] and not (type(value) is int and set(_OF_MASTERS) <= set(entry)):
             raise InvalidInput(
-                f"{name} of parameter {index} is a whole number beside {MASTER_WEIGHT}, not {shown(value)}"
+                f"{name} of parameter {index} is a whole number beside {MASTER_WEIGHT}, not {brief(value)}"
             )
         is_moment = (name in required and name != "step") or (name in _OPTIONAL and value is not None)
         of_elements = is_moment or (isinstance(value, Tensor) and value.dim() > 0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.errors import InvalidInput, shown
+from lowp.errors import InvalidInput, brief
 
 Optimizer = torch.optim.Optimizer
 MASTER_WEIGHT = "master_weight"  # the entry, beside the moments of a parameter, that holds its fp32 value
@@ -48,7 +48,7 @@ def require_optimizer_state(state: Any) -> None:
     if missing:
         raise InvalidInput(f"an optimizer's state needs state and param_groups; missing: {', '.join(missing)}")
     if not isinstance(state["state"], Mapping):
-        raise InvalidInput(f"the entry 'state' of an optimizer's state is a dictionary, not {shown(state['state'])}")
+        raise InvalidInput(f"the entry 'state' of an optimizer's state is a dictionary, not {brief(state['state'])}")
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
