@@ -9,12 +9,23 @@ __version__ = "0.1.0"
 # Public name -> "module:attribute", or "module" where the name is the module itself. Types are in __init__.pyi;
 # tests/test_imports.py holds the two together.
 _PUBLIC = {
+    "Cast": "lowp.casts:Cast",
     "FORMATS": "lowp.formats:FORMATS",
     "GradScaler": "lowp.grad_scaler:GradScaler",
+    "InvalidCheckpoint": "lowp.checkpoint:InvalidCheckpoint",
+    "InvalidInput": "lowp.errors:InvalidInput",
+    "LowpError": "lowp.errors:LowpError",
     "MasterWeights": "lowp.optim:MasterWeights",
+    "Misuse": "lowp.errors:Misuse",
+    "NonFiniteGradients": "lowp.grad_scaler:NonFiniteGradients",
+    "NotWritten": "lowp.errors:NotWritten",
     "Policy": "lowp.policy:Policy",
     "Precision": "lowp.precision:Precision",
+    "Quantized": "lowp.quantized:Quantized",
     "Rule": "lowp.policy:Rule",
+    "Statistics": "lowp.kernels:Statistics",
+    "Unavailable": "lowp.errors:Unavailable",
+    "UnknownName": "lowp.errors:UnknownName",
     "autocast": "lowp.region:autocast",
     "decode": "lowp.kernels:decode",
     "dequantize": "lowp.kernels:dequantize",
@@ -43,4 +54,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return list(__all__)

@@ -1,23 +1,83 @@
+from typing import Any, TypeVar, overload
+
+import numpy as _numpy
+import torch as _torch
+from numpy.typing import NDArray as _NDArray
+
 from lowp import optim
-from lowp.checkpoint import load, save
+from lowp.casts import Cast
+from lowp.checkpoint import InvalidCheckpoint, load, save
+from lowp.errors import InvalidInput, LowpError, Misuse, NotWritten, Unavailable, UnknownName
 from lowp.formats import FORMATS
+from lowp.formats import Format as _Format
 from lowp.formats import parse as format
-from lowp.grad_scaler import GradScaler
-from lowp.kernels import decode, dequantize, encode, quantize, statistics
+from lowp.grad_scaler import GradScaler, NonFiniteGradients
+from lowp.kernels import Statistics, dequantize, encode, statistics
 from lowp.optim import MasterWeights
 from lowp.policy import Policy, Rule
 from lowp.precision import Precision
+from lowp.quantized import Quantized
 from lowp.region import autocast
 
 __version__: str
 
+_Element = TypeVar("_Element", bound=_numpy.generic)
+
+@overload
+def quantize(
+    x: _torch.Tensor,
+    cast: str | Cast | _Format,
+    *,
+    scale: Any = None,
+    seed: int | _torch.Tensor = 0,
+    out: _torch.Tensor | None = None,
+) -> _torch.Tensor: ...
+@overload
+def quantize(
+    x: _NDArray[_Element],
+    cast: str | Cast | _Format,
+    *,
+    scale: Any = None,
+    seed: int | _torch.Tensor = 0,
+    out: _NDArray[_Element] | None = None,
+) -> _NDArray[_Element]: ...
+@overload
+def decode(
+    codes: _torch.Tensor,
+    format: str | Cast | _Format,
+    *,
+    dtype: _torch.dtype = ...,
+    packed: bool = False,
+    length: int | None = None,
+) -> _torch.Tensor: ...
+@overload
+def decode(
+    codes: _NDArray[Any],
+    format: str | Cast | _Format,
+    *,
+    dtype: _torch.dtype = ...,
+    packed: bool = False,
+    length: int | None = None,
+) -> _NDArray[Any]: ...
+
 __all__ = [
     "FORMATS",
+    "Cast",
     "GradScaler",
+    "InvalidCheckpoint",
+    "InvalidInput",
+    "LowpError",
     "MasterWeights",
+    "Misuse",
+    "NonFiniteGradients",
+    "NotWritten",
     "Policy",
     "Precision",
+    "Quantized",
     "Rule",
+    "Statistics",
+    "Unavailable",
+    "UnknownName",
     "__version__",
     "autocast",
     "decode",

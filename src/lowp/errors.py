@@ -19,11 +19,11 @@ class InvalidInput(LowpError, ValueError):
 
 
 class UnknownName(InvalidInput):
-    """A name that is in no table; its text comes from `unknown`."""
+    """A name that is in no table of formats, presets, ops or the like; the text lists the near names first."""
 
 
 class Unavailable(LowpError, RuntimeError):
-    """Something this machine, this torch or this kernel does not have; the text names what does."""
+    """Something that this machine, this torch or this kernel does not have; the text names what does."""
 
 
 class NotWritten(LowpError, OSError):

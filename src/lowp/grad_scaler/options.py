@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Mapping
 from numbers import Real
@@ -74,6 +75,17 @@ class Options:
         options = cls(**given, **keywords)
         resolve(options.process_group)
         return options
+
+    @classmethod
+    def signature(cls) -> inspect.Signature:
+        """Return what GradScaler takes, for help() and for those who ask: torch's arguments, and lowp's by keyword."""
+        kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return inspect.Signature(
+            [
+                inspect.Parameter(field.name, kinds[field.name in _POSITIONAL], default=field.default)
+                for field in dataclasses.fields(cls)
+            ]
+        )
 
     def scaling(self) -> LossScale:
         """Return the loss scale that is asked for."""

@@ -43,6 +43,8 @@ class GradScaler(Checks):
     device; for others one read decides. An optimizer with `allows_fp16_gradients` may hold fp16 parameters.
     """
 
+    __signature__ = Options.signature()
+
     @overload
     def __init__(
         self,

@@ -1,0 +1,47 @@
+"""What the public names are to a type checker: read by mypy in `make lint`, never run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from typing_extensions import assert_type
+
+import lowp
+
+
+def tensors_give_tensors_and_arrays_give_arrays(x: torch.Tensor, array: NDArray[np.float32]) -> None:
+    """`quantize` and `decode` give what they take."""
+    assert_type(lowp.quantize(x, "fp16"), torch.Tensor)
+    assert_type(lowp.quantize(x, lowp.format("e4m3fn"), out=x), torch.Tensor)
+    assert_type(lowp.quantize(array, "e5m7:stochastic", seed=1), NDArray[np.float32])
+    assert_type(lowp.decode(x, "e4m3fn", dtype=torch.float64), torch.Tensor)
+    assert_type(lowp.decode(array, "e4m3fn"), NDArray[Any])
+    assert_type(lowp.statistics(x), lowp.Statistics)
+
+
+def what_is_neither_is_refused(x: torch.Tensor, array: NDArray[np.float32]) -> None:
+    """Each line is an error: mypy complains of an ignore that nothing needs."""
+    lowp.quantize([1.0], "fp16")  # type: ignore[call-overload]
+    lowp.quantize(x, "fp16", out=array)  # type: ignore[call-overload]
+    lowp.quantize(x, 16)  # type: ignore[call-overload]
+    lowp.decode("codes", "e4m3fn")  # type: ignore[call-overload]
+
+
+def errors_are_python_s_own_too() -> None:
+    """A user catches lowp's errors, or the built-in ones that they are."""
+    try:
+        lowp.quantize(torch.ones(1), "fp61")
+    except lowp.UnknownName as error:
+        assert_type(error, lowp.UnknownName)
+        plain: ValueError = error
+        del plain
+
+
+def a_precision_keeps_the_types_of_what_it_prepares(model: torch.nn.Module, optimizer: torch.optim.Adam) -> None:
+    """The optimizer that comes back is used as the one that was given."""
+    prepared, own = lowp.Precision("bf16").prepare(model, optimizer)
+    assert_type(prepared, torch.nn.Module)
+    assert_type(own, torch.optim.Adam)
