@@ -1,5 +1,6 @@
 # make demo    a virtual environment with lowp, then the main job
 # make test    what CI runs: style, types, layers, tests
+# make test-portable    the tests as other processors would run them: each library held to less than this machine has
 # make sanitize    the kernel tests on a C++ library with AddressSanitizer and UndefinedBehaviorSanitizer (GCC)
 # PYTHON=python3.12 make test  chooses another interpreter
 
@@ -29,7 +30,7 @@ SANITIZED := LOWP_CPU_LIBRARY=$(CURDIR)/build/sanitize/liblowp_cpu.so OMP_NUM_TH
   LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so)"
 CMAKE := cmake
 
-.PHONY: demo test lint pytest slow sanitize clean
+.PHONY: demo test lint pytest slow test-portable sanitize clean
 
 demo: $(VENV)/installed
 	$(DEMO)
@@ -47,6 +48,9 @@ pytest: $(VENV)/installed-dev
 
 slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+test-portable: $(VENV)/installed-dev
+	$(BIN)/python tests/portable.py
 
 sanitize: $(VENV)/installed-dev
 	$(CMAKE) -S . -B build/sanitize -DLOWP_SANITIZE=ON -DCMAKE_CXX_COMPILER=$(CXX)

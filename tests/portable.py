@@ -1,0 +1,69 @@
+"""Runs the tests as other processors would: `make test-portable`.
+
+    python tests/portable.py [CONFIGURATION ...] [-- PYTEST OPTIONS]
+
+torch, MKL, oneDNN and lowp choose kernels by what the processor has, and different kernels sum in different orders.
+Here each is held to less. What a machine does not have is not made up: where there is no AVX-512, nobody runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from lowp.kernels import cpu
+
+HELD = {
+    # torch's plain C++ kernels, SSE 4.1, and MKL's oldest code path (MKL_CBWR is heeded on AMD's processors, too)
+    "default": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "MKL_CBWR": "AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+    },
+    # no AMX, no 16-bit products of the processor's own
+    "avx512": {"MKL_ENABLE_INSTRUCTIONS": "AVX512", "MKL_CBWR": "AVX512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "library-absent": {"LOWP_CPU_LIBRARY": os.devnull},
+}
+
+
+def configurations() -> dict[str, dict[str, str]]:
+    """The environment of every configuration that this machine can run, by name."""
+    found = dict(HELD)
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        del found["avx512"]
+    if cpu.library() is not None:
+        found |= {f"lowp-{level}": {"LOWP_CPU_ISA": level} for level in cpu.available()[:-1]}
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the named configurations, or all; the number of those that failed."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = arguments[end + 1 :] or ["-n", "2"]
+    every = configurations()
+    chosen = arguments[:end] or list(every)
+    if unknown := [name for name in chosen if name not in every]:
+        print(f"no configuration {', '.join(unknown)} on this machine; it has {', '.join(every)}", file=sys.stderr)
+        return 2
+    root = Path(__file__).resolve().parent.parent
+    failed = []
+    for name in chosen:
+        print(f"== {name}: {' '.join(f'{key}={value}' for key, value in every[name].items())}", flush=True)
+        command = [sys.executable, "-m", "pytest", "-q", *options]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **every[name]}
+        if subprocess.run(command, cwd=root, env=environment).returncode:
+            failed.append(name)
+    told = "".join(f", not {name}" for name in failed)
+    print(f"== {len(chosen) - len(failed)} of {len(chosen)} configurations passed{told}")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+"""What CI runs is pinned, and runs what a contributor can run."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lowp.kernels import cpu
+
+
+def test_every_action_is_pinned_by_commit(repository: Path) -> None:
+    used = [
+        line.strip()
+        for file in (repository / ".github" / "workflows").glob("*.yml")
+        for line in file.read_text().splitlines()
+        if "uses:" in line
+    ]
+    assert used
+    assert [line for line in used if not re.fullmatch(r"- uses: [\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", line)] == []
+
+
+def test_every_target_that_ci_makes_is_in_the_makefile(repository: Path) -> None:
+    text = "".join(file.read_text() for file in (repository / ".github" / "workflows").glob("*.yml"))
+    targets = re.findall(r"run: make ([\w-]+)", text)
+    assert {"sanitize", "test-portable"} <= set(targets)
+    makefile = (repository / "Makefile").read_text()
+    assert all(f"\n{target}:" in makefile for target in targets)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_tests_run_as_other_processors_would(
+    code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import portable
+
+    ran: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(command: list[str], cwd: Path, env: dict[str, str]) -> SimpleNamespace:
+        ran.append((command, env))
+        return SimpleNamespace(returncode=code)
+
+    monkeypatch.setattr(portable.subprocess, "run", run)
+    assert portable.main(["default", "library-absent", "--", "tests/ops"]) == 2 * code
+    assert [command[1:] for command, _ in ran] == [["-m", "pytest", "-q", "tests/ops"]] * 2
+    assert ran[0][1]["ATEN_CPU_CAPABILITY"] == "default" and "LOWP_CPU_LIBRARY" not in ran[0][1]
+    assert ran[1][1]["LOWP_CPU_LIBRARY"] == os.devnull
+    told = capsys.readouterr().out.splitlines()[-1]
+    failed = ", not default, not library-absent" if code else ""
+    assert told == f"== {2 - 2 * code} of 2 configurations passed{failed}"
+    assert portable.main(["mips"]) == 2
+    assert "no configuration mips on this machine; it has default, avx2" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+def test_each_level_below_the_machine_s_best_is_a_configuration() -> None:
+    import portable
+
+    levels = {one["LOWP_CPU_ISA"] for one in portable.configurations().values() if "LOWP_CPU_ISA" in one}
+    assert levels == set(cpu.available()[:-1])
