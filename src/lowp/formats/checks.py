@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numbers import Integral, Real
 
-from lowp.errors import InvalidInput, shown
+from lowp.errors import InvalidInput, brief
 
 LONGEST = 300  # characters of a spelled format or cast: more is no spelling, and would only cost time to refuse
 
@@ -19,20 +19,20 @@ def spelling(kind: str, text: str) -> str:
 def text(owner: str, value: object) -> None:
     """Raise TypeError unless `value` is text."""
     if not isinstance(value, str):
-        raise TypeError(f"{owner} is text, not {shown(value)}")
+        raise TypeError(f"{owner} is text, not {brief(value)}")
 
 
 def whole_number(owner: str, value: object) -> int:
     """`value` as an int; raises TypeError for anything else than an integer of Python or NumPy."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{owner} is a whole number, not {shown(value)}")
+        raise TypeError(f"{owner} is a whole number, not {brief(value)}")
     return int(value)
 
 
 def real_number(owner: str, value: object) -> float:
     """`value` as a float; raises TypeError for what is no number, InvalidInput for one beyond fp64."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{owner} is a number, not {shown(value)}")
+        raise TypeError(f"{owner} is a number, not {brief(value)}")
     try:
         return float(value)
     except OverflowError:
@@ -42,11 +42,11 @@ def real_number(owner: str, value: object) -> float:
 def flag(owner: str, value: object) -> None:
     """Raise TypeError unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{owner} is True or False, not {shown(value)}")
+        raise TypeError(f"{owner} is True or False, not {brief(value)}")
 
 
 def instance(owner: str, value: object, *kinds: type) -> None:
     """Raise TypeError unless `value` is of one of the classes."""
     if not isinstance(value, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"{owner} is a {names}, not {shown(value)}")
+        raise TypeError(f"{owner} is a {names}, not {brief(value)}")
