@@ -76,6 +76,8 @@ def test_ctrl_c_reaches_the_script(tmp_path: Path) -> None:
         (("--precision", "bf16-storage", "s.py"), "use --precision bf16"),
         (("-m",), "-m needs the name of a module"),
         (("--report", "no/where.json", "s.py"), "there is no folder no"),
+        (("--report", "/dev/null", "s.py"), "/dev/null is a device, a pipe or a socket, which a file would replace"),
+        (("--report", "s.py", "s.py"), "s.py is no report of lowp run and was left as it is"),
     ],
 )
 def test_bad_input_is_an_error_in_words(tmp_path: Path, options: tuple[str, ...], said: str) -> None:

@@ -94,6 +94,7 @@ def _environment(precision: str, arguments: argparse.Namespace) -> dict[str, str
     """Return the environment of a run in a precision; raises InvalidInput for one that cannot be."""
     from lowp import presets
     from lowp.errors import InvalidInput
+    from lowp.launch.record import check_report
     from lowp.launch.settings import Settings
 
     if precision.endswith(".toml"):
@@ -107,8 +108,8 @@ def _environment(precision: str, arguments: argparse.Namespace) -> dict[str, str
             f"{preset.name} stores the parameters in few bits, and a script that lowp has not seen may look at them: "
             f"use --precision {plain}, which computes the same in fp32 parameters"
         )
-    if arguments.report is not None and not arguments.report.resolve().parent.is_dir():
-        raise InvalidInput(f"--report {arguments.report}: there is no folder {arguments.report.parent}")
+    if arguments.report is not None:
+        check_report(arguments.report)
     settings = Settings(
         precision,
         loss_scale=arguments.loss_scale or "",

@@ -10,11 +10,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lowp import files
+from lowp.errors import InvalidInput, LowpError
 from lowp.launch.settings import Settings
 
-__all__ = ["Record", "gathered", "line"]
+__all__ = ["Record", "check_report", "gathered", "line"]
 
 VERSION = 1
+_KIND = "lowp run"
 
 
 @dataclass
@@ -90,7 +93,7 @@ def line(record: Record, seconds: float) -> str:
 def document(records: list[Record], settings: Settings, seconds: float) -> dict[str, Any]:
     """Return the report as plain data."""
     return {
-        "kind": "lowp run",
+        "kind": _KIND,
         "version": VERSION,
         "precision": settings.precision,
         "seconds": seconds,
@@ -106,10 +109,21 @@ def tell(records: list[Record], settings: Settings) -> None:
     documented = document(records, settings, seconds)
     print(line(merged(records, settings.precision), seconds), file=sys.stderr, flush=True)
     if settings.report:
-        path = Path(settings.report)
-        part = path.with_name(path.name + ".part")
         try:
-            part.write_text(json.dumps(documented, indent=1) + "\n")
-            part.replace(path)
-        except OSError as error:
+            with files.replacing(Path(settings.report)) as file:
+                file.write((json.dumps(documented, indent=1) + "\n").encode())
+        except LowpError as error:
             print(f"lowp run: the report was not written: {error}", file=sys.stderr)
+
+
+def check_report(path: Path) -> None:
+    """Raise InvalidInput where a report cannot be written, or would replace what is no report."""
+    target = files.check_target(path)
+    if not target.exists() or not target.stat().st_size:
+        return
+    try:
+        found = json.loads(target.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or found.get("kind") != _KIND:
+        raise InvalidInput(f"{path} is no report of lowp run and was left as it is: give another name")
