@@ -261,6 +261,14 @@ def test_bytes_count_the_share_of_the_scale() -> None:
     assert FloatFormat("no zero", 4, 0, Specials.FN, signed=False).subnormals is False
 
 
+def test_a_format_of_another_name_prints_what_is_read_back() -> None:
+    for row in (*FLOATS, FloatFormat("fp16", 8, 7), FloatFormat("mine", 8, 23), FloatFormat("fp32", 11, 52)):
+        mine = FloatFormat(
+            "mine", row.exponent_bits, row.mantissa_bits, row.specials, row.bias_offset, row.subnormals, row.signed
+        )
+        assert formats.parse(str(mine)) == mine == row
+
+
 P3109 = [
     (width, precision, sign, domain)
     for width in range(3, 9)

@@ -318,7 +318,13 @@ class FloatFormat:
         return f"binary{self.bits}p{self.precision}{'s' if self.signed else 'u'}{domain}"
 
     def __str__(self) -> str:
-        return self.name if FORMATS.get(self.name) == self else self.spelling
+        if FORMATS.get(self.name) == self:
+            return self.name
+        if (
+            self.exponent_bits > 8 or self.bits > 19
+        ):  # too wide to be spelled: the name of the same row, if there is one
+            return next((name for name, row in FORMATS.items() if row == self), self.spelling)
+        return self.spelling
 
 
 @dataclass(frozen=True)
