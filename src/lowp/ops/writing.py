@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.casts import Cast
+from lowp.errors import Misuse
 from lowp.ops.casting import Call, Site, rounded, shield
 from lowp.ops.forms import OUTPUT, Form
 
@@ -99,6 +100,11 @@ def read_by(x: Tensor, site: Site, role: str, dtype: torch.dtype = torch.float32
 
 def written_gradient(gradient: Tensor, site: Site, role: str, unless_exact: bool) -> Tensor:
     """Return a gradient written under a role; differentiable where a graph of the backward is asked for."""
+    if gradient.layout is not torch.strided:
+        raise Misuse(
+            f"a gradient is sparse ({gradient.layout}), and shared exponents are written for whole tensors: make the "
+            "embedding with sparse=False, or train in dfp16, which leaves its gradient in fp32"
+        )
     if torch.is_grad_enabled() and gradient.requires_grad:
         return write_by(gradient, site, role, None, unless_exact)
     return site.write(gradient, role, unless_exact)

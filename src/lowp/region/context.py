@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lowp import presets
-from lowp.errors import InvalidInput, Unavailable
+from lowp.errors import InvalidInput, Misuse, Unavailable
 from lowp.exponents import SharedExponents, Spots
 from lowp.ops import table
 from lowp.policy import Policy, check_ops
 from lowp.presets import Preset
 from lowp.region import steps, threads
 from lowp.region.audit import Audit
-from lowp.region.engine import Engine, Observation, Rulebook
+from lowp.region.decorated import decorated
+from lowp.region.engine import Engine, Observation, Rulebook, Waiting
+from lowp.region.frames import suspendable
 from lowp.region.paths import ModulePath
 from lowp.region.report import Report
 from lowp.region.threads import Entry
@@ -30,6 +32,7 @@ __all__ = ["autocast"]
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "mtia", "maia", "hpu", "ipu", "xla", "privateuseone")
 _TORCH_ATTRIBUTES = ("prev", "prev_fastdtype", "prev_cache_enabled")
 _warned: set[Policy] = set()
+_told_unrounded: set[Policy] = set()
 
 
 class TorchAutocast(torch.autocast):
@@ -38,16 +41,34 @@ class TorchAutocast(torch.autocast):
     def __enter__(self) -> Any:
         entry = Entry(self)
         entry.attributes = {name: self.__dict__[name] for name in _TORCH_ATTRIBUTES if name in self.__dict__}
-        threads.push(entry)
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            threads.push(entry)
+            return super().__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            threads.remove(entry)
+            raise
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> Any:
-        result = super().__exit__(kind, value, traceback)
-        self.__dict__.update(threads.pop(self).attributes)
-        return result
+        entry, state = threads.find(self), threads.autocast_state()
+        try:
+            return super().__exit__(kind, value, traceback)
+        finally:
+            threads.set_autocast_state(state)  # of a region that was entered later and goes on
+            threads.remove(entry)
+            self.__dict__.update(entry.attributes)
 
 
-class autocast(TorchFunctionMode):
+class _Regions(type):
+    """The type of `autocast`: what is made in torch's spelling is an instance of it, too."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return super().__instancecheck__(instance) or (cls is autocast and isinstance(instance, TorchAutocast))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return super().__subclasscheck__(subclass) or (cls is autocast and issubclass(subclass, TorchAutocast))
+
+
+class autocast(TorchFunctionMode, metaclass=_Regions):
     """Run ops in the number formats that a policy says: ``with lowp.autocast("fp16"): ...``, or as a decorator.
 
     `precision` is a preset (``fp16``), any format (``e5m7``: operands and gradients of contractions in it), a Policy,
@@ -110,7 +131,6 @@ class autocast(TorchFunctionMode):
         self._is_users = not isinstance(precision, str) or precision.endswith(".toml")
         self._weights = WeightCasts()  # of the latest entry
         self._observers: list[Callable[[Observation], object]] = []
-        self._devices = _devices()
         self._dtype = self._rulebook.main_dtype()
         self._enabled = enabled
         # the exponents of results that are written under places; None where no rule asks for them
@@ -120,11 +140,26 @@ class autocast(TorchFunctionMode):
     # -- entering and leaving -------------------------------------------------------------------------------------
 
     def __enter__(self) -> autocast:
-        self.enter()
-        return self
+        entry = Entry(self, suspendable(1))
+        try:
+            self._begin(entry, None)
+            return self
+        except BaseException:  # a signal, too, leaves nothing half entered
+            self._undo(entry)
+            raise
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
-        self.leave(strict=kind is None)
+        try:
+            entry = threads.find(self)
+            self._undo(entry)
+        except Misuse:
+            raise
+        except BaseException:  # where a signal interrupts that, it is done all the same
+            self._undo(locals().get("entry") or threads.find(self))
+            raise
+        if kind is None and entry.engine is not None and not threads.is_in(self):
+            self._complain()
+            self._tell_unrounded()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -147,12 +182,7 @@ class autocast(TorchFunctionMode):
         if not callable(function):
             raise InvalidInput(f"as a decorator {self!r} takes a function, not {type(function).__name__}")
 
-        @wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return run
+        return decorated(self, function)
 
     def enter(self, path: ModulePath | None = None, spots: Spots | None = None) -> None:
         """Enter the region in this thread; `path` is where in the model it is entered, if not where the thread is.
@@ -160,29 +190,50 @@ class autocast(TorchFunctionMode):
         `spots` are those of a shared exponent's places where the entry goes on with what another one has begun.
         """
         entry = Entry(self)
-        outer = threads.push(entry)
+        try:
+            self._begin(entry, path, spots)
+        except BaseException:
+            self._undo(entry)
+            raise
+
+    def _begin(self, entry: Entry, path: ModulePath | None, spots: Spots | None = None) -> None:
+        """Put an entry in force; what is done here `_undo` undoes, wherever it was interrupted."""
+        outer = threads.current()
+        threads.push(entry)
         if path is None:
             path = outer.engine.path if outer is not None and outer.engine is not None else ModulePath()
         runs = self._runs
-        for device in self._devices:
-            state = torch.is_autocast_enabled(device)
-            if runs or state:
-                entry.before.append((device, state, torch.get_autocast_dtype(device)))
-                torch.set_autocast_enabled(device, runs)
-                torch.set_autocast_dtype(device, self._dtype if runs else entry.before[-1][2])
+        threads.set_autocast_state(
+            [(device, runs, self._dtype if runs else dtype) for device, _, dtype in entry.before]
+        )
         if not runs:
             return
         threads.install()
         steps.install()
-        entry.engine = engine = self._engine(path)
+        engine = self._engine(path)
         engine.spots = spots or engine.spots
+        if entry.frame is not None:
+            engine.waiting = Waiting(
+                entry.frame, partial(threads.run_elsewhere, entry), partial(threads.check_generators, entry)
+            )
         if self.policy.uses_paths or self._observers or self.exponents is not None:
-            entry.follows_modules = True
-            threads.follow_modules(True)
+            threads.follow_modules(entry, True)
         if self._rulebook.strict:
             entry.audit = Audit(engine)
             entry.audit.__enter__()
+        entry.engine = engine
         engine.__enter__()  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _undo(entry: Entry) -> None:
+        """Undo `_begin`, or what is left of it."""
+        if entry.engine is not None:
+            threads.take_off(entry.engine)
+            entry.engine.weights.forget()
+        if entry.audit is not None and entry.audit in threads.dispatch_modes():
+            entry.audit.__exit__(None, None, None)
+        threads.follow_modules(entry, False)
+        threads.remove(entry)
 
     @property
     def _runs(self) -> bool:
@@ -194,20 +245,19 @@ class autocast(TorchFunctionMode):
 
     def leave(self, strict: bool = True) -> None:
         """Leave the region in this thread; `strict` also complains about rules that nothing matched."""
-        entry = threads.pop(self)
-        if entry.engine is not None:
-            entry.engine.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if entry.audit is not None:
-            entry.audit.__exit__(None, None, None)
-        if entry.follows_modules:
-            threads.follow_modules(False)
-        for device, enabled, dtype in entry.before:
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
-        if entry.engine is not None:
-            entry.engine.weights.forget()
-            if strict and not threads.is_in(self):
-                self._complain()
+        self.__exit__(None if strict else Exception, None, None)
+
+    def _tell_unrounded(self) -> None:
+        """Warn once for a policy of a region in which no contraction was rounded, for their operands are of no kind."""
+        if self._rulebook.has_rounded or not self._rulebook.left_alone or self.policy in _told_unrounded:
+            return
+        _told_unrounded.add(self.policy)
+        warnings.warn(
+            f"{self!r} has rounded no contraction: {', '.join(self._rulebook.left_alone)} stays as it is, as under "
+            "torch.autocast. Convert the model and its inputs with float(), or leave the region out",
+            UserWarning,
+            stacklevel=3,
+        )
 
     def _complain(self) -> None:
         """Tell about rules of the user's that nothing matched: raise if strict, else warn once for a policy."""
@@ -225,7 +275,7 @@ class autocast(TorchFunctionMode):
             raise InvalidInput(text + ". Mend its ops or where, or leave out strict=True")
         if self.policy not in _warned:
             _warned.add(self.policy)
-            warnings.warn(text, UserWarning, stacklevel=4)
+            warnings.warn(text, UserWarning, stacklevel=3)
 
     # -- what was seen --------------------------------------------------------------------------------------------
 
@@ -292,14 +342,6 @@ def _check(policy: Policy) -> None:
     rows = table.TABLES[policy.table]
     if not {op for rule in policy.rules for op in rule.ops} <= rows.keys() | {row.op_class for row in rows.values()}:
         check_ops(policy, table.op_names(policy.table))
-
-
-@cache
-def _devices() -> tuple[str, ...]:
-    """Return the devices whose torch.autocast tells of a region: the CPU, CUDA (the default) and the one present."""
-    accelerator = torch.accelerator.current_accelerator()
-    names = ["cpu", "cuda", *([] if accelerator is None else [accelerator.type])]
-    return tuple(dict.fromkeys(name for name in names if torch.amp.is_autocast_available(name)))
 
 
 @cache

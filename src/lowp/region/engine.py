@@ -23,12 +23,14 @@ from lowp.casts import Cast
 from lowp.compat import constant_when_compiled, private
 from lowp.errors import InvalidInput, Unavailable
 from lowp.exponents import SharedExponents
+from lowp.formats import ScaledFormat
 from lowp.ops import predicted, table
-from lowp.ops.casting import Call, draw_seed, functorch_is_active, result_dtype
-from lowp.ops.generic import sixteen_bit
+from lowp.ops.casting import Call, draw_seed, functorch_is_active, is_jit_tracing, result_dtype
+from lowp.ops.generic import has_irregular, sixteen_bit
 from lowp.ops.masked import MASKED, has_integer_operands, masked
 from lowp.ops.table import Row
 from lowp.policy import Policy, Rule
+from lowp.region.frames import is_coroutine, is_suspended
 from lowp.region.paths import ModulePath
 from lowp.region.report import Report
 from lowp.region.weights import HANDS_OUT, RUNS_HOOKS, WeightCasts
@@ -39,6 +41,7 @@ _DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("tor
 _tracing = cast(Callable[[], object], private("torch._guards.TracingContext.try_get"))
 _checkpoint_operator = private("torch._higher_order_ops.wrap.tag_activation_checkpoint")
 _NO_RULE = Rule()
+_LEFT_ALONE = frozenset((torch.float64, torch.complex32, torch.complex64, torch.complex128))
 _BACKWARD = ("backward", "grad")
 _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|not implemented for (Half|BFloat16)")
 
@@ -75,6 +78,16 @@ class Plan(NamedTuple):
     rule: Rule | None
     run: Callable[[Call], Any] | None
     is_predicted: bool = False  # its results are written under exponents that belong to places
+    rounds: bool = False  # it is a contraction, and the rule rounds it
+    looks: bool = False  # a cast of the rule looks at the numbers, or draws some: a trace would keep those of one run
+
+
+class Waiting(NamedTuple):
+    """The generator or coroutine that entered, and what is done with calls that come while it is suspended."""
+
+    frame: FrameType
+    elsewhere: Callable[[Callable[[], Any]], Any]
+    check: Callable[[], None]
 
 
 _UNKNOWN = Plan(Row("", ""), None, None)
@@ -91,6 +104,9 @@ class Rulebook:
         self._ops: dict[str, None] = {}
         self._unseen: dict[str, None] = {}
         self._widened: dict[str, None] = {}
+        self.left_alone: dict[str, None] = {}
+        self.has_rounded = False
+        self.names: dict[tuple[Callable[..., Any], str], str] = {}  # of the plans that compiled code reads from `kept`
         self.kept = SimpleNamespace()
         self._refuses = any(sixteen_bit(rule.output) for rule in policy.rules)
         self._masks = has_integer_operands(policy)
@@ -125,9 +141,11 @@ class Rulebook:
         if rule is not None and rule.output is not None and predicted.is_predicted(rule.output):
             # without places, as under torch.compile and torch.func, every tensor has the exponent of its own maximum
             alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
-            plans[function] = Plan(row, rule, _under(alone, row.run(alone)), True)
+            plans[function] = Plan(row, rule, _under(alone, row.run(alone)), True, row.is_contraction, True)
         else:
-            plans[function] = Plan(row, rule, run)
+            rounds = row.is_contraction and rule is not None and not rule.is_empty
+            looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
+            plans[function] = Plan(row, rule, run, False, rounds, looks)
         return plans[function]
 
     def missed(self, name: str) -> None:
@@ -138,6 +156,23 @@ class Rulebook:
                 f"no rule of policy {self.policy.name or 'unnamed'} speaks of the contraction {name}: add one, such as "
                 f"Rule.of({name.partition(' ')[0]!r}, input=..., weight=...), or one without casts to leave it as it "
                 "is, or leave out strict=True"
+            )
+
+    def note(self, op: str, first: Tensor | None) -> None:
+        """Note a contraction under a rule by its first operand: rounded, or left as it is.
+
+        float64, complex and MKLDNN operands are left alone, as under torch.autocast. Raises InvalidInput for such an
+        op where the region is strict.
+        """
+        if first is None or (first.dtype not in _LEFT_ALONE and not first.is_mkldnn):
+            self.has_rounded |= first is not None and first.is_floating_point()
+            return
+        kind = "MKLDNN" if first.is_mkldnn else str(first.dtype).removeprefix("torch.")
+        self.left_alone[f"{op} in {kind}"] = None
+        if self.strict:
+            raise InvalidInput(
+                f"policy {self.policy.name or 'unnamed'} rounds {op}, but its operands are {kind}, which stays as it "
+                "is, as under torch.autocast: convert the model and its inputs with float(), or leave out strict=True"
             )
 
     def widen(self, function: Callable[..., Any], path: str, device: str) -> Plan:
@@ -161,6 +196,7 @@ class Rulebook:
             tuple(self._widened),
             tuple(dict.fromkeys(name for one in both for name in one._ops)),
             self.strict,
+            tuple(dict.fromkeys(name for one in both for name in one.left_alone)),
         )
 
     @property
@@ -214,6 +250,7 @@ class Engine(TorchFunctionMode):
         self.traced = traced(rulebook.policy, rulebook.strict)
         self.devices, self.dtype = tuple(devices), dtype
         self.active = True
+        self.waiting: Waiting | None = None
         self.running: tuple[str, bool] | None = None  # the op that runs now, and whether a rule speaks of it
         self.plans = rulebook.plans(path.current)
         self.exponents = exponents
@@ -237,6 +274,10 @@ class Engine(TorchFunctionMode):
             self.weights.forget()
         if not self.active or _tracing() is not None:  # a compiler's backend runs what was traced, casts included
             return func(*args, **(kwargs or {}))
+        if self.waiting is not None and is_suspended(self.waiting.frame):
+            if is_coroutine(self.waiting.frame):
+                return self.waiting.elsewhere(lambda: func(*args, **(kwargs or {})))
+            self.waiting.check()
         plan = self.plans.get(func, _UNKNOWN)
         if plan is _UNKNOWN:
             plan = self.rulebook.find(func, self.path.current)
@@ -266,12 +307,17 @@ class Engine(TorchFunctionMode):
             return kept.run(Call(kept.row.name, func, args, kwargs, kept.rule or _NO_RULE))
 
     def _run(self, plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        row, rule, run, _ = plan
+        row, rule, run, is_predicted, rounds, looks = plan
         if row.op_class == "structural":
             return self._suspended(func, args, kwargs)
+        if looks and is_jit_tracing():
+            raise Unavailable(_untraceable(row.name))
+        if rounds:
+            self.rulebook.note(row.name, _first_tensor(args) if args else _first_tensor(list(kwargs.values())))
         before, self.running = self.running, (row.name, rule is not None)
         try:
-            if plan.is_predicted and self.exponents is not None and not functorch_is_active():
+            predicts = is_predicted and self.exponents is not None and not functorch_is_active()
+            if predicts and not has_irregular((args, kwargs)):
                 result = predicted.run(row, self._placed(row, func, args, kwargs, rule or _NO_RULE))
             elif run is None:
                 result = func(*args, **kwargs)
@@ -281,7 +327,7 @@ class Engine(TorchFunctionMode):
             result = self._without_kernel(error, func, args, kwargs)
         finally:
             self.running = before
-        if self.observers and (_device(args) or _device(list(kwargs.values()))):
+        if self.observers and _first_tensor((args, list(kwargs.values()))) is not None:
             seen = Observation(row.name, row.op_class, self.path.current, rule, args, kwargs, result, row.operands)
             for observer in tuple(self.observers):
                 observer(seen)
@@ -320,6 +366,8 @@ class Engine(TorchFunctionMode):
     ) -> Any:
         """Run an op in fp32 that the device cannot run in 16 bits, and plan it so; raise any other error."""
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if is_jit_tracing():
+            raise Unavailable(_untraceable(table.name_of(func))) from error
         if not tensors or not _NO_KERNEL.search(str(error)):
             raise error
         plan = self.rulebook.widen(func, self.path.current, tensors[0].device.type)
@@ -333,8 +381,8 @@ class Engine(TorchFunctionMode):
                 break
         else:
             return True
-        found = _device(args) or _device(list((kwargs or {}).values()))
-        if found is None or found not in self.devices:
+        first = _first_tensor((args, list((kwargs or {}).values())))
+        if first is None or (found := first.device.type) not in self.devices:
             return False
         return torch.is_autocast_enabled(found) and torch.get_autocast_dtype(found) is self.dtype
 
@@ -342,16 +390,28 @@ class Engine(TorchFunctionMode):
 @constant_when_compiled
 def _kept(rulebook: Rulebook, function: Callable[..., Any], path: str) -> str:
     """Return the name under which a plan is kept, so that torch.compile takes the search for a constant."""
-    name = f"{table.name_of(function)}_{id(function)}_{path}"
+    name = rulebook.names.setdefault((function, path), f"plan_{len(rulebook.names)}")
     if not hasattr(rulebook.kept, name):
         setattr(rulebook.kept, name, rulebook.find(function, path))
     return name
 
 
-def _device(values: Any) -> str | None:
+def _looks(rule: Rule) -> bool:
+    casts = (rule.input, rule.weight, rule.grad, rule.output)
+    return any(to is not None and (to.is_stochastic or isinstance(to.format, ScaledFormat)) for to in casts)
+
+
+def _untraceable(op: str) -> str:
+    return (
+        f"torch.jit.trace cannot record {op} as this region runs it: scales, seeds and shapes of one run would be kept "
+        "for all. Trace the model outside the region, or compile it with torch.compile within"
+    )
+
+
+def _first_tensor(values: Any) -> Tensor | None:
     for value in values:
         if isinstance(value, Tensor):
-            return value.device.type
-        if isinstance(value, (list, tuple)) and (found := _device(value)) is not None:
+            return value
+        if isinstance(value, (list, tuple)) and (found := _first_tensor(value)) is not None:
             return found
     return None

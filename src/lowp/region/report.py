@@ -19,7 +19,8 @@ class Report:
     `unused`: rules that nothing matched, in order. `unseen`: contractions that ran under no rule, as ``op`` or
     ``op in path``. `widened`: ops that went to fp32 because the device has no 16-bit kernel, as ``op on device``.
     `ops`: the ops that ran under a rule. `audited`: whether the dispatcher was watched, too, so that contractions
-    inside other functions count as seen or unseen.
+    inside other functions count as seen or unseen. `left_alone`: contractions that a rule speaks of, but whose operands
+    are never rounded, as ``op in float64``.
     """
 
     policy: Policy
@@ -28,6 +29,7 @@ class Report:
     widened: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
     audited: bool = False
+    left_alone: tuple[str, ...] = ()
 
     @property
     def unused_by_user(self) -> tuple[Rule, ...]:
@@ -39,6 +41,7 @@ class Report:
         lines += [f"  unused rule {self.policy.rules.index(rule) + 1}: {rule}" for rule in self.unused]
         lines += [f"  no rule for {name}" for name in self.unseen]
         lines += [f"  in fp32 for want of a kernel: {name}" for name in self.widened]
+        lines += [f"  left as it is, as under torch.autocast: {name}" for name in self.left_alone]
         if not self.audited:
             lines.append("  contractions inside other functions were not watched: strict=True watches them")
         return "\n".join(lines)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -26,24 +26,33 @@ from lowp.compat import private
 from lowp.errors import Misuse
 from lowp.exponents import Spots, Trail
 from lowp.region.engine import Engine
+from lowp.region.frames import is_coroutine, is_suspended
 from lowp.region.paths import ModulePath
 
 _EnableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C._EnableTorchFunction"))
 
-__all__ = ["Entry", "current", "follow_modules", "install", "is_in", "pop", "push"]
+__all__ = ["Entry", "current", "find", "follow_modules", "install", "is_in", "push", "remove"]
 
 
-@dataclass
+State = tuple[str, bool, torch.dtype]
+
+
+@dataclass(eq=False)
 class Entry:
-    """One entry of a region: what runs it, and what was there before, to be restored."""
+    """One entry of a region: what runs it, what was there before, and the generator or coroutine that entered it."""
 
     region: Any
+    frame: FrameType | None = None
     engine: Engine | None = None
     outer_active: bool = False
-    before: list[tuple[str, bool, torch.dtype]] = field(default_factory=list)
+    before: list[State] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
     audit: Any = None
-    follows_modules: bool = False
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the code that entered is a coroutine that waits, so that what runs now is none of its own."""
+        return self.frame is not None and is_suspended(self.frame) and is_coroutine(self.frame)
 
 
 class _Local(threading.local):
@@ -54,25 +63,44 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def push(entry: Entry) -> Entry | None:
-    """Enter: put the region to rest that this thread is in, and return its entry."""
-    outer = current()
-    if outer is not None and outer.engine is not None:
-        entry.outer_active, outer.engine.active = outer.engine.active, False
-    _local.entries.append(entry)
-    return outer
+def push(entry: Entry) -> None:
+    """Enter: note what torch.autocast is, and put the region to rest that this thread is in."""
+    entries = _local.entries
+    entry.before = autocast_state()
+    if entries and (engine := entries[-1].engine) is not None:
+        entry.outer_active = engine.active
+        entries.append(entry)
+        engine.active = False
+    else:
+        entries.append(entry)
 
 
-def pop(region: object) -> Entry:
-    """Leave: take away the innermost entry of a region, and let the one around it go on."""
-    index = next((i for i in reversed(range(len(_local.entries))) if _local.entries[i].region is region), None)
-    if index is None:
+def find(region: object) -> Entry:
+    """Return the innermost entry of a region in this thread; raise Misuse where there is none."""
+    found = next((entry for entry in reversed(_local.entries) if entry.region is region), None)
+    if found is None:
         raise Misuse(f"{region!r} is left in a thread that has not entered it, or twice")
-    entry = _local.entries.pop(index)
-    outer = _local.entries[index - 1] if index else None
-    if outer is not None and outer.engine is not None:
-        outer.engine.active = entry.outer_active
-    return entry
+    return found
+
+
+def remove(entry: Entry) -> None:
+    """Leave: restore what was before, and let the region around go on. Done again, this changes nothing.
+
+    Where regions end in another order than they began, as those of interleaved tasks, the one that was entered next
+    stays in force, and restores in its turn what was before this one.
+    """
+    entries = _local.entries
+    index = next((i for i, one in enumerate(entries) if one is entry), None)
+    if index is None:
+        return
+    if index + 1 < len(entries):
+        above = entries[index + 1]
+        above.before, above.outer_active = entry.before, entry.outer_active
+    else:
+        set_autocast_state(entry.before)
+        if index and (engine := entries[index - 1].engine) is not None:
+            engine.active = entry.outer_active
+    del entries[index]
 
 
 def is_in(region: object) -> bool:
@@ -81,8 +109,88 @@ def is_in(region: object) -> bool:
 
 
 def current() -> Entry | None:
-    """Return the innermost entry of this thread."""
-    return _local.entries[-1] if _local.entries else None
+    """Return the innermost entry of what runs now in this thread."""
+    entries = _local.entries
+    if not entries or not entries[-1].is_elsewhere:
+        return entries[-1] if entries else None
+    return next((entry for entry in reversed(entries) if not entry.is_elsewhere), None)
+
+
+# -- torch.autocast -----------------------------------------------------------------------------------------------
+
+
+@cache
+def devices() -> tuple[str, ...]:
+    """Return the devices whose torch.autocast tells of a region: the CPU, CUDA (the default) and the one present."""
+    accelerator = torch.accelerator.current_accelerator()
+    names = ["cpu", "cuda", *([] if accelerator is None else [accelerator.type])]
+    return tuple(dict.fromkeys(name for name in names if torch.amp.is_autocast_available(name)))
+
+
+def autocast_state() -> list[State]:
+    """Return whether torch.autocast is on, and its dtype, for each device."""
+    return [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices()]
+
+
+def set_autocast_state(state: list[State]) -> None:
+    """Switch torch.autocast on or off for each device."""
+    for device, enabled, dtype in state:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+# -- modes --------------------------------------------------------------------------------------------------------
+
+_function_modes = cast(Callable[[], list[Any]], private("torch.overrides._get_current_function_mode_stack"))
+_push_mode = cast(Callable[[Any], None], private("torch.overrides._push_mode"))
+_pop_mode = cast(Callable[[], Any], private("torch.overrides._pop_mode"))
+dispatch_modes = cast(Callable[[], list[Any]], private("torch.utils._python_dispatch._get_current_dispatch_mode_stack"))
+
+
+def take_off(engine: Engine) -> None:
+    """Take a mode off this thread's stack, wherever it lies there; one that is not there is off already."""
+    modes = _function_modes()
+    if not any(mode is engine for mode in modes):
+        return
+    above = []
+    while (mode := _pop_mode()) is not engine:
+        above.append(mode)
+    for mode in reversed(above):
+        _push_mode(mode)
+
+
+# -- generators and coroutines ------------------------------------------------------------------------------------
+
+
+def run_elsewhere(entry: Entry, function: Callable[[], Any]) -> Any:
+    """Run what does not belong to the coroutine that has entered and waits: as if it had not entered."""
+    entries, now = _local.entries, autocast_state()
+    index = entries.index(entry)
+    engine = entries[index - 1].engine if index else None
+    set_autocast_state(entry.before)
+    if engine is not None:
+        engine.active = entry.outer_active
+    try:
+        return function()
+    finally:
+        set_autocast_state(now)
+        if engine is not None:
+            engine.active = False
+
+
+def check_generators(entry: Entry) -> None:
+    """Raise Misuse where a generator runs that has entered a region, while one that entered later is suspended.
+
+    The region of the later one is what the thread is in, and nothing tells which of them the op is meant for.
+    """
+    for outer in _local.entries[: _local.entries.index(entry)]:
+        if outer.frame is not None and not is_suspended(outer.frame) and entry.frame is not None:
+            raise Misuse(
+                f"{outer.frame.f_code.co_name}() goes on in {outer.region!r} while {entry.frame.f_code.co_name}() has "
+                f"entered {entry.region!r} later and is suspended in it: regions belong to a thread, not to a "
+                "generator. Leave the region before yield, or decorate the generator with it: then it is in force only "
+                "while the generator runs"
+            )
 
 
 # -- module paths -------------------------------------------------------------------------------------------------
@@ -92,19 +200,19 @@ class _ModuleHooks:
     """Global module hooks, present while any thread is in a region that follows modules."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
+        self._lock = threading.RLock()
+        self._followers: set[int] = set()
         self._handles: list[RemovableHandle] = []
 
-    def change(self, by: int) -> None:
+    def change(self, follower: int, begins: bool) -> None:
         with self._lock:
-            self._count += by
-            if self._count and not self._handles:
+            (self._followers.add if begins else self._followers.discard)(follower)
+            if self._followers and not self._handles:
                 self._handles = [
                     register_module_forward_pre_hook(_enter_module),
                     register_module_forward_hook(_leave_module, always_call=True),
                 ]
-            elif not self._count:
+            elif not self._followers:
                 for handle in self._handles:
                     handle.remove()
                 self._handles = []
@@ -113,9 +221,9 @@ class _ModuleHooks:
 _module_hooks = _ModuleHooks()
 
 
-def follow_modules(begin: bool) -> None:
-    """Begin or end to tell this thread's region where in the model it is."""
-    _module_hooks.change(1 if begin else -1)
+def follow_modules(entry: Entry, begin: bool) -> None:
+    """Begin or end to tell an entry where in the model it is; to end what has not begun changes nothing."""
+    _module_hooks.change(id(entry), begin)
 
 
 def _enter_module(module: nn.Module, arguments: Any) -> None:

@@ -29,7 +29,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lowp.casts import Cast
 from lowp.compat import private
-from lowp.ops.casting import carried, functorch_is_active
+from lowp.ops.casting import carried, functorch_is_active, is_irregular
 
 __all__ = ["HANDS_OUT", "RUNS_HOOKS", "WeightCasts", "forget_all"]
 
@@ -119,7 +119,7 @@ class WeightCasts:
 
     def __call__(self, weight: Tensor, to: Cast) -> Tensor:
         """Return the weight cast for a contraction, part of the graph where gradients are recorded."""
-        if not weight.is_leaf or type(weight) not in (Tensor, nn.Parameter) or _is_traced():
+        if not weight.is_leaf or type(weight) not in (Tensor, nn.Parameter) or is_irregular(weight) or _is_traced():
             return carried(weight, to)
         key, sign = (id(weight), to), self._sign(weight)
         entry = self._entries.get(key)
