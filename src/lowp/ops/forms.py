@@ -97,23 +97,22 @@ class Linear(Form):
     def _matrix(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """Return the operand that is not the gradient, and the gradient, as matrices."""
         outputs = self.second[0] if len(self.second) == 2 else 1
-        inputs = self.second[-1]
-        return left.reshape(-1 if slot == SECOND else outputs, inputs), right.reshape(
-            math.prod(self.first[:-1]), outputs
-        )
+        rows, inputs = math.prod(self.first[:-1]), self.second[-1]
+        return left.reshape(rows if slot == SECOND else outputs, inputs), right.reshape(rows, outputs)
 
     def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Finish]:
         if slot == OUTPUT:
             rows = left.reshape(math.prod(self.first[:-1]), self.first[-1])
             shape = (*self.first[:-1], *self.second[:-1])
-            return rows[None], right.reshape(-1, self.first[-1]).t()[None], lambda y: y.reshape(shape)
+            columns = right.reshape(math.prod(self.second[:-1]), self.first[-1]).t()
+            return rows[None], columns[None], lambda y: y.reshape(shape)
         weight, gradient = self._matrix(slot, left, right)
         if slot == FIRST:
             return gradient[None], weight[None], lambda y: y.reshape(self.first)
         return gradient.t()[None], weight[None], lambda y: y.reshape(self.second)
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
-        return gradient.reshape(-1, self.second[0]).sum(0)
+        return gradient.reshape(math.prod(self.first[:-1]), self.second[0]).sum(0)
 
 
 @dataclass(frozen=True)

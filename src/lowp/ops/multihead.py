@@ -182,7 +182,7 @@ def _projected(call: Call, given: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
 def _heads(x: Tensor, static: Tensor | None, batch: int, heads: int, size: int) -> Tensor:
     """Return (batch, heads, time, size) of a projection, or of what the caller put in its place."""
     if static is not None:
-        return static.reshape(batch, heads, -1, size)
+        return static.reshape(batch, heads, static.shape[-2], size)
     return x.reshape(x.shape[0], batch, heads, size).permute(1, 2, 0, 3)
 
 
@@ -192,7 +192,7 @@ def _attention_mask(given: _Arguments) -> tuple[Tensor | None, bool]:
         return None, True
     mask = _as_float(given.attn_mask)
     if mask is not None and mask.dim() == 3:
-        mask = mask.reshape(-1, given.num_heads, *mask.shape[1:])
+        mask = mask.reshape(mask.shape[0] // given.num_heads, given.num_heads, *mask.shape[1:])
     return mask, False
 
 
@@ -210,7 +210,7 @@ def _one_more(mask: Tensor | None) -> Tensor | None:
 def _merged(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int) -> Tensor | None:
     if padding is None:
         return mask
-    wide = padding.reshape(batch, 1, 1, -1).expand(-1, heads, -1, -1)
+    wide = padding.reshape(batch, 1, 1, padding.shape[-1]).expand(-1, heads, -1, -1)
     return wide if mask is None else mask + wide
 
 
@@ -220,16 +220,17 @@ def _visible(
     """Return the attention and its probabilities, (batch, heads, time, source)."""
     rule = Rule(**{**vars(call.rule), "weight": call.rule.input})
     batch, heads, length, size = query.shape
-    flat = [x.reshape(batch * heads, -1, size) for x in (query, key, value)]
+    flat = [x.reshape(batch * heads, x.shape[2], size) for x in (query, key, value)]
     scaled = flat[0] * math.sqrt(1 / size)
     if mask is None:
         scores = contracted(call, rule, scaled, flat[1].transpose(1, 2))
     else:
-        added_mask = mask.expand(batch, heads, length, flat[1].shape[1]).reshape(batch * heads, length, -1)
+        source = flat[1].shape[1]
+        added_mask = mask.expand(batch, heads, length, source).reshape(batch * heads, length, source)
         arguments = (added_mask, scaled, flat[1].transpose(1, 2))
         scores = added(Call("baddbmm", torch.baddbmm, arguments, {}, rule, call.weight_cast, call.seed))
     weights = computed_wide(Softmax(-1, False), call.rule, call.seed, scores, None, None)
     if dropout > 0:
         weights = F.dropout(weights, dropout)
     result = contracted(call, rule, weights, flat[2])
-    return result.reshape(batch, heads, length, size), weights.reshape(batch, heads, length, -1)
+    return result.reshape(batch, heads, length, size), weights.reshape(batch, heads, length, flat[1].shape[1])

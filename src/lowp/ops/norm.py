@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lowp.ops.casting import Call, carried, rounded
 from lowp.ops.contraction import check, require, runner
+from lowp.ops.generic import irregular
 from lowp.ops.kept import Fused, Tensors, computed_and_written
 from lowp.ops.signature import bound
 from lowp.ops.wide import Computation, Gradients, computed_wide
@@ -196,6 +197,8 @@ def _batch_norm(
     require(x.dim() >= 2 and _fits_channels(x.shape[1], weight, bias, mean, var))
     require((training or (mean is not None and var is not None)) and (mean is None) == (var is None))
     require(not training or x.numel() > x.shape[1])  # one value a channel has no variance: torch refuses
+    if x.numel() == 0 and not training:  # torch's kernel for the gradients divides by the size of the batch
+        return cast(Tensor, irregular(call))
     with _fp32_statistics(mean, var, training) as (wide_mean, wide_var):
         return _normed(call, BatchNorm(wide_mean, wide_var, training, momentum, eps), x, weight, bias)
 
@@ -218,6 +221,8 @@ def instance_norm(call: Call) -> Tensor:
     require(x.dim() >= 2 and _fits_channels(x.shape[1], weight, bias, mean, var))
     require((use_input or mean is not None) and (mean is None) == (var is None))
     require(not use_input or math.prod(x.shape[2:]) > 1)
+    if x.numel() == 0:
+        return cast(Tensor, irregular(call))
     return _instance_norm(call, x, mean, var, weight, bias, use_input, momentum, eps)
 
 
