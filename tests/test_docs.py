@@ -91,6 +91,28 @@ def test_the_times_of_a_step_are_those_of_the_bench() -> None:
     assert table("performance.md", "precision | ms a step") == wanted
 
 
+@pytest.mark.parametrize(("place", "results"), [(0, ""), (1, "-avx512")])
+def test_the_readme_says_of_each_processor_what_was_measured(place: int, results: str) -> None:
+    networks = result(f"step{results}")["results"].values()
+    flex = result(f"flex{results}")["rows"]
+    rows = [(name, row) for formats in networks for name, row in formats.items()]
+    spans = [
+        ([row["lowp_over_fp32"] for _, row in rows], 1),
+        ([flex["dfp16"]["of_fp32"]], 1),
+        ([flex["flex16+5"]["of_fp32"]], 1),
+        *(
+            ([row["torch_autocast_ms"] / row["fp32_ms"] for name, row in rows if name == kind], None)
+            for kind in ("bf16", "fp16")
+        ),
+    ]
+    wanted = []
+    for values, digits in spans:
+        digits = digits if digits is not None else 1 if max(values) < 10 else 0
+        low, high = (f"{one:.{digits}f}" for one in (min(values), max(values)))
+        wanted.append(low if low == high else f"{low} to {high}")
+    assert table("../README.md", "processor | lowp bf16, fp16")[place][1:] == wanted
+
+
 def test_the_fixed_costs_of_an_op_are_those_of_the_bench() -> None:
     measured = result("call")["microseconds"]
     ops = ("linear", "linear and its backward", "relu")

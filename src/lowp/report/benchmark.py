@@ -138,17 +138,13 @@ def benchmark_notes(document: Mapping[str, Any], methods: bool = True, width: in
     ]
     if any(row["step"]["only_one"] for _, row in rows):
         lines.append("*: a step took so long that only one was timed.")
-    if not methods:
+    if methods:
+        lines += [f"{text}." for text in document["methods"].values()]
+        lines.append(f"{document['tf32']}.")
+    else:
         lines.append("--notes says how each number was measured; so do docs/benchmark.md and the JSON file.")
-        return _noted(document, lines, width)
-    lines += [f"{text}." for text in document["methods"].values()]
     sources = {subject["published"]["source"] for subject in document["recipes"] if subject["published"]}
     lines += [f"published: {source}." for source in sorted(sources)]
-    lines.append(f"{document['tf32']}.")
-    return _noted(document, lines, width)
-
-
-def _noted(document: Mapping[str, Any], lines: list[str], width: int) -> str:
     versions = document["versions"]
     machine = f"{document['machine']['words']}; torch {versions['torch']}, lowp {versions['lowp']}."
     return "\n".join(textwrap.fill(line, width, subsequent_indent="  ") for line in [*lines, machine])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,15 @@ PARTS_COLOURS = {
     "update": "#66ccee",
     "slack": "#ffffff",
 }
-_BAR, _PUBLISHED = "#4477aa", "#dddddd"
-_LONGEST = 12.0  # times fp32: a longer bar is cut, and its number says how long it is
+_BAR, _PUBLISHED = "#222255", "#dddddd"  # of times: none of the colours of the parts
+_BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # words
 
 
 def chart(document: Mapping[str, Any], path: Path) -> None:
-    """A line of two panels a recipe: time on the left, memory and what it is used for on the right; fp32 is 1."""
+    """A line of two panels a recipe: time on the left, memory and what it is used for on the right; fp32 is 1.
+
+    Times are drawn from fp32's, to the left where they are shorter, on a scale of doublings.
+    """
     subjects = document["recipes"]
     bars = [len(subject["variants"]) + len((subject["published"] or {"gpus": ()})["gpus"]) for subject in subjects]
     figure = new_figure(12.0, 1.2 + sum(0.9 + 0.34 * count for count in bars))
@@ -63,7 +67,7 @@ def _times(panel: Any, subject: Mapping[str, Any]) -> None:
     for row in subject["variants"]:
         relative = row["step"]["relative"]
         labels.append(row["label"])
-        values.append(relative or 0.0)
+        values.append(relative or 1.0)
         texts.append("failed" if relative is None else f"{relative:.2f}x  {seconds(row['step']['median'])}")
         colours.append(_BAR)
     for row in (subject["published"] or {"gpus": ()})["gpus"]:
@@ -71,13 +75,18 @@ def _times(panel: Any, subject: Mapping[str, Any]) -> None:
         values.append(row["time_ratio"])
         texts.append(f"{row['time_ratio']:.2f}x  published, whole training")
         colours.append(_PUBLISHED)
-    limit = min(_LONGEST, max([*values, 1.0]))
+    panel.set_xscale("log", base=2)
     for place, (value, text, colour) in enumerate(zip(values, texts, colours, strict=True)):
-        panel.barh(place, min(value, limit), color=colour, edgecolor="#555555", linewidth=0.5)
-        _write(panel, min(value, limit), place, text, limit)
-    _finish(panel, labels, limit)
+        panel.barh(place, value - 1, left=1, color=colour, edgecolor="#555555", linewidth=0.5)
+        panel.text(max(value, 1.0) * 1.04, place, text, va="center", fontsize=8, bbox=_BEHIND)
+    _finish(panel, labels)
+    low, high = min([*values, 0.5]), max([*values, 2.0])
+    panel.set_xlim(low / 1.1, high * (high / low) ** 0.7)  # with room for the words
+    ticks = [2.0**power for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)]
+    ticks = [tick for tick in ticks if tick >= low / 1.1]
+    panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     title = f"{recipe['name']} ({recipe['size']}, batch {recipe['batch']}): time a step, fp32 = 1"
-    panel.set_title(title + f" (bars end at {limit:g})" * (max(values) > limit), fontsize=9)
+    panel.set_title(f"{title}, left is faster", fontsize=9)
 
 
 def _memory(panel: Any, subject: Mapping[str, Any]) -> None:
@@ -117,8 +126,9 @@ def _memory(panel: Any, subject: Mapping[str, Any]) -> None:
         texts.append(f"{row['memory_ratio']:.2f}x  published: {row['gigabytes'][0]:g} → {row['gigabytes'][1]:g} GB")
     limit = max([*ends, 1.0])
     for place, (end, text) in enumerate(zip(ends, texts, strict=True)):
-        _write(panel, end, place, text, limit)
-    _finish(panel, labels, limit)
+        panel.text(end + limit * 0.02, place, text, va="center", fontsize=8, bbox=_BEHIND)
+    _finish(panel, labels)
+    panel.set_xlim(0, limit * 1.65)
     what = "reserved" if by_reserved else "allocated"
     panel.set_title(f"memory at the peak of a step, {what} in fp32 = 1", fontsize=9)
 
@@ -127,17 +137,10 @@ def _is_telling(memory: Mapping[str, Any]) -> bool:
     return memory["slack"] is not None and 0 <= memory["slack"] < memory["allocated"]
 
 
-def _write(panel: Any, end: float, place: int, text: str, limit: float) -> None:
-    """Write behind the end of a bar."""
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-    panel.text(end + limit * 0.02, place, text, va="center", fontsize=8, bbox=box)
-
-
-def _finish(panel: Any, labels: list[str], limit: float) -> None:
+def _finish(panel: Any, labels: list[str]) -> None:
     panel.axvline(1.0, color="#222222", linewidth=0.8, linestyle="--", zorder=0.5)
     panel.set_yticks(range(len(labels)), labels, fontsize=8)
     panel.set_ylim(len(labels) - 0.4, -0.6)
-    panel.set_xlim(0, limit * 1.65)
     panel.tick_params(axis="x", labelsize=8)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)

@@ -16,6 +16,7 @@ __all__ = ["autoflex", "flex_window"]
 
 _MEASURED, _PREDICTED, _LIMIT = "#4477aa", "#ee6677", "#228833"
 _MANTISSA_BITS = 16
+_THICK, _THIN = 5, 2  # bars of windows
 
 
 def autoflex(document: Mapping[str, Any], path: Path) -> None:
@@ -52,7 +53,7 @@ def autoflex(document: Mapping[str, Any], path: Path) -> None:
 
 def flex_window(document: Mapping[str, Any], path: Path) -> None:
     """Histograms of log2|x| of three tensors, early and late, and the window of binary places that a write holds."""
-    figure = new_figure(10.5, 3.6)
+    figure = new_figure(10.5, 3.9)
     panels = figure.subplots(1, len(document["windows"]), sharey=True, squeeze=False)[0]
     lowest = document["lowest"]
     for panel, (name, window) in zip(panels, document["windows"].items(), strict=True):
@@ -66,18 +67,22 @@ def flex_window(document: Mapping[str, Any], path: Path) -> None:
             shares = [count / total for count in found["counts"]]
             panel.step(places, shares, where="post", color=color, linewidth=1.3, label=f"{moment} tenth of the steps")
             low, high = found["exponents"]
-            panel.plot([high, high + _MANTISSA_BITS - 1], [height, height], color=color, linewidth=5, alpha=0.6)
+            panel.plot([high, high + _MANTISSA_BITS - 1], [height, height], color=color, linewidth=_THICK, alpha=0.6)
             if low != high:
-                panel.plot([low, low + _MANTISSA_BITS - 1], [height, height], color=color, linewidth=2, alpha=0.4)
+                panel.plot([low, low + _MANTISSA_BITS - 1], [height, height], color=color, linewidth=_THIN, alpha=0.4)
             lost.append(f"{found['below_maximum']:.2%}")
         panel.set_title(f"{name}\n{window['place']}", fontsize=9)
         panel.set_xlabel(f"floor(log2|x|); below max/2^15: {', '.join(lost)}", fontsize=8)
         panel.set_xlim(_range(window, lowest))
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("share of the nonzero elements")
-    panels[0].legend(fontsize=7, loc="upper left")
+    # The bars of a window: its exponent may have moved within a tenth of the steps.
+    for width, words in ((_THICK, "window at the largest exponent of those steps"), (_THIN, "at the smallest")):
+        panels[0].plot([], [], color="#555555", linewidth=width, alpha=0.6, label=words)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
     figure.suptitle(
-        f"{document['recipe']} in {document['precision']}: bars are the {_MANTISSA_BITS - 1} places of a mantissa",
+        f"{document['recipe']} in {document['precision']}; a window is the {_MANTISSA_BITS - 1} places of a mantissa",
         fontsize=10,
     )
     save(figure, path)
