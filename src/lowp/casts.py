@@ -78,13 +78,15 @@ class ScalingSpec:
     ``autoflex``: predicted from the last `window` maxima (Koester et al. 2017). ``static``: given once, `exponent`.
     ``frozen``: guessed at the first tensor and kept. ``reactive``: moved by one step at a time once too many elements
     have overflowed (Courbariaux et al. 2014, arXiv 1412.7024). The last two are what autoflex is compared with.
-    `headroom` leaves that many bits free above the maximum.
+    `headroom` leaves that many bits free above the maximum. `words`: how many int16 words a gradient may take in
+    training where one loses whole features (see `lowp.kernels.words`); a single ``quantize`` writes one.
     """
 
     kind: str
     window: int = 16
     headroom: int = 0
     exponent: int | None = None
+    words: int = 2
 
     KINDS = ("current", "delayed", "autoflex", "static", "frozen", "reactive")
 
@@ -92,7 +94,7 @@ class ScalingSpec:
         checks.text("the kind of a scaling", self.kind)
         if self.kind not in self.KINDS:
             raise UnknownName(unknown("scaling", self.kind, self.KINDS))
-        for name in ("window", "headroom", "exponent"):
+        for name in ("window", "headroom", "exponent", "words"):
             if (value := getattr(self, name)) is not None or name != "exponent":
                 object.__setattr__(self, name, checks.whole_number(f"scaling {self.kind}: its {name}", value))
         if self.window < 1:
@@ -106,6 +108,8 @@ class ScalingSpec:
                 f"scaling {self.kind}: {self.headroom} bits of headroom are impossible: give 0 or more, up to "
                 f"{MOST_HEADROOM}"
             )
+        if self.words not in (1, 2):
+            raise InvalidInput(f"scaling {self.kind}: {self.words} words are impossible: give 1 or 2")
         if (self.kind == "static") != (self.exponent is not None):
             raise InvalidInput(f"scaling {self.kind} with exponent {self.exponent}: static(-8) takes one, others none")
 
@@ -117,6 +121,8 @@ class ScalingSpec:
             given.append(f"window={self.window}")
         if self.headroom:
             given.append(f"headroom={self.headroom}")
+        if self.words != 2:
+            given.append(f"words={self.words}")
         return self.kind + (f"({','.join(given)})" if given else "")
 
 
@@ -286,8 +292,8 @@ def _scaling(kind: str, arguments: str | None, text: str) -> ScalingSpec:
             raise InvalidInput(
                 f"{text}: {argument!r} is no whole number, as in delayed(window=8) or static(-8)"
             ) from None
-    if bad := given.keys() - {"window", "headroom", "exponent"}:
-        raise InvalidInput(f"{text}: " + unknown("scaling argument", min(bad), ["window", "headroom"]))
+    if bad := given.keys() - {"window", "headroom", "exponent", "words"}:
+        raise InvalidInput(f"{text}: " + unknown("scaling argument", min(bad), ["window", "headroom", "words"]))
     return replace(spec, kind=kind, **given)
 
 

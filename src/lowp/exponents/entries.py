@@ -12,7 +12,7 @@ from torch import Tensor
 from lowp.casts import Cast, Rounding
 from lowp.errors import InvalidInput
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
-from lowp.kernels import cpu, payloads
+from lowp.kernels import cpu, payloads, words
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, current_exponent, has_mantissas, values, write_, written
 from lowp.scaling import Autoflex, AutoflexState, Reactive, Written
@@ -95,6 +95,19 @@ class Entries:
         if not self.started[index]:
             self._start(x, index)
         return self._write_here(x, index) if x.device.type == "cpu" else self._write_there(x, index)
+
+    def low_word(self, x: Tensor, high: Tensor, index: int, axis: int) -> Tensor | None:
+        """Return the value of the second word of x, which was written as `high` just now; None where it needs none."""
+        if x.device.type != "cpu":
+            return words.low_value_there(x, high, self.state.exponent[index], axis)
+        exponent = self.exponents[index]
+        return words.low_value(x, high, exponent, self.cast) if words.is_coarse(x, exponent, axis) else None
+
+    def is_coarse(self, x: Tensor, index: int, axis: int) -> bool:
+        """Whether one word under the entry's exponent loses features of x; waits for an accelerator."""
+        if not self.started[index]:
+            self._start(x, index)
+        return bool(words.is_coarse(x, int(self.state.exponent[index]), axis))
 
     def write_exact(self, product: Callable[[int, bool], Exact | None], index: int) -> Tensor | None:
         """Write an exact sum straight from the integers that it is, given as mantissas under the entry's exponent.

@@ -25,7 +25,7 @@ from lowp.errors import InvalidInput
 from lowp.exponents.entries import COUNTS, Entries, Flush
 from lowp.exponents.places import Passes, PlaceSite, Spots
 from lowp.exponents.ranks import AgreedPlaces
-from lowp.kernels import payloads
+from lowp.kernels import payloads, words
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, exact_mantissas
 
@@ -50,6 +50,23 @@ def class_of(place: str) -> str:
     if role in _CLASS_OF_ROLE:
         return _CLASS_OF_ROLE[role]
     return "activation gradients" if role.endswith("gradient") else "optimizer state"
+
+
+def features_axis(place: str, x: Tensor) -> int | None:
+    """The axis along which a gradient or a tensor of the optimizer has enough features that one word may lose some.
+
+    Of parameters the first; of activations the longest but the first, which is that of examples.
+    """
+    if x.dim() == 0 or max(x.shape) < words.FEATURES:
+        return None
+    kind = class_of(place)
+    if kind in ("weight gradients", "optimizer state"):
+        axis = 0
+    elif kind == "activation gradients" and x.dim() > 1:
+        axis = max(range(1, x.dim()), key=lambda one: x.shape[one])
+    else:
+        return None
+    return axis if x.shape[axis] >= words.FEATURES else None
 
 
 @dataclass
@@ -98,13 +115,25 @@ class SharedExponents:
         if not training:
             return group.write_apart(x, place)
         index = self._begun(group, place)
-        result = group.write(x, index)
+        result = self._with_low_word(group, x, group.write(x, index), place)
         seen = group.pending[index].nonfinite
         if not isinstance(seen, Tensor) and seen and place not in self._faults:
             self._faults.append(place)
         for listener in self._listeners:
             listener(place, x, group.exponents[index])
         return result
+
+    @staticmethod
+    def _with_low_word(group: Entries, x: Tensor, high: Tensor, place: str) -> Tensor:
+        """Return what was written of x at a place, with its second word where one would lose features of a gradient."""
+        axis = features_axis(place, x)
+        if axis is None:
+            return high
+        if not words.has_low_word(group.cast):
+            words.warn_of_loss(x, high, group.cast, f"the {place}", axis)
+            return high
+        low = group.low_word(x, high, group.names[place], axis)
+        return high if low is None else low.add_(high)
 
     def write_exact(
         self, product: Callable[[int, bool], Exact | None], cast: Cast, place: str, *, training: bool
@@ -125,6 +154,10 @@ class SharedExponents:
             return
         group = self._group(cast, x.device)
         index = self._begun(group, place)
+        axis = features_axis(place, x)
+        if axis is not None and words.has_low_word(cast) and group.is_coarse(x, index, axis):
+            x.copy_(self.write(x, cast, place))
+            return
         group.write_(x, index)
         if group.pending[index].nonfinite is True and place not in self._faults:
             self._faults.append(place)

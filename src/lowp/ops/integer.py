@@ -19,10 +19,10 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.errors import Unavailable
-from lowp.kernels import payloads
+from lowp.kernels import payloads, words
 from lowp.kernels.mantissas import Mantissas, current_exponent, has_mantissas, to_mantissas, values
 from lowp.ops.casting import Call, Site, functorch_is_active, operand, rounded, shield
-from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form
+from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.ops.writing import (
     BIAS_GRADIENT,
     OUTPUT_GRADIENT,
@@ -134,12 +134,26 @@ class _IntegerProduct(torch.autograd.Function):
                 operands = [values(one.payload, one.exponent) for one in saved]
                 found = ctx.in_fp32(ctx, gradient, operands, ctx.edges)
                 return None, None, *_written_gradients(found, written), None, None, None, None
+            both = _words(ctx, gradient, incoming)
             if written is not None:
-                return None, None, *_summed_gradients(ctx, saved, incoming, written), None, None, None, None
-            found = _integer_gradients(ctx, saved, incoming)
+                return None, None, *_summed_gradients(ctx, saved, both, written), None, None, None, None
+            found = _integer_gradients(ctx, saved, both)
             result = [None if one is None else rounded(one, rule.output, call.seed) for one in found]
             bias = None if result[2] is None else result[2].to(ctx.bias_dtype)
             return None, None, *result[:2], bias, None, None, None, None
+
+
+def _words(ctx: Any, gradient: Tensor, high: Mantissas) -> list[Mantissas]:
+    """Return the gradient as the one word that it was rounded to, or as two where one would lose columns of it."""
+    cast = ctx.call.rule.grad
+    if gradient.dim() != 2 and not isinstance(ctx.form, Linear):
+        return [high]
+    if not words.has_low_word(cast):
+        if not cast.is_stochastic and gradient.shape[-1:] >= (words.FEATURES,):
+            value = values(high.payload, high.exponent)
+            words.warn_of_loss(gradient, value, cast, f"the gradient of {ctx.call.op}, {list(gradient.shape)}")
+        return [high]
+    return [high, words.low_word(gradient, high, cast)] if words.is_coarse(gradient, high.exponent) else [high]
 
 
 def _as_it_came(gradient: Tensor, rule: Rule) -> Mantissas | None:
@@ -166,29 +180,42 @@ def _written_sum(form: Form, slot: int, call: Call, site: Site, role: str, left:
     return site.write(form.integer_product(slot, left, right, True, torch.float64), role) if result is None else result
 
 
-def _summed_gradients(ctx: Any, saved: list[Mantissas], incoming: Mantissas, written: _Written) -> list[Tensor | None]:
+def _summed_gradients(
+    ctx: Any, saved: list[Mantissas], incoming: list[Mantissas], written: _Written
+) -> list[Tensor | None]:
     """Return the gradients of both operands and of the bias, each written under its role as it was summed."""
     form, result = ctx.form, list[Tensor | None]((None, None, None))
     for index, target in enumerate((FIRST, SECOND)):
         if ctx.needs_input_grad[2 + index]:
-            role = written.gradients[index]
-            result[index] = _written_sum(form, target, ctx.call, written.site, role, saved[1 - index], incoming)
+            role, other = written.gradients[index], saved[1 - index]
+            if len(incoming) == 1:
+                result[index] = _written_sum(form, target, ctx.call, written.site, role, other, *incoming)
+            else:
+                parts = [form.integer_product(target, other, one, True, torch.float64) for one in incoming]
+                result[index] = written.site.write(sum(parts[1:], parts[0]), role)
     if ctx.needs_input_grad[4]:
-        wide = form.bias_gradient(values(incoming.payload, incoming.exponent).double())
+        wide = form.bias_gradient(_value(incoming).double())
         result[2] = written.site.write(wide, BIAS_GRADIENT)
     return result
 
 
-def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: Mantissas) -> list[Tensor | None]:
+def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: list[Mantissas]) -> list[Tensor | None]:
     """Return the gradients of both operands and of the bias, each summed as the rule says, not yet rounded."""
     form, call = ctx.form, ctx.call
     result: list[Tensor | None] = [None, None, None]
     for index, target in enumerate((FIRST, SECOND)):
         if ctx.needs_input_grad[2 + index]:
-            result[index] = form.integer_product(target, saved[1 - index], incoming, _is_exact(call))
+            parts = [form.integer_product(target, saved[1 - index], one, _is_exact(call)) for one in incoming]
+            result[index] = sum(parts[1:], parts[0])
     if ctx.needs_input_grad[4]:
-        result[2] = form.bias_gradient(values(incoming.payload, incoming.exponent))
+        result[2] = form.bias_gradient(_value(incoming))
     return result
+
+
+def _value(parts: list[Mantissas]) -> Tensor:
+    """Return the words of a tensor in fp32, which holds them."""
+    first, *rest = (values(one.payload, one.exponent) for one in parts)
+    return sum(rest, first)
 
 
 def _written_gradients(found: Sequence[Tensor | None], written: _Written | None) -> list[Tensor | None]:

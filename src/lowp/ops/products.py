@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.formats import ScaledFormat
+from lowp.kernels.words import has_low_word, warn_of_loss, with_low_word
 from lowp.ops.accumulate import accumulated
 from lowp.ops.casting import (
     Call,
@@ -36,7 +38,7 @@ from lowp.ops.casting import (
     shield,
     with_tangents,
 )
-from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form
+from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.ops.integer import integer_contraction, is_integer
 from lowp.ops.writing import wide_contraction
 from lowp.policy import Accumulation, Rule
@@ -184,6 +186,8 @@ def _gradients(
         axis = axis if depends_on_axis(numbers.grad) else -1
         if axis not in rounded_gradient:
             value = carried(gradient, numbers.grad, numbers.seed, axis)
+            if not graph and numbers.grad is not None and isinstance(form, Linear):
+                value = _whole(gradient, value, numbers.grad)
             if not graph and not value.is_cuda:
                 value = value.float()  # once for all the products and the bias
             rounded_gradient[axis] = operand(gradient, value, numbers.gradient_dtype) if graph else Operand(value)
@@ -208,6 +212,15 @@ def _gradients(
         wide = incoming(-1).connected
         bias = rounded(form.bias_gradient(wide), numbers.output, numbers.seed).to(ctx.bias_dtype)
     return result[0], result[1], bias
+
+
+def _whole(gradient: Tensor, value: Tensor, cast: Cast) -> Tensor:
+    """Return the values of a gradient under one shared scale, with a second word where they would lose columns."""
+    if has_low_word(cast):
+        return with_low_word(gradient, value, cast)
+    if isinstance(cast.format, ScaledFormat) and cast.format.scope.kind == "tensor" and not cast.is_stochastic:
+        warn_of_loss(gradient, value, cast, f"the gradient of a linear layer, {list(gradient.shape)}")
+    return value
 
 
 def _integer_gradients(

@@ -27,6 +27,7 @@ RECIPES: dict[str, str] = {
     "unet": "lowp.recipes.unet:UNET",
     "rossmann": "lowp.recipes.rossmann:ROSSMANN",
     "gpt": "lowp.recipes.gpt:GPT_RECIPE",
+    "words": "lowp.recipes.words:WORDS",
     "bert": "lowp.recipes.bert:BERT",
     "seq2seq": "lowp.recipes.seq2seq:SEQ2SEQ",
     "ssd": "lowp.recipes.ssd:SSD_RECIPE",

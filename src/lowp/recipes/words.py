@@ -1,0 +1,99 @@
+"""A neural language model over words: the next one of a large vocabulary, from the last three.
+
+What few bits have to bear here is the softmax over 20,000 words. The gradient at a word that does not come next is a
+20,000th of that at the one that does, and Adam makes steps of the same size for both: numbers that share one exponent
+lose it (docs/flexpoint.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowp.recipes.data.words import drawn_words, read_words
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, constant
+
+
+class NextWord(nn.Module):
+    """Embeddings of the words before, one hidden layer of tanh, and a score for every word (Bengio et al. 2003)."""
+
+    def __init__(self, vocabulary: int, width: int, hidden: int, context: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.hidden = nn.Linear(context * width, hidden)
+        self.head = nn.Linear(hidden, vocabulary)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Scores [N, vocabulary] for what follows words int64 [N, context]."""
+        return self.head(torch.tanh(self.hidden(self.embedding(words).flatten(1))))  # type: ignore[no-any-return]
+
+
+def load(size: Size, path: Path | None) -> Data:
+    """The user's text, or drawn words."""
+    vocabulary, context = size.options["vocabulary"], size.options["context"]
+    if path is not None:
+        return read_words(path, vocabulary, context)
+    return drawn_words(vocabulary, size.options["drawn"], context)
+
+
+def make_model(size: Size) -> nn.Module:
+    """Vocabulary, width, hidden units and context of the size."""
+    return NextWord(*(size.options[name] for name in ("vocabulary", "width", "hidden", "context")))
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    """Cross-entropy of the next word."""
+    words, following = batch
+    return nn.functional.cross_entropy(model(words), following)
+
+
+def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
+    """``nats_per_word``, the cross-entropy of the next word, and the share of words guessed (``accuracy``)."""
+    summed, right, count = 0.0, 0, 0
+    for words, following in batches:
+        scores = model(words).float()
+        summed += float(nn.functional.cross_entropy(scores, following, reduction="sum"))
+        right += int((scores.argmax(1) == following).sum())
+        count += following.numel()
+    return {"nats_per_word": summed / count, "accuracy": right / count, "loss": summed / count}
+
+
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """Adam."""
+    return torch.optim.Adam(model.parameters(), lr=learning_rate)
+
+
+WORDS = Recipe(
+    name="words",
+    summary="neural language model over words: a softmax over a vocabulary of 20,000",
+    source="Bengio et al. 2003, A Neural Probabilistic Language Model, JMLR 3; full: the size for its AP News",
+    data="drawn with the frequencies of a language; --data DIR or FILE: a text",
+    sizes={
+        "cpu": Size(
+            1,
+            256,
+            1e-2,
+            1_303_104,
+            {"vocabulary": 20_000, "width": 32, "hidden": 32, "context": 3, "drawn": (15_360, 2_048)},
+        ),
+        "full": Size(
+            5,
+            256,
+            1e-3,
+            3_660_864,
+            {"vocabulary": 17_964, "width": 100, "hidden": 100, "context": 5, "drawn": (1_000_000, 100_000)},
+        ),
+    },
+    metric=Metric("nats_per_word", higher_is_better=False, share=False),
+    load=load,
+    make_model=make_model,
+    loss=loss,
+    evaluate=evaluate,
+    make_optimizer=make_optimizer,
+    schedule=constant,
+    unit="words",
+)

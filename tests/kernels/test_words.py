@@ -1,0 +1,126 @@
+"""A second word of int16 for gradients of many features, and the warning where there is none."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowp.casts import ScalingSpec, parse
+from lowp.errors import InvalidInput
+from lowp.kernels import words
+from lowp.kernels.mantissas import current_exponent, to_mantissas, values
+from lowp.policy import Policy, Rule
+from lowp.precision import Precision
+
+DFP = parse("dfp16:current(headroom=2)")
+
+
+def gradient(classes: int, examples: int = 16) -> Tensor:
+    """The gradient of a softmax at its beginning."""
+    scores = torch.randn(examples, classes, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    F.cross_entropy(scores, torch.arange(examples)).backward()
+    assert scores.grad is not None
+    return scores.grad
+
+
+def exponent_of(x: Tensor) -> int:
+    exponent = current_exponent(x, DFP)
+    assert exponent is not None
+    return exponent
+
+
+def test_two_words_hold_what_one_loses() -> None:
+    x = gradient(20_000)
+    high = to_mantissas(x, DFP, exponent_of(x))
+    low = words.low_word(x, high, DFP)
+    one = values(high.payload, high.exponent)
+    both = one + values(low.payload, low.exponent)
+    assert (one == 0).float().mean() > 0.5  # most classes are lost in one word
+    assert ((both - x).abs() <= 2.0 ** (low.exponent - 1)).all() and ((both - x).abs() / x.abs()).median() < 1e-3
+    assert torch.equal(both, one + words.low_value(x, one, high.exponent, DFP))
+    assert torch.equal(both, words.with_low_word(x, one, DFP))
+    assert int(low.payload.abs().max()) <= 2 ** (words.LOW_BITS - 1)
+
+
+def test_a_second_word_is_taken_by_many_features_that_are_lost_and_by_nothing_else() -> None:
+    x = gradient(20_000)
+    assert words.is_coarse(x, exponent_of(x))
+    assert words.is_coarse(x.t().contiguous(), exponent_of(x), axis=0)
+    few = gradient(1000)
+    assert not words.is_coarse(few, exponent_of(few) + 8)
+    plain = torch.randn(16, 20_000, generator=torch.Generator().manual_seed(1))
+    assert not words.is_coarse(plain, exponent_of(plain))
+    silent = plain * (torch.arange(20_000) % 3 == 0)  # features of zeros have nothing to lose
+    assert not words.is_coarse(silent, exponent_of(plain))
+    assert not words.is_coarse(torch.zeros(4, 5000), 0) and not words.is_coarse(torch.zeros(0, 5000), 0)
+
+
+def test_the_number_of_words_is_part_of_a_cast() -> None:
+    cast = parse("flex16+5:autoflex(headroom=1,words=1)")
+    assert cast.scaling == ScalingSpec("autoflex", headroom=1, words=1) and parse(str(cast)) == cast
+    assert str(parse("dfp16:current(words=2)")) == "dfp16"
+    assert words.has_low_word(DFP) and not words.has_low_word(parse("dfp16:current(words=1)"))
+    assert not words.has_low_word(parse("dfp16:stochastic")) and not words.has_low_word(parse("bf16"))
+    with pytest.raises(InvalidInput, match="3 words are impossible: give 1 or 2"):
+        parse("dfp16:current(words=3)")
+
+
+def losses(precision: str | Policy, steps: int = 16) -> list[float]:
+    """A softmax over 12,000 words, half of which follow from the word before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12_000, 8), nn.Linear(8, 12_000))
+    chosen = Precision(precision)
+    model, optimizer = chosen.prepare(model, torch.optim.Adam(model.parameters(), lr=0.02))
+    found = []
+    for _ in range(steps):
+        before = (torch.rand(48) * 109).square().long()  # rare words are many
+        with chosen.autocast():
+            loss = F.cross_entropy(model(before), (before * 7) % 12_000)
+        optimizer.zero_grad()
+        chosen.backward(loss)
+        chosen.step(optimizer)
+        found.append(float(loss.detach()))
+    return found
+
+
+def one_word() -> Policy:
+    operand = "dfp16:current(headroom=2)"
+    grad = "dfp16:current(headroom=2,words=1)"
+    return Policy((Rule.of("contraction", input=operand, weight=operand, grad=grad, accumulate="int32"),))
+
+
+def farthest(precision: str | Policy) -> float:
+    """How far a run's losses come to lie from fp32's on the same batches."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return max(abs(a - b) for a, b in zip(losses(precision), losses("fp32"), strict=True))
+
+
+def test_a_large_vocabulary_is_learnt_as_in_fp32_with_two_words_and_not_with_one() -> None:
+    assert farthest("dfp16") < 0.001 < 0.01 < farthest(one_word())
+
+
+def test_flexpoint_learns_a_large_vocabulary_with_gradients_and_moments_of_two_words() -> None:
+    assert farthest("flex16+5") < farthest("flex16+5:autoflex(words=1)") / 3
+
+
+@pytest.mark.parametrize("grad", ["dfp16:current(headroom=2,words=1)", "i8s@fp32/tensor"])
+def test_a_loss_of_features_without_a_second_word_is_told_once(grad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "_warned", set())
+    head = nn.Linear(4, 20_000)
+    rule = Rule.of("linear", grad=grad)
+    if grad.startswith("dfp16"):
+        rule = Rule.of("linear", input="dfp16", weight="dfp16", grad=grad, accumulate="int32")
+    precision = Precision(Policy((rule,)), loss_scale="none")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with precision.autocast():
+                loss = F.cross_entropy(head(torch.randn(8, 4)), torch.arange(8))
+            precision.backward(loss)
+    assert len(told) == 1
+    assert "of its 20000 features" in str(told[0].message) and "leave words=1 out" in str(told[0].message)
