@@ -133,6 +133,10 @@ def _dfp16() -> Policy:
     return Policy((Rule.of("contraction", input=operand, weight=operand, grad=operand, accumulate="int32"),))
 
 
+# scalings whose exponents belong to places
+_OF_PLACES = ("autoflex", "frozen", "reactive", "static")
+
+
 def _predicted(scaling: str) -> Policy:
     """Every tensor int16 under an exponent of its own place, parameters and optimizer state too; sums exact."""
     written = f"flex16+5:{scaling}"
@@ -262,7 +266,7 @@ def _of_cast(cast: Cast) -> Preset:
     """
     if str(cast) in PRESETS:
         return PRESETS[str(cast)]
-    if _is_predicted(cast):
+    if cast.format == formats.parse("flex16+5") and cast.scaling is not None and cast.scaling.kind in _OF_PLACES:
         flex = PRESETS["flex16+5"]
         policy = replace(_predicted(str(cast.scaling)), name=str(cast))
         return replace(flex, name=str(cast), policy=policy, summary=f"every tensor int16, exponents {cast.scaling}")
