@@ -70,10 +70,10 @@ static inline bool is_one_below(const lowp_cast& cast) {
 // Whether the branch-free cast reaches: everything it computes with must be a normal number of the carrier.
 template <class C>
 static inline bool reaches(const lowp_cast& cast) {
-  if (cast.kind == kInteger && rounds_share(cast.rounding) && cast.random_bits >= C::kRandomBits) return false;
+  // fp32 holds 24 bits, and rounding to the random bits looks at one more than they are
+  if (C::kWidth == 32 && rounds_share(cast.rounding) && cast.random_bits >= C::kRandomBits) return false;
   if (cast.kind == kInteger) return cast.bits <= C::kMantissa + 1;
   if (cast.kind != kFloat || cast.mantissa_bits > C::kMantissa) return false;
-  if (rounds_share(cast.rounding) && cast.random_bits >= C::kRandomBits) return false;  // one more bit is looked at
   if (cast.min_exponent == C::kMinExponent) return true;
   if (cast.mantissa_bits == C::kMantissa && draws(cast.rounding)) return false;
   if (is_one_below<C>(cast)) return !draws(cast.rounding);
