@@ -277,7 +277,7 @@ _MOMENT = ("optimizer", "state", 0, "exp_avg")
             "master_seed of parameter 0 is a whole number beside master_weight, not 'x'",
         ),
         (_MOMENT[:3], {}, "the state of parameter 0 lacks master_weight, which others have"),
-        (("kinds", "optimizer"), "SGD", "it was saved from SGD, and this is AdamW: use the class it was"),
+        (("kinds", "optimizer"), "SGD", "it was saved from SGD, and this is AdamW: load it into the same class"),
         (("kinds",), 3, "its entry 'kinds' is a dictionary, not 3"),
         (("extra",), 3, "its entry 'extra' is a dictionary, not 3"),
         (("scheduler", "gamma"), None, "it has gamma=None: a finite number is needed"),
@@ -368,7 +368,9 @@ def test_random_states_are_restored_only_where_asked_a_precision_s_too(tmp_path:
 def test_an_optimizer_of_another_class_is_refused_and_of_the_same_name_is_not(tmp_path: Path) -> None:
     model = _model()
     lowp.save(tmp_path / "a.pt", optimizer=torch.optim.AdamW(model.parameters()))
-    with pytest.raises(InvalidCheckpoint, match="it was saved from AdamW, and this is SGD: use the class it was"):
+    with pytest.raises(
+        InvalidCheckpoint, match="it was saved from AdamW, and this is SGD: load it into the same class"
+    ):
         lowp.load(tmp_path / "a.pt", optimizer=torch.optim.SGD(model.parameters(), 0.1))
     lowp.load(tmp_path / "a.pt", optimizer=lowp.MasterWeights(torch.optim.AdamW(model.parameters())))
     lowp.load(tmp_path / "a.pt", optimizer=lowp.optim.AdamW(_model().parameters()))

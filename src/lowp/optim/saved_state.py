@@ -51,7 +51,7 @@ def check_saved(part: Any, saved: Any, kind: object, present: Mapping[str, Any])
     """
     own = kind_of(part)
     if own is not None and kind is not None and kind != own:
-        raise InvalidInput(f"it was saved from {kind}, and this is {own}: use the class it was")
+        raise InvalidInput(f"it was saved from {kind}, and this is {own}: load it into the same class")
     if isinstance(part, Optimizer):
         _check_optimizer(part, saved)
     elif isinstance(part, LRScheduler):
