@@ -360,18 +360,7 @@ class Precision:
         scale = self.preset.loss_scale
         if scale.kind == "none":
             return GradScaler(device, enabled=False, patience=_PATIENCE)
-        if scale.kind == "static":
-            return GradScaler(device, loss_scale=scale.initial, floor=scale.floor, ceiling=scale.ceiling)
-        return GradScaler(
-            device,
-            scale.initial,
-            scale.growth,
-            scale.backoff,
-            scale.interval,
-            hysteresis=scale.hysteresis,
-            floor=scale.floor,
-            ceiling=scale.ceiling,
-        )
+        return GradScaler(device, loss_scale=scale)
 
 
 def _stored(preset: Preset) -> str:

@@ -13,14 +13,16 @@ import torch
 
 from lowp.distributed import resolve
 from lowp.errors import InvalidInput, Misuse, unknown
+from lowp.presets import LossScale
 from lowp.scaling import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
     AdaptiveLossScale,
     DynamicLossScale,
-    LossScale,
+    LossScaling,
     StaticLossScale,
 )
+from lowp.scaling.loss_scale import scaling_of
 
 # torch.amp.GradScaler's order; torch.cuda.amp's is the same without the device.
 _POSITIONAL = ("device", "init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
@@ -46,7 +48,7 @@ class Options:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     enabled: bool = True
-    loss_scale: LossScale | float | str | None = None
+    loss_scale: LossScaling | LossScale | float | str | None = None
     dynamic: bool = True
     floor: float = SMALLEST_SCALE
     ceiling: float = LARGEST_SCALE
@@ -87,18 +89,20 @@ class Options:
             ]
         )
 
-    def scaling(self) -> LossScale:
+    def scaling(self) -> LossScaling:
         """Return the loss scale that is asked for."""
         asked = self.loss_scale
         bounds = {"floor": self.floor, "ceiling": self.ceiling}
-        if isinstance(asked, LossScale):
+        if isinstance(asked, LossScaling):
             return asked
+        if isinstance(asked, LossScale):
+            return scaling_of(asked) or StaticLossScale(1.0)
         if isinstance(asked, Real) and not isinstance(asked, bool):
             return StaticLossScale(float(asked), **bounds)
         if asked not in (None, "dynamic", "static"):
             raise InvalidInput(
                 f"loss_scale cannot be {asked!r}: allowed are a number (a static scale), 'dynamic', 'static' and an "
-                "object such as lowp.scaling.DynamicLossScale(...)"
+                "object such as lowp.scaling.DynamicLossScale(...) or a LossScale, as a preset has"
             )
         if asked == "static" or not self.dynamic:
             return StaticLossScale(self.init_scale, **bounds)
@@ -123,7 +127,7 @@ class Options:
             return False
         return bool(self.enabled)
 
-    def interval_of(self, scaling: LossScale) -> int:
+    def interval_of(self, scaling: LossScaling) -> int:
         """Return after how many steps the exponents are looked at again."""
         interval = self.sample_interval
         if interval is None:
@@ -140,7 +144,7 @@ class Options:
 class Loaded(NamedTuple):
     """A scaler's state dict, read and found good."""
 
-    scaling: LossScale
+    scaling: LossScaling
     scale: float
     good_steps: int
     overflows: int
@@ -148,7 +152,7 @@ class Loaded(NamedTuple):
     steps: int
 
 
-def read_state(state: Mapping[str, Any], scaling: LossScale) -> Loaded:
+def read_state(state: Mapping[str, Any], scaling: LossScaling) -> Loaded:
     """Read torch's or lowp's state dict for a scaler with this loss scale; raise for what it cannot hold."""
     if not isinstance(state, Mapping):
         raise InvalidInput(f"a scaler's state is a dictionary as state_dict() returns it, not a {type(state).__name__}")

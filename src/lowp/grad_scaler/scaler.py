@@ -18,7 +18,8 @@ from lowp.grad_scaler.checking import Checks, Optimizer, combined, starts_moment
 from lowp.grad_scaler.options import Options
 from lowp.grad_scaler.provenance import NonFinite, NonFiniteGradients
 from lowp.grad_scaler.state import OutOfOrder, new_stage
-from lowp.scaling import DynamicLossScale, GradientsSeen, LossScale
+from lowp.presets import LossScale
+from lowp.scaling import DynamicLossScale, GradientsSeen, LossScaling
 from lowp.step_guard import StepGuard
 
 
@@ -55,7 +56,7 @@ class GradScaler(Checks):
         growth_interval: int = ...,
         enabled: bool = ...,
         *,
-        loss_scale: LossScale | float | str | None = ...,
+        loss_scale: LossScaling | LossScale | float | str | None = ...,
         dynamic: bool = ...,
         floor: float = ...,
         ceiling: float = ...,

@@ -13,8 +13,8 @@ from lowp.scaling.loss_scale import (
     AdaptiveLossScale,
     DynamicLossScale,
     GradientsSeen,
-    LossScale,
     LossScaleState,
+    LossScaling,
     StaticLossScale,
 )
 from lowp.scaling.protocol import Scaling
@@ -28,8 +28,8 @@ __all__ = [
     "AutoflexState",
     "DynamicLossScale",
     "GradientsSeen",
-    "LossScale",
     "LossScaleState",
+    "LossScaling",
     "Reactive",
     "ReactiveState",
     "Scaling",

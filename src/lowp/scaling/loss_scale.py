@@ -15,6 +15,7 @@ import torch
 
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, parse
+from lowp.presets import LossScale
 
 # The smallest normal and the largest fp32 number. Below the former the reciprocal, with which gradients are unscaled,
 # would be infinite.
@@ -45,8 +46,8 @@ class GradientsSeen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LossScale:
-    """A scale between a floor and a ceiling; what moves it is said by its subclasses.
+class LossScaling:
+    """A scale between a floor and a ceiling; what moves it is said by its subclasses. `LossScale` describes one.
 
     `initial`, `floor` and `ceiling` are finite fp32 numbers, 2**-126 or larger; otherwise InvalidLossScale is raised.
     """
@@ -107,7 +108,7 @@ class LossScale:
 
 
 @dataclass(frozen=True)
-class StaticLossScale(LossScale):
+class StaticLossScale(LossScaling):
     """A loss scale that stays what it is; steps with non-finite gradients are skipped all the same."""
 
     def _at_floor(self, state: LossScaleState) -> torch.Tensor:
@@ -115,7 +116,7 @@ class StaticLossScale(LossScale):
 
 
 @dataclass(frozen=True)
-class DynamicLossScale(LossScale):
+class DynamicLossScale(LossScaling):
     """Grow after `growth_interval` good steps in a row, back off when a step overflows: torch's rule, with bounds.
 
     `hysteresis`: the scale backs off at that many overflows since it last grew, and at each one from there on; 1 backs
@@ -204,6 +205,23 @@ class AdaptiveLossScale(DynamicLossScale):
         grown = torch.ldexp(state.scale, power.to(torch.int32))
         quiet = (overflows == 0) | (good_steps >= self.growth_interval)
         return quiet & (power > 0), torch.where(torch.isfinite(grown), grown, state.scale)
+
+
+def scaling_of(described: LossScale) -> LossScaling | None:
+    """Return what moves the scale that a precision describes; None where nothing is scaled."""
+    if described.kind == "none":
+        return None
+    bounds = {"floor": described.floor, "ceiling": described.ceiling}
+    if described.kind == "static":
+        return StaticLossScale(described.initial, **bounds)
+    return DynamicLossScale(
+        described.initial,
+        growth_factor=described.growth,
+        backoff_factor=described.backoff,
+        growth_interval=described.interval,
+        hysteresis=described.hysteresis,
+        **bounds,
+    )
 
 
 def flush_field(name: str) -> int:

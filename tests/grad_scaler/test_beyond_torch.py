@@ -1,0 +1,137 @@
+"""What the scaler does beyond torch's: scales that cannot die, steps that read nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from grad_scaler.cases import (
+    INF,
+    OPTIMIZERS,
+    UNREAD,
+    CountReads,
+    batches,
+    loss_of,
+    make_model,
+    one_parameter,
+    parameter_of,
+    started,
+)
+from torch import nn
+
+from lowp.grad_scaler import GradScaler
+from lowp.scaling import AdaptiveLossScale, DynamicLossScale, StaticLossScale
+
+
+@pytest.mark.parametrize(
+    ("keywords", "scaling"),
+    [
+        ({}, DynamicLossScale()),
+        ({"loss_scale": "dynamic", "init_scale": 8.0}, DynamicLossScale(8.0)),
+        ({"init_scale": 128, "dynamic": False}, StaticLossScale(128)),
+        ({"init_scale": 128, "loss_scale": "static"}, StaticLossScale(128)),
+        ({"loss_scale": 128.0}, StaticLossScale(128.0)),
+        ({"loss_scale": AdaptiveLossScale(headroom=2)}, AdaptiveLossScale(headroom=2)),
+        ({"target_underflow": 0.01}, AdaptiveLossScale(target_underflow=0.01)),
+        (
+            {"floor": 1.0, "ceiling": 2.0**20, "hysteresis": 3},
+            DynamicLossScale(floor=1.0, ceiling=2.0**20, hysteresis=3),
+        ),
+    ],
+)
+def test_the_loss_scale_is_what_the_arguments_say(keywords: dict[str, Any], scaling: Any) -> None:
+    scaler = GradScaler("cpu", **keywords)
+    assert scaler._scaling == scaling and scaler.get_scale() == scaling.initial
+
+
+def test_a_static_scale_skips_and_stays() -> None:
+    scaler = started(init_scale=128, dynamic=False)
+    for gradient in (1.0, INF, 1.0):
+        scaler.step(one_parameter([gradient]))
+        assert bool(scaler.stepped) == (gradient == 1.0)
+        scaler.update()
+    assert scaler.get_scale() == 128.0
+    loaded = GradScaler("cpu")
+    loaded.load_state_dict(scaler.state_dict())
+    assert (loaded.get_scale(), loaded.get_growth_factor()) == (128.0, 2.0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_stay_finite_whatever_overflows(name: str) -> None:
+    """torch's scale underflows to 0 here, and the finite gradient that follows is written into the weights as NaN."""
+    scaler = started(patience=10**6)
+    optimizer = one_parameter([INF], name)
+    for _ in range(200):
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**-126
+    parameter_of(optimizer).grad = torch.tensor([2.0**-126])
+    scaler.step(optimizer)
+    assert bool(scaler.stepped) and parameter_of(optimizer).tolist() == [0.5]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("explicitly", [False, True])
+def test_a_finite_gradient_that_unscaling_would_make_infinite_is_an_overflow(name: str, explicitly: bool) -> None:
+    scaler = started(init_scale=2.0**-100)
+    optimizer = one_parameter([1e9], name)
+    if explicitly:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert not bool(scaler.stepped) and parameter_of(optimizer).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_nothing_is_read_with_optimizers_that_skip_by_themselves(name: str, to_list: list[int]) -> None:
+    model = nn.Sequential(make_model(), nn.BatchNorm1d(8))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    scaler = GradScaler("cpu")
+    scaler.watch(model)
+    mode = CountReads()
+    for number, batch in enumerate(batches(6)):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        with mode:
+            scaler.scale(loss).backward()
+            if number == 2:
+                model[1].weight.grad.fill_(INF)
+            if number % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            stepped = scaler.stepped
+            scaler.update()
+        assert bool(stepped) == (number != 2)
+    assert (mode.reads, len(to_list)) == (0, 0)
+
+
+def test_other_optimizers_cost_one_read(to_list: list[int]) -> None:
+    scaler, mode = GradScaler("cpu"), CountReads()
+    optimizer = one_parameter([1.0])
+    with mode:
+        for _ in range(5):
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            scaler.update()
+    assert (mode.reads, len(to_list)) == (0, 5)
+
+
+def test_reads_are_counted_at_all() -> None:
+    with CountReads() as mode:
+        torch.ones(()).item()
+    assert mode.reads == 1
+
+
+def test_learning_rate_schedules_can_follow_the_steps() -> None:
+    scaler = started()
+    optimizer = one_parameter([1.0])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    assert not scaler.stepped
+    for gradient in (INF, 1.0, INF, 1.0):
+        parameter_of(optimizer).grad = torch.tensor([gradient])
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.stepped:
+            scheduler.step()
+    assert scheduler.get_last_lr() == [0.125]
+    assert not scaler.stepped_for(one_parameter([1.0]))

@@ -1,0 +1,102 @@
+"""Every weight and scale beside torch's; and what a GPU does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from grad_scaler.cases import (
+    INF,
+    NAN,
+    batches,
+    loss_of,
+    make_model,
+)
+from torch import nn
+
+from lowp.grad_scaler import GradScaler, gradients
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "fused Adagrad": lambda parameters: torch.optim.Adagrad(parameters, fused=True),
+}
+
+
+def random_training(scaler_kind: Callable[..., torch.amp.GradScaler], kind: str, seed: int) -> list[Any]:
+    """Return scale, growth tracker and parameters after each of 20 steps with overflows, clipping and manual scales."""
+    choose = random.Random(seed)
+    model = make_model(seed)
+    optimizer = KINDS[kind](model.parameters())
+    scaler = scaler_kind(
+        "cpu",
+        init_scale=2.0 ** choose.randint(0, 20),
+        growth_interval=choose.randint(1, 4),
+        growth_factor=choose.choice([2.0, 1.3]),
+        backoff_factor=choose.choice([0.5, 0.3]),
+    )
+    trace: list[Any] = []
+    for batch in batches(20):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, batch)).backward()
+        if choose.random() < 0.2:
+            model[choose.randint(0, 1)].weight.grad[0, 0] = choose.choice([INF, NAN])
+        if choose.random() < 0.5:
+            scaler.unscale_(optimizer)
+            if choose.random() < 0.5:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update(choose.choice([8.0, 1024.0]) if choose.random() < 0.1 else None)
+        parameters = [parameter.detach().tolist() for parameter in model.parameters()]
+        trace.append((scaler.get_scale(), scaler._get_growth_tracker(), parameters))
+    return trace
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_and_scale_equals_torchs_to_the_bit(kind: str) -> None:
+    for seed in range(8):
+        assert random_training(GradScaler, kind, seed) == random_training(torch.amp.GradScaler, kind, seed)
+
+
+@pytest.mark.gpu
+def test_nothing_is_waited_for_on_a_gpu() -> None:
+    model = nn.Sequential(make_model(), nn.BatchNorm1d(8)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = GradScaler("cuda", init_scale=1024.0)
+    scaler.watch(model)
+    data = [(x.cuda(), y.cuda()) for x, y in batches(4)]
+    for number, batch in enumerate(data):
+        optimizer.zero_grad()
+        torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step allocates
+        try:
+            scaler.scale(loss_of(model, batch)).backward()
+            if number == 2:
+                model[0][1].weight.grad[0, 0].fill_(NAN)
+            if number % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert bool(scaler.stepped) == (number != 2)
+    found = scaler.nonfinite
+    assert found is not None and (found.name, found.kind, found.step) == ("0.1.weight", "nan", 2)
+    assert scaler.get_scale() == 512.0
+
+
+@pytest.mark.parametrize("value", [-5.0, float("-inf")])
+def test_negative_gradients_count_by_their_magnitude(value: float) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), GradScaler("cpu", init_scale=1.0)
+    scaler.scale(weight.sum())
+    weight.grad = torch.tensor([-2.0, value, float("-inf")])
+    scaler.step(optimizer)
+    assert not scaler.stepped
+    assert scaler.nonfinite is not None
+    assert scaler.nonfinite.kind == "inf"
+    assert scaler.nonfinite.maximum == (5.0 if value == -5.0 else 2.0)
+    sizes = gradients.largest(gradients.by_kind([gradients.Gradient(torch.tensor([-7.0, 3.0]), 0)]), 1, weight.device)
+    assert sizes.tolist() == [7.0]
