@@ -18,8 +18,8 @@ from lowp.scaling import (
     AdaptiveLossScale,
     DynamicLossScale,
     GradientsSeen,
-    LossScale,
     LossScaleState,
+    LossScaling,
     StaticLossScale,
 )
 from lowp.scaling.loss_scale import flush_field, underflow
@@ -28,7 +28,7 @@ GOOD, BAD = torch.zeros(()), torch.ones(())
 SCALES = (StaticLossScale(), DynamicLossScale(), DynamicLossScale(hysteresis=2), AdaptiveLossScale())
 
 
-def after(scaling: LossScale, steps: Iterable[bool], state: LossScaleState | None = None) -> LossScaleState:
+def after(scaling: LossScaling, steps: Iterable[bool], state: LossScaleState | None = None) -> LossScaleState:
     """Return the state after steps that overflowed (True) or not."""
     state = scaling.init() if state is None else state
     for overflowed in steps:
@@ -71,7 +71,7 @@ def test_the_dynamic_scale_moves_as_torchs_kernel_does_to_the_bit(
     st.sampled_from([(1.1, 0.9), (2.0, 0.5), (1e30, 1e-30), (3.4e38, 1e-300)]),
 )
 def test_a_scale_is_never_zero_infinite_or_nan(
-    scaling: LossScale, seen: list[float], start: float, factors: tuple[float, float]
+    scaling: LossScaling, seen: list[float], start: float, factors: tuple[float, float]
 ) -> None:
     if isinstance(scaling, DynamicLossScale):
         growth, backoff = factors

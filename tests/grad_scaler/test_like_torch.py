@@ -230,9 +230,7 @@ def test_embeddings_with_sparse_gradients_train() -> None:
 
 def test_fp16_gradients_of_a_plain_optimizer_are_refused() -> None:
     scaler = started()
-    with pytest.raises(
-        ValueError, match=r"Attempting to unscale FP16 gradients\. .*MasterWeights\(optimizer, storage="
-    ):
+    with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients.*MasterWeights\(optimizer, storage="):
         scaler.step(one_parameter([1.0], dtype=torch.float16))
 
 
