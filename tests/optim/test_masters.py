@@ -236,17 +236,3 @@ def test_equal_tensors_are_rounded_independently() -> None:
         twin.grad = torch.ones_like(twin)
     optimizer.step()
     assert not torch.equal(twins[0], twins[1])
-
-
-@pytest.mark.slow
-def test_a_compiled_step_of_stochastic_masters_gives_the_same_bits() -> None:
-    found = []
-    for compiled in (False, True):
-        weight = nn.Parameter(torch.linspace(-1, 1, 99))
-        optimizer = MasterWeights(torch.optim.SGD([weight], lr=1e-3), kind="stochastic", seed=1)
-        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
-        for _ in range(2):
-            weight.grad = torch.ones_like(weight)
-            step()
-        found.append(weight.detach().clone())
-    assert torch.equal(*found)

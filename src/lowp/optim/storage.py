@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,12 +32,8 @@ class Storage:
 
     cast: Cast | None
     kind: str
-    # made once and here, since torch.compile cannot make one while it traces a step
-    stochastic: Cast | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        drawn = None if self.cast is None else self.cast.with_rounding("stochastic")
-        object.__setattr__(self, "stochastic", drawn)
         if self.kind not in KINDS:
             raise UnknownName(unknown("kind of master weights", self.kind, KINDS))
         if self.cast is not None and not isinstance(self.cast.format, FloatFormat):
@@ -123,8 +119,7 @@ class Storage:
         """`master` as values of the format: stochastically where that is the kind and a seed is given."""
         assert self.cast is not None
         if self.kind == "stochastic" and seed is not None:
-            assert self.stochastic is not None
-            drawn: Tensor = kernels.quantize(master, self.stochastic, seed=seed)
+            drawn: Tensor = kernels.quantize(master, self.cast.with_rounding("stochastic"), seed=seed)
             return drawn
         if str(self.cast) in ("fp16", "bf16"):
             return master.to(self.dtype)
