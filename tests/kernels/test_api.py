@@ -118,6 +118,38 @@ def test_a_tensor_without_memory_is_refused_and_zeros_of_autograd_are_zeros() ->
     assert statistics(zeros).zeros == 3
 
 
+@pytest.mark.parametrize("cast", ["e4m3fn:stochastic", "e8m0:stochastic", "fp16:stochastic-5", "i8:stochastic", "i1"])
+def test_pieces_of_a_tensor_draw_the_bits_of_the_whole(cast: str) -> None:
+    x = torch.randn(3000) * 3
+    x = x.abs() if cast.startswith("e8m0") else x  # which has neither sign nor zero
+    if cast == "i1":
+        x, cast = x / 20, "binary:stochastic:static(0)"
+    for name in (name for name in kernels.available() if name != "native"):
+        with use(name):
+            wanted = quantize(x, cast, seed=7)
+            for first, last in ((0, 5), (5, 1029), (1029, 1030), (1030, 3000)):
+                piece = x[first:last]
+                found = quantize(piece, cast, seed=7, offset=first)
+                assert torch.equal(bits(found), bits(wanted[first:last])), name
+                assert np.array_equal(quantize(piece.numpy(), cast, seed=7, offset=np.int64(first)), found)
+                followed = quantize(piece.clone().requires_grad_(), cast, seed=torch.tensor(7), offset=first)
+                assert torch.equal(followed, found)
+                written = torch.empty_like(piece)
+                assert torch.equal(quantize(piece, cast, seed=7, offset=first, out=written), found)
+                if "static" not in cast:
+                    codes = encode(piece, cast, seed=7, offset=first)
+                    assert torch.equal(codes, encode(x, cast, seed=7)[first:last])
+
+
+def test_an_offset_is_an_index() -> None:
+    x = torch.ones(3)
+    for call in (quantize, encode):
+        with pytest.raises(InvalidInput, match=r"offset -1; allowed: 0 to 2\*\*62, the index of x's first element"):
+            call(x, "fp16", offset=-1)
+        with pytest.raises(TypeError, match=r"offset, the index of x's first element is a whole number, not 0\.5"):
+            call(x, "fp16", offset=0.5)
+
+
 def test_masked_arrays_are_refused() -> None:
     masked = np.ma.array([1.0, 2.0], mask=[False, True])
     for call in (quantize, encode):

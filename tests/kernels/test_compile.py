@@ -86,6 +86,13 @@ def test_a_seed_does_not_recompile() -> None:
     assert len(count) <= 3  # once as a constant, once as a symbol
 
 
+def test_an_offset_compiles() -> None:
+    x = torch.randn(40)
+    for cast in ("e4m3fn:stochastic", "int8:stochastic"):
+        found = compiled(lambda x, cast=cast: quantize(x, cast, seed=3, offset=17) + 0, "aot_eager")(x)
+        assert torch.equal(found, quantize(x, cast, seed=3, offset=17))  # type: ignore[arg-type]
+
+
 def test_seeds_of_64_bits_pass_through_the_operator() -> None:
     x = torch.rand(99, requires_grad=True)
     for seed in (2**63, 2**63 + 5, 2**64 - 1, -1, -(2**63)):
@@ -315,17 +322,17 @@ def test_a_dispatch_mode_sees_the_operator() -> None:
 
 def test_operators_keep_the_rules_of_torch() -> None:
     x = torch.randn(3, 4, requires_grad=True)
-    arguments = (x, str(Cast(parse("e4m3fn").format)), None, None, 0, None)
+    arguments = (x, str(Cast(parse("e4m3fn").format)), None, None, 0, None, 0)
     results = torch.library.opcheck(torch.ops.lowp.quantize.default, arguments)
     assert set(results.values()) == {"SUCCESS"}
-    out = (x.detach(), "fp16", None, None, 0, None, torch.empty(3, 4))
+    out = (x.detach(), "fp16", None, None, 0, None, 0, torch.empty(3, 4))
     assert set(torch.library.opcheck(torch.ops.lowp.quantize_out.default, out).values()) == {"SUCCESS"}
     for operator, call in (
-        (torch.ops.lowp.encode.default, (x.detach(), "e2m1", 0, None, True)),
+        (torch.ops.lowp.encode.default, (x.detach(), "e2m1", 0, None, 0, True)),
         (torch.ops.lowp.decode.default, (torch.zeros(3, 4, dtype=torch.uint8), "e2m1", torch.float32, True, 7)),
         (torch.ops.lowp.statistics.default, (x.detach(),)),
-        (torch.ops.lowp.encode_scaled.default, (x.detach(), "nvfp4", None, None, 0, None, True)),
-        (torch.ops.lowp.encode_scaled.default, (x.detach(), "int8-affine", None, None, 0, None, False)),
+        (torch.ops.lowp.encode_scaled.default, (x.detach(), "nvfp4", None, None, 0, None, 0, True)),
+        (torch.ops.lowp.encode_scaled.default, (x.detach(), "int8-affine", None, None, 0, None, 0, False)),
     ):
         assert set(torch.library.opcheck(operator, call).values()) == {"SUCCESS"}, operator
 

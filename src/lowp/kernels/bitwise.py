@@ -27,6 +27,7 @@ from lowp.kernels.floats import (
     widen16,
     with_sign,
 )
+from lowp.kernels.philox import Seed
 from lowp.kernels.reference import INWARD, ties_by_code
 
 
@@ -44,12 +45,12 @@ class Parameters(NamedTuple):
     refused: int  # what numbers become that an unsigned format cannot hold
 
 
-def quantize(x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor) -> None:
+def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
     """Write the values that `cast` makes of `x` into `out`, which may be `x`; see `lowp.quantize`."""
     out.copy_(quantized(x, cast, seed))
 
 
-def encode(x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor) -> int:
+def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
     """Write the codes of the values into `out`; return how many NaNs had no code (theirs is zero)."""
     element = cast.element
     rounded = quantized(widen(x), cast, seed)  # fp64: codes exist also where the dtype of x cannot hold the values
@@ -84,12 +85,12 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     return histogram, largest, (wide * wide).sum(), zero.sum(), (~finite & ~infinite).sum(), infinite.sum()
 
 
-def quantized(x: Tensor, cast: Cast, seed: int | Tensor = 0) -> Tensor:
+def quantized(x: Tensor, cast: Cast, seed: Seed = 0) -> Tensor:
     """Return the values that `cast` makes of `x`, in x's dtype, without looking at the data."""
     return apply(x, cast, parameters(cast, x.dtype), seed)
 
 
-def apply(x: Tensor, cast: Cast, prepared: Parameters, seed: int | Tensor = 0) -> Tensor:
+def apply(x: Tensor, cast: Cast, prepared: Parameters, seed: Seed = 0) -> Tensor:
     """Do `quantized` with parameters that were looked up before: nothing here breaks a compiled graph."""
     dtype = x.dtype
     x = widen16(x)
@@ -166,7 +167,7 @@ def _needs_fp64(cast: Cast) -> bool:
     )
 
 
-def _cast_bits(x: Tensor, cast: Cast, p: Parameters, seed: int | Tensor) -> Tensor:
+def _cast_bits(x: Tensor, cast: Cast, p: Parameters, seed: Seed) -> Tensor:
     element, carrier = cast.element, p.carrier
     negative, magnitude = sign_and_magnitude(x)
     if isinstance(element, IntFormat) and element.bits == 1:
@@ -189,7 +190,7 @@ def _cast_bits(x: Tensor, cast: Cast, p: Parameters, seed: int | Tensor) -> Tens
     return with_sign(rounded, negative, x.dtype)
 
 
-def _round(magnitude: Tensor, negative: Tensor, cast: Cast, p: Parameters, seed: int | Tensor) -> Tensor:
+def _round(magnitude: Tensor, negative: Tensor, cast: Cast, p: Parameters, seed: Seed) -> Tensor:
     """Return the magnitudes rounded as if the exponent had no upper limit (fp32: up to infinity's bits)."""
     mantissa_bits = p.carrier.mantissa_bits
     field = magnitude >> mantissa_bits
@@ -223,7 +224,7 @@ def _away(
     negative: Tensor,
     cast: Cast,
     p: Parameters,
-    seed: int | Tensor,
+    seed: Seed,
 ) -> Tensor:
     """Return whether the larger magnitude is taken, where `rest` out of 2**shift is cut off."""
     mode = cast.rounding
@@ -245,7 +246,7 @@ def _away(
     return inexact & (rest + odd > half)
 
 
-def _drawn(rest: Tensor, shift: Tensor, cast: Cast, seed: int | Tensor) -> Tensor:
+def _drawn(rest: Tensor, shift: Tensor, cast: Cast, seed: Seed) -> Tensor:
     """Return whether a uniform number is below rest / 2**shift, compared over 160 (or N) bits."""
     if cast.random_bits is None:
         return _is_below([_digit(rest, shift, place) for place in range(5)], rest, seed)
@@ -253,7 +254,7 @@ def _drawn(rest: Tensor, shift: Tensor, cast: Cast, seed: int | Tensor) -> Tenso
     return _is_below_units([_digit(rest, shift, place) for place in range(2)], more, cast, seed)
 
 
-def _is_below_units(digits: list[Tensor], more: Tensor, cast: Cast, seed: int | Tensor) -> Tensor:
+def _is_below_units(digits: list[Tensor], more: Tensor, cast: Cast, seed: Seed) -> Tensor:
     """Return whether the first N bits of the uniform number are below these two digits, which `more` follows.
 
     The fraction is cut to N bits, or rounded to them: half up, or half to even (IEEE P3109, StochasticA, B and C).
@@ -269,7 +270,7 @@ def _is_below_units(digits: list[Tensor], more: Tensor, cast: Cast, seed: int | 
     return philox.words(more, seed) >> cut < units
 
 
-def _is_below(digits: list[Tensor], like: Tensor, seed: int | Tensor) -> Tensor:
+def _is_below(digits: list[Tensor], like: Tensor, seed: Seed) -> Tensor:
     """Return whether the uniform number of each element is below the fraction of these five 32-bit digits."""
     first = philox.words(like, seed)
     below = first < digits[0]
@@ -318,7 +319,7 @@ def _choose(condition: Tensor, yes: int, no: int, like: Tensor) -> Tensor:
     return torch.where(condition, torch.full_like(like, yes), no)
 
 
-def _binary(x: Tensor, negative: Tensor, magnitude: Tensor, cast: Cast, p: Parameters, seed: int | Tensor) -> Tensor:
+def _binary(x: Tensor, negative: Tensor, magnitude: Tensor, cast: Cast, p: Parameters, seed: Seed) -> Tensor:
     """Return -1 for negative numbers, else +1; stochastic: +1 with probability (x + 1) / 2."""
     minus = negative & (magnitude != 0)
     if cast.is_stochastic:
@@ -329,7 +330,7 @@ def _binary(x: Tensor, negative: Tensor, magnitude: Tensor, cast: Cast, p: Param
     return with_sign(bits, torch.where(is_nan, negative, minus), x.dtype)
 
 
-def _drawn_binary(x: Tensor, minus: Tensor, cast: Cast, seed: int | Tensor) -> Tensor:
+def _drawn_binary(x: Tensor, minus: Tensor, cast: Cast, seed: Seed) -> Tensor:
     """Return whether a uniform number is below (1 + x) / 2 = 1/2 +- |x| / 2, for fp64 |x| < 1."""
     _, significand, exponent = integer_parts(x)
     shift = (1 - exponent).clamp(min=1)  # |x| / 2 = significand / 2**shift

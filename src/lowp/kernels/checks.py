@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, parse
-from lowp.errors import InvalidInput
+from lowp.errors import InvalidInput, Misuse
 from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat
+from lowp.formats.checks import whole_number
 from lowp.kernels import limits, scaled
 from lowp.kernels.floats import CARRIERS
+from lowp.kernels.philox import Draw, Seed
+
+LARGEST_OFFSET = 1 << 62
 
 _parse = functools.lru_cache(maxsize=1024)(parse)
 
@@ -45,7 +49,7 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 def check_seed(x: Tensor, seed: int | Tensor) -> int | Tensor:
     """Return the seed, an integer of NumPy as one of Python; refuse other seeds, and tensors without strides."""
-    if x.layout is not torch.strided:
+    if x.layout is not torch.strided or x.is_nested:
         raise TypeError(f"lowp takes strided tensors, not {x.layout}: give x.to_dense(), or its values")
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.ndim != 0:
@@ -53,7 +57,22 @@ def check_seed(x: Tensor, seed: int | Tensor) -> int | Tensor:
         return seed
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise TypeError(f"a seed is an int or a 0-d int64 tensor, not {type(seed).__name__}")
-    return seed.__index__()
+    return whole_number("a seed", seed)
+
+
+def check_packed(packed: object) -> None:
+    """Raise TypeError for what is neither True nor False."""
+    if not isinstance(packed, bool):
+        raise TypeError(f"packed is True or False, not {type(packed).__name__}")
+
+
+def draw(x: Tensor, seed: int | Tensor, offset: Any) -> Seed:
+    """Return which random numbers a call draws, `seed` and `offset` checked; tensors without strides are refused."""
+    seed = check_seed(x, seed)
+    first = whole_number("offset, the index of x's first element", offset)
+    if not 0 <= first <= LARGEST_OFFSET:
+        raise InvalidInput(f"offset {first}; allowed: 0 to 2**62, the index of x's first element in the whole tensor")
+    return Draw(seed, first) if first else seed
 
 
 def scales(scale: Any, cast: Cast, x: Tensor) -> scaled.Scales | None:
@@ -78,11 +97,11 @@ def check_out(x: Tensor, out: Any) -> None:
             raise InvalidInput(f"out has {name} {found} and x {wanted}: give an out of x's shape, dtype and device")
     if torch.is_grad_enabled() and (out.requires_grad or x.requires_grad):
         if out.requires_grad and out.is_leaf:
-            raise RuntimeError(
+            raise Misuse(
                 "a leaf Variable that requires grad is being used in an in-place operation: "
                 "quantize it under torch.no_grad(), or without out="
             )
-        raise RuntimeError(
+        raise Misuse(
             "quantize with out= has no gradient, but one of its tensors requires grad: "
             "leave out= away (the gradient then passes straight through), or call it under torch.no_grad()"
         )

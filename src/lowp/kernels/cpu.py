@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import platform
 import struct
 import warnings
 from ctypes import byref, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
@@ -22,10 +23,11 @@ from torch import Tensor
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import FloatFormat, IntFormat
+from lowp.kernels.philox import Seed, drawn
 
 # another build of the library, such as that of `make sanitize`, goes by the environment variable
 PATH = Path(os.environ.get("LOWP_CPU_LIBRARY") or Path(__file__).parent / "liblowp_cpu.so")
-VERSION = 2
+VERSION = 3
 INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # by level; on other processors than x86-64 only the first exists
 MASK = (1 << 64) - 1
 
@@ -52,12 +54,12 @@ class _Cast(ctypes.Structure):
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_casts_version": (c_int, ()),
     "lowp_casts_select": (c_int, (c_int,)),
-    "lowp_quantize": (None, (c_void_p, c_int, c_void_p, c_void_p, c_int64, c_uint64, c_int)),
-    "lowp_encode": (c_int64, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_uint64, c_int)),
+    "lowp_quantize": (None, (c_void_p, c_int, c_void_p, c_void_p, c_int64, c_uint64, c_int64, c_int)),
+    "lowp_encode": (c_int64, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_uint64, c_int64, c_int)),
     "lowp_decode": (None, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_int)),
     "lowp_quantize_scaled": (
         None,
-        (c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_uint64, c_int),
+        (c_void_p, c_int, c_void_p, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_uint64, c_int64, c_int),
     ),
     "lowp_write_int16": (None, (*(c_void_p, c_int) * 2, c_void_p, c_void_p, c_int64, c_uint64, c_int, c_void_p)),
     "lowp_from_int16": (None, (c_void_p, c_int, c_void_p, c_int64, c_int)),
@@ -105,6 +107,8 @@ def library() -> ctypes.CDLL | None:
 def select(instruction_set: str | None) -> str:
     """Use the kernels compiled for "portable", "avx2" or "avx512", or the best this CPU has (None); return which.
 
+    "neon" is what the portable casts are on ARM; the integer products have kernels of that name.
+
     The environment variable LOWP_CPU_ISA does the same from the start. Raises Unavailable for one the CPU lacks.
     """
     return _select(_loaded(), instruction_set)
@@ -113,6 +117,10 @@ def select(instruction_set: str | None) -> str:
 def _select(loaded: ctypes.CDLL, instruction_set: str | None) -> str:
     level = -1
     if instruction_set is not None:
+        if instruction_set == "neon" and platform.machine().lower() in ("arm64", "aarch64"):
+            instruction_set = "portable"  # every such processor has it, and the compiler uses it
+        if instruction_set == "neon":
+            raise Unavailable(f"this CPU has no neon; it has {', '.join(available(loaded))}")
         if instruction_set not in INSTRUCTION_SETS:
             raise Unavailable(f"no kernels for {instruction_set!r}; allowed: {', '.join(INSTRUCTION_SETS)}")
         level = INSTRUCTION_SETS.index(instruction_set)
@@ -145,7 +153,7 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
-def quantize(x: Tensor, cast: Cast, seed: int, out: Tensor) -> None:
+def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
     """Write the value that `cast` makes of every element into `out`, of x's dtype and shape; it may be `x`."""
     _loaded().lowp_quantize(
         _parameters(cast),
@@ -153,12 +161,20 @@ def quantize(x: Tensor, cast: Cast, seed: int, out: Tensor) -> None:
         address(x),
         address(out),
         x.numel(),
-        seed & MASK,
+        *_drawn(seed),
         torch.get_num_threads(),
     )
 
 
-def encode(x: Tensor, cast: Cast, seed: int, out: Tensor) -> int:
+def _drawn(seed: Seed) -> tuple[int, int]:
+    """Return the 64 bits of a seed, and the index of the first element."""
+    if isinstance(seed, int):
+        return seed & MASK, 0
+    seed, first = drawn(seed)
+    return int(seed) & MASK, first
+
+
+def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
     """Write the code of every element into `out`, integers of 1, 2, 4 or 8 bytes; return the NaNs without a code.
 
     Their code is 0. Integer formats give two's complement.
@@ -170,7 +186,7 @@ def encode(x: Tensor, cast: Cast, seed: int, out: Tensor) -> int:
         out.element_size(),
         address(out),
         x.numel(),
-        seed & MASK,
+        *_drawn(seed),
         threads(),
     )
     return nans
@@ -239,7 +255,7 @@ def quantize_statistics(
 
 
 def quantize_scaled(
-    x: Tensor, cast: Cast, scale: Tensor, seed: int, out: Tensor, group: int = 0, zero_point: Tensor | None = None
+    x: Tensor, cast: Cast, scale: Tensor, seed: Seed, out: Tensor, group: int = 0, zero_point: Tensor | None = None
 ) -> None:
     """Write element * scale into `out`, where element is x / scale in fp64, cast by `cast`'s element cast.
 
@@ -252,7 +268,7 @@ def quantize_scaled(
     group = group or max(length, 1)
     groups = -(-length // group)
     if scale.numel() != rows * groups:
-        raise ValueError(f"{tuple(scale.shape)} scales for {rows} rows of {groups} groups: give one a group")
+        raise InvalidInput(f"{tuple(scale.shape)} scales for {rows} rows of {groups} groups: give one a group")
     wide = scale.to(torch.float64).contiguous()
     points = zero_point.to(torch.int32).contiguous() if zero_point is not None else None
     _loaded().lowp_quantize_scaled(
@@ -265,7 +281,7 @@ def quantize_scaled(
         group,
         address(wide),
         address(points) if points is not None else None,
-        seed & MASK,
+        *_drawn(seed),
         threads(),
     )
 

@@ -18,10 +18,10 @@ from lowp.compat import constant_when_compiled
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, IntFormat
 from lowp.kernels import checks, dispatch, limits, packing, run, scaled, tracing
+from lowp.kernels.philox import Draw, Seed, drawn
 from lowp.kernels.scaled import Scales
 from lowp.quantized import Quantized
 
-Seed = int | Tensor
 _SIGN = 1 << 63
 
 
@@ -42,13 +42,13 @@ def quantize(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, out: 
 
 def encode(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, packed: bool) -> Tensor | Quantized:
     """Do `lowp.encode` by an operator."""
-    number, tensor = _seed(seed)
+    draw = _seed(seed)
     if not _is_scaled(cast):
-        result: Tensor = torch.ops.lowp.encode(x.detach(), _text(cast), number, tensor, packed)
+        result: Tensor = torch.ops.lowp.encode(x.detach(), _text(cast), *draw, packed)
         return result
     scale, zero_point = _tensors(scale, x)
     payload, kept, zero_points, outer = torch.ops.lowp.encode_scaled(
-        x.detach(), _text(cast), scale, zero_point, number, tensor, packed
+        x.detach(), _text(cast), scale, zero_point, *draw, packed
     )
     has_outer, is_affine, bits = _parts(cast)
     length = None
@@ -93,10 +93,17 @@ def _parts(cast: str | Cast | Format) -> tuple[bool, bool, int]:
     return format.outer is not None, format.affine, format.element.bits
 
 
-def _seed(seed: Seed) -> tuple[int, Tensor | None]:
+def _seed(seed: Seed) -> tuple[int, Tensor | None, int]:
+    """Return a seed as a number or a tensor, and the index of the first element."""
+    seed, first = drawn(seed)
     if isinstance(seed, Tensor):
-        return 0, seed
-    return ((seed + _SIGN) % (2 * _SIGN)) - _SIGN if not -_SIGN <= seed < _SIGN else seed, None
+        return 0, seed, first
+    return ((seed + _SIGN) % (2 * _SIGN)) - _SIGN if not -_SIGN <= seed < _SIGN else seed, None, first
+
+
+def _draw(seed: int, seed_tensor: Tensor | None, offset: int) -> Seed:
+    chosen = seed if seed_tensor is None else seed_tensor
+    return Draw(chosen, offset) if offset else chosen
 
 
 def _tensors(scale: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -118,24 +125,36 @@ def _scales(scale: Tensor | None, zero_point: Tensor | None, cast: Cast, x: Tens
 # -- operators --------------------------------------------------------------------------------------------------------
 @torch.library.custom_op("lowp::quantize", mutates_args=())
 def _quantize(
-    x: Tensor, cast: str, scale: Tensor | None, zero_point: Tensor | None, seed: int, seed_tensor: Tensor | None
+    x: Tensor,
+    cast: str,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    seed: int,
+    seed_tensor: Tensor | None,
+    offset: int,
 ) -> Tensor:
     plan = checks.plan(cast, x.dtype)
     module = dispatch.implementation(x.device)
-    chosen = seed if seed_tensor is None else seed_tensor
-    return run.quantize(module, x, plan, _scales(scale, zero_point, plan, x), chosen)
+    draw = _draw(seed, seed_tensor, offset)
+    return run.quantize(module, x, plan, _scales(scale, zero_point, plan, x), draw)
 
 
 @_quantize.register_fake
 def _(
-    x: Tensor, cast: str, scale: Tensor | None, zero_point: Tensor | None, seed: int, seed_tensor: Tensor | None
+    x: Tensor,
+    cast: str,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    seed: int,
+    seed_tensor: Tensor | None,
+    offset: int,
 ) -> Tensor:
     checks.plan(cast, x.dtype)
     return torch.empty_like(x)
 
 
 def _backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return gradient, None, None, None, None, None
+    return gradient, None, None, None, None, None, None
 
 
 _quantize.register_autograd(_backward)
@@ -211,12 +230,13 @@ def _quantize_out(
     zero_point: Tensor | None,
     seed: int,
     seed_tensor: Tensor | None,
+    offset: int,
     out: Tensor,
 ) -> None:
     plan = checks.plan(cast, x.dtype)
     module = dispatch.implementation(x.device)
-    chosen = seed if seed_tensor is None else seed_tensor
-    run.quantize_into(module, x, plan, _scales(scale, zero_point, plan, x), chosen, out)
+    draw = _draw(seed, seed_tensor, offset)
+    run.quantize_into(module, x, plan, _scales(scale, zero_point, plan, x), draw, out)
 
 
 @_quantize_out.register_fake
@@ -227,6 +247,7 @@ def _(
     zero_point: Tensor | None,
     seed: int,
     seed_tensor: Tensor | None,
+    offset: int,
     out: Tensor,
 ) -> None:
     checks.plan(cast, x.dtype)
@@ -234,13 +255,13 @@ def _(
 
 
 @torch.library.custom_op("lowp::encode", mutates_args=())
-def _encode(x: Tensor, cast: str, seed: int, seed_tensor: Tensor | None, packed: bool) -> Tensor:
+def _encode(x: Tensor, cast: str, seed: int, seed_tensor: Tensor | None, offset: int, packed: bool) -> Tensor:
     module = dispatch.implementation(x.device, "encode")
-    return run.encode(module, x, checks.as_cast(cast), seed if seed_tensor is None else seed_tensor, packed)
+    return run.encode(module, x, checks.as_cast(cast), _draw(seed, seed_tensor, offset), packed)
 
 
 @_encode.register_fake
-def _(x: Tensor, cast: str, seed: int, seed_tensor: Tensor | None, packed: bool) -> Tensor:
+def _(x: Tensor, cast: str, seed: int, seed_tensor: Tensor | None, offset: int, packed: bool) -> Tensor:
     checks.check_dtype(x.dtype)
     return _fake_codes(x, checks.as_cast(cast).element, packed)
 
@@ -261,12 +282,13 @@ def _encode_scaled(
     zero_point: Tensor | None,
     seed: int,
     seed_tensor: Tensor | None,
+    offset: int,
     packed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     planned = checks.as_cast(cast)
     module = dispatch.implementation(x.device, "encode")
-    scales, chosen = _scales(scale, zero_point, planned, x), seed if seed_tensor is None else seed_tensor
-    found = run.encode_scaled(module, x, planned, scales, chosen, packed)
+    scales, draw = _scales(scale, zero_point, planned, x), _draw(seed, seed_tensor, offset)
+    found = run.encode_scaled(module, x, planned, scales, draw, packed)
     nothing = x.new_empty(0)
     return (
         found.payload,
@@ -284,6 +306,7 @@ def _(
     zero_point: Tensor | None,
     seed: int,
     seed_tensor: Tensor | None,
+    offset: int,
     packed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     checks.check_dtype(x.dtype)

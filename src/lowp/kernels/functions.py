@@ -14,77 +14,97 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import Format
+from lowp.formats.checks import whole_number
 from lowp.kernels import arrays, checks, cpu, custom_ops, limits, packing, run, scaled, straight_through, tracing
 from lowp.kernels.dispatch import forced, implementation
 from lowp.kernels.floats import CARRIERS
+from lowp.kernels.philox import Draw
 from lowp.kernels.statistics import Statistics
 from lowp.kernels.tracing import is_compiling, is_eager
 from lowp.quantized import Quantized
 
 
-def quantize(x: Any, cast: str | Cast | Format, *, scale: Any = None, seed: int | Tensor = 0, out: Any = None) -> Any:
+def quantize(
+    x: Any,
+    cast: str | Cast | Format,
+    *,
+    scale: Any = None,
+    seed: int | Tensor = 0,
+    offset: int = 0,
+    out: Any = None,
+) -> Any:
     """Return the values that a cast makes of `x`, in x's own dtype; a format alone rounds to nearest even.
 
     x: torch tensor or NumPy array of float64, float32, float16 or bfloat16, of any shape and strides. `scale` is for
     formats with a shared scale whose scale is not current: one number a group, (scale, zero_point) if affine. `seed`
-    (an int, or a 0-d int64 tensor) decides stochastic rounding, together with the logical index of the element.
-    `out` takes the result and is returned; ``out=x`` is in place.
+    (an int, or a 0-d int64 tensor) decides stochastic rounding, together with the logical (row-major) index of
+    the element; `offset` is that of x's first one in the tensor that x is a piece of: pieces along the first dimension
+    give the bits of the whole. `out` takes the result and is returned; ``out=x`` is in place.
 
     NaN stays NaN, with its sign; the sign of a zero stays where the format has -0. Gradients pass through unchanged.
     Raises ValueError for an unknown cast, an `out` of another shape, dtype or device, and for a dtype that cannot hold
     every result (float16 for bf16); TypeError for what is no floating-point tensor.
     """
     if is_compiling():
-        return custom_ops.quantize(x, cast, scale, seed, out)
+        return custom_ops.quantize(x, cast, scale, seed if offset == 0 else Draw(seed, offset), out)
     # the shortest way for the most frequent call: microseconds count here
-    if out is None and scale is None and type(seed) is int and type(x) is Tensor and x.is_cpu and tracing.is_plain(x):
+    if out is None and scale is None and type(seed) is int and type(offset) is int and type(x) is Tensor and x.is_cpu:
         plan = checks.plan(cast, x.dtype)
-        if plan.scaling is None and forced() is None and cpu.library() is not None and _is_direct(x):
+        usual = plan.scaling is None and offset == 0 and forced() is None and cpu.library() is not None
+        if usual and tracing.is_plain(x) and _is_direct(x):
             out = torch.empty_like(x)
             cpu.quantize(x, plan, seed, out)
             return out
     if not isinstance(x, Tensor):
-        return _with_arrays(quantize, x, cast, scale=scale, seed=seed, out=out)
+        return _with_arrays(quantize, x, cast, scale=scale, seed=seed, offset=offset, out=out)
     plan = checks.plan(cast, x.dtype)
-    seed = checks.check_seed(x, seed)
+    draw = checks.draw(x, seed, offset)
     if out is None:
         if not is_eager(x):
-            return custom_ops.quantize(x, plan, scale, seed)
+            return custom_ops.quantize(x, plan, scale, draw)
         kernel = straight_through.quantize if tracing.is_differentiated(x) else run.quantize
-        return kernel(implementation(x.device), x, plan, checks.scales(scale, plan, x), seed)
+        return kernel(implementation(x.device), x, plan, checks.scales(scale, plan, x), draw)
     if not tracing.is_traced():
         checks.check_out(x, out)
     if not (_is_ours(x) and _is_ours(out)):
-        return custom_ops.quantize(x, plan, scale, seed, out)
-    run.quantize_into(implementation(x.device), x, plan, checks.scales(scale, plan, x), seed, out)
+        return custom_ops.quantize(x, plan, scale, draw, out)
+    run.quantize_into(implementation(x.device), x, plan, checks.scales(scale, plan, x), draw, out)
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
     return out
 
 
 def encode(
-    x: Any, cast: str | Cast | Format, *, scale: Any = None, seed: int | Tensor = 0, packed: bool = False
+    x: Any,
+    cast: str | Cast | Format,
+    *,
+    scale: Any = None,
+    seed: int | Tensor = 0,
+    offset: int = 0,
+    packed: bool = False,
 ) -> Any:
     """Return the codes of the values that a cast makes of `x`; a `Quantized` for formats with a shared scale.
 
     Codes of float formats have the smallest unsigned dtype (uint8, uint16, uint32, uint64), those of integers are two's
     complement (int8, int16, int32). `packed` puts codes that fill no whole bytes side by side along the last dimension,
     the first in the lowest bits, each row filled up to a byte: `decode` with the row's length takes them apart.
+    `scale`, `seed` and `offset` are those of `quantize`.
 
     Raises ValueError for NaNs that the format has no code for, and says how many there are.
     """
     if not is_compiling():
         if not isinstance(x, Tensor):
-            return _with_arrays(encode, x, cast, scale=scale, seed=seed, packed=packed)
+            return _with_arrays(encode, x, cast, scale=scale, seed=seed, offset=offset, packed=packed)
         cast = checks.as_cast(cast)
         checks.check_dtype(x.dtype)
-        seed = checks.check_seed(x, seed)
+        checks.check_packed(packed)
+        draw = checks.draw(x, seed, offset)
         if is_eager(x):
             scales, module = checks.scales(scale, cast, x), implementation(x.device, "encode")
             if cast.scaling is not None:
-                return run.encode_scaled(module, x.detach(), cast, scales, seed, packed)
-            return run.encode(module, x.detach(), cast, seed, packed)
-    return custom_ops.encode(x, cast, scale, seed, packed)
+                return run.encode_scaled(module, x.detach(), cast, scales, draw, packed)
+            return run.encode(module, x.detach(), cast, draw, packed)
+    return custom_ops.encode(x, cast, scale, seed if offset == 0 else Draw(seed, offset), packed)
 
 
 def decode(
@@ -102,10 +122,11 @@ def decode(
     if not is_compiling():
         if not isinstance(codes, Tensor):
             return _with_arrays(decode, codes, format, dtype=dtype, packed=packed, length=length)
+        checks.check_packed(packed)
         if length is not None and not packed:
             raise InvalidInput("length is that of a packed row: give packed=True, or leave it out")
-        if length is not None and (isinstance(length, bool) or not hasattr(length, "__index__")):
-            raise TypeError(f"length is a whole number, how many codes a row holds, not {type(length).__name__}")
+        if length is not None:
+            length = whole_number("length, how many codes a row holds", length)
         if dtype not in CARRIERS:
             raise TypeError(f"decode gives tensors of {checks.carriers()}, not of {dtype}")
         element = checks.element(format)

@@ -13,11 +13,12 @@ from lowp.casts import Cast, Overflow, Rounding
 from lowp.errors import Unavailable
 from lowp.formats import FORMATS
 from lowp.kernels.floats import narrow, sign_and_magnitude, with_sign
+from lowp.kernels.philox import Seed
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def quantize(x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor) -> None:
+def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
     """Write the values that `cast` makes of `x` into `out`, which may be `x`; raise Unavailable for others."""
     through = _dtype(cast)
     if through is None or (x.dtype, through) not in _EXACT:

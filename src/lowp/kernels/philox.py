@@ -6,6 +6,8 @@ Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". The w
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,16 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 Word = int | Tensor
+
+
+class Draw(NamedTuple):
+    """The random numbers of a piece of a tensor: those of a seed, from the index of the piece's first element on."""
+
+    seed: int | Tensor
+    first: int
+
+
+Seed = int | Tensor | Draw
 
 
 def block(counter: tuple[Tensor, Word, Word, Word], seed: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -34,22 +46,29 @@ def block(counter: tuple[Tensor, Word, Word, Word], seed: int | Tensor) -> tuple
     return c0, c1, c2, c3  # type: ignore[return-value]
 
 
-def words(x: Tensor, seed: int | Tensor) -> Tensor:
+def words(x: Tensor, seed: Seed) -> Tensor:
     """Return the first word of every element of `x`, int64 in x's shape: word i % 4 of counter (i // 4, 0, 0).
 
     i is the logical, row-major index, whatever the strides.
     """
-    count = x.numel()
-    counter = torch.arange((count + 3) // 4, dtype=torch.int64, device=x.device)
+    seed, first = drawn(seed)
+    count, skipped = x.numel(), first % 4
+    counter = torch.arange((skipped + count + 3) // 4, dtype=torch.int64, device=x.device) + first // 4
     found = torch.stack(_blocks(counter, 0, seed), dim=-1)
-    return found.reshape(-1)[:count].reshape(x.shape)
+    return found.reshape(-1)[skipped : skipped + count].reshape(x.shape)
 
 
-def tail_words(x: Tensor, seed: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tail_words(x: Tensor, seed: Seed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the 128 bits that follow the first word of every element: the block of counter (i, 1, 0), in x's shape."""
-    index = torch.arange(x.numel(), dtype=torch.int64, device=x.device)
-    first, second, third, fourth = _blocks(index, 1, seed)
-    return first.reshape(x.shape), second.reshape(x.shape), third.reshape(x.shape), fourth.reshape(x.shape)
+    seed, first = drawn(seed)
+    index = torch.arange(x.numel(), dtype=torch.int64, device=x.device) + first
+    one, two, three, four = _blocks(index, 1, seed)
+    return one.reshape(x.shape), two.reshape(x.shape), three.reshape(x.shape), four.reshape(x.shape)
+
+
+def drawn(seed: Seed) -> tuple[int | Tensor, int]:
+    """Return a seed and the index of the first element."""
+    return seed if isinstance(seed, Draw) else (seed, 0)
 
 
 def _blocks(counter: Tensor, kind: int, seed: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -14,18 +14,19 @@ from lowp.casts import Cast, Overflow, Rounding
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import philox
 from lowp.kernels.floats import from_integer_parts, integer_parts, narrow, sign_and_magnitude, two_to_the, widen
+from lowp.kernels.philox import Seed
 
 # what goes beyond the maximum whatever its sign
 BEYOND = {mode for mode in Rounding if mode.is_stochastic} | {Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY}
 INWARD = (Rounding.TOWARD_ZERO, Rounding.TO_ODD)
 
 
-def quantize(x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor) -> None:
+def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
     """Write the values that `cast` makes of `x` into `out`, which may be `x`; see `lowp.quantize`."""
     out.copy_(narrow(values(widen(x), cast, seed), x.dtype))
 
 
-def encode(x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor) -> int:
+def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
     """Write the codes of the values into `out`; return how many NaNs had no code (theirs is zero)."""
     element = cast.element
     rounded = values(widen(x), cast, seed)
@@ -59,14 +60,14 @@ def statistics(x: Tensor) -> tuple[Tensor, float, float, int, int, int]:
     return histogram, maximum, float((finite * finite).sum()), int((significand == 0).sum()), nan, infinite
 
 
-def values(x: Tensor, cast: Cast, seed: int | Tensor) -> Tensor:
+def values(x: Tensor, cast: Cast, seed: Seed) -> Tensor:
     """Return what `cast` makes of the fp64 numbers `x`, in fp64."""
     element = cast.element
     rounded = _float_values(x, cast, element, seed) if isinstance(element, FloatFormat) else _integers(x, cast, seed)
     return narrow(torch.where(x.isnan(), x, rounded), torch.float64)
 
 
-def _float_values(x: Tensor, cast: Cast, format: FloatFormat, seed: int | Tensor) -> Tensor:
+def _float_values(x: Tensor, cast: Cast, format: FloatFormat, seed: Seed) -> Tensor:
     negative, significand, exponent = integer_parts(x)
     zero = significand == 0
     leading = torch.frexp(significand.to(torch.float64))[1].to(torch.int64) - 1 + exponent  # floor(log2 |x|)
@@ -119,7 +120,7 @@ def _infinite(x: Tensor, cast: Cast) -> Tensor:
     return torch.full_like(x, replaced[cast.overflow or Overflow.SATURATE])
 
 
-def _integers(x: Tensor, cast: Cast, seed: int | Tensor) -> Tensor:
+def _integers(x: Tensor, cast: Cast, seed: Seed) -> Tensor:
     element = cast.element
     negative, significand, exponent = integer_parts(x)
     if element.bits == 1:
@@ -137,7 +138,7 @@ def _integers(x: Tensor, cast: Cast, seed: int | Tensor) -> Tensor:
 
 
 def _round(
-    significand: Tensor, shift: Tensor, negative: Tensor, cast: Cast, seed: int | Tensor, parity: Tensor | None
+    significand: Tensor, shift: Tensor, negative: Tensor, cast: Cast, seed: Seed, parity: Tensor | None
 ) -> Tensor:
     """Return significand * 2**shift rounded to whole units, int64; `parity` is that of the code, if not the unit's."""
     # A number below 2**-900 units is not zero, and nothing finer matters: no mode looks at more than 160 bits.
@@ -161,7 +162,7 @@ def _round(
     return lower.to(torch.int64) + away.to(torch.int64)
 
 
-def _is_below(probability: Tensor, like: Tensor, cast: Cast, seed: int | Tensor) -> Tensor:
+def _is_below(probability: Tensor, like: Tensor, cast: Cast, seed: Seed) -> Tensor:
     """Return whether the uniform number of each element is below `probability`, compared over 160 (or N) bits.
 
     N bits: of the probability cut to them, or rounded, half up or to even (IEEE P3109, StochasticA, B and C).
@@ -180,7 +181,7 @@ def _digits(fraction: Tensor) -> tuple[list[Tensor], Tensor]:
     return digits, fraction > 0
 
 
-def _below_digits(digits: list[Tensor], like: Tensor, cast: Cast, seed: int | Tensor, more: Tensor) -> Tensor:
+def _below_digits(digits: list[Tensor], like: Tensor, cast: Cast, seed: Seed, more: Tensor) -> Tensor:
     """Return whether the uniform number is below these digits, which `more` follows."""
     first = philox.words(like, seed)
     if cast.random_bits is not None:
@@ -206,7 +207,7 @@ def _in_units(share: Tensor, more: Tensor, rounding: Rounding) -> Tensor:
     return lower
 
 
-def _is_plus_one(half: Tensor, minus: Tensor, cast: Cast, seed: int | Tensor) -> Tensor:
+def _is_plus_one(half: Tensor, minus: Tensor, cast: Cast, seed: Seed) -> Tensor:
     """Return whether the uniform number is below (1 + x) / 2, in 160 bits; `half` is |x| / 2."""
     digits, more = _digits(half)
     borrow = more.to(torch.float64)

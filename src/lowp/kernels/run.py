@@ -15,10 +15,9 @@ from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels import cpu, packing, scaled
 from lowp.kernels.floats import narrow, widen
+from lowp.kernels.philox import Seed
 from lowp.kernels.scaled import Scales
 from lowp.quantized import Quantized
-
-Seed = int | Tensor
 
 
 def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
@@ -55,7 +54,7 @@ def quantize_into(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | No
 def encode(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, packed: bool) -> Tensor:
     """Return the codes; raise ValueError for NaNs that have none."""
     codes = torch.empty(x.shape, dtype=scaled.code_dtype(cast.element), device=x.device)
-    nans = module.encode(_readable(x).contiguous(), cast, _seed(module, seed), codes)
+    nans = module.encode(_readable(x).contiguous(), cast, seed, codes)
     if nans:
         raise InvalidInput(
             f"{nans} of {x.numel()} numbers are NaN, which {cast.format} has no code for: "
@@ -117,12 +116,12 @@ def dequantize(module: ModuleType, q: Quantized) -> Tensor:
 def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
     scales = scaled.choose(x, cast) if scales is None else scales
     if module is cpu and x.numel() and x.dtype in (torch.float32, torch.float64):
-        return _quantize_scaled_in_one_pass(x.contiguous(), cast, scales, int(seed))
+        return _quantize_scaled_in_one_pass(x.contiguous(), cast, scales, seed)
     wide = widen(x)
     return scaled.values(scaled.elements(wide, cast, scales, _element_cast(module, seed)), cast, scales, x.dtype)
 
 
-def _quantize_scaled_in_one_pass(x: Tensor, cast: Cast, scales: Scales, seed: int) -> Tensor:
+def _quantize_scaled_in_one_pass(x: Tensor, cast: Cast, scales: Scales, seed: Seed) -> Tensor:
     scope = scaled.scaled_format(cast).scope
     rows = {"tensor": 1, "channel": x.shape[0] if x.ndim else 1}.get(scope.kind, x[..., 0].numel() if x.ndim else 1)
     table, out = x.reshape(rows, -1), torch.empty_like(x)
@@ -146,11 +145,7 @@ def _element_cast(module: ModuleType, seed: Seed) -> scaled.ElementCast:
 
 
 def _call(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
-    module.quantize(x, cast, _seed(module, seed), out)
-
-
-def _seed(module: ModuleType, seed: Seed) -> Seed:
-    return int(seed) if module is cpu else seed
+    module.quantize(x, cast, seed, out)
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -290,6 +290,8 @@ def _given(scale: object, name: str, cast: Cast, x: Tensor) -> Tensor:
         raise TypeError(f"{cast}: {name} is a number or a tensor, not {type(scale).__name__}")
     shape = group_shape(x.shape, scaled_format(cast).scope)
     if isinstance(scale, Tensor):
+        if scale.is_meta or scale.layout is not torch.strided or scale.is_complex():
+            raise TypeError(f"{cast}: {name} is a strided tensor of real numbers, not {scale.layout} {scale.dtype}")
         if scale.dtype not in CARRIERS:
             scale = scale.to(torch.float64)
         found = widen(scale.detach().to(x.device))

@@ -10,19 +10,18 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.kernels import run
+from lowp.kernels.philox import Seed
 from lowp.kernels.scaled import Scales
 
 
-def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: run.Seed) -> Tensor:
+def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
     """Return the values that `cast` makes of `x`; gradients pass straight through (Bengio et al. 2013, 1308.3432)."""
     return _StraightThrough.apply(module, x, cast, scales, seed)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(
-        context: Any, module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: run.Seed
-    ) -> Tensor:
+    def forward(context: Any, module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
         return run.quantize(module, x, cast, scales, seed)
 
     @staticmethod

@@ -60,7 +60,8 @@ struct Task {
   int32_t in_type;   // Carrier; of `decode` the bytes of a code
   int32_t out_type;  // Carrier; of `encode` the bytes of a code
   uint64_t seed;
-  bool stream;  // write around the cache
+  bool stream;        // write around the cache
+  int64_t index = 0;  // of the first element in the tensor that this is a piece of: what random words it takes
 };
 
 // One scale for `group` neighbours of each row of `row` elements (the last group of a row may be shorter).

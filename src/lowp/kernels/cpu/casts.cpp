@@ -124,7 +124,7 @@ void gather(int64_t count, int64_t grain, int threads, Part* all, Work work) {
 using namespace lowp;
 
 // Changes with the meaning of any function below or the layout of lowp_cast.
-LOWP_EXPORT int lowp_casts_version() { return 2; }
+LOWP_EXPORT int lowp_casts_version() { return 3; }
 
 // 0 portable, 1 AVX2, 2 AVX-512; -1 the best one that this CPU has. Returns the level in use, or -1 for one it lacks.
 LOWP_EXPORT int lowp_casts_select(int level) {
@@ -137,11 +137,12 @@ LOWP_EXPORT int lowp_casts_select(int level) {
   return level;
 }
 
+// `index` is that of the first element in a tensor that x is a piece of: it decides which random words are drawn.
 LOWP_EXPORT void lowp_quantize(const lowp_cast* cast, int type, const void* x, void* out, int64_t count, uint64_t seed,
-                               int threads) {
+                               int64_t index, int threads) {
   // Between two blocks of random numbers the memory has time to spare: there ordinary stores are faster.
   const bool stream = !draws(cast->rounding) && streams(x, out, count * bytes_of(type));
-  const Task task{cast, x, out, type, type, seed, stream};
+  const Task task{cast, x, out, type, type, seed, stream, index};
   const Kernels& kernel = kernels();
   parallel_for(count, kBlock, enough_threads(count, threads),
                [&](int64_t begin, int64_t end) { kernel.quantize(task, begin, end); });
@@ -149,8 +150,8 @@ LOWP_EXPORT void lowp_quantize(const lowp_cast* cast, int type, const void* x, v
 
 // Returns the number of NaN that have no code.
 LOWP_EXPORT int64_t lowp_encode(const lowp_cast* cast, int type, const void* x, int code_bytes, void* out,
-                                int64_t count, uint64_t seed, int threads) {
-  const Task task{cast, x, out, type, code_bytes, seed, false};
+                                int64_t count, uint64_t seed, int64_t index, int threads) {
+  const Task task{cast, x, out, type, code_bytes, seed, false, index};
   const Kernels& kernel = kernels();
   std::atomic<int64_t> nans{0};
   parallel_for(count, kBlock, enough_threads(count, threads),
@@ -169,8 +170,8 @@ LOWP_EXPORT void lowp_decode(const lowp_cast* cast, int code_bytes, const void* 
 // x has rows of `row` elements; each `group` of a row has a scale and, unless null, a zero point.
 LOWP_EXPORT void lowp_quantize_scaled(const lowp_cast* cast, int type, const void* x, void* out, int64_t count,
                                       int64_t row, int64_t group, const double* scale, const int32_t* zero_point,
-                                      uint64_t seed, int threads) {
-  const Task task{cast, x, out, type, type, seed, streams(x, out, count * bytes_of(type))};
+                                      uint64_t seed, int64_t index, int threads) {
+  const Task task{cast, x, out, type, type, seed, streams(x, out, count * bytes_of(type)), index};
   const Scales scales{scale, zero_point, row, group};
   const Kernels& kernel = kernels();
   parallel_for(count, kBlock, enough_threads(count, threads),

@@ -107,7 +107,7 @@ __attribute__((noinline)) static int64_t encode_integers(const typename C::Bits*
 template <class C, class T>
 static int64_t encode_in(const Task& task, int64_t begin, int64_t end) {
   const lowp_cast& cast = *task.cast;
-  const Caster<C> caster(cast, task.seed);
+  const Caster<C> caster(cast, task.seed, task.index);
   const Code<C> code = cast.kind == kFloat ? make_code<C>(cast) : Code<C>{};
   alignas(64) typename C::Bits buffer[kBlock], values[kBlock];
   int64_t nans = 0;

@@ -178,6 +178,13 @@ static void random_words(uint64_t seed, uint64_t counter, int64_t counters, uint
   for (; done < counters; ++done) philox_at(seed, counter + static_cast<uint64_t>(done), 0, out + 4 * done);
 }
 
+// The words of `count` elements from `index` on; `buffer` has room for four more.
+static const uint32_t* words_from(uint64_t seed, int64_t index, int64_t count, uint32_t* buffer) {
+  const int64_t skipped = index % 4;
+  random_words(seed, static_cast<uint64_t>(index) / 4, (skipped + count + 3) / 4, buffer);
+  return buffer + skipped;
+}
+
 // The words of one counter of four words.
 static void random_block(uint64_t seed, const uint32_t* counter, uint32_t* out) { philox(counter, seed, out); }
 

@@ -11,11 +11,12 @@ template <class C>
 struct Caster {
   const lowp_cast& cast;
   uint64_t seed;
+  int64_t offset;
   Lane<C> lane;
   CastNumbers<C> kernel, quick;
 
-  Caster(const lowp_cast& given, uint64_t given_seed)
-      : cast(given), seed(given_seed), lane{}, kernel(nullptr), quick(nullptr) {
+  Caster(const lowp_cast& given, uint64_t given_seed, int64_t index = 0)
+      : cast(given), seed(given_seed), offset(index), lane{}, kernel(nullptr), quick(nullptr) {
     if (!reaches<C>(cast)) return;
     lane = make_lane<C>(cast);
     // a format with the carrier's own mantissa and exponents rounds nothing
@@ -24,12 +25,11 @@ struct Caster {
     if (cast.rounding == kStochastic) quick = quick_cast_numbers_for<C>(lane);
   }
 
-  // At most kBlock elements; `begin`, the index of the first, is a multiple of four. `out` may be `in`.
+  // At most kBlock elements, from element `begin` of the task on. `out` may be `in`.
   void operator()(const typename C::Bits* in, typename C::Bits* out, int64_t begin, int64_t count) const {
     if (kernel == nullptr || !draws(cast.rounding)) return with_words(in, out, begin, count, nullptr);
-    alignas(64) uint32_t words[kBlock];
-    random_words(seed, static_cast<uint64_t>(begin) / 4, (count + 3) / 4, words);
-    with_words(in, out, begin, count, words);
+    alignas(64) uint32_t words[kBlock + 4];
+    with_words(in, out, begin, count, words_from(seed, offset + begin, count, words));
   }
 
   // The same, with the random words of these elements given; `begin` may be any index.
@@ -51,7 +51,7 @@ struct Caster {
  private:
   void one_by_one(const typename C::Bits* in, typename C::Bits* out, int64_t begin, int64_t count) const {
     for (int64_t i = 0; i < count; ++i) {
-      const double value = cast_general(static_cast<double>(number(in[i])), cast, seed, begin + i);
+      const double value = cast_general(static_cast<double>(number(in[i])), cast, seed, offset + begin + i);
       out[i] = bits_of(static_cast<typename C::Number>(value));
     }
   }
@@ -59,7 +59,7 @@ struct Caster {
 
 template <class C>
 static void quantize_in(const Task& task, int64_t begin, int64_t end) {
-  const Caster<C> caster(*task.cast, task.seed);
+  const Caster<C> caster(*task.cast, task.seed, task.index);
   const bool aligned = is_aligned(task.out, sizeof(typename C::Bits));
   const bool direct = carrier_bytes(task.in_type) == sizeof(typename C::Bits) && aligned && !task.stream;
   alignas(64) typename C::Bits buffer[kBlock], result[kBlock];

@@ -51,15 +51,15 @@ static void narrow_exactly(uint64_t* values, int type, int64_t count) {
 static void quantize_scaled(const Task& task, const Scales& scales, int64_t begin, int64_t end) {
   const ExactArithmetic exact;
   const int64_t groups_of_row = (scales.row + scales.group - 1) / scales.group;
-  const Caster<F64> common(*task.cast, task.seed);
+  const Caster<F64> common(*task.cast, task.seed, task.index);
   alignas(64) uint64_t values[kBlock];
-  alignas(64) uint32_t words[kBlock];
+  alignas(64) uint32_t buffer[kBlock + 4];
   for (int64_t first = begin; first < end; first += kBlock) {
     const int64_t count = end - first < kBlock ? end - first : kBlock;
     const uint64_t* in = load<F64>(task.in, task.in_type, first, count, values);
     if (in != values) std::memcpy(values, in, sizeof(values[0]) * count);
-    if (draws(task.cast->rounding))
-      random_words(task.seed, static_cast<uint64_t>(first) / 4, (count + 3) / 4, words);
+    const uint32_t* words = buffer;
+    if (draws(task.cast->rounding)) words = words_from(task.seed, task.index + first, count, buffer);
     for (int64_t done = 0; done < count;) {
       const int64_t row = (first + done) / scales.row, column = (first + done) % scales.row;
       const int64_t group = column / scales.group, at_group = row * groups_of_row + group;
@@ -69,7 +69,7 @@ static void quantize_scaled(const Task& task, const Scales& scales, int64_t begi
         scale_group(common, scales.scale[at_group], values + done, words + done, first + done, size);
       } else {
         const lowp_cast cast = moved(*task.cast, scales.zero_point[at_group]);
-        const Caster<F64> caster(cast, task.seed);
+        const Caster<F64> caster(cast, task.seed, task.index);
         scale_group(caster, scales.scale[at_group], values + done, words + done, first + done, size);
       }
       done += size;
