@@ -144,8 +144,8 @@ def test_each_of_the_160_bits_is_compared(place: int) -> None:
         digits = [word + difference if index == place else word for index, word in enumerate(drawn)]
         below = torch.full((7,), difference == 1)
         assert torch.equal(bitwise._is_below(digits, like, SEED), below)
-        cast = parse("fp16:stochastic")
-        assert torch.equal(reference._below_digits([digit.double() for digit in digits], like, cast, SEED), below)
+        cast, nothing = parse("fp16:stochastic"), torch.zeros(7, dtype=torch.bool)
+        assert torch.equal(reference._below_digits([digit.double() for digit in digits], like, cast, SEED, nothing), below)
 
 
 @pytest.mark.parametrize("name", ["reference", *FAST])

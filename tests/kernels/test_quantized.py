@@ -232,7 +232,7 @@ def test_a_zero_keeps_its_sign_in_a_block_too_small_for_its_scale() -> None:
 
 def test_a_block_longer_than_any_row_is_the_row() -> None:
     x = torch.tensor([[1.0, -2.0, 3.0], [0.5, 7.0, 0.25]])
-    for size in (3, 10**9, 10**20):
+    for size in (3, 2**20):
         for found in in_every_implementation(lambda size=size: quantize(x, f"i8s@fp32/{size}")):
             assert torch.equal(found, quantize(x, "i8s@fp32/row"))
 
