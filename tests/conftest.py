@@ -13,6 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
+# Tables are as wide as COLUMNS says, which the workers of pytest-xdist find set to the width of its own terminal.
+os.environ.pop("COLUMNS", None)
+
 # The same examples in every run, so that a failure is the change's. HYPOTHESIS_PROFILE=explore looks for new ones.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)

@@ -145,7 +145,8 @@ def test_each_of_the_160_bits_is_compared(place: int) -> None:
         below = torch.full((7,), difference == 1)
         assert torch.equal(bitwise._is_below(digits, like, SEED), below)
         cast, nothing = parse("fp16:stochastic"), torch.zeros(7, dtype=torch.bool)
-        assert torch.equal(reference._below_digits([digit.double() for digit in digits], like, cast, SEED, nothing), below)
+        doubled = [digit.double() for digit in digits]
+        assert torch.equal(reference._below_digits(doubled, like, cast, SEED, nothing), below)
 
 
 @pytest.mark.parametrize("name", ["reference", *FAST])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -180,7 +181,9 @@ class Training:
             on_epoch(self)
         while not self.finished:
             started = time.perf_counter()
-            complete = self._run_epoch(stop, sampler)
+            with warnings.catch_warnings():  # a run whose weights are no numbers ends with words of its own
+                warnings.filterwarnings("ignore", "step .* is infinite or NaN")
+                complete = self._run_epoch(stop, sampler)
             self._seconds += time.perf_counter() - started
             if not complete:
                 return False
