@@ -18,6 +18,7 @@ from lowp.grad_scaler import GradScaler, NonFinite
 from lowp.grad_scaler.first_scale import first_scale
 from lowp.grad_scaler.misplaced import expect_step, step_comes
 from lowp.ops.predicted import is_predicted
+from lowp.optim.flex import FlexWeights
 from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters
 from lowp.optim.storage import Storage, check_seed
 from lowp.policy import Accumulation, Policy, Rule
@@ -190,9 +191,13 @@ class Precision:
             )
         self._require_backward("step")
         step_comes(self.scaler)
-        if not self.scaler.is_enabled() and self._unscaled.skips(self.guard, self.steps + 1):
-            self.steps += 1
-            return None
+        if not self.scaler.is_enabled():
+            for optimizer in optimizers:
+                if isinstance(optimizer, FlexWeights):
+                    optimizer.write_gradients()
+            if self._unscaled.skips(self.guard, self.steps + 1):
+                self.steps += 1
+                return None
         if self.steps == 0 and isinstance(self._storing, MasterStorage):
             agree_on_masters(optimizers)
         result = None

@@ -14,7 +14,16 @@ from lowp.errors import InvalidInput
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
 from lowp.kernels import cpu, payloads, words
 from lowp.kernels.integer import Exact
-from lowp.kernels.mantissas import Mantissas, current_exponent, has_mantissas, values, write_, written
+from lowp.kernels.mantissas import (
+    Mantissas,
+    Seen,
+    current_exponent,
+    has_mantissas,
+    seen_of,
+    values,
+    write,
+    write_,
+)
 from lowp.scaling import Autoflex, AutoflexState, Reactive, Written
 
 __all__ = ["COUNTS", "Entries", "Flush", "current", "scaling_of"]
@@ -36,17 +45,6 @@ def scaling_of(cast: Cast) -> Autoflex | Reactive:
     guess = Autoflex(16, spec.window, headroom=spec.headroom, start_headroom=spec.headroom, adapt=moves)
     guess = Autoflex(**{**guess.__dict__, "min_exponent": low, "max_exponent": high})
     return Reactive(guess=guess) if spec.kind == "reactive" else guess
-
-
-class Seen(NamedTuple):
-    """What one write saw: numbers on the CPU, 0-d tensors on an accelerator, in the order of `Written`."""
-
-    mantissa: Any
-    nonfinite: Any
-    vanished: Any
-    overflowed: Any
-    crowded: Any
-    elements: Any
 
 
 class Flush(NamedTuple):
@@ -90,11 +88,25 @@ class Entries:
         return found
 
     # -- one write ------------------------------------------------------------------------------------------------
-    def write(self, x: Tensor, index: int) -> Tensor:
-        """Return x as values of the format under the entry's exponent, and note what was seen."""
+    def write(self, x: Tensor, index: int, infinities: bool = False) -> tuple[Tensor, Any]:
+        """Return x as values of the format under the entry's exponent, and whether anything in it is not finite.
+
+        Notes what was seen. What is not finite stays as it is; where `infinities` are values like others, the entry
+        learns from the rest.
+        """
         if not self.started[index]:
             self._start(x, index)
-        return self._write_here(x, index) if x.device.type == "cpu" else self._write_there(x, index)
+        result, seen = self._written(x, self.exponent_of(index))
+        nonfinite = seen.nonfinite
+        if infinities and (isinstance(nonfinite, Tensor) or nonfinite):
+            nan = x.isnan().any()
+            seen = seen._replace(nonfinite=nan if isinstance(nonfinite, Tensor) else bool(nan))
+        self._note(index, seen)
+        return result, nonfinite
+
+    def exponent_of(self, index: int) -> int | Tensor:
+        """The exponent of an entry's next write: a number on a CPU, a 0-d tensor on an accelerator."""
+        return self.exponents[index] if self.device.type == "cpu" else self.state.exponent[index].clone()
 
     def low_word(self, x: Tensor, high: Tensor, index: int, axis: int) -> Tensor | None:
         """Return the value of the second word of x, which was written as `high` just now; None where it needs none."""
@@ -144,9 +156,9 @@ class Entries:
         if not self.started[index]:
             self._start(x, index)
         if self.is_plain:
-            self._note_here(index, write_(x, self.cast, self.exponents[index]), x.numel())
+            self._note(index, seen_of(write_(x, self.cast, self.exponents[index]), x.numel()))
         else:
-            x.copy_(self.write(x, index))
+            x.copy_(self.write(x, index)[0])
 
     def write_step(self, weight: Tensor, old: Mantissas, update_index: int, index: int) -> bool:
         """Write what a step has changed of a weight, and the weight as the sum, in place; `old` takes the mantissas.
@@ -165,8 +177,8 @@ class Entries:
         exponents = (old.exponent, self.exponents[update_index], self.exponents[index])
         update, new = cpu.step_int16(weight, old.payload, exponents, element.symmetric)
         torch.autograd.graph.increment_version(weight)
-        self._note_here(update_index, update, weight.numel())
-        self._note_here(index, new, weight.numel())
+        self._note(update_index, seen_of(update, weight.numel()))
+        self._note(index, seen_of(new, weight.numel()))
         return True
 
     def write_apart(self, x: Tensor, place: str) -> Tensor:
@@ -185,19 +197,14 @@ class Entries:
 
     def write_at(self, x: Tensor, exponent: int | Tensor) -> Tensor:
         """Return x as values of the format under an exponent, and remember nothing."""
-        if x.device.type == "cpu":
-            return self._written(x, int(exponent))[1]
-        limit, finite = self.scaling.limit, x.isfinite()
-        exponent = torch.as_tensor(exponent, device=x.device)
-        result = torch.ldexp(torch.ldexp(x.double(), -exponent).round().clamp(-limit - 1, limit), exponent).float()
-        return torch.where(finite, result, math.nan)
+        return self._written(x, exponent)[0]
 
-    def _written(self, x: Tensor, exponent: int) -> tuple[Mantissas, Tensor]:
-        """Return x as mantissas and as values, which are known by them from then on."""
-        found, result = written(x, self.cast, exponent)
-        if not found.nonfinite:
-            payloads.keep(result, self.cast.format, exponent, found.payload)
-        return found, result
+    def _written(self, x: Tensor, exponent: int | Tensor) -> tuple[Tensor, Seen]:
+        """Return x as values of the format, whose mantissas are kept beside them, and what was seen."""
+        result, seen, payload = write(x, self.cast, exponent, isinstance(self.scaling, Reactive))
+        if payload is not None and not isinstance(exponent, Tensor):
+            payloads.keep(result, self.cast.format, exponent, payload)
+        return result, seen
 
     def admit(self, x: Tensor, index: int) -> None:
         """Forget the entry's past where x would saturate under its exponent. Waits for an accelerator."""
@@ -223,7 +230,7 @@ class Entries:
         return not isinstance(self.scaling, Autoflex) or self.scaling.adapt
 
     def _start(self, x: Tensor, index: int) -> None:
-        maximum = x.abs().amax() if x.numel() else x.new_zeros(())
+        maximum = _largest(x)
         one = type(self.state)(*(part[index : index + 1] for part in self.state))
         begun = self.scaling.start(one, maximum.reshape(1).to(self.device))
         for part, new in zip(self.state, begun, strict=True):
@@ -231,38 +238,6 @@ class Entries:
         self.before[index : index + 1] = begun.exponent
         if x.device.type == "cpu":
             self.exponents[index], self.started[index] = int(begun.exponent), bool(begun.started)
-
-    def _write_here(self, x: Tensor, index: int) -> Tensor:
-        found, result = self._written(x, self.exponents[index])
-        crowded = 0
-        if isinstance(self.scaling, Reactive):
-            crowded = int((found.payload.abs() > self.scaling.limit // 2).sum())
-        self._note_here(index, found, x.numel(), crowded)
-        return result
-
-    def _note_here(self, index: int, seen: Mantissas | cpu.Written, elements: int, crowded: int = 0) -> None:
-        vanished = seen.largest == 0 and seen.nonfinite == 0 and seen.any
-        self._note(index, Seen(seen.largest, seen.nonfinite > 0, vanished, seen.saturated, crowded, elements))
-
-    def _write_there(self, x: Tensor, index: int) -> Tensor:
-        """The same without waiting for the device."""
-        exponent, limit = self.state.exponent[index], self.scaling.limit
-        scaled = torch.ldexp(x.double(), -exponent)
-        finite = scaled.isfinite()
-        rounded = torch.round(scaled)
-        bounded = rounded.clamp(-limit - 1, limit)
-        magnitude = torch.where(finite, bounded.abs(), 0.0)
-        largest = magnitude.amax() if x.numel() else magnitude.new_zeros(())
-        seen = Seen(
-            largest,
-            ~finite.all(),
-            (largest == 0) & (finite & (x != 0)).any() & finite.all(),
-            (finite & (bounded != rounded)).sum(),
-            (magnitude > limit // 2).sum(),
-            torch.full_like(largest, x.numel()),
-        )
-        self._note(index, seen)
-        return torch.where(finite, torch.ldexp(bounded, exponent), math.nan).float()
 
     def _note(self, index: int, seen: Seen) -> None:
         earlier = self.pending.get(index)
@@ -362,6 +337,15 @@ class Entries:
             self.started = self.state.started.tolist()
         elif not all(self.started):
             self.started = self.state.started.tolist()
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest |x| of what is finite, 0 where nothing is."""
+    magnitude = x.detach().abs()
+    largest = magnitude.amax() if x.numel() else magnitude.new_zeros(())
+    if not x.is_cpu or not bool(largest.isfinite()):
+        largest = torch.where(magnitude.isfinite(), magnitude, 0.0).amax() if x.numel() else largest
+    return largest
 
 
 def current(cast: Cast) -> Cast:

@@ -69,6 +69,11 @@ def features_axis(place: str, x: Tensor) -> int | None:
     return axis if x.shape[axis] >= words.FEATURES else None
 
 
+def _is_result(place: str) -> bool:
+    """Whether a place is one of results of the forward pass."""
+    return place.startswith("output of ")
+
+
 @dataclass
 class Summary:
     """Sums over writes; `raises_needed`: maxima that the exponent of the write before could not have held."""
@@ -104,7 +109,7 @@ class SharedExponents:
     def write(self, x: Tensor, cast: Cast, place: str, *, training: bool = True, unless_exact: bool = False) -> Tensor:
         """Return x, fp32 or fp64, as values of the cast's format in fp32, rounded once under the place's exponent.
 
-        Saturates what does not fit. NaN stands where x was infinite or NaN, and the place is among the `faults`.
+        Saturates what does not fit. What is infinite or NaN stays so, and the place is among the `faults`.
         `unless_exact` gives x back where it is in the format, under whatever exponent, and notes nothing. Outside of
         `training` the exponent is that of x's own maximum, or the place's where the cast predicts none.
         """
@@ -115,9 +120,9 @@ class SharedExponents:
         if not training:
             return group.write_apart(x, place)
         index = self._begun(group, place)
-        result = self._with_low_word(group, x, group.write(x, index), place)
-        seen = group.pending[index].nonfinite
-        if not isinstance(seen, Tensor) and seen and place not in self._faults:
+        result, nonfinite = group.write(x, index, _is_result(place))
+        result = self._with_low_word(group, x, result, place)
+        if not isinstance(nonfinite, Tensor) and nonfinite and place not in self._faults:
             self._faults.append(place)
         for listener in self._listeners:
             listener(place, x, group.exponents[index])
@@ -262,7 +267,8 @@ class SharedExponents:
     def faults(self) -> list[str]:
         """The places where a value that was not finite has been written in this step, the first one first.
 
-        Waits for an accelerator; a CPU knows.
+        None where results alone are not finite, and no gradient: a program may mask with infinities, or not use what
+        overflowed. Waits for an accelerator; a CPU knows.
         """
         found = list(self._faults)
         for group in self._groups.values():
@@ -270,7 +276,7 @@ class SharedExponents:
             for index, seen in group.pending.items():
                 if isinstance(seen.nonfinite, Tensor) and bool(seen.nonfinite):
                     found.append(names[index])
-        return found
+        return [] if all(_is_result(place) for place in found) else found
 
     def beyond(self) -> list[str]:
         """The places where numbers were cut off in this step that no exponent of the format holds.

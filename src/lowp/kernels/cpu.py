@@ -289,7 +289,7 @@ def quantize_scaled(
 class Written(NamedTuple):
     """What was seen while mantissas were written."""
 
-    largest: int  # the largest |mantissa|
+    largest: int  # the largest |mantissa| of what is finite
     saturated: int  # finite elements that did not fit
     nonfinite: int  # infinities, which saturate, and NaNs, which become 0
     any: bool  # whether anything was not zero before it was rounded
@@ -307,8 +307,8 @@ def to_int16(
 ) -> Written:
     """Write x * 2**-exponent, rounded and saturated, into the int16 tensor `out`, in one pass.
 
-    `symmetric` leaves out -32768. `values`, in fp32, takes what the mantissas stand for, NaN for what is not finite;
-    it may be x, and be asked for alone.
+    `symmetric` leaves out -32768. `values`, in fp32, takes what the mantissas stand for, and what is not
+    finite as it is; it may be x, and be asked for alone.
     """
     counts = (c_int64 * 4)()
     _loaded().lowp_write_int16(

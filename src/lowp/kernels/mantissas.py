@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ class Mantissas(NamedTuple):
 
     payload: Tensor  # int16
     exponent: int
-    largest: int  # the largest |mantissa| after saturation: 0 .. 32768
+    largest: int  # the largest |mantissa| of what is finite, after saturation: 0 .. 32768
     saturated: int  # finite elements that did not fit
     nonfinite: int  # infinities, which saturate, and NaNs, which become 0
     any: bool = True  # whether any element was not zero before it was rounded
@@ -150,24 +150,79 @@ def to_mantissas(x: Tensor, cast: Cast, exponent: int, seed: int = 0) -> Mantiss
     bounded = rounded.nan_to_num(nan=0.0).clamp(cast.format.element.minimum, cast.format.element.maximum)
     payload.copy_(bounded)
     finite = scaled.isfinite()
-    largest = int(bounded.abs().max()) if x.numel() else 0
+    largest = int(torch.where(finite, bounded.abs(), 0.0).max()) if x.numel() else 0
     cut, nonfinite = int((finite & (bounded != rounded)).sum()), int((~finite).sum())
     return Mantissas(payload, exponent, largest, cut, nonfinite, largest > 0 or bool(x.any()))
 
 
 def written(x: Tensor, cast: Cast, exponent: int) -> tuple[Mantissas, Tensor]:
-    """Return x as mantissas, and the values they stand for in fp32, with NaN for what is not finite."""
+    """Return x as mantissas, and the values they stand for in fp32; what is not finite stays as it is."""
     if x.device.type != "cpu" or cpu.library() is None:
         found = to_mantissas(x, cast, exponent)
         result = values(found.payload, exponent)
-        return found, torch.where(x.isfinite(), result, math.nan) if found.nonfinite else result
+        return found, torch.where(x.isfinite(), result, x.float()) if found.nonfinite else result
     payload = torch.empty(x.shape, dtype=torch.int16, device="cpu")
     result = torch.empty(x.shape, dtype=torch.float32, device="cpu")
     return Mantissas(payload, exponent, *_write(x, cast, exponent, payload, result)), result
 
 
+class Seen(NamedTuple):
+    """What one write under a shared exponent saw: numbers on a CPU, 0-d tensors on an accelerator."""
+
+    mantissa: Any  # the largest |mantissa| of what is finite
+    nonfinite: Any  # whether anything is infinite or NaN
+    vanished: Any  # whether all that was not zero became zero
+    overflowed: Any  # elements that did not fit
+    crowded: Any  # elements that would not fit under half the unit; 0 on a CPU where they were not asked for
+    elements: Any
+
+
+def write(x: Tensor, cast: Cast, exponent: int | Tensor, crowded: bool = False) -> tuple[Tensor, Seen, Tensor | None]:
+    """Return x as values of the format in fp32 under an exponent, what was seen, and the mantissas if there are some.
+
+    What is not finite stays as it is. An exponent that is a tensor on an accelerator is not waited for; there are no
+    mantissas then.
+    """
+    if isinstance(exponent, Tensor):
+        return *_write_without_waiting(x, cast, exponent), None
+    found, result = written(x, cast, exponent)
+    limit = _limit(cast)
+    close = int((found.payload.abs() > limit // 2).sum()) if crowded else 0
+    return result, seen_of(found, x.numel(), close), None if found.nonfinite else found.payload
+
+
+def seen_of(found: Mantissas | cpu.Written, elements: int, crowded: int = 0) -> Seen:
+    """Return what was seen while mantissas were written, as all writes tell it."""
+    vanished = found.largest == 0 and found.nonfinite == 0 and found.any
+    return Seen(found.largest, found.nonfinite > 0, vanished, found.saturated, crowded, elements)
+
+
+def _limit(cast: Cast) -> int:
+    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
+    return int(cast.format.element.maximum)
+
+
+def _write_without_waiting(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Tensor, Seen]:
+    limit = _limit(cast)
+    scaled = torch.ldexp(x.double(), -exponent)
+    finite = scaled.isfinite()
+    rounded = torch.round(scaled)
+    bounded = rounded.clamp(-limit - 1, limit)
+    magnitude = torch.where(finite, bounded.abs(), 0.0)
+    largest = magnitude.amax() if x.numel() else magnitude.new_zeros(())
+    seen = Seen(
+        largest,
+        ~finite.all(),
+        (largest == 0) & (finite & (x != 0)).any() & finite.all(),
+        (finite & (bounded != rounded)).sum(),
+        (magnitude > limit // 2).sum(),
+        torch.full_like(largest, x.numel()),
+    )
+    return torch.where(finite, torch.ldexp(bounded, exponent), x.double()).float(), seen
+
+
 def write_(x: Tensor, cast: Cast, exponent: int) -> cpu.Written:
-    """Round x, of fp32, in place to values of the format, with NaN for what is not finite; return what was seen."""
+    """Round x, of fp32, in place to values of the format, but for what is not finite; return what was seen."""
     if _is_direct(x):
         seen = _write(x, cast, exponent, None, x)
         torch.autograd.graph.increment_version(x)

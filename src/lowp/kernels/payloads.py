@@ -10,6 +10,7 @@ the first to be tried.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 
@@ -158,6 +159,8 @@ def rounded(x: Tensor, cast: Cast) -> Mantissas | None:
     if exponent is None:
         return None
     result = to_mantissas(x, cast, exponent)
+    if result.nonfinite:  # under an exponent that was given
+        return None
     if x.grad_fn is not None:
         keep(x, cast, exponent, result.payload)
     return result
@@ -174,7 +177,7 @@ def _rounded_again(x: Tensor, cast: Cast, found: _Kept) -> Mantissas | None:
     if lie is None or abs(found.exponent) > _LARGEST or cpu.library() is None:
         return None
     maximum = cpu.rounds_to_int16(x, payload, found.exponent, lie, _is_symmetric(cast))
-    if maximum is None or exponent_of(maximum, cast) != found.exponent:
+    if maximum is None or not math.isfinite(maximum) or exponent_of(maximum, cast) != found.exponent:
         return None
     return Mantissas(payload, found.exponent, 0, 0, 0)
 

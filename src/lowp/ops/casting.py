@@ -19,7 +19,8 @@ from lowp import kernels
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.compat import constant_when_compiled, private
 from lowp.errors import InvalidInput
-from lowp.formats import FORMATS, FloatFormat, ScaledFormat
+from lowp.formats import FORMATS, FloatFormat, ScaledFormat, Specials
+from lowp.kernels import nonfinite
 from lowp.kernels.integer import Exact
 from lowp.policy import Rule
 
@@ -218,14 +219,25 @@ _straight_through = with_tangents(_StraightThrough)
 
 
 def _quantized(x: Tensor, to: Cast, seed: Tensor | int, axis: int) -> Tensor:
-    """Return the values of a cast in fp32 (fp64 stays); groups of a shared scale run along `axis`."""
+    """Return the values of a cast in fp32 (fp64 stays); groups of a shared scale run along `axis`.
+
+    What is infinite or NaN stays so in every format: a training step that has met one must not go on as if it had not.
+    """
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
     if is_irregular(x):
         return _with_values(x, to, seed)
     if axis == -1 or not _has_groups(to):
-        return cast(Tensor, kernels.quantize(x, to, seed=seed))
-    moved = kernels.quantize(x.movedim(axis, -1).contiguous(), to, seed=seed)
-    return cast(Tensor, moved.movedim(-1, axis))
+        result = cast(Tensor, kernels.quantize(x, to, seed=seed))
+    else:
+        result = kernels.quantize(x.movedim(axis, -1).contiguous(), to, seed=seed).movedim(-1, axis)
+    return result if _keeps_infinities(to) else nonfinite.kept(x, result, functorch_is_active())
+
+
+@_constant
+def _keeps_infinities(to: Cast) -> bool:
+    """Whether the cast itself makes infinities or NaNs of infinities, and NaNs of NaNs."""
+    is_float = isinstance(to.format, FloatFormat) and to.format.specials is not Specials.FINITE
+    return is_float and to.overflow is not Overflow.SATURATE
 
 
 def is_irregular(x: Tensor) -> bool:

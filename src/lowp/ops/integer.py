@@ -86,7 +86,8 @@ def _mantissas(x: Tensor, to: Cast | None, call: Call) -> Mantissas | None:
         return None
     if to.is_stochastic:
         exponent = current_exponent(x, to)
-        return None if exponent is None else to_mantissas(x, to, exponent, int(call.seed()))
+        found = None if exponent is None else to_mantissas(x, to, exponent, int(call.seed()))
+        return None if found is None or found.nonfinite else found
     return payloads.rounded(x, to)
 
 

@@ -104,10 +104,10 @@ class FlexWeights(torch.optim.Optimizer):
                 "sparse=False, or train in dfp16, whose optimizer is fp32"
             )
         before: dict[Tensor, Tensor | Mantissas] = {}
+        self.write_gradients()
         for parameter in self._parameters():
             if parameter.grad is not None:
                 name = self._names[parameter]
-                self._write_(parameter.grad, f"gradient of {name}", unless_exact=True)
                 known = self.exponents.mantissas(parameter, self.cast, f"weight of {name}")
                 before[parameter] = parameter.detach().clone() if known is None else known
         result = self.inner.step()
@@ -124,6 +124,14 @@ class FlexWeights(torch.optim.Optimizer):
             if isinstance(buffer := getattr(module(), key, None), Tensor):
                 buffer.copy_(self._written(buffer, f"buffer of {name}", unless_exact=True))
         return result
+
+    @torch.no_grad()
+    def write_gradients(self) -> None:
+        """Write the gradients as the step reads them: those that are not finite are then among the faults."""
+        for parameter in self._parameters():
+            gradient = parameter.grad
+            if gradient is not None and not gradient.is_sparse:
+                self._write_(gradient, f"gradient of {self._names[parameter]}", unless_exact=True)
 
     def _write_step(self, parameter: Tensor, old: Tensor | Mantissas) -> None:
         """Write the update of a parameter, and the parameter as the sum of what it was and the update."""

@@ -27,7 +27,7 @@ __attribute__((noinline)) static void write_mantissas(const typename C::Bits* in
     value = value < lower ? lower : value;
     const int32_t mantissa = static_cast<int32_t>(value != value ? Number{0} : value);
     const int32_t size = mantissa < 0 ? -mantissa : mantissa;
-    largest = size > largest ? size : largest;
+    largest = finite & (size > largest) ? size : largest;
     out[i] = static_cast<int16_t>(mantissa);
   }
   seen->maximum = largest > seen->maximum ? largest : seen->maximum;
@@ -70,11 +70,11 @@ __attribute__((noinline)) static void read_mantissas(const int16_t* in, int expo
   for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(in[i]) * factor;
 }
 
-// What is not finite has no mantissa, and NaN as its value.
+// What is not finite has no mantissa, and stays as it is.
 template <class C>
-static void spoil(const typename C::Bits* in, float* values, int64_t count) {
+static void keep_nonfinite(const typename C::Bits* in, float* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i)
-    if ((in[i] & Constants<C>::kMagnitude) >= Constants<C>::kInf) values[i] = number(Constants<F32>::kQuietNan);
+    if ((in[i] & Constants<C>::kMagnitude) >= Constants<C>::kInf) values[i] = static_cast<float>(number(in[i]));
 }
 
 template <class C>
@@ -105,7 +105,7 @@ static void to_int16_in(const Task& task, int exponent, float* values, Mantissas
     } else {
       alignas(64) float block[kBlock];
       read_mantissas(out, exponent, block, count);
-      spoil<C>(in, block, count);
+      keep_nonfinite<C>(in, block, count);
       std::memcpy(values + first, block, sizeof(float) * static_cast<size_t>(count));
     }
   }
@@ -278,7 +278,7 @@ __attribute__((noinline)) static void step_block(const Step& step, float* weight
     any |= sum != 0;
     non_finite += !finite;
     old[i] = static_cast<int16_t>(mantissa);
-    weight[i] = finite ? static_cast<float>(mantissa * unit) : number(Constants<F32>::kQuietNan);
+    weight[i] = finite ? static_cast<float>(mantissa * unit) : weight[i];
   }
   seen->update.maximum = largest_update > seen->update.maximum ? largest_update : seen->update.maximum;
   seen->weight.maximum = largest > seen->weight.maximum ? largest : seen->weight.maximum;
