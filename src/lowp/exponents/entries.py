@@ -12,17 +12,19 @@ from torch import Tensor
 from lowp.casts import Cast, Rounding
 from lowp.errors import InvalidInput
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
-from lowp.kernels import cpu, payloads, words
+from lowp.kernels import payloads, words
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import (
     Mantissas,
     Seen,
     current_exponent,
+    has_integer_kernels,
     has_mantissas,
     seen_of,
     values,
     write,
     write_,
+    write_step,
 )
 from lowp.scaling import Autoflex, AutoflexState, Reactive, Written
 
@@ -106,11 +108,11 @@ class Entries:
 
     def exponent_of(self, index: int) -> int | Tensor:
         """The exponent of an entry's next write: a number on a CPU, a 0-d tensor on an accelerator."""
-        return self.exponents[index] if self.device.type == "cpu" else self.state.exponent[index].clone()
+        return self.exponents[index] if has_integer_kernels(self.device) else self.state.exponent[index].clone()
 
     def low_word(self, x: Tensor, high: Tensor, index: int, axis: int) -> Tensor | None:
         """Return the value of the second word of x, which was written as `high` just now; None where it needs none."""
-        if x.device.type != "cpu":
+        if not has_integer_kernels(x):
             return words.low_value_there(x, high, self.state.exponent[index], axis)
         exponent = self.exponents[index]
         return words.low_value(x, high, exponent, self.cast) if words.is_coarse(x, exponent, axis) else None
@@ -146,7 +148,7 @@ class Entries:
     def is_plain(self) -> bool:
         """Whether writes on a CPU are rounded to nearest even and counted by no more than their maximum."""
         return (
-            self.device.type == "cpu"
+            has_integer_kernels(self.device)
             and self.cast.rounding is Rounding.NEAREST_EVEN
             and not isinstance(self.scaling, Reactive)
         )
@@ -170,15 +172,13 @@ class Entries:
         )
         if held or not (self.is_plain and self.started[update_index] and self.started[index]):
             return False
-        if update_index in self.pending or index in self.pending or not weight.is_contiguous() or weight.data_ptr() % 4:
+        if update_index in self.pending or index in self.pending:
             return False
-        element = self.cast.element
-        assert isinstance(element, IntFormat)
-        exponents = (old.exponent, self.exponents[update_index], self.exponents[index])
-        update, new = cpu.step_int16(weight, old.payload, exponents, element.symmetric)
-        torch.autograd.graph.increment_version(weight)
-        self._note(update_index, seen_of(update, weight.numel()))
-        self._note(index, seen_of(new, weight.numel()))
+        found = write_step(weight, old, (self.exponents[update_index], self.exponents[index]), self.cast)
+        if found is None:
+            return False
+        for one, seen in zip((update_index, index), found, strict=True):
+            self._note(one, seen_of(seen, weight.numel()))
         return True
 
     def write_apart(self, x: Tensor, place: str) -> Tensor:
@@ -236,7 +236,7 @@ class Entries:
         for part, new in zip(self.state, begun, strict=True):
             part[index : index + 1] = new
         self.before[index : index + 1] = begun.exponent
-        if x.device.type == "cpu":
+        if has_integer_kernels(x):
             self.exponents[index], self.started[index] = int(begun.exponent), bool(begun.started)
 
     def _note(self, index: int, seen: Seen) -> None:
@@ -332,7 +332,7 @@ class Entries:
 
     def _learn(self) -> None:
         """Take the new exponents over for kernels that take numbers; an accelerator is asked only about beginners."""
-        if self.device.type == "cpu":
+        if has_integer_kernels(self.device):
             self.exponents = self.state.exponent.tolist()
             self.started = self.state.started.tolist()
         elif not all(self.started):
@@ -343,7 +343,7 @@ def _largest(x: Tensor) -> Tensor:
     """The largest |x| of what is finite, 0 where nothing is."""
     magnitude = x.detach().abs()
     largest = magnitude.amax() if x.numel() else magnitude.new_zeros(())
-    if not x.is_cpu or not bool(largest.isfinite()):
+    if not has_integer_kernels(x) or not bool(largest.isfinite()):
         largest = torch.where(magnitude.isfinite(), magnitude, 0.0).amax() if x.numel() else largest
     return largest
 

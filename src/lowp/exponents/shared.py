@@ -27,7 +27,7 @@ from lowp.exponents.places import Passes, PlaceSite, Spots
 from lowp.exponents.ranks import AgreedPlaces
 from lowp.kernels import payloads, words
 from lowp.kernels.integer import Exact
-from lowp.kernels.mantissas import Mantissas, exact_mantissas
+from lowp.kernels.mantissas import Mantissas, exact_mantissas, has_integer_kernels
 
 __all__ = ["CLASSES", "SharedExponents", "Summary", "class_of"]
 
@@ -186,7 +186,7 @@ class SharedExponents:
     def mantissas(self, x: Tensor, cast: Cast, place: str) -> Mantissas | None:
         """The mantissas of what stands at a place, to the bit; None where x is not in the format."""
         group = self._groups.get(cast)
-        if group is None or place not in group.names or x.device.type != "cpu":
+        if group is None or place not in group.names or not has_integer_kernels(x):
             return None
         return exact_mantissas(x, cast, group.exponents[group.names[place]])
 

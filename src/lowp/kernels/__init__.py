@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from lowp.kernels.dispatch import IMPLEMENTATIONS, available, use
 from lowp.kernels.functions import decode, dequantize, encode, quantize, statistics
+from lowp.kernels.products import contract
 from lowp.kernels.statistics import Statistics
 
 __all__ = [
     "IMPLEMENTATIONS",
     "Statistics",
     "available",
+    "contract",
     "decode",
     "dequantize",
     "encode",

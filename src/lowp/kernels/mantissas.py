@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
-from lowp.kernels import bitwise, cpu
+from lowp.kernels import bitwise, cpu, dispatch
 
 _WIDE = IntFormat("wide", 32)  # rounds without saturating what int16 still has to be seen to saturate
 
@@ -24,6 +24,21 @@ class Mantissas(NamedTuple):
     saturated: int  # finite elements that did not fit
     nonfinite: int  # infinities, which saturate, and NaNs, which become 0
     any: bool = True  # whether any element was not zero before it was rounded
+
+
+def forced_way() -> str | None:
+    """Return the implementation that `lowp.kernels.use` asks for; None outside of it, and under torch.compile."""
+    return None if torch.compiler.is_compiling() else dispatch.forced()
+
+
+def uses_library() -> bool:
+    """Whether the C++ library computes on integers here and now."""
+    return forced_way() in (None, "cpu") and cpu.library() is not None
+
+
+def has_integer_kernels(*tensors: Tensor | torch.device) -> bool:
+    """Whether integers are computed with where these lie, so that what a kernel has seen is known at once: on CPUs."""
+    return all((one if isinstance(one, torch.device) else one.device).type == "cpu" for one in tensors)
 
 
 def has_mantissas(cast: Cast | None) -> bool:
@@ -109,7 +124,7 @@ def _is_direct(x: Tensor) -> bool:
         and not x.is_neg()
         and not x._is_zerotensor()
         and x.data_ptr() % 4 == 0
-        and cpu.library() is not None
+        and uses_library()
     )
 
 
@@ -141,7 +156,7 @@ def to_mantissas(x: Tensor, cast: Cast, exponent: int, seed: int = 0) -> Mantiss
     assert isinstance(cast.format.element, IntFormat)
     x = _readable(x)
     payload = torch.empty(x.shape, dtype=torch.int16, device=x.device)
-    if x.device.type == "cpu" and cpu.library() is not None:
+    if x.device.type == "cpu" and uses_library():
         symmetric = cast.format.element.symmetric
         seen = cpu.to_int16(x, exponent, symmetric, cast.rounding, seed, payload, cast.random_bits)
         return Mantissas(payload, exponent, *seen)
@@ -157,7 +172,7 @@ def to_mantissas(x: Tensor, cast: Cast, exponent: int, seed: int = 0) -> Mantiss
 
 def written(x: Tensor, cast: Cast, exponent: int) -> tuple[Mantissas, Tensor]:
     """Return x as mantissas, and the values they stand for in fp32; what is not finite stays as it is."""
-    if x.device.type != "cpu" or cpu.library() is None:
+    if x.device.type != "cpu" or not uses_library():
         found = to_mantissas(x, cast, exponent)
         result = values(found.payload, exponent)
         return found, torch.where(x.isfinite(), result, x.float()) if found.nonfinite else result
@@ -240,9 +255,25 @@ def _write(x: Tensor, cast: Cast, exponent: int, payload: Tensor | None, result:
     return cpu.to_int16(x, exponent, symmetric, cast.rounding, 0, payload, cast.random_bits, result)
 
 
+def write_step(
+    weight: Tensor, old: Mantissas, exponents: tuple[int, int], cast: Cast
+) -> tuple[cpu.Written, cpu.Written] | None:
+    """Write what a step has changed of a weight since it had mantissas, and the weight as the sum, in place.
+
+    `old` takes the new mantissas; `exponents` are those of the update and of the weight. Returns what was seen of both;
+    None, with nothing done, where one is to be written after the other.
+    """
+    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
+    if not _is_direct(weight):
+        return None
+    seen = cpu.step_int16(weight, old.payload, (old.exponent, *exponents), cast.format.element.symmetric)
+    torch.autograd.graph.increment_version(weight)
+    return seen
+
+
 def values(payload: Tensor, exponent: int) -> Tensor:
     """The values of mantissas in fp32, which holds them exactly unless they leave its range."""
-    if payload.device.type == "cpu" and cpu.library() is not None:
+    if payload.device.type == "cpu" and uses_library():
         result = torch.empty_like(payload, dtype=torch.float32)
         if result.stride() != payload.stride():  # it has gaps, or lies on itself
             payload, result = payload.contiguous(), torch.empty(payload.shape, dtype=torch.float32, device="cpu")

@@ -27,6 +27,7 @@ from lowp.kernels.mantissas import (
     exact_mantissas,
     exponent_of,
     to_mantissas,
+    uses_library,
     values,
 )
 
@@ -174,7 +175,7 @@ def _rounded_again(x: Tensor, cast: Cast, found: _Kept) -> Mantissas | None:
     if payload is None or found.of != cast or cast.rounding is not Rounding.NEAREST_EVEN:
         return None
     lie = _rows(x)
-    if lie is None or abs(found.exponent) > _LARGEST or cpu.library() is None:
+    if lie is None or abs(found.exponent) > _LARGEST or not uses_library():
         return None
     maximum = cpu.rounds_to_int16(x, payload, found.exponent, lie, _is_symmetric(cast))
     if maximum is None or not math.isfinite(maximum) or exponent_of(maximum, cast) != found.exponent:
@@ -204,13 +205,15 @@ def _is_symmetric(cast: Cast) -> bool:
 def _stands_for(x: Tensor, payload: Tensor, exponent: int) -> bool:
     """Whether every element of x is its mantissa * 2**exponent now; the two lie alike."""
     lie = _rows(x)
-    if lie is None or abs(exponent) > _LARGEST or cpu.library() is None:
+    if lie is None or abs(exponent) > _LARGEST or not uses_library():
         return torch.equal(values(payload, exponent), x.detach())
     return cpu.is_int16(x, payload, exponent, lie)
 
 
 def _rows(x: Tensor) -> cpu.Rows | None:
     """Return how x lies in memory, whatever the order of its dimensions; None for what is not rows of neighbours."""
+    if x.data_ptr() % 4:
+        return None
     if x.is_contiguous():
         return cpu.Rows(1, x.numel(), x.numel())
     dims = sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1 and step > 0)

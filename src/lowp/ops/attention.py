@@ -12,15 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowp.casts import Cast
 from lowp.compat import gradients_of
+from lowp.kernels.products import is_native
 from lowp.ops.casting import (
     Call,
     Operand,
     carried,
     carrier_dtype,
     functorch_is_active,
-    native_dtype,
     operand,
     result_dtype,
     rounded,
@@ -79,7 +78,7 @@ def _attention(
         result = rounded(result, rule.output, call.seed)
         return result if rule.grad is None else gradient_cast(result, rule.grad, call.seed)
     values = [carried(x, rule.input, call.seed) for x in tensors]
-    if _is_native(values, rule.output):
+    if is_native(rule.output, *values):
         narrow = mask.to(values[0].dtype) if mask is not None and mask.is_floating_point() else mask
         return settings.attend(values[0], values[1], values[2], narrow)
     dtype = result_dtype(rule.output)
@@ -103,14 +102,6 @@ def _plain_carrier(rule: Rule) -> torch.dtype:
     if rule.input is not None and carrier_dtype(rule.input) is result_dtype(rule.output):
         return carrier_dtype(rule.input)
     return torch.float32
-
-
-def _is_native(values: list[Tensor], output: Cast | None) -> bool:
-    """Whether a GPU's own fused attention is meant: three operands and the output in the same 16-bit dtype."""
-    dtype = values[0].dtype
-    if not values[0].is_cuda or dtype not in (torch.float16, torch.bfloat16) or output is None:
-        return False
-    return native_dtype(output) is dtype and all(value.dtype is dtype for value in values)
 
 
 class _Attention(torch.autograd.Function):

@@ -20,7 +20,8 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import Unavailable
 from lowp.kernels import payloads, words
-from lowp.kernels.mantissas import Mantissas, current_exponent, has_mantissas, to_mantissas, values
+from lowp.kernels.mantissas import Mantissas, current_exponent, has_integer_kernels, has_mantissas, to_mantissas, values
+from lowp.kernels.products import contract, contract_mantissas
 from lowp.ops.casting import Call, Site, functorch_is_active, operand, rounded, shield
 from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.ops.writing import (
@@ -82,7 +83,7 @@ class _Written(NamedTuple):
 
 def _mantissas(x: Tensor, to: Cast | None, call: Call) -> Mantissas | None:
     """Return x as mantissas, or None where that cannot be: not on the CPU, nothing to round to, or not finite."""
-    if to is None or not has_mantissas(to) or x.device.type != "cpu" or x.dtype is torch.float64:
+    if to is None or not has_mantissas(to) or not has_integer_kernels(x) or x.dtype is torch.float64:
         return None
     if to.is_stochastic:
         exponent = current_exponent(x, to)
@@ -114,10 +115,10 @@ class _IntegerProduct(torch.autograd.Function):
         ctx.save_for_backward(a.payload, b.payload, torch.tensor((a.exponent, b.exponent), device="cpu"))
         if written is not None:  # the exact sum, bias included, is rounded once
             return _written_output(form, call, written.site, a, b, bias)
-        result = form.integer_product(OUTPUT, a, b, _is_exact(call))
-        if bias is not None:
-            result = form.with_bias(result, bias.float())
-        return rounded(result, call.rule.output, call.seed)
+        output = call.rule.output
+        return contract(
+            form, OUTPUT, (a, b), call.rule.accumulate, output, bias, lambda x: rounded(x, output, call.seed)
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,7 +134,7 @@ class _IntegerProduct(torch.autograd.Function):
                 incoming = _mantissas(gradient, rule.grad, call)
             if incoming is None:
                 operands = [values(one.payload, one.exponent) for one in saved]
-                found = ctx.in_fp32(ctx, gradient, operands, ctx.edges)
+                found = ctx.in_fp32(ctx.needs_input_grad[2:5], ctx.bias_dtype, gradient, (operands, ctx.edges))
                 return None, None, *_written_gradients(found, written), None, None, None, None
             both = _words(ctx, gradient, incoming)
             if written is not None:
@@ -168,17 +169,18 @@ def _as_it_came(gradient: Tensor, rule: Rule) -> Mantissas | None:
 def _written_output(form: Form, call: Call, site: Site, a: Mantissas, b: Mantissas, bias: Tensor | None) -> Tensor:
     if bias is None:
         return _written_sum(form, OUTPUT, call, site, OUTPUT_ROLE, a, b)
-    result = form.integer_product(OUTPUT, a, b, _is_exact(call), torch.float64).double()
+    result = contract(form, OUTPUT, (a, b), call.rule.accumulate, dtype=torch.float64).double()
     wide = form.spread(bias.double())
     return site.write(result.add_(wide) if result.is_contiguous() else result + wide, OUTPUT_ROLE)
 
 
 def _written_sum(form: Form, slot: int, call: Call, site: Site, role: str, left: Mantissas, right: Mantissas) -> Tensor:
     """Return the product that fills a slot, its sum written under a role; an exact one straight from the integers."""
-    if not _is_exact(call):
-        return site.write(form.integer_product(slot, left, right, False), role)
-    result = site.write_exact(partial(form.mantissas, slot, left, right), role)
-    return site.write(form.integer_product(slot, left, right, True, torch.float64), role) if result is None else result
+    if call.rule.accumulate is not None and call.rule.accumulate.format == "exact":
+        result = site.write_exact(partial(contract_mantissas, form, slot, (left, right)), role)
+        if result is not None:
+            return result
+    return site.write(contract(form, slot, (left, right), call.rule.accumulate, dtype=torch.float64), role)
 
 
 def _summed_gradients(
@@ -206,7 +208,7 @@ def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: list[Mantissa
     result: list[Tensor | None] = [None, None, None]
     for index, target in enumerate((FIRST, SECOND)):
         if ctx.needs_input_grad[2 + index]:
-            parts = [form.integer_product(target, saved[1 - index], one, _is_exact(call)) for one in incoming]
+            parts = [contract(form, target, (saved[1 - index], one), call.rule.accumulate) for one in incoming]
             result[index] = sum(parts[1:], parts[0])
     if ctx.needs_input_grad[4]:
         result[2] = form.bias_gradient(_value(incoming))
@@ -228,7 +230,3 @@ def _written_gradients(found: Sequence[Tensor | None], written: _Written | None)
         None if one is None else written_gradient(one, written.site, role, unless_exact=False)
         for one, role in zip(found, roles, strict=True)
     ]
-
-
-def _is_exact(call: Call) -> bool:
-    return call.rule.accumulate is not None and call.rule.accumulate.format == "exact"

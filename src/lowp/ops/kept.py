@@ -22,7 +22,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import gradients_of
 from lowp.kernels import payloads
-from lowp.kernels.mantissas import values
+from lowp.kernels.mantissas import has_integer_kernels, values
 from lowp.ops.casting import Call, Site, edge, shield
 from lowp.ops.generic import changed, is_out_of_place
 from lowp.ops.writing import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, written_gradient
@@ -149,7 +149,7 @@ def fused_call(call: Call) -> tuple[Fused, list[Tensor]] | None:
     args, kwargs = changed(call.args, collect), changed(call.kwargs, collect)
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors) or not is_out_of_place(call):
         return None
-    if any(x.dtype is not torch.float32 or x.device.type != "cpu" for x in tensors):
+    if not has_integer_kernels(*tensors) or any(x.dtype is not torch.float32 for x in tensors):
         return None
     if call.op == "dropout":
         return dropout_call(call)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
 from lowp.formats import IntFormat, ScaledFormat
+from lowp.kernels.mantissas import has_integer_kernels
 from lowp.ops.casting import Call, functorch_is_active, shield
 from lowp.ops.contraction import function_name, require
 from lowp.ops.kept import Fused, dropout_call
@@ -54,7 +55,7 @@ def _is_followed(x: Tensor) -> bool:
     """Whether a graph for backward alone follows a plain tensor of fp32."""
     if not (x.requires_grad and torch.is_grad_enabled()) or type(x) not in (Tensor, nn.Parameter):
         return False
-    if x.dtype is not torch.float32 or x.device.type != "cpu" or x.layout is not torch.strided or x.is_nested:
+    if x.dtype is not torch.float32 or not has_integer_kernels(x) or x.layout is not torch.strided or x.is_nested:
         return False
     return unpack_dual(x).tangent is None  # type: ignore[no-untyped-call]
 

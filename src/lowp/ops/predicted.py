@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.kernels.mantissas import has_mantissas
+from lowp.kernels.mantissas import has_integer_kernels, has_mantissas
 from lowp.ops.casting import Call
 from lowp.ops.generic import changed, not_in_place, run_changed
 from lowp.ops.kept import computed_and_written, fused_call
@@ -57,13 +57,13 @@ def run(row: Row, call: Call) -> Any:
     if row.name in INHERITING:
         return select(call)
     runner = row.run(call.rule)
-    if (row.product or row.runner) in _EXACT_RUNNERS or (row.runner in _NORMS and _is_on_cpu(call)):
+    if (row.product or row.runner) in _EXACT_RUNNERS or (row.runner in _NORMS and _has_integer_kernels(call)):
         return runner(call)
     return fused(row, call)
 
 
-def _is_on_cpu(call: Call) -> bool:
-    return all(x.device.type == "cpu" for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
+def _has_integer_kernels(call: Call) -> bool:
+    return has_integer_kernels(*(x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)))
 
 
 def fused(row: Row, call: Call) -> Any:

@@ -11,19 +11,19 @@ rounded ONCE by the rule's `output`. The incoming gradient is rounded by `grad` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from lowp import kernels
 from lowp.casts import Cast
 from lowp.formats import ScaledFormat
+from lowp.kernels.products import ready_operand
 from lowp.kernels.words import has_low_word, warn_of_loss, with_low_word
-from lowp.ops.accumulate import accumulated
 from lowp.ops.casting import (
     Call,
     Operand,
@@ -31,7 +31,6 @@ from lowp.ops.casting import (
     depends_on_axis,
     draw_seed,
     functorch_is_active,
-    native_dtype,
     operand,
     result_dtype,
     rounded,
@@ -44,6 +43,9 @@ from lowp.ops.writing import wide_contraction
 from lowp.policy import Accumulation, Rule
 
 __all__ = ["contract", "product"]
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Kept = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
 
 # the two slots whose operands make the product of a slot, in order
 _OTHERS = {FIRST: (SECOND, OUTPUT), SECOND: (FIRST, OUTPUT), OUTPUT: (FIRST, SECOND)}
@@ -152,7 +154,10 @@ class _Product(torch.autograd.Function):
         with shield():
             saved = ctx.saved_tensors
             values, edges = saved[:2], ctx.edges if ctx.edges is not None else saved[2:]
-            return None, None, None, *_gradients(ctx, gradient, values, edges), None, None
+            first, second, bias = ctx.needs_input_grad[3:6]
+            wanted = _Wanted((first, second), bias, ctx.bias_dtype)
+            found = _gradients(ctx.form, ctx.slot, ctx.numbers, wanted, gradient, (values, edges))
+            return None, None, None, *found, None, None
 
     @staticmethod
     def tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
@@ -173,11 +178,24 @@ class _Product(torch.autograd.Function):
 _product = with_tangents(_Product)
 
 
+class _Wanted(NamedTuple):
+    """Which gradients are asked for, of the two operands and of the bias, and the dtype of the bias."""
+
+    operands: tuple[bool, bool]
+    bias: bool
+    bias_dtype: torch.dtype | None
+
+
 def _gradients(
-    ctx: Any, gradient: Tensor, values: tuple[Tensor | None, ...], edges: list[Tensor | None]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of both operands and of the bias."""
-    form, slot, numbers = ctx.form, ctx.slot, ctx.numbers
+    form: Form,
+    slot: int,
+    numbers: Numbers,
+    wanted: _Wanted,
+    gradient: Tensor,
+    kept: Kept,
+) -> Gradients:
+    """Return the gradients of both operands and of the bias. `kept`: the operands' values, and edges of the graph."""
+    values, edges = kept
     graph = torch.is_grad_enabled() or functorch_is_active()
     rounded_gradient: dict[int, Operand] = {}
 
@@ -188,14 +206,14 @@ def _gradients(
             value = carried(gradient, numbers.grad, numbers.seed, axis)
             if not graph and numbers.grad is not None and isinstance(form, Linear):
                 value = _whole(gradient, value, numbers.grad)
-            if not graph and not value.is_cuda:
-                value = value.float()  # once for all the products and the bias
+            if not graph:
+                value = ready_operand(value)  # once for all the products and the bias
             rounded_gradient[axis] = operand(gradient, value, numbers.gradient_dtype) if graph else Operand(value)
         return rounded_gradient[axis]
 
     result: list[Tensor | None] = [None, None]
     for index, target in enumerate(_OTHERS[slot]):
-        if not ctx.needs_input_grad[3 + index]:
+        if not wanted.operands[index]:
             continue
         other_slot = _OTHERS[slot][1 - index]
         edge = edges[1 - index]
@@ -208,9 +226,9 @@ def _gradients(
         else:
             result[index] = computed(form, target, numbers, left.plain, right.plain)
     bias = None
-    if ctx.needs_input_grad[5]:
+    if wanted.bias:
         wide = incoming(-1).connected
-        bias = rounded(form.bias_gradient(wide), numbers.output, numbers.seed).to(ctx.bias_dtype)
+        bias = rounded(form.bias_gradient(wide), numbers.output, numbers.seed).to(wanted.bias_dtype)
     return result[0], result[1], bias
 
 
@@ -224,31 +242,21 @@ def _whole(gradient: Tensor, value: Tensor, cast: Cast) -> Tensor:
 
 
 def _integer_gradients(
-    form: Form, numbers: Numbers, ctx: Any, gradient: Tensor, values: tuple[Tensor, Tensor], edges: list[Tensor | None]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of an integer contraction, whose context counts one argument less, from its fp32 values."""
-    needs = (False, *ctx.needs_input_grad)
-    like = SimpleNamespace(form=form, slot=OUTPUT, numbers=numbers, bias_dtype=ctx.bias_dtype, needs_input_grad=needs)
-    return _gradients(like, gradient, values, edges)
+    form: Form,
+    numbers: Numbers,
+    needs: tuple[bool, bool, bool],
+    bias_dtype: torch.dtype | None,
+    gradient: Tensor,
+    kept: Kept,
+) -> Gradients:
+    """Return the gradients of an integer contraction from its fp32 values."""
+    return _gradients(form, OUTPUT, numbers, _Wanted(needs[:2], needs[2], bias_dtype), gradient, kept)
 
 
 def computed(
     form: Form, slot: int, numbers: Numbers, left: Tensor, right: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """Return a product of rounded operands, summed as the rule says and rounded once."""
-    accumulation = numbers.accumulate
-    if accumulation is not None and accumulation.format != "fp32":
-        result = accumulated(form, slot, left.float(), right.float(), accumulation)
-        result = result if bias is None else form.with_bias(result, bias.float())
-    elif _is_native(left, right, numbers.output):
-        return form.product(slot, left, right, None if bias is None else bias.to(left.dtype))
-    else:
-        result = form.product(slot, left.float(), right.float(), None if bias is None else bias.float())
-    return rounded(result, numbers.output, numbers.seed)
-
-
-def _is_native(left: Tensor, right: Tensor, output: Cast | None) -> bool:
-    """Whether the device's own 16-bit product is meant: a GPU sums in fp32 and rounds once, bias included."""
-    if not left.is_cuda or output is None or left.dtype is not right.dtype:
-        return False
-    return left.dtype in (torch.float16, torch.bfloat16) and native_dtype(output) is left.dtype
+    output = numbers.output
+    finish = None if output is None else lambda x: rounded(x, output, numbers.seed)
+    return kernels.contract(form, slot, (left, right), numbers.accumulate, output, bias, finish)

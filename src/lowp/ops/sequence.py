@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.casts import Cast
@@ -47,8 +46,6 @@ class Layer:
         """Return the hidden projection, rounded as an output, in fp32. `weight` is rounded already."""
         numbers = self.numbers
         hidden = carried(hidden, self.input, numbers.seed)
-        if numbers.accumulate is None or numbers.accumulate.format == "fp32":
-            return rounded(F.linear(hidden.float(), weight.float(), bias), numbers.output, numbers.seed).float()
         return computed(_form(hidden, weight), OUTPUT, numbers, hidden, weight, bias).float()
 
 
@@ -161,8 +158,6 @@ class _Backward:
     def _back(self, gradient: Tensor, wide: Tensor) -> Tensor:
         """Return the gradient of the hidden state through its projection."""
         numbers = self.layer.numbers
-        if numbers.accumulate is None or numbers.accumulate.format == "fp32":
-            return rounded(gradient @ wide, numbers.output, numbers.seed).float()
         shape = (gradient.shape[0], wide.shape[1])
         return computed(Linear(shape, tuple(wide.shape)), FIRST, numbers, wide, gradient).float()
 

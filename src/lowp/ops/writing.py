@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lowp.casts import Cast
 from lowp.errors import Misuse
+from lowp.kernels.products import contract
 from lowp.ops.casting import Call, Site, rounded, shield
 from lowp.ops.forms import OUTPUT, Form
 
@@ -27,7 +28,7 @@ def wide_contraction(form: Form, call: Call, first: Tensor, second: Tensor, bias
     role_of = gradient_roles()
     pairs = ((first, call.rule.input), (second, call.rule.weight))
     x, y = (read_by(_operand(one, cast), site, role_of(one), torch.float64) for one, cast in pairs)
-    result = form.product(OUTPUT, x, y)
+    result = contract(form, OUTPUT, (x, y))
     if bias is not None:
         result = form.with_bias(result, read_by(bias, site, BIAS_GRADIENT, torch.float64))
     return write_by(result, site, OUTPUT_ROLE, OUTPUT_GRADIENT)

@@ -1,0 +1,143 @@
+"""`contract`: the one place that chooses how a product runs.
+
+A product is given as a form (which torch calls it is made of, and as which matrices), its two operands as rounded
+values in their carriers or as integers under an exponent, how it is summed, and the cast of its result. The ways:
+
+* integers: the int16 kernels, in C++ or by their definition in torch; exact, or in chains as DFP-16 sums;
+* blocks: a running sum that is rounded to fp16 or bf16 after every block of products;
+* native: the device's own 16-bit product, which sums in fp32 and rounds once, bias included;
+* fp32: an fp32 product of the rounded values (each product of significands of up to 12 bits is exact), rounded once;
+* reference: the same in fp64, the definition of the sum.
+
+`lowp.kernels.use` forces a way everywhere: ``native`` takes torch's own product also on a CPU, ``reference`` the
+definitions, ``bitwise`` torch's operations alone, ``cpu`` the C++ library's integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.errors import Unavailable
+from lowp.formats import FORMATS
+from lowp.kernels.integer import Exact
+from lowp.kernels.mantissas import Mantissas, forced_way
+from lowp.policy import Accumulation
+
+__all__ = ["Form", "contract", "contract_mantissas", "is_native", "ready_operand"]
+
+_SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_BLOCK_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Form(Protocol):
+    """What a contraction tells of its products; `slot` is the one of its three tensors that is computed."""
+
+    def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the product in the dtype of its operands, by torch's own functions."""
+
+    def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """Return the operands as matrices, and what shapes their product back."""
+
+    def integer_product(
+        self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Return the product of mantissas, summed exactly or in chains."""
+
+    def mantissas(self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool) -> Exact | None:
+        """Return the exact product as mantissas under an exponent; None where it is none."""
+
+    def with_bias(self, result: Tensor, bias: Tensor) -> Tensor:
+        """Return the output with its bias added."""
+
+
+def contract(
+    form: Form,
+    slot: int,
+    operands: tuple[Tensor, Tensor] | tuple[Mantissas, Mantissas],
+    accumulate: Accumulation | None = None,
+    output: Cast | None = None,
+    bias: Tensor | None = None,
+    finish: Callable[[Tensor], Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the product that fills a slot of a form, summed as `accumulate` says.
+
+    `finish` casts the sum to `output`; a native product of that format has done so itself. `dtype` is that of sums of
+    integers. Raises Unavailable for a way that `lowp.kernels.use` asks for and there is none.
+    """
+    left, right = operands
+    if isinstance(left, Mantissas) and isinstance(right, Mantissas):
+        exact = accumulate is not None and accumulate.format == "exact"
+        result = form.integer_product(slot, left, right, exact, dtype)
+        result = result if bias is None else form.with_bias(result, bias.to(result.dtype))
+    else:
+        assert isinstance(left, Tensor) and isinstance(right, Tensor)
+        if accumulate is not None and accumulate.format != "fp32":
+            result = _in_blocks(form, slot, left.float(), right.float(), accumulate)
+            result = result if bias is None else form.with_bias(result, bias.float())
+        elif is_native(output, left, right):
+            return form.product(slot, left, right, None if bias is None else bias.to(left.dtype))
+        else:
+            result = _in_one_dtype(form, slot, left, right, bias)
+    return result if finish is None else finish(result)
+
+
+def contract_mantissas(
+    form: Form, slot: int, operands: tuple[Mantissas, Mantissas], exponent: int, symmetric: bool
+) -> Exact | None:
+    """Return the exact product of integers as int16 under an exponent, rounded once; None where the sum is needed."""
+    return form.mantissas(slot, *operands, exponent, symmetric)
+
+
+def _in_one_dtype(form: Form, slot: int, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a product in fp32, or in fp64: of fp64 operands, and by the definition."""
+    wide = left.dtype is torch.float64
+    if wide or forced_way() == "reference":
+        result = form.product(slot, left.double(), right.double(), None if bias is None else bias.double())
+        return result if wide else result.float()
+    return form.product(slot, left.float(), right.float(), None if bias is None else bias.float())
+
+
+def is_native(output: Cast | None, *operands: Tensor) -> bool:
+    """Whether the device's own 16-bit product is meant: of operands and a result in one dtype, on an accelerator.
+
+    There it sums in fp32 and rounds once, bias included; a CPU's rounds more often, and has to be asked for.
+    """
+    dtype, forced = operands[0].dtype, forced_way()
+    if output is None or dtype not in _SIXTEEN_BITS:
+        return False
+    if not operands[0].is_cuda if forced is None else forced != "native":
+        return False
+    return all(one.dtype is dtype for one in operands) and output == Cast(FORMATS[_SIXTEEN_BITS[dtype]])
+
+
+def ready_operand(value: Tensor) -> Tensor:
+    """Return an operand that several products will read, as they will want it: in fp32 where they run in fp32."""
+    return value if value.is_cuda else value.float()
+
+
+def _in_blocks(form: Form, slot: int, left: Tensor, right: Tensor, accumulation: Accumulation) -> Tensor:
+    """Return a product in fp32 whose sum was carried in fp16 or bf16.
+
+    The contracted dimension is walked in its order in blocks of n products; each block is summed in fp32, then
+    sum = round(sum + block), nearest-even. Where several dimensions are contracted, the last runs fastest. This is the
+    definition, made of torch's ops, and as fast as it needs to be to show what such a unit loses.
+    """
+    if accumulation.format not in _BLOCK_DTYPES:
+        raise Unavailable(
+            f"accumulate={accumulation} needs integer elements under a shared scale, such as dfp16; "
+            "these operands are floating-point: take fp32, fp16/n or bf16/n"
+        )
+    rows, columns, finish = form.matrices(slot, left, right)
+    dtype = _BLOCK_DTYPES[accumulation.format]
+    running = rows.new_zeros(*rows.shape[:-1], columns.shape[-1])
+    for start in range(0, rows.shape[-1], accumulation.block):
+        stop = start + accumulation.block
+        block = rows[..., start:stop] @ columns[..., start:stop, :]
+        running = (running + block).to(dtype).float()
+    return finish(running)

@@ -1,0 +1,129 @@
+"""The one place that chooses how products run: what is forced there is forced everywhere."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowp
+from lowp import kernels
+from lowp.casts import parse
+from lowp.errors import Unavailable
+from lowp.kernels import cpu
+from lowp.ops.forms import OUTPUT, Linear
+from lowp.precision import Precision
+
+SOURCE = Path(lowp.__file__).parent
+
+# Who may ask on which device a tensor lies, beside the kernels, and why.
+ALLOWED = {
+    "recipes": "programs, which choose their device and measure it",
+    "benchmarking": "times and memory of a device",
+    "grad_scaler": "the scale is placed where the gradients are",
+    "scaling/loss_scale.py": "fp64 is not on every device",
+    "optim": "state is placed where the parameters are",
+    "distributed.py": "a group's back ends are told by device",
+    "exponents/ranks.py": "entries are made on the device that the other ranks' are on",
+    "region/weights.py": "memory that processes share is told by what a CPU's storage says",
+    "region/engine.py": "torch.autocast is asked by device",
+    "ops/attention.py": "the state of a device's random generator",
+}
+
+
+def _asks(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines that ask for a device: is_cuda, is_cpu, device.type."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (
+            node.attr in ("is_cuda", "is_cpu")
+            or (node.attr == "type" and isinstance(node.value, ast.Attribute) and node.value.attr == "device")
+            or (node.attr == "type" and isinstance(node.value, ast.Name) and node.value.id == "device")
+        ):
+            yield node.lineno
+
+
+def test_outside_the_kernels_nobody_asks_on_which_device_a_tensor_lies() -> None:
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        if name.startswith("kernels/"):
+            continue
+        lines = list(_asks(ast.parse(path.read_text())))
+        if lines and not any(name == one or name.startswith(one + "/") for one in ALLOWED):
+            found.append(f"{name}:{lines}")
+    assert found == []
+
+
+def _step(precision: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.GELU(), nn.Linear(8, 3))
+    made = Precision(precision)
+    model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    found = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        with made.autocast():
+            loss = F.cross_entropy(model(torch.randn(5, 2, 6, 6)), torch.tensor([0, 1, 2, 0, 1]))
+        made.backward(loss)
+        made.step(optimizer)
+        found.append(loss.detach())
+    return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+@contextmanager
+def _without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The C++ library is there, and whoever calls it is an error."""
+
+    class Refusing:
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(f"{name} of the C++ library was called")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "_loaded", Refusing)
+        patch.setattr(cpu, "library", Refusing)
+        yield
+
+
+@pytest.mark.parametrize("precision", ["dfp16", "flex16+5"])
+@pytest.mark.parametrize("way", ["reference", "bitwise"])
+def test_int16_training_is_forced_away_from_the_library_with_the_same_bits(
+    precision: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _step(precision)
+    with _without_library(monkeypatch), kernels.use(way):
+        found = _step(precision)
+    # torch's own fp32 functions between the contractions, and the exact sums, are the same
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "e5m7", "e4m3fn"])
+def test_the_definition_sums_in_fp64(precision: str) -> None:
+    cast = parse(precision)
+    x, w = (lowp.quantize(torch.randn(7, 300), cast) for _ in range(2))
+    exact = x.double() @ w.double().t()
+    form = Linear((7, 300), (7, 300))
+    with kernels.use("reference"):
+        found = kernels.contract(form, OUTPUT, (x, w))
+    assert torch.equal(found, exact.float())
+    assert torch.allclose(kernels.contract(form, OUTPUT, (x, w)), found, rtol=1e-5, atol=1e-4)
+
+
+def test_torchs_own_product_is_taken_on_a_cpu_where_it_is_asked_for() -> None:
+    x, w = torch.randn(4, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+    form, cast = Linear((4, 64), (5, 64)), parse("bf16")
+    with kernels.use("native"):
+        found = kernels.contract(form, OUTPUT, (x, w), output=cast)
+    assert found.dtype is torch.bfloat16 and torch.equal(found, F.linear(x, w))
+
+
+def test_a_way_that_there_is_none_of_is_refused() -> None:
+    x = torch.randn(4, 8)
+    with kernels.use("native"), pytest.raises(Unavailable, match="native has no integer products"):
+        with lowp.autocast("dfp16"):
+            F.linear(x, x)
