@@ -27,6 +27,7 @@ ALLOWED = {
     "recipes": "programs, which choose their device and measure it",
     "benchmarking": "times and memory of a device",
     "grad_scaler": "the scale is placed where the gradients are",
+    "step_guard.py": "a flag on an accelerator is not waited for",
     "scaling/loss_scale.py": "fp64 is not on every device",
     "optim": "state is placed where the parameters are",
     "distributed.py": "a group's back ends are told by device",

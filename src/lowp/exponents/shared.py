@@ -225,7 +225,7 @@ class SharedExponents:
         index = None if group is None else group.names.get(place)
         if group is None or index is None or index not in group.pending:
             return None
-        return group.exponents[index] if group.device.type == "cpu" else group.state.exponent[index].clone()
+        return group.exponent_of(index)
 
     def spots(self) -> Spots:
         """The spots of an entry of a region that begins."""
