@@ -194,7 +194,10 @@ def _summed_gradients(
             if len(incoming) == 1:
                 result[index] = _written_sum(form, target, ctx.call, written.site, role, other, *incoming)
             else:
-                parts = [form.integer_product(target, other, one, True, torch.float64) for one in incoming]
+                parts = [
+                    contract(form, target, (other, one), ctx.call.rule.accumulate, dtype=torch.float64)
+                    for one in incoming
+                ]
                 result[index] = written.site.write(sum(parts[1:], parts[0]), role)
     if ctx.needs_input_grad[4]:
         wide = form.bias_gradient(_value(incoming).double())
