@@ -266,7 +266,7 @@ def _of_cast(cast: Cast) -> Preset:
     """
     if str(cast) in PRESETS:
         return PRESETS[str(cast)]
-    if cast.format == formats.parse("flex16+5") and cast.scaling is not None and cast.scaling.kind in _OF_PLACES:
+    if _is_predicted(cast):
         flex = PRESETS["flex16+5"]
         policy = replace(_predicted(str(cast.scaling)), name=str(cast))
         return replace(flex, name=str(cast), policy=policy, summary=f"every tensor int16, exponents {cast.scaling}")
@@ -284,9 +284,7 @@ def _of_cast(cast: Cast) -> Preset:
 
 def _is_predicted(cast: Cast) -> bool:
     """Whether exponents belong to places and are predicted: such weights and their updates need no masters."""
-    return (
-        str(cast.format) == "flex16+5" and cast.scaling is not None and cast.scaling.kind not in ("current", "delayed")
-    )
+    return cast.format == formats.parse("flex16+5") and cast.scaling is not None and cast.scaling.kind in _OF_PLACES
 
 
 def _is_narrow(cast: Cast | None) -> bool:

@@ -24,6 +24,7 @@ LEARNING: dict[str, tuple[dict[str, Any], int, float, int, float]] = {
     "unet": ({"widths": (4, 8, 8, 8), "images": (4, 4)}, 4, 0.01, 20, 0.85),
     "rossmann": ({"drawn": (20, 200)}, 256, 0.01, 40, 0.6),
     "gpt": ({"layers": 2, "width": 32, "bytes": 20_000}, 8, 0.01, 30, 0.7),
+    "words": ({"vocabulary": 300, "width": 8, "hidden": 8, "drawn": (400, 50)}, 32, 0.02, 30, 0.9),
     "bert": ({"layers": 1, "width": 32, "heads": 2, "drawn": 40}, 16, 0.003, 25, 0.75),
     "seq2seq": ({"width": 32, "drawn": 40}, 16, 0.02, 30, 0.7),
     "ssd": ({"images": (4, 2)}, 4, 0.001, 20, 0.7),
