@@ -431,7 +431,11 @@ REFUSED = [
     (dict(x=torch.ones(2), cast="int8", scale="big"), TypeError, "scale is a number or a tensor, not str"),
     (dict(x=torch.ones(2), cast="int8-affine", scale=2.0), ValueError, "is affine: give scale=(scale, zero_point)"),
     (dict(x=torch.ones(2), cast="nvfp4", scale=2.0), ValueError, "two levels of scale are always current"),
-    (dict(x=torch.ones(2), cast="flex16+5:autoflex"), ValueError, "keep its state with lowp.scaling and give scale="),
+    (
+        dict(x=torch.ones(2), cast="flex16+5:autoflex"),
+        ValueError,
+        "or lowp.quantize with scale=, found from those tensors",
+    ),
 ]
 
 

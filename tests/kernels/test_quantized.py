@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -193,6 +194,15 @@ def in_every_implementation(call: Callable[[], Tensor]) -> list[Tensor]:
             with use(name):
                 found.append(call())
     return found
+
+
+@pytest.mark.parametrize("kind", ["delayed", "autoflex", "frozen", "reactive"])
+def test_a_scale_from_tensors_before_is_asked_for_in_words(kind: str) -> None:
+    x = torch.tensor([3.0, -1.0])
+    text = f"dfp16:{kind}: a {kind} scale follows from tensors seen before, and a cast remembers none: use current "
+    with pytest.raises(InvalidInput, match=re.escape(text)):
+        quantize(x, f"dfp16:{kind}")
+    assert torch.equal(quantize(x, f"dfp16:{kind}", scale=2.0**-13), x)
 
 
 def test_zero_points_are_those_of_the_element() -> None:

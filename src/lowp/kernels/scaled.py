@@ -98,8 +98,8 @@ def choose(x: Tensor, cast: Cast) -> Scales:
         return Scales(two_to_the(exponent))
     if scaling.kind != "current":
         raise InvalidInput(
-            f"{cast}: a {scaling.kind} scale follows from tensors seen before, and quantize remembers none: "
-            "keep its state with lowp.scaling and give scale=, or use current scaling"
+            f"{cast}: a {scaling.kind} scale follows from tensors seen before, and a cast remembers none: use current "
+            "scaling, or lowp.quantize with scale=, found from those tensors (lowp.statistics(x).maximum)"
         )
     if format.affine:
         return _affine(x, format)
