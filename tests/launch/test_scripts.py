@@ -73,7 +73,9 @@ def run_in(precision: str, name: str, cwd: Path, *options: str) -> subprocess.Co
 def test_a_script_trains_as_in_fp32_and_prints_unscaled_numbers(
     name: str, precision: str, plain: Callable[[str], str], tmp_path: Path
 ) -> None:
-    ran = run_in(precision, name, tmp_path)
+    # ranks begin with one scale, so that none of them looks for its own
+    options = ("--loss-scale", "dynamic(1024)") if (name, precision) == ("ddp.py", "fp16") else ()
+    ran = run_in(precision, name, tmp_path, *options)
     assert ran.returncode == 0, ran.stderr
     expected = numbers(plain(name))
     assert numbers(ran.stdout) == pytest.approx(expected, rel=0.15, abs=0.03)
