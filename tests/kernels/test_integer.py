@@ -411,3 +411,14 @@ def test_without_the_library_the_reference_serves(monkeypatch: pytest.MonkeyPatc
     assert all(same(x, y) for x, y in zip(expected, found, strict=True))
     with pytest.raises(Unavailable, match="reference runs without it"):
         integer.matmul_exact(a, b, kernel="portable")
+
+
+@pytest.mark.parametrize("product", integer.PRODUCTS)
+def test_a_convolution_lies_in_memory_alike_in_every_kernel(product: str) -> None:
+    shape = integer.ConvolutionShape.of((2, 4, 6, 7), (6, 2, 3, 2), stride=(2, 3), padding=(1, 0), groups=2)
+    sizes = {"forward": (shape.input, shape.weight), "input_gradient": (shape.output, shape.weight)}
+    a, b = (random_int16(*size) for size in sizes.get(product, (shape.input, shape.output)))
+    for call in (integer.convolution_chained, integer.convolution_exact):
+        for kernel in kernels():
+            assert call(product, a, b, shape, exponent=-20, kernel=kernel).values.is_contiguous()
+        assert call(product, a, b, shape, exponent=-20, kernel="reference").values.is_contiguous()

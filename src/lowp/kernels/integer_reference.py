@@ -150,7 +150,7 @@ def convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, cha
     lifted = {"forward": (full.input, full.weight), "input_gradient": (full.output, full.weight)}.get(
         product, (full.input, full.output)
     )
-    return run(a.reshape(lifted[0]), b.reshape(lifted[1]), full, chained).reshape(result_shape)
+    return run(a.reshape(lifted[0]), b.reshape(lifted[1]), full, chained).reshape(result_shape).contiguous()
 
 
 def _even(count: int) -> int:
