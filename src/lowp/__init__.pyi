@@ -30,6 +30,7 @@ def quantize(
     *,
     scale: Any = None,
     seed: int | _torch.Tensor = 0,
+    offset: int = 0,
     out: _torch.Tensor | None = None,
 ) -> _torch.Tensor: ...
 @overload
@@ -39,6 +40,7 @@ def quantize(
     *,
     scale: Any = None,
     seed: int | _torch.Tensor = 0,
+    offset: int = 0,
     out: _NDArray[_Element] | None = None,
 ) -> _NDArray[_Element]: ...
 @overload
