@@ -498,7 +498,6 @@ def test_unknown_names_are_value_errors() -> None:
 def test_what_is_made_in_torch_s_spelling_is_an_instance_of_both() -> None:
     for made in (autocast("cpu", dtype=BRAIN), autocast(device_type="cpu", enabled=False)):
         assert isinstance(made, autocast) and isinstance(made, torch.autocast)
-        assert issubclass(type(made), autocast)
     assert isinstance(autocast("fp16"), autocast) and not isinstance(autocast("fp16"), torch.autocast)
     assert not isinstance(torch.autocast("cpu"), autocast) and not isinstance(3, autocast)
 

@@ -85,7 +85,7 @@ def test_gradients_reach_a_sparse_matrix(precision: str) -> None:
 
 
 def test_entries_that_are_given_in_parts_are_added_before_they_are_rounded() -> None:
-    parts = torch.sparse_coo_tensor([[0, 0], [0, 0]], [1.0, 2.0**-9], (1, 1), check_invariants=True)
+    parts = torch.sparse_coo_tensor([[0, 0], [0, 0]], [1.0, 2.0**-9], (1, 1), check_invariants=False)
     with autocast("bf16"):
         assert (parts @ torch.ones(1, 1)).item() == 1.0
     with autocast("e5m7"):

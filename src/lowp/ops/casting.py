@@ -152,8 +152,12 @@ def is_castable(*tensors: Tensor | None) -> bool:
     Those stay as they are; under torch.amp the same tensors are left alone.
     """
     return all(
-        t is None or (t.is_floating_point() and t.dtype is not torch.float64 and not t.is_mkldnn) for t in tensors
+        t is None or (t.is_floating_point() and t.dtype is not torch.float64 and not _is_mkldnn(t)) for t in tensors
     )
+
+
+def _is_mkldnn(x: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and x.is_mkldnn
 
 
 # -- cast nodes ---------------------------------------------------------------------------------------------------
@@ -241,10 +245,11 @@ def _keeps_infinities(to: Cast) -> bool:
 
 
 def is_irregular(x: Tensor) -> bool:
-    """Whether a tensor's elements do not lie in one strided block: sparse, nested and MKLDNN tensors."""
-    if torch.compiler.is_compiling():  # it does not follow the question, and traces strided tensors alone
-        return False
-    return x.layout is not torch.strided or x.is_nested
+    """Whether a tensor's elements do not lie in one strided block: sparse, nested and MKLDNN tensors.
+
+    torch.compile does not trace the question within a backward pass; there a tensor counts as strided.
+    """
+    return not torch.compiler.is_compiling() and (x.layout is not torch.strided or x.is_nested)
 
 
 def _with_values(x: Tensor, to: Cast, seed: Tensor | int) -> Tensor:
@@ -300,7 +305,7 @@ def rounded(
     wanted = result_dtype(to) if dtype is None else dtype
     if x.dtype is _own_dtype(to):
         return x
-    if x.is_nested and x.layout is torch.strided:  # autograd cannot ask such a tensor for its sizes
+    if is_irregular(x) and x.layout is torch.strided:  # autograd cannot ask such a tensor for its sizes
         return torch.nested.as_nested_tensor([rounded(one, to, seed, axis, dtype) for one in x.unbind()])
     return cast(Tensor, _straight_through(x, to, wanted, seed() if to.is_stochastic else 0, axis))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lowp.casts import Cast
 from lowp.errors import Misuse
 from lowp.kernels.products import contract
-from lowp.ops.casting import Call, Site, rounded, shield
+from lowp.ops.casting import Call, Site, is_irregular, rounded, shield
 from lowp.ops.forms import OUTPUT, Form
 
 OUTPUT_ROLE, OUTPUT_GRADIENT = "output", "output gradient"
@@ -101,7 +101,7 @@ def read_by(x: Tensor, site: Site, role: str, dtype: torch.dtype = torch.float32
 
 def written_gradient(gradient: Tensor, site: Site, role: str, unless_exact: bool) -> Tensor:
     """Return a gradient written under a role; differentiable where a graph of the backward is asked for."""
-    if gradient.layout is not torch.strided:
+    if is_irregular(gradient):
         raise Misuse(
             f"a gradient is sparse ({gradient.layout}), and shared exponents are written for whole tensors: make the "
             "embedding with sparse=False, or train in dfp16, which leaves its gradient in fp32"

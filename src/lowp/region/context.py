@@ -64,9 +64,6 @@ class _Regions(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return super().__instancecheck__(instance) or (cls is autocast and isinstance(instance, TorchAutocast))
 
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return super().__subclasscheck__(subclass) or (cls is autocast and issubclass(subclass, TorchAutocast))
-
 
 class autocast(TorchFunctionMode, metaclass=_Regions):
     """Run ops in the number formats that a policy says: ``with lowp.autocast("fp16"): ...``, or as a decorator.

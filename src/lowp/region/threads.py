@@ -128,7 +128,12 @@ def devices() -> tuple[str, ...]:
 
 
 def autocast_state() -> list[State]:
-    """Return whether torch.autocast is on, and its dtype, for each device."""
+    """Return whether torch.autocast is on, and its dtype, for each device; nothing while torch.compile traces.
+
+    There torch.autocast alone, whose state the compiler follows, restores what it saw.
+    """
+    if torch.compiler.is_compiling():
+        return []
     return [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices()]
 
 
