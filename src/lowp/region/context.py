@@ -214,7 +214,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
                 entry.frame, partial(threads.run_elsewhere, entry), partial(threads.check_generators, entry)
             )
         if self.policy.uses_paths or self._observers or self.exponents is not None:
-            threads.follow_modules(entry, True)
+            threads.follow_modules(entry)
         if self._rulebook.strict:
             entry.audit = Audit(engine)
             entry.audit.__enter__()
@@ -229,7 +229,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
             entry.engine.weights.forget()
         if entry.audit is not None and entry.audit in threads.dispatch_modes():
             entry.audit.__exit__(None, None, None)
-        threads.follow_modules(entry, False)
+        threads.unfollow_modules(entry)
         threads.remove(entry)
 
     @property

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
@@ -31,7 +31,7 @@ from lowp.region.paths import ModulePath
 
 _EnableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C._EnableTorchFunction"))
 
-__all__ = ["Entry", "current", "find", "follow_modules", "install", "is_in", "push", "remove"]
+__all__ = ["Entry", "current", "find", "follow_modules", "install", "is_in", "push", "remove", "unfollow_modules"]
 
 
 State = tuple[str, bool, torch.dtype]
@@ -48,6 +48,7 @@ class Entry:
     before: list[State] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
     audit: Any = None
+    hooks: list[RemovableHandle] = field(default_factory=list)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -201,50 +202,49 @@ def check_generators(entry: Entry) -> None:
 # -- module paths -------------------------------------------------------------------------------------------------
 
 
-class _ModuleHooks:
-    """Global module hooks, present while any thread is in a region that follows modules."""
+def follow_modules(entry: Entry) -> None:
+    """Begin to tell an entry where in the model it is.
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._followers: set[int] = set()
-        self._handles: list[RemovableHandle] = []
-
-    def change(self, follower: int, begins: bool) -> None:
-        with self._lock:
-            (self._followers.add if begins else self._followers.discard)(follower)
-            if self._followers and not self._handles:
-                self._handles = [
-                    register_module_forward_pre_hook(_enter_module),
-                    register_module_forward_hook(_leave_module, always_call=True),
-                ]
-            elif not self._followers:
-                for handle in self._handles:
-                    handle.remove()
-                self._handles = []
+    Each entry has module hooks of its own, so that threads share nothing that would need a lock: an exception that a
+    signal raises just after a lock was taken leaves it taken.
+    """
+    entry.hooks.append(register_module_forward_pre_hook(partial(_enter_module, entry)))
+    entry.hooks.append(register_module_forward_hook(partial(_leave_module, entry), always_call=True))
 
 
-_module_hooks = _ModuleHooks()
+def unfollow_modules(entry: Entry) -> None:
+    """End to tell an entry where in the model it is; to end what has not begun changes nothing."""
+    while entry.hooks:
+        entry.hooks[-1].remove()  # first, so that one that a signal interrupts is removed again
+        entry.hooks.pop()
 
 
-def follow_modules(entry: Entry, begin: bool) -> None:
-    """Begin or end to tell an entry where in the model it is; to end what has not begun changes nothing."""
-    _module_hooks.change(id(entry), begin)
+def _engine_behind(hooked: Entry) -> Engine | None:
+    """Return the engine that a hook of this entry moves: none in another thread, or where an inner entry has hooks.
 
-
-def _enter_module(module: nn.Module, arguments: Any) -> None:
+    The inner entry may have none, as a policy without paths has not, and yet share the path of the outer one.
+    """
     entry = current()
-    if entry is not None and entry.engine is not None:
-        if entry.engine.spots is not None and entry.engine.path.outermost is None:
-            entry.engine.spots.enter(module, arguments)
-        entry.engine.path.enter(module)
-        entry.engine.move()
+    if entry is None or entry is hooked:
+        return None if entry is None else entry.engine
+    following = next((one for one in reversed(_local.entries) if one.hooks and not one.is_elsewhere), None)
+    return entry.engine if following is hooked else None
 
 
-def _leave_module(module: nn.Module, arguments: Any, output: Any) -> None:
-    entry = current()
-    if entry is not None and entry.engine is not None:
-        entry.engine.path.leave()
-        entry.engine.move()
+def _enter_module(entry: Entry, module: nn.Module, arguments: Any) -> None:
+    engine = _engine_behind(entry)
+    if engine is not None:
+        if engine.spots is not None and engine.path.outermost is None:
+            engine.spots.enter(module, arguments)
+        engine.path.enter(module)
+        engine.move()
+
+
+def _leave_module(entry: Entry, module: nn.Module, arguments: Any, output: Any) -> None:
+    engine = _engine_behind(entry)
+    if engine is not None:
+        engine.path.leave()
+        engine.move()
 
 
 # -- recomputation and worker threads -----------------------------------------------------------------------------
