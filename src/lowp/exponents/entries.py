@@ -110,12 +110,19 @@ class Entries:
         """The exponent of an entry's next write: a number on a CPU, a 0-d tensor on an accelerator."""
         return self.exponents[index] if has_integer_kernels(self.device) else self.state.exponent[index].clone()
 
-    def low_word(self, x: Tensor, high: Tensor, index: int, axis: int) -> Tensor | None:
-        """Return the value of the second word of x, which was written as `high` just now; None where it needs none."""
+    def low_word(self, x: Tensor, high: Tensor, index: int, axis: int | None) -> Tensor | None:
+        """Return the value of the second word of x, which was written as `high` just now; None where it needs none.
+
+        Without an axis it always needs one.
+        """
         if not has_integer_kernels(x):
             return words.low_value_there(x, high, self.state.exponent[index], axis)
         exponent = self.exponents[index]
-        return words.low_value(x, high, exponent, self.cast) if words.is_coarse(x, exponent, axis) else None
+        return (
+            words.low_value(x, high, exponent, self.cast)
+            if axis is None or words.is_coarse(x, exponent, axis)
+            else None
+        )
 
     def is_coarse(self, x: Tensor, index: int, axis: int) -> bool:
         """Whether one word under the entry's exponent loses features of x; waits for an accelerator."""

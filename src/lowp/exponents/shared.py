@@ -52,6 +52,11 @@ def class_of(place: str) -> str:
     return "activation gradients" if role.endswith("gradient") else "optimizer state"
 
 
+def _is_of_optimizer(place: str) -> bool:
+    """Whether a moment is written, which divides or is divided: one of many features always takes both words."""
+    return class_of(place) == "optimizer state"
+
+
 def features_axis(place: str, x: Tensor) -> int | None:
     """The axis along which a gradient or a tensor of the optimizer has enough features that one word may lose some.
 
@@ -137,7 +142,7 @@ class SharedExponents:
         if not words.has_low_word(group.cast):
             words.warn_of_loss(x, high, group.cast, f"the {place}", axis)
             return high
-        low = group.low_word(x, high, group.names[place], axis)
+        low = group.low_word(x, high, group.names[place], None if _is_of_optimizer(place) else axis)
         return high if low is None else low.add_(high)
 
     def write_exact(
@@ -160,7 +165,11 @@ class SharedExponents:
         group = self._group(cast, x.device)
         index = self._begun(group, place)
         axis = features_axis(place, x)
-        if axis is not None and words.has_low_word(cast) and group.is_coarse(x, index, axis):
+        if (
+            axis is not None
+            and words.has_low_word(cast)
+            and (_is_of_optimizer(place) or group.is_coarse(x, index, axis))
+        ):
             x.copy_(self.write(x, cast, place))
             return
         group.write_(x, index)

@@ -77,12 +77,15 @@ def low_value(x: Tensor, high: Tensor, exponent: int, cast: Cast) -> Tensor:
     return written(x.detach().sub(high).clamp_(-half, half), cast, exponent - LOW_BITS)[1]
 
 
-def low_value_there(x: Tensor, high: Tensor, exponent: Tensor, axis: int = -1) -> Tensor:
-    """Return the value of the second word, zeros where x needs none: on a device, and without waiting for it."""
+def low_value_there(x: Tensor, high: Tensor, exponent: Tensor, axis: int | None = -1) -> Tensor:
+    """Return the value of the second word, zeros where x needs none: on a device, and without waiting for it.
+
+    Without an axis it always needs one.
+    """
     rest = x.detach().double() - high.double()
     units = torch.ldexp(rest, LOW_BITS - exponent).round().clamp_(-(2.0 ** (LOW_BITS - 1)), 2.0 ** (LOW_BITS - 1))
     low = torch.ldexp(units, exponent - LOW_BITS)
-    return torch.where(is_coarse(x, exponent, axis), low, 0.0).float()
+    return low.float() if axis is None else torch.where(is_coarse(x, exponent, axis), low, 0.0).float()
 
 
 def with_low_word(x: Tensor, high: Tensor, cast: Cast) -> Tensor:
