@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowp.casts import parse
+from lowp.casts import Cast, parse
 from lowp.errors import InvalidInput
 from lowp.exponents import Flush, SharedExponents, class_of, scaling_of
 from lowp.exponents.entries import Entries
@@ -29,6 +29,32 @@ def test_a_write_is_rounded_once_to_values_of_the_format() -> None:
     assert written.dtype is torch.float32
     assert torch.equal(found, mantissas(x, exponent).round().clamp(-32768, 32767))
     assert 2**13 <= found.abs().max() < 2**15  # the guess leaves at most one bit
+
+
+@pytest.mark.parametrize(
+    ("place", "rows", "cast", "has_both"),
+    [
+        ("exp_avg of 0.weight", 1024, FLEX, True),
+        ("exp_avg_sq of 0.weight", 1024, FLEX, True),
+        ("exp_avg of 0.weight", 1023, FLEX, False),
+        ("exp_avg of 0.weight", 1024, parse("flex16+5:autoflex(words=1)"), False),
+        ("gradient of 0.weight", 1024, FLEX, False),
+        ("weight of 0.weight", 1024, FLEX, False),
+    ],
+)
+def test_moments_of_many_rows_have_two_words_where_one_would_lose_no_row(
+    place: str, rows: int, cast: Cast, has_both: bool
+) -> None:
+    """One moment divides the other, so that small numbers of both count, however few they are."""
+    x = torch.rand(rows, 2, generator=torch.Generator().manual_seed(0)) + 0.5
+    exponents, inplace = SharedExponents(), x.clone()
+    written = exponents.write(x, cast, place)
+    SharedExponents().write_(inplace, cast, place)
+    assert torch.equal(written, inplace)
+    found = mantissas(written, exponents.exponent(place))
+    assert torch.equal(found, found.round()) is not has_both
+    if has_both:
+        assert (found - mantissas(x, exponents.exponent(place))).abs().max() <= 2.0**-15
 
 
 def test_a_tie_goes_to_the_even_mantissa_from_fp64_in_one_step() -> None:
