@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from lowp import formats
 from lowp.casts import Cast, Overflow, Rounding, ScalingSpec, parse, possible_overflows, power_of_two_scale
 from lowp.errors import InvalidInput
-from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
+from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat, Scope, Specials
 
-SPELLED = ["e5m7", "e4m3b11fnuz", "ue5m3", "e8m7ftz", "i6s", "e2m1@e8m0/16", "i8@fp32/channel", "i4@2^-9..9/row"]
+WIDE = ["e11m20", "e9m52fn", "e11m20@e11m52/row"]
+SPELLED = [*WIDE, "e5m7", "e4m3b11fnuz", "ue5m3", "e8m7ftz", "i6s", "e2m1@e8m0/16", "i8@fp32/channel", "i4@2^-9..9/row"]
 EVERY = [*FORMATS.values(), *(formats.parse(text) for text in SPELLED)]
 
 
@@ -25,10 +26,41 @@ def scalings(draw: st.DrawFn, format: ScaledFormat) -> ScalingSpec:
     return ScalingSpec(kind, draw(st.integers(1, 99)), draw(st.integers(0, 9)), exponent)
 
 
+NAMES = st.sampled_from(["mine", "", "a:b", "e5m2", "fp16", "i8s", "bf16-trunc", "mxfp8"])  # a user's own
+
+
+@st.composite
+def own_floats(draw: st.DrawFn) -> FloatFormat:
+    """Draw a floating-point format with a name of the user's, which may be another format's."""
+    bits = draw(st.integers(1, 11)), draw(st.integers(0, 52))
+    offset, flags = draw(st.integers(-40, 40)), (draw(st.booleans()), draw(st.booleans()))
+    try:
+        specials, offset = draw(st.sampled_from(Specials)), draw(st.just(0) | st.just(offset))
+        return FloatFormat(draw(NAMES), *bits, specials, offset, *flags)
+    except InvalidInput:
+        return FloatFormat(draw(NAMES), 4, draw(st.integers(1, 52)))
+
+
+@st.composite
+def own_formats(draw: st.DrawFn) -> formats.Format:
+    """Draw a format of any kind with a name of the user's."""
+    integer = st.builds(IntFormat, NAMES, st.integers(1, 32), st.booleans())
+    element = draw(own_floats() | integer)
+    if draw(st.booleans()):
+        return element
+    low = draw(st.integers(-200, 200))
+    scale = draw(own_floats() | st.just(PowerOfTwo(low, low + 9)))
+    scope = draw(st.sampled_from([Scope("tensor"), Scope("row"), Scope("channel"), Scope("block", 16)]))
+    outer = None if scope.kind == "tensor" else draw(st.none() | own_floats())
+    return ScaledFormat(
+        draw(NAMES), element, scale, scope, outer, isinstance(element, IntFormat) and draw(st.booleans())
+    )
+
+
 @st.composite
 def casts(draw: st.DrawFn) -> Cast:
     """Draw a cast."""
-    format = draw(st.sampled_from(EVERY))
+    format = draw(st.sampled_from(EVERY) | own_formats())
     rounding = draw(st.sampled_from(Rounding))
     random_bits = draw(st.integers(1, 32)) if rounding.is_stochastic else None
     if rounding is Rounding.STOCHASTIC:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowp.casts import parse
 from lowp.errors import InvalidInput, UnknownName
 from lowp.ops.table import op_names
 from lowp.policy import OP_CLASSES, Accumulation, Policy, Rule, check_ops
@@ -175,3 +176,13 @@ def test_an_op_that_no_table_has_is_named_with_the_near_ones() -> None:
     with pytest.raises(UnknownName, match=r"unknown op 'konv\*'"):
         check_ops(Policy((Rule.of("konv*"),)), op_names())
     check_ops(Policy((Rule.of("conv*", *OP_CLASSES, "relu"),)), op_names())
+
+
+@pytest.mark.parametrize("text", ["e9m8", "e8m7fn", "e5m2b-885", "e11m20:saturate"])
+def test_a_range_that_a_training_step_does_not_carry_is_refused(text: str) -> None:
+    told = rf"={text}: {text.partition(':')[0]} has numbers from 2\*\*.* carries them in fp32, from 2\*\*-149"
+    with pytest.raises(InvalidInput, match="grad" + told):
+        Rule.of("linear", grad=text)
+    with pytest.raises(InvalidInput, match="parameters" + told):
+        Policy(parameters=parse(text))
+    assert Rule.of("linear", grad="e8m20").grad == parse("e8m20") and Rule.of(output="fp64").output == parse("fp64")

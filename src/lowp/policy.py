@@ -19,6 +19,7 @@ from typing import Any
 from lowp import casts
 from lowp.casts import Cast
 from lowp.errors import InvalidInput, UnknownName, brief, unknown
+from lowp.formats import FORMATS, FloatFormat
 
 # the standard library's reader, or before Python 3.11 the package that it was taken from
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -109,7 +110,7 @@ class Rule:
         for role in _CAST_ROLES:
             value = getattr(self, role)
             if value is not None:
-                object.__setattr__(self, role, casts.parse(value))
+                object.__setattr__(self, role, _carried(role, casts.parse(value)))
         if self.accumulate is not None:
             object.__setattr__(self, "accumulate", Accumulation.parse(self.accumulate))
 
@@ -165,7 +166,7 @@ class Policy:
         if self.table not in self.TABLES:
             raise UnknownName(unknown("op table", self.table, self.TABLES))
         if self.parameters is not None:
-            object.__setattr__(self, "parameters", casts.parse(self.parameters))
+            object.__setattr__(self, "parameters", _carried("parameters", casts.parse(self.parameters)))
 
     def match(self, op: str, op_class: str, path: str = "") -> Rule | None:
         """The first rule for this op of this class at this module path, or None."""
@@ -265,6 +266,19 @@ def _too_long(source: object, length: int) -> str:
 
 def _cast(text: str | Cast | None) -> Cast | None:
     return None if text is None else casts.parse(text)
+
+
+def _carried(role: str, cast: Cast) -> Cast:
+    """The cast; raises InvalidInput for a range that a training step, which carries values in fp32, does not have."""
+    format, carrier = cast.format, FORMATS["fp32"]
+    assert isinstance(carrier, FloatFormat)
+    if isinstance(format, FloatFormat) and not (format.fits(carrier) or carrier.fits(format)):
+        raise InvalidInput(
+            f"{role}={cast}: {format} has numbers from 2**{format.min_exponent - format.mantissa_bits} to below "
+            f"2**{format.max_exponent + 1}, and a training step carries them in fp32, from 2**-149 to below 2**128: "
+            "give fewer exponent bits, another bias (bN), or no suffix; lowp.quantize takes the format on fp64 tensors"
+        )
+    return cast
 
 
 def _check_text(value: object, what: str) -> None:

@@ -336,7 +336,6 @@ BAD_POLICIES = [
     ({"round_grad_weight": "even"}, "must agree: round_output nearest, round_grad_input nearest, round_grad_weight"),
     ({"mx_flush_fp32_subnorms": True}, "cannot say mx_specs"),
     ({"vec_use_exp2": True}, "cannot say mx_specs"),
-    ({"bfloat": 24}, "up to 19 bits, not bfloat24"),
 ]
 
 

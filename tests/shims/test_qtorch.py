@@ -156,7 +156,7 @@ def test_stochastic_rounding_is_unbiased_below_the_normal_numbers() -> None:
 STOCHASTIC = {
     "float": lambda x, **k: float_quantize(x, 4, 3, **k),
     "float, one exponent bit": lambda x, **k: float_quantize(x, 1, 3, **k),
-    "float, no spelling": lambda x, **k: float_quantize(x, 5, 20, **k),
+    "float, wide": lambda x, **k: float_quantize(x, 5, 20, **k),
     "fixed": lambda x, **k: fixed_point_quantize(x, 8, 4, **k),
     "fixed, open": lambda x, **k: fixed_point_quantize(x, 8, 4, False, **k),
     "block": lambda x, **k: block_quantize(x, 4, **k),

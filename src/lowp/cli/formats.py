@@ -33,8 +33,8 @@ NOTES = (
 SPELLINGS = """\
 ## Spelled formats
 
-`eXmY` has a sign, X exponent bits (1 to 8) and Y mantissa bits; `ueXmY` has no sign. What follows says what is
-special:
+`eXmY` has a sign, X exponent bits (1 to 11) and Y mantissa bits (0 to 52); `ueXmY` has no sign. Its numbers are numbers
+of fp64; a training step takes formats whose numbers are numbers of fp32, too. What follows says what is special:
 
 | suffix | infinity | NaN | -0 | bias |
 | --- | --- | --- | --- | --- |
@@ -50,7 +50,7 @@ smallest number is rounded to it or to zero (e8m0, which has no zero, takes its 
 
 The formats of IEEE P3109 go by their names in its drafts: `binary8p3se` has 8 bits, a precision of 3 (the hidden bit
 included), a sign (`s`; `u` for none) and infinities (`e`, extended; `f`, finite). It is `e5m2nuz`; `binary8p3sf` is
-`e5m2fnuz`, and `binary8p8uf` is `ue1m7fnuz`. All widths that fp32 carries exactly are there; a name without a normal
+`e5m2fnuz`, and `binary8p8uf` is `ue1m7fnuz`. All widths that fp64 carries exactly are there; a name without a normal
 number, such as `binary2p1se`, is refused.
 
 ## Roundings

@@ -8,7 +8,7 @@ from dataclasses import replace
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.formats import checks
 from lowp.formats.scaled import Format, PowerOfTwo, ScaledFormat, Scope
-from lowp.formats.types import FORMATS, FloatFormat, IntFormat, Specials
+from lowp.formats.types import FORMATS, MOST_EXPONENT_BITS, FloatFormat, IntFormat, Specials, usual_bias
 
 
 def _rows() -> dict[str, Format]:
@@ -86,12 +86,11 @@ def parse(text: str | Format) -> Format:
     """A format by name (``fp16``), or spelled out.
 
     Floating point: ``eXmY`` (``ueXmY`` without a sign), then optionally ``bN`` (bias), one of ``fn fnuz nuz finite``
-    (specials; IEEE without), ``ftz`` (no subnormals): ``e5m7``, ``e4m3b11fnuz``, ``e8m7ftz``. X is 1 to 8, the width at
-    most 19 bits, the range inside that of fp32, which carries the values. IEEE P3109 by its own names: ``binary8p3se``
-    (width, precision, signed or unsigned, extended or finite) is ``e5m2nuz``. Integers without a scale: ``iN``, ``iNs``
-    (symmetric). Shared scale: ``ELEMENT@SCALE/SCOPE``, with SCALE a float format or ``2^-31..0`` and SCOPE ``tensor``,
-    ``row``, ``channel`` or a block's length; ``/affine`` adds a zero point: ``e4m3fn@e8m0/32``, ``i8s@fp32/row``,
-    ``i8@fp32/tensor/affine``.
+    (specials; IEEE without), ``ftz`` (no subnormals): ``e5m7``, ``e4m3b11fnuz``, ``e8m7ftz``. X is 1 to 11, Y 0 to 52,
+    the range inside that of fp64. IEEE P3109 by its own names: ``binary8p3se`` (width, precision, signed or unsigned,
+    extended or finite) is ``e5m2nuz``. Integers without a scale: ``iN``, ``iNs`` (symmetric). Shared scale:
+    ``ELEMENT@SCALE/SCOPE``, with SCALE a float format or ``2^-31..0`` and SCOPE ``tensor``, ``row``, ``channel`` or a
+    block's length; ``/affine`` adds a zero point: ``e4m3fn@e8m0/32``, ``i8s@fp32/row``, ``i8@fp32/tensor/affine``.
 
     Raises ValueError with the near names for any other text, TypeError for what is neither text nor a format.
     """
@@ -122,24 +121,11 @@ def parse(text: str | Format) -> Format:
 
 
 def _parse_float(name: str, match: re.Match[str]) -> FloatFormat:
-    unsigned, exponent, mantissa, bias, specials, flush = match.groups()
-    exponent_bits, mantissa_bits = int(exponent), int(mantissa)
-    if not 1 <= exponent_bits <= 8 or exponent_bits + mantissa_bits + (not unsigned) > 19:
-        raise InvalidInput(
-            f"{name} is not possible: eXmY takes 1 to 8 exponent bits and at most 19 bits with the sign "
-            "(fp32 and fp64 go by name); for example e5m7, e8m10, e3m2finite"
-        )
-    row = FloatFormat(name, exponent_bits, mantissa_bits, Specials(specials or "ieee"), 0, not flush, not unsigned)
-    if bias is not None:
-        offset = int(bias) - row.bias
-        row = FloatFormat(name, exponent_bits, mantissa_bits, row.specials, offset, row.subnormals, row.signed)
-    if row.max_exponent > 127 or row.min_exponent - row.mantissa_bits < -149:
-        raise InvalidInput(
-            f"{name} is not possible: it reaches 2**{row.min_exponent - row.mantissa_bits} .. 2**{row.max_exponent}, "
-            "and fp32, which carries the values, 2**-149 .. 2**127: "
-            "give fewer exponent bits, another bias (bN), or no suffix"
-        )
-    return row
+    unsigned, exponent, mantissa, bias, suffix, flush = match.groups()
+    exponent_bits, specials, offset = int(exponent), Specials(suffix or "ieee"), 0
+    if bias is not None and exponent_bits <= MOST_EXPONENT_BITS:  # of more the format itself is refused
+        offset = int(bias) - usual_bias(exponent_bits, specials)
+    return FloatFormat(name, exponent_bits, int(mantissa), specials, offset, not flush, not unsigned)
 
 
 def _parse_p3109(name: str, match: re.Match[str]) -> FloatFormat:

@@ -38,6 +38,14 @@ class Specials(str, Enum):
         return self.value
 
 
+MOST_EXPONENT_BITS, MOST_MANTISSA_BITS = 11, 52  # of fp64, inside which every limit is computed
+
+
+def usual_bias(exponent_bits: int, specials: Specials) -> int:
+    """What so many exponent bits and the specials subtract from an exponent field."""
+    return (1 << (exponent_bits - 1)) - 1 + (specials in (Specials.FNUZ, Specials.NUZ))
+
+
 @dataclass(frozen=True)
 class FloatFormat:
     """A binary floating-point format: sign, exponent, mantissa, and what its special codes mean.
@@ -60,10 +68,11 @@ class FloatFormat:
         self._check_types()
         if not self.has_zero:  # everything below the smallest number becomes that number
             object.__setattr__(self, "subnormals", False)
-        if not 1 <= self.exponent_bits <= 11 or not 0 <= self.mantissa_bits <= 52:
+        if not 1 <= self.exponent_bits <= MOST_EXPONENT_BITS or not 0 <= self.mantissa_bits <= MOST_MANTISSA_BITS:
             raise InvalidInput(
                 f"{self.name}: {self.exponent_bits} exponent and {self.mantissa_bits} mantissa bits are not possible: "
-                "give 1 to 11 exponent bits and 0 to 52 mantissa bits, for example e5m10"
+                f"give 1 to {MOST_EXPONENT_BITS} exponent bits and 0 to {MOST_MANTISSA_BITS} mantissa bits, for "
+                "example e5m10"
             )
         if self.specials is Specials.IEEE and self.mantissa_bits == 0:
             raise InvalidInput(
@@ -105,7 +114,7 @@ class FloatFormat:
     @property
     def bias(self) -> int:
         """What is subtracted from the exponent field of a normal number."""
-        return (1 << (self.exponent_bits - 1)) - 1 + self._unsigned_zero + self.bias_offset
+        return usual_bias(self.exponent_bits, self.specials) + self.bias_offset
 
     @property
     def precision(self) -> int:
@@ -320,9 +329,7 @@ class FloatFormat:
     def __str__(self) -> str:
         if FORMATS.get(self.name) == self:
             return self.name
-        if (
-            self.exponent_bits > 8 or self.bits > 19
-        ):  # too wide to be spelled: the name of the same row, if there is one
+        if self.exponent_bits > 8 or self.bits > 19:  # fp32, fp64: what is so wide is known by name
             return next((name for name, row in FORMATS.items() if row == self), self.spelling)
         return self.spelling
 

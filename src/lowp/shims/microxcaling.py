@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from lowp import formats, kernels
-from lowp.casts import Cast, Rounding
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.floats import widen
@@ -62,7 +61,6 @@ ELEMENTS = {
     "bf16": "bf16",
 }
 ROUNDINGS = {"nearest": "nearest-away", "even": "nearest-even", "floor": "toward-zero", "dither": "stochastic"}
-_LONGEST_SPELLED = 19  # formats of more bits have no spelling, by which operators of torch.compile know a format
 
 _FORMAT_KEYS = ("w_elem_format", "a_elem_format", "w_elem_format_bp", "a_elem_format_bp_ex", "a_elem_format_bp_os")
 _ROUND_KEYS = (
@@ -249,8 +247,6 @@ def quantize_elemwise_op(
         return A
     mode = _rounding(specs["round"] if round is None else round)
     seed = drawn_seed(seed) if mode == "stochastic" else 0
-    if format.bits > _LONGEST_SPELLED:
-        return straight_through(A, partial(kernels.quantize, cast=Cast(format, Rounding(mode)), seed=seed))
     result: Tensor = kernels.quantize(A, f"{format.spelling}:{mode}", seed=seed)
     return result
 
@@ -347,8 +343,6 @@ def policy_from_mx_specs(mx_specs: Specs) -> Policy:
     _expressible(specs, backward)
     format = _elementwise(specs)
     written = None if format is None else f"{format.spelling}:{ROUNDINGS[specs['round_output']]}"
-    if format is not None and format.bits > _LONGEST_SPELLED:
-        raise InvalidInput(f"a policy names formats of up to 19 bits, not {format.name}: give a smaller width, or 0")
     inner = specs["round_mx_output"]
     activation = _operand(specs, specs["a_elem_format"], inner, written)
     weight = _operand(specs, specs["w_elem_format"], inner, written)

@@ -50,9 +50,6 @@ __all__ = [
 ROUNDINGS = {"nearest": "nearest-even", **{str(mode): str(mode) for mode in Rounding}}
 Seed = int | Tensor | None
 
-# formats of more bits have no spelling, by which the operators of torch.compile and autograd know a format
-_LONGEST_SPELLED = 19
-
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 class Number(ABC):
@@ -99,9 +96,6 @@ class FloatingPoint(Number):
         if self.exp == 1:
             return straight_through(x, partial(self._evenly_spaced, mode=mode, seed=seed))
         seed = _seed(mode, seed)
-        if 1 + self.exp + self.man > _LONGEST_SPELLED:
-            cast = Cast(self.format, Rounding(mode))
-            return straight_through(x, partial(kernels.quantize, cast=cast, seed=seed))
         specials = "" if self.exp == 8 else "finite"
         result: Tensor = kernels.quantize(x, f"e{self.exp}m{self.man}{specials}:{mode}", seed=seed)
         return result
