@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lowp import __version__, cli
+from lowp.cli.lists import listed
 from lowp.errors import InvalidInput, Misuse
 
 
@@ -142,3 +143,16 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
 def test_the_module_is_the_command(module: str) -> None:
     printed = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
     assert printed.stdout == f"lowp {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("fp32, bf16,,", ["fp32", "bf16"]),
+        ("flex16+5:autoflex(headroom=1,words=1),fp16", ["flex16+5:autoflex(headroom=1,words=1)", "fp16"]),
+        ("", []),
+        (None, []),
+    ],
+)
+def test_commas_inside_parentheses_part_no_list(text: str | None, found: list[str]) -> None:
+    assert listed(text) == found

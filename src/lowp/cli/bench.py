@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowp.cli.interrupts import Interrupts
+from lowp.cli.lists import listed
 
 if TYPE_CHECKING:
     from lowp.recipes.benchmark import Benchmark, Plan
@@ -114,7 +115,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         raise InvalidInput(f"--seconds {arguments.seconds:g}: give seconds above 0, such as {_SECONDS:g}")
     if arguments.threads is not None and arguments.threads < 1:
         raise InvalidInput(f"--threads {arguments.threads}: give 1 or more")
-    precisions = [word.strip() for word in arguments.precision.split(",") if word.strip()]
+    precisions = listed(arguments.precision)
     for precision in precisions:
         presets.parse(precision)
     return Plan(

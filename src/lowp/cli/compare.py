@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowp.cli import run_options
 from lowp.cli.interrupts import Interrupts
+from lowp.cli.lists import listed
 from lowp.cli.tables import counted
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _study(arguments: argparse.Namespace) -> Study:
     from lowp.recipes.comparison import Study, variants_of
     from lowp.recipes.sweep import Grid, Sweep
 
-    scales = _words(arguments.loss_scale)
+    scales = listed(arguments.loss_scale)
     named = run_options.given(arguments)
     if arguments.sweep is not None:
         if len(scales) > 1:
@@ -136,7 +136,7 @@ def _study(arguments: argparse.Namespace) -> Study:
         if arguments.epochs is None:
             settings = replace(settings, epochs=max(1, (settings.epochs or 1) // 2))
         return Sweep(settings, grid, range(arguments.seeds or _SEEDS_OF_A_SWEEP))
-    precisions = _words(arguments.precision) or _words("fp16" if scales else DEFAULT)
+    precisions = listed(arguments.precision) or listed("fp16" if scales else DEFAULT)
     if "fp32" not in precisions:
         _say("fp32 is trained too, as what the others are compared with")
     variants = variants_of(run_options.filled(named), precisions, scales)
@@ -194,10 +194,6 @@ def _print(document: dict[str, Any]) -> None:
     for table in tables.comparison_tables(document):
         tables.show(console, table)
     console.print(tables.notes(document, console.width), markup=False)
-
-
-def _words(text: str | None) -> Sequence[str]:
-    return [word.strip() for word in (text or "").split(",") if word.strip()]
 
 
 def _say(text: str) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowp.cli.interrupts import Interrupts
+from lowp.cli.lists import listed
 
 if TYPE_CHECKING:
     from lowp.recipes.training import Settings
@@ -213,7 +214,7 @@ def _record(figure: Figure, given: Mapping[str, Any], interrupts: Interrupts) ->
     options: dict[str, Any] = {name: given.get(name, value) for name, value in figure.options.items()}
     for name in ("precisions", "formats"):
         if name in options:
-            options[name] = [word.strip() for word in options[name].split(",") if word.strip()]
+            options[name] = listed(options[name])
     total, unit = options.get("steps", 0), "steps"
     if figure.run:
         options["settings"] = _settings(figure, given)

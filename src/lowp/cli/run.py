@@ -21,6 +21,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lowp.cli.lists import listed
+
 _VALUED = ("--precision", "--policy", "--compare", "--loss-scale", "--report")
 _FLAGS = ("--strict", "--override", "--help", "-h")
 
@@ -64,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         if arguments.report is not None:
             raise InvalidInput("--report is of one run and --compare makes several: give one of them")
-        names = [name.strip() for name in arguments.compare.split(",") if name.strip()]
+        names = listed(arguments.compare)
         return comparison.run(command, [(name, _environment(name, arguments)) for name in names])
     environment = _environment(arguments.policy or arguments.precision or "bf16", arguments)
     sys.stdout.flush()
