@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,7 @@ def test_a_second_signal_is_granted_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
         signal.raise_signal(signal.SIGINT)
         assert interrupts()
+        time.sleep(0.05)  # the thread that waited for the answer goes on
         signal.raise_signal(signal.SIGINT)
 
 

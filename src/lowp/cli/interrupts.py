@@ -73,15 +73,14 @@ class Interrupts:
 
     def _wait_for_answer(self, heard: socket.socket) -> None:
         """In a thread: end the process when a signal has come and nobody has asked for it in time."""
-        with heard:
+        with heard:  # open until the end: a later signal writes its number there, too
             while numbers := heard.recv(16):
                 number = next((one for one in numbers if one in self._before), None)
-                if number is not None:
-                    break
-            else:
-                return
-        if self._answered.wait(PATIENCE):
-            return
+                if number is not None and not self._answered.wait(PATIENCE):
+                    self._end(number)
+
+    def _end(self, number: int) -> None:
+        """End the process with the last words, whatever its main thread is doing."""
         cursor = _SHOW_CURSOR if sys.stderr.isatty() else ""
         os.write(2, f"{cursor}{self._last_words()}\n".encode())
         os._exit(128 + number)

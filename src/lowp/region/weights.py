@@ -151,8 +151,9 @@ class WeightCasts:
 
     def _sign(self, weight: Tensor) -> _Sign | None:
         """Return what a later use compares; None where others may write the weight unseen."""
+        is_alone = _holders(weight) == _one_holder()
         storage = weight.untyped_storage()
-        if _holders(storage) != _one_holder() or not storage.resizable() or storage.data_ptr() in self._handed_out:
+        if not is_alone or not storage.resizable() or storage.data_ptr() in self._handed_out:
             return None
         if weight.is_cpu and storage.is_shared():
             return None
@@ -177,17 +178,19 @@ class WeightCasts:
         self._made = [reference for reference in self._made if reference() is not None]
 
 
-def _holders(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Return how many tensors hold a memory, and how many names in Python its storage object has."""
+def _holders(tensor: Tensor) -> tuple[int, int]:
+    """Return how many tensors hold a tensor's memory, and how many names in Python its storage object has.
+
+    It takes the tensor, not the storage: torch.compile holds the arguments of functions that it has looked at.
+    """
+    storage = tensor.untyped_storage()
     return _storage_holders(storage._cdata), sys.getrefcount(storage)
 
 
 @cache
 def _one_holder() -> tuple[int, int]:
     """Return what `_holders` says of the memory of a tensor that shares it with nobody."""
-    alone = torch.empty(1, device="cpu")
-    storage = alone.untyped_storage()
-    return _holders(storage)
+    return _holders(torch.empty(1, device="cpu"))
 
 
 _writes = [0]  # in all threads: optimizers' steps, and what `forget_all` was called for
