@@ -51,7 +51,7 @@ def quantized(x: Tensor, cast: Cast | str, seed: int | Tensor = 0) -> Tensor:
 
 def thinned(format: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
     x = inputs(format, dtype, random=40)
-    return x[:: max(1, len(x) // 250)]
+    return x[:: max(1, len(x) // 120)]
 
 
 @pytest.mark.parametrize("format", FORMATS_TRIED, ids=str)

@@ -62,11 +62,10 @@ def run_in(precision: str, name: str, cwd: Path, *options: str) -> subprocess.Co
     ("name", "precision"),
     [
         ("cnn.py", "fp16"),
-        ("gan.py", "flex16+5"),
-        ("language_model.py", "bf16"),
         ("transformer.py", "dfp16"),
-        ("compiled.py", "bf16"),
-        ("ddp.py", "fp16"),
+        pytest.param("language_model.py", "bf16", marks=pytest.mark.slow),
+        pytest.param("compiled.py", "bf16", marks=pytest.mark.slow),
+        pytest.param("ddp.py", "fp16", marks=pytest.mark.slow),
         *(pytest.param(f"{name}.py", precision, marks=pytest.mark.slow) for name in EAGER for precision in PRECISIONS),
     ],
 )
