@@ -41,7 +41,10 @@ ORACLES = {
 
 
 def edges(format: FloatFormat, every: int = 1) -> np.ndarray:
-    """Every value (or one in so many; of the 16-bit formats' negative ones a few), the midpoints above, and fp32's neighbours of those."""
+    """Values, the midpoints above, and fp32's neighbours of those.
+
+    One value in `every`, and of the 16-bit formats' negative ones a few.
+    """
     negative_from, step = 1 << (format.bits - 1), 97 if format.bits == 16 else 1
     codes = [c for c in format.codes if not format.signed or c < negative_from or c % step == 0]
     if not format.subnormals and format.bits == 16:
