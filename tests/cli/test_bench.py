@@ -26,7 +26,7 @@ def in_a_folder_of_its_own(tmp_path: Path, repository: Path, monkeypatch: pytest
 
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowp.recipes.resident.resident_growth", lambda *_: None)
+    monkeypatch.setattr("lowp.benchmarking.process_memory.process_growth", lambda *_: None)
 
 
 @pytest.mark.usefixtures("without_processes")
@@ -130,7 +130,7 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
 def test_bad_input_is_named_before_anything_is_measured(
     lowp: Lowp, arguments: tuple[str, ...], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowp.recipes.benchmark.race", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("lowp.benchmarking.benchmark.time_steps", lambda *_: pytest.fail("measured"))
     Path("mine.json").write_text('{"mine": 1}')
     result = lowp("bench", *arguments)
     assert result.code == 2 and text in result.err, result.err

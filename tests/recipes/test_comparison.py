@@ -17,9 +17,8 @@ import torch
 from lowp.errors import InvalidInput
 from lowp.recipes import results
 from lowp.recipes.comparison import Study, variants_of
-from lowp.recipes.measuring import peak_memory, step_times, threads_of
 from lowp.recipes.sweep import Grid, Sweep
-from lowp.recipes.training import Settings, Training, load_data
+from lowp.recipes.training import Settings, Training, load_data, threads_of
 
 TINY = Settings("digits", epochs=2, batch=128)
 DATA = load_data(TINY)
@@ -144,30 +143,6 @@ def test_results_that_were_edited_are_not_taken_over(edit: Callable[[Any], objec
     with pytest.raises(InvalidInput, match=r"run\.json is not as lowp wrote it \(.*\): make it again, or give another"):
         other.resume(tmp_path / "run.json")
     assert not other.runs
-
-
-# -- the cost of a step -----------------------------------------------------------------------------------------------
-def test_a_step_is_timed_and_one_that_cannot_be_taken_is_not() -> None:
-    timed, broken = step_times([TINY, Settings("digits", "fp16-naive", loss_scale="8", batch=128)], DATA, 0.05)
-    assert timed is not None and timed.median > 0 and timed.quartiles[0] <= timed.median <= timed.quartiles[1]
-    assert broken is None
-
-
-def test_peak_memory_counts_what_a_step_keeps() -> None:
-    peak = peak_memory(Settings("digits", batch=128).filled(), DATA)
-    # weights, gradients and momentum of 9,610 fp32 numbers, the batch, and the hidden layer before and after its ReLU
-    least = 3 * 4 * 9_610 + 4 * 128 * 64 + 2 * 4 * 128 * 128
-    assert peak is not None and least < peak < 2 * least
-    assert peak == peak_memory(Settings("digits", batch=128).filled(), DATA)
-    larger = peak_memory(Settings("digits", batch=256).filled(), DATA)
-    assert larger is not None and larger - peak >= 4 * 128 * (64 + 2 * 128)
-
-
-def test_measuring_fills_the_rows() -> None:
-    study = Study(variants_of(TINY, ["bf16"]), [0], samples=0)
-    study.measure(seconds=0.05)
-    for row in study.document()["variants"]:
-        assert row["step_seconds"] > 0 and row["peak_memory_bytes"] > 0 and row["threads"] == 1
 
 
 # -- sweeps -----------------------------------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ import pytest
 
 from lowp.recipes.data.detection import boxes_from
 from lowp.recipes.data.parallel import drawn_dates, pair_data
-from lowp.recipes.measuring import threads_of
 from lowp.recipes.recipe import Data
-from lowp.recipes.training import Settings, Training
+from lowp.recipes.training import Settings, Training, threads_of
 
 # Recipe: few examples, epochs and batch.
 FEW: dict[str, tuple[Callable[[], Data], int, int]] = {

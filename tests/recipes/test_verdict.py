@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 
@@ -63,6 +64,13 @@ def test_chance_is_student_s_with_the_deviation_of_fp32() -> None:
     t = math.sqrt(6)
     assert chance(0.01, 0.005, 3) == pytest.approx((1 - t / math.sqrt(2 + t * t)) / 2, rel=1e-6)
     assert math.isnan(chance(0.01, 0.005, 1))
+
+
+def test_without_scipy_a_loss_is_undecided_and_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.special", None)
+    verdict = judge([0.90, 0.91, 0.92], FP32, 0.1, ACCURACY, 540, 0)
+    assert verdict.verdict == UNDECIDED
+    assert verdict.reason == "p is computed by SciPy, which is not installed: pip install 'lowp[recipes]'"
 
 
 def test_means_and_deviations_of_what_is_not_a_number_are_not_numbers() -> None:

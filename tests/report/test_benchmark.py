@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lowp.recipes.published import published
+from lowp.benchmarking.published import published
 from lowp.report import tables
 from lowp.report.benchmark import benchmark_notes, benchmark_tables
-from lowp.report.benchmark_chart import PARTS_COLOURS, chart
+from lowp.report.figures.benchmark import PARTS_COLOURS, chart
 from lowp.report.plots import SUFFIXES
 
 PARTS = {name: 0 for name in PARTS_COLOURS if name != "slack"}

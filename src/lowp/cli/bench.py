@@ -21,7 +21,7 @@ from lowp.cli.interrupts import Interrupts
 from lowp.cli.lists import listed
 
 if TYPE_CHECKING:
-    from lowp.recipes.benchmark import Benchmark, Plan
+    from lowp.benchmarking.benchmark import Benchmark, Plan
     from lowp.recipes.training import Settings
 
 DEFAULT = "fp16,bf16,flex16+5,dfp16"
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure; 130 for Ctrl-C, with what was measured written."""
+    from lowp.benchmarking.benchmark import Benchmark
     from lowp.recipes import results
-    from lowp.recipes.benchmark import Benchmark
     from lowp.report import plots
 
     names = list(dict.fromkeys(arguments.recipes))
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     results.write(out, document)
     drawn = plots.can_plot() and not interrupts()
     if drawn:  # before the tables, whose reader (head, less) may be gone
-        from lowp.report.benchmark_chart import chart
+        from lowp.report.figures.benchmark import chart
 
         chart(document, plot)
     if document["recipes"]:
@@ -107,9 +107,9 @@ def _settings(arguments: argparse.Namespace, names: list[str]) -> list[Settings]
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     from lowp import presets
+    from lowp.benchmarking.benchmark import Plan
+    from lowp.benchmarking.largest_batch import bytes_from
     from lowp.errors import InvalidInput
-    from lowp.recipes.benchmark import Plan
-    from lowp.recipes.largest_batch import bytes_from
 
     if not 0 < arguments.seconds < 3600:
         raise InvalidInput(f"--seconds {arguments.seconds:g}: give seconds above 0, such as {_SECONDS:g}")

@@ -60,8 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare; 0 whatever the verdicts, 130 for Ctrl-C, with what is done written."""
+    from lowp.benchmarking.comparing import measure
     from lowp.recipes import get, results
     from lowp.report import plots
+    from lowp.report.figures import comparison
 
     _check(arguments)
     kind = "compare" if arguments.sweep is None else "sweep"
@@ -79,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         _train(study, out, arguments.jobs, interrupts)
         if arguments.timing and arguments.sweep is None and not interrupts():
             _say("measuring the time and the memory of a step ...")
-            study.measure(arguments.timing, interrupts)
+            measure(study, arguments.timing, interrupts)
     if interrupts():
         results.write(out, study.document())
         _say(_interrupted(study, out))
@@ -88,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     results.write(out, document)
     _print(document)
     if plots.can_plot():
-        (plots.curves if arguments.sweep is None else plots.grid)(document, plot)
+        (comparison.curves if arguments.sweep is None else comparison.grid)(document, plot)
         print(f"written: {out}, {plot}")
     else:
         print(f"written: {out}; no picture: {plots.NO_MATPLOTLIB}")

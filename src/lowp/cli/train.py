@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     from lowp import checkpoint, files
     from lowp.errors import InvalidInput
     from lowp.recipes import get, results
-    from lowp.recipes.measuring import threads_of
+    from lowp.recipes.training import threads_of
 
     if arguments.resume and arguments.overwrite:
         raise InvalidInput("--resume goes on with a checkpoint and --overwrite replaces it: give one of them")

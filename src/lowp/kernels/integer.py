@@ -22,16 +22,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from array import array
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowp.errors import InvalidInput, Unavailable, unknown
-from lowp.kernels import cpu, dispatch, integer_reference
+from lowp.kernels import dispatch, integer_running
 from lowp.kernels.integer_reference import ConvolutionShape
+from lowp.kernels.integer_running import KINDS, PRODUCTS, Output, Seen, observed
 
 __all__ = [
     "PRODUCTS",
@@ -42,14 +41,13 @@ __all__ = [
     "convolution_exact",
     "matmul_chained",
     "matmul_exact",
+    "observed",
     "safe_chain_length",
 ]
 
 KERNELS = ("avx512", "avx2", "neon", "portable", "reference")
-PRODUCTS = ("forward", "input_gradient", "weight_gradient")
 LARGEST_DEPTH = 1 << 32  # |sum| <= depth * 2^30 must fit int64
 LARGEST_EXPONENT = 900  # so that no intermediate of fp64 under- or overflows
-_KINDS = {torch.int16: 1, torch.float32: 2, torch.float64: 3, torch.int64: 4}
 
 
 class Exact(NamedTuple):
@@ -72,19 +70,6 @@ class Chained(NamedTuple):
 
     values: Tensor
     largest: float
-
-
-@dataclass(frozen=True)
-class _Output:
-    dtype: torch.dtype
-    chained: bool
-    exponent: int
-    lowest: int
-    kernel: str
-
-    @property
-    def kind(self) -> int:
-        return 0 if self.chained else _KINDS[self.dtype]
 
 
 def safe_chain_length(bits: int) -> int:
@@ -125,7 +110,7 @@ def matmul_exact(
     machine lacks.
     """
     left, right = _matrices(a, b, transpose_a, transpose_b)
-    return _exact(_matmul(left, right, _output(exponent, dtype, symmetric, kernel)))
+    return _exact(integer_running.matmul(left, right, _output(exponent, dtype, symmetric, kernel)))
 
 
 def matmul_chained(
@@ -142,7 +127,7 @@ def matmul_chained(
     Shapes, `exponent` (here Ea + Eb), `kernel` and errors are those of `matmul_exact`.
     """
     left, right = _matrices(a, b, transpose_a, transpose_b)
-    return _chained(_matmul(left, right, _output(exponent, None, False, kernel)))
+    return _chained(integer_running.matmul(left, right, _output(exponent, None, False, kernel)))
 
 
 def convolution_exact(
@@ -186,12 +171,12 @@ def convolution_chained(
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
-def _output(exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, kernel: str | None) -> _Output:
+def _output(exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, kernel: str | None) -> Output:
     power = int(exponent)
     if abs(power) > LARGEST_EXPONENT:
         raise InvalidInput(f"exponent {power}; allowed: -{LARGEST_EXPONENT} to {LARGEST_EXPONENT}")
-    if dtype is not None and dtype not in _KINDS:
-        raise InvalidInput(f"an exact product cannot be {dtype}; allowed: {', '.join(map(str, _KINDS))}")
+    if dtype is not None and dtype not in KINDS:
+        raise InvalidInput(f"an exact product cannot be {dtype}; allowed: {', '.join(map(str, KINDS))}")
     if dtype is torch.int64 and power:
         raise InvalidInput(
             f"int64 holds the sums as they are, so exponent must be 0, not {power}; use float64 to scale"
@@ -200,7 +185,7 @@ def _output(exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, 
     if chosen and chosen not in KERNELS:
         raise InvalidInput(unknown("integer kernel", chosen, KERNELS))
     lowest = -32767 if symmetric else -32768
-    return _Output(torch.float32 if dtype is None else dtype, dtype is None, power, lowest, chosen)
+    return Output(torch.float32 if dtype is None else dtype, dtype is None, power, lowest, chosen)
 
 
 def _forced_kernel() -> str | None:
@@ -252,140 +237,21 @@ def _broadcast(left: torch.Size, right: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-# -- running ----------------------------------------------------------------------------------------------------------
-class _Seen(NamedTuple):
-    values: Tensor
-    integers: array[int]  # saturated, largest mantissa, largest sum
-    largest: array[float]
+def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: Output) -> Seen:
+    if product not in PRODUCTS:
+        raise InvalidInput(unknown("product of a convolution", product, tuple(PRODUCTS)))
+    _check_operands(a, b)
+    for name, operand in zip(PRODUCTS[product], (a, b), strict=False):
+        expected = shape.of_operand(name)
+        if tuple(operand.shape) != expected:
+            raise InvalidInput(f"the {name} has shape {tuple(operand.shape)}; this convolution takes {expected}")
+    _check_depth(shape.depth(product))
+    return integer_running.convolution(product, a, b, shape, output)
 
 
-def _exact(seen: _Seen) -> Exact:
+def _exact(seen: Seen) -> Exact:
     return Exact(seen.values, *seen.integers)
 
 
-def _chained(seen: _Seen) -> Chained:
+def _chained(seen: Seen) -> Chained:
     return Chained(seen.values, seen.largest[0])
-
-
-def _nothing_seen(values: Tensor) -> _Seen:
-    return _Seen(values, array("q", (0, 0, 0)), array("d", (0.0,)))
-
-
-def _address(numbers: array[int] | array[float]) -> int:
-    return numbers.buffer_info()[0]
-
-
-def _batched(x: Tensor) -> Tensor:
-    """Return [..., r, c] as [batch, r, c] with one of the last two strides 1 (a copy only where neither is)."""
-    if x.dim() == 2:
-        x = x.unsqueeze(0)
-    elif x.dim() != 3:
-        x = x.reshape(-1, *x.shape[-2:]) if x.numel() else x.new_empty(x.shape[:-2].numel(), *x.shape[-2:])
-    return x if x.stride(1) == 1 or x.stride(2) == 1 else x.contiguous()
-
-
-def _matmul(left: Tensor, right: Tensor, output: _Output) -> _Seen:
-    library = None if output.kernel == "reference" else cpu.library()
-    if library is None:
-        _check_reference(output)
-        sums = integer_reference.matmul(left, right, output.chained)
-        return _finish_reference(sums, output)
-    result = torch.empty(*left.shape[:-1], right.shape[-1], dtype=output.dtype, device="cpu")
-    a, b = _batched(left), _batched(right)
-    # Where both strides are 1 (a single row or column), the kernels read along the depth.
-    a_depth = 1 if a.shape[2] <= 1 else a.stride(2)
-    a_rows = a.stride(1)
-    if a_depth != 1 and a.shape[1] == 1:
-        a, a_depth, a_rows = a.contiguous(), 1, a.shape[2]
-    m, k, n = a.shape[1], a.shape[2], b.shape[2]
-    sizes = array("q", (a.shape[0], m, n, k))
-    strides = array("q", (a.stride(0), a_rows, a_depth, b.stride(0), b.stride(2), b.stride(1), m * n, n))
-    seen = _nothing_seen(result)
-    status = library.lowp_integer_matmul(
-        output.kernel.encode() or None,
-        cpu.address(a),
-        cpu.address(b),
-        cpu.address(result),
-        _address(sizes),
-        _address(strides),
-        output.kind,
-        output.exponent,
-        output.lowest,
-        cpu.threads(),
-        _address(seen.integers),
-        _address(seen.largest),
-    )
-    _check_status(status, output)
-    return seen
-
-
-def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: _Output) -> _Seen:
-    if product not in PRODUCTS:
-        raise InvalidInput(unknown("product of a convolution", product, PRODUCTS))
-    _check_operands(a, b)
-    expected = {"input": shape.input, "weight": shape.weight, "gradient": shape.output}
-    names = {
-        "forward": ("input", "weight", "gradient"),
-        "input_gradient": ("gradient", "weight", "input"),
-        "weight_gradient": ("input", "gradient", "weight"),
-    }[product]
-    for name, operand in zip(names, (a, b), strict=False):
-        if tuple(operand.shape) != expected[name]:
-            raise InvalidInput(f"the {name} has shape {tuple(operand.shape)}; this convolution takes {expected[name]}")
-    _check_depth(shape.depth(product))
-    library = None if output.kernel == "reference" else cpu.library()
-    if library is None:
-        _check_reference(output)
-        sums = integer_reference.convolution(product, a, b, shape, output.chained)
-        return _finish_reference(sums, output)
-    result = torch.empty(expected[names[2]], dtype=output.dtype, device="cpu")
-    a, b = a.contiguous(), b.contiguous()
-    seen = _nothing_seen(result)
-    geometry = array("q", shape.numbers())
-    status = library.lowp_integer_convolution(
-        output.kernel.encode() or None,
-        PRODUCTS.index(product),
-        cpu.address(a),
-        cpu.address(b),
-        cpu.address(result),
-        _address(geometry),
-        output.kind,
-        output.exponent,
-        output.lowest,
-        cpu.threads(),
-        _address(seen.integers),
-        _address(seen.largest),
-    )
-    _check_status(status, output)
-    return seen
-
-
-def _check_status(status: int, output: _Output) -> None:
-    if status == 1:
-        raise Unavailable(f"this processor has no {output.kernel}; portable and reference run everywhere")
-    if status:
-        raise MemoryError("no memory for the packed operands of an integer product")
-
-
-def _check_reference(output: _Output) -> None:
-    if output.kernel not in ("", "reference"):
-        raise Unavailable(f"{output.kernel} needs lowp's C++ library, which is not loaded; reference runs without it")
-
-
-def _finish_reference(sums: Tensor, output: _Output) -> _Seen:
-    if output.chained:
-        seen = _nothing_seen((sums.double() * 2.0**output.exponent).float())
-        if sums.numel():
-            seen.largest[0] = seen.values.abs().max().item()
-        return seen
-    if output.dtype is not torch.int16:
-        seen = _nothing_seen(integer_reference.scaled(sums, output.exponent, output.dtype))
-    else:
-        rounded = integer_reference.shift_rounded(sums, output.exponent)
-        mantissas = rounded.clamp(output.lowest, 32767)
-        seen = _nothing_seen(mantissas.to(torch.int16))
-        if sums.numel():
-            seen.integers[0], seen.integers[1] = int((mantissas != rounded).sum()), int(mantissas.abs().max())
-    if sums.numel():
-        seen.integers[2] = int(sums.abs().max())
-    return seen

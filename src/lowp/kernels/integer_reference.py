@@ -75,6 +75,10 @@ class ConvolutionShape:
             )
         return cls(tuple(input), tuple(weight), (input[0], weight[0], *sizes), steps, pads, gaps, groups)
 
+    def of_operand(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the input, the weight, or the gradient of the output."""
+        return {"input": self.input, "weight": self.weight, "gradient": self.output}[name]
+
     def _three(self, values: tuple[int, ...], missing: int) -> Triple:
         first, second, third = (missing,) * (3 - len(values)) + values
         return first, second, third

@@ -5,17 +5,17 @@ Its large linear layers make most of its parameters; its gradients are small, wh
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-import torch
 from torch import nn
 
-from lowp.recipes.classification import evaluate, loss
+from lowp.recipes.classification import classifier
 from lowp.recipes.data.folders import read_folders
 from lowp.recipes.data.images import image_data
 from lowp.recipes.data.shapes import shape_images
 from lowp.recipes.networks.alexnet import AlexNet
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, one_cycle, step_decay
+from lowp.recipes.recipe import Data, Size, one_cycle, sgd_with_momentum, step_decay
 
 
 def load(size: Size, path: Path | None) -> Data:
@@ -31,16 +31,11 @@ def make_model(size: Size) -> nn.Module:
     return AlexNet(size.options["side"], size.options["share"], size.options["classes"], size.options["dropout"])
 
 
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """SGD with momentum 0.9 and weight decay 5e-4, as in the paper."""
-    return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9, weight_decay=5e-4)
-
-
 # An eighth of the width has one place of 32 features left before its linear layers, and cannot spare half of them.
 _SMALL = {"side": 64, "share": 0.125, "classes": 10, "dropout": 0.1, "images": (2000, 500)}
 _FULL = {"side": 224, "share": 1.0, "classes": 1000, "dropout": 0.5, "images": (1000, 200)}
 
-ALEXNET = Recipe(
+ALEXNET = classifier(
     name="alexnet",
     summary="five convolutions and three linear layers, as in the Flexpoint paper",
     source="Krizhevsky, Sutskever, Hinton 2012; Köster et al. 2017, arXiv 1711.02213",
@@ -49,12 +44,8 @@ ALEXNET = Recipe(
         "cpu": Size(30, 50, 0.02, 325_114, _SMALL, one_cycle),
         "full": Size(90, 128, 0.01, 60_965_224, _FULL),
     },
-    metric=Metric("accuracy"),
     load=load,
     make_model=make_model,
-    loss=loss,
-    evaluate=evaluate,
-    make_optimizer=make_optimizer,
+    make_optimizer=partial(sgd_with_momentum, weight_decay=5e-4),  # as in the paper
     schedule=step_decay,
-    unit="images",
 )

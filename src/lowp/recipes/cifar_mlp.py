@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
-import torch
 from torch import nn
 
-from lowp.recipes.classification import evaluate, loss
+from lowp.recipes.classification import classifier, perceptron_layers
 from lowp.recipes.data.cifar import read_cifar10
 from lowp.recipes.data.images import image_data
 from lowp.recipes.data.shapes import shape_images
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, linear_decay
+from lowp.recipes.recipe import Data, Size
 
 _VALUES = 3 * 32 * 32
 
@@ -26,17 +24,10 @@ def load(size: Size, path: Path | None) -> Data:
 
 def make_model(size: Size) -> nn.Module:
     """3072 colour values, hidden layers with ReLU, 10 classes; torch's own initialisation."""
-    widths = [_VALUES, *size.options["hidden"]]
-    hidden = [part for fan in itertools.pairwise(widths) for part in (nn.Linear(*fan), nn.ReLU())]
-    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(widths[-1], 10))
+    return nn.Sequential(nn.Flatten(), *perceptron_layers(_VALUES, size.options["hidden"], 10))
 
 
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Plain SGD with momentum."""
-    return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
-
-
-CIFAR10_MLP = Recipe(
+CIFAR10_MLP = classifier(
     name="cifar10-mlp",
     summary="three-layer perceptron for images of 32x32",
     source="data: Krizhevsky 2009, Learning Multiple Layers of Features from Tiny Images",
@@ -45,12 +36,6 @@ CIFAR10_MLP = Recipe(
         "cpu": Size(8, 100, 0.02, 855_050, {"hidden": (256, 256), "images": (2000, 500)}),
         "full": Size(40, 512, 0.02, 10_510_346, {"hidden": (2048, 2048), "images": (10_000, 2000)}),
     },
-    metric=Metric("accuracy"),
     load=load,
     make_model=make_model,
-    loss=loss,
-    evaluate=evaluate,
-    make_optimizer=make_optimizer,
-    schedule=linear_decay,
-    unit="images",
 )

@@ -1,14 +1,18 @@
-"""What recipes that tell classes apart share: cross-entropy, and how often the class is the first or among five."""
+"""What recipes that tell classes of images apart share: loss, metrics, optimizer, and the layers of a perceptron."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["evaluate", "loss"]
+from lowp.recipes.recipe import Metric, Recipe, linear_decay, sgd_with_momentum
+
+__all__ = ["classifier", "evaluate", "loss", "perceptron_layers"]
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -29,3 +33,21 @@ def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
         summed += float(torch.nn.functional.cross_entropy(scores, labels, reduction="sum"))
         count += len(labels)
     return {"accuracy": right / count, "top5": among_five / count, "loss": summed / count}
+
+
+def perceptron_layers(values: int, hidden: Sequence[int], classes: int) -> list[nn.Module]:
+    """Linear layers with ReLU between them; torch's own initialisation."""
+    widths = [values, *hidden]
+    layers = [layer for fan in itertools.pairwise(widths) for layer in (nn.Linear(*fan), nn.ReLU())]
+    return [*layers, nn.Linear(widths[-1], classes)]
+
+
+classifier = partial(
+    Recipe,
+    metric=Metric("accuracy"),
+    loss=loss,
+    evaluate=evaluate,
+    make_optimizer=sgd_with_momentum,
+    schedule=linear_decay,
+    unit="images",
+)

@@ -11,7 +11,6 @@ from typing import Any
 from lowp import presets
 from lowp.errors import InvalidInput
 from lowp.recipes import get, results
-from lowp.recipes.measuring import MEMORY_METHOD, TIME_METHOD, TURN, beside, peak_memory, step_times, threads_of
 from lowp.recipes.recipe import Data
 from lowp.recipes.runs import Job, Stop, Told, processes_for, run_jobs
 from lowp.recipes.training import Settings, load_data
@@ -78,8 +77,9 @@ class Study:
         self.recipe = get(self.settings.recipe)
         self.data: Data = load_data(self.settings)
         self.runs: dict[tuple[str, int], dict[str, Any]] = {}
+        # what steps cost by label, and how that was measured: `lowp.benchmarking.comparing.measure` fills them
         self.costs: dict[str, dict[str, Any]] = {}
-        self.busy: float | None = None  # cores that other processes used while steps were timed
+        self.cost_methods: dict[str, str] = {}
         self.command: str | None = None
         self._header = results.header(kind)
 
@@ -103,24 +103,6 @@ class Study:
         for job, run in run_jobs(jobs, self.data, count, on_epoch, stop):
             self.runs[labels[job.name]] = run
             yield job.name, run
-
-    def measure(self, seconds: float = 1.5, stop: Stop = lambda: False) -> None:
-        """Time a step of every row, for about `seconds` each, and take its peak of memory, alone on this process."""
-        settings = [variant.settings for variant in self.variants]
-        with threads_of(self.recipe.threads) as threads:
-            with beside() as busy:
-                times = step_times(settings, self.data, seconds, stop)
-                self.busy = busy()
-            for variant, timed in zip(self.variants, times, strict=True):
-                if stop():
-                    return
-                self.costs[variant.label] = {
-                    "step_seconds": None if timed is None else timed.median,
-                    "step_seconds_quartiles": None if timed is None else timed.quartiles,
-                    "steps_timed": None if timed is None else timed.steps,
-                    "threads": threads,
-                    "peak_memory_bytes": peak_memory(variant.settings, self.data),
-                }
 
     def resume(self, path: Path) -> int:
         """Take over the runs that a file holds; returns how many. Raises InvalidInput for those of another plan."""
@@ -157,7 +139,6 @@ class Study:
     def document(self) -> dict[str, Any]:
         """Everything as plain values; statistics only of rows that have runs, and verdicts once fp32's are there."""
         recipe = self.recipe
-        device = "cuda" if self.settings.device.startswith("cuda") else "cpu"
         return {
             **self._header,
             "command": self.command,
@@ -175,18 +156,11 @@ class Study:
             "baseline": self.variants[0].label,
             "methods": {
                 "verdict": RULE,
-                "time": TIME_METHOD.format(turn=TURN) + self._meanwhile(),
-                "memory": MEMORY_METHOD[device],
+                **self.cost_methods,
                 "losses": FLUSHED_METHOD.format(samples=self.samples),
             },
             "variants": [self._row(variant) for variant in self.variants],
         }
-
-    def _meanwhile(self) -> str:
-        """What else ran while steps were timed; nothing where that is not known."""
-        if self.busy is None:
-            return ""
-        return f". Other processes kept {self.busy:.1f} of {self._header['machine']['cores']} cores busy meanwhile"
 
     def _row(self, variant: Variant) -> dict[str, Any]:
         runs = [self.runs[variant.label, seed] for seed in self.seeds if (variant.label, seed) in self.runs]

@@ -14,12 +14,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowp.recipes.data.boxes import Found, Truth, best_boxes, decoded, encoded, found_boxes, outside, overlaps
+from lowp.recipes.data.boxes import (
+    Found,
+    Truth,
+    best_boxes,
+    best_matches,
+    decoded,
+    encoded,
+    found_boxes,
+    outside,
+    overlaps,
+)
 from lowp.recipes.data.detection import boxes_from, measured, truths
+from lowp.recipes.detection import VARIANCES, detector
 from lowp.recipes.networks.faster_rcnn import FasterRCNN, Shape, region_anchors
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, step_decay
+from lowp.recipes.recipe import Data, Size
 
-VARIANCES = (0.1, 0.2)  # the units of the second step's offsets; the first step's are 1
 REGIONS_COUNTED, REGIONS_JUDGED = 256, 64  # of an image, in the loss of each step
 PROPOSED = 100  # regions of an image that are judged in evaluation
 
@@ -61,14 +71,10 @@ def to_learn_from(anchors: Tensor, truth: Truth) -> tuple[Tensor, Tensor, Tensor
 
     An anchor shows something where it overlaps a box by more than 0.7, or is a box's best; below 0.3 nothing.
     """
+    best, which = best_matches(anchors, truth.boxes)
     wanted = torch.full((len(anchors),), -1, device=anchors.device)
-    close = overlaps(anchors, truth.boxes)
-    best, which = close.max(1)
     wanted[best < 0.3] = 0
     wanted[best > 0.7] = 1
-    own = close.argmax(0)
-    wanted[own] = 1
-    which[own] = torch.arange(len(own), device=own.device)
     counted = picked(wanted, REGIONS_COUNTED, 0.5)
     there = counted[wanted[counted] == 1]
     return counted, wanted[counted], there, encoded(truth.boxes[which[there]], anchors[there])
@@ -169,27 +175,16 @@ def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
         return measured(batches, detect, network.shape.classes)
 
 
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Adam: the paper's SGD starts from pre-trained weights, and without these it needs many times the epochs."""
-    return torch.optim.Adam(model.parameters(), lr=learning_rate)
-
-
-FASTER_RCNN = Recipe(
+FASTER_RCNN = detector(
     name="faster-rcnn",
     summary="Faster R-CNN on VGG-16: finds things in two steps",
     source="Ren et al. 2015, arXiv 1506.01497; Micikevicius et al. 2018, arXiv 1710.03740, table 2",
-    data="generated: figures on scikit-learn's photographs; --data DIR or ZIP: Pascal VOC's layout (VOC 2007, BCCD)",
     sizes={
         "cpu": Size(12, 8, 1e-3, 2_070_735, {"shape": SMALL, "side": 96, "images": (400, 80)}),
         "full": Size(30, 2, 1e-4, 137_078_239, {"shape": VGG_16, "side": 600, "images": (200, 40)}),
     },
-    metric=Metric("mAP"),
     load=load,
     make_model=make_model,
     loss=loss,
     evaluate=evaluate,
-    make_optimizer=make_optimizer,
-    schedule=step_decay,
-    clip=5.0,
-    unit="images",
 )

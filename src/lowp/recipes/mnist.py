@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import nn
 
-from lowp.recipes.classification import evaluate, loss
+from lowp.recipes.classification import classifier, perceptron_layers
 from lowp.recipes.data.images import image_data
 from lowp.recipes.data.mnist import enlarged_digits, read_mnist
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, linear_decay
+from lowp.recipes.recipe import Data, Size
 
 
 def load(size: Size, path: Path | None) -> Data:
@@ -23,16 +22,10 @@ def load(size: Size, path: Path | None) -> Data:
 
 def make_model(size: Size) -> nn.Module:
     """784 grey values, one hidden layer with ReLU, 10 digits; torch's own initialisation."""
-    hidden = size.options["hidden"]
-    return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+    return nn.Sequential(nn.Flatten(), *perceptron_layers(28 * 28, (size.options["hidden"],), 10))
 
 
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Plain SGD with momentum."""
-    return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
-
-
-MNIST = Recipe(
+MNIST = classifier(
     name="mnist",
     summary="two-layer perceptron on handwritten digits of 28x28",
     source="LeCun et al. 1998, Gradient-Based Learning Applied to Document Recognition, section III",
@@ -41,13 +34,7 @@ MNIST = Recipe(
         "cpu": Size(10, 50, 0.05, 101_770, {"hidden": 128}),
         "full": Size(20, 100, 0.05, 795_010, {"hidden": 1000}),
     },
-    metric=Metric("accuracy"),
     load=load,
     make_model=make_model,
-    loss=loss,
-    evaluate=evaluate,
-    make_optimizer=make_optimizer,
-    schedule=linear_decay,
     threads=1,
-    unit="images",
 )

@@ -20,11 +20,13 @@ __all__ = [
     "Recipe",
     "Size",
     "TensorExamples",
+    "adam",
     "constant",
     "examples_of",
     "first_tensor",
     "linear_decay",
     "one_cycle",
+    "sgd_with_momentum",
     "step_decay",
     "tokens_of",
 ]
@@ -153,6 +155,19 @@ class Recipe:
         if chosen not in self.sizes:
             raise UnknownName(unknown(f"size of {self.name}", chosen, self.sizes))
         return self.sizes[chosen]
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+def adam(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """Adam with torch's defaults."""
+    return torch.optim.Adam(model.parameters(), lr=learning_rate)
+
+
+def sgd_with_momentum(
+    model: nn.Module, learning_rate: float, momentum: float = 0.9, weight_decay: float = 0.0
+) -> torch.optim.Optimizer:
+    """SGD with momentum, and weight decay where it is given."""
+    return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------

@@ -10,16 +10,15 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import nn
 
-from lowp.recipes.classification import evaluate, loss
+from lowp.recipes.classification import classifier
 from lowp.recipes.data.cifar import read_cifar10
 from lowp.recipes.data.folders import read_folders
 from lowp.recipes.data.images import image_data
 from lowp.recipes.data.shapes import shape_images
 from lowp.recipes.networks.resnet import cifar_resnet, imagenet_resnet
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, one_cycle, step_decay
+from lowp.recipes.recipe import Data, Size, one_cycle, sgd_with_momentum, step_decay
 
 FIFTY, HUNDRED_AND_ONE = (3, 4, 6, 3), (3, 4, 23, 3)
 
@@ -51,33 +50,23 @@ def make_large(size: Size) -> nn.Module:
     return imagenet_resnet(size.options["blocks"], size.options["width"], size.options["classes"])
 
 
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """SGD with momentum 0.9 and weight decay 1e-4, as in the paper."""
-    return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9, weight_decay=1e-4)
-
-
 # -- recipes ----------------------------------------------------------------------------------------------------------
+_residual = partial(
+    classifier,
+    make_optimizer=partial(sgd_with_momentum, weight_decay=1e-4),  # as in the paper
+    schedule=step_decay,
+)
 _small = partial(
-    Recipe,
+    _residual,
     data="generated: ten figures drawn on scikit-learn's photographs, 32x32; --data DIR: CIFAR-10 (batches or npz)",
-    metric=Metric("accuracy"),
     load=load_small,
     make_model=make_small,
-    loss=loss,
-    evaluate=evaluate,
-    make_optimizer=make_optimizer,
 )
 _large = partial(
-    Recipe,
+    _residual,
     data="generated: ten figures drawn on scikit-learn's photographs; --data DIR: train/CLASS and val/CLASS (ImageNet)",
-    metric=Metric("accuracy"),
     load=load_large,
     make_model=make_large,
-    loss=loss,
-    evaluate=evaluate,
-    make_optimizer=make_optimizer,
-    schedule=step_decay,
-    unit="images",
 )
 
 RESNET_20 = _small(
@@ -88,8 +77,6 @@ RESNET_20 = _small(
         "cpu": Size(12, 50, 0.1, 68_050, {"layers": 20, "width": 8, "images": (2000, 500)}, one_cycle),
         "full": Size(164, 128, 0.1, 269_722, {"layers": 20, "width": 16, "images": (10_000, 2000)}),
     },
-    schedule=step_decay,
-    unit="images",
 )
 
 # 110 layers do not begin to learn at a rate of 0.1 (section 4.2): the rate grows to it, in place of 400 steps of 0.01.
@@ -102,7 +89,6 @@ RESNET_110 = _small(
         "full": Size(164, 128, 0.1, 1_727_962, {"layers": 110, "width": 16, "images": (10_000, 2000)}),
     },
     schedule=one_cycle,
-    unit="images",
 )
 
 _SMALL_BLOCKS = {"blocks": (1, 1, 1, 1), "width": 16, "classes": 10, "side": 64, "images": (2000, 500)}

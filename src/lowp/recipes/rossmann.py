@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.recipes.data.rossmann import CATEGORIES, NUMBERS, drawn_tables, read_tables, sales_data
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, one_cycle
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, adam, one_cycle
 
 # The length of the vector of each category, in the order of CATEGORIES: 199 numbers together.
 LENGTHS = (80, 4, 3, 6, 10, 2, 10, 10, 3, 3, 3, 9, 4, 6, 15, 9, 4, 4, 3, 3, 4, 4)
@@ -93,11 +93,6 @@ def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     return {"rmspe": (shares / count) ** 0.5, "loss": squares / count}
 
 
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Adam, whose rate rises to its highest and falls again."""
-    return torch.optim.Adam(model.parameters(), lr=learning_rate)
-
-
 ROSSMANN = Recipe(
     name="rossmann",
     summary="feed-forward network with embeddings: a shop's daily sales",
@@ -112,6 +107,6 @@ ROSSMANN = Recipe(
     make_model=make_model,
     loss=loss,
     evaluate=evaluate,
-    make_optimizer=make_optimizer,
+    make_optimizer=adam,
     schedule=one_cycle,
 )

@@ -20,10 +20,9 @@ import torch
 
 from lowp.exponents import SharedExponents
 from lowp.recipes import get
-from lowp.recipes.measuring import STOPS, threads_of
 from lowp.recipes.recipe import Data
 from lowp.recipes.sampling import Sampler
-from lowp.recipes.training import Settings, Training, load_data
+from lowp.recipes.training import STOPS, Settings, Training, load_data, threads_of
 
 __all__ = ["Job", "Stop", "interrupts_left_to_us", "processes_for", "run_jobs", "train_once"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowp.recipes.data.parallel import BEGIN, PADDING, SYMBOLS, drawn_dates, pair_data, read_pairs
 from lowp.recipes.networks.seq2seq import Translator
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, one_cycle
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, adam, one_cycle
 
 
 def load(size: Size, path: Path | None) -> Data:
@@ -69,11 +69,6 @@ def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     return {"accuracy": right / places, "exact": exact / count, "loss": summed / places}
 
 
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Adam."""
-    return torch.optim.Adam(model.parameters(), lr=learning_rate)
-
-
 SEQ2SEQ = Recipe(
     name="seq2seq",
     summary="GRU with attention: translates, byte by byte",
@@ -90,7 +85,7 @@ SEQ2SEQ = Recipe(
     make_model=make_model,
     loss=loss,
     evaluate=evaluate,
-    make_optimizer=make_optimizer,
+    make_optimizer=adam,
     schedule=one_cycle,
     clip=5.0,
     unit="tokens",

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.recipes.data.boxes import Found, Truth, decoded, encoded, found_boxes, outside, overlaps
+from lowp.recipes.data.boxes import Found, Truth, best_matches, decoded, encoded, found_boxes, outside
 from lowp.recipes.data.detection import boxes_from, measured, truths
+from lowp.recipes.detection import VARIANCES, detector
 from lowp.recipes.networks.ssd import SSD, SSD300, Layout, default_boxes
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, step_decay
+from lowp.recipes.recipe import Data, Size
 
-VARIANCES = (0.1, 0.2)  # the units of offsets, as in the authors' program
 NEGATIVES = 3  # for each box that has a match, so many hardest ones without
 
 # A shallower and narrower one for images of 96x96.
@@ -61,11 +61,7 @@ def matched(anchors: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
     """
     if not len(truth.boxes):
         return torch.zeros(len(anchors), dtype=torch.int64, device=anchors.device), anchors
-    close = overlaps(anchors, truth.boxes)
-    best, which = close.max(1)
-    own = close.argmax(0)
-    best[own] = 2.0
-    which[own] = torch.arange(len(own), device=own.device)
+    best, which = best_matches(anchors, truth.boxes)
     return torch.where(best > 0.5, truth.classes[which] + 1, 0), truth.boxes[which]
 
 
@@ -122,27 +118,16 @@ def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     return measured(batches, detect, network.classes)
 
 
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Adam: the paper's SGD starts from pre-trained weights, and without these it needs many times the epochs."""
-    return torch.optim.Adam(model.parameters(), lr=learning_rate)
-
-
-SSD_RECIPE = Recipe(
+SSD_RECIPE = detector(
     name="ssd",
     summary="Multibox SSD on VGG-16: finds things in pictures",
     source="Liu et al. 2016, arXiv 1512.02325; Micikevicius et al. 2018, arXiv 1710.03740, table 2",
-    data="generated: figures on scikit-learn's photographs; --data DIR or ZIP: Pascal VOC's layout (VOC 2007, BCCD)",
     sizes={
         "cpu": Size(14, 8, 1e-3, 509_038, {"layout": SMALL, "side": 96, "images": (400, 80)}),
         "full": Size(120, 32, 1e-4, 26_285_486, {"layout": SSD300, "side": 300, "images": (400, 80)}),
     },
-    metric=Metric("mAP"),
     load=load,
     make_model=make_model,
     loss=loss,
     evaluate=evaluate,
-    make_optimizer=make_optimizer,
-    schedule=step_decay,
-    clip=5.0,
-    unit="images",
 )

@@ -7,6 +7,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,13 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from lowp import checkpoint, presets
-from lowp.errors import InvalidInput, Unavailable
+from lowp.errors import InvalidInput, LowpError, Unavailable
 from lowp.precision import Precision
 from lowp.recipes import RECIPES, get
 from lowp.recipes.recipe import Data, Recipe, Size
 from lowp.recipes.sampling import Observer
 
-__all__ = ["Settings", "Training", "load_data"]
+__all__ = ["STOPS", "Settings", "Training", "load_data", "moved", "threads_of"]
+
+# Errors that speak of numbers or of memory, not of a defect: they end a run, not those beside it.
+STOPS = (LowpError, ArithmeticError, torch.OutOfMemoryError)
 
 _KIND = "lowp train"
 
@@ -326,6 +330,17 @@ def _is_record(record: Any) -> bool:
     return isinstance(record, dict) and all(
         isinstance(name, str) and isinstance(value, (int, float)) for name, value in record.items()
     )
+
+
+@contextmanager
+def threads_of(count: int | None) -> Iterator[int]:
+    """Use `count` CPU threads in torch (None: as many as it has now) for a while; yields the number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
 
 
 def moved(batch: Any, device: torch.device) -> Any:

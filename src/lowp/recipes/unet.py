@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowp.recipes.data.segmentation import drawn_masks, read_masked
 from lowp.recipes.networks.unet import UNet
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, constant
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, adam, constant
 
 CLASSES = 9
 
@@ -63,11 +63,6 @@ def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     }
 
 
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Adam."""
-    return torch.optim.Adam(model.parameters(), lr=learning_rate)
-
-
 UNET = Recipe(
     name="unet",
     summary="UNet: a class for every pixel of a picture",
@@ -84,7 +79,7 @@ UNET = Recipe(
     make_model=make_model,
     loss=loss,
     evaluate=evaluate,
-    make_optimizer=make_optimizer,
+    make_optimizer=adam,
     schedule=constant,
     unit="images",
 )

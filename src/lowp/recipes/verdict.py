@@ -71,15 +71,22 @@ def judge(
         return Verdict(AS_FP32, gap, in_units, p, "within one seed deviation")
     if p < SIGNIFICANCE:
         return Verdict(LOSES, gap, in_units, p, f"worse by {in_units:.1f} seed deviations, p = {p:.2g}")
-    reason = f"p = {p:.2g} with {len(values)} seeds: give more" if len(baseline) > 1 else "one seed has no deviation"
-    return Verdict(UNDECIDED, gap, in_units, p, reason)
+    return Verdict(UNDECIDED, gap, in_units, p, _undecided(p, len(values), len(baseline)))
+
+
+def _undecided(p: float, seeds: int, baseline_seeds: int) -> str:
+    if baseline_seeds < 2:
+        return "one seed has no deviation"
+    if math.isnan(p):
+        return "p is computed by SciPy, which is not installed: pip install 'lowp[recipes]'"
+    return f"p = {p:.2g} with {seeds} seeds: give more"
 
 
 def chance(gap: float, deviation_of_one: float, seeds: int) -> float:
     """The probability that the means of two sets of fp32 runs are as far apart as `gap`, or farther, in one direction.
 
     Student's t with the deviation that fp32 shows: that of the precision itself is left out, since one that is erratic
-    would make its own loss look like chance. NaN with fewer than two seeds.
+    would make its own loss look like chance. NaN with fewer than two seeds, and without SciPy.
     """
     if seeds < 2 or not math.isfinite(gap):
         return math.nan
@@ -89,20 +96,12 @@ def chance(gap: float, deviation_of_one: float, seeds: int) -> float:
 
 
 def student_tail(t: float, freedom: float) -> float:
-    """The probability that Student's t with `freedom` (1 or more) degrees is above `t`.
-
-    With t = sqrt(freedom) tan(angle) its density is a power of a cosine, which Simpson's rule integrates.
-    """
-    if t < 0:
-        return 1 - student_tail(-t, freedom)
-    low, high, count = math.atan(t / math.sqrt(freedom)), math.pi / 2, 2000
-    width = (high - low) / count
-    weights = [1, *([4, 2] * (count // 2))]
-    weights[-1] = 1
-    heights = (max(math.cos(low + width * k), 0.0) ** (freedom - 1) for k in range(count + 1))
-    area = width / 3 * math.fsum(weight * height for weight, height in zip(weights, heights, strict=True))
-    log_constant = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(math.pi) / 2
-    return min(max(math.exp(log_constant) * area, 0.0), 1.0)
+    """The probability that Student's t with `freedom` (1 or more) degrees is above `t`; NaN without SciPy."""
+    try:
+        from scipy.special import stdtr
+    except ImportError:
+        return math.nan
+    return float(stdtr(freedom, -t))
 
 
 def _or_zero(value: float) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.recipes.data.words import drawn_words, read_words
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, constant
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, adam, constant
 
 
 class NextWord(nn.Module):
@@ -62,11 +62,6 @@ def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     return {"nats_per_word": summed / count, "accuracy": right / count, "loss": summed / count}
 
 
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Adam."""
-    return torch.optim.Adam(model.parameters(), lr=learning_rate)
-
-
 WORDS = Recipe(
     name="words",
     summary="neural language model over words: a softmax over a vocabulary of 20,000",
@@ -93,7 +88,7 @@ WORDS = Recipe(
     make_model=make_model,
     loss=loss,
     evaluate=evaluate,
-    make_optimizer=make_optimizer,
+    make_optimizer=adam,
     schedule=constant,
     unit="words",
 )

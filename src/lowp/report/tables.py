@@ -115,7 +115,8 @@ def _costs(document: Mapping[str, Any]) -> Table:
         if statistics is None:
             continue
         time, memory = row.get("step_seconds"), row.get("peak_memory_bytes")
-        relative = f" ({time / base:.2f}x)" if time and base else ""
+        ratio = row.get("step_relative") or (time / base if time and base else None)
+        relative = f" ({ratio:.2f}x)" if ratio else ""
         cost = [
             _NOTHING if not time else f"{seconds(time)}{relative}",
             _NOTHING if not memory else bytes_of(memory),

@@ -45,14 +45,13 @@ def test_a_word_is_cut_into_the_longest_pieces_from_the_left(text: str, expected
 
 
 def test_a_piece_knows_its_characters() -> None:
-    text = "so UNwanted, cafe\u0301!"
+    text = "so UNwanted, caf\u00e9!"
     found = [text[piece.start : piece.end] for piece in WordPiece(PIECES).pieces(text)]
-    assert found == ["so", "UN", "want", "ed", ",", "cafe\u0301", "!"]
+    assert found == ["so", "UN", "want", "ed", ",", "caf\u00e9", "!"]
 
 
 def test_words_are_split_at_spaces_punctuation_and_chinese_characters() -> None:
-    words = [word for word, _, _ in words_of("It's $5,\u00a0you\u4e2dme")]
-    assert words == ["it", "'", "s", "$", "5", ",", "you", "\u4e2d", "me"]
+    assert words_of("It's $5,\u00a0you\u4e2dme") == ["it", "'", "s", "$", "5", ",", "you", "\u4e2d", "me"]
 
 
 def test_a_built_vocabulary_has_pieces_for_every_word_of_its_texts() -> None:

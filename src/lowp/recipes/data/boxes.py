@@ -1,6 +1,7 @@
 """Boxes around things: how far two overlap, offsets from one to another, the best of many, and the VOC 2007 measure.
 
-A box is left, top, right, bottom, in any unit; a tensor of boxes is float [N, 4].
+A box is left, top, right, bottom, in any unit; a tensor of boxes is float [N, 4]. torchvision.ops has `box_iou`, `nms`
+and `batched_nms` too; each of its releases requires one release of torch, so lowp does not depend on it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ __all__ = [
     "Found",
     "Truth",
     "best_boxes",
+    "best_matches",
     "decoded",
     "encoded",
     "found_boxes",
@@ -59,6 +61,19 @@ def overlaps(one: Tensor, other: Tensor) -> Tensor:
     common = (high - low).clamp(min=0).prod(2)
     areas = [(boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1) for boxes in (one, other)]
     return common / (areas[0][:, None] + areas[1][None, :] - common).clamp(min=1e-12)
+
+
+def best_matches(anchors: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each anchor how far it overlaps the box that it overlaps most, and the number of that box.
+
+    The anchor that overlaps a box more than all others do belongs to it, with an overlap of 2. `boxes` are not empty.
+    """
+    close = overlaps(anchors, boxes)
+    best, which = close.max(1)
+    own = close.argmax(0)
+    best[own] = 2.0
+    which[own] = torch.arange(len(own), device=own.device)
+    return best, which
 
 
 def encoded(boxes: Tensor, anchors: Tensor, variances: tuple[float, float] = (1.0, 1.0)) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lowp.errors import Unavailable
+from lowp.recipes.data.digits import HELD_BACK, TRAINING, read_digits
 from lowp.recipes.data.files import Published, read_bytes
 from lowp.recipes.data.images import LabelledImages
 
@@ -62,17 +62,11 @@ def read_idx(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
 
 def enlarged_digits() -> LabelledImages:
     """scikit-learn's 8x8 digits at 24x24 with a margin of 2: 1257 to train on and 540 held back, always the same."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise Unavailable(
-            "the digits are embedded in scikit-learn, which is not installed: pip install 'lowp[recipes]'"
-        ) from None
-    small, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    grey = torch.from_numpy(small).float().view(-1, 1, 8, 8)[order] / 16 * 255
+    digits, labels = read_digits()
+    grey = digits.view(-1, 1, 8, 8) / 16 * 255
     large = torch.nn.functional.interpolate(grey, size=(24, 24), mode="bilinear", align_corners=False)
     images = torch.nn.functional.pad(large, [2] * 4).round().to(torch.uint8)
-    kinds = torch.from_numpy(labels).long()[order]
-    description = "scikit-learn's digits enlarged to 28x28, 1,257 to train on and 540 held back"
-    return LabelledImages(images[:1257], kinds[:1257], images[1257:], kinds[1257:], CLASSES, description)
+    description = f"scikit-learn's digits enlarged to 28x28, {TRAINING:,} to train on and {HELD_BACK} held back"
+    return LabelledImages(
+        images[:TRAINING], labels[:TRAINING], images[TRAINING:], labels[TRAINING:], CLASSES, description
+    )

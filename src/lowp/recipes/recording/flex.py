@@ -11,9 +11,8 @@ from torch import Tensor
 from lowp.errors import InvalidInput, unknown
 from lowp.exponents import Flush, SharedExponents
 from lowp.recipes import results
-from lowp.recipes.measuring import threads_of
 from lowp.recipes.recording.runs import Stop, Told
-from lowp.recipes.training import Settings, Training, moved
+from lowp.recipes.training import Settings, Training, moved, threads_of
 
 __all__ = ["record_series", "record_windows"]
 

@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from lowp.recipes import results
-from lowp.recipes.measuring import threads_of
 from lowp.recipes.sampling import Observer
-from lowp.recipes.training import Training
+from lowp.recipes.training import Training, threads_of
 
 __all__ = ["Stop", "Told", "head", "moments_of", "train", "weights_of"]
 

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -36,7 +35,6 @@ METHOD = (
 )
 
 _DispatchMode = cast(type, private("torch.utils._python_dispatch.TorchDispatchMode"))
-_INTEGER_PRODUCTS = ("matmul_exact", "matmul_chained", "convolution_exact", "convolution_chained")
 _COPIES = ("aten::clone", "aten::_to_copy", "aten::copy_")
 
 
@@ -56,7 +54,7 @@ class Operations:
 def counted(step: Callable[[], object]) -> Operations:
     """Take a step and count its operations. It computes what it always does, more slowly, and not for torch.compile."""
     counter = _Counter()
-    with _integer_products_told_to(counter), counter:
+    with integer.observed(counter.product_of_integers), counter:
         step()
     return Operations(counter.total, counter.narrow)
 
@@ -76,6 +74,16 @@ class _Counter(_DispatchMode):  # type: ignore[misc, valid-type]
         """Count a contraction."""
         self.total += operations
         self.narrow += operations if narrow else 0
+
+    @contextmanager
+    def product_of_integers(self, operations: int) -> Iterator[None]:
+        """Count a product of int16 mantissas as a whole, and none of the ops that it may be made of."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+        self.add(operations, narrow=True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -156,49 +164,3 @@ def fits_16_bits(x: Tensor) -> bool:
 
 
 _SIXTEEN = (torch.float16, torch.bfloat16)
-
-
-# -- integer products -------------------------------------------------------------------------------------------------
-@contextmanager
-def _integer_products_told_to(counter: _Counter) -> Iterator[None]:
-    """Count lowp's products of int16 mantissas for a while: calls into the C++ library, which no dispatch mode sees."""
-    before = {name: getattr(integer, name) for name in _INTEGER_PRODUCTS}
-    try:
-        for name, function in before.items():
-            setattr(integer, name, _told(function, _PRODUCT_SIZES[name.partition("_")[0]], counter))
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(integer, name, function)
-
-
-def _told(function: Callable[..., Any], size: Callable[..., int], counter: _Counter) -> Callable[..., Any]:
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        counter.paused = True
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            counter.paused = False
-        counter.add(size(*args, result=result.values, **kwargs), narrow=True)
-        return result
-
-    return run
-
-
-def _matmul_operations(a: Tensor, b: Tensor, *, result: Tensor, transpose_a: bool = False, **_: Any) -> int:
-    return 2 * result.numel() * a.shape[-2 if transpose_a else -1]
-
-
-def _convolution_operations(
-    product: str, a: Tensor, b: Tensor, shape: integer.ConvolutionShape, *, result: Tensor, **_: Any
-) -> int:
-    """The same for all three products: each output place meets each weight of its group once."""
-    places = math.prod(shape.output[2:]) * shape.output[0]
-    return 2 * places * math.prod(shape.weight)
-
-
-_PRODUCT_SIZES: dict[str, Callable[..., int]] = {
-    "matmul": _matmul_operations,
-    "convolution": _convolution_operations,
-}

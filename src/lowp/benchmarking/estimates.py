@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from lowp import cost
+from lowp.benchmarking.contenders import Contender
+from lowp.benchmarking.memory import Split
+from lowp.benchmarking.operations import Operations
 from lowp.cost import Estimate
 from lowp.formats import FORMATS, Format, IntFormat
-from lowp.recipes.contenders import Contender
-from lowp.recipes.memory_split import Split
-from lowp.recipes.operations import Operations
 
 __all__ = ["METHOD", "estimate"]
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,11 +26,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lowp.benchmarking.contenders import Contender, TorchAmp, begin, step_of
 from lowp.compat import private
 from lowp.optim import MasterWeights
 from lowp.optim.blockwise import BlockwiseOptimizer
-from lowp.recipes.contenders import Contender, TorchAmp, begin, step_of
-from lowp.recipes.measuring import silent
 from lowp.recipes.recipe import Data
 from lowp.recipes.training import Training, moved
 from lowp.region import autocast
@@ -102,14 +103,14 @@ def memory_of(contender: Contender, data: Data, batch: int) -> Split:
     taken = _Taken(device)
     marks = _Marks()
     with tempfile.TemporaryDirectory() as folder:
-        with silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             _enable_record_function(False)
             try:
                 _steps(contender, data, batch, marks, taken)
             finally:
                 _enable_record_function(True)
         trace = Path(folder, "trace.json")
-        with silent():
+        with _silent():
             profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
     found = _split(events, marks, device, batch)
@@ -173,6 +174,22 @@ def _mark(name: str) -> None:
     with record_function(name):
         pass
     _enable_record_function(False)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Send what C++ writes to stderr away: torch's profiler announces its start and stop there."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 # -- who holds what ---------------------------------------------------------------------------------------------------

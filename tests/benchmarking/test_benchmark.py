@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from lowp.benchmarking import benchmark, timing
+from lowp.benchmarking.benchmark import Benchmark, Plan
+from lowp.benchmarking.contenders import Contender, TorchAmp, begin, contenders_of, step_of, tf32_of
+from lowp.benchmarking.estimates import estimate
+from lowp.benchmarking.memory import PARTS, Split
+from lowp.benchmarking.operations import Operations
+from lowp.benchmarking.published import published
+from lowp.benchmarking.timing import StepTimer, time_steps
 from lowp.errors import UnknownName
-from lowp.recipes import benchmark, racing, results
-from lowp.recipes.benchmark import Benchmark, Plan
-from lowp.recipes.contenders import Contender, TorchAmp, begin, contenders_of, step_of, tf32_of
-from lowp.recipes.estimates import estimate
-from lowp.recipes.memory_split import PARTS, Split
-from lowp.recipes.operations import Operations
-from lowp.recipes.published import published
-from lowp.recipes.racing import Runner, race
+from lowp.recipes import results
 from lowp.recipes.training import Settings, load_data
 
 TINY = Settings("digits", batch=64).filled()
@@ -28,7 +29,7 @@ QUICK = Plan(precisions=["fp16"], torch_amp=False, seconds=0.02)
 
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowp.recipes.resident.resident_growth", lambda *_: 1_000_000)
+    monkeypatch.setattr("lowp.benchmarking.process_memory.process_growth", lambda *_: 1_000_000)
 
 
 def stopping_after(count: int) -> Any:
@@ -87,7 +88,7 @@ def test_the_format_of_a_contender_is_the_widest_of_its_operands() -> None:
 
 # -- time -------------------------------------------------------------------------------------------------------------
 def test_the_rows_take_turns_and_are_compared_turn_by_turn() -> None:
-    base, other = Runner(FP32), Runner(FP16)
+    base, other = StepTimer(FP32), StepTimer(FP16)
     base.rounds = [[1.0, 1.0, 9.0], [4.0, 4.0]]
     other.rounds = [[2.0, 2.0], [6.0], [100.0]]
     assert other.relative_to(base) == pytest.approx((2 + 1.5) / 2)
@@ -95,16 +96,16 @@ def test_the_rows_take_turns_and_are_compared_turn_by_turn() -> None:
     assert other.step()["median"] == 4.0 and other.step()["steps"] == 4
 
 
-def test_racing_times_steps_and_counts_data_and_operations() -> None:
-    runners = race([FP32, FP16], DATA, 0.05, lambda: False)
-    for runner in runners:
-        assert runner.failure is None and not runner.slow and len(runner.times) >= 3
-        wall = runner.wall(19)
-        assert wall is not None and wall["steps"] == len(runner.times)
+def test_a_timer_times_steps_and_counts_data_and_operations() -> None:
+    timers = time_steps([FP32, FP16], DATA, 0.05, lambda: False)
+    for timer in timers:
+        assert timer.failure is None and not timer.slow and len(timer.times) >= 3
+        wall = timer.wall(19)
+        assert wall is not None and wall["steps"] == len(timer.times)
         assert 0 < wall["data_seconds"] < wall["seconds"]
         assert wall["epoch_seconds"] == pytest.approx(19 * wall["seconds"] / wall["steps"])
-        assert runner.training is None and runner.units == 64
-    assert [runner.operations.share for runner in runners if runner.operations] == [0.0, 1.0]
+        assert timer.training is None and timer.units == 64
+    assert [timer.operations.share for timer in timers if timer.operations] == [0.0, 1.0]
 
 
 def test_a_row_with_very_slow_steps_has_one_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +117,9 @@ def test_a_row_with_very_slow_steps_has_one_that_is_timed(monkeypatch: pytest.Mo
         return step_of(training, contender, batch)
 
     clock = [0.0]
-    monkeypatch.setattr(racing, "step_of", slow)
-    monkeypatch.setattr(racing.time, "perf_counter", lambda: clock[0])
-    base, amp = race([FP32, AMP_FP16], DATA, 1.0, lambda: False)
+    monkeypatch.setattr(timing, "step_of", slow)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    base, amp = time_steps([FP32, AMP_FP16], DATA, 1.0, lambda: False)
     assert taken.count("torch.amp fp16") == 2 and amp.slow
     assert amp.step() == {"median": pytest.approx(50.0), "quartiles": None, "steps": 1, "only_one": True}
     assert amp.relative_to(base) == pytest.approx(5000) and amp.wall(1) is None
@@ -134,20 +135,20 @@ def test_a_first_step_that_is_slow_alone_is_a_start_and_no_slow_row(monkeypatch:
         return step_of(training, contender, batch)
 
     clock = [0.0]
-    monkeypatch.setattr(racing, "step_of", slow_at_first)
-    monkeypatch.setattr(racing.time, "perf_counter", lambda: clock[0])
-    (base,) = race([FP32], DATA, 1.0, lambda: False)
+    monkeypatch.setattr(timing, "step_of", slow_at_first)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    (base,) = time_steps([FP32], DATA, 1.0, lambda: False)
     assert not base.slow and base.median == pytest.approx(0.1) and len(base.times) >= 10
 
 
-def test_an_error_ends_one_row_and_not_the_race(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_ends_one_row_and_not_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(training: Any, contender: Contender, batch: Any) -> Any:
         if contender is AMP_FP16:
             raise RuntimeError("\"gather\" not implemented for 'Half'\nsome more")
         return step_of(training, contender, batch)
 
-    monkeypatch.setattr(racing, "step_of", failing)
-    base, amp = race([FP32, AMP_FP16], DATA, 0.02, lambda: False)
+    monkeypatch.setattr(timing, "step_of", failing)
+    base, amp = time_steps([FP32, AMP_FP16], DATA, 0.02, lambda: False)
     assert amp.failure == "RuntimeError: \"gather\" not implemented for 'Half'" and not amp.times
     assert base.failure is None and base.times
     assert amp.relative_to(base) is None
@@ -220,8 +221,8 @@ def test_what_is_stopped_keeps_what_is_done(count: int) -> None:
     assert sum("memory" in row for row in rows) == max(0, count - 1)
 
 
-def test_a_race_that_is_stopped_keeps_the_turns_that_were_taken() -> None:
-    base, other = race([FP32, FP16], DATA, 1.6, stopping_after(6))
+def test_timing_that_is_stopped_keeps_the_turns_that_were_taken() -> None:
+    base, other = time_steps([FP32, FP16], DATA, 1.6, stopping_after(6))
     assert (len(base.rounds), len(other.rounds)) == (1, 1) and not other.is_done(1.6)
 
 
@@ -232,7 +233,7 @@ def test_memory_of_a_row_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch)
             raise FloatingPointError("no scale is small enough")
         return step_of(training, contender, batch)
 
-    monkeypatch.setattr(racing, "step_of", failing)
+    monkeypatch.setattr(timing, "step_of", failing)
     broken = Benchmark([TINY], QUICK)
     list(broken.run())
     fp32, fp16 = broken.document()["recipes"][0]["variants"]

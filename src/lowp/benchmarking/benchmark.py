@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from lowp import presets
-from lowp.recipes import get, largest_batch, memory_split, operations, racing, resident, results
-from lowp.recipes.contenders import STOPPED_BY, Contender, contenders_of
-from lowp.recipes.estimates import METHOD as ESTIMATES
-from lowp.recipes.estimates import estimate
-from lowp.recipes.largest_batch import Found
-from lowp.recipes.measuring import threads_of
-from lowp.recipes.memory_split import PARTS, Split, memory_of
-from lowp.recipes.published import published
-from lowp.recipes.racing import Runner, race
-from lowp.recipes.training import Settings, load_data
+from lowp.benchmarking import largest_batch, memory, operations, process_memory, timing
+from lowp.benchmarking.contenders import STOPPED_BY, Contender, contenders_of
+from lowp.benchmarking.estimates import METHOD as ESTIMATES
+from lowp.benchmarking.estimates import estimate
+from lowp.benchmarking.largest_batch import Found
+from lowp.benchmarking.memory import PARTS, Split, memory_of
+from lowp.benchmarking.published import published
+from lowp.benchmarking.timing import StepTimer, slow_limit, time_steps
+from lowp.recipes import get, results
+from lowp.recipes.training import Settings, load_data, threads_of
 
 __all__ = ["KIND", "Benchmark", "Plan", "Subject"]
 
@@ -53,7 +53,7 @@ class Subject:
         self.size = self.recipe.size(self.settings.size)
         self.data = load_data(self.settings)
         self.threads = plan.threads or self.recipe.threads or torch.get_num_threads()
-        self.runners: dict[str, Runner] = {}
+        self.timers: dict[str, StepTimer] = {}
         self.memory: dict[str, Split] = {}
         self.reserved: dict[str, int | None] = {}
         self.largest: dict[str, Found] = {}
@@ -72,9 +72,9 @@ class Subject:
     def measure(self, stop: Stop) -> Iterator[str]:
         """Measure everything, and yield in words what was done, until `stop()` is true."""
         with threads_of(self.threads):
-            runners = race(self.contenders, self.data, self.plan.seconds, stop)
-            self.runners = {one.contender.label: one for one in runners if one.rounds or one.failure}
-            yield f"{self.recipe.name}: {sum(len(one.times) for one in runners)} steps timed"
+            timers = time_steps(self.contenders, self.data, self.plan.seconds, stop)
+            self.timers = {one.contender.label: one for one in timers if one.rounds or one.failure}
+            yield f"{self.recipe.name}: {sum(len(one.times) for one in timers)} steps timed"
             for contender in self.contenders:
                 if stop():
                     return
@@ -90,20 +90,20 @@ class Subject:
                     yield f"{self.recipe.name}: largest batch of {contender.label}"
 
     def _goes(self, contender: Contender) -> bool:
-        runner = self.runners.get(contender.label)
-        return runner is not None and runner.failure is None
+        timer = self.timers.get(contender.label)
+        return timer is not None and timer.failure is None
 
     def _measure_memory(self, contender: Contender, stop: Stop) -> None:
-        runner = self.runners[contender.label]
+        timer = self.timers[contender.label]
         try:
             self.memory[contender.label] = split = memory_of(contender, self.data, self.batch)
         except STOPPED_BY as error:
-            runner.failure = f"{type(error).__name__}: {error}"
+            timer.failure = f"{type(error).__name__}: {error}"
             return
         if split.reserved is not None:
             self.reserved[contender.label] = split.reserved
-        elif not runner.slow:
-            growth = resident.resident_growth(contender, self.data, self.batch, self.threads, stop)
+        elif not timer.slow:
+            growth = process_memory.process_growth(contender, self.data, self.batch, self.threads, stop)
             self.reserved[contender.label] = growth
 
     def _limit(self) -> int:
@@ -115,7 +115,7 @@ class Subject:
         return self.plan.memory or 0
 
     def _measure_largest(self, contender: Contender, limit: int, stop: Stop) -> None:
-        seconds = self.runners[contender.label].median or 0.0
+        seconds = self.timers[contender.label].median or 0.0
 
         def taken(batch: int) -> int | None:
             try:
@@ -136,7 +136,7 @@ class Subject:
     def document(self) -> dict[str, Any]:
         """The recipe and its rows as plain values."""
         recipe = self.recipe
-        any_row = next(iter(self.runners.values()), None)
+        any_row = next(iter(self.timers.values()), None)
         return {
             "recipe": {
                 **results.recipe_head(recipe, self.data, self.settings.size),
@@ -147,13 +147,11 @@ class Subject:
             "settings": asdict(self.settings),
             "threads": self.threads,
             "published": published(recipe.name),
-            "variants": [
-                self._row(one, self.runners[one.label]) for one in self.contenders if one.label in self.runners
-            ],
+            "variants": [self._row(one, self.timers[one.label]) for one in self.contenders if one.label in self.timers],
         }
 
-    def _row(self, contender: Contender, runner: Runner) -> dict[str, Any]:
-        label, median = contender.label, runner.median
+    def _row(self, contender: Contender, timer: StepTimer) -> dict[str, Any]:
+        label, median = contender.label, timer.median
         preset = presets.parse(contender.settings.precision) if contender.kind == "lowp" else None
         row: dict[str, Any] = {
             "label": label,
@@ -161,12 +159,12 @@ class Subject:
             "precision": contender.settings.precision,
             "summary": _TORCH[contender.kind] if preset is None else preset.summary,
             "tf32": contender.tf32,
-            "failure": runner.failure,
-            "step": {**runner.step(), "relative": runner.relative_to(self.runners[self.contenders[0].label])},
-            "wall": runner.wall(len(self.data.training) // self.batch),
-            "throughput": None if median is None else runner.units / median,
+            "failure": timer.failure,
+            "step": {**timer.step(), "relative": timer.relative_to(self.timers[self.contenders[0].label])},
+            "wall": timer.wall(len(self.data.training) // self.batch),
+            "throughput": None if median is None else timer.units / median,
         }
-        counted, split = runner.operations, self.memory.get(label)
+        counted, split = timer.operations, self.memory.get(label)
         if counted is not None:
             row["operations"] = {"total": counted.total, "in_16_bits": counted.narrow, "share": counted.share}
             row["estimates"] = estimate(contender, counted, split)
@@ -220,17 +218,17 @@ class Benchmark:
             "tf32": _TF32.get(device, _TF32["cpu"]),
             "plan": asdict(self.plan),
             "methods": {
-                "step": racing.STEP_METHOD.format(slow=3 * self.plan.seconds),
-                "wall": racing.WALL_METHOD,
-                "memory": memory_split.METHODS[device],
+                "step": timing.STEP_METHOD.format(slow=slow_limit(self.plan.seconds)),
+                "wall": timing.WALL_METHOD,
+                "memory": memory.METHODS[device],
                 "parts": "; ".join(f"{name}: {text}" for name, text in PARTS.items()),
-                **({"reserved": resident.METHOD} if device == "cpu" else {}),
+                **({"reserved": process_memory.METHOD} if device == "cpu" else {}),
                 "slack": _SLACK,
                 "operations": operations.METHOD,
                 "largest_batch": largest_batch.METHOD.format(tolerance=largest_batch.TOLERANCE),
                 "estimates": ESTIMATES,
             },
-            "recipes": [subject.document() for subject in self.subjects if subject.runners],
+            "recipes": [subject.document() for subject in self.subjects if subject.timers],
         }
 
 

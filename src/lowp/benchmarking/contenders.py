@@ -14,9 +14,8 @@ from lowp import presets
 from lowp.casts import Cast
 from lowp.formats import FORMATS, FloatFormat, Format, ScaledFormat
 from lowp.precision import Precision
-from lowp.recipes.measuring import STOPS
 from lowp.recipes.recipe import Data
-from lowp.recipes.training import Settings, Training
+from lowp.recipes.training import STOPS, Settings, Training
 
 __all__ = ["BASELINE", "STOPPED_BY", "Contender", "TorchAmp", "begin", "contenders_of", "step_of", "tf32_of"]
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.recipes.contenders import STOPPED_BY, Contender, begin, step_of
-from lowp.recipes.memory_split import batch_of, warm_up
+from lowp.benchmarking.contenders import STOPPED_BY, Contender, begin, step_of
+from lowp.benchmarking.memory import batch_of, warm_up
 from lowp.recipes.recipe import Data
 
-__all__ = ["METHOD", "is_known", "resident_growth"]
+__all__ = ["METHOD", "is_known", "process_growth"]
 
 METHOD = (
     "reserved: growth of a fresh process' resident memory from before the model was made to its highest (VmHWM of "
@@ -40,7 +40,7 @@ def is_known() -> bool:
         return False
 
 
-def resident_growth(
+def process_growth(
     contender: Contender, data: Data, batch: int, threads: int, stop: Callable[[], bool] = lambda: False
 ) -> int | None:
     """Bytes that a process grows by for a step; None where that is not known, or an error or `stop` ends it."""

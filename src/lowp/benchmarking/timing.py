@@ -1,4 +1,4 @@
-"""How long a step takes, and how long training does: contenders taking turns in one process, each as often as it may.
+"""The time of a step, and that of training with its data: contenders take turns in one process.
 
 A contender whose step takes longer than the time it was given gets few steps, one at the least, and its result says so.
 """
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from lowp.recipes.contenders import STOPPED_BY, Contender, begin, step_of
-from lowp.recipes.memory_split import batch_of
-from lowp.recipes.operations import Operations, counted
+from lowp.benchmarking.contenders import STOPPED_BY, Contender, begin, step_of
+from lowp.benchmarking.memory import batch_of
+from lowp.benchmarking.operations import Operations, counted
 from lowp.recipes.recipe import Data
 from lowp.recipes.training import Training, moved
 
-__all__ = ["STEP_METHOD", "WALL_METHOD", "Runner", "race"]
+__all__ = ["STEP_METHOD", "WALL_METHOD", "StepTimer", "slow_limit", "time_steps"]
 
 STEP_METHOD = (
     "time a step: forward, loss, backward and update of one batch that lies ready, steps timed one by one; median and "
@@ -39,13 +39,15 @@ _SLOW = 3  # times the seconds that a contender has
 
 
 @dataclass
-class Runner:
+class StepTimer:
     """A contender while it is timed, and what was found. `failure` says what ended it.
 
-    `rounds` has the seconds of the timed steps of each turn; `slow` tells that one step is all there is.
+    `rounds` has the seconds of the timed steps of each turn; `slow` tells that one step is all there is. With
+    `steps_only` neither operations are counted nor the loop with its data is timed.
     """
 
     contender: Contender
+    steps_only: bool = False
     training: Training | None = None
     batch: Any = None
     failure: str | None = None
@@ -73,7 +75,7 @@ class Runner:
         quartiles = statistics.quantiles(times, n=4)[::2] if len(times) > 1 else None
         return {"median": self.median, "quartiles": quartiles, "steps": len(times), "only_one": self.slow}
 
-    def relative_to(self, baseline: Runner) -> float | None:
+    def relative_to(self, baseline: StepTimer) -> float | None:
         """The median over the turns of the time by that of the baseline."""
         if self.median is None or baseline.median is None:
             return None
@@ -103,13 +105,15 @@ class Runner:
         training.model.train()
         self.batch = batch_of(training, _size(training))
         self.units = training.recipe.units(self.batch)
-        if self.contender.kind == "lowp":  # counting slows its many small calls down
+        if self.steps_only:
+            first = self._timed()
+        elif self.contender.kind == "lowp":  # counting slows its many small calls down
             first = self._timed()
             self.operations = counted(self._step)
         else:
             first = self._timed(lambda: setattr(self, "operations", counted(self._step)))
         second = self._timed()
-        if min(first, second) >= _SLOW * seconds:
+        if min(first, second) >= slow_limit(seconds):
             self.slow, self.rounds = True, [[second]]
 
     def turn(self, seconds: float) -> None:
@@ -120,7 +124,8 @@ class Runner:
         while not taken or sum(taken) < min(seconds / ROUNDS, _LONGEST_TURN):
             taken.append(self._timed())
         self.rounds.append(taken)
-        self._walk(len(taken))
+        if not self.steps_only:
+            self._walk(len(taken))
 
     def is_done(self, seconds: float) -> bool:
         """Whether it has had its time, or can take no step."""
@@ -170,23 +175,36 @@ class Runner:
         self.wall_seconds += time.perf_counter() - started
 
 
-def race(contenders: Sequence[Contender], data: Data, seconds: float, stop: Callable[[], bool]) -> list[Runner]:
+def slow_limit(seconds: float) -> float:
+    """The seconds from which on a step is so slow that only one is timed, of contenders that have `seconds` each."""
+    return _SLOW * seconds
+
+
+def time_steps(
+    contenders: Sequence[Contender],
+    data: Data,
+    seconds: float,
+    stop: Callable[[], bool],
+    *,
+    steps_only: bool = False,
+) -> list[StepTimer]:
     """Time contenders in turns, each for about `seconds`, and its loop with data as long; ends early by `stop`.
 
-    The first of them is the baseline, which goes on as long as any other does.
+    The first of them is the baseline, which goes on as long as any other does. `steps_only`: without the loop with
+    data, and without counting operations.
     """
-    runners = [Runner(contender) for contender in contenders]
-    for runner in runners:
+    timers = [StepTimer(contender, steps_only) for contender in contenders]
+    for timer in timers:
         if stop():
             break
-        runner.guarded(runner.begin, data, seconds)
-    while not stop() and not all(runner.is_done(seconds) for runner in runners):
-        for runner in runners:
-            if runner.training is not None and not stop():
-                runner.guarded(runner.turn, seconds)
-    for runner in runners:
-        runner.release()
-    return runners
+        timer.guarded(timer.begin, data, seconds)
+    while not stop() and not all(timer.is_done(seconds) for timer in timers):
+        for timer in timers:
+            if timer.training is not None and not stop():
+                timer.guarded(timer.turn, seconds)
+    for timer in timers:
+        timer.release()
+    return timers
 
 
 def wait(device: torch.device) -> None:

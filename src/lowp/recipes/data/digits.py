@@ -1,0 +1,29 @@
+"""scikit-learn's handwritten digits, which are embedded in it: 1797 images of 8x8."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowp.errors import Unavailable
+
+__all__ = ["HELD_BACK", "TRAINING", "read_digits"]
+
+TRAINING = 1257  # 70 %
+HELD_BACK = 540
+
+
+def read_digits() -> tuple[Tensor, Tensor]:
+    """Grey values 0 to 16, fp32 [1797, 64], and labels int64 [1797], in an order that is always the same.
+
+    The first `TRAINING` are to train on. Raises Unavailable without scikit-learn.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise Unavailable(
+            "the digits are embedded in scikit-learn, which is not installed: pip install 'lowp[recipes]'"
+        ) from None
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    return torch.from_numpy(images).float()[order], torch.from_numpy(labels).long()[order]
