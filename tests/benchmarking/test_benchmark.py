@@ -28,7 +28,7 @@ QUICK = Plan(precisions=["fp16"], torch_amp=False, seconds=0.02)
 
 
 @pytest.fixture
-def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_processes(monkeypatch: pytest.MonkeyPatch, never_slow: None) -> None:
     monkeypatch.setattr("lowp.benchmarking.process_memory.process_growth", lambda *_: 1_000_000)
 
 
@@ -96,6 +96,7 @@ def test_the_rows_take_turns_and_are_compared_turn_by_turn() -> None:
     assert other.step()["median"] == 4.0 and other.step()["steps"] == 4
 
 
+@pytest.mark.usefixtures("never_slow")
 def test_a_timer_times_steps_and_counts_data_and_operations() -> None:
     timers = time_steps([FP32, FP16], DATA, 0.05, lambda: False)
     for timer in timers:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
+
 from lowp.benchmarking.comparing import measure, others_busy, peak_memory
 from lowp.benchmarking.contenders import contenders_of
 from lowp.recipes.comparison import Study, Variant, variants_of
@@ -14,6 +16,7 @@ TINY = Settings("digits", epochs=2, batch=128)
 DATA = load_data(TINY)
 
 
+@pytest.mark.usefixtures("never_slow")
 def test_a_step_is_timed_and_one_that_cannot_be_taken_is_not() -> None:
     unable = Variant("unable", replace(TINY, precision="fp16-naive", loss_scale="8"))  # nothing can be unscaled
     study = Study([*variants_of(TINY, ["bf16"]), unable], [0], samples=0)
