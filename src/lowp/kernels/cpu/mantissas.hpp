@@ -26,8 +26,8 @@ __attribute__((noinline)) static void write_mantissas(const typename C::Bits* in
     value = value > upper ? upper : value;
     value = value < lower ? lower : value;
     const int32_t mantissa = static_cast<int32_t>(value != value ? Number{0} : value);
-    const int32_t size = mantissa < 0 ? -mantissa : mantissa;
-    largest = finite & (size > largest) ? size : largest;
+    const int32_t size = finite ? (mantissa < 0 ? -mantissa : mantissa) : 0;  // of a maximum alone a vector is made
+    largest = size > largest ? size : largest;
     out[i] = static_cast<int16_t>(mantissa);
   }
   seen->maximum = largest > seen->maximum ? largest : seen->maximum;
