@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from lowp import distributed
 from lowp.errors import InvalidInput
@@ -189,6 +191,33 @@ def maxima(rank: int) -> list[Any]:
     return [value.tolist(), own.item(), distributed.resolve("auto") is torch.distributed.group.WORLD]
 
 
+def first_scales(rank: int) -> dict[str, Any]:
+    """Train in fp16 with gradients that overflow, on rank 1 sixteen times as large: the scales and what was skipped."""
+    found: dict[str, Any] = {}
+    for kind in ("none", "ddp", "unused", "static", "sharded", "nan", "reentrant"):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Linear(4, 4)
+        precision = Precision("fp16")
+        precision.prepare(model)
+        if kind in ("ddp", "unused", "static"):
+            model = DistributedDataParallel(
+                model, find_unused_parameters=kind == "unused", static_graph=kind == "static"
+            )
+        if kind == "sharded":
+            fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        for step in range(2):
+            x = torch.full((4, 4), 10.0 * 16**rank)
+            with precision.autocast():
+                once = kind == "reentrant" and rank == 0
+                y = checkpoint(model, x.requires_grad_(), use_reentrant=True) if once else model(x)
+                loss = y.float().sum() * (math.nan if kind == "nan" and rank == 0 and step == 0 else 1.0)
+            precision.backward(loss)
+            precision.step(optimizer)
+            found.setdefault(kind, []).append((precision.scale, precision.skipped_steps))
+    return found
+
+
 JOBS = {
     job.__name__: job
     for job in (
@@ -199,6 +228,7 @@ JOBS = {
         dtensors,
         fully_sharded,
         maxima,
+        first_scales,
     )
 }
 
@@ -254,6 +284,20 @@ def test_dtensor_gradients_are_unscaled_and_agreed_on_over_their_mesh(result: An
 
 def test_fully_sharded_parameters_train_as_whole_ones(result: Any) -> None:
     assert result(fully_sharded) == [{"bf16": True, "fp16": True, "e5m7": True, "dfp16": True}] * RANKS
+
+
+def test_ranks_begin_with_the_scale_of_the_one_that_needs_the_smallest(result: Any) -> None:
+    first, second = result(first_scales)
+    assert first == second
+    # a weight's gradient is 4 * 160 * scale there: below 65504 with 5 powers of two of room from a scale of 2 on
+    for kind in ("none", "ddp", "unused"):
+        assert first[kind] == [(2.0, 0)] * 2, kind
+
+
+def test_ranks_begin_with_one_scale_where_one_of_them_cannot_search(result: Any) -> None:
+    for found in result(first_scales):
+        for kind in ("static", "sharded", "nan", "reentrant"):
+            assert found[kind] == [(32768.0, 1), (16384.0, 2)], kind
 
 
 def test_a_maximum_is_taken_over_a_group(result: Any) -> None:

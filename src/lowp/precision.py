@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from lowp import presets, region
+from lowp import distributed, presets, region
 from lowp.errors import InvalidInput, Misuse, brief
 from lowp.exponents import SharedExponents
 from lowp.grad_scaler import GradScaler, NonFinite
@@ -20,6 +20,7 @@ from lowp.grad_scaler.misplaced import expect_step, step_comes
 from lowp.ops.predicted import is_predicted
 from lowp.optim.flex import FlexWeights
 from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters
+from lowp.optim.shards import is_fully_sharded
 from lowp.optim.storage import Storage, check_seed
 from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset
@@ -162,13 +163,23 @@ class Precision:
         if self._searches_scale and not torch.compiler.is_compiling():
             self._searches_scale = False
             scale = self.preset.loss_scale
-            if self.steps == 0 and self.scaler.get_scale() == scale.initial:
+            if self.steps == 0 and self.scaler.get_scale() == scale.initial and self._may_search():
                 self.scaler.begin_with(first_scale(loss, scale.initial, scale.floor, **options))
         if self.scaler.is_enabled():
             expect_step(self.scaler)
         else:
             self._unscaled.saw(loss)
         self.scaler.scale(loss).backward(**options)
+
+    def _may_search(self) -> bool:
+        """Whether backward may be run several times: not where it gathers and reduces shards, as in fully_shard's.
+
+        Of several ranks only with prepared models, of which that is known.
+        """
+        models = [model for known in self._models if (model := known()) is not None]
+        if not models:
+            return not distributed.has_other_ranks()
+        return not any(is_fully_sharded(module) for model in models for module in model.modules())
 
     @region.at_rest
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

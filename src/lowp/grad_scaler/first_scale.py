@@ -24,12 +24,16 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
     The gradients are computed anew for each try, up to eight times, into tensors of their own: `.grad` and the random
     states are as before, and the graph is kept for the backward that follows. `options` are those of that backward.
     Returns `initial` where nothing can be found: a loss that is not finite, or gradients that are not even at `floor`;
-    a graph that cannot be run twice (reentrant checkpoints, torch.compile's donated buffers); and wherever gradients
-    are collected over ranks, which must all begin with one scale. Waits for the device at each try.
+    and a graph that cannot be run twice (reentrant checkpoints, torch.compile's donated buffers, a static graph of
+    DistributedDataParallel). Of several ranks all must call this, each with a loss of its own: the scale is the
+    smallest that any of them needs. Waits for the device at each try, and for the other ranks.
     """
     inputs = options.get("inputs")
-    leaves = _leaves(loss) if inputs is None else [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    if distributed.has_other_ranks() or not leaves or not bool(torch.isfinite(loss.detach()).all()):
+    nodes = _nodes(loss)
+    leaves = _leaves(nodes) if inputs is None else [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    usable = all(map(_is_whole, leaves)) and not any(map(_starts_a_reduction, nodes))
+    usable = usable and bool(leaves) and bool(torch.isfinite(loss.detach()).all())
+    if _worst_of_ranks(_FITS if usable else _FAILS, loss.device) == _FAILS:
         return initial
     states = random_states()
 
@@ -37,16 +41,40 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
         # a tensor, as the scaler's: a loss in fp16 times it is an fp32 number
         scale = torch.full((), initial * 2.0 ** (HEADROOM - power), dtype=torch.float32, device=loss.device)
         given = options.get("gradient")
-        return _all_finite(torch.autograd.grad(loss * scale, leaves, given, retain_graph=True, allow_unused=True))
+        try:
+            found = torch.autograd.grad(loss * scale, leaves, given, retain_graph=True, allow_unused=True)
+            own = _FITS if _all_finite(found) else _OVERFLOWS
+        except RuntimeError:  # said again by the backward that follows, if it cannot be run once either
+            own = _FAILS
+        worst = _worst_of_ranks(own, loss.device)
+        if worst == _FAILS:
+            raise _CannotRunTwice
+        return worst == _FITS
 
     try:
         most = _powers_between(floor, initial)
         power = _smallest(fits, most + HEADROOM)  # at the floor with less room, or none
-    except RuntimeError:  # said again by the backward that follows, if it cannot be run once either
+    except _CannotRunTwice:
         return initial
     finally:
         restore_random_states(states)
     return initial if power is None else initial * 2.0 ** -min(power, most)
+
+
+_FITS, _OVERFLOWS, _FAILS = range(3)  # what a try comes to on one rank, the worst last
+
+
+class _CannotRunTwice(Exception):
+    """The graph of one rank was used up by a try."""
+
+
+def _worst_of_ranks(found: int, device: torch.device) -> int:
+    """Return the worst that any rank has found; every rank must call this as often."""
+    if not distributed.has_other_ranks():
+        return found
+    flag = torch.tensor(float(found), device=device)
+    distributed.agree_on_maximum_(flag, distributed.world())
+    return int(flag)
 
 
 def _smallest(fits: Callable[[int], bool], most: int) -> int | None:
@@ -73,18 +101,33 @@ def _powers_between(floor: float, initial: float) -> int:
     return powers
 
 
-def _leaves(loss: Tensor) -> list[Tensor]:
-    """Return the leaves that a backward of `loss` would give gradients to."""
-    seen, leaves, waiting = set(), [], [loss.grad_fn]
+def _nodes(loss: Tensor) -> list[Any]:
+    """Return the nodes of the graph behind a loss."""
+    seen, nodes, waiting = set(), [], [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
+        nodes.append(node)
         waiting.extend(following for following, _ in node.next_functions)
-    return leaves
+    return nodes
+
+
+def _leaves(nodes: Sequence[Any]) -> list[Tensor]:
+    """Return the leaves that a backward through these nodes would give gradients to."""
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
+def _is_whole(leaf: Tensor) -> bool:
+    """Whether a leaf is no shard, neither a DTensor nor what FullyShardedDataParallel makes of parameters."""
+    return not hasattr(leaf, "device_mesh") and type(leaf).__name__ != "FlatParameter"
+
+
+def _starts_a_reduction(node: Any) -> bool:
+    """Whether a node sends off what is reduced over ranks once: that of a static graph of DistributedDataParallel."""
+    wrapper = getattr(node, "ddp_weakref", None)
+    return wrapper is not None and bool(getattr(wrapper(), "static_graph", False))
 
 
 def _all_finite(gradients: Sequence[Tensor | None]) -> bool:

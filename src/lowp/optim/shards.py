@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor, as FSDP2 (fully_shard) and tensor parallelism make parameters."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 (fully_shard) gathers a module's parameters before its forward and backward pass."""
+    return hasattr(module, "reshard") and hasattr(module, "unshard")
 
 
 def local(tensor: Tensor) -> Tensor:
