@@ -78,8 +78,9 @@ def test_other_files_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(InvalidCheckpoint, match="there is no checkpoint"):
         lowp.load(tmp_path / "none.pt")
     torch.save({"weight": torch.ones(2)}, tmp_path / "torch.pt")
-    with pytest.raises(InvalidCheckpoint, match=r"no checkpoint of lowp\.save: read it with torch\.load"):
-        lowp.load(tmp_path / "torch.pt")
+    with pytest.raises(InvalidCheckpoint, match=r"no checkpoint of lowp\.save: read its weights"):
+        lowp.load(tmp_path / "torch.pt", model=_model())
+    assert torch.equal(lowp.load(tmp_path / "torch.pt")["weight"], torch.ones(2))
     torch.save({"lowp_checkpoint": 99}, tmp_path / "new.pt")
     with pytest.raises(InvalidCheckpoint, match="has version 99, and this lowp reads version 1"):
         lowp.load(tmp_path / "new.pt")

@@ -31,7 +31,7 @@ _PUBLIC = {
     "dequantize": "lowp.kernels:dequantize",
     "encode": "lowp.kernels:encode",
     "format": "lowp.formats:parse",
-    "load": "lowp.checkpoint:load",
+    "load": "lowp.portable:load",
     "optim": "lowp.optim",
     "quantize": "lowp.kernels:quantize",
     "save": "lowp.checkpoint:save",

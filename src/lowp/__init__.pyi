@@ -6,7 +6,7 @@ from numpy.typing import NDArray as _NDArray
 
 from lowp import optim
 from lowp.casts import Cast
-from lowp.checkpoint import InvalidCheckpoint, load, save
+from lowp.checkpoint import InvalidCheckpoint, save
 from lowp.errors import InvalidInput, LowpError, Misuse, NotWritten, Unavailable, UnknownName
 from lowp.formats import FORMATS
 from lowp.formats import Format as _Format
@@ -15,6 +15,7 @@ from lowp.grad_scaler import GradScaler, NonFiniteGradients
 from lowp.kernels import Statistics, dequantize, encode, statistics
 from lowp.optim import MasterWeights
 from lowp.policy import Policy, Rule
+from lowp.portable import load
 from lowp.precision import Precision
 from lowp.quantized import Quantized
 from lowp.region import autocast

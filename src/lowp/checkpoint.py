@@ -22,11 +22,11 @@ from lowp.errors import InvalidInput, LowpError, brief
 from lowp.optim.saved_state import check_saved, kind_of
 from lowp.random_state import check_random_states, random_states, restore_random_states
 
-__all__ = ["InvalidCheckpoint", "Stateful", "check_replaceable", "load", "read", "save"]
+__all__ = ["InvalidCheckpoint", "Stateful", "check_archive", "check_replaceable", "load", "read", "save"]
 
 VERSION = 1
-_KEY = "lowp_checkpoint"
-_OWN = (_KEY, "kinds", "random", "extra")  # entries that are no part of the caller's
+KEY = "lowp_checkpoint"
+_OWN = (KEY, "kinds", "random", "extra")  # entries that are no part of the caller's
 
 
 class InvalidCheckpoint(LowpError, ValueError):
@@ -54,7 +54,7 @@ def save(path: str | Path, *, extra: Mapping[str, Any] | None = None, **parts: S
     """
     _check_parts(parts)
     content = {
-        _KEY: VERSION,
+        KEY: VERSION,
         **{name: part.state_dict() for name, part in parts.items()},
         "kinds": {name: kind_of(part) for name, part in parts.items()},
         "random": random_states(),
@@ -165,7 +165,7 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
     try:
         with path.open("rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch warns of in a stranger's file ends as an error here
-            _check_archive(file)
+            check_archive(file)
             file.seek(0)
             content = torch.load(file, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -177,16 +177,18 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
         if "map_location" in str(error):
             raise InvalidCheckpoint(f"{path} needs a device that is not here: give map_location='cpu'") from error
         raise InvalidCheckpoint(f"{path} is damaged or no torch file: {_first_line(error)}") from None
-    if not isinstance(content, dict) or _KEY not in content:
-        raise InvalidCheckpoint(f"{path} is a torch file, but no checkpoint of lowp.save: read it with torch.load")
-    if content[_KEY] != VERSION:
-        raise InvalidCheckpoint(f"{path} has version {brief(content[_KEY])}, and this lowp reads version {VERSION}")
+    if not isinstance(content, dict) or KEY not in content:
+        raise InvalidCheckpoint(
+            f"{path} is a torch file, but no checkpoint of lowp.save: read its weights with lowp.load(path)"
+        )
+    if content[KEY] != VERSION:
+        raise InvalidCheckpoint(f"{path} has version {brief(content[KEY])}, and this lowp reads version {VERSION}")
     if not all(isinstance(name, str) for name in content):
         raise InvalidCheckpoint(f"{path} is damaged or no torch file: its entries have no names")
     return content
 
 
-def _check_archive(file: IO[bytes]) -> None:
+def check_archive(file: IO[bytes]) -> None:
     """Raise ValueError unless this is an archive as torch writes one: whole, not compressed, all checksums right.
 
     torch's own reader compares no checksums: one flipped bit of a weight can be 2**127 times the weight.

@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "train": "train one recipe in one precision, with checkpoints",
     "compare": "train one recipe in several precisions, and say which converge as fp32",
     "bench": "measure time and memory of training steps beside fp32 and torch.amp",
+    "convert": "write a checkpoint in another number format",
     "run": "train an unmodified PyTorch script in a precision",
     "figure": "draw a figure of the literature from a real run",
 }

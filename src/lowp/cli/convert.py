@@ -1,0 +1,99 @@
+"""Write a checkpoint in another number format, and say what that did to every tensor.
+
+  lowp convert model.safetensors model-bf16.safetensors --to bf16
+  lowp convert run.pt model-int4.safetensors --to int4 --keep "*embedding*"
+  lowp convert llama/ llama-mxfp4/ --to mxfp4
+
+IN is a safetensors file, the index or the folder of one in shards, or a torch file, of which nothing is executed. OUT
+is a .safetensors file, a torch file (.pt, .pth, .bin, .ckpt), or a folder for shards. Formats that torch has a dtype
+for are stored in it, and open anywhere; others are packed with their scales, and lowp.load gives their values. Tensors
+are read one at a time. OUT is written beside its place and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowp.portable import Converted
+    from lowp.report.progress import Bar
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("source", metavar="IN", type=Path, help="a checkpoint: file, index of shards, or folder")
+    parser.add_argument("target", metavar="OUT", type=Path, help="a file, or a folder for shards")
+    parser.add_argument("--to", metavar="FORMAT", required=True, help="a format or a cast: bf16, int8, e4m3fn:saturate")
+    parser.add_argument(
+        "--keep", metavar="PATTERN", action="append", default=[], help="leave these tensors as they are"
+    )
+    parser.add_argument("--entry", metavar="NAME", help="the entry of a torch file that is the state_dict")
+    parser.add_argument("--seed", type=int, default=0, help="of stochastic rounding; 0 if not given")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT where it is there already")
+    parser.add_argument("--report", metavar="FILE.json", type=Path, help="write what the table shows here too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert, and print a line a tensor."""
+    from lowp import files, portable
+    from lowp.report.progress import Bar
+
+    if arguments.report is not None:
+        files.check_target(arguments.report)
+    bars: list[Bar] = []
+
+    def started(count: int) -> None:
+        bars.append(Bar("converting", count, "tensors").__enter__())
+
+    try:
+        converted = portable.convert(
+            arguments.source,
+            arguments.target,
+            arguments.to,
+            keep=arguments.keep,
+            entry=arguments.entry,
+            seed=arguments.seed,
+            overwrite=arguments.overwrite,
+            started=started,
+            done=lambda name: bars[-1].advance(1, name),
+        )
+    finally:
+        for bar in bars:
+            bar.__exit__(None, None, None)
+    if arguments.report is not None:
+        with files.replacing(arguments.report) as file:
+            file.write(json.dumps(converted.as_json(), indent=1).encode())
+    _show(converted)
+    return 0
+
+
+def _show(converted: Converted) -> None:
+    from rich.text import Text
+
+    from lowp.report.tables import bytes_of, console, plain_table, show
+
+    columns = ["tensor", "shape", "bytes", "max error", "rms error", "flushed", "overflowed"]
+    table = plain_table(f"to {converted.format}", columns)
+    for one in converted.tensors:
+        numbers = [f"{one.largest_error:.3g}", f"{one.rms_error:.3g}", f"{one.flushed:,}"]
+        cells = ["-"] * 3 if one.kept else numbers
+        shape = "x".join(map(str, one.shape)) or "scalar"
+        table.add_row(Text(one.name), shape, bytes_of(one.bytes_after), *cells, f"{one.overflowed:,}")
+    terminal = console()
+    show(terminal, table)
+    reasons: dict[str, list[str]] = {}
+    for one in converted.tensors:
+        if one.kept:
+            reasons.setdefault(f"kept in {one.dtype}, {one.kept}", []).append(one.name)
+    for reason, names in reasons.items():
+        terminal.print(f"{reason}: {', '.join(names)}", markup=False)
+    for name, kind in converted.left_out.items():
+        terminal.print(f"left out: {name}, a {kind} and no tensor", markup=False)
+    before, after = (sum(getattr(one, name) for one in converted.tensors) for name in ("bytes_before", "bytes_after"))
+    sys.stdout.flush()
+    share = f" ({after / before:.2f} of them)" if before else ""
+    terminal.print(f"{bytes_of(before)} became {bytes_of(after)}{share}: {', '.join(converted.files)}", markup=False)

@@ -1,0 +1,6 @@
+"""Checkpoints that go from one format to another, and are read back: safetensors and torch files, packed or plain."""
+
+from lowp.portable.converting import Converted, TensorReport, convert
+from lowp.portable.reading import load
+
+__all__ = ["Converted", "TensorReport", "convert", "load"]

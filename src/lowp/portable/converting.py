@@ -1,0 +1,259 @@
+"""`convert`: a checkpoint in another number format, tensor by tensor, with what that did to each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from lowp import casts, files
+from lowp.casts import Cast
+from lowp.errors import InvalidInput
+from lowp.formats import Format, ScaledFormat
+from lowp.formats.types import FloatFormat
+from lowp.kernels.floats import CARRIERS
+from lowp.portable.safetensors_file import Spool
+from lowp.portable.sources import KEY, METADATA, ShardedSource, Source, open_source
+from lowp.portable.stored import Errors, Packed, is_narrow, overflow_limit, store, stored_dtype
+
+__all__ = ["Converted", "TensorReport", "convert"]
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """What became of one tensor: `kept` says why it was left as it was, and is empty where it was converted."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kept: str
+    largest_error: float
+    rms_error: float
+    flushed: int
+    overflowed: int
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written: the files, the format, and a line a tensor."""
+
+    files: tuple[str, ...]
+    format: str
+    tensors: tuple[TensorReport, ...]
+    left_out: Mapping[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Job:
+    cast: Cast
+    keep: tuple[str, ...]
+    seed: int
+    done: Callable[[str], None]
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: str | Cast | Format,
+    *,
+    keep: Iterable[str] = (),
+    entry: str | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    started: Callable[[int], None] = lambda count: None,
+    done: Callable[[str], None] = lambda name: None,
+) -> Converted:
+    """Write the tensors of a checkpoint in another format, and return what that did to each.
+
+    `source`: a safetensors file, the index or the folder of one in shards, or a torch file; `target`: a .safetensors
+    file, a torch file (.pt, .pth, .bin, .ckpt), or a folder for shards like those of the source. One tensor is in
+    memory at a time. Formats that torch has a dtype for are stored in it; others as packed codes with their scales,
+    named in the metadata, for `lowp.load` to read. Left as they are: integers, what has fewer than two dimensions where
+    the format has a shared scale or fewer than 16 bits, numbers that the format cannot hold, names that match a pattern
+    in `keep`. `seed` decides stochastic rounding. `started` and `done` hear the number of tensors and each one's name.
+
+    The target is written beside its place and renamed: what was there before is replaced, with `overwrite`, or stays.
+    Raises InvalidCheckpoint for a damaged or hostile source, InvalidInput for a target that cannot be.
+    """
+    cast, out = casts.parse(to), Path(target)
+    if cast.scaling is not None and cast.scaling.kind not in ("current", "static"):
+        raise InvalidInput(f"{cast}: a {cast.scaling.kind} scale follows from a training; a file has its own: current")
+    job = _Job(cast, tuple(keep), seed, done)
+    with open_source(source, entry) as opened:
+        shards = _shards(opened, out)
+        _check_targets(opened, [out / name for name in (*shards, _index_name(opened))] if shards else [out], overwrite)
+        names = opened.names()
+        if not names:
+            raise InvalidInput(f"{opened.path} holds no tensors")
+        _check_patterns(job.keep, names)
+        started(len(names))
+        if shards:
+            reports = _write_shards(opened, out, shards, job)
+            written = [*(out / name for name in shards), out / _index_name(opened)]
+        else:
+            reports = _write_file(opened, out, names, job)
+            written = [out]
+        return Converted(tuple(map(str, written)), str(cast), tuple(reports), dict(opened.left_out))
+
+
+# -- where ------------------------------------------------------------------------------------------------------------
+def _shards(source: Source, out: Path) -> list[str]:
+    """The files of a target in shards; none where it is one file."""
+    if out.suffix == ".safetensors" or out.suffix in TORCH_SUFFIXES:
+        return []
+    if not out.is_dir():
+        allowed = ", ".join((".safetensors", *TORCH_SUFFIXES))
+        raise InvalidInput(f"{out} ends in none of {allowed}, and is no folder (for shards): give one of these")
+    if not isinstance(source, ShardedSource):
+        raise InvalidInput(f"{out} is a folder, which takes shards, and {source.path} has none: give a file in it")
+    return [Path(name).with_suffix(".safetensors").name for name in dict.fromkeys(map(source.file_of, source.names()))]
+
+
+def _index_name(source: Source) -> str:
+    return source.path.name.replace(".bin.", ".safetensors.")
+
+
+def _check_targets(source: Source, targets: list[Path], overwrite: bool) -> None:
+    if len(set(targets)) < len(targets):
+        raise InvalidInput(f"two shards of {source.path} would have one name: rename them first")
+    own = {source.path, *(source.path.parent / source.file_of(name) for name in source.names())}
+    for target in targets:
+        if any(files.same_file(target, one) for one in own):
+            raise InvalidInput(f"{target} is the checkpoint that is read: give another file")
+        files.check_target(target)
+        if target.exists() and not overwrite:
+            raise InvalidInput(f"{target} is there already: give --overwrite (overwrite=True), or another file")
+
+
+def _check_patterns(patterns: tuple[str, ...], names: list[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise InvalidInput(f"no tensor is called {pattern}; the first are {', '.join(names[:5])}")
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+def _write_file(source: Source, out: Path, names: list[str], job: _Job) -> list[TensorReport]:
+    with ExitStack() as stack:
+        file = stack.enter_context(files.replacing(out))
+        spool = stack.enter_context(Spool(files.target_of(out).parent))
+        reports, packed = _spool(source, names, job, spool)
+        metadata = _metadata(source, job.cast, packed)
+        if out.suffix in TORCH_SUFFIXES:
+            _write_torch(file, spool, metadata, source.modules)
+        else:
+            spool.write(file, metadata)
+    return reports
+
+
+def _write_shards(source: Source, folder: Path, shards: list[str], job: _Job) -> list[TensorReport]:
+    """Every shard whole, the index last: until then the folder's old index, if any, is the one that counts."""
+    assert isinstance(source, ShardedSource)
+    reports: list[TensorReport] = []
+    weight_map: dict[str, str] = {}
+    total = 0
+    for shard in shards:
+        names = [name for name in source.names() if Path(source.file_of(name)).stem == Path(shard).stem]
+        with files.replacing(folder / shard) as file, Spool(files.target_of(folder / shard).parent) as spool:
+            found, packed = _spool(source, names, job, spool)
+            spool.write(file, _metadata(source, job.cast, packed))
+            reports += found
+            total += spool.nbytes
+            weight_map.update(dict.fromkeys(spool.names, shard))
+    index = {"metadata": {**source.index["metadata"], "total_size": total}, "weight_map": weight_map}
+    with files.replacing(folder / _index_name(source)) as file:
+        file.write(json.dumps(index, indent=2).encode())
+    return reports
+
+
+def _write_torch(file: IO[bytes], spool: Spool, metadata: dict[str, str], modules: dict[str, Any]) -> None:
+    """A plain state_dict; the text lies where torch keeps what it knows of modules."""
+    from collections import OrderedDict
+
+    state = OrderedDict(spool.mapped())
+    state._metadata = OrderedDict({**modules, METADATA: metadata})  # type: ignore[attr-defined]
+    torch.save(state, file)
+
+
+def _metadata(source: Source, cast: Cast, packed: dict[str, Packed]) -> dict[str, str]:
+    own = {name: text for name, text in source.metadata.items() if not name.startswith("lowp.")}
+    own["lowp.format"] = str(cast)
+    if packed:
+        own[KEY] = json.dumps({name: one.as_json() for name, one in packed.items()})
+    return own
+
+
+# -- a tensor ---------------------------------------------------------------------------------------------------------
+def _spool(source: Source, names: list[str], job: _Job, spool: Spool) -> tuple[list[TensorReport], dict[str, Packed]]:
+    reports, packed = [], {}
+    for name in names:
+        x = source.tensor(name)
+        before, errors = spool.nbytes, Errors()
+        kept = _why_kept(name, x, job, errors)
+        if kept:
+            spool.add(name, [x], tuple(x.shape))
+        else:
+            parts = store(x, job.cast, job.seed, errors)
+            for suffix, pieces in parts.items():
+                rows = sum(piece.shape[0] for piece in pieces) if pieces[0].ndim else 0
+                spool.add(name + suffix, pieces, (rows, *pieces[0].shape[1:]) if pieces[0].ndim else ())
+            if stored_dtype(job.cast) is None:
+                dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+                packed[name] = Packed(job.cast, tuple(x.shape), dtype)
+        reports.append(_report(name, x, kept, errors, spool.nbytes - before))
+        job.done(name)
+    return reports, packed
+
+
+def _report(name: str, x: Tensor, kept: str, errors: Errors, size: int) -> TensorReport:
+    seen = (errors.largest, errors.rms, errors.flushed, errors.overflowed)
+    dtype = str(x.dtype).removeprefix("torch.")
+    return TensorReport(name, tuple(x.shape), dtype, kept, *seen, x.numel() * x.element_size(), size)
+
+
+def _why_kept(name: str, x: Tensor, job: _Job, errors: Errors) -> str:
+    """Why a tensor is left as it is; nothing where it is to be converted."""
+    if not x.is_floating_point():
+        return f"{str(x.dtype).removeprefix('torch.')}, not floating-point"
+    if any(fnmatchcase(name, pattern) for pattern in job.keep):
+        return "asked for (keep)"
+    if not x.numel():
+        return "no elements"
+    if x.ndim < 2 and is_narrow(job.cast):
+        return "fewer than two dimensions (a bias, a norm)"
+    return _unfit(x if x.dtype in CARRIERS else x.float(), job.cast, errors)
+
+
+def _unfit(x: Tensor, cast: Cast, errors: Errors) -> str:
+    """What a tensor holds that the format cannot; nothing where all of it fits."""
+    element, shared = cast.element, isinstance(cast.format, ScaledFormat)
+    floating = isinstance(element, FloatFormat) and not shared
+    nonfinite = int(x.numel() - x.isfinite().sum())
+    nans = int(x.isnan().sum()) if nonfinite else 0
+    has_nan = isinstance(element, FloatFormat) and element.has_nan
+    has_infinity = isinstance(element, FloatFormat) and element.has_infinity
+    if nonfinite and not (floating and (has_nan or not nans) and (has_infinity or nonfinite == nans)):
+        return f"holds {nans} NaN and {nonfinite - nans} infinite numbers, which {cast.format} has not"
+    if floating and cast.overflow != "saturate":
+        limit = overflow_limit(element)
+        beyond = int((x.isfinite() & (x.double().abs() >= limit)).sum())
+        if beyond:
+            errors.overflowed = beyond
+            return f"{beyond} numbers are beyond {element.maximum:g}; {cast.format}:saturate would cut them"
+    if isinstance(element, FloatFormat) and not element.signed and bool((x < 0).any()):
+        return f"holds negative numbers, which {cast.format} has not"
+    return ""

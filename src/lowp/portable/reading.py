@@ -1,0 +1,62 @@
+"""`lowp.load`: a checkpoint of a run into its parts, or a file of weights as a plain state_dict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowp import checkpoint
+from lowp.checkpoint import Stateful
+from lowp.errors import InvalidInput, brief
+from lowp.kernels.floats import CARRIERS
+from lowp.portable.sources import open_source, read_torch
+
+__all__ = ["load"]
+
+
+def load(
+    path: str | Path,
+    *,
+    rng_state: bool = True,
+    map_location: Any = None,
+    dtype: torch.dtype | None = None,
+    **parts: Stateful,
+) -> dict[str, Any]:
+    """Read a checkpoint of `lowp.save` into `parts` and return its `extra`; or a file of weights as a state_dict.
+
+    With parts (model=, optimizer= …), and for a checkpoint without `dtype`: all or nothing. Every checksum is compared,
+    every part is checked to be there and of the kind that was saved, and if one refuses its state the others get theirs
+    back. `rng_state=False` leaves all random generators alone.
+
+    Without parts, files that `lowp convert` wrote, safetensors files (alone, or by the index of their shards or their
+    folder) and torch files give their tensors by name: floating-point ones in `dtype` (float32 if not given) whatever
+    format they are stored in, others as they are. With `dtype` a checkpoint of `lowp.save` gives its model's.
+
+    Raises InvalidCheckpoint for a file that is missing, cut short, changed in any bit that a checksum covers, hostile,
+    or made for another model or optimizer; nothing in a file is ever executed.
+    """
+    if dtype is not None and dtype not in CARRIERS:
+        raise InvalidInput(f"weights are read in {', '.join(map(str, CARRIERS))}, not in {brief(dtype)}")
+    if parts or (dtype is None and _is_of_a_run(Path(path))):
+        if dtype is not None:
+            raise InvalidInput(f"dtype={dtype} is for weights without parts: {', '.join(parts)} decide what they hold")
+        return checkpoint.load(path, rng_state=rng_state, map_location=map_location, **parts)
+    state: dict[str, Any] = {}
+    with open_source(path) as source:
+        for name in source.names():
+            tensor = source.tensor(name)
+            wanted = (dtype or torch.float32) if tensor.is_floating_point() else tensor.dtype
+            state[name] = tensor.to(device=map_location, dtype=wanted, copy=True)
+    return state
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether a file is one of `lowp.save`, or nothing that could be weights: its reader then says what is wrong."""
+    if path.is_dir() or path.suffix in (".safetensors", ".json"):
+        return False
+    if not path.is_file():
+        return True
+    content = read_torch(path)
+    return isinstance(content, dict) and checkpoint.KEY in content

@@ -1,0 +1,269 @@
+"""Files that tensors are read from, one at a time: safetensors, alone or in shards, and torch's; none is executed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+import zipfile
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+
+from lowp.checkpoint import InvalidCheckpoint, check_archive
+from lowp.errors import InvalidInput, brief
+from lowp.portable import safetensors_file
+from lowp.portable.stored import SUFFIXES, Packed, unpack
+
+__all__ = ["INDEX", "METADATA", "Source", "open_source", "read_torch"]
+
+INDEX = ".index.json"  # of a checkpoint in shards: {"metadata": {...}, "weight_map": {tensor: file}}
+METADATA = "__metadata__"  # where a torch file keeps text: in the `_metadata` of its state_dict, beside the modules'
+KEY = "lowp.tensors"  # of metadata: what is packed
+_LONGEST_INDEX = 100_000_000
+_STATE_ENTRIES = ("model", "state_dict", "model_state_dict", "model_state")
+
+
+class Source(AbstractContextManager["Source"]):
+    """Tensors by name, and text beside them. A packed tensor is one, of the values it stands for."""
+
+    metadata: dict[str, str]
+    modules: dict[str, Any]  # what torch's state_dict says of modules
+    left_out: dict[str, str]  # entries that are no tensors: what they are
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata, self.modules, self.left_out = {}, {}, {}
+        self._packed: dict[str, Packed] = {}
+
+    def raw_names(self) -> list[str]:
+        """The tensors as they lie in the file."""
+        raise NotImplementedError
+
+    def raw(self, name: str) -> Tensor:
+        """One of them."""
+        raise NotImplementedError
+
+    def file_of(self, name: str) -> str:
+        """The file that a tensor lies in."""
+        return self.path.name
+
+    def names(self) -> list[str]:
+        """The tensors, in the order of the file."""
+        parts = {f"{name}{suffix}": name for name in self._packed for suffix in SUFFIXES.values()}
+        return list(dict.fromkeys(parts.get(name, name) for name in self.raw_names()))
+
+    def tensor(self, name: str) -> Tensor:
+        """The values of a tensor."""
+        packed = self._packed.get(name)
+        if packed is None:
+            return self.raw(name)
+        present = set(self.raw_names())
+        parts = {name + suffix: self.raw(name + suffix) for suffix in SUFFIXES.values() if name + suffix in present}
+        try:
+            return unpack(name, packed, parts)
+        except InvalidInput as error:
+            raise InvalidCheckpoint(f"{self.path} is damaged: {error}") from None
+
+    def read_packed(self) -> None:
+        """Find in the metadata which tensors are packed, and take that out of it."""
+        text = self.metadata.pop(KEY, None)
+        if text is None:
+            return
+        try:
+            given = json.loads(text)
+            self._packed.update({name: Packed.from_json(value) for name, value in given.items()})
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise InvalidCheckpoint(f"{self.path} is damaged: its metadata {KEY}: {brief(str(error))}") from None
+
+
+class SafetensorsSource(Source):
+    """One safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._file: IO[bytes] = path.open("rb")
+        try:
+            self._entries, self.metadata = safetensors_file.read_header(self._file, path)
+            self.read_packed()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def raw_names(self) -> list[str]:
+        """In the order of the header."""
+        return list(self._entries)
+
+    def raw(self, name: str) -> Tensor:
+        """Read it."""
+        return safetensors_file.read_tensor(self._file, self._entries[name])
+
+
+class ShardedSource(Source):
+    """Several files, and an index that says which tensor lies in which."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._stack = ExitStack()
+        self._shards: dict[str, Source] = {}
+        self._where: dict[str, str] = {}
+        try:
+            self.index = _read_index(path)
+            self._open(self.index["weight_map"])
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _open(self, weight_map: Mapping[str, str]) -> None:
+        for file in dict.fromkeys(weight_map.values()):
+            shard = self._stack.enter_context(open_source(self.path.parent / file))
+            self._shards[file] = shard
+            for name in shard.names():
+                if name in self._where:
+                    raise InvalidCheckpoint(f"{self.path} is damaged: {brief(name)} is in two of its files")
+                self._where[name] = file
+            self.metadata.update(shard.metadata)
+            self._packed.update(shard._packed)
+        missing = [name for name, file in weight_map.items() if name not in set(self._shards[file].raw_names())]
+        if missing:
+            raise InvalidCheckpoint(f"{self.path} is damaged: {brief(missing[0])} is not where its index says")
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def file_of(self, name: str) -> str:
+        """The shard."""
+        return self._where[name]
+
+    def names(self) -> list[str]:
+        """Shard by shard."""
+        return list(self._where)
+
+    def tensor(self, name: str) -> Tensor:
+        """From its shard."""
+        return self._shards[self._where[name]].tensor(name)
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > _LONGEST_INDEX:
+        raise InvalidCheckpoint(f"{path} is no index of shards: it has {path.stat().st_size:,} bytes")
+    try:
+        index = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidCheckpoint(f"{path} is no index of shards: {brief(str(error))}") from None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InvalidCheckpoint(f"{path} is no index of shards: it has no weight_map")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file or file.endswith(INDEX) or "\\" in file or "\0" in file:
+            raise InvalidCheckpoint(f"{path} names {brief(file)}, which is no file beside it: nothing was opened")
+        if not (path.parent / file).is_file():
+            raise InvalidCheckpoint(f"{path} names {file}, which is not there: give all its files")
+    return {"metadata": index.get("metadata") or {}, "weight_map": weight_map}
+
+
+class TorchSource(Source):
+    """A torch file: a state_dict, or a dictionary that holds one."""
+
+    def __init__(self, path: Path, entry: str | None = None) -> None:
+        super().__init__(path)
+        content = _state_of(path, read_torch(path), entry)
+        self._state = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+        self.left_out = {name: type(value).__name__ for name, value in content.items() if not isinstance(value, Tensor)}
+        modules = getattr(content, "_metadata", None)
+        if isinstance(modules, dict):
+            self.modules = dict(modules)
+            text = self.modules.pop(METADATA, {})
+            if isinstance(text, dict):
+                self.metadata = {str(key): str(value) for key, value in text.items()}
+        self.read_packed()
+
+    def __exit__(self, *_: object) -> None:
+        self._state = {}
+
+    def raw_names(self) -> list[str]:
+        """In the order of the file."""
+        return list(self._state)
+
+    def raw(self, name: str) -> Tensor:
+        """Its pages are read when they are used."""
+        found = self._state[name].detach()
+        if found.layout is not torch.strided or found.is_quantized or found.is_meta:
+            raise InvalidInput(f"{self.path}: {name} is a {found.layout} tensor on {found.device}: give dense numbers")
+        return found
+
+
+def read_torch(path: Path) -> Any:
+    """What a torch file holds, of plain values; tensors stay on the disk until they are used."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch warns of in a stranger's file ends as an error here
+            archive = zipfile.is_zipfile(path)
+            if archive:
+                with path.open("rb") as file:
+                    check_archive(file)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
+    except pickle.UnpicklingError as error:
+        raise InvalidCheckpoint(
+            f"{path} asks for objects that are not plain tensors and numbers, or is no torch file, and was not opened: "
+            f"load it where you trust it and save its state_dict ({brief(str(error).splitlines()[0])})"
+        ) from None
+    except Exception as error:
+        raise InvalidCheckpoint(f"{path} is damaged or no torch file: {brief(str(error))}") from None
+
+
+def _state_of(path: Path, content: Any, entry: str | None) -> Mapping[str, Any]:
+    """The state_dict that a file is, or holds under `entry` or one of the usual names."""
+    if not isinstance(content, dict):
+        raise InvalidCheckpoint(f"{path} holds a {type(content).__name__}, no state_dict")
+    if entry is not None:
+        if not isinstance(content.get(entry), dict):
+            dictionaries = [str(name) for name, value in content.items() if isinstance(value, dict)]
+            raise InvalidInput(f"{path} has no dictionary {entry!r}; it has {', '.join(dictionaries) or 'none'}")
+        content = content[entry]
+    elif not any(isinstance(value, Tensor) for value in content.values()):
+        held = [name for name in _STATE_ENTRIES if isinstance(content.get(name), dict)]
+        if len(held) != 1:
+            raise InvalidCheckpoint(
+                f"{path} holds {', '.join(brief(name) for name in content) or 'nothing'}, and none of these is plainly "
+                "the state_dict: name its entry (--entry, entry=)"
+            )
+        content = content[held[0]]
+    if not all(isinstance(name, str) for name in content):
+        raise InvalidCheckpoint(f"{path} holds tensors whose names are no text")
+    return cast("Mapping[str, Any]", content)
+
+
+def open_source(path: str | Path, entry: str | None = None) -> Source:
+    """Open a file, an index of shards, or a folder that holds one of them.
+
+    `entry` names the state_dict in a torch file of several. Raises InvalidCheckpoint for what is missing, damaged or
+    hostile.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = _in_folder(path)
+    if not path.is_file():
+        raise InvalidCheckpoint(f"there is no checkpoint {path}")
+    with path.open("rb") as file:
+        begins = file.read(16)
+    if path.name.endswith(".json"):
+        return ShardedSource(path)
+    if path.suffix == ".safetensors" or begins[8:10] == b'{"':
+        return SafetensorsSource(path)
+    return TorchSource(path, entry)
+
+
+def _in_folder(folder: Path) -> Path:
+    found = sorted(folder.glob(f"*{INDEX}")) or sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        names = ", ".join(one.name for one in found) or "no index and no safetensors file"
+        raise InvalidCheckpoint(f"{folder} holds {names}: name the one file that is meant")
+    return found[0]

@@ -1,0 +1,200 @@
+"""How the tensors of a format lie in a file: in a dtype where torch has one, else as packed codes and scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowp import casts, kernels
+from lowp.casts import Cast
+from lowp.errors import InvalidInput
+from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, ScaledFormat
+from lowp.kernels import scaled
+from lowp.kernels.floats import CARRIERS
+from lowp.quantized import Quantized
+
+__all__ = ["Errors", "Packed", "is_narrow", "pieces_of", "store", "stored_dtype", "unpack"]
+
+_DTYPES: dict[Format, torch.dtype] = {
+    FORMATS["fp64"]: torch.float64,
+    FORMATS["fp32"]: torch.float32,
+    FORMATS["fp16"]: torch.float16,
+    FORMATS["bf16"]: torch.bfloat16,
+    FORMATS["bf16-tpu"]: torch.bfloat16,
+    FORMATS["e4m3fn"]: torch.float8_e4m3fn,
+    FORMATS["e5m2"]: torch.float8_e5m2,
+    FORMATS["e4m3fnuz"]: torch.float8_e4m3fnuz,
+    FORMATS["e5m2fnuz"]: torch.float8_e5m2fnuz,
+}
+_PIECE = 1 << 20  # elements that are worked on at once
+SUFFIXES = {"payload": ".codes", "scale": ".scale", "outer": ".outer", "zero_point": ".zero_point"}
+
+
+def stored_dtype(cast: Cast) -> torch.dtype | None:
+    """The dtype that holds the values of a format in as many bits; None where they are packed."""
+    return _DTYPES.get(cast.format)
+
+
+def is_narrow(cast: Cast) -> bool:
+    """Whether a format is for matrices alone: shared scales, or fewer than 16 bits."""
+    return isinstance(cast.format, ScaledFormat) or cast.format.bits < 16
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What a file says of a packed tensor: its cast, shape and the dtype it had."""
+
+    cast: Cast
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for the metadata of a file."""
+        return {"cast": str(self.cast), "shape": list(self.shape), "dtype": str(self.dtype).removeprefix("torch.")}
+
+    @staticmethod
+    def from_json(given: Any) -> Packed:
+        """Read it back; raises InvalidInput for anything else."""
+        dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in CARRIERS}
+        try:
+            shape = tuple(given["shape"])
+            if not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
+                raise ValueError(f"a shape of {shape}")
+            return Packed(casts.parse(given["cast"]), shape, dtypes[given["dtype"]])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidInput(f"what the file says of a packed tensor is not cast, shape and dtype: {error}") from None
+
+
+@dataclass
+class Errors:
+    """What rounding did to a tensor, added up piece by piece."""
+
+    largest: float = 0.0
+    squares: float = 0.0
+    elements: int = 0
+    flushed: int = 0
+    overflowed: int = 0
+
+    @property
+    def rms(self) -> float:
+        """Root of the mean squared error."""
+        return math.sqrt(self.squares / self.elements) if self.elements else 0.0
+
+    def add(self, before: Tensor, after: Tensor, limit: Tensor | float) -> None:
+        """Count a piece; |x| from `limit` on would have been rounded beyond the largest number."""
+        before, after = before.double(), after.double()
+        error = (after - before).abs().nan_to_num(nan=0.0, posinf=0.0)
+        if error.numel():
+            self.largest = max(self.largest, float(error.max()))
+        self.squares += float(error.square().sum())
+        self.elements += error.numel()
+        self.flushed += int(((before != 0) & (after == 0)).sum())
+        self.overflowed += int((before.isfinite() & (before.abs() >= limit)).sum())
+
+
+def pieces_of(x: Tensor, cast: Cast) -> Iterator[tuple[Tensor, int]]:
+    """A tensor cut along its first dimension where its groups allow it, and the index of each piece's first element."""
+    whole = isinstance(cast.format, ScaledFormat) and (
+        cast.format.scope.kind == "tensor" or cast.format.outer is not None or x.ndim < 2
+    )
+    if whole or x.ndim == 0 or x.numel() <= _PIECE:
+        yield x, 0
+        return
+    rows = max(1, _PIECE * x.shape[0] // x.numel())
+    for first in range(0, x.shape[0], rows):
+        yield x[first : first + rows], first * (x.numel() // x.shape[0])
+
+
+def store(x: Tensor, cast: Cast, seed: int, errors: Errors) -> dict[str, list[Tensor]]:
+    """The parts of a tensor (suffix of the name -> pieces along the first dimension), and what rounding did to it."""
+    dtype = stored_dtype(cast)
+    parts: dict[str, list[Tensor]] = {}
+    for piece, offset in pieces_of(x, cast):
+        wide = piece if piece.dtype is torch.float64 else piece.float()
+        if dtype is not None:
+            values = kernels.quantize(wide, cast, seed=seed, offset=offset)
+            found: Mapping[str, Tensor] = {"": values.to(dtype)}
+            limit: Tensor | float = overflow_limit(cast.element)
+        else:
+            codes = kernels.encode(wide, cast, seed=seed, offset=offset, packed=True)
+            found = _parts(codes)
+            values = _values(codes, cast, tuple(piece.shape), wide.dtype)
+            limit = _limit(codes, cast, tuple(piece.shape))
+        errors.add(wide, values, limit)
+        for suffix, part in found.items():
+            parts.setdefault(suffix, []).append(part)
+    return parts
+
+
+def _parts(codes: Tensor | Quantized) -> dict[str, Tensor]:
+    if isinstance(codes, Tensor):
+        return {SUFFIXES["payload"]: codes}
+    named = {name: getattr(codes, name) for name in SUFFIXES}
+    return {SUFFIXES[name]: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def _values(codes: Tensor | Quantized, cast: Cast, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if isinstance(codes, Quantized):
+        return kernels.dequantize(codes)
+    packed = cast.element.bits not in (8, 16, 32, 64)
+    length = (shape[-1] if shape else 1) if packed else None
+    values: Tensor = kernels.decode(codes, cast, dtype=dtype, packed=packed, length=length)
+    return values.reshape(shape)
+
+
+def overflow_limit(element: FloatFormat | IntFormat) -> float:
+    """The least magnitude that is rounded beyond the largest number of an element, to nearest even."""
+    if isinstance(element, IntFormat):
+        return element.maximum + 0.5 if element.bits > 1 else math.inf
+    ulp = element.ulp(element.maximum)
+    limit = element.maximum + ulp / 2
+    is_even = element.maximum / ulp % 2 == 0
+    return math.nextafter(limit, math.inf) if is_even else limit
+
+
+def _limit(codes: Tensor | Quantized, cast: Cast, shape: tuple[int, ...]) -> Tensor | float:
+    limit = overflow_limit(cast.element)
+    if not isinstance(codes, Quantized):
+        return limit
+    format = scaled.scaled_format(cast)
+    if format.affine:
+        return math.inf  # its range is that of the numbers
+    scale = scaled.read(codes.scale, format)
+    if codes.outer is not None:
+        scale = scale * codes.outer.double()
+    return scaled.spread(scale, torch.Size(shape), format.scope) * limit
+
+
+# -- and back ---------------------------------------------------------------------------------------------------------
+def unpack(name: str, packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
+    """The values of a packed tensor, in the dtype it had; raises InvalidInput where a part is missing or misshapen."""
+    cast, shape = packed.cast, torch.Size(packed.shape)
+    element, format = cast.element, cast.format
+    bits, whole = element.bits, element.bits in (8, 16, 32, 64)
+    length = shape[-1] if shape else 1
+    in_a_file = shape if whole else torch.Size((*shape[:-1], -(-length * bits // 8)))
+    if isinstance(format, ScaledFormat) and not shape:  # a number alone is not packed
+        whole, in_a_file = True, shape
+    dtype = scaled.code_dtype(element) if whole else torch.uint8
+    codes = _part(name, parts, "payload", dtype, in_a_file)
+    if not isinstance(format, ScaledFormat):
+        return _values(codes, cast, packed.shape, packed.dtype)
+    group = torch.Size(scaled.group_shape(shape, format.scope))
+    scale = _part(name, parts, "scale", scaled.kept_dtype(format), group)
+    outer = _part(name, parts, "outer", torch.float32, torch.Size(())) if format.outer is not None else None
+    zero_point = _part(name, parts, "zero_point", torch.int32, group) if format.affine else None
+    packed_length = None if whole or not shape else length
+    return kernels.dequantize(Quantized(codes, scale, cast, outer, zero_point, packed.dtype, packed_length))
+
+
+def _part(name: str, parts: Mapping[str, Tensor], which: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    part = parts.get(name + SUFFIXES[which])
+    if part is None or part.dtype is not dtype or part.shape != shape:
+        found = "is missing" if part is None else f"is {tuple(part.shape)} of {part.dtype}"
+        raise InvalidInput(f"{name}{SUFFIXES[which]} {found}, where {tuple(shape)} of {dtype} belongs")
+    return part

@@ -1,0 +1,332 @@
+"""Checkpoints in other formats: what is written opens anywhere, what is read is checked, and nothing is executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowp
+from lowp.checkpoint import InvalidCheckpoint
+from lowp.errors import InvalidInput, NotWritten
+from lowp.portable import convert, converting, safetensors_file
+from lowp.portable.safetensors_file import Spool
+
+safetensors = pytest.importorskip("safetensors.torch")
+FORMATS = [name for name in lowp.FORMATS if name != "e8m0"] + ["e5m7", "i6s", "binary8p3se", "e2m1@e4m3fn@fp32/16"]
+
+
+def _state() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {
+        "linear.weight": torch.randn(10, 33),
+        "linear.bias": torch.randn(10),
+        "convolution.weight": torch.randn(4, 3, 5, 3) * 1e-3,
+        "steps": torch.tensor(3),
+    }
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    safetensors.save_file(_state(), "in.safetensors", metadata={"format": "pt", "author": "someone"})
+    torch.save(_state(), "in.pt")
+
+
+def _shards() -> None:
+    """A checkpoint in two shards, in the folder `shards`."""
+    os.mkdir("shards")
+    names = [list(_state())[:2], list(_state())[2:]]
+    weight_map = {}
+    for place, held in enumerate(names, 1):
+        file = f"model-0000{place}-of-00002.safetensors"
+        safetensors.save_file({name: _state()[name] for name in held}, f"shards/{file}", metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(held, file))
+    index = {"metadata": {"total_size": 1, "kind": "test"}, "weight_map": weight_map}
+    Path("shards/model.safetensors.index.json").write_text(json.dumps(index))
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("source", "target"), [("in.safetensors", "out.safetensors"), ("in.pt", "out.pt")])
+def test_every_format_is_read_back_as_its_values(format: str, source: str, target: str) -> None:
+    reports = {one.name: one for one in convert(source, target, format).tensors}
+    found = lowp.load(target)
+    for name, tensor in _state().items():
+        wanted = tensor if reports[name].kept else lowp.quantize(tensor, format)
+        assert torch.equal(found[name].to(tensor.dtype), wanted.to(found[name].dtype).to(tensor.dtype))
+        assert found[name].dtype is (torch.float32 if tensor.is_floating_point() else tensor.dtype)
+    assert not reports["linear.weight"].kept
+
+
+def test_a_format_with_a_dtype_opens_in_plain_torch_and_in_safetensors() -> None:
+    convert("in.pt", "out.pt", "bf16")
+    convert("in.pt", "out.safetensors", "e4m3fn")
+    assert torch.load("out.pt", weights_only=True)["linear.weight"].dtype is torch.bfloat16
+    found = safetensors.load_file("out.safetensors")
+    assert found["linear.weight"].dtype is torch.float8_e4m3fn
+    assert torch.equal(found["linear.weight"].float(), lowp.quantize(_state()["linear.weight"], "e4m3fn"))
+
+
+def test_packed_files_open_in_safetensors_as_codes_and_scales_named_in_the_metadata() -> None:
+    convert("in.safetensors", "out.safetensors", "int4")
+    found = safetensors.load_file("out.safetensors")
+    assert found["linear.weight.codes"].shape == (10, 17)
+    assert found["linear.weight.scale"].shape == (10, 2)
+    with safetensors.safe_open("out.safetensors", "pt") as file:
+        metadata = file.metadata()
+    assert metadata["lowp.format"] == "int4"
+    assert json.loads(metadata["lowp.tensors"])["linear.weight"] == {
+        "cast": "int4",
+        "shape": [10, 33],
+        "dtype": "float32",
+    }
+
+
+def test_metadata_is_kept_also_through_a_torch_file() -> None:
+    convert("in.safetensors", "middle.pt", "bf16")
+    convert("middle.pt", "out.safetensors", "fp32")
+    with safetensors.safe_open("out.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "author": "someone", "lowp.format": "fp32"}
+
+
+def test_what_torch_knows_of_modules_is_kept() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    torch.save(model.state_dict(), "model.pt")
+    convert("model.pt", "out.pt", "fp32")
+    state = torch.load("out.pt", weights_only=True)
+    assert state._metadata["1"] == {"version": 2}
+    assert model.load_state_dict(state)
+
+
+def test_a_converted_file_is_converted_again() -> None:
+    convert("in.safetensors", "small.safetensors", "mxfp4")
+    convert("small.safetensors", "out.safetensors", "fp16")
+    found = safetensors.load_file("out.safetensors")
+    assert torch.equal(found["linear.weight"].float(), lowp.quantize(_state()["linear.weight"], "mxfp4"))
+
+
+def test_shards_stay_shards_with_an_index_of_what_they_hold() -> None:
+    _shards()
+    os.mkdir("out")
+    convert("shards", "out", "int8")
+    index = json.loads(Path("out/model.safetensors.index.json").read_text())
+    assert index["metadata"]["kind"] == "test"
+    assert index["metadata"]["total_size"] == 10 * 33 + 4 * 10 + 4 * 10 + 4 * 3 * 5 * 3 + 4 * 4 * 3 * 5 + 8
+    assert index["weight_map"]["linear.weight.codes"] == "model-00001-of-00002.safetensors"
+    found = lowp.load("out")
+    assert torch.equal(found["linear.weight"], lowp.quantize(_state()["linear.weight"], "int8"))
+    assert torch.equal(found["steps"], torch.tensor(3))
+
+
+def test_shards_become_one_file() -> None:
+    _shards()
+    convert("shards/model.safetensors.index.json", "out.safetensors", "fp32")
+    found = safetensors.load_file("out.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in _state().items())
+
+
+def test_weights_are_given_in_bf16_where_asked() -> None:
+    convert("in.pt", "out.safetensors", "int8")
+    found = lowp.load("out.safetensors", dtype=torch.bfloat16)
+    assert found["linear.weight"].dtype is torch.bfloat16
+    assert found["steps"].dtype is torch.int64
+
+
+def test_stochastic_rounding_draws_the_same_bits_in_pieces() -> None:
+    x = torch.randn(3000, 700)
+    torch.save({"x": x}, "large.pt")
+    convert("large.pt", "out.safetensors", "e4m3fn:stochastic", seed=5)
+    assert torch.equal(lowp.load("out.safetensors")["x"], lowp.quantize(x, "e4m3fn:stochastic", seed=5))
+
+
+def test_one_tensor_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    read = safetensors_file.read_tensor
+
+    def watched(*arguments: Any) -> Tensor:
+        assert sum(one() is not None for one in alive) <= 1
+        tensor = read(*arguments)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    safetensors.save_file({f"x{place}": torch.zeros(2, 2) for place in range(6)}, "many.safetensors")
+    monkeypatch.setattr(safetensors_file, "read_tensor", watched)
+    convert("many.safetensors", "out.safetensors", "int8")
+    assert len(alive) == 6
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+def test_the_report_counts_errors_what_was_flushed_and_what_overflowed() -> None:
+    x = torch.tensor([[1.0, 1.06, 1e-4, 500.0, -0.0]])
+    torch.save({"x": x}, "x.pt")
+    (one,) = convert("x.pt", "out.pt", "e4m3fn:saturate").tensors
+    error = (lowp.quantize(x, "e4m3fn:saturate") - x).double()
+    assert one.largest_error == 52
+    assert one.rms_error == pytest.approx(float(error.square().mean().sqrt()))
+    assert (one.flushed, one.overflowed) == (1, 1)
+
+
+def test_what_is_kept_is_told_with_why(lowp: Callable[..., Any]) -> None:
+    state = {"a": torch.tensor([[1.0, 1e6]]), "b": torch.tensor([[1.0, torch.nan]]), "c": torch.ones(2, 2)}
+    torch.save(state, "odd.pt")
+    result = lowp("convert", "odd.pt", "out.pt", "--to", "fp16", "--keep", "c")
+    assert result.code == 0
+    assert "kept in float32, 1 numbers are beyond 65504; fp16:saturate would cut them: a" in result.out
+    assert "kept in float32, asked for (keep): c" in result.out
+    result = lowp("convert", "odd.pt", "out.pt", "--to", "int8", "--overwrite", "--report", "report.json")
+    assert "holds 1 NaN and 0 infinite numbers, which int8 has not: b" in result.out
+    assert [bool(one["kept"]) for one in json.loads(Path("report.json").read_text())["tensors"]] == [False, True, False]
+
+
+# -- what a run wrote -------------------------------------------------------------------------------------------------
+def _train_and_save(name: str) -> None:
+    precision = lowp.Precision(name)
+    model = nn.Linear(4, 2)
+    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with precision.autocast():
+        loss = model(torch.ones(3, 4)).float().sum()
+    precision.backward(loss)
+    precision.step(optimizer)
+    lowp.save(f"{name}.pt", model=model, optimizer=optimizer, precision=precision)
+
+
+def test_a_checkpoint_of_a_run_in_any_precision_opens_in_torch_without_lowp() -> None:
+    names = ["fp32", "fp16", "bf16", "fp16-storage", "fp8", "dfp16", "flex16+5", "e5m7"]
+    for name in names:
+        _train_and_save(name)
+    code = (
+        "import sys; sys.modules['lowp'] = None\n"
+        "import torch\n"
+        f"for name in {names}:\n"
+        "    model = torch.nn.Linear(4, 2)\n"
+        "    model.load_state_dict(torch.load(name + '.pt', weights_only=True)['model'])\n"
+        "    print(model.weight.dtype, model.weight.sum().item().hex())"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for name, line in zip(names, found.splitlines(), strict=True):
+        state = lowp.load(f"{name}.pt", dtype=torch.float32)
+        assert line == f"torch.float32 {state['weight'].sum().item().hex()}"
+        convert(f"{name}.pt", f"{name}.safetensors", "fp32")
+        assert torch.equal(safetensors.load_file(f"{name}.safetensors")["weight"], state["weight"])
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+def _header(text: str, data: bytes = b"") -> bytes:
+    return len(text).to_bytes(8, "little") + text.encode() + data
+
+
+ONE = '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+HOSTILE = {
+    "empty": b"",
+    "a length beyond the file": (1 << 40).to_bytes(8, "little") + b"{}",
+    "no JSON": _header("{nothing"),
+    "deep JSON": _header('{"a":' + "[" * 100_000),
+    "no object": _header("[1]"),
+    "a list for a tensor": _header('{"a":[1]}'),
+    "an unknown dtype": _header('{"a":{"dtype":"F3","shape":[],"data_offsets":[0,0]}}'),
+    "a shape below zero": _header('{"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,1]}}', b"1"),
+    "a shape of truth": _header('{"a":{"dtype":"U8","shape":[true],"data_offsets":[0,1]}}', b"1"),
+    "offsets that do not fit": _header('{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', b"1234"),
+    "an overlap": _header(ONE + ',"b":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}}', b"123456"),
+    "a gap": _header(ONE + ',"b":{"dtype":"U8","shape":[1],"data_offsets":[5,6]}}', b"123456"),
+    "a name twice": _header(ONE + "," + ONE[1:] + "}", b"1234"),
+    "bytes behind the end": _header(ONE + "}", b"12345"),
+    "metadata that is no text": _header('{"__metadata__":{"a":1}}'),
+    "packed without its scale": _header(
+        '{"__metadata__":{"lowp.tensors":"{\\"a\\":{\\"cast\\":\\"int8\\",\\"shape\\":[4],\\"dtype\\":\\"float32\\"}}"},'
+        '"a.codes":{"dtype":"I8","shape":[4],"data_offsets":[0,4]}}',
+        b"1234",
+    ),
+    "packed in no format": _header(
+        '{"__metadata__":{"lowp.tensors":"{\\"a\\":{\\"cast\\":\\"int9000\\",\\"shape\\":[4],\\"dtype\\":\\"float32\\"}}"}}'
+    ),
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE.keys())
+def test_damaged_safetensors_files_are_refused_in_words(content: bytes) -> None:
+    Path("bad.safetensors").write_bytes(content)
+    with pytest.raises(InvalidCheckpoint, match=r"bad\.safetensors is damaged"):
+        lowp.load("bad.safetensors")
+
+
+def test_a_file_cut_anywhere_is_refused() -> None:
+    whole = Path("in.safetensors").read_bytes()
+    for end in (3, 8, 100, len(whole) - 1):
+        Path("cut.safetensors").write_bytes(whole[:end])
+        with pytest.raises(InvalidCheckpoint):
+            convert("cut.safetensors", "out.safetensors", "fp16")
+    assert not Path("out.safetensors").exists()
+
+
+class _Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("it-ran"),)
+
+
+def test_a_torch_file_that_would_run_code_is_refused() -> None:
+    torch.save({"weight": torch.ones(2), "evil": _Runs()}, "evil.pt")
+    Path("evil.bin").write_bytes(pickle.dumps(_Runs()))
+    for name in ("evil.pt", "evil.bin"):
+        with pytest.raises(InvalidCheckpoint, match="not"):
+            convert(name, "out.safetensors", "fp16")
+        with pytest.raises(InvalidCheckpoint):
+            lowp.load(name)
+    assert not Path("it-ran").exists()
+
+
+def test_an_index_that_leads_elsewhere_is_refused() -> None:
+    for file in ("../in.safetensors", "/etc/passwd", "missing.safetensors", "x.index.json", 3):
+        Path("model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+        with pytest.raises(InvalidCheckpoint, match="which is"):
+            lowp.load("model.safetensors.index.json")
+
+
+def test_a_torch_file_of_several_states_wants_to_know_which() -> None:
+    torch.save({"generator": _state(), "critic": _state()}, "two.pt")
+    with pytest.raises(InvalidCheckpoint, match=r"holds 'generator', 'critic'.*--entry"):
+        convert("two.pt", "out.pt", "fp16")
+    assert len(convert("two.pt", "out.pt", "fp16", entry="critic").tensors) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("in.pt", "in.pt", "fp16"), "is the checkpoint that is read"),
+        (("in.pt", "in.safetensors", "fp16"), "is there already: give --overwrite"),
+        (("in.pt", "out.onnx", "fp16"), "ends in none of .safetensors, .pt"),
+        (("in.pt", ".", "fp16"), "takes shards, and in.pt has none"),
+        (("in.pt", "out.pt", "fp15"), "unknown format 'fp15'"),
+        (("in.pt", "out.pt", "int8:delayed"), "a delayed scale follows from a training"),
+    ],
+)
+def test_targets_that_cannot_be_are_refused_before_any_work(arguments: tuple[str, str, str], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        convert(*arguments)
+    with pytest.raises(InvalidInput, match="no tensor is called z"):
+        convert("in.pt", "out.pt", "fp16", keep=["z"])
+
+
+def test_a_full_disk_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("out.pt").write_text("before")
+
+    class Full(Spool):
+        def add(self, *_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(converting, "Spool", Full)
+    with pytest.raises(NotWritten, match="No space left"):
+        convert("in.pt", "out.pt", "fp16", overwrite=True)
+    assert Path("out.pt").read_text() == "before"
+    assert not list(Path().glob(".out*"))
