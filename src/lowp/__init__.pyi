@@ -13,6 +13,7 @@ from lowp.formats import Format as _Format
 from lowp.formats import parse as format
 from lowp.grad_scaler import GradScaler, NonFiniteGradients
 from lowp.kernels import Statistics, dequantize, encode, statistics
+from lowp.ops.observing import Observation, observe
 from lowp.optim import MasterWeights
 from lowp.policy import Policy, Rule
 from lowp.portable import load
@@ -74,6 +75,7 @@ __all__ = [
     "Misuse",
     "NonFiniteGradients",
     "NotWritten",
+    "Observation",
     "Policy",
     "Precision",
     "Quantized",
@@ -88,6 +90,7 @@ __all__ = [
     "encode",
     "format",
     "load",
+    "observe",
     "optim",
     "quantize",
     "save",

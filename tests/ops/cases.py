@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowp.ops.casting import Call
+from lowp.ops.call import Call
 from lowp.ops.table import row_of
 from lowp.policy import Rule
 

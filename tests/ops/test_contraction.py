@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ops.cases import CHAINS, CONTRACTIONS, DTYPES, Case, sixteen_bit, under
 from torch import Tensor, nn
 
-from lowp.ops.casting import Call
+from lowp.ops.call import Call
 from lowp.ops.contraction import chain, linear
 from lowp.policy import Rule
 

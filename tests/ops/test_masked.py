@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowp
-from lowp.ops.casting import Call
+from lowp.ops.call import Call
 from lowp.ops.masked import MASKED, has_integer_operands, masked, packed, unpacked
 from lowp.ops.table import name_of
 from lowp.policy import Policy, Rule

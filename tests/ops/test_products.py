@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowp import kernels
 from lowp.errors import Unavailable
-from lowp.ops.casting import Call
+from lowp.ops.call import Call
 from lowp.ops.table import row_of
 from lowp.policy import Rule
 

@@ -88,7 +88,7 @@ def test_every_row_has_a_runner_that_exists_and_a_known_class(name: str) -> None
         assert callable(table.runner(row.runner))
         assert not row.product or callable(table.runner(row.product))
         assert row.op_class in OP_CLASSES
-        assert set(row.operands.split()) <= {"input", "weight"}
+        assert set(row.operands.split()) <= {"input", "weight", "bias"}
     assert set(TABLES) == set(Policy.TABLES)
 
 

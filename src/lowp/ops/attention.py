@@ -14,19 +14,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowp.compat import gradients_of
 from lowp.kernels.products import is_native
+from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import (
-    Call,
     Operand,
-    carried,
     carrier_dtype,
     functorch_is_active,
     operand,
     result_dtype,
-    rounded,
     shield,
 )
 from lowp.ops.contraction import check, matmul, runner
-from lowp.ops.generic import gradient_cast
+from lowp.ops.generic import finished
 from lowp.ops.signature import bound
 from lowp.policy import Rule
 
@@ -68,23 +66,26 @@ def scaled_dot_product_attention(call: Call) -> Tensor:
 def _attention(
     call: Call, settings: _Settings, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
-    rule, tensors = call.rule, (query, key, value)
+    rule, casts, tensors = call.rule, call.casts, (query, key, value)
     if functorch_is_active():
         # gradients are rounded by the conversions of the graph, unless the rule leaves them wide
         dtype = _plain_carrier(rule)
-        wide = [x if rule.input is None else rounded(x, rule.input, call.seed, dtype=dtype) for x in tensors]
+        wide = [casts.cast(x, "input", dtype=dtype) for x in tensors]
         with _differentiable_kernel():
             result = settings.attend(wide[0].float(), wide[1].float(), wide[2].float(), _wide_mask(mask))
-        result = rounded(result, rule.output, call.seed)
-        return result if rule.grad is None else gradient_cast(result, rule.grad, call.seed)
-    values = [carried(x, rule.input, call.seed) for x in tensors]
+        return finished(result, casts)
+    values = [casts.carry(x, "input") for x in tensors]
     if is_native(rule.output, *values):
         narrow = mask.to(values[0].dtype) if mask is not None and mask.is_floating_point() else mask
-        return settings.attend(values[0], values[1], values[2], narrow)
+        result = settings.attend(values[0], values[1], values[2], narrow)
+        casts.tell(result, "output")
+        if casts.watch is not None:
+            casts.watch.gradient(result, "grad", rule.grad)
+        return result
     dtype = result_dtype(rule.output)
     operands = [operand(x, v, dtype) for x, v in zip(tensors, values, strict=True)]
     attended: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        settings, rule, call.seed, _wide_mask(mask), *(one.edge for one in operands), *(one.value for one in operands)
+        settings, casts, _wide_mask(mask), *(one.edge for one in operands), *(one.value for one in operands)
     )
     return attended
 
@@ -108,15 +109,15 @@ class _Attention(torch.autograd.Function):
     """Attention in fp32 of rounded operands; saves those."""
 
     @staticmethod
-    def forward(ctx: Any, settings: _Settings, rule: Rule, seed: Any, mask: Tensor | None, *operands: Any) -> Tensor:
+    def forward(ctx: Any, settings: _Settings, casts: RoleCasts, mask: Tensor | None, *operands: Any) -> Tensor:
         pairs = [Operand(*pair) for pair in zip(operands[:3], operands[3:], strict=True)]
         values = [one.plain for one in pairs]
-        ctx.settings, ctx.rule, ctx.seed = settings, rule, seed
+        ctx.settings, ctx.casts = settings, casts
         ctx.edges = [None if one.value is None else one.edge for one in pairs]
         ctx.random = _RandomState(values[0].device) if settings.dropout else None
         ctx.save_for_backward(mask, *values)
         query, key, value = (x.float() for x in values)
-        return rounded(settings.attend(query, key, value, mask), rule.output, seed)
+        return casts.cast(settings.attend(query, key, value, mask), "output")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -128,17 +129,17 @@ class _Attention(torch.autograd.Function):
                 inputs = [(Operand(x) if edge is None else Operand(edge, x)).connected for edge, x in pairs]
             else:
                 inputs = [x.float().requires_grad_() for x in values]
-                mask = mask.detach().requires_grad_() if ctx.needs_input_grad[3] else mask
-            wide = carried(gradient, ctx.rule.grad, ctx.seed).float()
+                mask = mask.detach().requires_grad_() if ctx.needs_input_grad[2] else mask
+            wide = ctx.casts.carry(gradient, "grad").float()
             kernel = _differentiable_kernel() if graph else nullcontext()
             with torch.enable_grad(), kernel, ctx.random or nullcontext():
                 result = ctx.settings.attend(*inputs, mask)
-            candidates = dict(zip((3, 4, 5, 6), (mask, *inputs), strict=True))
+            candidates = dict(zip((2, 3, 4, 5), (mask, *inputs), strict=True))
             wanted = [index for index in candidates if ctx.needs_input_grad[index]]
             found = gradients_of(result, [candidates[index] for index in wanted], wide, create_graph=graph)
-            gradients: list[Tensor | None] = [None] * 10
+            gradients: list[Tensor | None] = [None] * 9
             for index, one in zip(wanted, found, strict=True):
-                gradients[index] = rounded(one, ctx.rule.output, ctx.seed) if index > 3 else one
+                gradients[index] = ctx.casts.cast(one, "input gradient") if index > 2 else one
             return tuple(gradients)
 
 
@@ -185,7 +186,7 @@ def _in_two_contractions(
 
 
 def contracted(call: Call, rule: Rule, first: Tensor, second: Tensor) -> Tensor:
-    """Return first @ second under a rule, in the place of the call."""
-    pair = Call("matmul", torch.matmul, (first, second), {}, rule, call.weight_cast, call.seed)
+    """Return first @ second, both of them inputs, under a rule, in the place of the call."""
+    pair = call.inner(torch.matmul, (first, second), None, "matmul", rule, ("input", "input"))
     result: Tensor = matmul(pair)
     return result

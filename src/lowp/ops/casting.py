@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,10 +20,8 @@ from lowp.compat import constant_when_compiled, private
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, ScaledFormat, Specials
 from lowp.kernels import nonfinite
-from lowp.kernels.integer import Exact
-from lowp.policy import Rule
 
-__all__ = ["Call", "Operand", "Site", "carried", "carrier_dtype", "operand", "rounded", "shield", "with_tangents"]
+__all__ = ["Operand", "carried", "carrier_dtype", "operand", "rounded", "shield", "with_tangents"]
 
 _Answer = TypeVar("_Answer")
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -38,66 +35,6 @@ _functorch_is_active = cast(Callable[[], bool], private("torch._C._are_functorch
 def draw_seed() -> Tensor:
     """Return a fresh seed for stochastic rounding, drawn from torch's CPU generator: `torch.manual_seed` repeats it."""
     return torch.randint(2**62, (), device="cpu")
-
-
-def cast_weight(weight: Tensor, to: Cast) -> Tensor:
-    """Cast a weight as any other operand; a region puts its cache in this place."""
-    return carried(weight, to)
-
-
-class Site(Protocol):
-    """One op at one place of the step, whose results are written under shared exponents that remember the place."""
-
-    def write(self, x: Tensor, role: str, unless_exact: bool = False) -> Tensor:
-        """Return x (fp32 or fp64, outside the graph) as values of the format, in fp32, under the role's exponent.
-
-        `unless_exact`: a tensor that is in the format already stays as it is.
-        """
-        ...
-
-    def write_exact(self, product: Callable[[int, bool], Exact | None], role: str) -> Tensor | None:
-        """Return what `write` would of an exact sum, which `product` gives as int16 under an exponent.
-
-        None where the sum itself has to be seen first, and is to be given to `write`.
-        """
-        ...
-
-    def part(self) -> Site:
-        """Return the site of the op's next product: this one, then one more for each that follows."""
-        ...
-
-
-@dataclass
-class Call:
-    """One call of an op that a rule speaks of, as the region hands it to the op's runner.
-
-    `weight_cast` casts leaf parameters, which a region caches; `seed` gives a fresh seed for each stochastic cast.
-    `site` writes the results where the rule's output has an exponent that is predicted; see `lowp.ops.predicted`.
-    """
-
-    __slots__ = ("args", "func", "kwargs", "op", "rule", "seed", "site", "weight_cast")
-    op: str
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    rule: Rule
-    weight_cast: Callable[[Tensor, Cast], Tensor]
-    seed: Callable[[], Tensor | int]
-    site: Site | None
-
-    def __init__(
-        self,
-        op: str,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        rule: Rule,
-        weight_cast: Callable[[Tensor, Cast], Tensor] = cast_weight,
-        seed: Callable[[], Tensor | int] = draw_seed,
-        site: Site | None = None,
-    ) -> None:
-        self.op, self.func, self.args, self.kwargs, self.rule = op, func, args, kwargs, rule
-        self.weight_cast, self.seed, self.site = weight_cast, seed, site
 
 
 def _constant(function: Callable[[Cast], _Answer]) -> Callable[[Cast], _Answer]:

@@ -15,10 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowp.ops.casting import Call, is_castable, is_irregular
+from lowp.ops.call import Call
+from lowp.ops.casting import is_castable, is_irregular
 from lowp.ops.equations import Equation, parse_einsum, parse_tensordot
 from lowp.ops.forms import Einsum, Linear
 from lowp.ops.generic import has_irregular, irregular
+from lowp.ops.observing import role_of
 from lowp.ops.products import contract
 from lowp.ops.signature import Mismatch, bound, plain, without_out, written
 
@@ -116,8 +118,9 @@ def _pair(
     """Contract two operands by an equation under the call's rule."""
     shape = None if bias is None else tuple(bias.shape)
     form = Einsum(equation.terms, tuple(first.shape), tuple(second.shape), function, scale, bias_scale, shape)
-    swapped = isinstance(first, nn.Parameter) and not isinstance(second, nn.Parameter)
-    return contract(form, call, first, second, bias, "weight input" if swapped else "input weight")
+    if call.roles is None and isinstance(first, nn.Parameter):
+        call = call.with_roles("weight", role_of(second))
+    return contract(form, call, first, second, bias)
 
 
 # -- addmm and its relatives: beta * input + alpha * (first @ second) --------------------------------------------

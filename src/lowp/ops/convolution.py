@@ -18,7 +18,7 @@ from torch import Tensor
 from lowp.kernels import integer
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas
-from lowp.ops.casting import Call
+from lowp.ops.call import Call
 from lowp.ops.contraction import check, require, runner
 from lowp.ops.forms import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair
 from lowp.ops.products import contract

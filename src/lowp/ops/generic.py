@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from lowp.casts import Cast
 from lowp.errors import Misuse
-from lowp.ops.casting import Call, is_castable, is_irregular, native_dtype, rounded, shield, with_tangents
+from lowp.ops.call import Call, RoleCasts
+from lowp.ops.casting import is_castable, is_irregular, native_dtype, shield, with_tangents
 from lowp.ops.signature import without_out, written
 
 __all__ = [
@@ -48,26 +49,28 @@ def plain(call: Call) -> Any:
 
 def wide(call: Call) -> Any:
     """Cast the inputs by the rule (to fp32), run the op, cast the result by the rule's `output`."""
-    return _run(call, lambda x: rounded(x, call.rule.input, call.seed))
+    return _run(call, call.casts.read)
 
 
 def pointwise(call: Call) -> Any:
     """Run an op in the types it finds; a rule may cast its inputs and its result, and the gradient that comes back."""
-    return _run(call, lambda x: rounded(x, call.rule.input, call.seed))
+    return _run(call, call.casts.read)
 
 
 def promote(call: Call) -> Any:
     """Bring the floating-point inputs to the widest type among them; a rule may then cast them, and the result."""
-    dtypes = {x.dtype for x in _tensors((call.args, call.kwargs)) if is_castable(x)}
+    dtypes = {x.dtype for x in tensors_of((call.args, call.kwargs)) if is_castable(x)}
     widest = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
     if len(dtypes) < 2 and call.rule.is_empty:
         return call.func(*call.args, **call.kwargs)
-    return _run(call, lambda x: rounded(x.to(widest), call.rule.input, call.seed))
+    read = call.casts.read
+    return _run(call, lambda x: read(x.to(widest)))
 
 
 def inside(call: Call) -> Any:
     """Read by the rule's `input`, compute in fp32, write by its `output`: norms and softmax without a runner."""
-    return _run(call, lambda x: _widened(rounded(x, call.rule.input, call.seed)))
+    read = call.casts.read
+    return _run(call, lambda x: _widened(read(x)))
 
 
 def lowered(call: Call) -> Any:
@@ -79,9 +82,12 @@ def lowered(call: Call) -> Any:
 
 
 def _by_role(call: Call) -> _Change:
+    casts = call.casts
+
     def change(x: Tensor) -> Tensor:
         if not isinstance(x, nn.Parameter):
-            return _widened(rounded(x, call.rule.input, call.seed))
+            return _widened(casts.cast(x, "input"))
+        casts.tell(x, "weight")
         return _widened(x if call.rule.weight is None else call.weight_cast(x, call.rule.weight))
 
     return change
@@ -96,7 +102,7 @@ def irregular(call: Call) -> Any:
     if rule.output is not None and call.site is not None:  # without a place, under the exponent of its own maximum
         rule = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
     args, bias = _with_own_bias(call)
-    alone = Call(call.op, call.func, args, call.kwargs, rule, call.weight_cast, call.seed)
+    alone = call.inner(call.func, args, call.kwargs, call.op, rule)
     cast_by_role = _by_role(alone)
     return _run(alone, lambda x: _widened(x) if x is bias else cast_by_role(x))
 
@@ -113,7 +119,7 @@ def _with_own_bias(call: Call) -> tuple[tuple[Any, ...], Tensor | None]:
 
 def has_irregular(value: Any) -> bool:
     """Whether there is a sparse, nested or MKLDNN tensor among arguments."""
-    return any(is_irregular(x) for x in _tensors(value))
+    return any(is_irregular(x) for x in tensors_of(value))
 
 
 def refused(call: Call) -> Any:
@@ -144,7 +150,7 @@ def linear_cross_entropy(call: Call) -> Any:
     values.pop("options", None)
     if values.get("ignore_index", 0) is None:
         values.pop("ignore_index")
-    linear = Call("linear", F.linear, operands, {}, call.rule, call.weight_cast, call.seed)
+    linear = call.inner(F.linear, operands)
     return F.cross_entropy(contraction.linear(linear).float(), target, **values)
 
 
@@ -154,9 +160,10 @@ def linear_cross_entropy(call: Call) -> Any:
 def _run(call: Call, change: _Change) -> Any:
     """Run the function on changed tensors, and cast what comes out by the rule's `output` and `grad`."""
     rule = call.rule
-    if rule.output is None and rule.grad is None:
+    if rule.output is None and rule.grad is None and call.watch is None:
         return run_changed(call, change)
-    return run_changed(call, change, lambda y: _result(y, rule.output, rule.grad, call.seed))
+    casts = call.casts
+    return run_changed(call, change, lambda y: finished(y, casts))
 
 
 def run_changed(call: Call, change: _Change, finish: _Change | None = None) -> Any:
@@ -193,7 +200,7 @@ def not_in_place(call: Call) -> tuple[Call, Tensor | None]:
     x, *rest = call.args
     kwargs = {name: value for name, value in call.kwargs.items() if name != "inplace"}
     args = (x.clone(), *rest[: index - 1], *([False] if is_given else []), *rest[index:])
-    return Call(call.op, call.func, args, kwargs, call.rule, call.weight_cast, call.seed, call.site), x
+    return call.given(args, kwargs), x
 
 
 @lru_cache(maxsize=4096)
@@ -205,9 +212,14 @@ def _index_of_inplace(function: Callable[..., Any]) -> int | None:
     return names.index("inplace") if "inplace" in names else None
 
 
-def _result(y: Tensor, output: Cast | None, grad: Cast | None, seed: Callable[[], Tensor | int]) -> Tensor:
-    y = rounded(y, output, seed)
-    return y if grad is None or not y.requires_grad or is_irregular(y) else gradient_cast(y, grad, seed)
+def finished(y: Tensor, casts: RoleCasts) -> Tensor:
+    """Return what an op has computed, rounded as it is written; so is the gradient that comes back."""
+    y = casts.cast(y, "output")
+    if casts.rule.grad is not None and y.requires_grad and not is_irregular(y):
+        return gradient_cast(y, casts)
+    if casts.watch is not None:
+        casts.watch.gradient(y)
+    return y
 
 
 class _GradientCast(torch.autograd.Function):
@@ -216,17 +228,17 @@ class _GradientCast(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, to: Cast, seed: Any) -> Tensor:
+    def forward(x: Tensor, casts: RoleCasts) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.to, ctx.seed = inputs[1], inputs[2]
+        ctx.casts = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
-            return rounded(gradient, ctx.to, ctx.seed).to(gradient.dtype), None, None
+            return ctx.casts.cast(gradient, "grad").to(gradient.dtype), None
 
     @staticmethod
     def tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
@@ -236,10 +248,9 @@ class _GradientCast(torch.autograd.Function):
 _gradient_cast = with_tangents(_GradientCast)
 
 
-def gradient_cast(x: Tensor, to: Cast, seed: Callable[[], Tensor | int]) -> Tensor:
-    """Return x; the gradient that comes back through it is rounded by `to`, in its own dtype."""
-    result: Tensor = _gradient_cast(x, to, seed)
-    return result
+def gradient_cast(x: Tensor, casts: RoleCasts) -> Tensor:
+    """Return x; the gradient that comes back through it is rounded by its role, in its own dtype."""
+    return cast(Tensor, _gradient_cast(x, casts))
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -266,13 +277,14 @@ def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors among arguments, however they are nested."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [tensor for one in value for tensor in _tensors(one)]
+        return [tensor for one in value for tensor in tensors_of(one)]
     return []
 
 

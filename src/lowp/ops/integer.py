@@ -22,7 +22,8 @@ from lowp.errors import Unavailable
 from lowp.kernels import payloads, words
 from lowp.kernels.mantissas import Mantissas, current_exponent, has_integer_kernels, has_mantissas, to_mantissas, values
 from lowp.kernels.products import contract, contract_mantissas
-from lowp.ops.casting import Call, Site, functorch_is_active, operand, rounded, shield
+from lowp.ops.call import Call, RoleCasts, Site
+from lowp.ops.casting import functorch_is_active, operand, shield
 from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.ops.writing import (
     BIAS_GRADIENT,
@@ -32,7 +33,7 @@ from lowp.ops.writing import (
     wide_contraction,
     written_gradient,
 )
-from lowp.policy import Rule
+from lowp.policy import Accumulation, Rule
 
 __all__ = ["integer_contraction", "is_integer"]
 
@@ -54,7 +55,7 @@ def is_integer(rule: Rule) -> bool:
 
 
 def integer_contraction(
-    form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None, in_fp32: Gradients
+    form: Form, call: Call, operands: tuple[Tensor, Tensor], bias: Tensor | None, in_fp32: Gradients
 ) -> Tensor | None:
     """Return the output of a contraction of mantissas, part of the autograd graph; None where it has to run in fp32.
 
@@ -62,16 +63,19 @@ def integer_contraction(
     """
     if functorch_is_active():
         return None
-    a, b = _mantissas(first, call.rule.input, call), _mantissas(second, call.rule.weight, call)
+    casts, (first, second) = call.casts, operands
+    a, b = (_mantissas(x, casts.of(role), casts) for x, role in zip(operands, casts.roles, strict=True))
     if a is None or b is None:
         return None if call.site is None else wide_contraction(form, call, first, second, bias)
+    casts.tell(first, casts.roles[0])
+    casts.tell(second, casts.roles[1])
     left, right = (operand(x, one.payload, torch.float32) for x, one in ((first, a), (second, b)))
     apply: Callable[..., Tensor] = _IntegerProduct.apply
+    written = None
     if call.site is not None:
         role_of = gradient_roles()
         written = _Written(call.site.part(), (role_of(first), role_of(second)))
-        return apply(form, call, left.edge, right.edge, bias, a, b, in_fp32, written)
-    return apply(form, call, left.edge, right.edge, bias, a, b, in_fp32, None)
+    return apply(form, (call.op, casts), left.edge, right.edge, bias, a, b, in_fp32, written)
 
 
 class _Written(NamedTuple):
@@ -81,13 +85,13 @@ class _Written(NamedTuple):
     gradients: tuple[str, str]
 
 
-def _mantissas(x: Tensor, to: Cast | None, call: Call) -> Mantissas | None:
+def _mantissas(x: Tensor, to: Cast | None, casts: RoleCasts) -> Mantissas | None:
     """Return x as mantissas, or None where that cannot be: not on the CPU, nothing to round to, or not finite."""
     if to is None or not has_mantissas(to) or not has_integer_kernels(x) or x.dtype is torch.float64:
         return None
     if to.is_stochastic:
         exponent = current_exponent(x, to)
-        found = None if exponent is None else to_mantissas(x, to, exponent, int(call.seed()))
+        found = None if exponent is None else to_mantissas(x, to, exponent, int(casts.seed()))
         return None if found is None or found.nonfinite else found
     return payloads.rounded(x, to)
 
@@ -99,7 +103,7 @@ class _IntegerProduct(torch.autograd.Function):
     def forward(
         ctx: Any,
         form: Form,
-        call: Call,
+        named: tuple[str, RoleCasts],
         first: Tensor,
         second: Tensor,
         bias: Tensor | None,
@@ -108,30 +112,34 @@ class _IntegerProduct(torch.autograd.Function):
         in_fp32: Gradients,
         written: _Written | None,
     ) -> Tensor:
-        ctx.form, ctx.call, ctx.in_fp32, ctx.written = form, call, in_fp32, written
+        ctx.form, ctx.in_fp32, ctx.written = form, in_fp32, written
+        ctx.op, ctx.casts = named
+        casts: RoleCasts = ctx.casts
         ctx.edges = [one if one.is_floating_point() else None for one in (first, second)]
         ctx.bias_dtype = None if bias is None else bias.dtype
         # what a checkpoint computes again may have been written under other exponents
         ctx.save_for_backward(a.payload, b.payload, torch.tensor((a.exponent, b.exponent), device="cpu"))
         if written is not None:  # the exact sum, bias included, is rounded once
-            return _written_output(form, call, written.site, a, b, bias)
-        output = call.rule.output
-        return contract(
-            form, OUTPUT, (a, b), call.rule.accumulate, output, bias, lambda x: rounded(x, output, call.seed)
-        )
+            return _written_output(form, casts, written.site, a, b, bias)
+        finish = partial(casts.cast, role="output")
+        return contract(form, OUTPUT, (a, b), casts.accumulate, casts.rule.output, bias, finish)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
-            call, rule = ctx.call, ctx.call.rule
+            casts: RoleCasts = ctx.casts
             *payloads, exponents = ctx.saved_tensors
             saved = [Mantissas(*one, 0, 0, 0) for one in zip(payloads, exponents.tolist(), strict=True)]
             written: _Written | None = ctx.written
-            incoming = None if torch.is_grad_enabled() or written is None else _as_it_came(gradient, rule)
+            incoming = None if torch.is_grad_enabled() or written is None else _as_it_came(gradient, casts.rule)
             if written is not None and incoming is None:
                 gradient = written_gradient(gradient, written.site, OUTPUT_GRADIENT, torch.is_grad_enabled())
+            elif incoming is not None:
+                casts.tell(gradient, "grad")
             if incoming is None and not torch.is_grad_enabled():
-                incoming = _mantissas(gradient, rule.grad, call)
+                incoming = _mantissas(gradient, casts.rule.grad, casts)
+                if written is None and incoming is not None:
+                    casts.tell(gradient, "grad")
             if incoming is None:
                 operands = [values(one.payload, one.exponent) for one in saved]
                 found = ctx.in_fp32(ctx.needs_input_grad[2:5], ctx.bias_dtype, gradient, (operands, ctx.edges))
@@ -140,20 +148,21 @@ class _IntegerProduct(torch.autograd.Function):
             if written is not None:
                 return None, None, *_summed_gradients(ctx, saved, both, written), None, None, None, None
             found = _integer_gradients(ctx, saved, both)
-            result = [None if one is None else rounded(one, rule.output, call.seed) for one in found]
+            roles = (*(f"{role} gradient" for role in casts.roles), BIAS_GRADIENT)
+            result = [None if one is None else casts.cast(one, role) for one, role in zip(found, roles, strict=True)]
             bias = None if result[2] is None else result[2].to(ctx.bias_dtype)
             return None, None, *result[:2], bias, None, None, None, None
 
 
 def _words(ctx: Any, gradient: Tensor, high: Mantissas) -> list[Mantissas]:
     """Return the gradient as the one word that it was rounded to, or as two where one would lose columns of it."""
-    cast = ctx.call.rule.grad
+    cast = ctx.casts.rule.grad
     if gradient.dim() != 2 and not isinstance(ctx.form, Linear):
         return [high]
     if not words.has_low_word(cast):
         if not cast.is_stochastic and gradient.shape[-1:] >= (words.FEATURES,):
             value = values(high.payload, high.exponent)
-            words.warn_of_loss(gradient, value, cast, f"the gradient of {ctx.call.op}, {list(gradient.shape)}")
+            words.warn_of_loss(gradient, value, cast, f"the gradient of {ctx.op}, {list(gradient.shape)}")
         return [high]
     return [high, words.low_word(gradient, high, cast)] if words.is_coarse(gradient, high.exponent) else [high]
 
@@ -166,38 +175,44 @@ def _as_it_came(gradient: Tensor, rule: Rule) -> Mantissas | None:
     return payloads.exact(gradient, output)
 
 
-def _written_output(form: Form, call: Call, site: Site, a: Mantissas, b: Mantissas, bias: Tensor | None) -> Tensor:
+def _written_output(
+    form: Form, casts: RoleCasts, site: Site, a: Mantissas, b: Mantissas, bias: Tensor | None
+) -> Tensor:
     if bias is None:
-        return _written_sum(form, OUTPUT, call, site, OUTPUT_ROLE, a, b)
-    result = contract(form, OUTPUT, (a, b), call.rule.accumulate, dtype=torch.float64).double()
+        return _written_sum(form, OUTPUT, casts.accumulate, site, OUTPUT_ROLE, (a, b))
+    result = contract(form, OUTPUT, (a, b), casts.accumulate, dtype=torch.float64).double()
     wide = form.spread(bias.double())
     return site.write(result.add_(wide) if result.is_contiguous() else result + wide, OUTPUT_ROLE)
 
 
-def _written_sum(form: Form, slot: int, call: Call, site: Site, role: str, left: Mantissas, right: Mantissas) -> Tensor:
+def _written_sum(
+    form: Form,
+    slot: int,
+    accumulate: Accumulation | None,
+    site: Site,
+    role: str,
+    operands: tuple[Mantissas, Mantissas],
+) -> Tensor:
     """Return the product that fills a slot, its sum written under a role; an exact one straight from the integers."""
-    if call.rule.accumulate is not None and call.rule.accumulate.format == "exact":
-        result = site.write_exact(partial(contract_mantissas, form, slot, (left, right)), role)
+    if accumulate is not None and accumulate.format == "exact":
+        result = site.write_exact(partial(contract_mantissas, form, slot, operands), role)
         if result is not None:
             return result
-    return site.write(contract(form, slot, (left, right), call.rule.accumulate, dtype=torch.float64), role)
+    return site.write(contract(form, slot, operands, accumulate, dtype=torch.float64), role)
 
 
 def _summed_gradients(
     ctx: Any, saved: list[Mantissas], incoming: list[Mantissas], written: _Written
 ) -> list[Tensor | None]:
     """Return the gradients of both operands and of the bias, each written under its role as it was summed."""
-    form, result = ctx.form, list[Tensor | None]((None, None, None))
+    form, accumulate, result = ctx.form, ctx.casts.accumulate, list[Tensor | None]((None, None, None))
     for index, target in enumerate((FIRST, SECOND)):
         if ctx.needs_input_grad[2 + index]:
             role, other = written.gradients[index], saved[1 - index]
             if len(incoming) == 1:
-                result[index] = _written_sum(form, target, ctx.call, written.site, role, other, *incoming)
+                result[index] = _written_sum(form, target, accumulate, written.site, role, (other, incoming[0]))
             else:
-                parts = [
-                    contract(form, target, (other, one), ctx.call.rule.accumulate, dtype=torch.float64)
-                    for one in incoming
-                ]
+                parts = [contract(form, target, (other, one), accumulate, dtype=torch.float64) for one in incoming]
                 result[index] = written.site.write(sum(parts[1:], parts[0]), role)
     if ctx.needs_input_grad[4]:
         wide = form.bias_gradient(_value(incoming).double())
@@ -207,11 +222,11 @@ def _summed_gradients(
 
 def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: list[Mantissas]) -> list[Tensor | None]:
     """Return the gradients of both operands and of the bias, each summed as the rule says, not yet rounded."""
-    form, call = ctx.form, ctx.call
+    form, accumulate = ctx.form, ctx.casts.accumulate
     result: list[Tensor | None] = [None, None, None]
     for index, target in enumerate((FIRST, SECOND)):
         if ctx.needs_input_grad[2 + index]:
-            parts = [contract(form, target, (saved[1 - index], one), call.rule.accumulate) for one in incoming]
+            parts = [contract(form, target, (saved[1 - index], one), accumulate) for one in incoming]
             result[index] = sum(parts[1:], parts[0])
     if ctx.needs_input_grad[4]:
         result[2] = form.bias_gradient(_value(incoming))

@@ -23,8 +23,10 @@ from lowp.casts import Cast
 from lowp.compat import gradients_of
 from lowp.kernels import payloads
 from lowp.kernels.mantissas import has_integer_kernels, values
-from lowp.ops.casting import Call, Site, edge, shield
+from lowp.ops.call import Call, Site
+from lowp.ops.casting import edge, shield
 from lowp.ops.generic import changed, is_out_of_place
+from lowp.ops.observing import role_of
 from lowp.ops.writing import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, written_gradient
 
 __all__ = ["Fused", "Tensors", "computed_and_written", "dropout_call", "fused_call"]
@@ -219,8 +221,12 @@ class _Plan:
 def computed_and_written(fused: Fused, call: Call, tensors: Tensors) -> Tensor:
     """Return a function of fp32 tensors, written by the call's site; part of the graph."""
     assert call.site is not None and call.rule.output is not None
-    role_of = gradient_roles()
-    roles = ["" if x is None else role_of(x) for x in tensors]
+    if call.watch is not None:
+        for x in tensors:
+            if x is not None:
+                call.watch(x, role_of(x), None)
+    gradient_role = gradient_roles()
+    roles = ["" if x is None else gradient_role(x) for x in tensors]
     shapes = [None if x is None else x.shape for x in tensors]
     wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors]
     kept = [

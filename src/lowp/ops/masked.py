@@ -18,9 +18,12 @@ from torch.autograd.forward_ad import unpack_dual
 
 from lowp.formats import IntFormat, ScaledFormat
 from lowp.kernels.mantissas import has_integer_kernels
-from lowp.ops.casting import Call, functorch_is_active, shield
+from lowp.ops.call import Call
+from lowp.ops.casting import functorch_is_active, shield
 from lowp.ops.contraction import function_name, require
 from lowp.ops.kept import Fused, dropout_call
+from lowp.ops.observed import told
+from lowp.ops.observing import role_of
 from lowp.ops.selecting import pool
 from lowp.ops.signature import Mismatch, bound, plain
 from lowp.policy import Policy, Rule
@@ -40,6 +43,14 @@ def _is_integer(rule: Rule) -> bool:
 
 def masked(call: Call) -> Any:
     """Run an op of which backward needs a mask or places alone."""
+    x = call.args[0] if call.args else call.kwargs.get("input")
+    if call.watch is None or not isinstance(x, Tensor):
+        return _masked(call)
+    call.watch(x, role_of(x), None)
+    return told(_masked(call), call.watch)
+
+
+def _masked(call: Call) -> Any:
     if functorch_is_active():
         return plain(call)
     x = call.args[0] if call.args else call.kwargs.get("input")

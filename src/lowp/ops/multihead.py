@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.ops.attention import contracted, scaled_dot_product_attention
-from lowp.ops.casting import Call
+from lowp.ops.call import Call
 from lowp.ops.contraction import added, check, linear, require, runner
 from lowp.ops.signature import Mismatch, bound
 from lowp.ops.softmax import Softmax
@@ -137,15 +137,9 @@ def _batched(call: Call, given: _Arguments) -> tuple[Tensor, Tensor | None]:
         weights = weights.mean(1) if given.average_attn_weights else weights
     else:
         settings = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal and mask is None}
-        result = scaled_dot_product_attention(
-            _inner(call, F.scaled_dot_product_attention, (query, key, value), settings)
-        )
+        result = scaled_dot_product_attention(call.inner(F.scaled_dot_product_attention, (query, key, value), settings))
     result = result.permute(2, 0, 1, 3).reshape(length, batch, heads * size)
-    return linear(_inner(call, F.linear, (result, given.out_proj_weight, given.out_proj_bias))), weights
-
-
-def _inner(call: Call, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Call:
-    return Call(function.__name__, function, args, kwargs or {}, call.rule, call.weight_cast, call.seed)
+    return linear(call.inner(F.linear, (result, given.out_proj_weight, given.out_proj_bias))), weights
 
 
 def _projected(call: Call, given: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,7 +149,7 @@ def _projected(call: Call, given: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
 
     def projected(x: Tensor, weight: Tensor | None, start: int, stop: int) -> Tensor:
         part = None if bias is None else bias[start * size : stop * size]
-        result: Tensor = linear(_inner(call, F.linear, (x, weight, part)))
+        result: Tensor = linear(call.inner(F.linear, (x, weight, part)))
         return result
 
     if given.use_separate_proj_weight:
@@ -167,7 +161,7 @@ def _projected(call: Call, given: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
     if packed is None:
         raise Mismatch
     if key is value and query is key:
-        first, second, third = linear(_inner(call, F.linear, (query, packed, bias))).chunk(3, -1)
+        first, second, third = linear(call.inner(F.linear, (query, packed, bias))).chunk(3, -1)
         return first, second, third
     if key is value:
         second, third = projected(key, packed[size:], 1, 3).chunk(2, -1)
@@ -228,8 +222,8 @@ def _visible(
         source = flat[1].shape[1]
         added_mask = mask.expand(batch, heads, length, source).reshape(batch * heads, length, source)
         arguments = (added_mask, scaled, flat[1].transpose(1, 2))
-        scores = added(Call("baddbmm", torch.baddbmm, arguments, {}, rule, call.weight_cast, call.seed))
-    weights = computed_wide(Softmax(-1, False), call.rule, call.seed, scores, None, None)
+        scores = added(call.inner(torch.baddbmm, arguments, None, "baddbmm", rule, ("input", "input")))
+    weights = computed_wide(Softmax(-1, False), call.casts, scores)
     if dropout > 0:
         weights = F.dropout(weights, dropout)
     result = contracted(call, rule, weights, flat[2])

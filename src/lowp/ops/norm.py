@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowp.ops.casting import Call, carried, rounded
+from lowp.ops.call import Call
 from lowp.ops.contraction import check, require, runner
 from lowp.ops.generic import irregular
 from lowp.ops.kept import Fused, Tensors, computed_and_written
@@ -299,10 +299,10 @@ def _normed(call: Call, computation: Computation, x: Tensor, weight: Tensor | No
     if call.site is not None:
         wide = [None if one is None else one.float() for one in (x, weight, bias)]
         return computed_and_written(_Written(computation), call, wide)
-    x = rounded(x, call.rule.input, call.seed)
-    if weight is not None and call.rule.weight is not None:
-        weight = carried(weight, call.rule.weight, call.seed)
-    return computed_wide(computation, call.rule, call.seed, x, weight, bias)
+    casts = call.casts
+    x = casts.cast(x, "input")
+    weight = None if weight is None else casts.carry(weight, "weight")
+    return computed_wide(computation, casts, x, weight, bias)
 
 
 def _check_normalized(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> None:

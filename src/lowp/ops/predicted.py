@@ -18,9 +18,11 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.kernels.mantissas import has_integer_kernels, has_mantissas
-from lowp.ops.casting import Call
-from lowp.ops.generic import changed, not_in_place, run_changed
+from lowp.ops.call import Call
+from lowp.ops.generic import changed, not_in_place, run_changed, tensors_of
 from lowp.ops.kept import computed_and_written, fused_call
+from lowp.ops.observed import told
+from lowp.ops.observing import role_of
 from lowp.ops.selecting import select
 from lowp.ops.table import Row
 from lowp.ops.writing import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, read_by, write_by
@@ -55,11 +57,19 @@ def is_predicted(cast: Cast | None) -> bool:
 def run(row: Row, call: Call) -> Any:
     """Run an op, and write its results and its gradients by the call's site."""
     if row.name in INHERITING:
-        return select(call)
+        return _select(call)
     runner = row.run(call.rule)
     if (row.product or row.runner) in _EXACT_RUNNERS or (row.runner in _NORMS and _has_integer_kernels(call)):
         return runner(call)
     return fused(row, call)
+
+
+def _select(call: Call) -> Any:
+    if call.watch is None:
+        return select(call)
+    for x in tensors_of((call.args, call.kwargs)):
+        call.watch(x, role_of(x), None)
+    return told(select(call), call.watch)
 
 
 def _has_integer_kernels(call: Call) -> bool:
@@ -73,10 +83,12 @@ def fused(row: Row, call: Call) -> Any:
     """
     site = call.site
     assert site is not None
-    role_of = gradient_roles()
+    gradient_role = gradient_roles()
 
     def read(x: Tensor) -> Tensor:
-        return read_by(x, site, role_of(x))
+        if call.watch is not None:
+            call.watch(x, role_of(x), None)
+        return read_by(x, site, gradient_role(x))
 
     def write(y: Tensor) -> Tensor:
         return write_by(y, site.part(), OUTPUT_ROLE, OUTPUT_GRADIENT)
@@ -91,5 +103,5 @@ def fused(row: Row, call: Call) -> Any:
         return run_changed(call, read, write)
     rule = replace(call.rule, output=None, accumulate=None)
     args, kwargs = changed(call.args, read), changed(call.kwargs, read)
-    inner = Call(call.op, call.func, args, kwargs, rule, call.weight_cast, call.seed)
+    inner = Call(call.op, call.func, args, kwargs, rule, call.weight_cast, call.seed)  # unobserved: told of already
     return changed(row.run(rule)(inner), write)

@@ -11,8 +11,8 @@ rounded ONCE by the rule's `output`. The incoming gradient is rounded by `grad` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -24,15 +24,13 @@ from lowp.casts import Cast
 from lowp.formats import ScaledFormat
 from lowp.kernels.products import ready_operand
 from lowp.kernels.words import has_low_word, warn_of_loss, with_low_word
+from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import (
-    Call,
     Operand,
     carried,
     depends_on_axis,
-    draw_seed,
     functorch_is_active,
     operand,
-    result_dtype,
     rounded,
     shield,
     with_tangents,
@@ -40,7 +38,7 @@ from lowp.ops.casting import (
 from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.ops.integer import integer_contraction, is_integer
 from lowp.ops.writing import wide_contraction
-from lowp.policy import Accumulation, Rule
+from lowp.policy import Rule
 
 __all__ = ["contract", "product"]
 
@@ -51,61 +49,45 @@ Kept = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
 _OTHERS = {FIRST: (SECOND, OUTPUT), SECOND: (FIRST, OUTPUT), OUTPUT: (FIRST, SECOND)}
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """How the three products of one contraction are rounded and summed."""
-
-    grad: Cast | None
-    output: Cast | None
-    accumulate: Accumulation | None
-    seed: Callable[[], Tensor | int] = field(default=draw_seed, compare=False)
-
-    @classmethod
-    def of(cls, rule: Rule, seed: Callable[[], Tensor | int]) -> Numbers:
-        """Return the part of a rule that is not about the operands of the output."""
-        return cls(rule.grad, rule.output, None if is_integer(rule) else rule.accumulate, seed)
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """The dtype that gradients are written in."""
-        return result_dtype(self.output)
+def summed(call: Call) -> RoleCasts:
+    """Return how a call's products of values are rounded and summed; integers that run as such values sum in fp32."""
+    rule = call.rule if call.site is None else replace(call.rule, output=None)  # the site writes in its place
+    accumulate = None if is_integer(rule) else rule.accumulate
+    watch = call.watch if call.site is None else None  # of what a site writes it tells
+    return RoleCasts(rule, accumulate, call.seed, watch, call.roles or ("input", "weight"))
 
 
-def contract(
-    form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None = None, roles: str = "input weight"
-) -> Tensor:
+def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return the output of a contraction whose operands are cast by the call's rule, each by its role."""
     if call.site is not None and not is_integer(call.rule):
         return wide_contraction(form, call, first, second, bias)
-    rule = call.rule if call.site is None else replace(call.rule, output=None)  # the site writes in its place
-    numbers = Numbers.of(rule, call.seed)
-    if is_integer(call.rule) and (roles == "input weight" or call.rule.input == call.rule.weight):
-        in_fp32 = partial(_integer_gradients, form, numbers)
-        result = integer_contraction(form, call, first, second, bias, in_fp32)
+    casts = summed(call)
+    if is_integer(call.rule) and (casts.roles == ("input", "weight") or call.rule.input == call.rule.weight):
+        result = integer_contraction(form, call, (first, second), bias, partial(_integer_gradients, form, casts))
         if result is not None:
             return result
     axes = form.contracted[OUTPUT]
     left, right = (
-        operand(x, cast_operand(call, x, getattr(call.rule, role), axis), numbers.gradient_dtype)
-        for x, role, axis in zip((first, second), roles.split(), axes, strict=True)
+        operand(x, cast_operand(call, casts, x, role, axis), casts.gradient_dtype)
+        for x, role, axis in zip((first, second), casts.roles, axes, strict=True)
     )
-    return product(form, OUTPUT, numbers, left, right, bias)
+    return product(form, OUTPUT, casts, left, right, bias)
 
 
-def cast_operand(call: Call, x: Tensor, to: Cast | None, axis: int) -> Tensor:
+def cast_operand(call: Call, casts: RoleCasts, x: Tensor, role: str, axis: int = -1) -> Tensor:
     """Return an operand rounded by its role; a leaf parameter through the region, which may have cast it before."""
-    if to is None:
-        return x
-    if x.is_leaf and x.requires_grad and (axis == -1 or not depends_on_axis(to)):
+    to = casts.of(role)
+    if to is not None and x.is_leaf and x.requires_grad and (axis == -1 or not depends_on_axis(to)):
+        casts.tell(x, role)
         return call.weight_cast(x, to)
-    return carried(x, to, call.seed, axis)
+    return casts.carry(x, role, axis)
 
 
 def product(
-    form: Form, slot: int, numbers: Numbers, first: Operand, second: Operand, bias: Tensor | None = None
+    form: Form, slot: int, casts: RoleCasts, first: Operand, second: Operand, bias: Tensor | None = None
 ) -> Tensor:
-    """Return the product that fills a slot of the form, rounded by `numbers.output`; part of the autograd graph."""
-    result: Tensor = _product(form, slot, numbers, first.edge, second.edge, bias, first.value, second.value)
+    """Return the product that fills a slot of the form, rounded by its role; part of the autograd graph."""
+    result: Tensor = _product(form, slot, casts, first.edge, second.edge, bias, first.value, second.value)
     return result
 
 
@@ -118,7 +100,7 @@ class _Product(torch.autograd.Function):
     def forward(
         form: Form,
         slot: int,
-        numbers: Numbers,
+        casts: RoleCasts,
         first: Tensor,
         second: Tensor,
         bias: Tensor | None,
@@ -127,11 +109,11 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         left = first if first_value is None else first_value
         right = second if second_value is None else second_value
-        return computed(form, slot, numbers, left, right, bias)
+        return computed(form, slot, casts, left, right, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.form, ctx.slot, ctx.numbers, first, second, bias, first_value, second_value = inputs
+        ctx.form, ctx.slot, ctx.casts, first, second, bias, first_value, second_value = inputs
         ctx.bias_dtype = None if bias is None else bias.dtype
         pairs = [(first, first_value), (second, second_value)]
         keep = [ctx.needs_input_grad[4], ctx.needs_input_grad[3]]
@@ -156,13 +138,13 @@ class _Product(torch.autograd.Function):
             values, edges = saved[:2], ctx.edges if ctx.edges is not None else saved[2:]
             first, second, bias = ctx.needs_input_grad[3:6]
             wanted = _Wanted((first, second), bias, ctx.bias_dtype)
-            found = _gradients(ctx.form, ctx.slot, ctx.numbers, wanted, gradient, (values, edges))
+            found = _gradients(ctx.form, ctx.slot, ctx.casts, wanted, gradient, (values, edges))
             return None, None, None, *found, None, None
 
     @staticmethod
     def tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
         first, second, first_value, second_value, _ = ctx.saved_for_forward
-        exact = Numbers(None, None, None)
+        exact = RoleCasts(Rule())
         parts: list[Tensor] = []
         for tangent, other, mine in ((tangents[3], second_value, 0), (tangents[4], first_value, 1)):
             if tangent is not None:
@@ -172,7 +154,7 @@ class _Product(torch.autograd.Function):
         if tangents[5] is not None:
             shape = computed(ctx.form, ctx.slot, exact, first, second)
             parts.append(ctx.form.with_bias(torch.zeros_like(shape), tangents[5].float()))
-        return sum(parts[1:], parts[0]).to(ctx.numbers.gradient_dtype)
+        return sum(parts[1:], parts[0]).to(ctx.casts.gradient_dtype)
 
 
 _product = with_tangents(_Product)
@@ -189,7 +171,7 @@ class _Wanted(NamedTuple):
 def _gradients(
     form: Form,
     slot: int,
-    numbers: Numbers,
+    casts: RoleCasts,
     wanted: _Wanted,
     gradient: Tensor,
     kept: Kept,
@@ -198,17 +180,19 @@ def _gradients(
     values, edges = kept
     graph = torch.is_grad_enabled() or functorch_is_active()
     rounded_gradient: dict[int, Operand] = {}
+    to = casts.rule.grad
 
     def incoming(axis: int) -> Operand:
         """The gradient as operand; scales of rows and blocks follow the contracted dimension."""
-        axis = axis if depends_on_axis(numbers.grad) else -1
+        axis = axis if depends_on_axis(to) else -1
         if axis not in rounded_gradient:
-            value = carried(gradient, numbers.grad, numbers.seed, axis)
-            if not graph and numbers.grad is not None and isinstance(form, Linear):
-                value = _whole(gradient, value, numbers.grad)
+            is_told = bool(rounded_gradient)  # observers hear once of a gradient
+            value = carried(gradient, to, casts.seed, axis) if is_told else casts.carry(gradient, "grad", axis)
+            if not graph and to is not None and isinstance(form, Linear):
+                value = _whole(gradient, value, to)
             if not graph:
                 value = ready_operand(value)  # once for all the products and the bias
-            rounded_gradient[axis] = operand(gradient, value, numbers.gradient_dtype) if graph else Operand(value)
+            rounded_gradient[axis] = operand(gradient, value, casts.gradient_dtype) if graph else Operand(value)
         return rounded_gradient[axis]
 
     result: list[Tensor | None] = [None, None]
@@ -222,13 +206,13 @@ def _gradients(
         pair = {slot: incoming(form.contracted[target][_OTHERS[target].index(slot)]), other_slot: other}
         left, right = (pair[one] for one in _OTHERS[target])
         if graph:
-            result[index] = product(form, target, numbers, left, right)
+            result[index] = product(form, target, casts, left, right)
         else:
-            result[index] = computed(form, target, numbers, left.plain, right.plain)
+            result[index] = computed(form, target, casts, left.plain, right.plain)
     bias = None
     if wanted.bias:
         wide = incoming(-1).connected
-        bias = rounded(form.bias_gradient(wide), numbers.output, numbers.seed).to(wanted.bias_dtype)
+        bias = casts.cast(form.bias_gradient(wide), "bias gradient").to(wanted.bias_dtype)
     return result[0], result[1], bias
 
 
@@ -243,20 +227,40 @@ def _whole(gradient: Tensor, value: Tensor, cast: Cast) -> Tensor:
 
 def _integer_gradients(
     form: Form,
-    numbers: Numbers,
+    casts: RoleCasts,
     needs: tuple[bool, bool, bool],
     bias_dtype: torch.dtype | None,
     gradient: Tensor,
     kept: Kept,
 ) -> Gradients:
     """Return the gradients of an integer contraction from its fp32 values."""
-    return _gradients(form, OUTPUT, numbers, _Wanted(needs[:2], needs[2], bias_dtype), gradient, kept)
+    return _gradients(form, OUTPUT, casts, _Wanted(needs[:2], needs[2], bias_dtype), gradient, kept)
 
 
 def computed(
-    form: Form, slot: int, numbers: Numbers, left: Tensor, right: Tensor, bias: Tensor | None = None
+    form: Form, slot: int, casts: RoleCasts, left: Tensor, right: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """Return a product of rounded operands, summed as the rule says and rounded once."""
-    output = numbers.output
-    finish = None if output is None else lambda x: rounded(x, output, numbers.seed)
-    return kernels.contract(form, slot, (left, right), numbers.accumulate, output, bias, finish)
+    output = casts.rule.output
+    if casts.watch is not None:
+        return _observed(form, slot, casts, left, right, bias)
+    finish = None if output is None else lambda x: rounded(x, output, casts.seed)
+    return kernels.contract(form, slot, (left, right), casts.accumulate, output, bias, finish)
+
+
+def _observed(
+    form: Form, slot: int, casts: RoleCasts, left: Tensor, right: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Return the same, and tell observers of the sum; of a native product, which rounds by itself, of the result."""
+    role = "output" if slot == OUTPUT else f"{casts.roles[slot]} gradient"
+    told = False
+
+    def finish(x: Tensor) -> Tensor:
+        nonlocal told
+        told = True
+        return casts.cast(x, role)
+
+    result = kernels.contract(form, slot, (left, right), casts.accumulate, casts.rule.output, bias, finish)
+    if not told:
+        casts.tell(result, role)
+    return result

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowp.ops.casting import Call, Operand, functorch_is_active, operand
+from lowp.ops.call import Call, RoleCasts
+from lowp.ops.casting import Operand, functorch_is_active, operand
 from lowp.ops.cells import CELLS
 from lowp.ops.contraction import check, linear, require, runner
-from lowp.ops.products import Numbers, cast_operand
+from lowp.ops.products import cast_operand, summed
 from lowp.ops.sequence import Layer, composed, run
 from lowp.ops.signature import bound
 
@@ -93,15 +94,14 @@ def _one(
     input_bias, hidden_bias = (params[2], params[3]) if biases else (None, None)
     readout = params[-1] if len(params) % 2 else None
     name = call.op.removesuffix("_cell")
-    layer = Layer(CELLS[name], call.rule.input, Numbers.of(call.rule, call.seed), batches, reverse)
+    layer = Layer(CELLS[name], summed(call), batches, reverse)
     # the first layer's input lies as the caller gave it; a projection of all steps is one product
-    arguments = (data, params[0], input_bias)
-    projected = linear(Call("linear", F.linear, arguments, {}, call.rule, call.weight_cast, call.seed))
+    projected = linear(call.inner(F.linear, (data, params[0], input_bias)))
     hidden, memory = states[0], states[1] if layer.cell.has_memory else None
-    weight = _weight(call, params[1], layer.numbers)
+    weight = _weight(call, params[1], layer.casts)
     bias = None if hidden_bias is None else hidden_bias.float()
     if readout is not None:
-        found = composed(layer, projected, hidden, memory, weight, bias, _weight(call, readout, layer.numbers))
+        found = composed(layer, projected, hidden, memory, weight, bias, _weight(call, readout, layer.casts))
     elif functorch_is_active():
         found = composed(layer, projected, hidden, memory, weight, bias)
     else:
@@ -109,9 +109,8 @@ def _one(
     return [one for one in found if one is not None]
 
 
-def _weight(call: Call, weight: Tensor, numbers: Numbers) -> Operand:
-    value = cast_operand(call, weight, call.rule.weight, -1)
-    return operand(weight, value, numbers.gradient_dtype)
+def _weight(call: Call, weight: Tensor, casts: RoleCasts) -> Operand:
+    return operand(weight, cast_operand(call, casts, weight, "weight"), casts.gradient_dtype)
 
 
 @runner

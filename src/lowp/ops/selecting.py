@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lowp.kernels import payloads
-from lowp.ops.casting import Call, shield
+from lowp.ops.call import Call
+from lowp.ops.casting import shield
 from lowp.ops.contraction import require
 from lowp.ops.signature import Mismatch, bound, plain
 

@@ -14,23 +14,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast
-from lowp.ops.casting import Operand, carried, rounded, shield
+from lowp.ops.call import RoleCasts
+from lowp.ops.casting import Operand, shield
 from lowp.ops.cells import Cell
 from lowp.ops.forms import FIRST, OUTPUT, SECOND, Linear
-from lowp.ops.products import Numbers, computed, product
+from lowp.ops.products import computed, product
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A cell, the casts of its hidden projection, and how the rows of all steps lie: `batches[t]` rows at step t.
+    """A cell, how its tensors are rounded, and how the rows of all steps lie: `batches[t]` rows at step t.
 
     The batches of a packed sequence shrink; rows that end earlier keep their last state. `reverse` walks from the end.
     """
 
     cell: Cell
-    input: Cast | None
-    numbers: Numbers
+    casts: RoleCasts
     batches: tuple[int, ...]
     reverse: bool
 
@@ -44,9 +43,8 @@ class Layer:
 
     def project(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the hidden projection, rounded as an output, in fp32. `weight` is rounded already."""
-        numbers = self.numbers
-        hidden = carried(hidden, self.input, numbers.seed)
-        return computed(_form(hidden, weight), OUTPUT, numbers, hidden, weight, bias).float()
+        hidden = self.casts.carry(hidden, "input")
+        return computed(_form(hidden, weight), OUTPUT, self.casts, hidden, weight, bias).float()
 
 
 def _form(hidden: Tensor, weight: Tensor) -> Linear:
@@ -82,7 +80,7 @@ class _Sequence(torch.autograd.Function):
             h = layer.project(state[:count], wide, bias)
             kept = None if cell_state is None else cell_state[:count]
             new, new_memory = layer.cell.step(projected[start:stop].float(), h, state[:count].float(), kept)
-            written = rounded(new, layer.numbers.output, layer.numbers.seed)
+            written = layer.casts.cast(new, "output")
             outputs.append((start, written))
             state = _replaced(state.to(written.dtype), count, written)
             if cell_state is not None and new_memory is not None:
@@ -90,7 +88,7 @@ class _Sequence(torch.autograd.Function):
         result = torch.cat([one for _, one in sorted(outputs, key=lambda pair: pair[0])])
         ctx.layer, ctx.edge = layer, None if value is None else weight
         ctx.save_for_backward(projected, hidden, memory, rounded_weight, bias, result)
-        last_memory = None if cell_state is None else rounded(cell_state, layer.numbers.output, layer.numbers.seed)
+        last_memory = None if cell_state is None else layer.casts.cast(cell_state, "output")
         return result, state.to(result.dtype).clone(), last_memory
 
     @staticmethod
@@ -122,7 +120,7 @@ class _Backward:
         self.gradients = gradients
 
     def run(self) -> tuple[Tensor | None, ...]:
-        layer, numbers = self.layer, self.layer.numbers
+        layer, casts = self.layer, self.layer.casts
         wide = self.weight.float()
         before = self._states_before()
         h = layer.project(before, wide, self.bias)
@@ -140,7 +138,7 @@ class _Backward:
             pair = None if memories is None else (memories[0][start:stop], memories[1][start:stop])
             found = layer.cell.derivative(rows, pair, into[start:stop] + carry[:count], memory[:count])
             x_gradient[start:stop] = found[0]
-            narrow = carried(found[1], numbers.grad, numbers.seed).float()
+            narrow = casts.carry(found[1], "grad").float()
             h_gradient[start:stop] = narrow
             back = self._back(narrow, wide)
             carry = _replaced(carry, count, back if found[2] is None else back + found[2])
@@ -157,18 +155,17 @@ class _Backward:
 
     def _back(self, gradient: Tensor, wide: Tensor) -> Tensor:
         """Return the gradient of the hidden state through its projection."""
-        numbers = self.layer.numbers
         shape = (gradient.shape[0], wide.shape[1])
-        return computed(Linear(shape, tuple(wide.shape)), FIRST, numbers, wide, gradient).float()
+        return computed(Linear(shape, tuple(wide.shape)), FIRST, self.layer.casts, wide, gradient).float()
 
     def _parameters(self, before: Tensor, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        numbers = self.layer.numbers
+        casts = self.layer.casts
         weight = bias = None
         if self.wanted[4]:
-            operand = carried(before, self.layer.input, numbers.seed)
-            weight = computed(_form(operand, self.weight), SECOND, numbers, operand, gradient)
+            operand = casts.carry(before, "input")
+            weight = computed(_form(operand, self.weight), SECOND, casts, operand, gradient)
         if self.wanted[5]:
-            bias = rounded(gradient.sum(0), numbers.output, numbers.seed).to(self.bias.dtype)
+            bias = casts.cast(gradient.sum(0), "bias gradient").to(self.bias.dtype)
         return weight, bias
 
     def _states_before(self) -> Tensor:
@@ -204,27 +201,27 @@ def composed(
 
     `readout` is the projection of an LSTM's hidden state (proj_size).
     """
-    numbers = layer.numbers
+    casts = layer.casts
     state, cell_state = hidden, None if memory is None else memory.float()
     outputs: list[tuple[int, Tensor]] = []
     for start, stop, count in layer.steps():
-        operand = Operand(carried(state[:count], layer.input, numbers.seed))
+        operand = Operand(casts.carry(state[:count], "input"))
         size = tuple(weight.edge.shape)
-        h = product(Linear(tuple(operand.edge.shape), size), OUTPUT, numbers, operand, weight, bias).float()
+        h = product(Linear(tuple(operand.edge.shape), size), OUTPUT, casts, operand, weight, bias).float()
         kept = None if cell_state is None else cell_state[:count]
         new, new_memory = layer.cell.step(projected[start:stop].float(), h, state[:count].float(), kept)
         if readout is not None:
-            inner = Operand(carried(new, layer.input, numbers.seed))
+            inner = Operand(casts.carry(new, "input"))
             size = tuple(readout.edge.shape)
-            written = product(Linear(tuple(new.shape), size), OUTPUT, numbers, inner, readout)
+            written = product(Linear(tuple(new.shape), size), OUTPUT, casts, inner, readout)
         else:
-            written = rounded(new, numbers.output, numbers.seed)
+            written = casts.cast(new, "output")
         outputs.append((start, written))
         state = _replaced(state.to(written.dtype), count, written)
         if cell_state is not None and new_memory is not None:
             cell_state = _replaced(cell_state, count, new_memory)
     result = torch.cat([one for _, one in sorted(outputs, key=lambda pair: pair[0])])
-    return result, state, None if cell_state is None else rounded(cell_state, numbers.output, numbers.seed)
+    return result, state, None if cell_state is None else casts.cast(cell_state, "output")
 
 
 def _differentiable(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.ops.casting import Call
+from lowp.ops.call import Call
 
 
 class Mismatch(Exception):
@@ -43,7 +43,7 @@ def without_out(call: Call) -> tuple[Call, Tensor | None]:
     if "out" not in call.kwargs:
         return call, None
     kwargs = {name: value for name, value in call.kwargs.items() if name != "out"}
-    return Call(call.op, call.func, call.args, kwargs, call.rule, call.weight_cast, call.seed, call.site), out
+    return call.given(call.args, kwargs), out
 
 
 def written(call: Call, result: Tensor, out: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowp.ops.casting import Call, rounded
+from lowp.ops.call import Call
 from lowp.ops.contraction import check, require, runner
 from lowp.ops.signature import bound
 from lowp.ops.wide import Computation, computed_wide
@@ -40,13 +40,13 @@ def softmax(call: Call) -> Tensor:
     x, dim, dtype = _arguments(call)
     check(x)
     require(isinstance(dim, int) and (-x.dim() <= dim < x.dim() or (x.dim() == 0 and dim in (0, -1))))
-    x = rounded(x, call.rule.input, call.seed)
+    x = call.cast(x, "input")
     x = -x if negative else x
     if dtype is not None:
         require(dtype.is_floating_point)
         function = torch.log_softmax if logarithm else torch.softmax
         return function(x, dim, dtype) if dtype is torch.float64 else function(x.float(), dim).to(dtype)
-    return computed_wide(Softmax(dim, logarithm), call.rule, call.seed, x, None, None)
+    return computed_wide(Softmax(dim, logarithm), call.casts, x)
 
 
 def _arguments(call: Call) -> list[Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.overrides
 
-from lowp.ops.casting import Call
+from lowp.ops.call import Call
 from lowp.ops.torch_lists import LISTS
 from lowp.policy import Policy, Rule
 
@@ -87,6 +87,14 @@ _CONTRACTIONS = {
         "miopen_depthwise_convolution miopen_rnn"
     ),
 }
+# the tensors that come first, where they are not input and weight; other weights are told by being parameters
+_OPERANDS = {
+    "contraction:added": "bias input weight",
+    "attention:scaled_dot_product_attention": "input input input",
+    "multihead:multi_head_attention_forward": "input input input",
+    "recurrent:recurrent": "input",
+    "recurrent:cell": "input",
+}
 # products that torch only promotes; a rule that names one makes a contraction of it
 _PROMOTED_PRODUCTS = {
     "contraction:matmul": "dot vdot",
@@ -140,7 +148,7 @@ _OPERATORS = {"floordiv": "floor_divide", "truediv": "div", "mod": "remainder", 
 
 def _rows(groups: dict[str, str], op_class: str, **given: str) -> Iterator[Row]:
     for spelled, names in groups.items():
-        operands = "input weight" if op_class == "contraction" else "input"
+        operands = _OPERANDS.get(spelled, "input weight") if op_class == "contraction" else "input"
         for name in names.split():
             yield Row(name, op_class, spelled, operands, **given)
 
@@ -186,7 +194,8 @@ def _of_torch(device: str) -> dict[str, Row]:
             known = full.get(name)
             if kind == "lower_precision_fp":
                 spelled = known.runner if known is not None and known.is_contraction else "generic:lowered"
-                rows[name] = Row(name, "contraction", spelled, "input weight", source=source)
+                operands = _OPERANDS.get(spelled, "input weight")
+                rows[name] = Row(name, "contraction", spelled, operands, source=source)
             elif kind == "promote":
                 rows[name] = Row(name, "promote", "generic:promote", source=source)
             else:

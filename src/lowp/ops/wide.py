@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowp.compat import gradients_of
-from lowp.ops.casting import functorch_is_active, is_jit_tracing, rounded, shield
-from lowp.ops.generic import gradient_cast
-from lowp.policy import Rule
+from lowp.ops.call import RoleCasts
+from lowp.ops.casting import functorch_is_active, is_jit_tracing, shield
+from lowp.ops.generic import finished
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+_GRADIENTS = ("input gradient", "weight gradient", "bias gradient")
 
 
 class Computation(ABC):
@@ -44,24 +44,21 @@ class Computation(ABC):
 
 def computed_wide(
     computation: Computation,
-    rule: Rule,
-    seed: Callable[[], Tensor | int],
+    casts: RoleCasts,
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return a computation of x, which was rounded already, in fp32, rounded by the rule's output.
 
     The incoming gradient is rounded by `grad`, the gradient of x to x's dtype. torch.func and torch.compile see the
     same numbers as a plain chain of conversions and torch's own op.
     """
-    rule = Rule(grad=rule.grad, output=rule.output)
     parameters = [None if one is None else one.float() for one in (weight, bias)]
     traced = functorch_is_active() or is_jit_tracing()
-    if traced or (x.dtype is torch.float32 and rule.grad is None):
-        wide = rounded(computation.plain(x.float(), *parameters), rule.output, seed)
-        return wide if rule.grad is None else gradient_cast(wide, rule.grad, seed)
-    result: Tensor = _Wide.apply(computation, rule, seed, x, *parameters)  # type: ignore[no-untyped-call]
+    if traced or (x.dtype is torch.float32 and casts.rule.grad is None):
+        return finished(computation.plain(x.float(), *parameters), casts)
+    result: Tensor = _Wide.apply(computation, casts, x, *parameters)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -72,37 +69,36 @@ class _Wide(torch.autograd.Function):
     def forward(
         ctx: Any,
         computation: Computation,
-        rule: Rule,
-        seed: Callable[[], Tensor | int],
+        casts: RoleCasts,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
         result, kept = computation.forward(x.float(), weight, bias)
-        ctx.computation, ctx.rule, ctx.seed = computation, rule, seed
+        ctx.computation, ctx.casts = computation, casts
         ctx.save_for_backward(x, weight, bias, *kept)
-        return rounded(result, rule.output, seed)
+        return casts.cast(result, "output")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         with shield():
             x, weight, bias, *kept = ctx.saved_tensors
-            wanted = list(ctx.needs_input_grad[3:])
-            gradient = rounded(gradient, ctx.rule.grad, ctx.seed).float()
+            wanted, watch = list(ctx.needs_input_grad[2:]), ctx.casts.watch
+            gradient = ctx.casts.cast(gradient, "grad").float()
             if torch.is_grad_enabled():  # double backward: torch's own op once more, as part of the graph
                 result = ctx.computation.again(x.float(), weight, bias)
                 graded = _three(result, [x, weight, bias], wanted, gradient, create_graph=True)
             else:
                 graded = ctx.computation.backward(gradient, tuple(kept), x.float(), weight, bias, wanted=wanted)
-            return (
-                None,
-                None,
-                None,
-                *(
-                    None if one is None or not want else one.to(source.dtype)
-                    for one, want, source in zip(graded, wanted, (x, weight, bias), strict=True)
-                ),
-            )
+            found: list[Tensor | None] = [None, None]
+            for one, want, source, role in zip(graded, wanted, (x, weight, bias), _GRADIENTS, strict=True):
+                if one is None or not want:
+                    found.append(None)
+                    continue
+                if watch is not None:  # in 16 bits where the input was read so
+                    watch(one, role, ctx.casts.rule.input if source.dtype is not one.dtype else None)
+                found.append(one.to(source.dtype))
+            return tuple(found)
 
 
 def _three(result: Tensor, inputs: list[Tensor | None], wanted: list[bool], gradient: Tensor, **more: Any) -> Gradients:

@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 from lowp.casts import Cast
 from lowp.errors import Misuse
+from lowp.kernels.integer import Exact
 from lowp.kernels.products import contract
-from lowp.ops.casting import Call, Site, is_irregular, rounded, shield
+from lowp.ops.call import Call, RoleCasts, Site
+from lowp.ops.casting import is_irregular, rounded, shield
 from lowp.ops.forms import OUTPUT, Form
+from lowp.ops.observing import Watch
 
 OUTPUT_ROLE, OUTPUT_GRADIENT = "output", "output gradient"
 INPUT_GRADIENT, WEIGHT_GRADIENT, BIAS_GRADIENT = "input gradient", "weight gradient", "bias gradient"
@@ -26,16 +29,21 @@ def wide_contraction(form: Form, call: Call, first: Tensor, second: Tensor, bias
     assert call.site is not None
     site = call.site.part()
     role_of = gradient_roles()
-    pairs = ((first, call.rule.input), (second, call.rule.weight))
-    x, y = (read_by(_operand(one, cast), site, role_of(one), torch.float64) for one, cast in pairs)
+    casts = call.casts
+    x, y = (
+        read_by(_operand(one, casts, role), site, role_of(one), torch.float64)
+        for one, role in zip((first, second), casts.roles, strict=True)
+    )
     result = contract(form, OUTPUT, (x, y))
     if bias is not None:
         result = form.with_bias(result, read_by(bias, site, BIAS_GRADIENT, torch.float64))
     return write_by(result, site, OUTPUT_ROLE, OUTPUT_GRADIENT)
 
 
-def _operand(x: Tensor, cast: Cast | None) -> Tensor:
+def _operand(x: Tensor, casts: RoleCasts, role: str) -> Tensor:
     """Return x as values of the format, which it mostly is; what is not finite stays so."""
+    casts.tell(x, role)
+    cast = casts.of(role)
     return x if cast is None else torch.where(x.isfinite(), rounded(torch.nan_to_num(x, 0.0, 0.0, 0.0), cast), x)
 
 
@@ -49,6 +57,26 @@ def gradient_roles() -> Callable[[Tensor], str]:
         return role if count[role] == 1 else f"{role} {count[role]}"
 
     return role_of
+
+
+class ObservedSite:
+    """A site that tells observers of what it writes."""
+
+    def __init__(self, site: Site, cast: Cast, watch: Watch) -> None:
+        self._site, self._cast, self._watch = site, cast, watch
+
+    def write(self, x: Tensor, role: str, unless_exact: bool = False) -> Tensor:
+        """Tell of x and write it."""
+        self._watch(x, "grad" if role == OUTPUT_GRADIENT else role.rstrip(" 0123456789"), self._cast)
+        return self._site.write(x, role, unless_exact)
+
+    def write_exact(self, product: Callable[[int, bool], Exact | None], role: str) -> Tensor | None:
+        """Ask for the sum itself, which observers see."""
+        return None
+
+    def part(self) -> ObservedSite:
+        """The site of the op's next product."""
+        return ObservedSite(self._site.part(), self._cast, self._watch)
 
 
 # -- nodes of the graph -------------------------------------------------------------------------------------------

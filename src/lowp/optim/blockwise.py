@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lowp import casts, kernels
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
+from lowp.ops.observing import tell_of_weight
 from lowp.optim.model_state import Attachment, StoredModel, attach, own
 from lowp.optim.shards import local, shard_of
 from lowp.optim.state_dicts import (
@@ -157,6 +158,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             weight.copy_(torch.where(skip, old[0], weight))
             for name, value in moments.items():
                 value.copy_(torch.where(skip, old[1][name], value))
+        tell_of_weight(weight, None, self.storage.cast)
         self.storage.save(stored, kept, weight, seed)
         for slot, (name, value) in enumerate(moments.items(), 1):
             if kept[name].dtype != torch.float32:

@@ -17,6 +17,7 @@ from lowp.casts import Cast
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
 from lowp.kernels.mantissas import Mantissas, values
+from lowp.ops.observing import everywhere, step
 from lowp.optim.model_state import Attachment, StoredModel, attach, own
 from lowp.optim.shards import is_sharded
 from lowp.optim.state_dicts import entries_by_parameter, with_loading_hooks, with_saving_hooks
@@ -28,6 +29,9 @@ _VERSION = 1
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
 
 
+_ROLES = frozenset({"weight", "update", "buffer"})
+
+
 def refuse_shards(cast: Cast, parameters: Iterable[Tensor]) -> None:
     """Raise InvalidInput where a parameter is sharded over ranks."""
     if any(is_sharded(parameter) for parameter in parameters):
@@ -36,6 +40,14 @@ def refuse_shards(cast: Cast, parameters: Iterable[Tensor]) -> None:
             "belongs to the whole tensor. Use DistributedDataParallel, or a precision whose parameters can be sharded, "
             "such as bf16 or bf16-storage"
         )
+
+
+def _tell(x: Tensor, place: str, cast: Cast) -> None:
+    """Tell observers of what a step writes: the role and the parameter are in the name of its place."""
+    role, _, name = place.partition(" of ")
+    watch = step(name)
+    if watch is not None:
+        watch(x, {"gradient": "weight gradient"}.get(role, role if role in _ROLES else "optimizer state"), cast, "step")
 
 
 class FlexWeights(torch.optim.Optimizer):
@@ -137,7 +149,7 @@ class FlexWeights(torch.optim.Optimizer):
         """Write the update of a parameter, and the parameter as the sum of what it was and the update."""
         weight, moved = (f"{role} of {self._names[parameter]}" for role in ("weight", "update"))
         if isinstance(old, Mantissas):
-            if self.exponents.write_step(parameter, old, self.cast, moved, weight):
+            if not everywhere and self.exponents.write_step(parameter, old, self.cast, moved, weight):
                 return
             old = values(old.payload, old.exponent)
         self.exponents.admit(old, self.cast, weight)
@@ -203,11 +215,13 @@ class FlexWeights(torch.optim.Optimizer):
             own(self, self._adopted)
 
     def _written(self, x: Tensor, place: str, unless_exact: bool = False) -> Tensor:
+        _tell(x, place, self.cast)
         return self.exponents.write(x, self.cast, place, unless_exact=unless_exact)
 
     def _write_(self, x: Tensor, place: str, unless_exact: bool = False) -> None:
         """Write a tensor in place."""
         if x.dtype is torch.float32 and not unless_exact:
+            _tell(x, place, self.cast)
             self.exponents.write_(x, self.cast, place)
             return
         result = self._written(x, place, unless_exact)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
+from lowp.ops.observing import tell_of_weight
 from lowp.optim.model_state import Attachment, StoredModel, attach, own
 from lowp.optim.shards import is_sharded, local
 from lowp.optim.state_dicts import (
@@ -218,6 +219,7 @@ class MasterWeights(torch.optim.Optimizer):
             for index, (parameter, master) in enumerate(self._masters.items()):
                 seed = seed_of(self.seed, self.steps, index)
                 kept = {name: local(value) for name, value in self._kept[parameter].items()}
+                tell_of_weight(local(master.detach()), index, self.storage.cast)
                 self.storage.save(local(parameter), kept, local(master.detach()), seed)
 
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lowp.ops.observing import Observation
 from lowp.region.context import autocast
-from lowp.region.engine import Observation
 from lowp.region.report import Report
 from lowp.region.steps import at_rest
 

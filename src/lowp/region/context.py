@@ -15,12 +15,13 @@ from lowp import presets
 from lowp.errors import InvalidInput, Misuse, Unavailable
 from lowp.exponents import SharedExponents, Spots
 from lowp.ops import table
+from lowp.ops.observing import Observer, everywhere, listed
 from lowp.policy import Policy, check_ops
 from lowp.presets import Preset
 from lowp.region import steps, threads
 from lowp.region.audit import Audit
 from lowp.region.decorated import decorated
-from lowp.region.engine import Engine, Observation, Rulebook, Waiting
+from lowp.region.engine import Engine, Rulebook, Waiting
 from lowp.region.frames import suspendable
 from lowp.region.paths import ModulePath
 from lowp.region.report import Report
@@ -127,7 +128,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         self._rulebook = Rulebook(self.policy, strict)
         self._is_users = not isinstance(precision, str) or precision.endswith(".toml")
         self._weights = WeightCasts()  # of the latest entry
-        self._observers: list[Callable[[Observation], object]] = []
+        self._observers: list[Observer] = []
         self._dtype = self._rulebook.main_dtype()
         self._enabled = enabled
         # the exponents of results that are written under places; None where no rule asks for them
@@ -213,7 +214,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
             engine.waiting = Waiting(
                 entry.frame, partial(threads.run_elsewhere, entry), partial(threads.check_generators, entry)
             )
-        if self.policy.uses_paths or self._observers or self.exponents is not None:
+        if self.policy.uses_paths or self._observers or everywhere or self.exponents is not None:
             threads.follow_modules(entry)
         if self._rulebook.strict:
             entry.audit = Audit(engine)
@@ -234,7 +235,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
 
     @property
     def _runs(self) -> bool:
-        return self._enabled and bool(self.policy.rules or self._observers)
+        return self._enabled and bool(self.policy.rules or self._observers or everywhere)
 
     def _engine(self, path: ModulePath) -> Engine:
         self._weights = WeightCasts()
@@ -280,18 +281,14 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         """Return what this region has seen so far: unused rules, unseen contractions, ops that went to fp32."""
         return self._rulebook.report()
 
-    def observe(self, callback: Callable[[Observation], object]) -> Callable[[], None]:
-        """Call `callback` with an Observation after every op, from the next entry on; return what ends that.
+    def observe(self, callback: Observer) -> Callable[[], None]:
+        """Call `callback` with an Observation of every tensor that an op reads or writes, forward and backward.
 
-        Costs nothing where there is no callback. The callback runs outside the policy, with module paths.
+        From the next entry on; returns what ends that. Costs nothing where there is no callback, and changes no bit of
+        the training where there is one. The callback runs outside the policy. `lowp.observe` is the same for all
+        regions, and for the steps of lowp's optimizers.
         """
-        self._observers.append(callback)
-
-        def end() -> None:
-            if callback in self._observers:
-                self._observers.remove(callback)
-
-        return end
+        return listed(self._observers, callback)
 
     def cast_weights(self) -> list[torch.Tensor]:
         """Return the cast weights of the latest entry that are alive, within it or kept for backward.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -25,17 +25,21 @@ from lowp.errors import InvalidInput, Unavailable
 from lowp.exponents import SharedExponents
 from lowp.formats import ScaledFormat
 from lowp.ops import predicted, table
-from lowp.ops.casting import Call, draw_seed, functorch_is_active, is_jit_tracing, result_dtype
+from lowp.ops.call import Call, Site
+from lowp.ops.casting import draw_seed, functorch_is_active, is_jit_tracing, result_dtype
 from lowp.ops.generic import has_irregular, sixteen_bit
 from lowp.ops.masked import MASKED, has_integer_operands, masked
+from lowp.ops.observed import observed
+from lowp.ops.observing import Observer, Watch, everywhere
 from lowp.ops.table import Row
+from lowp.ops.writing import ObservedSite
 from lowp.policy import Policy, Rule
 from lowp.region.frames import is_coroutine, is_suspended
 from lowp.region.paths import ModulePath
 from lowp.region.report import Report
 from lowp.region.weights import HANDS_OUT, RUNS_HOOKS, WeightCasts
 
-__all__ = ["Engine", "Observation", "Rulebook"]
+__all__ = ["Engine", "Rulebook"]
 
 _DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
 _tracing = cast(Callable[[], object], private("torch._guards.TracingContext.try_get"))
@@ -44,31 +48,6 @@ _NO_RULE = Rule()
 _LEFT_ALONE = frozenset((torch.float64, torch.complex32, torch.complex64, torch.complex128))
 _BACKWARD = ("backward", "grad")
 _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|not implemented for (Half|BFloat16)")
-
-
-@dataclass(frozen=True)
-class Observation:
-    """One op that ran in a region: what an observer is called with, after the op.
-
-    `args` and `kwargs` are as the user gave them, before any cast; `output` is what the op returned. `operands` names
-    the roles of the first tensors among the arguments.
-    """
-
-    op: str
-    op_class: str
-    path: str
-    rule: Rule | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-    operands: str = "input"
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (role, tensor) for the operands and the output."""
-        given = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
-        yield from zip(self.operands.split(), given, strict=False)
-        outputs = self.output if isinstance(self.output, (tuple, list)) else (self.output,)
-        yield from (("output", one) for one in outputs if isinstance(one, Tensor))
 
 
 class Plan(NamedTuple):
@@ -221,7 +200,7 @@ def _under(rule: Rule, run: Callable[[Call], Any]) -> Callable[[Call], Any]:
     """Return the runner as it carries out another rule than the one that a call comes with."""
 
     def runner(call: Call) -> Any:
-        return run(Call(call.op, call.func, call.args, call.kwargs, rule, call.weight_cast, call.seed))
+        return run(call.inner(call.func, call.args, call.kwargs, call.op, rule))
 
     return runner
 
@@ -242,7 +221,7 @@ class Engine(TorchFunctionMode):
         path: ModulePath,
         devices: Sequence[str],
         dtype: torch.dtype,
-        observers: Sequence[Callable[[Observation], object]] = (),
+        observers: Sequence[Observer] = (),
         exponents: SharedExponents | None = None,
     ) -> None:
         super().__init__()
@@ -278,6 +257,8 @@ class Engine(TorchFunctionMode):
             if is_coroutine(self.waiting.frame):
                 return self.waiting.elsewhere(lambda: func(*args, **(kwargs or {})))
             self.waiting.check()
+        if self.path.running and self.path.settle(sys._getframe()):
+            self.move()
         plan = self.plans.get(func, _UNKNOWN)
         if plan is _UNKNOWN:
             plan = self.rulebook.find(func, self.path.current)
@@ -315,32 +296,42 @@ class Engine(TorchFunctionMode):
         if rounds:
             self.rulebook.note(row.name, _first_tensor(args) if args else _first_tensor(list(kwargs.values())))
         before, self.running = self.running, (row.name, rule is not None)
+        watch = self._watch(row) if self.observers or everywhere else None
         try:
             predicts = is_predicted and self.exponents is not None and not functorch_is_active()
             if predicts and not has_irregular((args, kwargs)):
-                result = predicted.run(row, self._placed(row, func, args, kwargs, rule or _NO_RULE))
-            elif run is None:
-                result = func(*args, **kwargs)
-            else:
-                result = run(Call(row.name, func, args, kwargs, rule or _NO_RULE, self.weights, draw_seed))
+                return predicted.run(row, self._placed(row, func, args, kwargs, rule or _NO_RULE, watch))
+            if run is not None:
+                return run(Call(row.name, func, args, kwargs, rule or _NO_RULE, self.weights, draw_seed, None, watch))
+            if watch is not None:
+                return observed(row, Call(row.name, func, args, kwargs, _NO_RULE, watch=watch))
+            return func(*args, **kwargs)
         except RuntimeError as error:
-            result = self._without_kernel(error, func, args, kwargs)
+            return self._without_kernel(error, func, args, kwargs)
         finally:
             self.running = before
-        if self.observers and _first_tensor((args, list(kwargs.values()))) is not None:
-            seen = Observation(row.name, row.op_class, self.path.current, rule, args, kwargs, result, row.operands)
-            for observer in tuple(self.observers):
-                observer(seen)
-        return result
+
+    def _watch(self, row: Row) -> Watch | None:
+        """Return what tells the observers of an op; None within torch.func, whose tensors are no numbers yet."""
+        if functorch_is_active():
+            return None
+        return Watch((self.observers, everywhere), self.path.current, row.name, row.op_class)
 
     def _placed(
-        self, row: Row, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], rule: Rule
+        self,
+        row: Row,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rule: Rule,
+        watch: Watch | None,
     ) -> Call:
         """Return the call with the site of this op at this spot of the step."""
         assert self.exponents is not None and self.spots is not None and rule.output is not None
         where = self.spots.spot(self.path.outermost, self.path.current, row.name)
-        site = self.exponents.site(rule.output, where, self.spots)
-        return Call(row.name, func, args, kwargs, rule, self.weights, draw_seed, site)
+        site: Site = self.exponents.site(rule.output, where, self.spots)
+        site = site if watch is None else ObservedSite(site, rule.output, watch)
+        return Call(row.name, func, args, kwargs, rule, self.weights, draw_seed, site, watch)
 
     def rests(self) -> bool:
         """Whether the step of an optimizer runs, which is under no rule; one that has raised is over."""

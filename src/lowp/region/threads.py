@@ -236,14 +236,14 @@ def _enter_module(entry: Entry, module: nn.Module, arguments: Any) -> None:
     if engine is not None:
         if engine.spots is not None and engine.path.outermost is None:
             engine.spots.enter(module, arguments)
-        engine.path.enter(module)
+        engine.path.enter(module, None if torch.compiler.is_compiling() else sys._getframe(1))
         engine.move()
 
 
 def _leave_module(entry: Entry, module: nn.Module, arguments: Any, output: Any) -> None:
     engine = _engine_behind(entry)
     if engine is not None:
-        engine.path.leave()
+        engine.path.leave(module)
         engine.move()
 
 

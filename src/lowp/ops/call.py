@@ -1,0 +1,168 @@
+"""A call of an op under a rule, and the one place where its tensors are rounded, forward and backward, by role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.kernels.integer import Exact
+from lowp.ops.casting import carried, carrier_dtype, draw_seed, result_dtype, rounded
+from lowp.ops.observing import Watch, role_of
+from lowp.policy import Accumulation, Rule
+
+__all__ = ["Call", "RoleCasts", "Site", "cast_weight"]
+
+
+def cast_weight(weight: Tensor, to: Cast) -> Tensor:
+    """Cast a weight as any other operand; a region puts its cache in this place."""
+    return carried(weight, to)
+
+
+class Site(Protocol):
+    """One op at one place of the step, whose results are written under shared exponents that remember the place."""
+
+    def write(self, x: Tensor, role: str, unless_exact: bool = False) -> Tensor:
+        """Return x (fp32 or fp64, outside the graph) as values of the format, in fp32, under the role's exponent.
+
+        `unless_exact`: a tensor that is in the format already stays as it is.
+        """
+        ...
+
+    def write_exact(self, product: Callable[[int, bool], Exact | None], role: str) -> Tensor | None:
+        """Return what `write` would of an exact sum, which `product` gives as int16 under an exponent.
+
+        None where the sum itself has to be seen first, and is to be given to `write`.
+        """
+        ...
+
+    def part(self) -> Site:
+        """Return the site of the op's next product: this one, then one more for each that follows."""
+        ...
+
+
+@dataclass(frozen=True)
+class RoleCasts:
+    """How the tensors of one op are rounded, each by its role, and summed: for its forward and its backward.
+
+    Roles are those of `lowp.ops.observing.Observation`: what a backward pass writes is rounded as the rule's `output`.
+    `roles` are those of the two operands of a product. `watch` tells observers of every tensor; None without any.
+    """
+
+    rule: Rule
+    accumulate: Accumulation | None = None
+    seed: Callable[[], Tensor | int] = field(default=draw_seed, compare=False)
+    watch: Watch | None = field(default=None, compare=False)
+    roles: tuple[str, str] = ("input", "weight")
+
+    def of(self, role: str) -> Cast | None:
+        """Return the rule's cast of tensors in a role."""
+        cast: Cast | None = getattr(self.rule, "output" if role.endswith("gradient") else role)
+        return cast
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype that gradients are written in."""
+        return result_dtype(self.rule.output)
+
+    def cast(self, x: Tensor, role: str, axis: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+        """Return x rounded by its role, in `dtype` (by default as results are carried); part of the autograd graph."""
+        to = self.of(role)
+        if self.watch is not None:
+            self.watch(x, role, to)
+        return rounded(x, to, self.seed, axis, dtype)
+
+    def carry(self, x: Tensor, role: str, axis: int = -1) -> Tensor:
+        """Return x rounded by its role, in the dtype that carries an operand of a contraction; part of the graph."""
+        to = self.of(role)
+        if self.watch is not None:
+            self.watch(x, role, to)
+        return x if to is None else rounded(x, to, self.seed, axis, carrier_dtype(to))
+
+    def read(self, x: Tensor) -> Tensor:
+        """Return what an op that is no product reads, rounded by the rule's `input`."""
+        if self.watch is not None:
+            self.watch(x, role_of(x), self.rule.input)
+        return rounded(x, self.rule.input, self.seed)
+
+    def tell(self, x: Tensor, role: str) -> None:
+        """Tell observers of a tensor that is cast by its role in another way."""
+        if self.watch is not None:
+            self.watch(x, role, self.of(role))
+
+
+@dataclass
+class Call:
+    """One call of an op that a rule speaks of, as the region hands it to the op's runner.
+
+    `weight_cast` casts leaf parameters, which a region caches; `seed` gives a fresh seed for each stochastic cast.
+    `site` writes the results where the rule's output has an exponent that is predicted; see `lowp.ops.predicted`.
+    `watch` tells observers; `roles` are those of a product's operands where the op that makes it knows them.
+    """
+
+    __slots__ = ("args", "func", "kwargs", "op", "roles", "rule", "seed", "site", "watch", "weight_cast")
+    op: str
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rule: Rule
+    weight_cast: Callable[[Tensor, Cast], Tensor]
+    seed: Callable[[], Tensor | int]
+    site: Site | None
+    watch: Watch | None
+    roles: tuple[str, str] | None
+
+    def __init__(
+        self,
+        op: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rule: Rule,
+        weight_cast: Callable[[Tensor, Cast], Tensor] = cast_weight,
+        seed: Callable[[], Tensor | int] = draw_seed,
+        site: Site | None = None,
+        watch: Watch | None = None,
+        roles: tuple[str, str] | None = None,
+    ) -> None:
+        self.op, self.func, self.args, self.kwargs, self.rule = op, func, args, kwargs, rule
+        self.weight_cast, self.seed, self.site, self.watch, self.roles = weight_cast, seed, site, watch, roles
+
+    @property
+    def casts(self) -> RoleCasts:
+        """How this call's tensors are rounded; holds none of them."""
+        return RoleCasts(self.rule, self.rule.accumulate, self.seed, self.watch, self.roles or ("input", "weight"))
+
+    def cast(self, x: Tensor, role: str) -> Tensor:
+        """Return x rounded by its role; see `RoleCasts.cast`."""
+        return self.casts.cast(x, role)
+
+    def inner(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        op: str | None = None,
+        rule: Rule | None = None,
+        roles: tuple[str, str] | None = None,
+    ) -> Call:
+        """Return the call of another function in the place of this one, under its rule or another; it has no site."""
+        rule = self.rule if rule is None else rule
+        op = str(getattr(func, "__name__", self.op)) if op is None else op
+        return Call(op, func, args, kwargs or {}, rule, self.weight_cast, self.seed, None, self.watch, roles)
+
+    def with_roles(self, first: str, second: str) -> Call:
+        """Return the same call, whose operands have these roles."""
+        call = self.given(self.args, self.kwargs)
+        call.roles = first, second
+        return call
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Return the same call with other arguments."""
+        return Call(
+            self.op, self.func, args, kwargs, self.rule, self.weight_cast, self.seed, self.site, self.watch, self.roles
+        )

@@ -1,0 +1,112 @@
+"""What observers are told of a training step: every tensor that an op reads or writes, in its role, before its cast.
+
+All casts of a step pass `lowp.ops.call.RoleCasts.cast`, which tells of them here. Where nobody observes, a call carries
+no `Watch`, and asks for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowp.casts import Cast
+from lowp.ops.casting import shield
+
+__all__ = ["Observation", "Observer", "Watch", "everywhere", "listed", "observe", "phase_of", "role_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """One tensor of a training step: in which role which op of which module reads or writes it, and how it is cast.
+
+    `phase` is ``forward``, ``backward`` or ``step``. Roles of the forward pass: ``input`` and ``weight`` (what is read;
+    a parameter is a weight wherever it stands), ``output``. Of the backward pass: ``grad``, the incoming gradient of
+    the output, and what a product or a norm writes, ``input gradient``, ``weight gradient``, ``bias gradient``. Of a
+    step: ``weight gradient``, ``update``, ``weight`` and ``optimizer state``, where `path` is the parameter's name.
+
+    `tensor` is the tensor before it was cast, outside the graph; of a device's native product, which rounds by itself,
+    what it has written. `cast` is None where nothing is rounded.
+    """
+
+    path: str
+    op: str
+    op_class: str
+    role: str
+    phase: str
+    tensor: Tensor
+    cast: Cast | None
+
+
+Observer = Callable[[Observation], object]
+
+everywhere: list[Observer] = []  # who observes all regions and all steps of lowp's optimizers
+
+
+def observe(callback: Observer) -> Callable[[], None]:
+    """Call `callback` with an Observation of every tensor in every region, and in the steps of lowp's optimizers.
+
+    From the next entry of a region on; returns what ends it. Observing changes no bit of the training, and costs
+    nothing once it has ended.
+    """
+    return listed(everywhere, callback)
+
+
+def listed(callbacks: list[Observer], callback: Observer) -> Callable[[], None]:
+    """Add a callback to a list; return what takes it out again."""
+    callbacks.append(callback)
+
+    def end() -> None:
+        if callback in callbacks:
+            callbacks.remove(callback)
+
+    return end
+
+
+def phase_of(role: str) -> str:
+    """Return the pass in which an op reads or writes a tensor of a role."""
+    return "backward" if role == "grad" or role.endswith("gradient") else "forward"
+
+
+def role_of(x: Tensor) -> str:
+    """Return the role of what an op reads: a parameter is a weight wherever it stands."""
+    return "weight" if isinstance(x, nn.Parameter) else "input"
+
+
+class Watch(NamedTuple):
+    """One op of a region that is observed: by whom, in which module."""
+
+    observers: Sequence[Sequence[Observer]]
+    path: str
+    op: str
+    op_class: str
+
+    def __call__(self, x: Tensor, role: str, cast: Cast | None, phase: str = "") -> None:
+        """Tell the observers of a tensor, if it is a dense one of floating-point numbers."""
+        if not x.is_floating_point() or x.layout is not torch.strided or x.is_nested:
+            return
+        with shield(), torch.no_grad():
+            seen = Observation(self.path, self.op, self.op_class, role, phase or phase_of(role), x.detach(), cast)
+            for callbacks in self.observers:
+                for callback in tuple(callbacks):
+                    callback(seen)
+
+    def gradient(self, y: Any, role: str = "grad", cast: Cast | None = None) -> None:
+        """Tell of the gradient that a tensor of a graph will get."""
+        if isinstance(y, Tensor) and y.requires_grad and y.grad_fn is not None:
+            y.register_hook(lambda gradient: self(gradient, role, cast))  # type: ignore[no-untyped-call]
+
+
+def tell_of_weight(master: Tensor, index: int | None, cast: Cast | None) -> None:
+    """Tell who observes everywhere of a weight that an optimizer stores, which has no name for it; or of a part."""
+    if everywhere and cast is not None:
+        name = "" if index is None else f"parameter {index}"
+        Watch((everywhere,), name, "step", "step")(master, "weight", cast, "step")
+
+
+def step(name: str) -> Watch | None:
+    """Return the watch of an optimizer's step of one parameter; None where nobody observes."""
+    return Watch((everywhere,), name, "step", "step") if everywhere else None
