@@ -21,9 +21,6 @@ from lowp.casts import Cast
 from lowp.errors import InvalidInput, UnknownName, brief, unknown
 from lowp.formats import FORMATS, FloatFormat
 
-# the standard library's reader, or before Python 3.11 the package that it was taken from
-tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-
 __all__ = ["OP_CLASSES", "Accumulation", "Policy", "Rule"]
 
 # the classes of ops that a rule can name, and what a table's own semantics add to its casts
@@ -253,8 +250,10 @@ def _read_toml(text: str) -> dict[str, Any]:
     dots = max((line.count(".") for line in _STRING.sub("", text).splitlines()), default=0)
     if dots > _MOST_DOTS:
         raise ValueError(f"a line has {dots} dots outside strings, and a policy has no dotted keys")
+    # the standard library's reader, or before Python 3.11 the package that it was taken from
+    reader = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
-        data: dict[str, Any] = tomllib.loads(text)
+        data: dict[str, Any] = reader.loads(text)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
     return data

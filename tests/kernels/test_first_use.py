@@ -1,4 +1,4 @@
-"""The first call of a process is quick: nothing loads torch's compiler or SymPy, which takes seconds."""
+"""The first call of a process is quick: it loads lowp alone, and no compiler of torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ CHILD = """
 import sys, torch
 SLOW = ("torch._dynamo", "torch._inductor", "sympy")
 assert not set(SLOW) & set(sys.modules), "torch loads it itself"
+torch.ones(1, requires_grad=True).sum().backward()
+before = set(sys.modules)
 import lowp
 
 def check(what):
@@ -45,11 +47,20 @@ check("a region in {preset}")
 precision = lowp.Precision("{preset}")
 check("Precision({preset})")
 """
+FIRST = """
+lowp.quantize(torch.ones(3), "e4m3fn:stochastic")
+with lowp.autocast("fp16"):
+    model["linear"](torch.ones(2, 8)).sum().backward()
+own = {name.partition(".")[0] for name in set(sys.modules) - before} - {"lowp"}
+assert not own, f"the first use loads more than lowp: {own}"
+"""
 PRESETS = ("fp32", "fp16", "bf16", "bf16-tpu", "e5m7", "e4m3fn:stochastic", "fp8", "dfp16", "flex16+5")
 
 
 @pytest.mark.parametrize(
-    "statements", [KERNELS, "".join(REGION.format(preset=preset) for preset in PRESETS)], ids=["kernels", "regions"]
+    "statements",
+    [FIRST, KERNELS, "".join(REGION.format(preset=preset) for preset in PRESETS)],
+    ids=["least", "kernels", "regions"],
 )
 def test_the_first_use_loads_no_compiler(statements: str) -> None:
     found = subprocess.run([sys.executable, "-c", CHILD + statements], capture_output=True, text=True, check=False)
