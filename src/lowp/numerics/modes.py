@@ -1,0 +1,144 @@
+"""Function modes that come and go while others are in force, and what torch tells of the place that runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowp.compat import private
+from lowp.ops import table
+from lowp.ops.table import Row
+
+__all__ = ["Paths", "depth", "in_backward", "local", "op_of", "put_on", "source_line", "take_off", "tensors_in", "unwrapped"]
+
+_modes = cast(Callable[[], list[Any]], private("torch.overrides._get_current_function_mode_stack"))
+_push = cast(Callable[[Any], None], private("torch.overrides._push_mode"))
+_pop = cast(Callable[[], Any], private("torch.overrides._pop_mode"))
+_graph_task = cast(Callable[[], int], private("torch._C._current_graph_task_id"))
+_OWN = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (str(torch.__file__), __file__))
+_LOWP = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_RECIPES = os.path.join(_LOWP, "recipes") + os.sep
+
+
+def depth() -> int:
+    """How many function modes are in force."""
+    return len(_modes())
+
+
+def put_on(mode: Any, place: int) -> None:
+    """Put a mode in force below all that were entered since `place` of them were."""
+    above = [_pop() for _ in range(max(depth() - place, 0))]
+    _push(mode)
+    for one in reversed(above):
+        _push(one)
+
+
+def take_off(mode: Any) -> bool:
+    """Take a mode away, wherever it lies; False where it is not in force, or runs just now."""
+    if not any(one is mode for one in _modes()):
+        return False
+    above = []
+    while (one := _pop()) is not mode:
+        above.append(one)
+    for one in reversed(above):
+        _push(one)
+    return True
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs here: what is computed forward now is computed again, for a checkpoint."""
+    return _graph_task() != -1
+
+
+@cache
+def op_of(function: Callable[..., Any]) -> Row | None:
+    """The row of a function in the op table; None where it moves, describes or makes tensors."""
+    row = table.row_of(function)
+    return None if row is None or row.op_class == "structural" else row
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's shard of a distributed tensor; any other as it is."""
+    found: Tensor = x.to_local() if hasattr(x, "to_local") else x  # type: ignore[operator]
+    return found
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in lists, tuples and dictionaries, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [one for part in value for one in tensors_in(part)]
+    return []
+
+
+def source_line() -> str:
+    """The line of the user's code that called what runs now, as ``train.py:88``; '' where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not _is_library(file):
+            return f"{os.path.basename(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+@cache
+def _is_library(file: str) -> bool:
+    if file.startswith("<"):
+        return True
+    file = os.path.abspath(file)
+    return file.startswith(_OWN) or (file.startswith(_LOWP) and not file.startswith(_RECIPES))
+
+
+class Paths:
+    """Where in a model the code is: the names of the modules that run."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._names: dict[int, str] = {}
+        self._stack: list[str] = []
+        if model is not None:
+            self.add(model)
+
+    def add(self, model: nn.Module) -> None:
+        """Know the modules of one more model."""
+        for name, module in unwrapped(model).named_modules():
+            self._names.setdefault(id(module), name)
+
+    @property
+    def current(self) -> str:
+        """The path of the module that runs, '' for the model itself and outside it."""
+        return self._stack[-1] if self._stack else ""
+
+    def enter(self, module: nn.Module) -> None:
+        """Follow a call into a module; one of another model keeps the path of its caller."""
+        self._stack.append(self._names.get(id(module), self.current))
+
+    def leave(self) -> None:
+        """Follow the return."""
+        if self._stack:
+            self._stack.pop()
+
+    def clear(self) -> None:
+        """Be outside of every module."""
+        self._stack.clear()
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model within DataParallel, DistributedDataParallel and compiled modules."""
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model

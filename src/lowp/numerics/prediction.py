@@ -1,0 +1,306 @@
+"""What a number format would do to a tensor, from its spectrum: arithmetic on counts, without the tensor.
+
+Float formats are judged as they are; one with a shared scale is judged under the scale that the tensor's largest number
+asks for. Of scales that belong to blocks or rows that is a bound: each block's own scale is smaller or equal.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowp import casts, formats
+from lowp.casts import Cast
+from lowp.errors import InvalidInput
+from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat
+from lowp.numerics.spectrum import PARTS, Spectrum
+from lowp.numerics.updates import LOWEST_UPDATE, LOWEST_WEIGHT, Updates
+
+__all__ = ["Effect", "Window", "effect", "lost_updates", "scale_window", "sensitivity"]
+
+_BIAS = 127
+_EXPONENTS = np.arange(256) - _BIAS
+# where each bin begins, as a multiple of 2^exponent, and the mean square of numbers spread evenly over it
+_STARTS = 1 + np.arange(PARTS) / PARTS
+_MEAN_SQUARES = ((_STARTS + 1 / PARTS) ** 3 - _STARTS**3) * PARTS / 3
+# the mean square, in ulps, of the error of a number that needs so many bits more than the format has
+_ERROR_OF_BITS = np.array([0.0, 1 / 4, 1 / 8, *(1 / 12 + 1 / (6 * 4.0**bits) for bits in range(3, 24))])
+MOST_FLUSHED = 1e-3  # of the numbers that are not zero: the bound that the window of loss scales keeps
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a cast does to a tensor. Shares are of the numbers that are finite and not zero, 0 to 1.
+
+    `signal_to_noise` is in dB, infinite where every number is kept as it is. `is_bound`: scales belong to blocks or
+    rows, whose maxima are not recorded, so that the tensor itself fares as well or better.
+    """
+
+    flushed: float
+    subnormal: float
+    overflow: float
+    signal_to_noise: float
+    largest: float
+    maximum: float
+    is_bound: bool = False
+
+    @property
+    def overflows(self) -> bool:
+        """Whether any number is rounded beyond the largest of the format."""
+        return self.overflow > 0
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """A format seen as a grid: spacing 2^(max(e, lowest) - precision + 1), a largest number, nothing below `flush`."""
+
+    precision: int
+    lowest: int
+    maximum: float
+    overflow_from: float
+    flush: float
+    fixed: bool = False
+
+
+@lru_cache(maxsize=512)
+def _grid(format: FloatFormat | IntFormat) -> _Grid:
+    if isinstance(format, IntFormat):
+        bits = max(format.bits - 1, 1)
+        top = float(format.maximum)
+        return _Grid(bits, bits - 1, top, top + 0.5, 0.5, fixed=True)
+    ulp = math.ldexp(1.0, format.max_exponent - format.mantissa_bits)
+    flush = format.smallest / 2 if format.subnormals else format.smallest_normal
+    if format.subnormals and format.mantissa_bits == 0:
+        flush = format.smallest_normal / 2
+    return _Grid(format.precision, format.min_exponent, format.maximum, format.maximum + ulp / 2, flush)
+
+
+def effect(seen: Spectrum, to: str | Cast | Format, scale: float = 1.0) -> Effect:
+    """What a cast does to a tensor that is multiplied by `scale` first, as gradients are by the loss scale."""
+    format = _format_of(to)
+    if seen.nonzero == 0:
+        return Effect(0.0, 0.0, 0.0, math.inf, 0.0, _maximum(format))
+    bound = False
+    if isinstance(format, ScaledFormat):
+        bound = format.scope.kind != "tensor" or format.outer is not None
+        scale, format = scale * _shared_scale(seen.maximum * scale, format), format.element
+    return replace(_on_grid(seen, _grid(format), scale), is_bound=bound)
+
+
+def _on_grid(seen: Spectrum, grid: _Grid, scale: float) -> Effect:
+    total = seen.nonzero
+    counts = seen.bins.astype(np.float64).reshape(256, PARTS)
+    shift, mantissa = math.frexp(scale)[1] - 1, math.ldexp(scale, 1 - math.frexp(scale)[1])
+    if mantissa == 1.0:
+        exponents = _EXPONENTS + shift
+        below = _count_below(counts, exponents, grid.flush)
+        small = _count_below(counts, exponents, math.ldexp(1.0, grid.lowest))
+        above = total - _count_below(counts, exponents, grid.overflow_from)
+    else:
+        below = _count_below(counts, _EXPONENTS, grid.flush / scale)
+        small = _count_below(counts, _EXPONENTS, math.ldexp(1.0, grid.lowest) / scale)
+        above = total - _count_below(counts, _EXPONENTS, grid.overflow_from / scale)
+    largest = seen.maximum * scale
+    above = max(above, 1.0) if largest >= grid.overflow_from else 0.0
+    noise = _noise(seen, counts, grid, scale)
+    energy = seen.sum_squares * scale * scale
+    ratio = math.inf if noise == 0 else 10 * math.log10(energy / noise) if energy else -math.inf
+    small = max(small - below, 0.0) if not grid.fixed else 0.0
+    return Effect(below / total, small / total, above / total, ratio, largest, grid.maximum)
+
+
+def _count_below(counts: NDArray[np.float64], exponents: NDArray[np.int64], limit: float) -> float:
+    """How many numbers are below a limit; those of the bin that it cuts lie evenly in it."""
+    if limit <= 0 or not math.isfinite(limit):
+        return 0.0 if limit <= 0 else float(counts.sum())
+    fraction, exponent = math.frexp(limit)
+    exponent, within = exponent - 1, (2 * fraction - 1) * PARTS
+    row = exponent - int(exponents[0])
+    if row < 0:
+        return 0.0
+    if row >= 256:
+        return float(counts.sum())
+    part = int(within)
+    return float(counts[:row].sum() + counts[row, :part].sum() + counts[row, part] * (within - part))
+
+
+def _noise(seen: Spectrum, counts: NDArray[np.float64], grid: _Grid, scale: float) -> float:
+    """The energy of what rounding changes: of the spacing where numbers are, of what is flushed, of what overflows."""
+    exponent = _EXPONENTS.astype(np.float64) + math.log2(scale)
+    octave = np.floor(exponent) if scale != 2.0 ** round(math.log2(scale)) else exponent
+    mean_square = np.exp2(2 * exponent)[:, None] * _MEAN_SQUARES
+    kept = np.full(counts.shape, 1.0)
+    flush, top = _shares_below(exponent, grid.flush), _shares_below(exponent, grid.overflow_from)
+    flushed = counts * flush
+    over = counts * (1 - top)
+    kept = np.maximum(counts - flushed - over, 0)
+    spacing = np.exp2(2.0 * (np.maximum(octave, grid.lowest) - grid.precision + 1))
+    missing = np.maximum(grid.lowest - octave, 0)  # bits that a subnormal number has fewer
+    error = _error_share(seen, grid, missing.astype(int), scale)
+    rounded = float((kept.sum(1) * spacing * error).sum())
+    lost = float((flushed * mean_square).sum())
+    root = np.exp2(exponent)[:, None] * (_STARTS + 0.5 / PARTS)
+    cut = float((over * np.maximum(root - grid.maximum, 0) ** 2).sum())
+    return rounded + lost + cut
+
+
+def _shares_below(exponent: NDArray[np.float64], limit: float) -> NDArray[np.float64]:
+    """Of each bin the share of its width that is below a limit."""
+    with np.errstate(over="ignore"):
+        at = (limit / np.exp2(exponent))[:, None]
+    shares: NDArray[np.float64] = np.clip((at - _STARTS) * PARTS, 0.0, 1.0)
+    return shares
+
+
+def _error_share(seen: Spectrum, grid: _Grid, missing: NDArray[np.int64], scale: float) -> NDArray[np.float64]:
+    """By octave the mean square error in ulps: 1/12, and less where numbers need few bits, such as 1.0 and 0.5."""
+    if scale != 2.0 ** round(math.log2(scale)):
+        return np.full(256, 1 / 12)
+    shares = seen.significant[1:] / max(seen.significant[1:].sum(), 1)
+    result = np.empty(256)
+    known: dict[int, float] = {}
+    for row in range(256):
+        held = max(grid.precision - int(missing[row]), 0)
+        if held not in known:
+            extra = np.arange(1, 25) - held
+            known[held] = float((shares * _ERROR_OF_BITS[np.clip(extra, 0, 23)]).sum())
+        result[row] = known[held]
+    return result
+
+
+def _shared_scale(largest: float, format: ScaledFormat) -> float:
+    """What a tensor is multiplied by so that its largest number is the largest element."""
+    top = _maximum(format.element)
+    if not largest:
+        return 1.0
+    power_of_two = isinstance(format.scale, PowerOfTwo) or format.scale.mantissa_bits == 0
+    if not power_of_two:
+        return top / largest
+    if isinstance(format.scale, PowerOfTwo):  # the smallest scale under which the largest number fits
+        exponent = math.ceil(math.log2(Fraction(largest) / Fraction(top)))
+        return math.ldexp(1.0, -exponent)
+    emax = format.element.max_exponent if isinstance(format.element, FloatFormat) else format.element.bits - 2
+    return math.ldexp(1.0, emax - (math.frexp(largest)[1] - 1))  # OCP MX 1.0, section 6.3
+
+
+def _maximum(format: Format) -> float:
+    return _maximum(format.element) if isinstance(format, ScaledFormat) else float(format.maximum)
+
+
+def _format_of(to: str | Cast | Format) -> Format:
+    if isinstance(to, (FloatFormat, IntFormat, ScaledFormat)):
+        return to
+    if isinstance(to, Cast):
+        return to.format
+    try:
+        return formats.parse(to)
+    except ValueError:
+        return casts.parse(to).format
+
+
+# -- updates ----------------------------------------------------------------------------------------------------------
+def lost_updates(seen: Updates, weights: Spectrum, to: str | Cast | Format) -> float:
+    """The share of updates that leave a weight which is stored in the format, rounded to nearest, as it was.
+
+    An update moves a weight if it is half of the spacing there or more. Weights just below a power of two round up to
+    it, those just above down to it, where numbers below lie twice as close: how many is read from the spectrum.
+    """
+    format = _format_of(to)
+    if not isinstance(format, FloatFormat):
+        raise InvalidInput(f"lost updates are predicted for float formats (bf16, fp16, e5m7), not for {format}")
+    total = seen.present
+    if not total:
+        return 0.0
+    precision, lowest = format.precision, format.min_exponent
+    exponents = np.arange(seen.joint.shape[0]) + LOWEST_WEIGHT
+    moves = np.arange(seen.joint.shape[1]) + LOWEST_UPDATE
+    spacing_of = np.maximum(exponents, lowest)
+    up, down = _edges(weights, exponents, precision, lowest)
+    stalls = moves[None, :] <= (spacing_of - precision - 1)[:, None]
+    stalls_up = moves[None, :] <= (spacing_of - precision)[:, None]
+    stalls_down = moves[None, :] <= (spacing_of - precision - 2)[:, None]
+    if not format.subnormals:  # what lies below the smallest number is zero, and stays zero
+        flushed = exponents < lowest
+        stalls[flushed] = stalls_up[flushed] = stalls_down[flushed] = moves < lowest
+    normal = (exponents > lowest)[:, None]
+    grows = seen.joint[:, :, 0] * (stalls * (1 - up)[:, None] + stalls_up * up[:, None])
+    shrinks = seen.joint[:, :, 1] * (stalls * (1 - down)[:, None] + stalls_down * down[:, None])
+    from_power = seen.joint[:, :, 2] * np.where(normal, stalls_down, stalls)
+    return float((grows + shrinks + from_power).sum() / total)
+
+
+def _edges(
+    weights: Spectrum, exponents: NDArray[np.int64], precision: int, lowest: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """By octave the shares of weights that are rounded up to the next power of two, and down to their own."""
+    counts = weights.bins.astype(np.float64).reshape(256, PARTS)[exponents + _BIAS]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = np.nan_to_num(counts / counts.sum(1, keepdims=True))
+    width = min(PARTS * 2.0**-precision, 1.0)
+    normal = exponents >= lowest
+    return share[:, -1] * width * normal, share[:, 0] * width * (exponents > lowest)
+
+
+# -- the loss scale ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Window:
+    """The loss scales 2^lowest to 2^highest under which gradients fit: none overflow, few are flushed.
+
+    `recommended` leaves three powers of two of room. The window is empty where `lowest` is above `highest`.
+    """
+
+    lowest: int
+    highest: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no scale does."""
+        return self.lowest > self.highest
+
+    @property
+    def recommended(self) -> int:
+        """log2 of the scale to use."""
+        return max(self.lowest, self.highest - 3)
+
+    def meet(self, other: Window) -> Window:
+        """The scales that both allow."""
+        return Window(max(self.lowest, other.lowest), min(self.highest, other.highest))
+
+
+_WIDEST = Window(-126, 127)
+
+
+def scale_window(seen: Spectrum, to: str | Cast | Format, flushed: float = MOST_FLUSHED) -> Window:
+    """The loss scales that bring a gradient into a float format; every one where it is all zeros."""
+    format = _format_of(to)
+    if not isinstance(format, FloatFormat):
+        raise InvalidInput(f"a loss scale is predicted for float formats (fp16, e5m2), not for {format}: it has its own")
+    if not seen.nonzero or not seen.maximum:
+        return _WIDEST
+    grid = _grid(format)
+    highest = math.floor(math.log2(format.maximum / seen.maximum))
+    lowest = next(
+        (power for power in range(-126, 128) if effect_flushed(seen, grid, power) < flushed), _WIDEST.highest
+    )
+    return Window(lowest, highest)
+
+
+def effect_flushed(seen: Spectrum, grid: _Grid, power: int) -> float:
+    """The share of a tensor that a grid flushes at the scale 2^power."""
+    counts = seen.bins.astype(np.float64).reshape(256, PARTS)
+    return _count_below(counts, _EXPONENTS + power, grid.flush) / seen.nonzero
+
+
+def sensitivity(seen: Updates, to: str | Cast | Format) -> float:
+    """How far the loss moves, to first order, where a weight is rounded: sqrt(sum g^2 ulp(w)^2 / 12)."""
+    format = _format_of(to)
+    if not isinstance(format, FloatFormat):
+        raise InvalidInput(f"sensitivity is predicted for float formats, not for {format}")
+    exponents = np.arange(len(seen.gradient_energy)) + LOWEST_WEIGHT
+    ulp = np.exp2(2.0 * (np.maximum(exponents, format.min_exponent) - format.precision + 1))
+    return math.sqrt(float((seen.gradient_energy * ulp).sum()) / 12)

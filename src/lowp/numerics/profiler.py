@@ -1,0 +1,376 @@
+"""The profiler: it watches a training from outside, a few steps in full and the others hardly at all."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowp import distributed
+from lowp.errors import Misuse
+from lowp.numerics.divergence import Diagnosis, Moment
+from lowp.numerics.modes import Paths, depth, in_backward, put_on, take_off, unwrapped
+from lowp.numerics.record import Journal, Part, Record, StepSeen
+from lowp.numerics.sampling import Budget, parse_share
+from lowp.numerics.watching import Watch
+
+__all__ = ["Profiler", "fingerprint_of"]
+
+_REMEMBERED = 20  # steps before a fault that are told
+_TYPICAL = 20  # steps whose time says what a step takes
+
+
+class Profiler:
+    """Watch the training of a model; what was seen is in `record` afterwards.
+
+    Used as a context manager around the training loop. Steps end with `optimizer.step()`. `precision` or `scaler` is
+    what scales the loss, so that gradients are recorded as they are without it. `out` is a file that gets a line a
+    step and is the whole record at the end. `max_overhead` is the share of time that may be added, None for no limit;
+    `divergence=False` leaves out the search for what made a loss or a gradient infinite or NaN.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        precision: Any = None,
+        scaler: Any = None,
+        out: str | Path | None = None,
+        max_overhead: str | float | None = "3%",
+        divergence: bool = True,
+        title: str = "",
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"a profile is of a torch module, not of {type(model).__name__}")
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError(f"a profile takes a torch optimizer, not {type(optimizer).__name__}")
+        self.model, self.optimizer = model, optimizer
+        self.budget = Budget(parse_share(max_overhead))
+        self.step = 0
+        self._scaler = scaler if scaler is not None else getattr(precision, "scaler", None)
+        self._divergence = divergence
+        self._inner = unwrapped(model)
+        self._named = {id(one): name for name, one in self._inner.named_parameters()}
+        self._paths = Paths(model)
+        self._header = {"title": title or type(self._inner).__name__, **_header(self._inner, precision)}
+        self._out = None if out is None else Path(out)
+        self._journal: Journal | None = None
+        self._part = Part()
+        self._watch: Watch | None = None
+        self._moment: Moment | None = None
+        self._history: deque[StepSeen] = deque(maxlen=_REMEMBERED)
+        self._times: deque[float] = deque(maxlen=_TYPICAL)
+        self._ends: list[Callable[[], None]] = []
+        self._place = 0
+        self._entered = False
+        self._eager: Any = None
+        self._begun = self._own_before = 0.0
+        self._scale_before: float | None = None
+        self._failed = self._resting = self._guards = False
+        self._unguarded = 0
+        self._first_weight: float | None = None
+
+    # -- beginning and end --------------------------------------------------------------------------------------------
+    def __enter__(self) -> Profiler:
+        if self._entered:
+            raise Misuse("a profile is entered once: make a new one for another run")
+        self._entered = True
+        if self._out is not None:
+            self._journal = Journal(self._out, {**self._header, "max_overhead": self.budget.share})
+        self.budget.started = time.perf_counter()
+        self._place = depth()
+        hooks: list[Any] = [
+            self.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
+            self.model.register_forward_hook(self._after_forward, always_call=True),
+        ]
+        if self.optimizer is not None:
+            hooks.append(self.optimizer.register_step_pre_hook(self._before_step))
+            hooks.append(self.optimizer.register_step_post_hook(self._after_step))
+        else:
+            hooks.append(torch.optim.optimizer.register_optimizer_step_pre_hook(self._before_step))
+            hooks.append(torch.optim.optimizer.register_optimizer_step_post_hook(self._after_step))
+        self._ends = [hook.remove for hook in hooks]
+        self._begun = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        for end in self._ends:
+            end()
+        self._drop_watch()
+        if self._moment is not None:
+            self._moment.close()
+            self._moment = None
+        self.budget.end()
+        if self._journal is not None:
+            self._journal.close()
+            if kind is None or self._part.tensors:
+                self.save(self._journal.path)
+        if kind is None:
+            self.record.require_content()
+
+    @property
+    def record(self) -> Record:
+        """What was seen so far."""
+        budget = self.budget
+        sampling = {
+            "max_overhead": budget.share,
+            "overhead": budget.overhead,
+            "own_seconds": budget.own,
+            "every_step_seconds": budget.always,
+            "total_seconds": budget.total,
+            "steps": self.step,
+            "sampled": budget.taken,
+            "unguarded": self._unguarded,
+        }
+        return Record(dict(self._header), self._part, sampling, complete=self.budget.ended is not None)
+
+    def save(self, path: str | Path) -> None:
+        """Write the record as JSON; of several ranks, which must all call this, the first writes what all have seen."""
+        record = self.record
+        if distributed.has_other_ranks():
+            others = distributed.gather((self._header["fingerprint"], self._part.document()), distributed.world())
+            if distributed.rank():
+                return
+            for fingerprint, document in others[1:]:
+                record = record.merge(Record({"fingerprint": fingerprint}, Part.read(document)))
+        record.save(path)
+
+    # -- the hooks ----------------------------------------------------------------------------------------------------
+    @contextmanager
+    def _own_time(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.budget.spent(time.perf_counter() - started, self._watch is not None)
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._resting or not self._inner.training or not torch.is_grad_enabled() or in_backward():
+            return
+        with self._own_time():
+            self._note_skipped()
+            if self._watch is None and self._eager is None and self.budget.wants(self.step):
+                self._begin_watch()
+            if self._watch is not None:
+                self._watch.look_into_region()
+            self._guards = self._divergence and self._can_afford_guard()
+            if self._guards:
+                if self._moment is None:
+                    self._moment = Moment()
+                    self._moment.on_backward = self._saw_loss
+                self._moment.close()
+                self._moment.begin(module, args, kwargs)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._moment is not None and not self._resting and self._moment.model is module and not in_backward():
+            if self._guards and self._inner.training and torch.is_grad_enabled():
+                self._moment.open(output, self._place)
+
+    def _begin_watch(self) -> None:
+        self._watch = Watch(self.step, self._paths, self._named, self._scale)
+        if not self._divergence:
+            self._watch.on_backward = self._saw_loss
+        if _uses_compiler():
+            self._eager = torch.compiler.set_stance("force_eager")
+            self._eager.__enter__()
+        self._watch.follow()
+        self._paths.enter(self._inner)
+        put_on(self._watch, self._place)
+
+    def _drop_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            take_off(self._watch)
+            self._watch = None
+        if self._eager is not None:
+            self._eager.__exit__(None, None, None)
+            self._eager = None
+
+    def _scale(self) -> float:
+        scaler = self._scaler
+        if scaler is None or not scaler.is_enabled():
+            return 1.0
+        return float(scaler.get_scale())
+
+    def _saw_loss(self, loss: Tensor) -> None:
+        """Note a loss whose backward pass begins."""
+        scale = self._scale()
+        if self._scaler is not None:
+            self._scale_before = scale
+        seen = self._current()
+        seen.scale = scale if self._scaler is not None else None
+        if loss.numel() == 1:
+            seen.loss = float(loss.detach()) / scale
+            if self._moment is not None:
+                self._moment.loss = loss
+                if seen.loss != seen.loss or abs(seen.loss) == float("inf"):
+                    self._diagnose("loss")
+
+    def _current(self) -> StepSeen:
+        if not self._history or self._history[-1].step != self.step:
+            self._history.append(StepSeen(self.step))
+        return self._history[-1]
+
+    def _note_skipped(self) -> None:
+        """End a step that a loss scaler has skipped: its optimizer was not called."""
+        scaler, before = self._scaler, self._scale_before
+        if scaler is None or before is None:
+            return
+        now = float(scaler.get_scale())
+        self._scale_before = None
+        if now < before:
+            seen = self._current()
+            seen.skipped = True
+            self._part.add(Part(steps=[seen]))
+            self._end_step()
+
+    def _parameters(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+        found = [one for group in optimizer.param_groups for one in group["params"]]
+        return [(self._named[id(one)], one) for one in found if id(one) in self._named]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = self._parameters(optimizer)
+        if not parameters:
+            return
+        with self._own_time():
+            seen = self._current()
+            if self._moment is not None:
+                self._moment.close()
+            if self._watch is not None:
+                self._watch.stop()
+                take_off(self._watch)
+            if self._first_weight is None:
+                self._first_weight = _largest([one.detach() for _, one in parameters])
+            if self._guards:
+                gradients = [one.grad for _, one in parameters if one.grad is not None and not one.grad.is_sparse]
+                seen.largest_gradient = _largest(gradients)
+                if seen.largest_gradient is not None and not seen.largest_gradient < float("inf"):
+                    self._diagnose("gradients")
+            if self._watch is not None:
+                self._watch.before_step(parameters)
+
+    def _can_afford_guard(self) -> bool:
+        """Whether this step is guarded, or rests where guarding every step would cost more than half of the budget."""
+        budget = self.budget
+        if budget.share is None or self._watch is not None or budget.always <= budget.share / 2 * budget.training:
+            return True
+        self._unguarded += 1
+        return False
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = self._parameters(optimizer)
+        if not parameters:
+            return
+        with self._own_time():
+            self._scale_before = None
+            if self._moment is not None:
+                self._moment.forget()
+            if self._watch is not None:
+                self._watch.after_step(parameters)
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Keep what a step has seen, and count its time."""
+        seen = self._current()
+        watch = self._watch
+        if watch is not None:
+            part = watch.finish()
+            seen.sampled = True
+            part.steps = [StepSeen(**vars(seen))]
+            self._part.add(part)
+            if self._journal is not None:
+                self._journal.add(part)
+            self._drop_watch()
+        elif self._has_changed(seen):
+            self._part.add(Part(steps=[StepSeen(**vars(seen))]))
+        self._clock(watch is not None)
+        self.step += 1
+
+    def _has_changed(self, seen: StepSeen) -> bool:
+        """Whether a step that was not looked at is kept: the scale was another one."""
+        before = self._part.steps[-1] if self._part.steps else None
+        return seen.scale is not None and (before is None or before.scale != seen.scale)
+
+    def _clock(self, sampled: bool) -> None:
+        """Count what a step took longer than those that were not looked at: hooks and modes cost time around them."""
+        now = time.perf_counter()
+        took, self._begun = now - self._begun, now
+        own, self._own_before = self.budget.own - self._own_before, self.budget.own
+        if not sampled:
+            self._times.append(took)
+        else:
+            hidden = took - own - statistics.median(self._times) if self._times else 0.0
+            if hidden > 0:
+                self.budget.spent(min(hidden, took - own), True)
+                self._own_before = self.budget.own
+            self.budget.took()
+
+    # -- divergence ---------------------------------------------------------------------------------------------------
+    def _diagnose(self, what: str) -> None:
+        """Find what made this step's loss or gradients infinite or NaN, once a run."""
+        if self._failed or self._moment is None:
+            return
+        self._failed = True
+        watch = self._watch
+        taken = watch is not None and take_off(watch)
+        self._resting = True
+        try:
+            diagnosis = Diagnosis(self._moment, self._paths, self._named, list(self._history), self._scale())
+            fault = diagnosis.find(what, self.step, self._first_weight, self._unguarded)
+        finally:
+            self._resting = False
+            if taken:
+                put_on(watch, self._place)
+        self._part.faults.append(fault.document())
+        if self._journal is not None:
+            self._journal.add(Part(faults=[fault.document()]))
+        print(f"lowp profile: {fault}", file=sys.stderr)
+
+
+def _largest(gradients: list[Tensor]) -> float | None:
+    """The largest gradient, NaN or infinite where one is; None of none."""
+    if not gradients:
+        return None
+    return float(torch.stack([one.detach().abs().amax() for one in gradients if one.numel()]).amax())
+
+
+def _uses_compiler() -> bool:
+    """Whether torch.compile has been used in this process: loading it would take seconds."""
+    return "torch._dynamo" in sys.modules
+
+
+def fingerprint_of(model: nn.Module) -> str:
+    """What tells a model with other parameters: a hash of their names and shapes."""
+    text = ";".join(f"{name}{tuple(one.shape)}" for name, one in model.named_parameters())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _header(model: nn.Module, precision: Any) -> dict[str, Any]:
+    from lowp import __version__
+
+    parameters = list(model.parameters())
+    preset = getattr(precision, "preset", None)
+    return {
+        "model": type(model).__name__,
+        "fingerprint": fingerprint_of(model),
+        "parameters": sum(one.numel() for one in parameters),
+        "dtypes": sorted({str(one.dtype).removeprefix("torch.") for one in parameters}),
+        "device": str(parameters[0].device) if parameters else "cpu",
+        "precision": preset.name if preset is not None else "fp32",
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "lowp": __version__,
+        "torch": torch.__version__,
+    }
+
+

@@ -1,0 +1,259 @@
+"""A step that runs again under a trace: every operation that made a number infinite or NaN, and what it was made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from lowp.compat import private
+from lowp.numerics.modes import Paths, local, op_of, source_line, tensors_in
+from lowp.ops.table import name_of
+
+__all__ = ["Event", "Place", "Trace", "ranges_of", "state_of", "tracing"]
+
+_DispatchMode = cast(type, private("torch.utils._python_dispatch.TorchDispatchMode"))
+_current_node = cast(Callable[[], Any], private("torch._C._current_autograd_node"))
+
+# ops that write the infinity they are given, or one that they stand for: a mask, not a fault
+_FILLS = frozenset("masked_fill full full_like fill new_full scalar_tensor lift_fresh constant_pad_nd where".split())
+_MARK = "lowp_place"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the user's program an operation belongs: the op as it was called, the module's path, the line."""
+
+    op: str
+    module: str
+    line: str
+
+
+@dataclass
+class Event:
+    """An operation that gave an infinite or NaN number. `parents` are those that had given it its own."""
+
+    order: int
+    operation: str
+    place: Place
+    phase: str
+    nan: int
+    inf: int
+    inputs: list[dict[str, Any]]
+    parents: list[Event] = field(default_factory=list)
+    finite_inputs: bool = True
+    nan_inputs: bool = False
+    fills: bool = False
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the numbers were there before any operation ran."""
+        return self.phase == "given"
+
+    def ancestors(self) -> list[Event]:
+        """This event and all that led to it, in the order in which they ran."""
+        found: dict[int, Event] = {}
+        waiting: list[Event] = [self]
+        while waiting:
+            one = waiting.pop()
+            if id(one) not in found:
+                found[id(one)] = one
+                waiting.extend(one.parents)
+        return sorted(found.values(), key=lambda one: one.order)
+
+
+def state_of(x: Tensor) -> tuple[int, int]:
+    """How many elements are NaN, and how many infinite."""
+    if not (x.is_floating_point() or x.is_complex()) or not x.numel() or x.is_meta:
+        return 0, 0
+    nan = int(torch.isnan(x).sum())
+    return nan, int((~torch.isfinite(x)).sum()) - nan
+
+
+def ranges_of(tensors: list[Tensor]) -> list[dict[str, Any]]:
+    """Shape, dtype, and smallest and largest number of each tensor."""
+    found = []
+    for one in tensors[:6]:
+        entry: dict[str, Any] = {"shape": list(one.shape), "dtype": str(one.dtype).removeprefix("torch.")}
+        if one.numel() and not one.is_complex() and not one.is_meta:
+            wide = one.detach().double()
+            kept = wide[torch.isfinite(wide)]
+            if kept.numel():
+                entry.update(smallest=float(kept.min()), largest=float(kept.max()), zeros=int((kept == 0).sum()))
+            entry["nan"], entry["inf"] = state_of(wide)
+        found.append(entry)
+    return found
+
+
+class Trace:
+    """What a replay finds: the events in order, and which tensor each one's numbers are in."""
+
+    def __init__(self, paths: Paths) -> None:
+        self.paths = paths
+        self.events: list[Event] = []
+        self.current: Place | None = None
+        self._bad: dict[int, tuple[Event, Tensor]] = {}  # by address; the tensor is kept, so that no other gets it
+
+    def event_of(self, x: Tensor) -> Event | None:
+        """What last gave a tensor's memory a number that is not finite."""
+        found = self._bad.get(_address(x))
+        return None if found is None else found[0]
+
+    def give(self, x: Tensor, what: str) -> None:
+        """Note a tensor that was there before: of the batch, or a parameter."""
+        nan, inf = state_of(x)
+        if not nan and not inf:
+            return
+        only_minus = not nan and not bool((x == math.inf).any())
+        event = self._add(what, Place(what, "", ""), "given", (nan, inf), [x])
+        event.fills = not nan and (only_minus or x.ndim == 0)
+        self._bad[_address(x)] = (event, x)
+
+    def came_in(self, x: Tensor) -> None:
+        """Note an argument that is not finite and that no operation is known to have made so: foreign code has."""
+        nan, inf = state_of(x)
+        if (not nan and not inf) or _address(x) in self._bad:
+            return
+        node = x.grad_fn
+        name = "a tensor made outside of torch's operations" if node is None else _node_name(node)
+        self.give(x, name)
+        event = self.events[-1]
+        event.phase = "given" if node is None else "forward"
+        event.place = Place(name, self.paths.current, source_line())
+
+    def ran(self, operation: str, given: list[tuple[Tensor, tuple[int, int]]], results: list[Tensor]) -> None:
+        """Note an operation whose result is not finite."""
+        bad = [(one, state) for one in results if any(state := state_of(one))]
+        if not bad:
+            return
+        node = _current_node()
+        phase = "forward" if node is None else "backward"
+        place = self.current or Place(operation, self.paths.current, "")
+        if node is not None:
+            place = node.metadata.get(_MARK) or Place(_node_name(node), "", "")
+        nan, inf = (sum(state[i] for _, state in bad) for i in (0, 1))
+        event = self._add(operation, place, phase, (nan, inf), [one for one, _ in given])
+        for one, (nans, infinities) in given:
+            if nans or infinities:
+                event.finite_inputs, event.nan_inputs = False, event.nan_inputs or nans > 0
+                parent = self.event_of(one)
+                if parent is not None and parent is not event:
+                    event.parents.append(parent)
+        event.fills = not nan and operation in _FILLS and (event.finite_inputs or _all_fill(event.parents))
+        for one, _ in bad:
+            self._bad[_address(one)] = (event, one)
+
+    def _add(self, operation: str, place: Place, phase: str, state: tuple[int, int], given: list[Tensor]) -> Event:
+        event = Event(len(self.events), operation, place, phase, *state, ranges_of(given))
+        self.events.append(event)
+        return event
+
+    def mark(self, results: Any, place: Place) -> None:
+        """Let the nodes of the graph that a call has made know where they belong."""
+        waiting = [one.grad_fn for one in tensors_in(results) if one.grad_fn is not None]
+        while waiting:
+            node = waiting.pop()
+            if _MARK in node.metadata or type(node).__name__ == "AccumulateGrad":
+                continue
+            node.metadata[_MARK] = place
+            waiting.extend(one for one, _ in node.next_functions if one is not None)
+
+
+def _all_fill(events: list[Event]) -> bool:
+    return bool(events) and all(one.fills for one in events)
+
+
+def _address(x: Tensor) -> int:
+    try:
+        return x.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse and other tensors without one
+        return id(x)
+
+
+def _node_name(node: Any) -> str:
+    name = str(node.name()) if hasattr(node, "name") else type(node).__name__
+    return name.removesuffix("0").removesuffix("Backward") or name
+
+
+class _Operations(_DispatchMode):  # type: ignore[misc, valid-type]
+    """Sees every operation that torch carries out, forward and backward."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and look at what it gave."""
+        kwargs = kwargs or {}
+        given = [(one, state_of(one)) for one in tensors_in((args, kwargs))]
+        result = func(*args, **kwargs)
+        namespace, _, name = str(func).partition(".")
+        operation = name.partition(".")[0].rstrip("_") if namespace == "aten" else f"{namespace}::{name.split('.')[0]}"
+        if not operation.startswith(("empty", "new_empty")):
+            self.trace.ran(operation, given, tensors_in(result))
+        return result
+
+
+class _Calls(TorchFunctionMode):
+    """Sees the ops as the user calls them, which gives operations their names, modules and lines."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a call and mark what it made."""
+        kwargs = kwargs or {}
+        if func is Tensor.backward or op_of(func) is None:
+            return func(*args, **kwargs)
+        trace, line = self.trace, source_line()
+        given = tensors_in((args, kwargs))
+        for one in given:
+            trace.came_in(one)
+            if one.grad_fn is not None and _MARK not in one.grad_fn.metadata:  # a Function of the user's
+                trace.mark(one, Place(_node_name(one.grad_fn), trace.paths.current, line))
+        before, trace.current = trace.current, Place(name_of(func), trace.paths.current, line)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            trace.current, place = before, trace.current
+        trace.mark(result, place)
+        return result
+
+
+@contextmanager
+def tracing(trace: Trace, model: nn.Module) -> Iterator[None]:
+    """Trace what runs in this block."""
+    paths = trace.paths
+
+    def leave(module: nn.Module, given: Any, result: Any) -> None:
+        for one in tensors_in(result):
+            if one.grad_fn is not None and _MARK not in one.grad_fn.metadata:
+                trace.mark(one, Place(_node_name(one.grad_fn), paths.current, ""))
+        paths.leave()
+
+    for name, parameter in model.named_parameters():
+        trace.give(local(parameter.detach()), f"parameter {name}")
+    for name, buffer in model.named_buffers():
+        trace.give(buffer, f"buffer {name}")
+    paths.clear()
+    with ExitStack() as stack:
+        for handle in (
+            register_module_forward_pre_hook(lambda module, given: paths.enter(module)),
+            register_module_forward_hook(leave, always_call=True),
+        ):
+            stack.callback(handle.remove)
+        stack.enter_context(_Operations(trace))
+        stack.enter_context(_Calls(trace))
+        yield

@@ -1,0 +1,170 @@
+"""The spectrum of a tensor: where its numbers are, and how many bits they need. Mergeable, and plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lowp.errors import InvalidInput
+from lowp.kernels import statistics
+
+__all__ = ["PARTS", "Spectrum"]
+
+PARTS = 8  # bins of an octave: one for each value of the three bits after the leading one
+_BINS = 256 * PARTS
+_BIAS = 127
+_INFINITE = 255 * PARTS  # the first bin of what is no number
+_LONGEST = 24  # bits of a significand of fp32
+
+Counts = NDArray[np.int64]
+
+
+def _zeros(length: int) -> Counts:
+    return np.zeros(length, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """How many numbers of a tensor are in each eighth of an octave. ``a + b`` is that of both together.
+
+    `bins`: int64 [2048]; bin 8 (e + 127) + i counts the numbers with 2^e (1 + i/8) <= |x| < 2^e (1 + (i + 1)/8), the
+    first eight everything below 2^-126 but zeros, the last eight nothing. `significant`: int64 [25]; how many numbers
+    need so many bits of significand, the leading one included. `maximum` is the largest finite |x|, `sum_squares` the
+    energy of the finite numbers, `tensors` how many were added up.
+    """
+
+    bins: Counts = field(default_factory=lambda: _zeros(_BINS))
+    significant: Counts = field(default_factory=lambda: _zeros(_LONGEST + 1))
+    count: int = 0
+    zeros: int = 0
+    nan: int = 0
+    inf: int = 0
+    maximum: float = 0.0
+    sum_squares: float = 0.0
+    tensors: int = 0
+
+    @classmethod
+    def of(cls, x: Tensor, scale: float = 1.0) -> Spectrum:
+        """The spectrum of a floating-point tensor divided by `scale`, as fp32 holds its numbers."""
+        x = x.detach().float()
+        if scale != 1.0:
+            x = x / scale
+        if x.numel() == 0:
+            return cls(tensors=1)
+        flat = x.reshape(-1)
+        seen = statistics(flat)
+        bits = flat.view(torch.int32) & 0x7FFFFFFF
+        bins = torch.bincount(bits >> 20, minlength=_BINS)
+        fraction = bits & 0x7FFFFF
+        # the lowest bit that is set is a power of two, whose exponent tells how many zeros end the significand
+        lowest = (fraction & -fraction).float().view(torch.int32) >> 23
+        significant = torch.bincount(torch.where(fraction == 0, 1, _LONGEST + _BIAS - lowest), minlength=_LONGEST + 1)
+        counted, needed = bins.cpu().numpy(), significant.cpu().numpy()
+        zeros, nonfinite = seen.zeros, int(counted[_INFINITE:].sum())
+        counted[0] -= zeros
+        counted[_INFINITE:] = 0
+        needed[1] -= zeros
+        if nonfinite:
+            needed = _needed(flat)
+        return cls(
+            counted, needed, x.numel(), zeros, seen.nan, seen.inf, seen.maximum, seen.sum_squares, 1
+        )
+
+    def __add__(self, other: Spectrum) -> Spectrum:
+        if not isinstance(other, Spectrum):
+            return NotImplemented
+        return Spectrum(
+            self.bins + other.bins,
+            self.significant + other.significant,
+            *(getattr(self, name) + getattr(other, name) for name in ("count", "zeros", "nan", "inf")),
+            max(self.maximum, other.maximum),
+            self.sum_squares + other.sum_squares,
+            self.tensors + other.tensors,
+        )
+
+    # -- what can be asked ------------------------------------------------------------------------------------------
+    @cached_property
+    def octaves(self) -> Counts:
+        """int64 [256]: bin e + 127 counts the numbers with floor(log2 |x|) = e."""
+        counts: Counts = self.bins.reshape(256, PARTS).sum(1)
+        return counts
+
+    @property
+    def nonzero(self) -> int:
+        """How many numbers are finite and not zero."""
+        return int(self.bins.sum())
+
+    @property
+    def nonfinite(self) -> int:
+        """How many are infinite or NaN."""
+        return self.nan + self.inf
+
+    @property
+    def lowest(self) -> int | None:
+        """The exponent of the smallest number that is not zero; None where there is none."""
+        present = np.flatnonzero(self.octaves)
+        return int(present[0]) - _BIAS if len(present) else None
+
+    @property
+    def highest(self) -> int | None:
+        """The exponent of the largest finite number; None where all are zero."""
+        return math.frexp(self.maximum)[1] - 1 if self.maximum else None
+
+    @property
+    def root_mean_square(self) -> float:
+        """The root of the mean square of the finite numbers; 0 where there is none."""
+        finite = self.count - self.nonfinite
+        return math.sqrt(self.sum_squares / finite) if finite else 0.0
+
+    def below(self, exponent: int) -> int:
+        """How many numbers that are not zero are below 2^exponent."""
+        return int(self.octaves[: max(min(exponent + _BIAS, 256), 0)].sum())
+
+    def from_power(self, exponent: int) -> int:
+        """How many finite numbers are 2^exponent or more."""
+        return int(self.octaves[max(min(exponent + _BIAS, 256), 0) :].sum())
+
+    # -- JSON -------------------------------------------------------------------------------------------------------
+    def document(self) -> dict[str, Any]:
+        """The spectrum as plain data: the bins from the first that is not empty to the last."""
+        present = np.flatnonzero(self.bins)
+        first, last = (int(present[0]), int(present[-1])) if len(present) else (0, -1)
+        return {
+            "first_bin": first,
+            "bins": self.bins[first : last + 1].tolist(),
+            "significant": self.significant.tolist(),
+            **{name: getattr(self, name) for name in _NUMBERS},
+        }
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Spectrum:
+        """The spectrum that `document` wrote; raises InvalidInput for anything else."""
+        try:
+            bins, first = _zeros(_BINS), document["first_bin"]
+            given = np.asarray(document["bins"], np.int64).reshape(-1)
+            bins[first : first + len(given)] = given
+            significant = np.asarray(document["significant"], np.int64)
+            numbers = [float(document[name]) if name in _REALS else int(document[name]) for name in _NUMBERS]
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise InvalidInput(f"it holds a spectrum that is none: {error!r}") from None
+        if significant.shape != (_LONGEST + 1,) or bins.min() < 0 or any(not number >= 0 for number in numbers):
+            raise InvalidInput("it holds a spectrum that is none: its counts are not those of numbers")
+        return cls(bins, significant, *numbers)
+
+
+_REALS = ("maximum", "sum_squares")
+_NUMBERS = ("count", "zeros", "nan", "inf", *_REALS, "tensors")
+
+
+def _needed(flat: Tensor) -> Counts:
+    """How many of the finite nonzero numbers need so many bits of significand."""
+    kept = flat[torch.isfinite(flat) & (flat != 0)]
+    return Spectrum.of(kept).significant if kept.numel() else _zeros(_LONGEST + 1)

@@ -1,0 +1,111 @@
+"""Updates of weights: how large each one is beside its weight, which decides in any format whether it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lowp.errors import InvalidInput
+
+__all__ = ["GROWS", "LOWEST_UPDATE", "LOWEST_WEIGHT", "SHRINKS", "SHRINKS_FROM_POWER", "Updates"]
+
+GROWS, SHRINKS, SHRINKS_FROM_POWER = range(3)
+LOWEST_WEIGHT, LOWEST_UPDATE = -70, -80  # the exponents of the first row and column; smaller ones are counted there
+_WEIGHTS = _UPDATES = 96
+_SHAPE = (_WEIGHTS, _UPDATES, 3)
+_BIAS = 127
+
+
+@dataclass(frozen=True, eq=False)
+class Updates:
+    """Applied updates of a tensor of weights: learning rate, momentum and decay included. ``a + b`` is both together.
+
+    `joint`: int64 [96, 96, 3]; how many weights with exponent `LOWEST_WEIGHT` + i (the first row: smaller ones, and
+    zeros) had an update with exponent `LOWEST_UPDATE` + j that made them grow, shrink, or shrink from a power of two,
+    below which numbers lie twice as close. `none` counts weights whose update was zero although their gradient was not;
+    `gradient_energy`: fp64 [96], the squares of the gradients of the weights in each row.
+    """
+
+    joint: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_SHAPE, np.int64))
+    gradient_energy: NDArray[np.float64] = field(default_factory=lambda: np.zeros(_WEIGHTS))
+    none: int = 0
+    count: int = 0
+
+    @classmethod
+    def of(cls, weight: Tensor, update: Tensor, gradient: Tensor | None) -> Updates:
+        """The updates of one step; `weight` is what it was before."""
+        weight, update = weight.detach().float().reshape(-1), update.detach().float().reshape(-1)
+        bits = weight.contiguous().view(torch.int32)
+        row = (((bits >> 23) & 0xFF) - (_BIAS + LOWEST_WEIGHT)).clamp(0, _WEIGHTS - 1)
+        moved = update.contiguous().view(torch.int32)
+        column = (((moved >> 23) & 0xFF) - (_BIAS + LOWEST_UPDATE)).clamp(0, _UPDATES - 1)
+        shrinks = (bits ^ moved) < 0  # the signs differ
+        kind = torch.where(shrinks & (weight != 0), torch.where(bits & 0x7FFFFF == 0, 2, 1), 0)
+        present = (moved & 0x7FFFFFFF) != 0
+        cell = torch.where(present, (row * _UPDATES + column) * 3 + kind, _WEIGHTS * _UPDATES * 3)
+        counts = torch.bincount(cell, minlength=_WEIGHTS * _UPDATES * 3 + 1).cpu().numpy()
+        energy, none = np.zeros(_WEIGHTS), 0
+        if gradient is not None:
+            slope = torch.nan_to_num(gradient.detach().float().reshape(-1), 0.0, 0.0, 0.0)
+            energy = torch.bincount(row, slope.double() ** 2, minlength=_WEIGHTS).cpu().numpy()
+            none = int(((slope != 0) & ~present).sum())
+        return cls(counts[:-1].reshape(_SHAPE), energy, none, weight.numel())
+
+    def __add__(self, other: Updates) -> Updates:
+        if not isinstance(other, Updates):
+            return NotImplemented
+        return Updates(
+            self.joint + other.joint,
+            self.gradient_energy + other.gradient_energy,
+            self.none + other.none,
+            self.count + other.count,
+        )
+
+    @property
+    def present(self) -> int:
+        """How many updates were not zero."""
+        return int(self.joint.sum())
+
+    def largest(self) -> int | None:
+        """The exponent of the largest update; None where all were zero."""
+        columns = np.flatnonzero(self.joint.sum((0, 2)))
+        return int(columns[-1]) + LOWEST_UPDATE if len(columns) else None
+
+    def ratios(self) -> dict[int, int]:
+        """How many updates are 2^-k times their weight, by k, both sizes rounded down to powers of two."""
+        rows, columns = np.indices(_SHAPE[:2])
+        ratio = (rows + LOWEST_WEIGHT) - (columns + LOWEST_UPDATE)
+        counts = self.joint.sum(2)
+        return {int(k): int(counts[ratio == k].sum()) for k in np.unique(ratio[counts > 0])}
+
+    def document(self) -> dict[str, Any]:
+        """The updates as plain data: [row, column, kind, count] of each cell that is not empty, in one list."""
+        places = np.argwhere(self.joint)
+        cells = np.column_stack((places, self.joint[tuple(places.T)])) if len(places) else places
+        return {
+            "cells": cells.reshape(-1).tolist(),
+            "gradient_energy": self.gradient_energy.tolist(),
+            "none": self.none,
+            "count": self.count,
+        }
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Updates:
+        """The updates that `document` wrote; raises InvalidInput for anything else."""
+        try:
+            joint = np.zeros(_SHAPE, np.int64)
+            cells = np.asarray(document["cells"], np.int64).reshape(-1, 4)
+            joint[tuple(cells[:, :3].T)] = cells[:, 3]
+            energy = np.asarray(document["gradient_energy"], np.float64)
+            none, count = int(document["none"]), int(document["count"])
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+            raise InvalidInput(f"it holds updates that are none: {error!r}") from None
+        if energy.shape != (_WEIGHTS,) or joint.min() < 0:
+            raise InvalidInput("it holds updates that are none: their counts are not those of numbers")
+        return cls(joint, energy, none, count)

@@ -1,0 +1,217 @@
+"""What is looked at in one step: every op of the forward pass, the gradients that arrive at its outputs, the weights.
+
+A function mode sees the ops of a model in plain fp32, under torch.autocast and in torch.compile's eager stance; in a
+region of lowp's the region's own observers do. Gradients come through hooks on the outputs, parameters by the
+optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from lowp.numerics.modes import Paths, in_backward, local, op_of, source_line, tensors_in
+from lowp.numerics.record import Key, OpSeen, Part, Print
+from lowp.numerics.spectrum import Spectrum
+from lowp.numerics.updates import Updates
+from lowp.region import threads
+from lowp.region.engine import Observation
+
+__all__ = ["Watch", "parameter_key"]
+
+_READ = ("contraction", "norm", "softmax", "wide")  # classes whose inputs and incoming gradients are looked at
+_PROBES = 4
+
+
+def parameter_key(name: str, role: str, phase: str) -> Key:
+    """The key of a parameter: its module, and its own name in place of an op's."""
+    module, _, own = name.rpartition(".")
+    return Key(module, own, role, phase)
+
+
+class Watch(TorchFunctionMode):
+    """Looks at one step, from its first op to the optimizer's; what it saw is in `part` once `finish` was called."""
+
+    def __init__(self, step: int, paths: Paths, names: dict[int, str], scale: Callable[[], float]) -> None:
+        super().__init__()
+        self.step, self.part = step, Part()
+        self._paths, self._names, self._scale = paths, names, scale
+        self._gradients: dict[int, tuple[Key, Spectrum, Print]] = {}
+        self._hooked = 0
+        self._prints: list[Print] = []
+        self._weights: dict[str, Tensor] = {}
+        self._ends: list[Callable[[], None]] = []
+        self._regions: set[int] = set()
+        self.on_backward: Callable[[Tensor], None] = lambda loss: None
+
+    # -- the forward pass ---------------------------------------------------------------------------------------------
+    def follow(self) -> None:
+        """Follow the modules that are called from now on."""
+        self._paths.clear()
+        handles = [
+            register_module_forward_pre_hook(lambda module, given: self._paths.enter(module)),
+            register_module_forward_hook(lambda module, given, result: self._paths.leave(), always_call=True),
+        ]
+        self._ends.extend(handle.remove for handle in handles)
+
+    def look_into_region(self) -> None:
+        """Observe the region of lowp's that is in force, if there is one."""
+        entry = threads.current()
+        if entry is not None and entry.engine is not None and id(entry.region) not in self._regions:
+            self._regions.add(id(entry.region))
+            self._ends.append(entry.region.observe(self._observed))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a call and look at it."""
+        kwargs = kwargs or {}
+        if func is Tensor.backward:
+            self.on_backward(args[0])
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        row = op_of(func)
+        if row is not None and not self._in_region():
+            self._saw(row.name, row.op_class, row.operands, (args, kwargs), result)
+        return result
+
+    def _in_region(self) -> bool:
+        entry = threads.current()
+        if entry is None or entry.engine is None or not entry.engine.active:
+            return False
+        self.look_into_region()
+        return True
+
+    def _observed(self, seen: Observation) -> None:
+        self._saw(seen.op, seen.op_class, seen.operands, (seen.args, seen.kwargs), seen.output)
+
+    def _saw(self, op: str, op_class: str, operands: str, given: tuple[Any, Any], result: Any) -> None:
+        """Count an op that has run."""
+        outputs = [one for one in tensors_in(result) if one.is_floating_point()]
+        if not outputs:
+            return
+        module = self._paths.current
+        again = in_backward()
+        reads = op_class in _READ
+        if not again:
+            seen = self._op(module, op, op_class, operands)
+            seen.calls += 1
+            if reads:
+                self._look_at_operands(seen, module, op, given)
+            if op_class == "contraction":
+                seen.multiplications += _multiplications(op, given[0], outputs[0])
+            for one in outputs:
+                seen.dtypes["output"] = str(one.dtype).removeprefix("torch.")
+                self._count(Key(module, op, "output", "forward"), one)
+        if reads and torch.is_grad_enabled():
+            for one in outputs:
+                if one.requires_grad and one.grad_fn is not None:
+                    self._await_gradient(Key(module, op, "grad", "backward"), one)
+
+    def _op(self, module: str, op: str, op_class: str, operands: str) -> OpSeen:
+        place = (module, op)
+        if place not in self.part.ops:
+            self.part.ops[place] = OpSeen(op_class, line=source_line(), operands=operands)
+        return self.part.ops[place]
+
+    def _look_at_operands(self, seen: OpSeen, module: str, op: str, given: tuple[Any, Any]) -> None:
+        roles = seen.operands.split()
+        for place, one in enumerate(one for one in tensors_in(given) if one.is_floating_point()):
+            role = roles[place] if place < len(roles) else ""
+            name = self._names.get(id(one))
+            if name is not None:
+                seen.parameters[role or name.rpartition(".")[2]] = name
+            elif role in ("input", "weight"):
+                seen.dtypes[role] = str(one.dtype).removeprefix("torch.")
+                self._count(Key(module, op, role, "forward"), one)
+
+    def _count(self, key: Key, tensor: Tensor) -> None:
+        tensor = local(tensor.detach())
+        if tensor.is_sparse or tensor.is_meta:
+            return
+        tensors = self.part.tensors
+        seen = Spectrum.of(tensor)
+        tensors[key] = tensors[key] + seen if key in tensors else seen
+        self._prints.append(print_of(key, tensor))
+
+    # -- the backward pass --------------------------------------------------------------------------------------------
+    def _await_gradient(self, key: Key, output: Tensor) -> None:
+        """Count the gradient of an output; the last one of each hook, where a pass is tried with several scales."""
+        self._hooked += 1
+        number = self._hooked
+
+        def arrived(gradient: Tensor) -> None:
+            scale = self._scale()
+            self._gradients[number] = (key, Spectrum.of(local(gradient), scale), print_of(key, gradient, scale))
+
+        output.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    # -- the optimizer's step -----------------------------------------------------------------------------------------
+    def before_step(self, parameters: Iterable[tuple[str, nn.Parameter]], scale: float = 1.0) -> None:
+        """Look at weights and their gradients, which are those that the optimizer reads."""
+        for name, parameter in parameters:
+            if name in self._weights:
+                continue
+            weight = local(parameter.detach())
+            self._count(parameter_key(name, "weight", "step"), weight)
+            self._weights[name] = weight.clone()
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                self._count(parameter_key(name, "weight_grad", "backward"), local(parameter.grad) / scale)
+
+    def after_step(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Look at what the step has changed."""
+        for name, parameter in parameters:
+            before = self._weights.pop(name, None)
+            if before is None or parameter.grad is None:
+                continue
+            update = local(parameter.detach()).float() - before.float()
+            key = parameter_key(name, "update", "step")
+            self.part.tensors[key] = Spectrum.of(update)
+            gradient = None if parameter.grad.is_sparse else local(parameter.grad)
+            seen = Updates.of(before, update, gradient)
+            self.part.updates[name] = self.part.updates[name] + seen if name in self.part.updates else seen
+
+    def stop(self) -> None:
+        """Stop looking at ops; the step of the optimizer is still to come."""
+        for end in self._ends:
+            end()
+        self._ends.clear()
+
+    def finish(self) -> Part:
+        """Count the gradients that have arrived and return all that was seen."""
+        self.stop()
+        for key, seen, print_ in self._gradients.values():
+            tensors = self.part.tensors
+            tensors[key] = tensors[key] + seen if key in tensors else seen
+            self._prints.append(print_)
+        self._gradients.clear()
+        self.part.prints[self.step] = self._prints
+        return self.part
+
+
+def print_of(key: Key, tensor: Tensor, scale: float = 1.0) -> Print:
+    """The print of a tensor: the sum of the bits of its fp32 values, and a few of them, from end to end."""
+    flat = tensor.detach().float().reshape(-1)
+    if scale != 1.0:
+        flat = flat / scale
+    if not flat.numel():
+        return Print(key, 0, ())
+    places = torch.linspace(0, flat.numel() - 1, min(_PROBES, flat.numel()), device=flat.device).long()
+    bits = flat.view(torch.int32)
+    return Print(key, int(bits.sum(dtype=torch.int64)), tuple(flat[places].tolist()))
+
+
+def _multiplications(op: str, args: tuple[Any, ...], output: Tensor) -> int:
+    """How many products a contraction sums up, from the shapes of its operands; 0 where they do not tell."""
+    given = tensors_in(args)
+    if len(given) < 2 or not given[0].ndim:
+        return 0
+    if op.startswith("conv"):  # each output of a convolution is a sum over the window of its weight
+        window = given[1][0].numel() if given[1].shape[0] == output.shape[1] else given[1][:, 0].numel()
+        return output.numel() * window
+    return output.numel() * given[0].shape[-1]
