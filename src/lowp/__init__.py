@@ -35,6 +35,7 @@ _PUBLIC = {
     "load": "lowp.portable:load",
     "observe": "lowp.ops.observing:observe",
     "optim": "lowp.optim",
+    "profile": "lowp.profiling:profile",
     "quantize": "lowp.kernels:quantize",
     "save": "lowp.checkpoint:save",
     "statistics": "lowp.kernels:statistics",

@@ -18,6 +18,7 @@ from lowp.optim import MasterWeights
 from lowp.policy import Policy, Rule
 from lowp.portable import load
 from lowp.precision import Precision
+from lowp.profiling import profile
 from lowp.quantized import Quantized
 from lowp.region import autocast
 
@@ -92,6 +93,7 @@ __all__ = [
     "load",
     "observe",
     "optim",
+    "profile",
     "quantize",
     "save",
     "statistics",

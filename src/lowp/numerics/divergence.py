@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -26,7 +27,7 @@ _EXPLODED = 1e3  # weights that have grown so many times over their first size w
 
 @dataclass
 class Fault:
-    """What was found. `kind`: ``batch``, ``weights``, ``exploding``, ``operation``, or ``unknown`` where nothing was."""
+    """What was found. `kind`: ``batch``, ``weights``, ``exploding``, ``operation``, or ``unknown``: nothing was."""
 
     step: int
     what: str
@@ -95,6 +96,10 @@ class Moment(TorchFunctionMode):
             put_on(self, place)
             self._is_on = True
 
+    def end(self, loss: Tensor) -> None:
+        """Note the loss, after which nothing more is recorded."""
+        self.loss, self._records = loss, False
+
     def close(self) -> None:
         """Stop recording; what was recorded is kept until the next call of the model."""
         self._records = False
@@ -115,7 +120,6 @@ class Moment(TorchFunctionMode):
         if not self._records:
             return func(*args, **(kwargs or {}))
         if func is Tensor.backward:
-            self._records = False
             self.on_backward(args[0])
             return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
@@ -153,7 +157,9 @@ class Diagnosis:
         grown = _growth(model, first_weight)
         fault.kind, fault.hint = _judged(event, grown)
         if fault.kind == "weights" and unguarded:
-            fault.hint += f" {unguarded} steps were not watched, to stay in the budget: --max-overhead none watches each."
+            fault.hint += (
+                f" {unguarded} steps were not watched, to stay in the budget: --max-overhead none watches each."
+            )
         return fault
 
     def _replay(self, model: nn.Module) -> Event | None:
@@ -164,19 +170,20 @@ class Diagnosis:
         random = _random_state()
         loss: Any = None
         try:
-            for one, _ in gradients:
-                one.grad = None
+            model.zero_grad(set_to_none=True)
             _set_random_state(moment.random)
             args, kwargs = _tree_map(_detached, moment.given)
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")  # what is said of the step was said when it ran
                 if "torch._dynamo" in sys.modules:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 self._enter_region(stack)
-                for place, one in enumerate(tensors_in((args, kwargs))):
-                    trace.give(one, f"the batch (tensor {place} of the model's arguments)")
-                for place, one in enumerate(self._own_inputs()):
-                    trace.give(one, f"the batch (tensor {place} beside the model)")
+                for place, given in enumerate(tensors_in((args, kwargs))):
+                    trace.give(given, f"the batch (tensor {place} of the model's arguments)")
+                for place, given in enumerate(self._own_inputs()):
+                    trace.give(given, f"the batch (tensor {place} beside the model)")
                 stack.enter_context(tracing(trace, model))
                 loss = self._loss_again(model(*args, **kwargs))
                 if loss is not None and not any(state_of(loss)):
@@ -184,11 +191,11 @@ class Diagnosis:
             return self._last_event(model, loss)
         finally:
             _set_random_state(random)
-            for one, before in gradients:
-                one.grad = before
+            for parameter, before in gradients:
+                parameter.grad = before
             with torch.no_grad():
-                for one, value in buffers:
-                    one.copy_(value)
+                for buffer, value in buffers:
+                    buffer.copy_(value)
 
     def _enter_region(self, stack: ExitStack) -> None:
         moment = self._moment
@@ -266,7 +273,10 @@ def _judged(event: Event, growth: float | None) -> tuple[str, str]:
     """What kind of fault an event is, and what to do."""
     if event.is_outside:
         if event.operation.startswith("the batch"):
-            return "batch", f"{event.operation[0].upper()}{event.operation[1:]} holds it: look at the data of this step."
+            return (
+                "batch",
+                f"{event.operation[0].upper()}{event.operation[1:]} holds it: look at the data of this step.",
+            )
         if event.operation.startswith(("parameter", "buffer")):
             return "weights", f"The {event.operation} was not finite before the step: an earlier step wrote it."
     if growth is not None and not growth < _EXPLODED:
@@ -278,9 +288,7 @@ def _judged(event: Event, growth: float | None) -> tuple[str, str]:
 
 
 def _hint(event: Event) -> str:
-    ranges = "; ".join(
-        f"{one['smallest']:.4g} .. {one['largest']:.4g}" for one in event.inputs if "smallest" in one
-    )
+    ranges = "; ".join(f"{one['smallest']:.4g} .. {one['largest']:.4g}" for one in event.inputs if "smallest" in one)
     told = f"Its inputs: {ranges}." if ranges else ""
     advice = next((text for names, text in _HINTS if {event.operation, event.place.op} & names), "")
     dtypes = {one["dtype"] for one in event.inputs}
@@ -295,14 +303,17 @@ _HINTS: list[tuple[set[str], str]] = [
     ({"log", "log2", "log10"}, "The logarithm of 0: clamp its input, or use log_softmax or log1p."),
     ({"div", "reciprocal", "true_divide"}, "A division by 0: add a small number to the divisor."),
     ({"_softmax", "softmax", "_safe_softmax"}, "A row that is masked as a whole has no largest element."),
-    ({"std", "var", "std_mean", "var_mean"}, "The deviation of one element is not defined: give more, or correction=0."),
+    (
+        {"std", "var", "std_mean", "var_mean"},
+        "The deviation of one element is not defined: give more, or correction=0.",
+    ),
     ({"exp", "expm1"}, "The exponential is beyond the largest number: subtract the maximum first."),
 ]
 
 
 def _random_state() -> list[Tensor]:
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         states.extend(torch.cuda.get_rng_state_all())
     return states
 

@@ -16,7 +16,19 @@ from lowp.compat import private
 from lowp.ops import table
 from lowp.ops.table import Row
 
-__all__ = ["Paths", "depth", "in_backward", "local", "op_of", "put_on", "source_line", "take_off", "tensors_in", "unwrapped"]
+__all__ = [
+    "Paths",
+    "depth",
+    "in_backward",
+    "is_on",
+    "local",
+    "op_of",
+    "put_on",
+    "source_line",
+    "take_off",
+    "tensors_in",
+    "unwrapped",
+]
 
 _modes = cast(Callable[[], list[Any]], private("torch.overrides._get_current_function_mode_stack"))
 _push = cast(Callable[[Any], None], private("torch.overrides._push_mode"))
@@ -32,6 +44,11 @@ def depth() -> int:
     return len(_modes())
 
 
+def is_on(mode: Any) -> bool:
+    """Whether a mode is in force."""
+    return any(one is mode for one in _modes())
+
+
 def put_on(mode: Any, place: int) -> None:
     """Put a mode in force below all that were entered since `place` of them were."""
     above = [_pop() for _ in range(max(depth() - place, 0))]
@@ -42,7 +59,7 @@ def put_on(mode: Any, place: int) -> None:
 
 def take_off(mode: Any) -> bool:
     """Take a mode away, wherever it lies; False where it is not in force, or runs just now."""
-    if not any(one is mode for one in _modes()):
+    if not is_on(mode):
         return False
     above = []
     while (one := _pop()) is not mode:
@@ -66,7 +83,7 @@ def op_of(function: Callable[..., Any]) -> Row | None:
 
 def local(x: Tensor) -> Tensor:
     """This rank's shard of a distributed tensor; any other as it is."""
-    found: Tensor = x.to_local() if hasattr(x, "to_local") else x  # type: ignore[operator]
+    found: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return found
 
 
@@ -103,25 +120,42 @@ def _is_library(file: str) -> bool:
 class Paths:
     """Where in a model the code is: the names of the modules that run."""
 
-    def __init__(self, model: nn.Module | None) -> None:
-        self._names: dict[int, str] = {}
+    def __init__(self, model: nn.Module) -> None:
         self._stack: list[str] = []
-        if model is not None:
-            self.add(model)
+        named = unwrapped(model).named_modules()
+        self._modules = [(name.replace("._orig_mod", ""), module) for name, module in named]
 
-    def add(self, model: nn.Module) -> None:
-        """Know the modules of one more model."""
-        for name, module in unwrapped(model).named_modules():
-            self._names.setdefault(id(module), name)
+    def follow(
+        self,
+        entered: Callable[[nn.Module], None] = lambda module: None,
+        left: Callable[[nn.Module, Any], None] = lambda module, result: None,
+    ) -> Callable[[], None]:
+        """Follow the calls of the model's modules, and return what ends that."""
+        self.clear()
+        handles: list[Any] = []
+        for name, module in self._modules:
+
+            def enter(module: nn.Module, given: Any, name: str = name) -> None:
+                self._stack.append(name)
+                entered(module)
+
+            def leave(module: nn.Module, given: Any, result: Any) -> None:
+                left(module, result)
+                self.leave()
+
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+
+        def end() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return end
 
     @property
     def current(self) -> str:
         """The path of the module that runs, '' for the model itself and outside it."""
         return self._stack[-1] if self._stack else ""
-
-    def enter(self, module: nn.Module) -> None:
-        """Follow a call into a module; one of another model keeps the path of its caller."""
-        self._stack.append(self._names.get(id(module), self.current))
 
     def leave(self) -> None:
         """Follow the return."""

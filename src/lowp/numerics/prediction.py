@@ -183,7 +183,7 @@ def _shared_scale(largest: float, format: ScaledFormat) -> float:
         return top / largest
     if isinstance(format.scale, PowerOfTwo):  # the smallest scale under which the largest number fits
         exponent = math.ceil(math.log2(Fraction(largest) / Fraction(top)))
-        return math.ldexp(1.0, -exponent)
+        return math.ldexp(1.0, -min(max(exponent, format.scale.min_exponent), format.scale.max_exponent))
     emax = format.element.max_exponent if isinstance(format.element, FloatFormat) else format.element.bits - 2
     return math.ldexp(1.0, emax - (math.frexp(largest)[1] - 1))  # OCP MX 1.0, section 6.3
 
@@ -279,14 +279,14 @@ def scale_window(seen: Spectrum, to: str | Cast | Format, flushed: float = MOST_
     """The loss scales that bring a gradient into a float format; every one where it is all zeros."""
     format = _format_of(to)
     if not isinstance(format, FloatFormat):
-        raise InvalidInput(f"a loss scale is predicted for float formats (fp16, e5m2), not for {format}: it has its own")
+        raise InvalidInput(
+            f"a loss scale is predicted for float formats (fp16, e5m2), not for {format}: it has its own"
+        )
     if not seen.nonzero or not seen.maximum:
         return _WIDEST
     grid = _grid(format)
     highest = math.floor(math.log2(format.maximum / seen.maximum))
-    lowest = next(
-        (power for power in range(-126, 128) if effect_flushed(seen, grid, power) < flushed), _WIDEST.highest
-    )
+    lowest = next((power for power in range(-126, 128) if effect_flushed(seen, grid, power) < flushed), _WIDEST.highest)
     return Window(lowest, highest)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowp import distributed
 from lowp.errors import Misuse
@@ -98,8 +99,8 @@ class Profiler:
             hooks.append(self.optimizer.register_step_pre_hook(self._before_step))
             hooks.append(self.optimizer.register_step_post_hook(self._after_step))
         else:
-            hooks.append(torch.optim.optimizer.register_optimizer_step_pre_hook(self._before_step))
-            hooks.append(torch.optim.optimizer.register_optimizer_step_post_hook(self._after_step))
+            hooks.append(register_optimizer_step_pre_hook(self._before_step))
+            hooks.append(register_optimizer_step_post_hook(self._after_step))
         self._ends = [hook.remove for hook in hooks]
         self._begun = time.perf_counter()
         return self
@@ -179,13 +180,11 @@ class Profiler:
 
     def _begin_watch(self) -> None:
         self._watch = Watch(self.step, self._paths, self._named, self._scale)
-        if not self._divergence:
-            self._watch.on_backward = self._saw_loss
+        self._watch.on_backward = self._saw_loss
         if _uses_compiler():
             self._eager = torch.compiler.set_stance("force_eager")
             self._eager.__enter__()
         self._watch.follow()
-        self._paths.enter(self._inner)
         put_on(self._watch, self._place)
 
     def _drop_watch(self) -> None:
@@ -213,7 +212,7 @@ class Profiler:
         if loss.numel() == 1:
             seen.loss = float(loss.detach()) / scale
             if self._moment is not None:
-                self._moment.loss = loss
+                self._moment.end(loss)
                 if seen.loss != seen.loss or abs(seen.loss) == float("inf"):
                     self._diagnose("loss")
 
@@ -372,5 +371,3 @@ def _header(model: nn.Module, precision: Any) -> dict[str, Any]:
         "lowp": __version__,
         "torch": torch.__version__,
     }
-
-

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from lowp import files
 from lowp.errors import InvalidInput
@@ -22,7 +22,6 @@ __all__ = ["KIND", "PHASES", "ROLES", "VERSION", "Key", "OpSeen", "Part", "Print
 KIND, VERSION = "lowp profile", 1
 ROLES = ("input", "weight", "output", "grad", "weight_grad", "update")
 PHASES = ("forward", "backward", "step")
-_Value = TypeVar("_Value")
 
 
 class Key(NamedTuple):
@@ -88,8 +87,8 @@ class Part:
 
     def add(self, other: Part) -> None:
         """Take in what another part has seen."""
-        for mine, theirs in ((self.tensors, other.tensors), (self.updates, other.updates)):
-            _add_up(mine, theirs)  # type: ignore[type-var]
+        _add_up(self.tensors, other.tensors)
+        _add_up(self.updates, other.updates)
         for place, seen in other.ops.items():
             mine = self.ops.setdefault(place, OpSeen(seen.op_class, 0, seen.line, seen.operands))
             mine.calls += seen.calls
@@ -286,9 +285,9 @@ class Journal:
         self._file.flush()
 
 
-def _add_up(mine: dict[Any, _Value], theirs: Mapping[Any, _Value]) -> None:
+def _add_up(mine: dict[Any, Any], theirs: Mapping[Any, Any]) -> None:
     for name, seen in theirs.items():
-        mine[name] = mine[name] + seen if name in mine else seen  # type: ignore[operator]
+        mine[name] = mine[name] + seen if name in mine else seen
 
 
 def _fill(mine: StepSeen, other: StepSeen) -> None:

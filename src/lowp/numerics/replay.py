@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from lowp.compat import private
@@ -25,6 +25,7 @@ _current_node = cast(Callable[[], Any], private("torch._C._current_autograd_node
 # ops that write the infinity they are given, or one that they stand for: a mask, not a fault
 _FILLS = frozenset("masked_fill full full_like fill new_full scalar_tensor lift_fresh constant_pad_nd where".split())
 _MARK = "lowp_place"
+_OUTSIDE = "a tensor made outside of torch's operations"
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Trace:
     def give(self, x: Tensor, what: str) -> None:
         """Note a tensor that was there before: of the batch, or a parameter."""
         nan, inf = state_of(x)
-        if not nan and not inf:
+        if (not nan and not inf) or _address(x) in self._bad:
             return
         only_minus = not nan and not bool((x == math.inf).any())
         event = self._add(what, Place(what, "", ""), "given", (nan, inf), [x])
@@ -118,15 +119,17 @@ class Trace:
 
     def came_in(self, x: Tensor) -> None:
         """Note an argument that is not finite and that no operation is known to have made so: foreign code has."""
-        nan, inf = state_of(x)
-        if (not nan and not inf) or _address(x) in self._bad:
+        if not any(state_of(x)):
             return
         node = x.grad_fn
-        name = "a tensor made outside of torch's operations" if node is None else _node_name(node)
-        self.give(x, name)
-        event = self.events[-1]
-        event.phase = "given" if node is None else "forward"
-        event.place = Place(name, self.paths.current, source_line())
+        known = self.event_of(x)
+        if known is None:
+            self.give(x, _OUTSIDE)
+            known = self.events[-1]
+            known.place = Place(_OUTSIDE, self.paths.current, source_line())
+        if known.operation == _OUTSIDE and isinstance(node, BackwardCFunction):
+            known.operation, known.phase = _node_name(node), "forward"
+            known.place = _marks(node).get(_MARK) or Place(_node_name(node), self.paths.current, source_line())
 
     def ran(self, operation: str, given: list[tuple[Tensor, tuple[int, int]]], results: list[Tensor]) -> None:
         """Note an operation whose result is not finite."""
@@ -137,7 +140,7 @@ class Trace:
         phase = "forward" if node is None else "backward"
         place = self.current or Place(operation, self.paths.current, "")
         if node is not None:
-            place = node.metadata.get(_MARK) or Place(_node_name(node), "", "")
+            place = _marks(node).get(_MARK) or Place(_node_name(node), "", "")
         nan, inf = (sum(state[i] for _, state in bad) for i in (0, 1))
         event = self._add(operation, place, phase, (nan, inf), [one for one, _ in given])
         for one, (nans, infinities) in given:
@@ -160,9 +163,9 @@ class Trace:
         waiting = [one.grad_fn for one in tensors_in(results) if one.grad_fn is not None]
         while waiting:
             node = waiting.pop()
-            if _MARK in node.metadata or type(node).__name__ == "AccumulateGrad":
+            if _MARK in _marks(node) or type(node).__name__ == "AccumulateGrad":
                 continue
-            node.metadata[_MARK] = place
+            _marks(node)[_MARK] = place
             waiting.extend(one for one, _ in node.next_functions if one is not None)
 
 
@@ -175,6 +178,12 @@ def _address(x: Tensor) -> int:
         return x.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse and other tensors without one
         return id(x)
+
+
+def _marks(node: Any) -> dict[str, Place]:
+    """What a node of the graph carries of ours and of others."""
+    found: dict[str, Place] = node.metadata
+    return found
 
 
 def _node_name(node: Any) -> str:
@@ -221,13 +230,14 @@ class _Calls(TorchFunctionMode):
         given = tensors_in((args, kwargs))
         for one in given:
             trace.came_in(one)
-            if one.grad_fn is not None and _MARK not in one.grad_fn.metadata:  # a Function of the user's
+            if one.grad_fn is not None and _MARK not in _marks(one.grad_fn):  # a Function of the user's
                 trace.mark(one, Place(_node_name(one.grad_fn), trace.paths.current, line))
-        before, trace.current = trace.current, Place(name_of(func), trace.paths.current, line)
+        place = Place(name_of(func), trace.paths.current, line)
+        before, trace.current = trace.current, place
         try:
             result = func(*args, **kwargs)
         finally:
-            trace.current, place = before, trace.current
+            trace.current = before
         trace.mark(result, place)
         return result
 
@@ -237,23 +247,17 @@ def tracing(trace: Trace, model: nn.Module) -> Iterator[None]:
     """Trace what runs in this block."""
     paths = trace.paths
 
-    def leave(module: nn.Module, given: Any, result: Any) -> None:
+    def left(module: nn.Module, result: Any) -> None:
         for one in tensors_in(result):
-            if one.grad_fn is not None and _MARK not in one.grad_fn.metadata:
+            if one.grad_fn is not None and _MARK not in _marks(one.grad_fn):
                 trace.mark(one, Place(_node_name(one.grad_fn), paths.current, ""))
-        paths.leave()
 
     for name, parameter in model.named_parameters():
         trace.give(local(parameter.detach()), f"parameter {name}")
     for name, buffer in model.named_buffers():
         trace.give(buffer, f"buffer {name}")
-    paths.clear()
     with ExitStack() as stack:
-        for handle in (
-            register_module_forward_pre_hook(lambda module, given: paths.enter(module)),
-            register_module_forward_hook(leave, always_call=True),
-        ):
-            stack.callback(handle.remove)
+        stack.callback(paths.follow(left=left))
         stack.enter_context(_Operations(trace))
         stack.enter_context(_Calls(trace))
         yield

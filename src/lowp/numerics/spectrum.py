@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowp.errors import InvalidInput
-from lowp.kernels import statistics
+from lowp.kernels.functions import statistics
 
 __all__ = ["PARTS", "Spectrum"]
 
-PARTS = 8  # bins of an octave: one for each value of the three bits after the leading one
+PARTS = 16  # bins of an octave: one for each value of the four bits after the leading one
 _BINS = 256 * PARTS
 _BIAS = 127
 _INFINITE = 255 * PARTS  # the first bin of what is no number
@@ -33,12 +33,12 @@ def _zeros(length: int) -> Counts:
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """How many numbers of a tensor are in each eighth of an octave. ``a + b`` is that of both together.
+    """How many numbers of a tensor are in each sixteenth of an octave. ``a + b`` is that of both together.
 
-    `bins`: int64 [2048]; bin 8 (e + 127) + i counts the numbers with 2^e (1 + i/8) <= |x| < 2^e (1 + (i + 1)/8), the
-    first eight everything below 2^-126 but zeros, the last eight nothing. `significant`: int64 [25]; how many numbers
-    need so many bits of significand, the leading one included. `maximum` is the largest finite |x|, `sum_squares` the
-    energy of the finite numbers, `tensors` how many were added up.
+    `bins`: int64 [4096]; bin 16 (e + 127) + i counts the numbers with 2^e (1 + i/16) <= |x| < 2^e (1 + (i + 1)/16), the
+    first 16 everything below 2^-126 but zeros, the last 16 nothing. `significant`: int64 [25]; how many numbers need so
+    many bits of significand, the leading one included. `maximum` is the largest finite |x|, `sum_squares` the energy of
+    the finite numbers, `tensors` how many were added up.
     """
 
     bins: Counts = field(default_factory=lambda: _zeros(_BINS))
@@ -62,7 +62,7 @@ class Spectrum:
         flat = x.reshape(-1)
         seen = statistics(flat)
         bits = flat.view(torch.int32) & 0x7FFFFFFF
-        bins = torch.bincount(bits >> 20, minlength=_BINS)
+        bins = torch.bincount(bits >> 19, minlength=_BINS)
         fraction = bits & 0x7FFFFF
         # the lowest bit that is set is a power of two, whose exponent tells how many zeros end the significand
         lowest = (fraction & -fraction).float().view(torch.int32) >> 23
@@ -74,9 +74,7 @@ class Spectrum:
         needed[1] -= zeros
         if nonfinite:
             needed = _needed(flat)
-        return cls(
-            counted, needed, x.numel(), zeros, seen.nan, seen.inf, seen.maximum, seen.sum_squares, 1
-        )
+        return cls(counted, needed, x.numel(), zeros, seen.nan, seen.inf, seen.maximum, seen.sum_squares, 1)
 
     def __add__(self, other: Spectrum) -> Spectrum:
         if not isinstance(other, Spectrum):
@@ -84,7 +82,10 @@ class Spectrum:
         return Spectrum(
             self.bins + other.bins,
             self.significant + other.significant,
-            *(getattr(self, name) + getattr(other, name) for name in ("count", "zeros", "nan", "inf")),
+            self.count + other.count,
+            self.zeros + other.zeros,
+            self.nan + other.nan,
+            self.inf + other.inf,
             max(self.maximum, other.maximum),
             self.sum_squares + other.sum_squares,
             self.tensors + other.tensors,
@@ -151,13 +152,19 @@ class Spectrum:
             bins, first = _zeros(_BINS), document["first_bin"]
             given = np.asarray(document["bins"], np.int64).reshape(-1)
             bins[first : first + len(given)] = given
+            if not 0 <= first <= _BINS - len(given):
+                raise ValueError("its bins lie outside")
             significant = np.asarray(document["significant"], np.int64)
-            numbers = [float(document[name]) if name in _REALS else int(document[name]) for name in _NUMBERS]
+            numbers = {name: float(document[name]) if name in _REALS else int(document[name]) for name in _NUMBERS}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InvalidInput(f"it holds a spectrum that is none: {error!r}") from None
-        if significant.shape != (_LONGEST + 1,) or bins.min() < 0 or any(not number >= 0 for number in numbers):
+        if (
+            significant.shape != (_LONGEST + 1,)
+            or bins.min() < 0
+            or any(not number >= 0 for number in numbers.values())
+        ):
             raise InvalidInput("it holds a spectrum that is none: its counts are not those of numbers")
-        return cls(bins, significant, *numbers)
+        return cls(bins, significant, **numbers)  # type: ignore[arg-type]
 
 
 _REALS = ("maximum", "sum_squares")

@@ -12,10 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from lowp.numerics.modes import Paths, in_backward, local, op_of, source_line, tensors_in
+from lowp.numerics.modes import (
+    Paths,
+    depth,
+    in_backward,
+    is_on,
+    local,
+    op_of,
+    put_on,
+    source_line,
+    take_off,
+    tensors_in,
+)
 from lowp.numerics.record import Key, OpSeen, Part, Print
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.updates import Updates
@@ -43,6 +53,7 @@ class Watch(TorchFunctionMode):
         self._paths, self._names, self._scale = paths, names, scale
         self._gradients: dict[int, tuple[Key, Spectrum, Print]] = {}
         self._hooked = 0
+        self._computed_again: nn.Module | None = None
         self._prints: list[Print] = []
         self._weights: dict[str, Tensor] = {}
         self._ends: list[Callable[[], None]] = []
@@ -52,12 +63,17 @@ class Watch(TorchFunctionMode):
     # -- the forward pass ---------------------------------------------------------------------------------------------
     def follow(self) -> None:
         """Follow the modules that are called from now on."""
-        self._paths.clear()
-        handles = [
-            register_module_forward_pre_hook(lambda module, given: self._paths.enter(module)),
-            register_module_forward_hook(lambda module, given, result: self._paths.leave(), always_call=True),
-        ]
-        self._ends.extend(handle.remove for handle in handles)
+        self._ends.append(self._paths.follow(self._entered, self._left))
+
+    def _entered(self, module: nn.Module) -> None:
+        if in_backward() and not is_on(self):  # a checkpoint computes again, where no mode is in force
+            self._computed_again = module
+            put_on(self, depth())
+
+    def _left(self, module: nn.Module, result: Any) -> None:
+        if self._computed_again is module:
+            self._computed_again = None
+            take_off(self)
 
     def look_into_region(self) -> None:
         """Observe the region of lowp's that is in force, if there is one."""

@@ -1,0 +1,222 @@
+"""Ten planted faults, each of which is named; and a healthy run, of which nothing is said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lowp
+
+
+class Model(nn.Module):
+    """Two linear layers with whatever is between them, where the fault is planted."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], path: str = "between") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.between = Between(between)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.between(self.first(x)))
+        return found
+
+
+class Between(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def fault_of(
+    model: nn.Module,
+    batch: Tensor | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
+    rate: float = 0.01,
+    steps: int = 4,
+) -> dict[str, Any]:
+    """Train a few steps, the last on `batch`, and return the one fault that was found."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    y = torch.randint(3, (5,), generator=torch.Generator().manual_seed(0))
+    with lowp.profile(model, optimizer, max_overhead=None) as profile:
+        for step in range(steps):
+            x = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
+            x = batch if batch is not None and step == steps - 1 else x
+            optimizer.zero_grad()
+            loss(model(x), y[: len(x)]).backward()
+            optimizer.step()
+    faults = profile.record.part.faults
+    assert len(faults) == 1, faults
+    return faults[0]
+
+
+def zeros_once(x: Tensor) -> Tensor:
+    return x * 0 if Counter.next() >= 3 else x
+
+
+class Counter:
+    """Counts the calls of planted functions: faults come at the fourth."""
+
+    calls = 0
+
+    @classmethod
+    def next(cls) -> int:
+        cls.calls += 1
+        return cls.calls - 1
+
+
+@pytest.fixture(autouse=True)
+def _from_the_start() -> None:
+    Counter.calls = 0
+
+
+def test_a_logarithm_of_zero_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    fault = fault_of(Model(lambda x: torch.log(x.relu() + 1e-3 * (x.abs().amax() < 10))), torch.full((5, 8), -1e6))
+    assert (fault["op"], fault["module"], fault["phase"]) == ("log", "between", "forward")
+    assert fault["line"].startswith("test_divergence.py:") and "clamp its input" in fault["hint"]
+    assert fault["inputs"][0]["smallest"] == 0 and fault["step"] == 3
+    assert len(fault["history"]) == 4 and fault["history"][0]["loss"] is not None
+    assert "First: log" in capsys.readouterr().err
+
+
+def test_an_overflow_of_fp16_is_named_with_its_layer() -> None:
+    model = Model(lambda x: x)
+    fault = fault_of(
+        model, torch.full((5, 8), 3e6), lambda output, y: nn.functional.cross_entropy(output.half().float(), y)
+    )
+    assert fault["operation"] == "_to_copy" and fault["phase"] == "forward" and fault["inf"] > 0
+    assert "beyond the largest number" in fault["hint"]
+
+
+def test_an_overflow_in_a_region_of_lowp_s_names_the_layer() -> None:
+    model = Model(lambda x: x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with lowp.profile(model, optimizer, max_overhead=None) as profile:
+        with lowp.autocast("fp16"):
+            output = model(torch.full((5, 8), 6e4) * 30)
+            loss = output.float().sum()
+        loss.backward()
+        optimizer.step()
+    (fault,) = profile.record.part.faults
+    assert fault["module"] == "first" and fault["op"] == "linear" and fault["inf"] > 0
+
+
+def test_a_row_that_a_mask_hides_as_a_whole_is_named() -> None:
+    def attend(x: Tensor) -> Tensor:
+        hidden = torch.zeros(5, 8, dtype=torch.bool)
+        hidden[:, 3:] = True
+        if Counter.next() >= 3:
+            hidden[2] = True
+        return x.masked_fill(hidden, -math.inf).softmax(-1)
+
+    fault = fault_of(Model(attend))
+    assert fault["op"] == "softmax" and fault["module"] == "between" and "masked as a whole" in fault["hint"]
+
+
+def test_a_division_by_the_sum_of_a_mask_is_named() -> None:
+    def average(x: Tensor) -> Tensor:
+        mask = torch.ones(5, 8) * (Counter.next() < 3)
+        return x * mask / mask.sum(-1, keepdim=True)
+
+    fault = fault_of(Model(average))
+    assert fault["op"] in ("div", "true_divide") and fault["module"] == "between" and "divisor" in fault["hint"]
+
+
+def test_a_learning_rate_that_explodes_is_named() -> None:
+    fault = fault_of(Model(lambda x: x), None, lambda output, y: (output**2).sum(), rate=10.0, steps=12)
+    assert fault["kind"] == "exploding" and "the learning rate is too large" in fault["hint"]
+
+
+def test_bad_data_is_named_as_the_batch_s() -> None:
+    batch = torch.randn(5, 8)
+    batch[1, 2] = math.nan
+    fault = fault_of(Model(lambda x: x), batch)
+    assert fault["kind"] == "batch" and "tensor 0 of the model's arguments" in fault["hint"]
+
+
+@pytest.mark.filterwarnings("ignore:std:UserWarning")
+def test_a_normalisation_over_one_element_is_named() -> None:
+    fault = fault_of(Model(lambda x: (x - x.mean(0)) / (x.std(0) + 1e-5)), torch.randn(1, 8))
+    assert fault["op"] == "std" and fault["nan"] > 0 and "one element" in fault["hint"]
+
+
+def test_the_gradient_of_a_square_root_at_zero_is_named() -> None:
+    fault = fault_of(Model(lambda x: (zeros_once(x) ** 2).sqrt()))
+    assert (fault["what"], fault["phase"], fault["op"]) == ("gradients", "backward", "sqrt")
+    assert fault["module"] == "between" and "derivative at 0" in fault["hint"]
+
+
+class Foreign(torch.autograd.Function):
+    """Computes outside of torch, as bindings of other libraries do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spoil: bool) -> Tensor:
+        array = x.detach().numpy().copy()
+        array[0] = math.nan if spoil else array[0]
+        return torch.from_numpy(array)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+def test_a_function_of_the_user_s_own_is_named() -> None:
+    fault = fault_of(Model(lambda x: Foreign.apply(x, Counter.next() >= 3)))  # type: ignore[no-untyped-call]
+    assert fault["op"] == "Foreign" and fault["nan"] > 0
+
+
+def test_a_fault_inside_a_checkpointed_block_is_named() -> None:
+    block = Between(lambda x: torch.exp(x * (1 if x.abs().amax() < 100 else 1e3)))
+    model = Model(lambda x: checkpoint(block, x, use_reentrant=False))
+    fault = fault_of(model, torch.full((5, 8), 1e4))
+    assert (fault["op"], fault["module"]) == ("exp", "between") and fault["phase"] == "forward"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_fault_inside_a_compiled_module_is_named() -> None:
+    model = Model(lambda x: torch.exp(x))
+    model.between = torch.compile(model.between, backend="eager")  # type: ignore[assignment]
+    fault = fault_of(model, torch.full((5, 8), 1e5))
+    assert fault["op"] == "exp" and fault["module"].startswith("between")
+
+
+def test_a_step_that_a_healthy_scaler_skips_is_no_fault() -> None:
+    model = Model(lambda x: x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = lowp.GradScaler("cpu", init_scale=2.0**20)
+    with lowp.profile(model, optimizer, scaler=scaler, max_overhead=None) as profile:
+        for step in range(4):
+            optimizer.zero_grad()
+            with lowp.autocast("fp16"):
+                loss = nn.functional.cross_entropy(model(torch.randn(5, 8) * 30), torch.randint(3, (5,)))
+            scaler.scale(loss).backward()
+            if step == 1:
+                model.first.weight.grad[0, 0] = math.inf  # type: ignore[index]
+            scaler.step(optimizer)
+            scaler.update()
+    record = profile.record
+    assert not record.part.faults
+    assert any(one.skipped for one in record.steps)
+
+
+def test_the_replay_leaves_model_gradients_and_random_numbers_as_they_were() -> None:
+    draws = []
+    for watched in (True, False):
+        model = Model(lambda x: torch.log(x.relu()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with lowp.profile(model, optimizer, max_overhead=None, divergence=watched):
+            torch.manual_seed(5)
+            nn.functional.cross_entropy(model(torch.randn(5, 8)), torch.randint(3, (5,))).backward()
+            optimizer.step()
+        draws.append((torch.rand(1), model.first.weight.grad))
+    assert torch.equal(draws[0][0], draws[1][0])
+    assert torch.equal(draws[0][1].isnan(), draws[1][1].isnan())  # type: ignore[union-attr]

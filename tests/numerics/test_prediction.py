@@ -1,0 +1,137 @@
+"""Predictions against real casts of the same tensors: shares to 1e-4, the signal-to-noise ratio to a fifth of a dB."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowp
+from lowp.errors import InvalidInput
+from lowp.formats import FloatFormat
+from lowp.numerics.prediction import Window, effect, lost_updates, scale_window, sensitivity
+from lowp.numerics.spectrum import Spectrum
+from lowp.numerics.updates import Updates
+
+FORMATS = ["fp16", "bf16", "bf16-tpu", "e5m2", "e4m3fn", "e4m3fnuz", "tf32", "e5m7", "e6m9"]
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(3, 200_000, generator=generator)
+    return {
+        "activations": normal[0].relu() * 3,
+        "weights": (torch.rand(200_000, generator=generator) - 0.5) * 0.2,
+        "gradients": normal[1] * 2.0**-18 * torch.exp(2 * normal[2]),
+    }
+
+
+def float_format(name: str) -> FloatFormat:
+    found = lowp.format(name)
+    assert isinstance(found, FloatFormat)
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("scale", [1.0, 256.0, 3.0])
+def test_flushed_subnormal_and_overflown_shares_are_those_of_a_cast(name: str, scale: float) -> None:
+    format = float_format(name)
+    for what, x in tensors().items():
+        scaled = x * scale
+        cast, present = lowp.quantize(scaled, name), scaled != 0
+        found, count = effect(Spectrum.of(x), name, scale), int(present.sum())
+        flushed = int(((cast == 0) & present).sum()) / count
+        overflow = int((~torch.isfinite(cast)).sum()) / count
+        small = int(((scaled.abs() < format.smallest_normal) & present & (cast != 0)).sum()) / count
+        # a power of two moves whole bins; another scale cuts them, and numbers are taken to lie evenly in a bin
+        close = 1e-4 if scale != 3.0 else 1e-3
+        assert found.flushed == pytest.approx(flushed, abs=close), what
+        assert found.overflow == pytest.approx(overflow, abs=close), what
+        if format.subnormals:
+            assert found.subnormal == pytest.approx(small, abs=close), what
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "tf32", "e4m3fn", "int8", "dfp16", "flex16+5"])
+def test_the_signal_to_noise_ratio_is_that_of_a_cast(name: str) -> None:
+    for what in ("activations", "weights"):
+        x = tensors()[what]
+        if name == "int8":
+            x = x[None]  # one row, so that its scale is the tensor's
+        error = lowp.quantize(x, name).double() - x.double()
+        real = 10 * math.log10(float((x.double() ** 2).sum() / (error**2).sum()))
+        assert effect(Spectrum.of(x), name).signal_to_noise == pytest.approx(real, abs=0.25), what
+
+
+def test_numbers_that_a_format_holds_lose_nothing() -> None:
+    assert effect(Spectrum.of(torch.randint(0, 17, (1000,)) / 16), "bf16").signal_to_noise == math.inf
+
+
+def test_one_number_beyond_the_largest_is_enough_to_overflow() -> None:
+    seen = Spectrum.of(torch.cat((torch.ones(10**6), torch.tensor([65520.0]))))
+    assert effect(seen, "fp16").overflows and not effect(seen, "bf16").overflows
+    assert not effect(Spectrum.of(torch.tensor([65519.0])), "fp16").overflows
+
+
+def test_scales_of_blocks_give_a_bound() -> None:
+    assert effect(Spectrum.of(torch.randn(64)), "mxfp8").is_bound
+    assert not effect(Spectrum.of(torch.randn(64)), "dfp16").is_bound
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "tf32", "e8m3", "bf16-tpu"])
+@pytest.mark.parametrize("rate", [1e-5, 1e-4, 1e-3])
+def test_lost_updates_are_those_of_a_weight_in_the_format(name: str, rate: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.rand(300_000, generator=generator) - 0.5) * 0.2
+    weight[:20_000] = 1.0  # as of a normalisation
+    update = torch.randn(300_000, generator=generator) * rate
+    stored = lowp.quantize(weight, name)
+    real = float((lowp.quantize(stored + update, name) == stored)[update != 0].float().mean())
+    found = lost_updates(Updates.of(weight, update, None), Spectrum.of(weight), name)
+    assert found == pytest.approx(real, abs=1e-4)
+
+
+def test_below_a_power_of_two_updates_need_to_be_half_as_large() -> None:
+    weight = torch.tensor([1.0])
+    grows, shrinks = (Updates.of(weight, torch.tensor([size]), None) for size in (0.003, -0.003))
+    assert lost_updates(grows, Spectrum.of(weight), "bf16") == 1.0
+    assert lost_updates(shrinks, Spectrum.of(weight), "bf16") == 0.0
+
+
+def test_the_window_of_loss_scales_ends_where_a_cast_overflows() -> None:
+    x = tensors()["gradients"]
+    window = scale_window(Spectrum.of(x), "fp16")
+    assert torch.isfinite(lowp.quantize(x * 2.0**window.highest, "fp16")).all()
+    assert not torch.isfinite(lowp.quantize(x * 2.0 ** (window.highest + 1), "fp16")).all()
+    flushed = [
+        (lowp.quantize(x * 2.0**power, "fp16") == 0).float().mean() for power in (window.lowest, window.lowest - 1)
+    ]
+    assert flushed[0] < 1e-3 <= flushed[1]
+    assert window.recommended == max(window.lowest, window.highest - 3)
+
+
+def test_windows_meet_and_may_be_empty() -> None:
+    assert Window(2, 9).meet(Window(4, 20)) == Window(4, 9)
+    assert Window(2, 9).meet(Window(11, 20)).is_empty
+
+
+def test_sensitivity_is_the_first_order_of_what_rounding_does_to_the_loss() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient = torch.randn(2, 100_000, generator=generator)
+    changes = [
+        float(((lowp.quantize(weight, "e5m2:stochastic", seed=seed) - weight) * gradient).sum()) for seed in range(30)
+    ]
+    real = math.sqrt(sum(change**2 for change in changes) / len(changes) / 2)  # twice the variance of nearest
+    found = sensitivity(Updates.of(weight, weight, gradient), "e5m2")
+    assert found == pytest.approx(real, rel=0.35)
+
+
+def test_what_has_no_prediction_is_said() -> None:
+    seen = Spectrum.of(torch.ones(3))
+    with pytest.raises(InvalidInput, match="float formats"):
+        lost_updates(Updates.of(torch.ones(3), torch.ones(3), None), seen, "int8")
+    with pytest.raises(InvalidInput, match="its own"):
+        scale_window(seen, "dfp16")
+    with pytest.raises(InvalidInput, match="did you mean bf16"):
+        effect(seen, "bf61")

@@ -1,0 +1,232 @@
+"""What is watched, in every way that a model is run, and that the training itself stays what it was."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numerics.small import network, train
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lowp
+from lowp.errors import InvalidInput, Misuse
+from lowp.numerics.record import Key, Record
+from lowp.numerics.sampling import Budget, is_sampled, parse_share
+from lowp.numerics.spectrum import Spectrum
+
+
+def profiled(model: nn.Module, steps: int = 3, **options: object) -> Record:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with lowp.profile(model, optimizer, max_overhead=None, **options) as profile:  # type: ignore[arg-type]
+        train(model, optimizer, steps)
+    return profile.record
+
+
+def test_a_model_in_plain_fp32_is_seen_in_every_role_and_phase() -> None:
+    record = profiled(network())
+    keys = set(record.tensors)
+    assert {Key("0", "linear", role, "forward") for role in ("input", "output")} <= keys
+    assert Key("0", "linear", "grad", "backward") in keys and Key("3", "linear", "grad", "backward") in keys
+    for name in ("0", "2", "3"):
+        assert Key(name, "weight", "weight", "step") in keys
+        assert Key(name, "weight", "weight_grad", "backward") in keys
+        assert Key(name, "weight", "update", "step") in keys
+    assert record.ops["0", "linear"].parameters == {"weight": "0.weight", "bias": "0.bias"}
+    assert record.ops["0", "linear"].line.startswith("small.py:")
+    assert record.ops["0", "linear"].multiplications == 3 * 8 * 16 * 32
+    assert record.sampled == [0, 1, 2] and record.steps[0].loss is not None
+
+
+def test_the_spectra_are_those_of_the_tensors() -> None:
+    model = network()
+    model.requires_grad_(True)
+    weight = model[0].weight.detach().clone()
+    record = profiled(model, steps=1)
+    assert np.array_equal(record.tensors[Key("0", "weight", "weight", "step")].bins, Spectrum.of(weight).bins)
+    update = model[0].weight.detach() - weight
+    assert np.array_equal(record.tensors[Key("0", "weight", "update", "step")].bins, Spectrum.of(update).bins)
+
+
+def test_watching_changes_no_bit_of_the_training() -> None:
+    ends = []
+    for watched in (False, True):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if watched:
+            with lowp.profile(model, optimizer, max_overhead=None):
+                train(model, optimizer, 5)
+        else:
+            train(model, optimizer, 5)
+        ends.append([one.detach().clone() for one in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+def test_steps_0_1_2_4_8_and_every_fiftieth_are_looked_at() -> None:
+    assert [step for step in range(160) if is_sampled(step)] == [0, 1, 2, 4, 8, 16, 32, 50, 100, 150]
+
+
+def test_gradients_are_recorded_without_the_loss_scale() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = lowp.GradScaler("cpu", init_scale=2.0**12)
+    key = Key("0", "linear", "grad", "backward")
+    plain = profiled(network(), steps=1).tensors[key]
+    with lowp.profile(model, optimizer, scaler=scaler, max_overhead=None) as profile:
+        generator = torch.Generator().manual_seed(1)
+        x, y = torch.randn(8, 16, generator=generator), torch.randint(4, (8,), generator=generator)
+        scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert np.array_equal(profile.record.tensors[key].bins, plain.bins)
+    assert profile.record.steps[0].scale == 2.0**12
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_region_of_lowp_s_is_seen_with_operands_as_they_were_given(precision: str) -> None:
+    model = network()
+    chosen = lowp.Precision(precision)
+    model, optimizer = chosen.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with lowp.profile(model, optimizer, precision=chosen, max_overhead=None) as profile:
+        for _ in range(2):
+            optimizer.zero_grad()
+            with chosen.autocast():
+                loss = nn.functional.cross_entropy(model(torch.randn(8, 16)), torch.randint(4, (8,)))
+            chosen.backward(loss)
+            chosen.step(optimizer)
+    seen = profile.record.ops["0", "linear"]
+    assert seen.dtypes["input"] == "float32" and seen.dtypes["output"] == (
+        "bfloat16" if precision == "bf16" else "float16"
+    )
+    assert profile.record.tensors[Key("0", "linear", "grad", "backward")].nonzero
+    assert not any(key.op in ("quantize", "to") for key in profile.record.tensors)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = network(), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        found: torch.Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_block_is_counted_once_and_its_gradients_too(reentrant: bool) -> None:
+    plain, record = profiled(network(), steps=1), profiled(Checkpointed(reentrant), steps=1)
+    assert record.ops["inner.0", "linear"].calls == 1
+    for role, phase in (("input", "forward"), ("grad", "backward")):
+        one = record.tensors[Key("inner.0", "linear", role, phase)]
+        assert np.array_equal(one.bins, plain.tensors[Key("0", "linear", role, phase)].bins)
+
+
+def test_a_compiled_model_is_seen_in_the_steps_that_are_looked_at() -> None:
+    torch.compiler.reset()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend="eager")
+    with lowp.profile(compiled, optimizer, max_overhead=None) as profile:
+        train(compiled, optimizer, 4)
+    assert profile.record.sampled == [0, 1, 2]
+    assert profile.record.tensors[Key("0", "linear", "grad", "backward")].tensors == 3
+
+
+def test_a_run_goes_on_through_nan() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowp.profile(model, optimizer, max_overhead=None, divergence=False) as profile:
+        train(model, optimizer, 2, lambda output, y: (output * float("nan")).sum())
+    assert profile.record.tensors[Key("0", "weight", "weight_grad", "backward")].nan > 0
+
+
+def test_what_runs_in_evaluation_is_not_counted() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowp.profile(model, optimizer, max_overhead=None) as profile:
+        train(model, optimizer, 1)
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(100, 16))
+    assert profile.record.ops["0", "linear"].calls == 1
+
+
+def test_the_budget_spreads_the_steps_that_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    budget, taken = Budget(0.03, started=0.0), []
+    for step in range(400):
+        if budget.wants(step):
+            taken.append(step)
+            budget.spent(0.5, True)
+            clock[0] += 0.5
+            budget.took()
+        clock[0] += 1.0
+    assert taken[0] == 0 and len(taken) > 5
+    assert budget.overhead <= 0.03
+
+
+@pytest.mark.parametrize(("text", "share"), [("3%", 0.03), ("0.5%", 0.005), (0.1, 0.1), ("none", None), (None, None)])
+def test_a_budget_is_a_share_of_the_time(text: str | float | None, share: float | None) -> None:
+    assert parse_share(text) == share
+
+
+@pytest.mark.parametrize("text", ["0", "-3%", "much", "nan", ""])
+def test_a_budget_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="give a share of the time such as 3%"):
+        parse_share(text)
+
+
+def test_an_empty_run_is_an_error_that_says_what_to_do() -> None:
+    model = network()
+    with (
+        pytest.raises(InvalidInput, match=r"no step of the model ran.*give that model and that optimizer"),
+        lowp.profile(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+    ):
+        pass
+
+
+def test_a_profile_is_entered_once() -> None:
+    model = network()
+    profile = lowp.profile(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with profile:
+        train(model, optimizer, 1)
+    with pytest.raises(Misuse, match="make a new one"), profile:
+        pass
+
+
+def test_what_is_no_model_or_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match="a torch module, not of int"):
+        lowp.profile(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a torch optimizer, not str"):
+        lowp.profile(network(), "SGD")  # type: ignore[arg-type]
+
+
+KILLED = """
+import os, sys, torch, lowp
+sys.path.insert(0, {tests!r})
+from numerics.small import network, train
+model = network()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with lowp.profile(model, optimizer, max_overhead=None, out={out!r}):
+    train(model, optimizer, 5)
+    os._exit(9)
+"""
+
+
+def test_a_run_that_is_killed_leaves_the_steps_it_had_written(tmp_path: Path, repository: Path) -> None:
+    out = tmp_path / "run.json"
+    script = KILLED.format(tests=str(repository / "tests"), out=str(out))
+    assert subprocess.run([sys.executable, "-c", script], env=None).returncode == 9
+    record = Record.load(out)
+    assert record.sampled == [0, 1, 2, 4] and not record.complete
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-100])  # killed while it wrote
+    assert Record.load(out).sampled == [0, 1, 2]

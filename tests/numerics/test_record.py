@@ -1,0 +1,88 @@
+"""Records: written and read back, merged over ranks, and refused where they are not what this lowp reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numerics.small import network, train
+from torch import nn
+
+import lowp
+from lowp.errors import InvalidInput
+from lowp.numerics.profiler import fingerprint_of
+from lowp.numerics.record import Key, Record
+
+
+@pytest.fixture(scope="module")
+def record() -> Record:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowp.profile(model, optimizer, max_overhead=None) as profile:
+        train(model, optimizer, 2)
+    return profile.record
+
+
+def test_a_record_comes_back_as_it_was(record: Record, tmp_path: Path) -> None:
+    record.save(tmp_path / "run.json")
+    again = Record.load(tmp_path / "run.json")
+    assert again.document() == record.document()
+    assert json.loads((tmp_path / "run.json").read_text())["version"] == 1
+
+
+def test_two_records_of_one_model_merge(record: Record) -> None:
+    both = record.merge(record)
+    key = Key("0", "linear", "input", "forward")
+    assert np.array_equal(both.tensors[key].bins, 2 * record.tensors[key].bins)
+    assert both.header["ranks"] == 2 and both.sampled == record.sampled
+
+
+def test_records_of_different_models_do_not_merge(record: Record) -> None:
+    other = Record({**record.header, "fingerprint": "another"}, record.part)
+    with pytest.raises(InvalidInput, match="a model with other parameters"):
+        record.merge(other)
+
+
+def test_a_model_that_has_changed_since_is_noticed(record: Record) -> None:
+    record.check_model(fingerprint_of(network()))
+    with pytest.raises(InvalidInput, match=r"have changed since.*profile the model again"):
+        record.check_model(fingerprint_of(nn.Linear(16, 32)))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("not json at all", "is no profile"),
+        ('{"kind": "training", "version": 1}', "it calls itself 'training'"),
+        ("[1, 2]", "it does not say so"),
+        ('{"kind": "lowp profile", "version": 99}', "has version 99 and this lowp reads version 1"),
+        ('{"kind": "lowp profile", "version": 1, "tensors": [{"module"', "is cut"),
+        ('{"kind": "lowp profile", "version": 1}', "an entry of it is missing"),
+        ('{"kind": "lowp profile", "version": 1, "lines": true}\n{"broken\n{}\n', "line 2 of the profile is damaged"),
+        ("", "is no profile"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused_in_words(text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(text)
+    with pytest.raises(InvalidInput, match=told):
+        Record.load(file)
+
+
+def test_a_file_that_is_not_text_or_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidInput, match="it is not text"):
+        Record.load(tmp_path / "run.json")
+    with pytest.raises(InvalidInput, match="there is no profile"):
+        Record.load(tmp_path / "none.json")
+
+
+def test_a_role_that_no_profile_has_is_refused(record: Record, tmp_path: Path) -> None:
+    document = record.document()
+    document["tensors"][0]["role"] = "colour"
+    (tmp_path / "run.json").write_text(json.dumps(document))
+    with pytest.raises(InvalidInput, match="a role 'colour'"):
+        Record.load(tmp_path / "run.json")

@@ -1,0 +1,79 @@
+"""Spectra and updates: what they count, that they add up, and that they come back from JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lowp.errors import InvalidInput
+from lowp.numerics.spectrum import PARTS, Spectrum
+from lowp.numerics.updates import Updates
+
+NUMBERS = [0.0, -0.0, 1.0, 1.25, -2.0, 3e-5, 1e-42, 65504.0]
+
+
+def test_a_spectrum_counts_each_number_in_its_sixteenth_of_an_octave() -> None:
+    seen = Spectrum.of(torch.tensor(NUMBERS))
+    assert (seen.count, seen.zeros, seen.nonzero, seen.maximum) == (8, 2, 6, 65504.0)
+    assert seen.bins[127 * PARTS] == 1 and seen.bins[127 * PARTS + PARTS // 4] == 1 and seen.bins[128 * PARTS] == 1
+    assert seen.bins[:PARTS].sum() == 1, "what is below 2^-126 is in the first octave"
+
+
+def test_significant_bits_tell_numbers_that_a_format_holds_as_they_are() -> None:
+    seen = Spectrum.of(torch.tensor([1.0, -4.0, 1.5, 1.25, 1 + 2.0**-10]))
+    assert {bits: int(count) for bits, count in enumerate(seen.significant) if count} == {1: 2, 2: 1, 3: 1, 11: 1}
+
+
+def test_nan_and_infinity_are_counted_and_change_nothing_else() -> None:
+    x = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    plain, mixed = Spectrum.of(x), Spectrum.of(torch.cat((x, torch.tensor([math.nan, math.inf, -math.inf]))))
+    assert (mixed.nan, mixed.inf, mixed.nonzero) == (1, 2, 100)
+    assert np.array_equal(plain.bins, mixed.bins) and np.array_equal(plain.significant, mixed.significant)
+    assert (plain.maximum, plain.sum_squares) == (mixed.maximum, pytest.approx(mixed.sum_squares))
+
+
+def test_the_spectra_of_two_halves_add_up_to_that_of_the_whole() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e-3
+    whole, both = Spectrum.of(x), Spectrum.of(x[:300]) + Spectrum.of(x[300:])
+    assert np.array_equal(whole.bins, both.bins) and whole.maximum == both.maximum and both.tensors == 2
+    assert both.sum_squares == pytest.approx(whole.sum_squares)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_floating_point_dtype_has_a_spectrum(dtype: torch.dtype) -> None:
+    assert Spectrum.of(torch.tensor([1.5, -0.25], dtype=dtype)).nonzero == 2
+
+
+def test_an_empty_tensor_has_an_empty_spectrum() -> None:
+    assert Spectrum.of(torch.empty(0, 3)).count == 0
+
+
+def test_a_spectrum_comes_back_from_json() -> None:
+    seen = Spectrum.of(torch.tensor([*NUMBERS, math.inf]))
+    again = Spectrum.read(json.loads(json.dumps(seen.document())))
+    assert np.array_equal(again.bins, seen.bins) and again.document() == seen.document()
+
+
+@pytest.mark.parametrize("change", [{"bins": [-1]}, {"significant": [1]}, {"count": None}, {"first_bin": 9999}])
+def test_a_damaged_spectrum_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(InvalidInput, match="a spectrum that is none"):
+        Spectrum.read({**Spectrum.of(torch.ones(3)).document(), **change})
+
+
+def test_updates_are_counted_by_both_sizes_and_by_what_they_do_to_the_weight() -> None:
+    weight, update = torch.tensor([1.0, 1.0, 1.5, -0.75, 0.0]), torch.tensor([-0.25, 0.25, -0.125, -0.5, 0.0])
+    seen = Updates.of(weight, update, torch.ones(5))
+    assert seen.joint.sum((0, 1)).tolist() == [2, 1, 1], "two grow, one shrinks, one shrinks from a power of two"
+    assert (seen.present, seen.none, seen.count) == (4, 1, 5)
+    assert seen.ratios() == {0: 1, 2: 2, 3: 1}
+
+
+def test_updates_add_up_and_come_back_from_json() -> None:
+    weight, update = torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
+    one, other = Updates.of(weight, update * 1e-3, weight), Updates.of(update, weight * 1e-3, None)
+    again = Updates.read(json.loads(json.dumps((one + other).document())))
+    assert np.array_equal(again.joint, one.joint + other.joint) and again.count == 1000
