@@ -24,6 +24,7 @@ _current_node = cast(Callable[[], Any], private("torch._C._current_autograd_node
 
 # ops that write the infinity they are given, or one that they stand for: a mask, not a fault
 _FILLS = frozenset("masked_fill full full_like fill new_full scalar_tensor lift_fresh constant_pad_nd where".split())
+_ALIASES = frozenset("alias detach lift_fresh view view_as".split())
 _MARK = "lowp_place"
 _OUTSIDE = "a tensor made outside of torch's operations"
 
@@ -134,7 +135,7 @@ class Trace:
     def ran(self, operation: str, given: list[tuple[Tensor, tuple[int, int]]], results: list[Tensor]) -> None:
         """Note an operation whose result is not finite."""
         bad = [(one, state) for one in results if any(state := state_of(one))]
-        if not bad:
+        if not bad or (operation in _ALIASES and all(_address(one) in self._bad for one, _ in bad)):
             return
         node = _current_node()
         phase = "forward" if node is None else "backward"
