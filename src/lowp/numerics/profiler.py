@@ -24,6 +24,7 @@ from lowp.numerics.modes import Paths, depth, in_backward, put_on, take_off, unw
 from lowp.numerics.record import Journal, Part, Record, StepSeen
 from lowp.numerics.sampling import Budget, parse_share
 from lowp.numerics.watching import Watch
+from lowp.ops.observing import Observation, observe
 
 __all__ = ["Profiler", "fingerprint_of"]
 
@@ -78,7 +79,8 @@ class Profiler:
         self._eager: Any = None
         self._begun = self._own_before = 0.0
         self._scale_before: float | None = None
-        self._failed = self._resting = self._guards = False
+        self._failed = self._resting = self._guards = self._next = False
+        self._end_observing: Callable[[], None] = lambda: None
         self._unguarded = 0
         self._first_weight: float | None = None
 
@@ -102,6 +104,7 @@ class Profiler:
             hooks.append(register_optimizer_step_pre_hook(self._before_step))
             hooks.append(register_optimizer_step_post_hook(self._after_step))
         self._ends = [hook.remove for hook in hooks]
+        self._prepare()
         self._begun = time.perf_counter()
         return self
 
@@ -161,10 +164,8 @@ class Profiler:
             return
         with self._own_time():
             self._note_skipped()
-            if self._watch is None and self._eager is None and self.budget.wants(self.step):
+            if self._watch is None and self._next:
                 self._begin_watch()
-            if self._watch is not None:
-                self._watch.look_into_region()
             self._guards = self._divergence and self._can_afford_guard()
             if self._guards:
                 if self._moment is None:
@@ -179,7 +180,7 @@ class Profiler:
                 self._moment.open(output, self._place)
 
     def _begin_watch(self) -> None:
-        self._watch = Watch(self.step, self._paths, self._named, self._scale)
+        self._watch = Watch(self.step, self._paths, self._inner, self._scale)
         self._watch.on_backward = self._saw_loss
         if _uses_compiler():
             self._eager = torch.compiler.set_stance("force_eager")
@@ -187,7 +188,19 @@ class Profiler:
         self._watch.follow()
         put_on(self._watch, self._place)
 
+    def _prepare(self) -> None:
+        """Decide whether the next step is looked at: regions of lowp's must know before they are entered."""
+        self._next = self.budget.wants(self.step)
+        if self._next:
+            self._end_observing = observe(self._observed)
+
+    def _observed(self, seen: Observation) -> None:
+        if self._watch is not None and not self._resting:
+            self._watch.observed(seen)
+
     def _drop_watch(self) -> None:
+        self._next = False
+        self._end_observing()
         if self._watch is not None:
             self._watch.stop()
             take_off(self._watch)
@@ -295,6 +308,8 @@ class Profiler:
             self._part.add(Part(steps=[StepSeen(**vars(seen))]))
         self._clock(watch is not None)
         self.step += 1
+        if watch is not None or not self._next:
+            self._prepare()
 
     def _has_changed(self, seen: StepSeen) -> bool:
         """Whether a step that was not looked at is kept: the scale was another one."""

@@ -29,8 +29,8 @@ from lowp.numerics.modes import (
 from lowp.numerics.record import Key, OpSeen, Part, Print
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.updates import Updates
+from lowp.ops.observing import Observation
 from lowp.region import threads
-from lowp.region.engine import Observation
 
 __all__ = ["Watch", "parameter_key"]
 
@@ -47,17 +47,20 @@ def parameter_key(name: str, role: str, phase: str) -> Key:
 class Watch(TorchFunctionMode):
     """Looks at one step, from its first op to the optimizer's; what it saw is in `part` once `finish` was called."""
 
-    def __init__(self, step: int, paths: Paths, names: dict[int, str], scale: Callable[[], float]) -> None:
+    def __init__(self, step: int, paths: Paths, model: nn.Module, scale: Callable[[], float]) -> None:
         super().__init__()
         self.step, self.part = step, Part()
-        self._paths, self._names, self._scale = paths, names, scale
+        self._paths, self._scale = paths, scale
+        self._names = {id(one): name for name, one in model.named_parameters()}
         self._gradients: dict[int, tuple[Key, Spectrum, Print]] = {}
         self._hooked = 0
         self._computed_again: nn.Module | None = None
         self._prints: list[Print] = []
         self._weights: dict[str, Tensor] = {}
         self._ends: list[Callable[[], None]] = []
-        self._regions: set[int] = set()
+        self._told: list[tuple[Key, Spectrum, Print]] = []
+        self._addresses = {local(one.detach()).data_ptr(): name for name, one in model.named_parameters()}
+        self._passes = 0
         self.on_backward: Callable[[Tensor], None] = lambda loss: None
 
     # -- the forward pass ---------------------------------------------------------------------------------------------
@@ -75,19 +78,15 @@ class Watch(TorchFunctionMode):
             self._computed_again = None
             take_off(self)
 
-    def look_into_region(self) -> None:
-        """Observe the region of lowp's that is in force, if there is one."""
-        entry = threads.current()
-        if entry is not None and entry.engine is not None and id(entry.region) not in self._regions:
-            self._regions.add(id(entry.region))
-            self._ends.append(entry.region.observe(self._observed))
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run a call and look at it."""
         kwargs = kwargs or {}
         if func is Tensor.backward:
+            if not self._passes:
+                self._told.clear()  # of passes that tried loss scales
+            self._passes += 1
             self.on_backward(args[0])
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -98,13 +97,26 @@ class Watch(TorchFunctionMode):
 
     def _in_region(self) -> bool:
         entry = threads.current()
-        if entry is None or entry.engine is None or not entry.engine.active:
-            return False
-        self.look_into_region()
-        return True
+        return entry is not None and entry.engine is not None and entry.engine.active
 
-    def _observed(self, seen: Observation) -> None:
-        self._saw(seen.op, seen.op_class, seen.operands, (seen.args, seen.kwargs), seen.output)
+    def observed(self, seen: Observation) -> None:
+        """Count a tensor that a region of lowp's tells of: it knows the ops as the user called them."""
+        reads = seen.op_class in _READ
+        if seen.phase == "backward" and seen.role == "grad" and reads:
+            key, scale = Key(seen.path, seen.op, "grad", "backward"), self._scale()
+            self._told.append((key, Spectrum.of(seen.tensor, scale), print_of(key, seen.tensor, scale)))
+        if seen.phase != "forward" or in_backward():
+            return
+        op = self._op(seen.path, seen.op, seen.op_class, "input weight")
+        name = self._addresses.get(seen.tensor.data_ptr()) if seen.role == "weight" else None
+        if seen.role == "output":
+            op.calls += 1
+        if name is not None:
+            op.parameters[seen.role] = name
+        elif seen.role == "output" or reads:
+            to = seen.cast.format if seen.cast is not None else str(seen.tensor.dtype).removeprefix("torch.")
+            op.dtypes[seen.role] = str(to)
+            self._count(Key(seen.path, seen.op, seen.role, "forward"), seen.tensor)
 
     def _saw(self, op: str, op_class: str, operands: str, given: tuple[Any, Any], result: Any) -> None:
         """Count an op that has run."""
@@ -201,11 +213,12 @@ class Watch(TorchFunctionMode):
     def finish(self) -> Part:
         """Count the gradients that have arrived and return all that was seen."""
         self.stop()
-        for key, seen, print_ in self._gradients.values():
+        for key, seen, print_ in (*self._gradients.values(), *self._told):
             tensors = self.part.tensors
             tensors[key] = tensors[key] + seen if key in tensors else seen
             self._prints.append(print_)
         self._gradients.clear()
+        self._told.clear()
         self.part.prints[self.step] = self._prints
         return self.part
 
