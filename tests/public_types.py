@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from typing_extensions import assert_type
 
 import lowp
+from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 
 
 def tensors_give_tensors_and_arrays_give_arrays(x: torch.Tensor, array: NDArray[np.float32]) -> None:
@@ -22,11 +23,27 @@ def tensors_give_tensors_and_arrays_give_arrays(x: torch.Tensor, array: NDArray[
     assert_type(lowp.statistics(x), lowp.Statistics)
 
 
+def codes_are_tensors_arrays_or_quantized(
+    x: torch.Tensor, array: NDArray[np.float32], fp8: FloatFormat, int8: IntFormat, mxfp8: ScaledFormat
+) -> None:
+    """`encode` gives codes of what it takes, and a Quantized for a format with a shared scale."""
+    assert_type(lowp.encode(x, fp8, packed=True), torch.Tensor)
+    assert_type(lowp.encode(x, int8), torch.Tensor)
+    assert_type(lowp.encode(array, fp8, seed=1), NDArray[Any])
+    assert_type(lowp.encode(x, mxfp8), lowp.Quantized)
+    assert_type(lowp.encode(array, mxfp8), lowp.Quantized)
+    assert_type(lowp.encode(x, "e4m3fn"), torch.Tensor)
+    assert_type(lowp.encode(array, "e4m3fn"), NDArray[Any])
+    assert_type(lowp.encode(x, lowp.format("i8s@fp32/row")), torch.Tensor | lowp.Quantized)
+    assert_type(lowp.dequantize(lowp.encode(x, "mxfp8")), torch.Tensor)
+
+
 def what_is_neither_is_refused(x: torch.Tensor, array: NDArray[np.float32]) -> None:
     """Each line is an error: mypy complains of an ignore that nothing needs."""
     lowp.quantize([1.0], "fp16")  # type: ignore[call-overload]
     lowp.quantize(x, "fp16", out=array)  # type: ignore[call-overload]
     lowp.quantize(x, 16)  # type: ignore[call-overload]
+    lowp.encode([1.0], "fp16")  # type: ignore[call-overload]
     lowp.decode("codes", "e4m3fn")  # type: ignore[call-overload]
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import lowp
+from lowp.formats import ScaledFormat
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -68,7 +69,7 @@ def test_the_stubs_name_what_the_package_exports() -> None:
 def test_the_stubs_take_what_the_functions_take() -> None:
     stub = ast.parse(Path(lowp.__file__).with_suffix(".pyi").read_text())
     written = [node for node in stub.body if isinstance(node, ast.FunctionDef)]
-    assert {node.name for node in written} == {"quantize", "decode"}
+    assert {node.name for node in written} == {"quantize", "encode", "decode"}
     for node in written:
         takes = inspect.signature(getattr(lowp, node.name)).parameters
         assert [one.arg for one in (*node.args.args, *node.args.kwonlyargs)] == list(takes)
@@ -159,3 +160,15 @@ def test_the_installed_version_is_the_package_s() -> None:
     except metadata.PackageNotFoundError:
         installed = lowp.__version__  # run from the sources
     assert installed == lowp.__version__
+
+
+def test_the_stub_names_the_formats_with_a_shared_scale() -> None:
+    stub = ast.parse(Path(lowp.__file__).with_suffix(".pyi").read_text())
+    (names,) = (
+        ast.literal_eval(node.value.slice)
+        for node in ast.walk(stub)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Subscript)
+        and node.targets[0].id == "_ScaledName"  # type: ignore[attr-defined]
+    )
+    assert list(names) == [name for name, format in lowp.FORMATS.items() if isinstance(format, ScaledFormat)]

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from lowp import formats
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, checks
+from lowp.formats.text_enum import TextEnum
 
 __all__ = ["Cast", "Overflow", "Rounding", "ScalingSpec", "parse"]
 
 
-class Rounding(str, Enum):
+class Rounding(TextEnum):
     """Which neighbour a number between two values of the format becomes.
 
     ``nearest-even``: the nearer; in a tie the one whose last bit is 0 (IEEE 754 roundTiesToEven).
@@ -46,11 +46,8 @@ class Rounding(str, Enum):
         """Whether a random number decides."""
         return self in (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C)
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Overflow(str, Enum):
+class Overflow(TextEnum):
     """What a number becomes that is rounded beyond the largest finite value.
 
     ``inf``: as IEEE 754, infinity, or the largest finite value where the rounding direction says so. ``nan``: NaN
@@ -61,9 +58,6 @@ class Overflow(str, Enum):
     INFINITY = "inf"
     NAN = "nan"
     SATURATE = "saturate"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 # what a state remembers, and how far a scale is moved, stays bounded

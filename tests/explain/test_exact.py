@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lowp.casts import Overflow, Rounding, parse
 from lowp.errors import InvalidInput
 from lowp.explain import (
-    Rule,
+    RoundingRule,
     outcomes,
     round_exact,
 )
@@ -192,7 +192,7 @@ def test_a_rounding_is_a_neighbour_on_the_side_its_mode_names(
     value: Fraction, format: FloatFormat, mode: Rounding
 ) -> None:
     got = round_exact(value, f"{format}:{mode}")
-    if not got.result.is_finite or got.rule is Rule.FLUSHED:
+    if not got.result.is_finite or got.rule is RoundingRule.FLUSHED:
         return
     error = got.error
     assert error is not None
@@ -247,7 +247,7 @@ def test_subnormals_are_flushed_before_rounding_in_every_mode() -> None:
     for mode in Rounding:
         bits = "-8" if mode.is_stochastic else ""
         got = round_exact(-Fraction(0x007FFFFF, 1 << 149), f"bf16-tpu:{mode}{bits}")
-        assert (got.code, got.rule) == (0x8000, Rule.FLUSHED)
+        assert (got.code, got.rule) == (0x8000, RoundingRule.FLUSHED)
     assert round_exact("2^-126", "bf16-tpu").is_exact
 
 
@@ -266,7 +266,7 @@ def test_the_scale_format_has_no_zero_and_sends_ties_up() -> None:
     }
     assert {text: round_exact(text, "e8m0").code for text in cases} == cases
     assert round_exact("2^200", "e8m0:saturate").code == 254
-    assert round_exact("2^-140", "e8m0:down").rule is Rule.TO_SMALLEST
+    assert round_exact("2^-140", "e8m0:down").rule is RoundingRule.TO_SMALLEST
 
 
 def test_integers_round_and_saturate() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from lowp.explain import (
-    Rule,
+    RoundingRule,
     Verdict,
     add,
     convert,
@@ -29,7 +29,7 @@ def test_a_decimal_in_fp32_and_fp16_comes_out_to_the_last_digit() -> None:
     assert str(wide.result) == "1.12156450748443603515625"
     assert str(half.result) == "1.12109375"
     assert bits(half) == "0 01111 0001111100"
-    assert half.rounded.rule is Rule.BELOW_HALF
+    assert half.rounded.rule is RoundingRule.BELOW_HALF
     assert (half.rounded.guard, half.rounded.round_bit, half.rounded.sticky) == (0, 1, 1)
     assert half.error == Fraction("1.12109375") - Fraction("1.12156456132")
     assert half.error_ulp == half.error * 1024
@@ -47,7 +47,7 @@ def test_the_sum_takes_exactly_the_published_steps() -> None:
     assert (aligned.kept, aligned.cut) == (0b00001111111, "1001")
     assert (aligned.guard, aligned.round_bit, aligned.sticky) == (1, 0, 1)
     assert result.rounded.kept == 0b10011111111
-    assert result.rounded.away and result.rounded.rule is Rule.ABOVE_HALF
+    assert result.rounded.away and result.rounded.rule is RoundingRule.ABOVE_HALF
     assert bits(result) == "0 01111 0100000000"
     assert str(result.result) == "1.25"
     assert str(result.exact) == "1.24957275390625"
@@ -96,14 +96,14 @@ def test_the_update_never_arrives_in_fp16_and_does_in_fp32() -> None:
 
 def test_the_limits_of_fp16() -> None:
     tie = convert("2^-25", "fp16")
-    assert (str(tie.result), tie.rounded.rule) == ("0", Rule.TIE_TO_EVEN)
+    assert (str(tie.result), tie.rounded.rule) == ("0", RoundingRule.TIE_TO_EVEN)
     assert convert("2^-25", "fp32").rounded.is_exact
     assert convert("2^-24", "fp16").rounded.is_exact
     assert convert("65519.99", "fp16").result.value == 65504
     assert str(convert("65520", "fp16").result) == "inf"
     absorbed = add("2^-3", "2^-14", "fp16")
     assert absorbed.result.value == Fraction(1, 8)
-    assert absorbed.rounded.rule is Rule.TIE_TO_EVEN
+    assert absorbed.rounded.rule is RoundingRule.TIE_TO_EVEN
     assert add("2^-3", "2^-13", "fp16").rounded.is_exact
 
 

@@ -86,7 +86,7 @@ def _without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             raise AssertionError(f"{name} of the C++ library was called")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "_loaded", Refusing)
+        patch.setattr(cpu, "loaded", Refusing)
         patch.setattr(cpu, "library", Refusing)
         yield
 

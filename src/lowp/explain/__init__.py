@@ -17,7 +17,7 @@ from lowp.explain.arithmetic import (
     subtract,
 )
 from lowp.explain.conversion import Conversion, SharedScale, convert
-from lowp.explain.exact import Outcome, Rounded, Rule, outcomes, round_exact
+from lowp.explain.exact import Outcome, Rounded, RoundingRule, outcomes, round_exact
 from lowp.explain.flexpoint import (
     FlexArithmetic,
     FlexNumber,
@@ -51,7 +51,7 @@ __all__ = [
     "Outcome",
     "Rescaled",
     "Rounded",
-    "Rule",
+    "RoundingRule",
     "SharedScale",
     "Threshold",
     "Trajectory",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from fractions import Fraction
 from math import floor
 
@@ -13,6 +12,7 @@ from lowp.errors import InvalidInput
 from lowp.explain.numbers import Number, code_of_value
 from lowp.explain.text import floor_log2, times_power
 from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat
+from lowp.formats.text_enum import TextEnum
 
 # A stochastic cast without a number of bits of its own compares this many: unbiased to 2**-160.
 RANDOM_BITS = 160
@@ -20,7 +20,7 @@ _HALF = Fraction(1, 2)
 _ZERO = Fraction(0)
 
 
-class Rule(str, Enum):
+class RoundingRule(TextEnum):
     """What decided a result, before overflow is looked at.
 
     ``exact``: the number is one of the format's. ``below-half``, ``above-half``: the part cut off is less or more
@@ -46,9 +46,6 @@ class Rule(str, Enum):
     NEGATIVE = "negative"
     SIGN = "sign"
 
-    def __str__(self) -> str:
-        return self.value
-
 
 @dataclass(frozen=True)
 class Rounded:
@@ -63,7 +60,7 @@ class Rounded:
     cast: Cast
     result: Number
     code: int | None
-    rule: Rule
+    rule: RoundingRule
     exponent: int | None = None
     quantum_exponent: int | None = None
     kept: int = 0
@@ -164,7 +161,7 @@ def _is_below(random: Fraction, rest: Fraction, cast: Cast) -> bool:
     return Fraction(floor(random * steps), steps) < share_away(rest, cast)
 
 
-def _finish(start: Rounded, result: Number, rule: Rule, overflowed: bool = False) -> Rounded:
+def _finish(start: Rounded, result: Number, rule: RoundingRule, overflowed: bool = False) -> Rounded:
     """`start` with its result, the result's bits and the reason."""
     format = start.format
     if result.is_finite and not result.magnitude and (isinstance(format, IntFormat) or not format.has_minus_zero):
@@ -175,23 +172,23 @@ def _finish(start: Rounded, result: Number, rule: Rule, overflowed: bool = False
 
 def _round_float(number: Number, cast: Cast, format: FloatFormat, random: Fraction | None) -> Rounded:
     magnitude = number.magnitude
-    start = Rounded(number, cast, number, None, Rule.EXACT)
+    start = Rounded(number, cast, number, None, RoundingRule.EXACT)
     if number.special == "nan":
-        return _finish(start, number, Rule.SPECIAL)
+        return _finish(start, number, RoundingRule.SPECIAL)
     below = number.negative and bool(magnitude or number.special)
     if not format.signed and (below or not (magnitude or number.special or format.has_zero)):
         nan = Number(Fraction(0), number.negative, "nan")
-        return _finish(start, nan if format.has_nan else Number(Fraction(format.minimum)), Rule.NEGATIVE)
+        return _finish(start, nan if format.has_nan else Number(Fraction(format.minimum)), RoundingRule.NEGATIVE)
     if number.special == "inf":
-        return _finish(start, _beyond(number.negative, cast, format, finite_allowed=False), Rule.SPECIAL)
+        return _finish(start, _beyond(number.negative, cast, format, finite_allowed=False), RoundingRule.SPECIAL)
     if magnitude == 0:
-        return _finish(start, number, Rule.EXACT)
+        return _finish(start, number, RoundingRule.EXACT)
     exponent = floor_log2(magnitude)
     if exponent < format.min_exponent and not (format.has_zero and format.subnormals):
         start = replace(start, exponent=exponent)
         if format.has_zero:
-            return _finish(start, Number(Fraction(0), number.negative), Rule.FLUSHED)
-        return _finish(start, Number(Fraction(format.smallest_normal)), Rule.TO_SMALLEST)
+            return _finish(start, Number(Fraction(0), number.negative), RoundingRule.FLUSHED)
+        return _finish(start, Number(Fraction(format.smallest_normal)), RoundingRule.TO_SMALLEST)
     quantum_exponent = max(exponent, format.min_exponent) - format.mantissa_bits
     # integers are several times faster than fractions, and the tests call this a million times
     divisor = magnitude.denominator << max(quantum_exponent, 0)
@@ -228,34 +225,40 @@ def _beyond(negative: bool, cast: Cast, format: FloatFormat, finite_allowed: boo
     return Number(Fraction(0), negative, "inf" if cast.overflow is Overflow.INFINITY else "nan")
 
 
-def _choose(rest: Fraction, last_bit: int, negative: bool, cast: Cast, random: Fraction | None) -> tuple[bool, Rule]:
+def _choose(
+    rest: Fraction, last_bit: int, negative: bool, cast: Cast, random: Fraction | None
+) -> tuple[bool, RoundingRule]:
     """Whether one unit is added to the magnitude, and by which rule."""
     if rest == 0:
-        return False, Rule.EXACT
+        return False, RoundingRule.EXACT
     mode = cast.rounding
     if mode.is_stochastic:
         if random is None:
             raise InvalidInput(f"{cast} depends on a random number: give random, in [0, 1)")
-        return _is_below(random, rest, cast), Rule.STOCHASTIC
+        return _is_below(random, rest, cast), RoundingRule.STOCHASTIC
     if mode is Rounding.TO_ODD:
-        return not last_bit, Rule.TO_ODD
+        return not last_bit, RoundingRule.TO_ODD
     if mode in (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY):
         if rest != _HALF:
-            return rest > _HALF, Rule.ABOVE_HALF if rest > _HALF else Rule.BELOW_HALF
-        return (bool(last_bit), Rule.TIE_TO_EVEN) if mode is Rounding.NEAREST_EVEN else (True, Rule.TIE_AWAY)
+            return rest > _HALF, RoundingRule.ABOVE_HALF if rest > _HALF else RoundingRule.BELOW_HALF
+        return (
+            (bool(last_bit), RoundingRule.TIE_TO_EVEN)
+            if mode is Rounding.NEAREST_EVEN
+            else (True, RoundingRule.TIE_AWAY)
+        )
     outward = (mode is Rounding.UP and not negative) or (mode is Rounding.DOWN and negative)
-    return outward, Rule.DIRECTED
+    return outward, RoundingRule.DIRECTED
 
 
 def _round_integer(number: Number, cast: Cast, format: IntFormat, random: Fraction | None) -> Rounded:
-    start = Rounded(number, cast, number, None, Rule.EXACT)
+    start = Rounded(number, cast, number, None, RoundingRule.EXACT)
     if number.special == "nan":
-        return _finish(start, number, Rule.SPECIAL)
+        return _finish(start, number, RoundingRule.SPECIAL)
     if format.bits == 1:
         return _finish(start, *_round_binary(number, cast, random))
     bound = Number.of(format.minimum if number.negative else format.maximum)
     if number.special == "inf":
-        return _finish(start, bound, Rule.SPECIAL, overflowed=True)
+        return _finish(start, bound, RoundingRule.SPECIAL, overflowed=True)
     kept = int(number.magnitude)
     rest = number.magnitude - kept
     away, rule = _choose(rest, kept & 1, number.negative, cast, random)
@@ -266,15 +269,15 @@ def _round_integer(number: Number, cast: Cast, format: IntFormat, random: Fracti
     return _finish(start, Number(Fraction(kept + away), number.negative), rule)
 
 
-def _round_binary(number: Number, cast: Cast, random: Fraction | None) -> tuple[Number, Rule]:
+def _round_binary(number: Number, cast: Cast, random: Fraction | None) -> tuple[Number, RoundingRule]:
     """+1 or -1: by the sign (-0 counts as +), or, stochastic, +1 with the probability (x + 1) / 2."""
     positive = not number.negative or not (number.magnitude or number.special)
     within = number.is_finite and number.magnitude < 1
     if cast.is_stochastic and within:
         if random is None:
             raise InvalidInput(f"{cast} depends on a random number: give random, in [0, 1)")
-        return Number.of(1 if _is_below(random, (number.value + 1) / 2, cast) else -1), Rule.STOCHASTIC
-    return Number.of(1 if positive else -1), Rule.SIGN
+        return Number.of(1 if _is_below(random, (number.value + 1) / 2, cast) else -1), RoundingRule.STOCHASTIC
+    return Number.of(1 if positive else -1), RoundingRule.SIGN
 
 
 @dataclass(frozen=True)

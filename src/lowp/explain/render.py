@@ -8,7 +8,7 @@ from functools import singledispatch
 
 from lowp.explain.arithmetic import OPERATORS, Alignment, Arithmetic
 from lowp.explain.conversion import Conversion
-from lowp.explain.exact import Rounded, Rule
+from lowp.explain.exact import Rounded, RoundingRule
 from lowp.explain.flexpoint import FlexArithmetic, Rescaled, render_flex, render_rescaled
 from lowp.explain.multiply_add import MultiplyAdd
 from lowp.explain.numbers import Number, code_of_value
@@ -107,7 +107,7 @@ def _given_lines(conversion: Conversion) -> Iterator[str]:
         yield line("exact", f"{sign}1.{places or '0'} x 2^{power_exponent}")
     if source is None or not given.is_finite:
         return
-    held = Rounded(given, conversion.cast, given, None, Rule.EXACT)
+    held = Rounded(given, conversion.cast, given, None, RoundingRule.EXACT)
     try:
         code = code_of_value(held.result, source)
     except (ValueError, OverflowError):

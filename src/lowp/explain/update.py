@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from fractions import Fraction
 
 from lowp.casts import Cast, Rounding
@@ -13,11 +12,12 @@ from lowp.explain.exact import Outcome, Rounded, outcomes, round_exact, share_aw
 from lowp.explain.numbers import Number, parse_number
 from lowp.explain.text import floor_log2
 from lowp.formats import FloatFormat, Format
+from lowp.formats.text_enum import TextEnum
 
 STEPS_LIMIT = 100_000
 
 
-class Verdict(str, Enum):
+class Verdict(TextEnum):
     """What becomes of an update.
 
     ``lost``: the weight stays as it was. ``distorted``: it moves, but the update is below one ulp and it moves by a
@@ -35,9 +35,6 @@ class Verdict(str, Enum):
     NONE = "none"
     CHANCE = "chance"
     BIASED = "biased"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)

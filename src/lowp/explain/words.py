@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from lowp.explain.exact import Rounded, Rule
+from lowp.explain.exact import Rounded, RoundingRule
 from lowp.explain.numbers import Number
 from lowp.explain.text import binary, bits_text, brief, decimal_text, fraction_bits, line, point
 from lowp.formats import FloatFormat
@@ -19,25 +19,25 @@ def rule_words(rounded: Rounded) -> str:
     if rounded.away and number.negative:
         step = "away from zero by one unit"
     words = {
-        Rule.EXACT: "nothing is cut off: exact",
-        Rule.BELOW_HALF: f"{part}, less than half: {step}",
-        Rule.ABOVE_HALF: f"{part}, more than half: {step}",
-        Rule.TIE_TO_EVEN: f"exactly half a unit, a tie: {_even_words(rounded)}: {step}",
-        Rule.TIE_AWAY: f"exactly half a unit, a tie: away from zero: {step}",
-        Rule.DIRECTED: f"{part}; {mode} decides: {step}",
-        Rule.TO_ODD: f"{part}; to the neighbour whose last bit is 1: {step}",
-        Rule.STOCHASTIC: f"{part}; the random number decides: {step}",
-        Rule.FLUSHED: f"{rounded.format} has no subnormals: below the smallest normal number zero, before rounding",
-        Rule.TO_SMALLEST: f"{rounded.format} has no zero: below its smallest number it is that number",
-        Rule.SPECIAL: _special_words(rounded),
-        Rule.NEGATIVE: f"{rounded.format} has no negative number and no zero"
+        RoundingRule.EXACT: "nothing is cut off: exact",
+        RoundingRule.BELOW_HALF: f"{part}, less than half: {step}",
+        RoundingRule.ABOVE_HALF: f"{part}, more than half: {step}",
+        RoundingRule.TIE_TO_EVEN: f"exactly half a unit, a tie: {_even_words(rounded)}: {step}",
+        RoundingRule.TIE_AWAY: f"exactly half a unit, a tie: away from zero: {step}",
+        RoundingRule.DIRECTED: f"{part}; {mode} decides: {step}",
+        RoundingRule.TO_ODD: f"{part}; to the neighbour whose last bit is 1: {step}",
+        RoundingRule.STOCHASTIC: f"{part}; the random number decides: {step}",
+        RoundingRule.FLUSHED: f"{rounded.format} has no subnormals: 0 below its smallest normal, before rounding",
+        RoundingRule.TO_SMALLEST: f"{rounded.format} has no zero: below its smallest number it is that number",
+        RoundingRule.SPECIAL: _special_words(rounded),
+        RoundingRule.NEGATIVE: f"{rounded.format} has no negative number and no zero"
         if not getattr(rounded.format, "has_zero", True)
         else f"{rounded.format} has no negative number",
-        Rule.SIGN: f"{rounded.format} keeps the sign alone (zero counts as +)",
+        RoundingRule.SIGN: f"{rounded.format} keeps the sign alone (zero counts as +)",
     }[rounded.rule]
     if rounded.overflowed:
         largest = decimal_text(Fraction(rounded.format.maximum))
-        words = "no bit of the significand is cut off" if rounded.rule is Rule.EXACT else words
+        words = "no bit of the significand is cut off" if rounded.rule is RoundingRule.EXACT else words
         words += f"; beyond the largest number, {largest}: {rounded.cast.overflow}"
     elif rounded.given.is_finite and rounded.given.magnitude and rounded.result == Number(Fraction(0), number.negative):
         words += "; underflow to zero"

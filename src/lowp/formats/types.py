@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
 from math import frexp, inf, isfinite, isinf, isnan, ldexp, nan
 from typing import TYPE_CHECKING
 
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.formats import checks
+from lowp.formats.text_enum import TextEnum
 
 if TYPE_CHECKING:
     from lowp.formats.scaled import Format
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FORMATS: dict[str, Format] = {}
 
 
-class Specials(str, Enum):
+class Specials(TextEnum):
     """Which codes of a floating-point format are not numbers.
 
     ``ieee``: the top exponent holds infinity (mantissa zero) and NaN. ``fn``: no infinity; the code of all ones is NaN
@@ -33,9 +33,6 @@ class Specials(str, Enum):
     FNUZ = "fnuz"
     FINITE = "finite"
     NUZ = "nuz"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 MOST_EXPONENT_BITS, MOST_MANTISSA_BITS = 11, 52  # of fp64, inside which every limit is computed

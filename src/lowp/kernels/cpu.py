@@ -11,11 +11,9 @@ import ctypes
 import functools
 import os
 import platform
-import struct
 import warnings
 from ctypes import byref, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +29,10 @@ VERSION = 3
 INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # by level; on other processors than x86-64 only the first exists
 MASK = (1 << 64) - 1
 
-_CARRIERS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+CARRIERS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _ROUNDINGS = {mode: number for number, mode in enumerate(Rounding)}
 _OVERFLOWS = {overflow: number for number, overflow in enumerate(Overflow)}
 _FLOAT, _INTEGER, _BINARY = 0, 1, 2
-_FP32, _WORD = struct.Struct("=f"), struct.Struct("=I")
 
 
 class _Cast(ctypes.Structure):
@@ -83,12 +80,12 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 def library() -> ctypes.CDLL | None:
     """Return the library, or None where it was not built or does not load; then says so, once."""
     try:
-        loaded = ctypes.CDLL(str(PATH))
-        version = loaded.lowp_casts_version()
+        own = ctypes.CDLL(str(PATH))
+        version = own.lowp_casts_version()
         if version != VERSION:
             raise OSError(f"it has version {version} of the casts, this lowp needs {VERSION}: build it again")
         for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(loaded, name)
+            function = getattr(own, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         reason = "it was not built" if not PATH.exists() else str(error)
@@ -100,8 +97,8 @@ def library() -> ctypes.CDLL | None:
         )
         return None
     if chosen := os.environ.get("LOWP_CPU_ISA"):
-        _select(loaded, chosen)
-    return loaded
+        _select(own, chosen)
+    return own
 
 
 def select(instruction_set: str | None) -> str:
@@ -111,29 +108,28 @@ def select(instruction_set: str | None) -> str:
 
     The environment variable LOWP_CPU_ISA does the same from the start. Raises Unavailable for one the CPU lacks.
     """
-    return _select(_loaded(), instruction_set)
+    return _select(loaded(), instruction_set)
 
 
-def _select(loaded: ctypes.CDLL, instruction_set: str | None) -> str:
+def _select(own: ctypes.CDLL, instruction_set: str | None) -> str:
     level = -1
     if instruction_set is not None:
         if instruction_set == "neon" and platform.machine().lower() in ("arm64", "aarch64"):
             instruction_set = "portable"  # every such processor has it, and the compiler uses it
         if instruction_set == "neon":
-            raise Unavailable(f"this CPU has no neon; it has {', '.join(available(loaded))}")
+            raise Unavailable(f"this CPU has no neon; it has {', '.join(available(own))}")
         if instruction_set not in INSTRUCTION_SETS:
             raise Unavailable(f"no kernels for {instruction_set!r}; allowed: {', '.join(INSTRUCTION_SETS)}")
         level = INSTRUCTION_SETS.index(instruction_set)
-    found: int = loaded.lowp_casts_select(level)
+    found: int = own.lowp_casts_select(level)
     if found < 0:
-        raise Unavailable(f"this CPU has no {instruction_set}; it has {', '.join(available(loaded))}")
+        raise Unavailable(f"this CPU has no {instruction_set}; it has {', '.join(available(own))}")
     return INSTRUCTION_SETS[found]
 
 
-def available(loaded: ctypes.CDLL | None = None) -> tuple[str, ...]:
+def available(own: ctypes.CDLL | None = None) -> tuple[str, ...]:
     """Return the instruction sets that this CPU has kernels for."""
-    loaded = loaded or _loaded()
-    best = loaded.lowp_casts_select(-1)
+    best = (own or loaded()).lowp_casts_select(-1)
     return tuple(name for level, name in enumerate(INSTRUCTION_SETS) if level <= best)
 
 
@@ -155,9 +151,9 @@ def threads() -> int:
 
 def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
     """Write the value that `cast` makes of every element into `out`, of x's dtype and shape; it may be `x`."""
-    _loaded().lowp_quantize(
-        _parameters(cast),
-        _CARRIERS[x.dtype],
+    loaded().lowp_quantize(
+        parameters(cast),
+        CARRIERS[x.dtype],
         address(x),
         address(out),
         x.numel(),
@@ -179,9 +175,9 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
 
     Their code is 0. Integer formats give two's complement.
     """
-    nans: int = _loaded().lowp_encode(
-        _parameters(cast),
-        _CARRIERS[x.dtype],
+    nans: int = loaded().lowp_encode(
+        parameters(cast),
+        CARRIERS[x.dtype],
         address(x),
         out.element_size(),
         address(out),
@@ -194,11 +190,11 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
 
 def decode(codes: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
     """Write the value of every code (integers of 1, 2, 4 or 8 bytes) into `out`, exactly."""
-    _loaded().lowp_decode(
-        _parameters(Cast(format)),
+    loaded().lowp_decode(
+        parameters(Cast(format)),
         codes.element_size(),
         address(codes),
-        _CARRIERS[out.dtype],
+        CARRIERS[out.dtype],
         address(out),
         codes.numel(),
         threads(),
@@ -213,8 +209,8 @@ def statistics(x: Tensor) -> tuple[Tensor, float, float, int, int, int]:
     """
     counts = torch.zeros(259, dtype=torch.int64, device="cpu")
     reals = torch.zeros(2, dtype=torch.float64, device="cpu")
-    failed = _loaded().lowp_statistics(
-        _CARRIERS[x.dtype], address(x), x.numel(), threads(), address(counts), address(reals)
+    failed = loaded().lowp_statistics(
+        CARRIERS[x.dtype], address(x), x.numel(), threads(), address(counts), address(reals)
     )
     if failed:
         raise MemoryError(f"no memory for the partial sums of {x.numel()} elements")
@@ -234,9 +230,9 @@ def quantize_statistics(
     """
     counts = torch.zeros(263, dtype=torch.int64, device="cpu")
     reals = torch.zeros(2, dtype=torch.float64, device="cpu")
-    failed = _loaded().lowp_quantize_statistics(
-        _parameters(cast),
-        _CARRIERS[x.dtype],
+    failed = loaded().lowp_quantize_statistics(
+        parameters(cast),
+        CARRIERS[x.dtype],
         address(x),
         address(previous) if previous is not None else None,
         address(out) if out is not None else None,
@@ -271,9 +267,9 @@ def quantize_scaled(
         raise InvalidInput(f"{tuple(scale.shape)} scales for {rows} rows of {groups} groups: give one a group")
     wide = scale.to(torch.float64).contiguous()
     points = zero_point.to(torch.int32).contiguous() if zero_point is not None else None
-    _loaded().lowp_quantize_scaled(
-        _parameters(cast.element_cast),
-        _CARRIERS[x.dtype],
+    loaded().lowp_quantize_scaled(
+        parameters(cast.element_cast),
+        CARRIERS[x.dtype],
         address(x),
         address(out),
         x.numel(),
@@ -286,150 +282,30 @@ def quantize_scaled(
     )
 
 
-class Written(NamedTuple):
-    """What was seen while mantissas were written."""
-
-    largest: int  # the largest |mantissa| of what is finite
-    saturated: int  # finite elements that did not fit
-    nonfinite: int  # infinities, which saturate, and NaNs, which become 0
-    any: bool  # whether anything was not zero before it was rounded
-
-
-def to_int16(
-    x: Tensor,
-    exponent: int,
-    symmetric: bool,
-    rounding: Rounding,
-    seed: int,
-    out: Tensor | None,
-    random_bits: int | None = None,
-    values: Tensor | None = None,
-) -> Written:
-    """Write x * 2**-exponent, rounded and saturated, into the int16 tensor `out`, in one pass.
-
-    `symmetric` leaves out -32768. `values`, in fp32, takes what the mantissas stand for, and what is not
-    finite as it is; it may be x, and be asked for alone.
-    """
-    counts = (c_int64 * 4)()
-    _loaded().lowp_write_int16(
-        _mantissa_parameters(symmetric, rounding, random_bits),
-        _CARRIERS[x.dtype],
-        address(x),
-        exponent,
-        None if out is None else address(out),
-        None if values is None else address(values),
-        x.numel(),
-        seed & MASK,
-        threads(),
-        counts,
-    )
-    return _written(*counts)
-
-
-def from_int16(mantissas: Tensor, exponent: int, out: Tensor) -> None:
-    """Write mantissas * 2**exponent into `out`, fp32: exact unless it leaves the range."""
-    _loaded().lowp_from_int16(address(mantissas), exponent, address(out), mantissas.numel(), threads())
-
-
-def grid(x: Tensor, lowest: bool) -> tuple[float, int | None]:
-    """Return the largest |x| of an fp32 tensor, and with `lowest` the exponent of the lowest bit that is set in it.
-
-    The largest is infinite or NaN if one is. Bits below 2**-126 count as 2**-127; zeros have none, nor have tensors
-    whose lowest bit was not asked for. The search for it ends where the bits are seen not to fit a mantissa of 16: then
-    neither is final.
-    """
-    found = (c_int64 * 2)()
-    _loaded().lowp_grid(address(x), x.numel(), lowest, threads(), found)
-    (maximum,) = _FP32.unpack(_WORD.pack(found[0]))
-    return maximum, None if found[1] == 1000 else found[1] - 127
-
-
-def exact_int16(x: Tensor, exponent: int, out: Tensor) -> int | None:
-    """Write x * 2**-exponent, of fp32, into the int16 tensor `out` and return the largest |mantissa|.
-
-    None where some element is no int16 under this exponent; `out` is then half written. Exponents from -100 to 100.
-    """
-    largest: int = _loaded().lowp_exact_int16(address(x), exponent, address(out), x.numel(), threads())
-    return None if largest < 0 else largest
-
-
-class Rows(NamedTuple):
-    """How elements lie in memory: rows of neighbours, one every `stride` elements."""
-
-    rows: int
-    columns: int
-    stride: int
-
-
-def is_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows) -> bool:
-    """Whether every element of x, of fp32, is its mantissa * 2**exponent; both lie alike. Exponents -100 to 100."""
-    return _same_int16(x, mantissas, lie, exponent, False, 0) == 0
-
-
-def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows, symmetric: bool) -> float | None:
-    """Return the largest |x| of an fp32 tensor if `to_int16` to nearest even would write these mantissas, or None.
-
-    Both lie alike. Exponents from -100 to 100.
-    """
-    found = _same_int16(x, mantissas, lie, exponent, True, -32767 if symmetric else -32768)
-    if found < 0:
-        return None
-    (maximum,) = _FP32.unpack(_WORD.pack(found))
-    return float(maximum)
-
-
-def _same_int16(x: Tensor, mantissas: Tensor, lie: Rows, exponent: int, rounded: bool, lowest: int) -> int:
-    given = (address(x), address(mantissas), *lie, exponent, rounded, lowest, threads())
-    found: int = _loaded().lowp_same_int16(*given)
-    return found
-
-
-def step_int16(
-    weight: Tensor, mantissas: Tensor, exponents: tuple[int, int, int], symmetric: bool
-) -> tuple[Written, Written]:
-    """Write what a step has changed of an fp32 weight, and the weight as the sum: each rounded once, to nearest even.
-
-    `mantissas` are those of the weight before the step, and take the new ones; the weight takes their values. The
-    exponents are those of the old mantissas, the update and the new weight. Returns what was seen of update and weight.
-    """
-    counts, given = (c_int64 * 8)(), (c_int32 * 3)(*exponents)
-    lowest = -32767 if symmetric else -32768
-    _loaded().lowp_step_int16(address(weight), address(mantissas), given, lowest, weight.numel(), threads(), counts)
-    return _written(*counts[:4]), _written(*counts[4:])
-
-
-def _written(largest: int, saturated: int, nonfinite: int, any_: int) -> Written:
-    return Written(largest, saturated, nonfinite, bool(any_))
-
-
 def random_words(seed: int, counter: int, counters: int) -> Tensor:
     """Return the Philox-4x32-10 words of the counters (counter, 0, 0) onwards: int64 [counters, 4]."""
     words = torch.zeros(counters, 4, dtype=torch.int32, device="cpu")
-    _loaded().lowp_random_words(seed & MASK, counter & MASK, counters, address(words))
+    loaded().lowp_random_words(seed & MASK, counter & MASK, counters, address(words))
     return words.to(torch.int64) & 0xFFFFFFFF
 
 
 def random_block(seed: int, counter: tuple[int, int, int, int]) -> list[int]:
     """Return the four Philox-4x32-10 words of one counter."""
     words = (c_uint32 * 4)()
-    _loaded().lowp_random_block(seed & MASK, (c_uint32 * 4)(*counter), words)
+    loaded().lowp_random_block(seed & MASK, (c_uint32 * 4)(*counter), words)
     return list(words)
 
 
-def _loaded() -> ctypes.CDLL:
-    loaded = library()
-    if loaded is None:
+def loaded() -> ctypes.CDLL:
+    """Return the library; raise Unavailable where it is not there."""
+    found = library()
+    if found is None:
         raise Unavailable("lowp's C++ library is not there; the bitwise and reference kernels are")
-    return loaded
-
-
-@functools.cache
-def _mantissa_parameters(symmetric: bool, rounding: Rounding, random_bits: int | None) -> object:
-    return _parameters(Cast(IntFormat("int16", 16, symmetric), rounding, random_bits=random_bits))
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
-def _parameters(cast: Cast) -> object:
+def parameters(cast: Cast) -> object:
     """Return a pointer to the parameter block of a cast; it keeps the block alive."""
     element = cast.element
     block = _Cast(

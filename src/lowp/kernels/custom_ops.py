@@ -117,38 +117,34 @@ def _tensor(scale: Any, x: Tensor) -> Tensor | None:
     return torch.tensor(scale, dtype=torch.float64, device=x.device)
 
 
-def _scales(scale: Tensor | None, zero_point: Tensor | None, cast: Cast, x: Tensor) -> Scales | None:
-    given = scale if zero_point is None else (scale, zero_point)
-    return checks.scales(given, cast, x)
-
-
 # -- operators --------------------------------------------------------------------------------------------------------
-@torch.library.custom_op("lowp::quantize", mutates_args=())
-def _quantize(
+# What operators that cast take: `x`, the cast, and what `_choices` reads.
+# A seed and an offset are SymInt, so that another one compiles nothing again.
+_CAST = "Tensor x, str cast, Tensor? scale, Tensor? zero_point, SymInt seed, Tensor? seed_tensor, SymInt offset"
+
+
+def _choices(
     x: Tensor,
-    cast: str,
+    cast: Cast,
     scale: Tensor | None,
     zero_point: Tensor | None,
     seed: int,
     seed_tensor: Tensor | None,
     offset: int,
-) -> Tensor:
+) -> tuple[Scales | None, Seed]:
+    """Return the scales that were given, and the seed with the index of the first element."""
+    given = scale if zero_point is None else (scale, zero_point)
+    return checks.scales(given, cast, x), _draw(seed, seed_tensor, offset)
+
+
+@torch.library.custom_op("lowp::quantize", mutates_args=(), schema=f"({_CAST}) -> Tensor")
+def _quantize(x: Tensor, cast: str, *given: Any) -> Tensor:
     plan = checks.plan(cast, x.dtype)
-    module = dispatch.implementation(x.device)
-    draw = _draw(seed, seed_tensor, offset)
-    return run.quantize(module, x, plan, _scales(scale, zero_point, plan, x), draw)
+    return run.quantize(dispatch.implementation(x.device), x, plan, *_choices(x, plan, *given))
 
 
 @_quantize.register_fake
-def _(
-    x: Tensor,
-    cast: str,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    seed: int,
-    seed_tensor: Tensor | None,
-    offset: int,
-) -> Tensor:
+def _(x: Tensor, cast: str, *given: Any) -> Tensor:
     checks.plan(cast, x.dtype)
     return torch.empty_like(x)
 
@@ -222,36 +218,17 @@ def _(info: Any, dimensions: Any, *arguments: Any) -> tuple[Tensor, int]:
     return _batched(_quantize, info.batch_size, dimensions, arguments)
 
 
-@torch.library.custom_op("lowp::quantize_out", mutates_args=("out",))
-def _quantize_out(
-    x: Tensor,
-    cast: str,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    seed: int,
-    seed_tensor: Tensor | None,
-    offset: int,
-    out: Tensor,
-) -> None:
+@torch.library.custom_op("lowp::quantize_out", mutates_args=("out",), schema=f"({_CAST}, Tensor(a!) out) -> ()")
+def _quantize_out(x: Tensor, cast: str, *given: Any) -> None:
+    *chosen, out = given
     plan = checks.plan(cast, x.dtype)
-    module = dispatch.implementation(x.device)
-    draw = _draw(seed, seed_tensor, offset)
-    run.quantize_into(module, x, plan, _scales(scale, zero_point, plan, x), draw, out)
+    run.quantize_into(dispatch.implementation(x.device), x, plan, *_choices(x, plan, *chosen), out)
 
 
 @_quantize_out.register_fake
-def _(
-    x: Tensor,
-    cast: str,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    seed: int,
-    seed_tensor: Tensor | None,
-    offset: int,
-    out: Tensor,
-) -> None:
+def _(x: Tensor, cast: str, *given: Any) -> None:
     checks.plan(cast, x.dtype)
-    checks.check_out(x, out)
+    checks.check_out(x, given[-1])
 
 
 @torch.library.custom_op("lowp::encode", mutates_args=())
@@ -274,21 +251,14 @@ def _(info: Any, dimensions: Any, x: Tensor, cast: str, *others: Any) -> tuple[T
     return torch.stack(list(_examples(_encode, info.batch_size, dimensions, (x, cast, *others)))), 0
 
 
-@torch.library.custom_op("lowp::encode_scaled", mutates_args=())
-def _encode_scaled(
-    x: Tensor,
-    cast: str,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    seed: int,
-    seed_tensor: Tensor | None,
-    offset: int,
-    packed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    planned = checks.as_cast(cast)
+@torch.library.custom_op(
+    "lowp::encode_scaled", mutates_args=(), schema=f"({_CAST}, bool packed) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def _encode_scaled(x: Tensor, cast: str, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *chosen, packed = given
+    plan = checks.as_cast(cast)
     module = dispatch.implementation(x.device, "encode")
-    scales, draw = _scales(scale, zero_point, planned, x), _draw(seed, seed_tensor, offset)
-    found = run.encode_scaled(module, x, planned, scales, draw, packed)
+    found = run.encode_scaled(module, x, plan, *_choices(x, plan, *chosen), packed)
     nothing = x.new_empty(0)
     return (
         found.payload,
@@ -299,22 +269,13 @@ def _encode_scaled(
 
 
 @_encode_scaled.register_fake
-def _(
-    x: Tensor,
-    cast: str,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    seed: int,
-    seed_tensor: Tensor | None,
-    offset: int,
-    packed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, cast: str, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     checks.check_dtype(x.dtype)
     format = scaled.scaled_format(checks.as_cast(cast))
     groups = scaled.group_shape(x.shape, format.scope)
     zero_points = x.new_empty(groups, dtype=torch.int32) if format.affine else x.new_empty(0)
     outer = x.new_empty((), dtype=torch.float32) if format.outer is not None else x.new_empty(0)
-    payload = _fake_codes(x, format.element, packed and x.ndim > 0)
+    payload = _fake_codes(x, format.element, given[-1] and x.ndim > 0)
     return payload, x.new_empty(groups, dtype=scaled.kept_dtype(format)), zero_points, outer
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
-from lowp.kernels import bitwise, cpu, dispatch
+from lowp.kernels import bitwise, cpu, cpu_mantissas, dispatch
 
 _WIDE = IntFormat("wide", 32)  # rounds without saturating what int16 still has to be seen to saturate
 
@@ -64,7 +64,7 @@ def current_exponent(x: Tensor, cast: Cast) -> int | None:
         return 0
     x = x.detach()
     if _is_direct(x):
-        maximum, _ = cpu.grid(x, lowest=False)
+        maximum, _ = cpu_mantissas.grid(x, lowest=False)
     else:
         low, high = torch.aminmax(x)  # one pass; a norm takes many times as long
         maximum = float(torch.maximum(low.abs(), high.abs()))
@@ -101,7 +101,7 @@ def exact_exponent(x: Tensor, cast: Cast) -> int | None:
             return None
         payload = to_mantissas(x, plain, exponent).payload
         return exponent if torch.equal(values(payload, exponent).to(x.dtype), x) else None
-    maximum, lowest = cpu.grid(x, lowest=True)
+    maximum, lowest = cpu_mantissas.grid(x, lowest=True)
     exponent = exponent_of(maximum, plain)
     if exponent is None or lowest is None:
         return exponent
@@ -143,10 +143,10 @@ def exact_mantissas(x: Tensor, cast: Cast, hint: int) -> Mantissas | None:
         return None
     payload = torch.empty(x.shape, dtype=torch.int16, device="cpu")
     exponent: int | None = hint
-    largest = cpu.exact_int16(x, hint, payload)
+    largest = cpu_mantissas.exact_int16(x, hint, payload)
     if largest is None:
         exponent = exact_exponent(x, cast)
-        largest = None if exponent is None else cpu.exact_int16(x, exponent, payload)
+        largest = None if exponent is None else cpu_mantissas.exact_int16(x, exponent, payload)
     return None if largest is None or exponent is None else Mantissas(payload, exponent, largest, 0, 0)
 
 
@@ -158,7 +158,7 @@ def to_mantissas(x: Tensor, cast: Cast, exponent: int, seed: int = 0) -> Mantiss
     payload = torch.empty(x.shape, dtype=torch.int16, device=x.device)
     if x.device.type == "cpu" and uses_library():
         symmetric = cast.format.element.symmetric
-        seen = cpu.to_int16(x, exponent, symmetric, cast.rounding, seed, payload, cast.random_bits)
+        seen = cpu_mantissas.to_int16(x, exponent, symmetric, cast.rounding, seed, payload, cast.random_bits)
         return Mantissas(payload, exponent, *seen)
     scaled = torch.ldexp(x.double(), torch.tensor(-exponent, device=x.device))
     rounded = bitwise.quantized(scaled, Cast(_WIDE, cast.rounding, None, None, cast.random_bits), seed)
@@ -206,7 +206,7 @@ def write(x: Tensor, cast: Cast, exponent: int | Tensor, crowded: bool = False) 
     return result, seen_of(found, x.numel(), close), None if found.nonfinite else found.payload
 
 
-def seen_of(found: Mantissas | cpu.Written, elements: int, crowded: int = 0) -> Seen:
+def seen_of(found: Mantissas | cpu_mantissas.Written, elements: int, crowded: int = 0) -> Seen:
     """Return what was seen while mantissas were written, as all writes tell it."""
     vanished = found.largest == 0 and found.nonfinite == 0 and found.any
     return Seen(found.largest, found.nonfinite > 0, vanished, found.saturated, crowded, elements)
@@ -236,7 +236,7 @@ def _write_without_waiting(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Ten
     return torch.where(finite, torch.ldexp(bounded, exponent), x.double()).float(), seen
 
 
-def write_(x: Tensor, cast: Cast, exponent: int) -> cpu.Written:
+def write_(x: Tensor, cast: Cast, exponent: int) -> cpu_mantissas.Written:
     """Round x, of fp32, in place to values of the format, but for what is not finite; return what was seen."""
     if _is_direct(x):
         seen = _write(x, cast, exponent, None, x)
@@ -244,20 +244,20 @@ def write_(x: Tensor, cast: Cast, exponent: int) -> cpu.Written:
         return seen
     found, result = written(x, cast, exponent)
     x.copy_(result)
-    return cpu.Written(*found[2:])
+    return cpu_mantissas.Written(*found[2:])
 
 
-def _write(x: Tensor, cast: Cast, exponent: int, payload: Tensor | None, result: Tensor) -> cpu.Written:
+def _write(x: Tensor, cast: Cast, exponent: int, payload: Tensor | None, result: Tensor) -> cpu_mantissas.Written:
     assert isinstance(cast.format, ScaledFormat)
     assert isinstance(cast.format.element, IntFormat)
     symmetric = cast.format.element.symmetric
     x = _readable(x)
-    return cpu.to_int16(x, exponent, symmetric, cast.rounding, 0, payload, cast.random_bits, result)
+    return cpu_mantissas.to_int16(x, exponent, symmetric, cast.rounding, 0, payload, cast.random_bits, result)
 
 
 def write_step(
     weight: Tensor, old: Mantissas, exponents: tuple[int, int], cast: Cast
-) -> tuple[cpu.Written, cpu.Written] | None:
+) -> tuple[cpu_mantissas.Written, cpu_mantissas.Written] | None:
     """Write what a step has changed of a weight since it had mantissas, and the weight as the sum, in place.
 
     `old` takes the new mantissas; `exponents` are those of the update and of the weight. Returns what was seen of both;
@@ -266,7 +266,7 @@ def write_step(
     assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
     if not _is_direct(weight):
         return None
-    seen = cpu.step_int16(weight, old.payload, (old.exponent, *exponents), cast.format.element.symmetric)
+    seen = cpu_mantissas.step_int16(weight, old.payload, (old.exponent, *exponents), cast.format.element.symmetric)
     torch.autograd.graph.increment_version(weight)
     return seen
 
@@ -277,7 +277,7 @@ def values(payload: Tensor, exponent: int) -> Tensor:
         result = torch.empty_like(payload, dtype=torch.float32)
         if result.stride() != payload.stride():  # it has gaps, or lies on itself
             payload, result = payload.contiguous(), torch.empty(payload.shape, dtype=torch.float32, device="cpu")
-        cpu.from_int16(payload, exponent, result)
+        cpu_mantissas.from_int16(payload, exponent, result)
         return result
     if -100 <= exponent <= 100:
         return payload.to(torch.float32) * 2.0**exponent

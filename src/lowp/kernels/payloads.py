@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.formats import Format, IntFormat, ScaledFormat
-from lowp.kernels import cpu
+from lowp.kernels import cpu_mantissas
 from lowp.kernels.mantissas import (
     Mantissas,
     current_exponent,
@@ -177,7 +177,7 @@ def _rounded_again(x: Tensor, cast: Cast, found: _Kept) -> Mantissas | None:
     lie = _rows(x)
     if lie is None or abs(found.exponent) > _LARGEST or not uses_library():
         return None
-    maximum = cpu.rounds_to_int16(x, payload, found.exponent, lie, _is_symmetric(cast))
+    maximum = cpu_mantissas.rounds_to_int16(x, payload, found.exponent, lie, _is_symmetric(cast))
     if maximum is None or not math.isfinite(maximum) or exponent_of(maximum, cast) != found.exponent:
         return None
     return Mantissas(payload, found.exponent, 0, 0, 0)
@@ -207,15 +207,15 @@ def _stands_for(x: Tensor, payload: Tensor, exponent: int) -> bool:
     lie = _rows(x)
     if lie is None or abs(exponent) > _LARGEST or not uses_library():
         return torch.equal(values(payload, exponent), x.detach())
-    return cpu.is_int16(x, payload, exponent, lie)
+    return cpu_mantissas.is_int16(x, payload, exponent, lie)
 
 
-def _rows(x: Tensor) -> cpu.Rows | None:
+def _rows(x: Tensor) -> cpu_mantissas.Rows | None:
     """Return how x lies in memory, whatever the order of its dimensions; None for what is not rows of neighbours."""
     if x.data_ptr() % 4:
         return None
     if x.is_contiguous():
-        return cpu.Rows(1, x.numel(), x.numel())
+        return cpu_mantissas.Rows(1, x.numel(), x.numel())
     dims = sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1 and step > 0)
     merged: list[tuple[int, int]] = []
     for step, size in dims:
@@ -224,9 +224,9 @@ def _rows(x: Tensor) -> cpu.Rows | None:
         else:
             merged.append((step, size))
     if len(merged) == 1 and merged[0][0] == 1:
-        return cpu.Rows(1, merged[0][1], merged[0][1])
+        return cpu_mantissas.Rows(1, merged[0][1], merged[0][1])
     if len(merged) == 2 and merged[0][0] == 1:
-        return cpu.Rows(merged[1][1], merged[0][1], merged[1][0])
+        return cpu_mantissas.Rows(merged[1][1], merged[0][1], merged[1][0])
     return None
 
 
