@@ -37,6 +37,7 @@ _PUBLIC = {
     "optim": "lowp.optim",
     "profile": "lowp.profiling:profile",
     "quantize": "lowp.kernels:quantize",
+    "quantize_model": "lowp.inference:quantize_model",
     "save": "lowp.checkpoint:save",
     "statistics": "lowp.kernels:statistics",
 }

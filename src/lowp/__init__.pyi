@@ -15,6 +15,7 @@ from lowp.formats import IntFormat as _IntFormat
 from lowp.formats import ScaledFormat as _ScaledFormat
 from lowp.formats import parse as format
 from lowp.grad_scaler import GradScaler, NonFiniteGradients
+from lowp.inference import quantize_model
 from lowp.kernels import Statistics, dequantize, statistics
 from lowp.ops.observing import Observation, observe
 from lowp.optim import MasterWeights
@@ -148,6 +149,7 @@ __all__ = [
     "optim",
     "profile",
     "quantize",
+    "quantize_model",
     "save",
     "statistics",
 ]

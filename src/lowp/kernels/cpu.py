@@ -12,7 +12,7 @@ import functools
 import os
 import platform
 import warnings
-from ctypes import byref, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 import torch
@@ -71,6 +71,21 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "lowp_random_words": (None, (c_uint64, c_uint64, c_int64, c_void_p)),
     "lowp_random_block": (None, (c_uint64, c_void_p, c_void_p)),
+    "lowp_bytes_pack": (None, (c_void_p, *(c_int64,) * 3, c_int, *(c_void_p,) * 3, c_int)),
+    "lowp_bytes_quantize": (
+        None,
+        (c_int, c_void_p, *(c_int64,) * 3, c_float, c_int, c_int, c_int64, c_void_p, c_int),
+    ),
+    "lowp_bytes_multiply": (
+        None,
+        (c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_float, c_int, *(c_void_p,) * 4, c_int),
+    ),
+    "lowp_bytes_windows": (None, (c_void_p, c_void_p, c_int, c_void_p, c_int)),
+    "lowp_nibbles_multiply": (
+        None,
+        (c_int, c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 3, c_void_p, c_void_p, c_int),
+    ),
+    "lowp_bits_multiply": (None, (c_int, c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_void_p, c_int)),
     "lowp_integer_matmul": (c_int, (*(c_void_p,) * 6, *(c_int,) * 4, c_void_p, c_void_p)),
     "lowp_integer_convolution": (c_int, (c_void_p, c_int, *(c_void_p,) * 4, *(c_int,) * 4, c_void_p, c_void_p)),
 }

@@ -7,7 +7,8 @@ values in their carriers or as integers under an exponent, how it is summed, and
 * blocks: a running sum that is rounded to fp16 or bf16 after every block of products;
 * native: the device's own 16-bit product, which sums in fp32 and rounds once, bias included;
 * fp32: an fp32 product of the rounded values (each product of significands of up to 12 bits is exact), rounded once;
-* reference: the same in fp64, the definition of the sum.
+* reference: the same in fp64, the definition of the sum;
+* packed: weights as they are served, in bytes, nibbles or signs, with activations of their kind (`contract_packed`).
 
 `lowp.kernels.use` forces a way everywhere: ``native`` takes torch's own product also on a CPU, ``reference`` the
 definitions, ``bitwise`` torch's operations alone, ``cpu`` the C++ library's integers.
@@ -24,11 +25,13 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import Unavailable
 from lowp.formats import FORMATS
+from lowp.kernels import byte_products
+from lowp.kernels.byte_products import Bytes, Nibbles, Panels, Signs
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, forced_way
 from lowp.policy import Accumulation
 
-__all__ = ["Form", "contract", "contract_mantissas", "is_native", "ready_operand"]
+__all__ = ["Form", "contract", "contract_mantissas", "contract_packed", "is_native", "ready_operand"]
 
 _SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _BLOCK_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -92,6 +95,22 @@ def contract_mantissas(
 ) -> Exact | None:
     """Return the exact product of integers as int16 under an exponent, rounded once; None where the sum is needed."""
     return form.mantissas(slot, *operands, exponent, symmetric)
+
+
+Packed = tuple[Bytes, Panels] | tuple[Tensor, Nibbles] | tuple[Signs, Signs]
+
+
+def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
+    """Return rows times packed weights, plus bias, in fp32 [rows, n]: bytes, signs, or fp32 rows with 4-bit weights."""
+    left, right = operands
+    if isinstance(right, Panels):
+        assert isinstance(left, Bytes)
+        return byte_products.multiply(left, right, bias)
+    if isinstance(right, Signs):
+        assert isinstance(left, Signs)
+        return byte_products.multiply_signs(left, right, bias)
+    assert isinstance(left, Tensor)
+    return byte_products.multiply_nibbles(left, right, bias)
 
 
 def _in_one_dtype(form: Form, slot: int, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,8 @@
+"""Models as they are served: weights in few bits, products on packed operands, calibration, export to ONNX."""
+
+from lowp.inference.attention import attention
+from lowp.inference.calibration import METHODS
+from lowp.inference.measuring import Footprint, footprint
+from lowp.inference.quantizing import kept, quantize_model
+
+__all__ = ["METHODS", "Footprint", "attention", "footprint", "kept", "quantize_model"]

@@ -1,0 +1,122 @@
+"""Attention whose two products are of bytes, quantised as they come."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowp import kernels
+from lowp.inference.calibration import BITS, check_bits, range_of
+from lowp.inference.modules import ServedLinear, Weight
+from lowp.kernels import byte_products
+from lowp.kernels.products import contract_packed
+from lowp.kernels.tracing import is_eager
+
+__all__ = ["ServedAttention", "attention"]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    bits: int = BITS,
+) -> Tensor:
+    """Return softmax(query key^T * scale + mask) value, as `scaled_dot_product_attention`, with products of bytes.
+
+    Left operands are quantised over their own range, right ones in int8 with a scale a row (a key, a feature of the
+    values), each head and example on its own; the softmax is fp32. A boolean mask is true where attention may go.
+    """
+    highest = check_bits(bits)
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = _product(query, key, highest) * factor
+    if is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~allowed, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    return _product(torch.softmax(scores, -1), value.transpose(-1, -2), highest).to(query.dtype)
+
+
+def _product(left: Tensor, right: Tensor, highest: int) -> Tensor:
+    """Return left @ right^T in fp32, matrix by matrix."""
+    batch: torch.Size = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
+    rows = left.detach().float().expand(*batch, *left.shape[-2:]).reshape(-1, *left.shape[-2:])
+    columns = right.detach().float().expand(*batch, *right.shape[-2:]).reshape(-1, *right.shape[-2:]).contiguous()
+    if not rows.numel() or not columns.numel():
+        return torch.zeros(*batch, left.shape[-2], right.shape[-2])
+    codes = kernels.encode(columns, "int8")
+    found = []
+    for one, payload, scales in zip(rows, codes.payload, codes.scale, strict=True):
+        low, high = torch.aminmax(one)
+        a = byte_products.to_bytes(one, *range_of(float(low), float(high), highest))
+        found.append(contract_packed((a, byte_products.pack(payload, scales, highest))))
+    return torch.stack(found).reshape(*batch, left.shape[-2], right.shape[-2])
+
+
+class ServedAttention(nn.Module):
+    """`nn.MultiheadAttention` of one width with packed projections, and attention in bytes."""
+
+    in_proj_bias = None  # what tells nn.TransformerEncoderLayer not to take its fused kernel
+    _qkv_same_embed_dim = False
+
+    def __init__(self, projections: list[Weight], old: nn.MultiheadAttention, bits: int, bytewise: bool) -> None:
+        super().__init__()
+        width = old.embed_dim
+        biases = [None] * 3 if old.in_proj_bias is None else list(old.in_proj_bias.chunk(3))
+        biases.append(old.out_proj.bias)
+        query, key, value, out = (ServedLinear(one, bias) for one, bias in zip(projections, biases, strict=True))
+        self.query, self.key, self.value, self.out = query, key, value, out
+        self.embed_dim, self.num_heads, self.batch_first = width, old.num_heads, old.batch_first
+        self.bits, self.bytewise = bits, bytewise
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Return the output and None: the attention's weights are not given. Masks are true where it may NOT go."""
+        single = query.ndim == 2
+        batch_first = self.batch_first or single
+        given = [one[None] if single else one for one in (query, key, value)]
+        given = given if batch_first else [one.transpose(0, 1) for one in given]
+        q, k, v = (
+            layer(one).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for layer, one in zip((self.query, self.key, self.value), given, strict=True)
+        )
+        mask = _mask(attn_mask, key_padding_mask, self.num_heads)
+        product = attention if self.bytewise and is_eager(q) else None
+        if product is None:
+            found = F.scaled_dot_product_attention(q, k, v, mask)
+        else:
+            found = product(q, k, v, mask, bits=self.bits)
+        out: Tensor = self.out(found.transpose(1, 2).flatten(-2))
+        out = out[0] if single else out
+        return (out if batch_first else out.transpose(0, 1)), None
+
+
+def _mask(attention_mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor | None:
+    """Both masks as one that is added to the scores."""
+    added = [one for one in (_added(attention_mask), _added(padding)) if one is not None]
+    if attention_mask is not None and attention_mask.ndim == 3:
+        added[0] = added[0].reshape(-1, heads, *added[0].shape[1:])
+    if padding is not None:
+        added[-1] = added[-1].reshape(-1, 1, 1, padding.shape[-1])
+    return sum(added[1:], added[0]) if added else None
+
+
+def _added(mask: Tensor | None) -> Tensor | None:
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros(mask.shape).masked_fill(mask, -math.inf)

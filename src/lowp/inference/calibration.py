@@ -1,0 +1,98 @@
+"""The range that activations are quantised over: found once from data, or anew for every tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.errors import InvalidInput, UnknownName, unknown
+
+__all__ = ["BITS", "METHODS", "Range", "Seen", "check_bits", "range_of"]
+
+METHODS = ("maximum", "percentile", "error")
+# With 7 bits the sum of two products of an activation and an int8 weight always fits 16 bits (2 * 127 * 127 < 2**15):
+# AVX2's byte product then saturates nowhere, here and in onnxruntime.
+BITS = 7
+PERCENTILE = 99.99
+_KEPT = 1 << 16  # elements that are kept of what was seen
+_TRIED = 64  # shares of the range whose error is compared
+
+
+class Range(NamedTuple):
+    """value = (byte - zero) * scale, bytes 0 to `highest`."""
+
+    scale: float
+    zero: int
+    highest: int
+
+
+def check_bits(bits: int) -> int:
+    """The largest byte of activations of so many bits: 127 of 7, 255 of 8."""
+    if bits not in (7, 8):
+        raise InvalidInput(f"activations have 7 or 8 bits, not {bits}")
+    return (1 << bits) - 1
+
+
+def range_of(low: float, high: float, highest: int) -> Range:
+    """The bytes that hold low .. high, and zero exactly. Infinite or NaN bounds give a scale of NaN."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return Range(math.nan, 0, highest)
+    low, high = min(low, 0.0), max(high, 0.0)
+    scale = float(torch.tensor((high - low) / highest, dtype=torch.float32))
+    if scale == 0 or not math.isfinite(scale):
+        return Range(1.0 if scale == 0 else math.nan, 0, highest)
+    return Range(scale, min(max(round(-low / scale), 0), highest), highest)
+
+
+class Seen:
+    """What passed a place of the model: the extremes, and a sample of the elements."""
+
+    def __init__(self, method: str) -> None:
+        if method not in METHODS:
+            raise UnknownName(unknown("calibration", method, METHODS))
+        self._method = method
+        self._low, self._high = math.inf, -math.inf
+        self._sample: list[Tensor] = []
+        self._stride = 1
+
+    @property
+    def anything(self) -> bool:
+        """Whether anything passed."""
+        return self._low <= self._high
+
+    def add(self, x: Tensor) -> None:
+        """Look at a tensor. Raises InvalidInput for NaN and infinities: no range holds them."""
+        x = x.detach().float().flatten()
+        if not x.numel():
+            return
+        low, high = (float(one) for one in torch.aminmax(x))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise InvalidInput("calibration met NaN or infinite activations: give data that the model is finite on")
+        self._low, self._high = min(self._low, low), max(self._high, high)
+        if self._method != "maximum":
+            self._sample.append(x[:: self._stride].clone())
+            while sum(one.numel() for one in self._sample) > _KEPT:
+                self._stride *= 2
+                self._sample = [torch.cat(self._sample)[::2].clone()]
+
+    def range(self, highest: int) -> Range:
+        """The range by the method: the extremes, the middle 99.99 % of the sample, or the least squared error."""
+        whole = range_of(self._low, self._high, highest)
+        if self._method == "maximum" or not self._sample:
+            return whole
+        sample = torch.cat(self._sample)
+        if self._method == "percentile":
+            outside = (1 - PERCENTILE / 100) / 2
+            low, high = torch.quantile(sample, torch.tensor([outside, 1 - outside])).tolist()
+            return range_of(low, high, highest)
+        shares = torch.linspace(1 / _TRIED, 1, _TRIED).tolist()
+        tried = [range_of(self._low * share, self._high * share, highest) for share in shares]
+        return min(tried, key=lambda one: _squared_error(sample, one))
+
+
+def _squared_error(x: Tensor, over: Range) -> float:
+    found = (x / over.scale).round().clamp(-over.zero, over.highest - over.zero) * over.scale
+    return float((found - x).square().sum())

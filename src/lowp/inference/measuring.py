@@ -1,0 +1,78 @@
+"""What a model takes to serve: bytes of weights, multiplications, and an estimate of their energy."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowp import casts
+from lowp.cost import READ_ENERGY, cost
+from lowp.formats import FORMATS, Format
+from lowp.inference.modules import Int8, Nibble, Served, ServedEmbedding, Sign
+
+__all__ = ["Footprint", "footprint"]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Of one call: bytes of all parameters and buffers, multiply-adds of layers, and picojoules of both.
+
+    Energy by `lowp.cost`: a multiplication and an addition each in the format the product runs in (sums of bytes and
+    signs in 32-bit integers, others in fp32), and every weight read once from DRAM.
+    """
+
+    bytes: int
+    multiply_adds: int
+    energy: float
+
+
+def footprint(model: nn.Module, *arguments: Any, **keywords: Any) -> Footprint:
+    """Run a model once and count."""
+    counted: list[tuple[int, Format]] = []
+
+    def after(module: nn.Module, given: Any, result: Any) -> None:
+        found = result if isinstance(result, Tensor) else None
+        if found is not None:
+            counted.append((_multiply_adds(module, found), _format_of(module)))
+
+    with ExitStack() as stack, torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, (nn.Linear, nn.Conv2d)) or (
+                isinstance(module, Served) and not isinstance(module, ServedEmbedding)
+            ):
+                stack.callback(module.register_forward_hook(after).remove)
+        model(*arguments, **keywords)
+    size = sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
+    energy = size / 4 * READ_ENERGY["DRAM"]
+    for count, format in counted:
+        energy += count * _energy(format)
+    return Footprint(size, sum(count for count, _ in counted), energy)
+
+
+def _energy(format: Format) -> float:
+    """Picojoules of a multiply-add: integers are added up in 32 bits, floats in fp32."""
+    integer = str(format) in ("int8", "binary")
+    return cost(format).multiply_energy.value + (0.1 if integer else cost(FORMATS["fp32"]).add_energy.value)
+
+
+def _multiply_adds(module: nn.Module, result: Tensor) -> int:
+    if isinstance(module, Served):
+        return result.numel() * module.weight.k
+    assert isinstance(module, (nn.Linear, nn.Conv2d))
+    return result.numel() * module.weight[0].numel()
+
+
+def _format_of(module: nn.Module) -> Format:
+    """The format that the products of a layer run in."""
+    weight = module.weight if isinstance(module, Served) else None
+    if isinstance(weight, Int8):
+        return FORMATS["int8"]
+    if isinstance(weight, Sign):
+        return FORMATS["binary"]
+    if isinstance(weight, Nibble) or weight is None:
+        return FORMATS["fp32"]
+    return casts.parse("fp32").format

@@ -1,0 +1,295 @@
+"""The layers of a served model: packed weights in buffers, products by `kernels.products.contract_packed`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowp import kernels
+from lowp.casts import Cast
+from lowp.formats import FloatFormat, IntFormat, ScaledFormat
+from lowp.inference.calibration import Range, range_of
+from lowp.kernels import byte_products, scaled
+from lowp.kernels.byte_products import Bytes, Nibbles, Panels, Signs
+from lowp.kernels.products import contract_packed
+from lowp.kernels.tracing import is_eager
+from lowp.portable.stored import Errors, Packed, store, stored_dtype, unpack
+
+__all__ = ["Int8", "Nibble", "Served", "ServedConv2d", "ServedEmbedding", "ServedLinear", "Sign", "Stored", "packed"]
+
+
+class Weight(nn.Module):
+    """A weight matrix [n, k] in few bits, and the product of activations with it."""
+
+    n: int
+    k: int
+
+    def values(self) -> Tensor:
+        """The weight in fp32 [n, k], in the order of the layer's own weight."""
+        raise NotImplementedError
+
+    def rounded(self, rows: Tensor) -> Tensor:
+        """Activations fp32 as the product sees them: what is exported, compiled and traced computes with these."""
+        return rows
+
+    def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """Return rows @ weight.T + bias in fp32, of rows fp32 [m, k]."""
+        raise NotImplementedError
+
+
+class Int8(Weight):
+    """int8, a scale a row; activations in bytes, over a range of calibration or of each tensor's own (dynamic)."""
+
+    def __init__(self, weight: Tensor, over: Range | None, highest: int) -> None:
+        super().__init__()
+        self.n, self.k = weight.shape
+        self.highest = highest
+        codes = kernels.encode(weight.detach().float(), "int8")
+        for name, tensor in byte_products.pack(codes.payload, codes.scale, highest)._asdict().items():
+            if isinstance(tensor, Tensor):
+                self.register_buffer(name, tensor)
+        self.dynamic = over is None
+        scale, zero, _ = over or Range(1.0, 0, highest)
+        self.register_buffer("input_scale", torch.tensor(scale))
+        self.register_buffer("input_zero", torch.tensor(zero, dtype=torch.int32))
+
+    def panels(self) -> Panels:
+        """The packed weight."""
+        named = {name: getattr(self, name) for name in ("memory", "ways", "sums", "scales")}
+        return Panels(**named, n=self.n, k=self.k, highest=self.highest)
+
+    def codes(self) -> Tensor:
+        """The weight in int8 [n, k]."""
+        return byte_products.unpacked(self.panels())
+
+    def values(self) -> Tensor:
+        """The codes times the scale of their row."""
+        return self.codes().float() * self.get_buffer("scales")[: self.n, None]
+
+    def range(self, x: Tensor) -> Range:
+        """Where the activations lie."""
+        if not self.dynamic:
+            return Range(float(self.get_buffer("input_scale")), int(self.get_buffer("input_zero")), self.highest)
+        if not x.numel():
+            return Range(1.0, 0, self.highest)
+        low, high = torch.aminmax(x)
+        return range_of(float(low), float(high), self.highest)
+
+    def rounded(self, rows: Tensor) -> Tensor:
+        """Quantised and back, in operations of torch."""
+        scale, zero = self.get_buffer("input_scale"), self.get_buffer("input_zero").float()
+        if self.dynamic:
+            low, high = rows.amin().clamp(max=0), rows.amax().clamp(min=0)
+            scale = (high - low) / self.highest
+            scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+            zero = (-low / scale).round()
+        return (rows / scale).round().clamp(-zero, self.highest - zero) * scale
+
+    def bytes(self, rows: Tensor) -> Bytes:
+        """Activations in bytes."""
+        return byte_products.to_bytes(rows, *self.range(rows))
+
+    def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """In bytes."""
+        return contract_packed((self.bytes(rows), self.panels()), bias)
+
+
+class Nibble(Weight):
+    """4 bits and less under scales of blocks: e2m1, mxfp4, nvfp4, int4, ternary; activations stay in fp32."""
+
+    def __init__(self, weight: Tensor, cast: Cast) -> None:
+        super().__init__()
+        self.n, self.k = weight.shape
+        codes, scales, self.group = _nibbles_of(weight.detach().float(), cast)
+        table = None
+        if isinstance(cast.element, FloatFormat):
+            table = torch.tensor(list(cast.element.values()), dtype=torch.float32)
+        made = byte_products.pack_nibbles(codes, scales, self.group, table)
+        self.register_buffer("memory", made.memory)
+        self.register_buffer("scales", made.scales)
+        self.register_buffer("table", table)
+
+    def nibbles(self) -> Nibbles:
+        """The packed weight."""
+        named = {name: getattr(self, name) for name in ("memory", "scales", "table")}
+        return Nibbles(**named, n=self.n, k=self.k, group=self.group)
+
+    def values(self) -> Tensor:
+        """The values of the codes times the scales of their groups."""
+        return byte_products.nibble_values(self.nibbles())
+
+    def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """In fp32 by the packed weight."""
+        return contract_packed((rows, self.nibbles()), bias)
+
+
+def is_nibble(cast: Cast) -> bool:
+    """Whether a format is four bits or less under scales that the packed kernel has."""
+    format, element = cast.format, cast.element
+    if element.bits == 4 and not isinstance(format, ScaledFormat):
+        return isinstance(element, FloatFormat) and element.signed and not element.has_nan
+    if not isinstance(format, ScaledFormat) or format.affine:
+        return False
+    if isinstance(element, IntFormat):
+        fits = 2 <= element.bits <= 4
+    else:
+        fits = element.bits == 4 and element.signed and not element.has_nan
+    return fits and (format.scope.kind in ("tensor", "row") or format.scope.size % 16 == 0)
+
+
+def _nibbles_of(weight: Tensor, cast: Cast) -> tuple[Tensor, Tensor, int]:
+    """Codes 0 to 15, a scale a group, and the length of a group: 16, 32 or 64."""
+    codes = kernels.encode(weight, cast)
+    n, k = weight.shape
+    if isinstance(codes, Tensor):
+        return codes.long() & 15, torch.ones(n, -(-k // 64)), 64
+    format = scaled.scaled_format(cast)
+    scale = scaled.read(codes.scale, format) * (1.0 if codes.outer is None else codes.outer.double())
+    spread = scaled.spread(scale, weight.shape, format.scope).expand(n, k)
+    size = format.scope.size if format.scope.kind == "block" else 64
+    group = next(one for one in (64, 32, 16) if size % one == 0)
+    return codes.payload.long() & 15, spread[:, ::group].float(), group
+
+
+class Sign(Weight):
+    """Binary: signs and the mean magnitude of each row, of the weight and of the activations; bits are counted."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.n, self.k = weight.shape
+        found = byte_products.signs(weight.detach().float())
+        self.register_buffer("memory", found.memory)
+        self.register_buffer("scales", found.scales)
+
+    def signs(self) -> Signs:
+        """The packed weight."""
+        return Signs(self.get_buffer("memory"), self.get_buffer("scales"), self.k)
+
+    def values(self) -> Tensor:
+        """The signs times the scale of their row."""
+        return byte_products.sign_values(self.signs()) * self.get_buffer("scales")[:, None]
+
+    def rounded(self, rows: Tensor) -> Tensor:
+        """Signs times the mean magnitude of each row."""
+        return torch.where(rows < 0, -1.0, 1.0) * rows.abs().mean(-1, keepdim=True)
+
+    def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """By counting bits."""
+        return contract_packed((byte_products.signs(rows), self.signs()), bias)
+
+
+class Stored(Weight):
+    """Any other format: kept in its dtype or packed with its scales, and multiplied in fp32 as the values it has."""
+
+    def __init__(self, weight: Tensor, cast: Cast) -> None:
+        super().__init__()
+        self.n, self.k = weight.shape
+        self.packed = Packed(cast, tuple(weight.shape), torch.float32)
+        parts = store(weight.detach().float(), cast, 0, Errors())
+        self._suffixes = {f"part{suffix.replace('.', '_')}": suffix for suffix in parts}
+        for name, suffix in self._suffixes.items():
+            pieces = parts[suffix]
+            self.register_buffer(name, torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+
+    def values(self) -> Tensor:
+        """In fp32."""
+        parts: Mapping[str, Tensor] = {suffix: self.get_buffer(name) for name, suffix in self._suffixes.items()}
+        return parts[""].float() if stored_dtype(self.packed.cast) else unpack("", self.packed, parts)
+
+    def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """In fp32."""
+        return F.linear(rows, self.values(), bias)
+
+
+def packed(weight: Tensor, cast: Cast, over: Range | None, highest: int) -> Weight:
+    """A weight [n, k] in the form that its format is served in."""
+    element = cast.element
+    if str(cast) == "int8":
+        return Int8(weight, over, highest)
+    if str(cast) == "binary":
+        return Sign(weight)
+    if is_nibble(cast) and element.bits > 1:
+        return Nibble(weight, cast)
+    return Stored(weight, cast)
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+class Served(nn.Module):
+    """A layer with a packed weight. It has no gradient: it is made from a trained layer, and serves."""
+
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.register_buffer("bias", None if bias is None else bias.detach().clone().float())
+
+    def _bias(self) -> Tensor | None:
+        found: Tensor | None = self._buffers["bias"]
+        return found
+
+
+class ServedLinear(Served):
+    """`nn.Linear` with a packed weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias in x's dtype."""
+        if torch.compiler.is_compiling() or not is_eager(x):
+            return F.linear(self.weight.rounded(x.float()), self.weight.values(), self._bias()).to(x.dtype)
+        rows = x.detach().reshape(-1, self.weight.k).float()
+        return self.weight.product(rows, self._bias()).reshape(*x.shape[:-1], self.weight.n).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"{self.weight.k}, {self.weight.n}"
+
+
+class ServedConv2d(Served):
+    """`nn.Conv2d` without groups with a packed weight, whose columns are in the order kernel row, column, channel."""
+
+    def __init__(self, weight: Weight, bias: Tensor | None, channels: int, geometry: dict[str, Any]) -> None:
+        super().__init__(weight, bias)
+        self.channels, self.geometry = channels, geometry
+
+    def dense(self) -> Tensor:
+        """The weight in fp32 as `nn.Conv2d` has it."""
+        return self.weight.values().reshape(self.weight.n, *self.geometry["kernel"], -1).permute(0, 3, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the convolution of x [batch, channels, height, width], laid out with channels last."""
+        single = x.ndim == 3
+        x = x[None] if single else x
+        result = self._convolved(x).to(x.dtype)
+        return result[0] if single else result
+
+    def _convolved(self, x: Tensor) -> Tensor:
+        geometry = self.geometry
+        bytewise = isinstance(self.weight, Int8) and not torch.compiler.is_compiling() and is_eager(x)
+        if not bytewise:
+            rounded = self.weight.rounded(x.float())
+            others = (geometry["stride"], geometry["padding"], geometry["dilation"])
+            return F.conv2d(rounded, self.dense(), self._bias(), *others)
+        assert isinstance(self.weight, Int8)
+        batch, channels, height, width = x.shape
+        lines = x.detach().float().permute(0, 2, 3, 1).reshape(batch * height * width, channels)
+        flat = self.weight.bytes(lines.reshape(1, -1))
+        image = flat._replace(payload=flat.payload[0, : lines.numel()])
+        rows, high, wide = byte_products.windows(image, (batch, height, width, channels), geometry)
+        result = contract_packed((rows, self.weight.panels()), self._bias())
+        return result.reshape(batch, high, wide, self.weight.n).permute(0, 3, 1, 2)
+
+
+class ServedEmbedding(Served):
+    """`nn.Embedding` whose rows are stored in few bits; only the rows that are asked for are made fp32."""
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """Return the rows at `indices`, in fp32."""
+        weight = self.weight
+        if isinstance(weight, Int8):
+            codes = weight.get_buffer("memory")
+            panel, place = indices // byte_products.PANEL, indices % byte_products.PANEL
+            rows = codes[panel, :, place].flatten(-2)[..., : weight.k]
+            return rows.float() * weight.get_buffer("scales")[indices][..., None]
+        return F.embedding(indices, weight.values())

@@ -1,0 +1,220 @@
+"""`quantize_model`: the layers of a trained model in few bits, for inference."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowp import casts
+from lowp.casts import Cast
+from lowp.errors import InvalidInput
+from lowp.formats import FloatFormat, Format, ScaledFormat
+from lowp.inference.attention import ServedAttention
+from lowp.inference.calibration import BITS, Range, Seen, check_bits
+from lowp.inference.modules import ServedConv2d, ServedEmbedding, ServedLinear, packed
+
+__all__ = ["kept", "quantize_model"]
+
+_KEPT = "_lowp_kept"
+
+
+def quantize_model(
+    model: nn.Module,
+    format: str | Cast | Format = "int8",
+    calibration_data: Iterable[Any] | None = None,
+    *,
+    calibration: str = "maximum",
+    bits: int = BITS,
+    keep: Iterable[str] = (),
+    attention: bool = True,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> nn.Module:
+    """Return a copy of a trained model for inference, whose layers hold their weights in `format`.
+
+    Linear, Conv2d (without groups), Embedding and MultiheadAttention layers are replaced; `kept` tells which were not,
+    and why. ``int8``: a scale a row (an output channel) of the weight, products of bytes in int32. Activations are
+    quantised over a range of their own layer: found from `calibration_data`, by ``maximum``, ``percentile`` (the
+    middle 99.99 %) or ``error`` (least squared error), or without data anew from every tensor. They have 7 `bits`,
+    whose sums of pairs always fit 16 bits, or 8. ``int4``, ``mxfp4``, ``nvfp4``, ``e2m1``, ``ternary`` and others of up
+    to 4 bits: packed weights times fp32 activations. ``binary``: signs of both, by counting bits. Every other format:
+    weights in its dtype or packed, multiplied in fp32 as the values they stand for.
+
+    `calibration_data` gives batches, of which at least one is needed: a tensor is handed to the model, a tuple or list
+    as arguments, a dictionary as keywords; or `forward(model, batch)` runs one. `keep` has patterns of module names to
+    leave alone; with ``attention=False`` the products of attention stay fp32. The copy is in eval mode, on the CPU; its
+    state_dict is the packed one. Raises InvalidInput for a format, data or pattern that cannot be.
+    """
+    cast, highest = casts.parse(format), check_bits(bits)
+    _check_format(cast)
+    seen = Seen(calibration)  # raises for an unknown method before any work
+    del seen
+    served = copy.deepcopy(model).eval()
+    names = {name: module for name, module in served.named_modules() if _is_replaced(module)}
+    patterns = tuple(keep)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name, _ in served.named_modules()):
+            raise InvalidInput(f"no module is called {pattern}; layers are {', '.join(names) or 'none'}")
+    reasons = {name: "asked for (keep)" for name in names if any(fnmatchcase(name, one) for one in patterns)}
+    chosen = {name: module for name, module in names.items() if name not in reasons}
+    ranges: dict[str, Range] = {}
+    if calibration_data is not None:
+        ranges = _calibrated(served, chosen, calibration_data, (calibration, highest), forward)
+    places = _places(chosen)
+    for name, module in chosen.items():
+        reason = _unfit(module)
+        if reason:
+            reasons[name] = reason
+            continue
+        made = _made(name, module, cast, ranges, (bits, attention))
+        if name == "":
+            served = made.eval()
+            continue
+        for parent, attribute in places[name]:
+            setattr(_module_at(served, parent), attribute, made.eval())
+    object.__setattr__(served, _KEPT, reasons)
+    for parameter in served.parameters():
+        parameter.requires_grad_(False)
+    return served
+
+
+def kept(model: nn.Module) -> Mapping[str, str]:
+    """The layers that `quantize_model` left as they were, and why."""
+    found = getattr(model, _KEPT, None)
+    if found is None:
+        raise InvalidInput("kept takes a model that lowp.quantize_model has made")
+    reasons: Mapping[str, str] = found
+    return reasons
+
+
+def _check_format(cast: Cast) -> None:
+    element = cast.element
+    if isinstance(element, FloatFormat) and not element.signed:
+        raise InvalidInput(f"{cast} has no negative numbers, which weights need: give a signed format")
+    if cast.scaling is not None and cast.scaling.kind not in ("current", "static"):
+        raise InvalidInput(f"{cast}: a {cast.scaling.kind} scale follows from a training; weights have their own")
+    if isinstance(cast.format, ScaledFormat) and cast.format.scope.kind == "channel":
+        raise InvalidInput(f"{cast}: weights are rows here, whose scope is row, not channel")
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    return type(module) in (nn.Linear, nn.Conv2d, nn.Embedding, nn.MultiheadAttention)
+
+
+def _places(chosen: Mapping[str, nn.Module]) -> dict[str, list[tuple[str, str]]]:
+    """Where each layer hangs: the name of its parent, and the attribute."""
+    places = {}
+    for name in chosen:
+        parent, _, attribute = name.rpartition(".")
+        places[name] = [(parent, attribute)]
+    return places
+
+
+def _module_at(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name) if name else model
+
+
+def _unfit(module: nn.Module) -> str:
+    """Why a layer stays as it is; nothing where it is replaced."""
+    if any(parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16) for parameter in module.parameters()):
+        return "its parameters are neither fp32, fp16 nor bf16"
+    if not all(bool(parameter.isfinite().all()) for parameter in module.parameters()):
+        return "its parameters are not finite"
+    if isinstance(module, nn.Conv2d):
+        if module.groups != 1:
+            return f"{module.groups} groups"
+        if module.padding_mode != "zeros" or isinstance(module.padding, str):
+            return f"padding {module.padding_mode if isinstance(module.padding, tuple) else module.padding}"
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return "max_norm writes its weight in the forward pass"
+    if isinstance(module, nn.MultiheadAttention):
+        if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
+            return "keys and values of other widths, or added to"
+    return ""
+
+
+# -- calibration ------------------------------------------------------------------------------------------------------
+def _calibrated(
+    model: nn.Module,
+    chosen: Mapping[str, nn.Module],
+    data: Iterable[Any],
+    how: tuple[str, int],
+    forward: Callable[[nn.Module, Any], Any] | None,
+) -> dict[str, Range]:
+    """The range of every place whose input was seen: a layer's name, of attention with query, key, value and out."""
+    method, highest = how
+    seen: dict[str, Seen] = {}
+
+    def watch(name: str, x: Any) -> None:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            seen.setdefault(name, Seen(method)).add(x)
+
+    batches = 0
+    with ExitStack() as stack, torch.no_grad():
+        for name, module in chosen.items():
+            hook = module.register_forward_pre_hook(_hook(name, module, watch), with_kwargs=True)
+            stack.callback(hook.remove)
+        for batch in data:
+            _run(model, batch, forward)
+            batches += 1
+    if not batches:
+        raise InvalidInput("calibration_data gave no batch: give one, or leave it out for dynamic ranges")
+    if not seen and any(isinstance(module, (nn.Linear, nn.Conv2d)) for module in chosen.values()):
+        raise InvalidInput("no layer was called while calibrating: give batches, or forward=, that run the model")
+    return {name: one.range(highest) for name, one in seen.items() if one.anything}
+
+
+def _hook(name: str, module: nn.Module, watch: Callable[[str, Any], None]) -> Callable[..., None]:
+    def before(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if isinstance(module, nn.MultiheadAttention):
+            given = dict(zip(("query", "key", "value"), arguments, strict=False)) | keywords
+            for role in ("query", "key", "value"):
+                watch(f"{name}.{role}", given.get(role))
+        else:
+            watch(name, arguments[0] if arguments else next(iter(keywords.values()), None))
+
+    return before
+
+
+def _run(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None) -> None:
+    if forward is not None:
+        forward(model, batch)
+    elif isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        model(*batch)
+    else:
+        model(batch)
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+def _made(
+    name: str, module: nn.Module, cast: Cast, ranges: Mapping[str, Range], options: tuple[int, bool]
+) -> nn.Module:
+    bits, bytewise = options
+    highest = check_bits(bits)
+    if isinstance(module, nn.Linear):
+        return ServedLinear(packed(module.weight, cast, ranges.get(name), highest), module.bias)
+    if isinstance(module, nn.Embedding):
+        return ServedEmbedding(packed(module.weight, cast, None, highest), None)
+    if isinstance(module, nn.MultiheadAttention):
+        weights = [*module.in_proj_weight.chunk(3), module.out_proj.weight]
+        roles = ("query", "key", "value", "out")
+        made = [
+            packed(one, cast, ranges.get(f"{name}.{role}"), highest) for role, one in zip(roles, weights, strict=True)
+        ]
+        return ServedAttention(made, module, bits, bytewise and str(cast) == "int8")
+    assert isinstance(module, nn.Conv2d)
+    weight = module.weight.detach().permute(0, 2, 3, 1).flatten(1)
+    geometry = {
+        "kernel": tuple(module.kernel_size),
+        "stride": tuple(module.stride),
+        "padding": tuple(module.padding),
+        "dilation": tuple(module.dilation),
+    }
+    return ServedConv2d(packed(weight, cast, ranges.get(name), highest), module.bias, module.in_channels, geometry)

@@ -1,0 +1,197 @@
+// The C functions of the byte products: what is packed, which thread does what.
+#include "bytes.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "parallel.hpp"
+
+#define LOWP_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace lowp {
+namespace {
+
+constexpr int64_t kRows = 96;  // rows of activations that meet a panel while it is in the cache
+
+int64_t up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
+// 0 portable, 1 and above AVX2 where the processor has it; see casts.cpp for the levels.
+const ByteKernels& kernels(int level) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (level != 0 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2Bytes;
+#endif
+  (void)level;
+  return kPortableBytes;
+}
+
+// The largest magnitude of a sum of products with 0 .. 1: all of one sign at once.
+int32_t reach(const int32_t* weights, int count) {
+  int32_t positive = 0, negative = 0;
+  for (int t = 0; t < count; t++) (weights[t] > 0 ? positive : negative) += std::abs(weights[t]);
+  return std::max(positive, negative);
+}
+
+// The widest way for 32 elements of 16 columns; `at` gives an element.
+template <class At>
+Way way_of(At at, int64_t begin, int64_t end, int32_t highest) {
+  Way way = kFour;
+  for (int64_t j = 0; j < kPanel; j++)
+    for (int64_t k = begin; k < end; k += kEight)
+      for (int64_t t = 0; t < 4; t += 2) {
+        const int32_t four[] = {at(j, k + t), at(j, k + t + 1), at(j, k + 4 + t), at(j, k + 5 + t)};
+        const int32_t first = reach(four, 2), second = reach(four + 2, 2);
+        if (std::max(first, second) * highest > 32767) return kOne;
+        if (reach(four, 4) * highest > 32767) way = kTwo;
+      }
+  return way;
+}
+
+void multiply_block(const ByteKernels& run, const uint8_t* a, int64_t rows, int64_t depth, const int8_t* panel,
+                    const uint8_t* ways, int32_t* sums) {
+  std::fill(sums, sums + up(rows, kTriple) * kPanel, 0);
+  for (int64_t k = 0; k < depth; k += kDepth)
+    for (int64_t i = 0; i < rows; i += kTriple) {
+      const uint8_t* three[kTriple];
+      for (int64_t t = 0; t < kTriple; t++) three[t] = a + std::min(i + t, rows - 1) * depth + k;
+      run.multiply(three, panel + k * kPanel, ways + k / kChunk, std::min(kDepth, depth - k), sums + i * kPanel);
+    }
+}
+
+}  // namespace
+}  // namespace lowp
+
+using namespace lowp;
+
+// Packs int8 weights [n][k], rows `stride` apart, for activations up to `highest`: panels [n / 16][depth][16] with depth k
+// rounded up to 8, a way for every 32 of depth, the sum of every column. Both are padded with zeros.
+LOWP_EXPORT void lowp_bytes_pack(const int8_t* weights, int64_t n, int64_t k, int64_t stride, int highest, int8_t* panels,
+                                 uint8_t* ways, int32_t* sums, int threads) {
+  const int64_t depth = up(k, kEight), chunks = up(depth, kChunk) / kChunk;
+  parallel_for(up(n, kPanel) / kPanel, 1, threads, [=](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; p++) {
+      const auto at = [&](int64_t j, int64_t index) -> int32_t {
+        const int64_t column = p * kPanel + j;
+        return column < n && index < k ? weights[column * stride + index] : 0;
+      };
+      int8_t* panel = panels + p * depth * kPanel;
+      for (int64_t index = 0; index < depth; index += 4)
+        for (int64_t j = 0; j < kPanel; j++)
+          for (int64_t t = 0; t < 4; t++) *panel++ = static_cast<int8_t>(at(j, index + t));
+      for (int64_t chunk = 0; chunk < chunks; chunk++)
+        ways[p * chunks + chunk] = way_of(at, chunk * kChunk, std::min(depth, (chunk + 1) * kChunk), highest);
+      for (int64_t j = 0; j < kPanel; j++) {
+        int32_t sum = 0;
+        for (int64_t index = 0; index < k; index++) sum += at(j, index);
+        sums[p * kPanel + j] = sum;
+      }
+    }
+  });
+}
+
+// Rows of fp32 [rows][k], `stride` apart, as bytes [rows][depth], filled up with `zero`.
+LOWP_EXPORT void lowp_bytes_quantize(int level, const float* x, int64_t rows, int64_t k, int64_t stride, float scale,
+                                     int zero, int highest, int64_t depth, uint8_t* out, int threads) {
+  const ByteKernels& run = kernels(level);
+  const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(k, 1));
+  parallel_for(rows, grain, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      run.quantize(x + i * stride, k, scale, zero, highest, out + i * depth);
+      std::fill(out + i * depth + k, out + (i + 1) * depth, static_cast<uint8_t>(zero));
+    }
+  });
+}
+
+// out[m][n] = (a[m][depth] - zero) times the panels, by the scales; see Finish. Arrays of columns are padded to 16.
+LOWP_EXPORT void lowp_bytes_multiply(int level, const uint8_t* a, int64_t m, int64_t depth, const int8_t* panels,
+                                     const uint8_t* ways, int64_t n, float row_scale, int zero,
+                                     const float* column_scales, const int32_t* column_sums, const float* bias,
+                                     float* out, int threads) {
+  const ByteKernels& run = kernels(level);
+  const int64_t chunks = up(depth, kChunk) / kChunk, width = up(n, kPanel) / kPanel, blocks = up(m, kRows) / kRows;
+  if (m * n * depth < (1 << 18)) threads = 1;
+  parallel_for(width * blocks, 1, threads, [&](int64_t begin, int64_t end) {
+    alignas(64) int32_t sums[kRows * kPanel];
+    float line[kPanel];
+    for (int64_t task = begin; task < end; task++) {
+      const int64_t block = task / width, p = task % width, first = block * kRows, rows = std::min(kRows, m - first);
+      multiply_block(run, a + first * depth, rows, depth, panels + p * depth * kPanel, ways + p * chunks, sums);
+      const int64_t column = p * kPanel, columns = std::min(kPanel, n - column);
+      const Finish to{column_scales + column, column_sums + column, bias ? bias + column : nullptr};
+      for (int64_t i = 0; i < rows; i++) {
+        float* target = out + (first + i) * n + column;
+        run.finish(sums + i * kPanel, row_scale, zero, to, columns == kPanel ? target : line);
+        if (columns < kPanel) std::copy(line, line + columns, target);
+      }
+    }
+  });
+}
+
+// The windows of a convolution: x [batch][height][width][channels] of bytes to rows [batch * positions][depth], in the
+// order kernel row, kernel column, channel of the group; outside of x it is `zero`.
+//   numbers: batch, height, width, channels, first channel, channels of the group, kernel height and width,
+//            output height and width, stride, padding, dilation (two each), depth
+LOWP_EXPORT void lowp_bytes_windows(const uint8_t* x, const int64_t* numbers, int zero, uint8_t* out, int threads) {
+  const int64_t height = numbers[1], width = numbers[2], channels = numbers[3], first = numbers[4], taken = numbers[5];
+  const int64_t* kernel = numbers + 6;
+  const int64_t* output = numbers + 8;
+  const int64_t* stride = numbers + 10;
+  const int64_t* padding = numbers + 12;
+  const int64_t* dilation = numbers + 14;
+  const int64_t depth = numbers[16], used = kernel[0] * kernel[1] * taken;
+  const uint8_t fill = static_cast<uint8_t>(zero);
+  parallel_for(numbers[0] * output[0], 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t line = begin; line < end; line++) {
+      const int64_t image = line / output[0], top = line % output[0] * stride[0] - padding[0];
+      for (int64_t column = 0; column < output[1]; column++) {
+        uint8_t* to = out + (line * output[1] + column) * depth;
+        for (int64_t i = 0; i < kernel[0]; i++)
+          for (int64_t j = 0; j < kernel[1]; j++, to += taken) {
+            const int64_t y = top + i * dilation[0], z = column * stride[1] - padding[1] + j * dilation[1];
+            if (y < 0 || y >= height || z < 0 || z >= width) {
+              std::fill(to, to + taken, fill);
+            } else {
+              const uint8_t* from = x + ((image * height + y) * width + z) * channels + first;
+              std::copy(from, from + taken, to);
+            }
+          }
+        std::fill(to, to + (depth - used), fill);
+      }
+    }
+  });
+}
+
+// out[m][n] = x[m][64 * blocks] times rows of 4-bit codes (see bytes.hpp), a scale a group of 16, 32 or 64; plus bias.
+LOWP_EXPORT void lowp_nibbles_multiply(int level, const float* x, int64_t m, const uint8_t* codes, const float* table,
+                                       const float* scales, int64_t n, int64_t blocks, int64_t group, const float* bias,
+                                       float* out, int threads) {
+  const ByteKernels& run = kernels(level);
+  const int64_t groups = blocks * (64 / group);
+  parallel_for(n, 4 * kQuad, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t j = begin; j < end; j += kQuad) {
+      const uint8_t* rows[kQuad];
+      const float* by[kQuad];
+      for (int64_t t = 0; t < kQuad; t++) {
+        const int64_t row = std::min(j + t, n - 1);
+        rows[t] = codes + row * blocks * 32, by[t] = scales + row * groups;
+      }
+      for (int64_t i = 0; i < m; i++) {
+        float sums[kQuad];
+        run.nibbles(rows, table, by, blocks, group, x + i * blocks * 64, sums);
+        for (int64_t t = 0; t < std::min(kQuad, end - j); t++)
+          out[i * n + j + t] = bias ? sums[t] + bias[j + t] : sums[t];
+      }
+    }
+  });
+}
+
+// out[m][n] = length - 2 * (bits that differ in rows of a and b): the product of rows of +1 (bit 0) and -1 (bit 1).
+LOWP_EXPORT void lowp_bits_multiply(int level, const uint64_t* a, int64_t m, const uint64_t* b, int64_t n, int64_t words,
+                                    int64_t length, int32_t* out, int threads) {
+  const ByteKernels& run = kernels(level);
+  parallel_for(m, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      for (int64_t j = 0; j < n; j++)
+        out[i * n + j] = static_cast<int32_t>(length - 2 * run.differing(a + i * words, b + j * words, words));
+  });
+}

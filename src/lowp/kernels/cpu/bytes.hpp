@@ -1,0 +1,46 @@
+// Products of 8-bit integers for inference: activations of one unsigned byte, weights of one signed byte, sums in int32.
+//
+// A panel is 16 columns of the right matrix: for every 8 elements of depth two groups of [16 columns][4 elements]. A
+// chunk is 32 elements of depth. While a panel is packed, every chunk is given the widest way that is PROVEN not to leave
+// 16 bits, for activations up to `highest` (127 or 255): the products of four elements added up, of two, or one by one.
+// No sum ever saturates; the ways differ in speed alone.
+#pragma once
+#include <cstdint>
+
+namespace lowp {
+
+constexpr int64_t kPanel = 16;        // columns of a panel
+constexpr int64_t kEight = 8;         // depth is padded to a multiple of it
+constexpr int64_t kChunk = 32;        // depth of one way
+constexpr int64_t kDepth = 1024;      // depth taken at once: a panel of it (16 KiB) stays in the first-level cache
+constexpr int64_t kTriple = 3;        // rows taken at once
+constexpr int64_t kQuad = 4;          // rows of 4-bit codes taken at once
+enum Way : uint8_t { kFour = 0, kTwo = 1, kOne = 2 };
+
+// What is made of a row of sums: (sum - zero * column_sum) * (row_scale * column_scale) + bias.
+struct Finish {
+  const float* column_scales;   // 16 of a panel
+  const int32_t* column_sums;
+  const float* bias;            // or null
+};
+
+struct ByteKernels {
+  // out = clamp(round(x / scale) + zero, 0, highest), to nearest even; NaN becomes 0.
+  void (*quantize)(const float* x, int64_t count, float scale, int32_t zero, int32_t highest, uint8_t* out);
+  // sums[3][16] += rows x panel over `depth` elements, a multiple of 8.
+  void (*multiply)(const uint8_t* const* rows, const int8_t* panel, const uint8_t* ways, int64_t depth, int32_t* sums);
+  void (*finish)(const int32_t* sums, float row_scale, int32_t zero, const Finish& to, float* out);
+  // Four rows of 4-bit codes times x. A block of 64 is eight words of 32 bits: element 8 s + l is nibble s of word l. The
+  // values are two's complement, or by a table of 16. A scale every `group`: 16, 32 or 64 elements.
+  void (*nibbles)(const uint8_t* const* codes, const float* table, const float* const* scales, int64_t blocks,
+                  int64_t group, const float* x, float* out);
+  // Differing bits of two rows of 64-bit words.
+  int64_t (*differing)(const uint64_t* a, const uint64_t* b, int64_t words);
+};
+
+extern const ByteKernels kPortableBytes;
+#if defined(__x86_64__)
+extern const ByteKernels kAvx2Bytes;
+#endif
+
+}  // namespace lowp

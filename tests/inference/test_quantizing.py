@@ -1,0 +1,214 @@
+"""Served models: how near they are to the trained ones, what they weigh, what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowp
+from lowp import kernels
+from lowp.errors import InvalidInput, UnknownName
+from lowp.inference import attention, footprint, kept
+from lowp.inference.modules import Int8, ServedConv2d, ServedLinear
+from lowp.recipes.data.digits import TRAINING, read_digits
+
+# relative error of the output, of a network with random weights: about the error of the format
+NEAR = {"int8": 0.03, "int4": 0.2, "mxfp4": 0.3, "nvfp4": 0.2, "e2m1": 1, "ternary": 1, "binary": 1, "fp16": 1e-3}
+NEAR |= {"bf16": 1e-2, "e4m3fn": 0.1, "mxfp8": 0.1, "e5m7": 1e-2, "int8-affine": 0.03, "flex16+5": 1e-3, "fp32": 1e-6}
+
+
+def _network() -> nn.Sequential:
+    torch.manual_seed(0)
+    convolutions = (
+        nn.Conv2d(3, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 8, (1, 3), dilation=2),
+        nn.ReLU(),
+    )
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(8 * 8 * 4, 33), nn.ReLU(), nn.Linear(33, 10)).eval()
+
+
+def _images() -> Tensor:
+    return torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).detach().norm() / wanted.detach().norm())
+
+
+@pytest.mark.parametrize("format", NEAR)
+def test_every_format_serves_near_the_trained_model(format: str) -> None:
+    model, x = _network(), _images()
+    served = lowp.quantize_model(model, format)
+    assert kept(served) == {}
+    assert _error(served(x), model(x)) <= NEAR[format]
+    with kernels.use("reference"):
+        assert _error(served(x), model(x)) <= NEAR[format]
+
+
+@pytest.mark.parametrize("calibration", [None, "maximum", "percentile", "error"])
+@pytest.mark.parametrize("bits", [7, 8])
+def test_int8_is_the_same_in_bytes_in_torch_and_by_definition(calibration: str | None, bits: int) -> None:
+    model, x = _network(), _images()
+    data = None if calibration is None else [x, x * 0.5]
+    served = lowp.quantize_model(model, "int8", data, calibration=calibration or "maximum", bits=bits)
+    found = served(x)
+    with kernels.use("reference"):
+        assert torch.equal(served(x), found)
+    layer = served[5]
+    assert isinstance(layer, ServedLinear)
+    rows = torch.randn(5, 8 * 8 * 4)
+    wanted = nn.functional.linear(layer.weight.rounded(rows), layer.weight.values(), layer._bias())
+    torch.testing.assert_close(layer(rows), wanted, rtol=1e-5, atol=1e-5)
+    assert _error(found, model(x)) < 0.05
+
+
+def test_weights_take_a_quarter_of_the_bytes() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Embedding(512, 512))
+    served = lowp.quantize_model(model, "int8")
+    size = sum(one.numel() * one.element_size() for one in served.buffers())
+    assert size / sum(one.numel() * 4 for one in model.parameters()) < 0.27
+    assert not list(served.parameters())
+    size = sum(one.numel() * one.element_size() for one in lowp.quantize_model(model, "int4").buffers())
+    assert size / sum(one.numel() * 4 for one in model.parameters()) < 0.17
+
+
+def test_the_model_that_was_given_is_left_as_it_was() -> None:
+    model = _network().train()
+    before = copy.deepcopy(model.state_dict())
+    lowp.quantize_model(model, "int8", [_images()])
+    assert model.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_packed_state_is_saved_and_loaded() -> None:
+    model, x = _network(), _images()
+    served, other = (lowp.quantize_model(model, "int8", [data]) for data in (x, x * 2))
+    assert not torch.equal(other(x), served(x))
+    other.load_state_dict(served.state_dict())
+    assert torch.equal(other(x), served(x))
+
+
+def test_embeddings_give_the_rows_of_their_format() -> None:
+    model, indices = nn.Embedding(50, 13), torch.randint(0, 50, (3, 4))
+    for format in ("int8", "int4", "bf16"):
+        found = lowp.quantize_model(model, format)(indices)
+        assert torch.equal(found, lowp.quantize(model.weight.detach(), format)[indices])
+
+
+def test_attention_multiplies_bytes() -> None:
+    query, key, value = (torch.randn(2, 3, 7, 16) for _ in range(3))
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    wanted = nn.functional.scaled_dot_product_attention(query, key, value, mask)
+    assert _error(attention(query, key, value, mask), wanted) < 0.04
+    assert torch.equal(attention(query, key, value, is_causal=True), attention(query, key, value, mask))
+
+
+def test_multihead_attention_is_served_with_its_masks() -> None:
+    model, x = nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, 7, 32)
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 5:] = True
+    served = lowp.quantize_model(model, "int8", [(x, x, x)])
+    causal = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    for given in ({}, {"key_padding_mask": padding}, {"attn_mask": causal}):
+        assert _error(served(x, x, x, **given)[0], model(x, x, x, **given)[0]) < 0.06
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    assert _error(lowp.quantize_model(layer, "int8")(x), layer(x)) < 0.03
+
+
+def test_a_static_range_is_kept_and_a_dynamic_one_follows() -> None:
+    model, x = nn.Linear(16, 8), torch.randn(64, 16)
+    static, dynamic = lowp.quantize_model(model, "int8", [x]), lowp.quantize_model(model, "int8")
+    assert isinstance(static.weight, Int8) and not static.weight.dynamic
+    assert _error(static(x * 100), model(x * 100)) > 0.5
+    assert _error(dynamic(x * 100), model(x * 100)) < 0.02
+
+
+def test_a_percentile_and_the_least_error_leave_outliers_outside() -> None:
+    x = torch.randn(2000, 16)
+    x[0, 0] = 1e4
+    model = nn.Linear(16, 8)
+    errors = {
+        name: _error(lowp.quantize_model(model, "int8", [x], calibration=name)(x[1:]), model(x[1:]))
+        for name in ("maximum", "percentile")
+    }
+    assert errors["percentile"] < errors["maximum"] / 5
+
+
+def test_what_cannot_be_served_is_kept_and_told() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 3, padding="same"), nn.Conv2d(4, 4, 1))
+    served = lowp.quantize_model(model, "int8", keep=["2"])
+    assert kept(served) == {"0": "2 groups", "1": "padding same", "2": "asked for (keep)"}
+    assert not any(isinstance(module, ServedConv2d) for module in served.modules())
+
+
+def test_a_not_a_number_stays_one_in_a_dynamic_range() -> None:
+    served = lowp.quantize_model(nn.Linear(8, 4), "int8")
+    assert bool(served(torch.full((2, 8), torch.nan)).isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"format": "int8", "calibration": "median"}, "unknown calibration 'median'"),
+        ({"format": "int8", "bits": 6}, "7 or 8 bits, not 6"),
+        ({"format": "e8m0"}, "no negative numbers"),
+        ({"format": "int8", "calibration_data": []}, "gave no batch"),
+        ({"format": "int8", "keep": ["head"]}, "no module is called head"),
+        ({"format": "int8", "calibration_data": [torch.full((1, 8), torch.inf)]}, "NaN or infinite activations"),
+        ({"format": "int8:delayed"}, "a delayed scale follows from a training"),
+        ({"format": "int9"}, "unknown format"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises((InvalidInput, UnknownName), match=words):
+        lowp.quantize_model(nn.Linear(8, 4), **arguments)
+
+
+def test_torch_export_computes_with_the_same_numbers() -> None:
+    model, x = _network(), _images()
+    served = lowp.quantize_model(model, "int8", [x])
+    exported = torch.export.export(served, (x,)).module()
+    torch.testing.assert_close(exported(x), served(x), rtol=1e-4, atol=1e-4)
+
+
+def test_the_footprint_counts_bytes_products_and_energy() -> None:
+    model, x = nn.Linear(64, 32), torch.randn(4, 64)
+    plain, small = footprint(model, x), footprint(lowp.quantize_model(model, "int8"), x)
+    assert plain.multiply_adds == small.multiply_adds == 4 * 64 * 32
+    assert plain.bytes == 4 * (64 * 32 + 32)
+    assert plain.energy == pytest.approx(4 * 64 * 32 * (3.7 + 0.9) + plain.bytes / 4 * 640)
+    assert small.energy < plain.energy / 3
+
+
+# -- accuracy on real data --------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def digits() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    """A trained perceptron, its training images, and the images and labels held back."""
+    pytest.importorskip("sklearn")
+    images, labels = read_digits()
+    images = images / 16
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(120):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[:TRAINING]), labels[:TRAINING]).backward()
+        optimizer.step()
+    return model, images[:TRAINING], images[TRAINING:], labels[TRAINING:]
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_int8_is_within_half_a_point_on_digits(
+    digits: tuple[nn.Module, Tensor, Tensor, Tensor], calibrated: bool
+) -> None:
+    model, training, images, labels = digits
+    served = lowp.quantize_model(model, "int8", [training] if calibrated else None)
+    accuracy, before = ((one(images).argmax(1) == labels).float().mean() for one in (served, model))
+    assert before > 0.9
+    assert accuracy >= before - 0.005
