@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -88,6 +88,10 @@ class RoleCasts:
         if self.watch is not None:
             self.watch(x, role_of(x), self.rule.input)
         return rounded(x, self.rule.input, self.seed)
+
+    def before_site(self) -> RoleCasts:
+        """Return the casts of what a site will write, which it rounds itself, and tells observers of."""
+        return replace(self, rule=replace(self.rule, output=None), watch=None)
 
     def tell(self, x: Tensor, role: str) -> None:
         """Tell observers of a tensor that is cast by its role in another way."""

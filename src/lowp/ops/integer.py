@@ -55,7 +55,7 @@ def is_integer(rule: Rule) -> bool:
 
 
 def integer_contraction(
-    form: Form, call: Call, operands: tuple[Tensor, Tensor], bias: Tensor | None, in_fp32: Gradients
+    form: Form, call: Call, casts: RoleCasts, tensors: tuple[Tensor, Tensor, Tensor | None], in_fp32: Gradients
 ) -> Tensor | None:
     """Return the output of a contraction of mantissas, part of the autograd graph; None where it has to run in fp32.
 
@@ -63,8 +63,8 @@ def integer_contraction(
     """
     if functorch_is_active():
         return None
-    casts, (first, second) = call.casts, operands
-    a, b = (_mantissas(x, casts.of(role), casts) for x, role in zip(operands, casts.roles, strict=True))
+    first, second, bias = tensors
+    a, b = _mantissas(first, casts.of(casts.roles[0]), casts), _mantissas(second, casts.of(casts.roles[1]), casts)
     if a is None or b is None:
         return None if call.site is None else wide_contraction(form, call, first, second, bias)
     casts.tell(first, casts.roles[0])
@@ -142,7 +142,8 @@ class _IntegerProduct(torch.autograd.Function):
                     casts.tell(gradient, "grad")
             if incoming is None:
                 operands = [values(one.payload, one.exponent) for one in saved]
-                found = ctx.in_fp32(ctx.needs_input_grad[2:5], ctx.bias_dtype, gradient, (operands, ctx.edges))
+                wanted, told = ctx.needs_input_grad[2:5], casts if written is None else casts.before_site()
+                found = ctx.in_fp32(ctx.form, told, wanted, ctx.bias_dtype, gradient, (operands, ctx.edges))
                 return None, None, *_written_gradients(found, written), None, None, None, None
             both = _words(ctx, gradient, incoming)
             if written is not None:

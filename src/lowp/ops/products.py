@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -49,23 +48,22 @@ Kept = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
 _OTHERS = {FIRST: (SECOND, OUTPUT), SECOND: (FIRST, OUTPUT), OUTPUT: (FIRST, SECOND)}
 
 
-def summed(call: Call) -> RoleCasts:
-    """Return how a call's products of values are rounded and summed; integers that run as such values sum in fp32."""
-    rule = call.rule if call.site is None else replace(call.rule, output=None)  # the site writes in its place
-    accumulate = None if is_integer(rule) else rule.accumulate
-    watch = call.watch if call.site is None else None  # of what a site writes it tells
-    return RoleCasts(rule, accumulate, call.seed, watch, call.roles or ("input", "weight"))
+def summed(casts: RoleCasts) -> RoleCasts:
+    """Return how products of values are rounded and summed; integers that run as such values are summed in fp32."""
+    return replace(casts, accumulate=None) if is_integer(casts.rule) else casts
 
 
 def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return the output of a contraction whose operands are cast by the call's rule, each by its role."""
-    if call.site is not None and not is_integer(call.rule):
+    casts = call.casts
+    if is_integer(call.rule):
+        if casts.roles == ("input", "weight") or call.rule.input == call.rule.weight:
+            result = integer_contraction(form, call, casts, (first, second, bias), _integer_gradients)
+            if result is not None:
+                return result
+        casts = summed(casts if call.site is None else casts.before_site())
+    elif call.site is not None:
         return wide_contraction(form, call, first, second, bias)
-    casts = summed(call)
-    if is_integer(call.rule) and (casts.roles == ("input", "weight") or call.rule.input == call.rule.weight):
-        result = integer_contraction(form, call, (first, second), bias, partial(_integer_gradients, form, casts))
-        if result is not None:
-            return result
     axes = form.contracted[OUTPUT]
     left, right = (
         operand(x, cast_operand(call, casts, x, role, axis), casts.gradient_dtype)
@@ -234,7 +232,7 @@ def _integer_gradients(
     kept: Kept,
 ) -> Gradients:
     """Return the gradients of an integer contraction from its fp32 values."""
-    return _gradients(form, OUTPUT, casts, _Wanted(needs[:2], needs[2], bias_dtype), gradient, kept)
+    return _gradients(form, OUTPUT, summed(casts), _Wanted(needs[:2], needs[2], bias_dtype), gradient, kept)
 
 
 def computed(

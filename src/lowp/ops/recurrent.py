@@ -94,7 +94,7 @@ def _one(
     input_bias, hidden_bias = (params[2], params[3]) if biases else (None, None)
     readout = params[-1] if len(params) % 2 else None
     name = call.op.removesuffix("_cell")
-    layer = Layer(CELLS[name], summed(call), batches, reverse)
+    layer = Layer(CELLS[name], summed(call.casts), batches, reverse)
     # the first layer's input lies as the caller gave it; a projection of all steps is one product
     projected = linear(call.inner(F.linear, (data, params[0], input_bias)))
     hidden, memory = states[0], states[1] if layer.cell.has_memory else None
