@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from ops.cases import sixteen_bit, under
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lowp import kernels
+from lowp.ops import attention
 from lowp.policy import Rule
 
 EXACT = Rule.of(input="fp32", weight="fp32", grad="fp32", output="fp32")
@@ -132,3 +136,33 @@ def test_what_multi_head_attention_refuses_is_refused_in_its_words() -> None:
         with pytest.raises(type(plain.value)) as found, Under(F.multi_head_attention_forward, rule):
             module(x, x, x, **given)
         assert str(found.value) == str(plain.value)
+
+
+@pytest.mark.parametrize("masked", [None, "boolean", "float"])
+def test_the_definition_of_fused_attention_is_in_fp64_forward_and_backward(masked: str | None) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 2, 9, 8).bfloat16().float() for _ in range(3)]
+    mask = None if masked is None else torch.ones(9, 9).tril()
+    mask = mask if mask is None or masked == "float" else mask.bool()
+    wide = [x.double().requires_grad_() for x in tensors]
+    narrow = [x.clone().requires_grad_() for x in tensors]
+    rule = Rule.of("scaled_dot_product_attention", input="bf16")
+    exact = F.scaled_dot_product_attention(*wide, mask if mask is None or mask.dtype is torch.bool else mask.double())
+    with kernels.use("reference"):
+        found = under(rule, F.scaled_dot_product_attention, *narrow, mask)
+        found.sum().backward()
+    exact.sum().backward()
+    assert torch.equal(found, exact.float())
+    for one, other in zip(narrow, wide, strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert torch.allclose(one.grad, other.grad.float(), rtol=1e-6, atol=1e-7)
+
+
+def test_attention_asks_torch_for_its_product_in_one_place() -> None:
+    calls = [
+        f"{path.name}:{node.lineno}"
+        for path in Path(attention.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("F.scaled_dot_product_attention")
+    ]
+    assert len(calls) == 1  # the product of the form, which kernels.contract calls

@@ -10,6 +10,8 @@ values in their carriers or as integers under an exponent, how it is summed, and
 * reference: the same in fp64, the definition of the sum;
 * packed: weights as they are served, in bytes, nibbles or signs, with activations of their kind (`contract_packed`).
 
+Fused attention is a form of three operands, whose `bias` is the mask: native, fp32 or reference.
+
 `lowp.kernels.use` forces a way everywhere: ``native`` takes torch's own product also on a CPU, ``reference`` the
 definitions, ``bitwise`` torch's operations alone, ``cpu`` the C++ library's integers.
 """
@@ -17,7 +19,7 @@ definitions, ``bitwise`` torch's operations alone, ``cpu`` the C++ library's int
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -58,10 +60,38 @@ class Form(Protocol):
         """Return the output with its bias added."""
 
 
+class FusedForm(Protocol):
+    """A product of several operands in one function of torch's, as attention is."""
+
+    def product(self, slot: int, *operands: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the product in the dtype of its operands."""
+
+
+@overload
 def contract(
     form: Form,
     slot: int,
     operands: tuple[Tensor, Tensor] | tuple[Mantissas, Mantissas],
+    accumulate: Accumulation | None = None,
+    output: Cast | None = None,
+    bias: Tensor | None = None,
+    finish: Callable[[Tensor], Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor: ...
+@overload
+def contract(
+    form: FusedForm,
+    slot: int,
+    operands: tuple[Tensor, ...],
+    accumulate: None = None,
+    output: Cast | None = None,
+    bias: Tensor | None = None,
+    finish: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor: ...
+def contract(
+    form: Any,
+    slot: int,
+    operands: tuple[Any, ...],
     accumulate: Accumulation | None = None,
     output: Cast | None = None,
     bias: Tensor | None = None,
@@ -73,20 +103,22 @@ def contract(
     `finish` casts the sum to `output`; a native product of that format has done so itself. `dtype` is that of sums of
     integers. Raises Unavailable for a way that `lowp.kernels.use` asks for and there is none.
     """
-    left, right = operands
-    if isinstance(left, Mantissas) and isinstance(right, Mantissas):
+    result: Tensor
+    if isinstance(operands[0], Mantissas):
         exact = accumulate is not None and accumulate.format == "exact"
-        result = form.integer_product(slot, left, right, exact, dtype)
+        result = form.integer_product(slot, *operands, exact, dtype)
         result = result if bias is None else form.with_bias(result, bias.to(result.dtype))
+    elif accumulate is not None and accumulate.format != "fp32":
+        result = _in_blocks(form, slot, *(one.float() for one in operands), accumulate)
+        result = result if bias is None else form.with_bias(result, bias.float())
+    elif is_native(output, *operands):
+        return _in_dtype(form, slot, operands, bias, operands[0].dtype)
+    elif operands[0].dtype is torch.float64:
+        result = _in_dtype(form, slot, operands, bias, torch.float64)
+    elif forced_way() == "reference":
+        result = _in_dtype(form, slot, operands, bias, torch.float64).float()
     else:
-        assert isinstance(left, Tensor) and isinstance(right, Tensor)
-        if accumulate is not None and accumulate.format != "fp32":
-            result = _in_blocks(form, slot, left.float(), right.float(), accumulate)
-            result = result if bias is None else form.with_bias(result, bias.float())
-        elif is_native(output, left, right):
-            return form.product(slot, left, right, None if bias is None else bias.to(left.dtype))
-        else:
-            result = _in_one_dtype(form, slot, left, right, bias)
+        result = _in_dtype(form, slot, operands, bias, torch.float32)
     return result if finish is None else finish(result)
 
 
@@ -113,13 +145,12 @@ def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
     return byte_products.multiply_nibbles(left, right, bias)
 
 
-def _in_one_dtype(form: Form, slot: int, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    """Return a product in fp32, or in fp64: of fp64 operands, and by the definition."""
-    wide = left.dtype is torch.float64
-    if wide or forced_way() == "reference":
-        result = form.product(slot, left.double(), right.double(), None if bias is None else bias.double())
-        return result if wide else result.float()
-    return form.product(slot, left.float(), right.float(), None if bias is None else bias.float())
+def _in_dtype(form: Any, slot: int, operands: tuple[Tensor, ...], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a product by torch's own functions in a dtype; a mask of booleans stays one."""
+    if bias is not None and bias.is_floating_point():
+        bias = bias.to(dtype)
+    result: Tensor = form.product(slot, *[one.to(dtype) for one in operands], bias=bias)
+    return result
 
 
 def is_native(output: Cast | None, *operands: Tensor) -> bool:

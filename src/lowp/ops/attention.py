@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowp.compat import gradients_of
-from lowp.kernels.products import is_native
+from lowp.kernels.products import contract, is_native
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import (
     Operand,
@@ -24,24 +25,25 @@ from lowp.ops.casting import (
     shield,
 )
 from lowp.ops.contraction import check, matmul, runner
+from lowp.ops.forms import OUTPUT
 from lowp.ops.generic import finished
 from lowp.ops.signature import bound
 from lowp.policy import Rule
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """What scaled_dot_product_attention is asked for besides its tensors."""
+class Attention:
+    """softmax(scale query key^T + mask) value as a form: what is asked for beside the tensors; its bias is the mask."""
 
     dropout: float
     causal: bool
     scale: float | None
     grouped: bool
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Return torch's own attention."""
+    def product(self, slot: int, *operands: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return torch's own attention of query, key and value."""
         return F.scaled_dot_product_attention(
-            query, key, value, mask, self.dropout, self.causal, scale=self.scale, enable_gqa=self.grouped
+            *operands, bias, self.dropout, self.causal, scale=self.scale, enable_gqa=self.grouped
         )
 
 
@@ -57,14 +59,14 @@ def scaled_dot_product_attention(call: Call) -> Tensor:
         call, *"query key value".split(), attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
     )
     check(query, key, value)
-    settings = _Settings(float(dropout), bool(causal), scale, bool(grouped))
+    settings = Attention(float(dropout), bool(causal), scale, bool(grouped))
     if call.rule.accumulate is not None and call.rule.accumulate.format != "fp32":
         return _in_two_contractions(call, settings, query, key, value, mask)
     return _attention(call, settings, query, key, value, mask)
 
 
 def _attention(
-    call: Call, settings: _Settings, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    call: Call, settings: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
     rule, casts, tensors = call.rule, call.casts, (query, key, value)
     if functorch_is_active():
@@ -72,12 +74,11 @@ def _attention(
         dtype = _plain_carrier(rule)
         wide = [casts.cast(x, "input", dtype=dtype) for x in tensors]
         with _differentiable_kernel():
-            result = settings.attend(wide[0].float(), wide[1].float(), wide[2].float(), _wide_mask(mask))
+            result = contract(settings, OUTPUT, tuple(one.float() for one in wide), bias=mask)
         return finished(result, casts)
     values = [casts.carry(x, "input") for x in tensors]
     if is_native(rule.output, *values):
-        narrow = mask.to(values[0].dtype) if mask is not None and mask.is_floating_point() else mask
-        result = settings.attend(values[0], values[1], values[2], narrow)
+        result = contract(settings, OUTPUT, tuple(values), None, rule.output, mask)
         casts.tell(result, "output")
         if casts.watch is not None:
             casts.watch.gradient(result, "grad", rule.grad)
@@ -109,15 +110,14 @@ class _Attention(torch.autograd.Function):
     """Attention in fp32 of rounded operands; saves those."""
 
     @staticmethod
-    def forward(ctx: Any, settings: _Settings, casts: RoleCasts, mask: Tensor | None, *operands: Any) -> Tensor:
+    def forward(ctx: Any, settings: Attention, casts: RoleCasts, mask: Tensor | None, *operands: Any) -> Tensor:
         pairs = [Operand(*pair) for pair in zip(operands[:3], operands[3:], strict=True)]
         values = [one.plain for one in pairs]
         ctx.settings, ctx.casts = settings, casts
         ctx.edges = [None if one.value is None else one.edge for one in pairs]
         ctx.random = _RandomState(values[0].device) if settings.dropout else None
         ctx.save_for_backward(mask, *values)
-        query, key, value = (x.float() for x in values)
-        return casts.cast(settings.attend(query, key, value, mask), "output")
+        return contract(settings, OUTPUT, tuple(values), bias=mask, finish=partial(casts.cast, role="output"))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -133,7 +133,7 @@ class _Attention(torch.autograd.Function):
             wide = ctx.casts.carry(gradient, "grad").float()
             kernel = _differentiable_kernel() if graph else nullcontext()
             with torch.enable_grad(), kernel, ctx.random or nullcontext():
-                result = ctx.settings.attend(*inputs, mask)
+                result = contract(ctx.settings, OUTPUT, tuple(inputs), bias=mask)
             candidates = dict(zip((2, 3, 4, 5), (mask, *inputs), strict=True))
             wanted = [index for index in candidates if ctx.needs_input_grad[index]]
             found = gradients_of(result, [candidates[index] for index in wanted], wide, create_graph=graph)
@@ -165,7 +165,7 @@ class _RandomState:
 
 
 def _in_two_contractions(
-    call: Call, settings: _Settings, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    call: Call, settings: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
     """Scores, softmax in fp32, and the product with the values, each contraction under the rule."""
     inner = Rule(input=call.rule.input, weight=call.rule.input, grad=call.rule.grad, accumulate=call.rule.accumulate)
