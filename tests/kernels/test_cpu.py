@@ -20,7 +20,7 @@ from lowp import kernels
 from lowp.casts import Cast, Rounding, parse
 from lowp.errors import Unavailable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels import bitwise, cpu, cpu_mantissas, limits, reference
+from lowp.kernels import bitwise, cpu, cpu_mantissas, integer, limits, reference
 
 SEED = 0x0123_4567_89AB_CDEF
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -498,7 +498,7 @@ def test_the_interpreter_can_end_while_a_daemon_thread_quantises() -> None:
 # -- choosing ---------------------------------------------------------------------------------------------------------
 def test_the_environment_chooses_the_instruction_set() -> None:
     code = "from lowp.kernels import cpu; cpu.library(); cpu.select(None); print(cpu.available())"
-    for chosen, error in (("portable", ""), ("mmx", "no kernels for 'mmx'; allowed: portable, avx2, avx512")):
+    for chosen, error in (("portable", ""), ("mmx", "no kernels for 'mmx'; allowed: portable, avx2, avx512, neon")):
         ended = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
@@ -509,11 +509,24 @@ def test_the_environment_chooses_the_instruction_set() -> None:
         assert (ended.returncode == 0) == (error == "")
 
 
+@pytest.mark.parametrize("asked", ["portable", "neon", "avx512"])
+def test_one_choice_holds_for_casts_and_integer_products_or_is_refused_for_both(asked: str) -> None:
+    try:
+        cpu.select(asked)
+    except Unavailable as error:
+        assert f"this CPU has no {asked}; it has portable" in str(error)
+        assert integer._output(0, torch.int16, False, None).kernel == cpu.asked() != asked
+    else:
+        assert cpu.available() and integer._output(0, torch.int16, False, None).kernel == asked
+    cpu.select(None)
+    assert integer._output(0, torch.int16, False, None).kernel == ""
+
+
 def test_an_instruction_set_that_is_not_there_is_named() -> None:
     for name in set(cpu.INSTRUCTION_SETS) - set(SETS):
         with pytest.raises(Unavailable, match=f"this CPU has no {name}; it has portable"):
             cpu.select(name)
-    with pytest.raises(Unavailable, match="no kernels for 'sse9'; allowed: portable, avx2, avx512"):
+    with pytest.raises(Unavailable, match="no kernels for 'sse9'; allowed: portable, avx2, avx512, neon"):
         cpu.select("sse9")
 
 

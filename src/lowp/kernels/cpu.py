@@ -116,35 +116,53 @@ def library() -> ctypes.CDLL | None:
     return own
 
 
+_asked = ""  # the instruction set that `select` was asked for, '' for the best
+
+
+def asked() -> str:
+    """Return the instruction set that every kernel is to use: what `select` was asked for; '' is the best there is."""
+    library()
+    return _asked
+
+
 def select(instruction_set: str | None) -> str:
-    """Use the kernels compiled for "portable", "avx2" or "avx512", or the best this CPU has (None); return which.
+    """Use the kernels compiled for "portable", "avx2", "avx512" or "neon", or the best this CPU has (None).
 
-    "neon" is what the portable casts are on ARM; the integer products have kernels of that name.
-
-    The environment variable LOWP_CPU_ISA does the same from the start. Raises Unavailable for one the CPU lacks.
+    Casts and integer products alike. Returns which casts run: "portable" for "neon" on ARM, where the compiler makes
+    those with neon. The environment variable LOWP_CPU_ISA does the same from the start. Raises Unavailable for one the
+    CPU lacks.
     """
     return _select(loaded(), instruction_set)
 
 
 def _select(own: ctypes.CDLL, instruction_set: str | None) -> str:
-    level = -1
-    if instruction_set is not None:
-        if instruction_set == "neon" and platform.machine().lower() in ("arm64", "aarch64"):
-            instruction_set = "portable"  # every such processor has it, and the compiler uses it
-        if instruction_set == "neon":
-            raise Unavailable(f"this CPU has no neon; it has {', '.join(available(own))}")
-        if instruction_set not in INSTRUCTION_SETS:
-            raise Unavailable(f"no kernels for {instruction_set!r}; allowed: {', '.join(INSTRUCTION_SETS)}")
-        level = INSTRUCTION_SETS.index(instruction_set)
-    found: int = own.lowp_casts_select(level)
+    global _asked
+    found: int = own.lowp_casts_select(_level(own, instruction_set))
     if found < 0:
         raise Unavailable(f"this CPU has no {instruction_set}; it has {', '.join(available(own))}")
+    _asked = instruction_set or ""
     return INSTRUCTION_SETS[found]
+
+
+def _level(own: ctypes.CDLL, instruction_set: str | None) -> int:
+    """Return the number of an instruction set among those of the casts; -1 for the best."""
+    if not instruction_set:
+        return -1
+    if instruction_set == "neon":
+        if platform.machine().lower() in ("arm64", "aarch64"):
+            return 0  # every such processor has it, and the compiler uses it
+        raise Unavailable(f"this CPU has no neon; it has {', '.join(available(own))}")
+    if instruction_set not in INSTRUCTION_SETS:
+        allowed = ", ".join((*INSTRUCTION_SETS, "neon"))
+        raise Unavailable(f"no kernels for {instruction_set!r}; allowed: {allowed}")
+    return INSTRUCTION_SETS.index(instruction_set)
 
 
 def available(own: ctypes.CDLL | None = None) -> tuple[str, ...]:
     """Return the instruction sets that this CPU has kernels for."""
-    best = (own or loaded()).lowp_casts_select(-1)
+    own = own or loaded()
+    best = own.lowp_casts_select(-1)
+    own.lowp_casts_select(_level(own, _asked))  # as it was
     return tuple(name for level, name in enumerate(INSTRUCTION_SETS) if level <= best)
 
 

@@ -21,14 +21,13 @@ serves where the library was not built, and gives the same bits. All of it is fo
 from __future__ import annotations
 
 import itertools
-import os
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowp.errors import InvalidInput, Unavailable, unknown
-from lowp.kernels import dispatch, integer_running
+from lowp.kernels import cpu, dispatch, integer_running
 from lowp.kernels.integer_reference import ConvolutionShape
 from lowp.kernels.integer_running import KINDS, PRODUCTS, Output, Seen, observed
 
@@ -104,7 +103,7 @@ def matmul_exact(
     exponents Ea, Eb and a result of exponent E, `exponent` is Ea + Eb - E), float32, float64, or int64 (the integer
     sums; `exponent` must be 0). `exponent` is an integer or a 0-d integer tensor, -900 to 900. `kernel` forces one of
     avx512, avx2, neon, portable, reference (default: reference inside `lowp.kernels.use` of reference or bitwise, else
-    LOWP_CPU_ISA, or the best of this machine). A depth of 0 gives zeros.
+    what `cpu.select` or LOWP_CPU_ISA say, or the best of this machine). A depth of 0 gives zeros.
 
     Raises InvalidInput for other dtypes, devices, shapes or a depth above 2^32, Unavailable for a kernel that this
     machine lacks.
@@ -181,7 +180,7 @@ def _output(exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, 
         raise InvalidInput(
             f"int64 holds the sums as they are, so exponent must be 0, not {power}; use float64 to scale"
         )
-    chosen = kernel or _forced_kernel() or os.environ.get("LOWP_CPU_ISA") or ""
+    chosen = kernel or _forced_kernel() or cpu.asked()
     if chosen and chosen not in KERNELS:
         raise InvalidInput(unknown("integer kernel", chosen, KERNELS))
     lowest = -32767 if symmetric else -32768
