@@ -109,7 +109,8 @@ def contract(
         result = form.integer_product(slot, *operands, exact, dtype)
         result = result if bias is None else form.with_bias(result, bias.to(result.dtype))
     elif accumulate is not None and accumulate.format != "fp32":
-        result = _in_blocks(form, slot, *(one.float() for one in operands), accumulate)
+        left, right = operands
+        result = _in_blocks(form, slot, left.float(), right.float(), accumulate)
         result = result if bias is None else form.with_bias(result, bias.float())
     elif is_native(output, *operands):
         return _in_dtype(form, slot, operands, bias, operands[0].dtype)

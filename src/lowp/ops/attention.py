@@ -42,8 +42,9 @@ class Attention:
 
     def product(self, slot: int, *operands: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return torch's own attention of query, key and value."""
+        query, key, value = operands
         return F.scaled_dot_product_attention(
-            *operands, bias, self.dropout, self.causal, scale=self.scale, enable_gqa=self.grouped
+            query, key, value, bias, self.dropout, self.causal, scale=self.scale, enable_gqa=self.grouped
         )
 
 
