@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.errors import InvalidInput
-from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
+from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels import payloads, words
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import (
@@ -130,20 +129,16 @@ class Entries:
             self._start(x, index)
         return bool(words.is_coarse(x, int(self.state.exponent[index]), axis))
 
-    def write_exact(self, product: Callable[[int, bool], Exact | None], index: int) -> Tensor | None:
-        """Write an exact sum straight from the integers that it is, given as mantissas under the entry's exponent.
+    def exponent_of_sum(self, index: int) -> int | None:
+        """Return the exponent under which an exact sum can be written straight from the integers that it is.
 
-        `product` takes an exponent and whether -32768 is left out. None where the sum itself has to be seen: by a first
-        write, where it is rounded in another mode, and where `product` gives none.
+        None where the sum itself has to be seen: by a first write, and where it is rounded in another mode.
         """
-        if not (self.is_plain and self.started[index]):
-            return None
+        return self.exponents[index] if self.is_plain and self.started[index] else None
+
+    def write_sum(self, found: Exact, index: int) -> Tensor:
+        """Write an exact sum, given as mantissas under the entry's exponent."""
         exponent = self.exponents[index]
-        element = self.cast.element
-        assert isinstance(element, IntFormat)
-        found = product(exponent, element.symmetric)
-        if found is None:
-            return None
         payload, saturated, largest, sums = found
         payload = payload.contiguous()
         self._note(index, Seen(largest, False, largest == 0 and sums > 0, saturated, 0, payload.numel()))

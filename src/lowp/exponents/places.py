@@ -27,14 +27,16 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowp.casts import Cast
+from lowp.formats import IntFormat
 from lowp.kernels.integer import Exact
 
 if TYPE_CHECKING:
     from lowp.exponents.shared import SharedExponents
 
-__all__ = ["Passes", "PlaceSite", "Spots", "Trail"]
+__all__ = ["Passes", "PlaceSite", "Spots", "Tell", "Trail"]
 
 LAST_PASS = 4
+Tell = Callable[[Tensor, str, Cast], None]
 
 
 class Passes:
@@ -170,17 +172,31 @@ def _requires_grad(values: Any) -> bool:
 
 
 class PlaceSite:
-    """One op at one spot of the step: writes each of its results under the place that its role makes."""
+    """One op at one spot of the step: writes each of its results under the place that its role makes.
+
+    `tell` is called with what is written, its role and its cast, for who observes.
+    """
 
     def __init__(
-        self, exponents: SharedExponents, cast: Cast, where: str, training: bool, trail: Trail | None = None
+        self,
+        exponents: SharedExponents,
+        cast: Cast,
+        where: str,
+        training: bool,
+        trail: Trail | None = None,
+        tell: Tell | None = None,
     ) -> None:
         self._exponents, self._cast, self._where, self._training = exponents, cast, where, training
-        self._trail = trail
+        self._trail, self._tell = trail, tell
         self._parts: Iterator[int] = iter(range(1 << 30))
 
     def write(self, x: Tensor, role: str, unless_exact: bool = False) -> Tensor:
-        """Return x as values of the format; see `SharedExponents.write`."""
+        """Return x (fp32 or fp64, outside the graph) as values of the format, in fp32, under the role's exponent.
+
+        `unless_exact`: a tensor that is in the format already stays as it is. See `SharedExponents.write`.
+        """
+        if self._tell is not None:
+            self._tell(x, role, self._cast)
         place = f"{role} of {self._where}"
         trail = None if self._trail is None or role.endswith("gradient") else self._trail
         if trail is not None and trail.is_repeated and place in trail.exponents:
@@ -189,16 +205,25 @@ class PlaceSite:
         self._note(trail, place)
         return result
 
-    def write_exact(self, product: Callable[[int, bool], Exact | None], role: str) -> Tensor | None:
-        """Write an exact sum from its mantissas; see `SharedExponents.write_exact`."""
-        place = f"{role} of {self._where}"
-        trail = None if self._trail is None or role.endswith("gradient") else self._trail
-        if trail is not None and trail.is_repeated:
+    def exponent_of_sum(self, role: str) -> int | None:
+        """Return the exponent under which `write_sum` takes an exact sum; None where `write` has to see the sum."""
+        is_repeated = self._trail is not None and not role.endswith("gradient") and self._trail.is_repeated
+        if not self._training or is_repeated or self._tell is not None:
             return None
-        result = self._exponents.write_exact(product, self._cast, place, training=self._training)
-        if result is not None:
-            self._note(trail, place)
+        return self._exponents.exponent_of_sum(self._cast, f"{role} of {self._where}")
+
+    def write_sum(self, found: Exact, role: str) -> Tensor:
+        """Write an exact sum from its mantissas under `exponent_of_sum`."""
+        place = f"{role} of {self._where}"
+        result = self._exponents.write_sum(found, self._cast, place)
+        self._note(None if role.endswith("gradient") else self._trail, place)
         return result
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether -32768 is left out of the format."""
+        element = self._cast.element
+        return isinstance(element, IntFormat) and element.symmetric
 
     def _note(self, trail: Trail | None, place: str) -> None:
         if trail is not None and not trail.is_repeated:
@@ -212,4 +237,4 @@ class PlaceSite:
         if number == 0:
             return self
         where = f"{self._where}, product {number + 1}"
-        return PlaceSite(self._exponents, self._cast, where, self._training, self._trail)
+        return PlaceSite(self._exponents, self._cast, where, self._training, self._trail, self._tell)

@@ -23,7 +23,7 @@ from lowp import casts, distributed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents.entries import COUNTS, Entries, Flush
-from lowp.exponents.places import Passes, PlaceSite, Spots
+from lowp.exponents.places import Passes, PlaceSite, Spots, Tell
 from lowp.exponents.ranks import AgreedPlaces
 from lowp.kernels import payloads, words
 from lowp.kernels.integer import Exact
@@ -145,17 +145,20 @@ class SharedExponents:
         low = group.low_word(x, high, group.names[place], None if _is_of_optimizer(place) else axis)
         return high if low is None else low.add_(high)
 
-    def write_exact(
-        self, product: Callable[[int, bool], Exact | None], cast: Cast, place: str, *, training: bool
-    ) -> Tensor | None:
-        """Return what `write` would of an exact sum, which `product` gives as int16 under an exponent.
+    def exponent_of_sum(self, cast: Cast, place: str) -> int | None:
+        """Return the exponent under which `write_sum` takes an exact sum of training at a place, from its integers.
 
         None where the sum itself has to be seen first, and is to be given to `write`.
         """
-        if not training or self._listeners:
+        if self._listeners:
             return None
         group = self._group(cast, torch.device("cpu"))
-        return group.write_exact(product, self._begun(group, place))
+        return group.exponent_of_sum(self._begun(group, place))
+
+    def write_sum(self, found: Exact, cast: Cast, place: str) -> Tensor:
+        """Return what `write` would of an exact sum, given as mantissas under its `exponent_of_sum`."""
+        group = self._groups[cast]
+        return group.write_sum(found, group.names[place])
 
     def write_(self, x: Tensor, cast: Cast, place: str) -> None:
         """Write x, of fp32, in place, as `write` does."""
@@ -240,11 +243,11 @@ class SharedExponents:
         """The spots of an entry of a region that begins."""
         return Spots(self._passes)
 
-    def site(self, cast: Cast, where: str, spots: Spots | None = None) -> PlaceSite:
-        """The site of one op at one spot of the step."""
+    def site(self, cast: Cast, where: str, spots: Spots | None = None, tell: Tell | None = None) -> PlaceSite:
+        """The site of one op at one spot of the step; `tell` is called with what it writes, its role and its cast."""
         if spots is None:
-            return PlaceSite(self, cast, where, torch.is_grad_enabled())
-        return PlaceSite(self, cast, where, spots.training, spots.trail)
+            return PlaceSite(self, cast, where, torch.is_grad_enabled(), None, tell)
+        return PlaceSite(self, cast, where, spots.training, spots.trail, tell)
 
     # -- steps ----------------------------------------------------------------------------------------------------
     def flush(self) -> None:

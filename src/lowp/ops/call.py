@@ -4,45 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.kernels.integer import Exact
+from lowp.exponents import PlaceSite
 from lowp.ops.casting import carried, carrier_dtype, draw_seed, result_dtype, rounded
 from lowp.ops.observing import Watch, role_of
 from lowp.policy import Accumulation, Rule
 
-__all__ = ["Call", "RoleCasts", "Site", "cast_weight"]
+__all__ = ["Call", "RoleCasts", "cast_weight"]
 
 
 def cast_weight(weight: Tensor, to: Cast) -> Tensor:
     """Cast a weight as any other operand; a region puts its cache in this place."""
     return carried(weight, to)
-
-
-class Site(Protocol):
-    """One op at one place of the step, whose results are written under shared exponents that remember the place."""
-
-    def write(self, x: Tensor, role: str, unless_exact: bool = False) -> Tensor:
-        """Return x (fp32 or fp64, outside the graph) as values of the format, in fp32, under the role's exponent.
-
-        `unless_exact`: a tensor that is in the format already stays as it is.
-        """
-        ...
-
-    def write_exact(self, product: Callable[[int, bool], Exact | None], role: str) -> Tensor | None:
-        """Return what `write` would of an exact sum, which `product` gives as int16 under an exponent.
-
-        None where the sum itself has to be seen first, and is to be given to `write`.
-        """
-        ...
-
-    def part(self) -> Site:
-        """Return the site of the op's next product: this one, then one more for each that follows."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -116,7 +94,7 @@ class Call:
     rule: Rule
     weight_cast: Callable[[Tensor, Cast], Tensor]
     seed: Callable[[], Tensor | int]
-    site: Site | None
+    site: PlaceSite | None
     watch: Watch | None
     roles: tuple[str, str] | None
 
@@ -129,7 +107,7 @@ class Call:
         rule: Rule,
         weight_cast: Callable[[Tensor, Cast], Tensor] = cast_weight,
         seed: Callable[[], Tensor | int] = draw_seed,
-        site: Site | None = None,
+        site: PlaceSite | None = None,
         watch: Watch | None = None,
         roles: tuple[str, str] | None = None,
     ) -> None:

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.errors import Unavailable
+from lowp.exponents import PlaceSite
 from lowp.kernels import payloads, words
 from lowp.kernels.mantissas import Mantissas, current_exponent, has_integer_kernels, has_mantissas, to_mantissas, values
 from lowp.kernels.products import contract, contract_mantissas
-from lowp.ops.call import Call, RoleCasts, Site
+from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import functorch_is_active, operand, shield
 from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.ops.writing import (
@@ -81,7 +82,7 @@ def integer_contraction(
 class _Written(NamedTuple):
     """Where the results of one contraction are written, and the roles of the gradients of both operands."""
 
-    site: Site
+    site: PlaceSite
     gradients: tuple[str, str]
 
 
@@ -177,7 +178,7 @@ def _as_it_came(gradient: Tensor, rule: Rule) -> Mantissas | None:
 
 
 def _written_output(
-    form: Form, casts: RoleCasts, site: Site, a: Mantissas, b: Mantissas, bias: Tensor | None
+    form: Form, casts: RoleCasts, site: PlaceSite, a: Mantissas, b: Mantissas, bias: Tensor | None
 ) -> Tensor:
     if bias is None:
         return _written_sum(form, OUTPUT, casts.accumulate, site, OUTPUT_ROLE, (a, b))
@@ -190,15 +191,16 @@ def _written_sum(
     form: Form,
     slot: int,
     accumulate: Accumulation | None,
-    site: Site,
+    site: PlaceSite,
     role: str,
     operands: tuple[Mantissas, Mantissas],
 ) -> Tensor:
     """Return the product that fills a slot, its sum written under a role; an exact one straight from the integers."""
     if accumulate is not None and accumulate.format == "exact":
-        result = site.write_exact(partial(contract_mantissas, form, slot, operands), role)
-        if result is not None:
-            return result
+        exponent = site.exponent_of_sum(role)
+        found = None if exponent is None else contract_mantissas(form, slot, operands, exponent, site.is_symmetric)
+        if found is not None:
+            return site.write_sum(found, role)
     return site.write(contract(form, slot, operands, accumulate, dtype=torch.float64), role)
 
 

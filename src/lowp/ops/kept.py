@@ -21,9 +21,10 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.compat import gradients_of
+from lowp.exponents import PlaceSite
 from lowp.kernels import payloads
 from lowp.kernels.mantissas import has_integer_kernels, values
-from lowp.ops.call import Call, Site
+from lowp.ops.call import Call
 from lowp.ops.casting import edge, shield
 from lowp.ops.generic import changed, is_out_of_place
 from lowp.ops.observing import role_of
@@ -211,8 +212,8 @@ class _Plan:
     """A function, where it and its gradients are written, and how its tensors are kept."""
 
     fused: Fused
-    site: Site
-    out: Site
+    site: PlaceSite
+    out: PlaceSite
     roles: list[str]
     shapes: list[torch.Size | None]
     edges: list[Tensor | None]

@@ -94,6 +94,10 @@ class Watch(NamedTuple):
                 for callback in tuple(callbacks):
                     callback(seen)
 
+    def written(self, x: Tensor, role: str, cast: Cast) -> None:
+        """Tell of what is written at a place of shared exponents, whose roles are numbered where there are several."""
+        self(x, "grad" if role == "output gradient" else role.rstrip(" 0123456789"), cast)
+
     def gradient(self, y: Any, role: str = "grad", cast: Cast | None = None) -> None:
         """Tell of the gradient that a tensor of a graph will get."""
         if isinstance(y, Tensor) and y.requires_grad and y.grad_fn is not None:

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowp.casts import Cast
 from lowp.errors import Misuse
-from lowp.kernels.integer import Exact
+from lowp.exponents import PlaceSite
 from lowp.kernels.products import contract
-from lowp.ops.call import Call, RoleCasts, Site
+from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import is_irregular, rounded, shield
 from lowp.ops.forms import OUTPUT, Form
-from lowp.ops.observing import Watch
 
 OUTPUT_ROLE, OUTPUT_GRADIENT = "output", "output gradient"
 INPUT_GRADIENT, WEIGHT_GRADIENT, BIAS_GRADIENT = "input gradient", "weight gradient", "bias gradient"
@@ -59,26 +57,6 @@ def gradient_roles() -> Callable[[Tensor], str]:
     return role_of
 
 
-class ObservedSite:
-    """A site that tells observers of what it writes."""
-
-    def __init__(self, site: Site, cast: Cast, watch: Watch) -> None:
-        self._site, self._cast, self._watch = site, cast, watch
-
-    def write(self, x: Tensor, role: str, unless_exact: bool = False) -> Tensor:
-        """Tell of x and write it."""
-        self._watch(x, "grad" if role == OUTPUT_GRADIENT else role.rstrip(" 0123456789"), self._cast)
-        return self._site.write(x, role, unless_exact)
-
-    def write_exact(self, product: Callable[[int, bool], Exact | None], role: str) -> Tensor | None:
-        """Ask for the sum itself, which observers see."""
-        return None
-
-    def part(self) -> ObservedSite:
-        """The site of the op's next product."""
-        return ObservedSite(self._site.part(), self._cast, self._watch)
-
-
 # -- nodes of the graph -------------------------------------------------------------------------------------------
 
 
@@ -86,7 +64,9 @@ class _Write(torch.autograd.Function):
     """Write a tensor under a role; the gradient that comes back is written under another, or passes as it is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, site: Site, role: str, gradient_role: str | None, unless_exact: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, site: PlaceSite, role: str, gradient_role: str | None, unless_exact: bool
+    ) -> Tensor:
         ctx.site, ctx.gradient_role, ctx.dtype = site, gradient_role, x.dtype
         with shield():
             return site.write(x.detach(), role, unless_exact)
@@ -103,7 +83,7 @@ class _Read(torch.autograd.Function):
     """The identity in a dtype; the gradient that an op computed for this input is written as it leaves the op."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, site: Site, role: str, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, site: PlaceSite, role: str, dtype: torch.dtype) -> Tensor:
         ctx.site, ctx.role, ctx.dtype = site, role, x.dtype
         return x.view_as(x) if x.dtype is dtype else x.to(dtype)
 
@@ -113,13 +93,13 @@ class _Read(torch.autograd.Function):
             return written_gradient(gradient, ctx.site, ctx.role, unless_exact=True).to(ctx.dtype), None, None, None
 
 
-def write_by(x: Tensor, site: Site, role: str, gradient_role: str | None, unless_exact: bool = False) -> Tensor:
+def write_by(x: Tensor, site: PlaceSite, role: str, gradient_role: str | None, unless_exact: bool = False) -> Tensor:
     """Return x written under a role, part of the graph; gradients pass straight through the rounding."""
     result: Tensor = _Write.apply(x, site, role, gradient_role, unless_exact)  # type: ignore[no-untyped-call]
     return result
 
 
-def read_by(x: Tensor, site: Site, role: str, dtype: torch.dtype = torch.float32) -> Tensor:
+def read_by(x: Tensor, site: PlaceSite, role: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return x as input of an op; where it needs no gradient there is no node."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x.to(dtype)
@@ -127,7 +107,7 @@ def read_by(x: Tensor, site: Site, role: str, dtype: torch.dtype = torch.float32
     return result
 
 
-def written_gradient(gradient: Tensor, site: Site, role: str, unless_exact: bool) -> Tensor:
+def written_gradient(gradient: Tensor, site: PlaceSite, role: str, unless_exact: bool) -> Tensor:
     """Return a gradient written under a role; differentiable where a graph of the backward is asked for."""
     if is_irregular(gradient):
         raise Misuse(

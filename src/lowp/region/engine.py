@@ -25,14 +25,13 @@ from lowp.errors import InvalidInput, Unavailable
 from lowp.exponents import SharedExponents
 from lowp.formats import ScaledFormat
 from lowp.ops import predicted, table
-from lowp.ops.call import Call, Site
+from lowp.ops.call import Call
 from lowp.ops.casting import draw_seed, functorch_is_active, is_jit_tracing, result_dtype
 from lowp.ops.generic import has_irregular, sixteen_bit
 from lowp.ops.masked import MASKED, has_integer_operands, masked
 from lowp.ops.observed import observed
 from lowp.ops.observing import Observer, Watch, everywhere
 from lowp.ops.table import Row
-from lowp.ops.writing import ObservedSite
 from lowp.policy import Policy, Rule
 from lowp.region.frames import is_coroutine, is_suspended
 from lowp.region.paths import ModulePath
@@ -329,8 +328,7 @@ class Engine(TorchFunctionMode):
         """Return the call with the site of this op at this spot of the step."""
         assert self.exponents is not None and self.spots is not None and rule.output is not None
         where = self.spots.spot(self.path.outermost, self.path.current, row.name)
-        site: Site = self.exponents.site(rule.output, where, self.spots)
-        site = site if watch is None else ObservedSite(site, rule.output, watch)
+        site = self.exponents.site(rule.output, where, self.spots, None if watch is None else watch.written)
         return Call(row.name, func, args, kwargs, rule, self.weights, draw_seed, site, watch)
 
     def rests(self) -> bool:
