@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "compare": "train one recipe in several precisions, and say which converge as fp32",
     "bench": "measure time and memory of training steps beside fp32 and torch.amp",
     "convert": "write a checkpoint in another number format",
+    "profile": "watch a training, and say what every format would do to it",
     "run": "train an unmodified PyTorch script in a precision",
     "figure": "draw a figure of the literature from a real run",
 }

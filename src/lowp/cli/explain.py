@@ -5,6 +5,7 @@
   lowp explain 0b0 01011 1111111001 --from fp16 --to fp32
   lowp explain --weight 1.125 --gradient 0.00041999 --steps 101 --in fp16
   lowp explain --fma --accumulate fp16
+  lowp explain N101          a finding of lowp profile
 
 Numbers: decimal (1.125, -3e-5), fraction (1/3), power of two (2^-25), hex float (0x1.8p3), inf, nan, -0, or a bit
 pattern, most significant bit first: 0b0 01111 0001111100 or bits:0x3c7c (0x3c7c alone is the number 15484,
@@ -80,6 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain what was asked for."""
+    if len(arguments.number) == 1 and re.fullmatch(r"[Nn]\d{3}", arguments.number[0]):
+        from lowp.numerics.findings import explained
+
+        print(explained(arguments.number[0]))
+        return 0
     if arguments.worked:
         show(_worked(), arguments.plain)
         return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -30,6 +31,11 @@ def start() -> None:
 
 
 def _install() -> None:
+    if os.environ.get("LOWP_PROFILE"):
+        from lowp.launch import profiling
+
+        profiling.start()
+        return
     from lowp.launch import session
 
     session.start()

@@ -123,6 +123,10 @@ class Profiler:
         if kind is None:
             self.record.require_content()
 
+    def begin_within(self, module: nn.Module, args: Any) -> None:
+        """Take a call of the model that runs already for the first."""
+        self._before_forward(module, args, {})
+
     @property
     def record(self) -> Record:
         """What was seen so far."""

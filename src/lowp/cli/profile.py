@@ -1,0 +1,204 @@
+"""Profile a training: what every number format would do to it, and what to do about it.
+
+  lowp profile digits
+  lowp profile gpt --steps 60 --html report.html --policy policy.toml
+  lowp profile --max-overhead 5% --out run.json train.py --lr 0.1
+  lowp profile run.json --html report.html
+  lowp profile --diff a.json b.json
+
+The training runs in fp32, some of its steps are looked at in full, and the time that this adds is measured and held to
+--max-overhead. The record is JSON; verdict, findings, policy and report are made from it, and can be made again from
+the file. The policy goes to `lowp run --policy`, to `lowp compare --precision` and to lowp.autocast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowp.numerics.record import Record
+
+_VALUED = {
+    "--out", "--html", "--policy", "--csv", "--tensorboard", "--max-overhead", "--steps", "--size", "--epochs",
+    "--batch", "--lr", "--seed", "--data", "--bits", "--cost", "--least-signal", "--device",
+}  # fmt: skip
+_STEPS = 100
+_VERIFIED = 40  # steps
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.usage = "lowp profile [arguments] RECIPE | run.json | script.py [arguments of the script] | --diff A B"
+    parser.add_argument("--diff", nargs=2, metavar=("A.json", "B.json"), type=Path, help="where two runs part")
+    parser.add_argument("--max-overhead", default="3%", metavar="SHARE", help="time that may be added (3%%), or none")
+    parser.add_argument(
+        "--out", metavar="FILE.json", type=Path, help="write the record here, a line a step while it runs"
+    )
+    parser.add_argument("--html", metavar="FILE.html", type=Path, help="write the report here, one file")
+    parser.add_argument("--policy", metavar="FILE.toml", type=Path, help="write the advised policy here")
+    parser.add_argument("--csv", metavar="FILE.csv", type=Path, help="write a line a tensor here")
+    parser.add_argument("--tensorboard", metavar="DIR", type=Path, help="write histograms for TensorBoard here")
+    parser.add_argument("--steps", type=int, default=_STEPS, help=f"steps of a recipe ({_STEPS})")
+    parser.add_argument("--verify", action="store_true", help="run the advised policy beside fp32, and tell the error")
+    parser.add_argument("--bits", type=int, metavar="N", help="search the cheapest policy with operands of N bits")
+    parser.add_argument("--cost", default="area", choices=("area", "bytes"), help="what --bits makes small (area)")
+    parser.add_argument("--least-signal", type=float, default=20.0, metavar="DB", help="what --bits keeps (20 dB)")
+    for name, kind in (("--size", str), ("--epochs", int), ("--batch", int), ("--lr", float), ("--device", str)):
+        parser.add_argument(name, type=kind, help="of a recipe, as for `lowp train`")
+    parser.add_argument("--seed", type=int, default=0, help="decides a recipe's weights and batches (0)")
+    parser.add_argument("--data", metavar="DIR", help="a recipe's data set")
+
+
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return lowp's own arguments, and what is profiled with its own: from the first that is none of lowp's on.
+
+    Behind a recipe or a record lowp's arguments may follow; behind a script all are the script's.
+    """
+    own: list[str] = []
+    rest = list(arguments)
+    while rest and (rest[0].startswith("-") and rest[0] != "-m"):
+        name, equals, _ = rest[0].partition("=")
+        count = 3 if name == "--diff" else 2 if name in _VALUED and not equals else 1
+        own, rest = own + rest[:count], rest[count:]
+    if rest and not _is_script(rest[0]):
+        return own + rest[1:], rest[:1]
+    return own, rest
+
+
+def _is_script(name: str) -> bool:
+    return name == "-m" or name.endswith(".py")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Profile, or read a profile; print it, and write what was asked for."""
+    from lowp.errors import InvalidInput
+
+    if arguments.diff is not None:
+        return _difference(arguments)
+    if not arguments.script:
+        raise InvalidInput("what is to be profiled? A recipe (lowp profile digits), a script, or a record run.json")
+    name = arguments.script[0]
+    _check(arguments)
+    if _is_script(name):
+        return _script(arguments)
+    if name.endswith((".json", ".jsonl")):
+        from lowp.numerics.record import Record
+
+        for option in ("verify", "bits"):
+            if getattr(arguments, option):
+                raise InvalidInput(f"--{option} trains a recipe: give the recipe in place of {name}")
+        return _told(Record.load(name), arguments, "lowp run --policy policy.toml train.py")
+    return _recipe(name, arguments)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise before any work is done for what cannot be written or is no number."""
+    from lowp import files
+    from lowp.errors import InvalidInput
+    from lowp.numerics.sampling import parse_share
+
+    parse_share(arguments.max_overhead)
+    for path in (arguments.out, arguments.html, arguments.policy, arguments.csv):
+        if path is not None:
+            files.check_target(path)
+    if arguments.steps < 1:
+        raise InvalidInput(f"--steps {arguments.steps}: give 1 or more")
+    if arguments.bits is not None and not 2 <= arguments.bits <= 16:
+        raise InvalidInput(f"--bits {arguments.bits}: operands have 2 to 16 bits")
+
+
+def _difference(arguments: argparse.Namespace) -> int:
+    from lowp.numerics.difference import difference
+    from lowp.numerics.record import Record
+
+    first, second = (Record.load(path) for path in arguments.diff)
+    found = difference(first, second)
+    if found is None:
+        print(f"{arguments.diff[0]} and {arguments.diff[1]} are equal to the bit in every step that both looked at")
+        return 0
+    print(found)
+    return 1
+
+
+def _settings(name: str, arguments: argparse.Namespace, precision: str = "fp32") -> Any:
+    from lowp.recipes.training import Settings
+
+    given = {"size": arguments.size, "epochs": arguments.epochs, "batch": arguments.batch, "data": arguments.data}
+    given |= {"learning_rate": arguments.lr, "device": arguments.device}
+    kept = {key: value for key, value in given.items() if value is not None}
+    return Settings(name, precision, seed=arguments.seed, **kept)
+
+
+def _recipe(name: str, arguments: argparse.Namespace) -> int:
+    from lowp.recipes.profiling import profiled
+
+    settings = _settings(name, arguments)
+    record = profiled(settings, arguments.steps, arguments.max_overhead, arguments.out)
+    code = _told(record, arguments, f"lowp compare {name} --precision policy.toml")
+    if arguments.verify or arguments.bits is not None:
+        code = max(code, _verified(settings, record, arguments))
+    return code
+
+
+def _verified(settings: Any, record: Record, arguments: argparse.Namespace) -> int:
+    from lowp.numerics.advice import advise
+    from lowp.numerics.search import cheapest
+    from lowp.recipes.profiling import verified
+
+    policy = advise(record).policy
+    if arguments.bits is not None:
+        found = cheapest(record, arguments.bits, arguments.cost, arguments.least_signal)
+        policy = found.policy
+        print(found)
+        if arguments.policy is not None:
+            arguments.policy.write_text(policy.to_toml(), encoding="utf-8")
+    result = verified(settings, record, policy, min(arguments.steps, _VERIFIED))
+    print(result)
+    return 0 if result.holds else 1
+
+
+def _script(arguments: argparse.Namespace) -> int:
+    from lowp.launch.profiling import profile_script
+    from lowp.numerics.record import Record
+
+    code, path = profile_script(arguments.script, arguments.max_overhead, arguments.out)
+    if not path.exists():
+        print("lowp profile: no step of a torch optimizer ran in the script: nothing was seen", file=sys.stderr)
+        return code or 1
+    record = Record.load(path)
+    if arguments.out is None:
+        path.unlink()
+    told = _told(record, arguments, f"lowp run --policy policy.toml {' '.join(arguments.script)}")
+    return code or told
+
+
+def _told(record: Record, arguments: argparse.Namespace, next_command: str) -> int:
+    """Print a profile and write its views."""
+    from lowp import files
+    from lowp.numerics.advice import advise
+    from lowp.report.profile import print_profile
+    from lowp.report.tables import console
+
+    advice = advise(record)
+    if arguments.policy is not None:
+        next_command = next_command.replace("policy.toml", str(arguments.policy))
+        with files.replacing(arguments.policy) as file:
+            file.write(advice.policy.to_toml().encode())
+    print_profile(console(), record, advice, next_command)
+    if arguments.html is not None:
+        from lowp.report.profile_html import page
+
+        with files.replacing(arguments.html) as file:
+            file.write(page(record, advice).encode())
+        print(f"report: {arguments.html}")
+    if arguments.csv is not None or arguments.tensorboard is not None:
+        from lowp.report import profile_exports as exports
+
+        if arguments.csv is not None:
+            exports.to_csv(record, arguments.csv)
+        if arguments.tensorboard is not None:
+            exports.to_tensorboard(record, arguments.tensorboard)
+    return 0

@@ -1,0 +1,369 @@
+"""What to do about a profile: a verdict for each format, at most five findings, and a policy that follows them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lowp import presets
+from lowp.numerics.findings import Finding
+from lowp.numerics.prediction import Window, effect, lost_updates, scale_window
+from lowp.numerics.record import Key, Record
+from lowp.numerics.spectrum import Spectrum
+from lowp.policy import Policy, Rule
+
+__all__ = ["Advice", "Verdict", "advise", "fits_fp8", "modules_of_contractions", "window_of"]
+
+MOST_FINDINGS = 5
+_STALLS = 0.2  # share of lost updates from which on a format is said to stall
+_LOST_WHOLLY = 0.99
+_LEAST_SIGNAL = 20.0  # dB that an operand keeps: an error of a tenth of its size
+_LEAST_SIGNAL_OF_GRADIENTS = 12.0
+_MANY_SKIPPED = 0.1
+_HALF = {"float16": "fp16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one format would do: shares 0 to 1, the median signal-to-noise ratio in dB, and a word on it."""
+
+    format: str
+    flushed: float
+    overflow: int
+    stalled: float | None
+    signal_to_noise: float
+    verdict: str
+    usable: bool
+    scale: int | None = None
+
+    def document(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Verdicts, findings, the window of loss scales, and the policy; `more` findings were left out."""
+
+    verdicts: tuple[Verdict, ...]
+    findings: tuple[Finding, ...]
+    window: Window
+    policy: Policy
+    more: int = 0
+    quiet: int = 0  # tensors that need nothing
+    named: tuple[str, ...] = field(default=())
+
+    def document(self) -> dict[str, Any]:
+        """Plain data, for the reports."""
+        return {
+            "verdicts": [one.document() for one in self.verdicts],
+            "findings": [one.document() for one in self.findings],
+            "window": [self.window.lowest, self.window.highest],
+            "recommended": self.window.recommended,
+            "policy": self.policy.to_toml(),
+            "more": self.more,
+            "quiet": self.quiet,
+        }
+
+
+def advise(record: Record) -> Advice:
+    """Judge a profile; raises InvalidInput for an empty one."""
+    record.require_content()
+    window, outside = window_of(record)
+    large = _too_large(record)
+    coarse = [module for module in modules_of_contractions(record) if not fits_fp8(record, module)]
+    found = [
+        *_faults(record),
+        *_lost(record),
+        *_no_window(record, outside),
+        *_large(record, large),
+        *_half_losses(record),
+        *_skipped(record, window),
+    ]
+    found.sort(key=lambda one: one.severity != "error")
+    named = tuple(dict.fromkeys(module for one in found for module in one.modules))
+    policy = _policy(window, {*outside, *large})
+    verdicts = (
+        _fp16(record, window, {*outside, *large}),
+        _sixteen(record, "bf16", "with fp32 masters"),
+        _stored(record, "bf16"),
+        _fp8(record, coarse),
+        _sixteen(record, "dfp16", "with fp32 masters"),
+    )
+    troubled = {key for key in record.tensors if key.module in named}
+    quiet = len(record.tensors) - len(troubled)
+    return Advice(
+        verdicts, tuple(found[:MOST_FINDINGS]), window, policy, max(len(found) - MOST_FINDINGS, 0), quiet, named
+    )
+
+
+# -- what is looked at ------------------------------------------------------------------------------------------------
+def modules_of_contractions(record: Record) -> dict[str, list[Key]]:
+    """The operands of each module's products, and the gradients that arrive there."""
+    found: dict[str, list[Key]] = {}
+    for (module, op), seen in record.ops.items():
+        if seen.op_class != "contraction":
+            continue
+        keys = [
+            Key(module, op, role, phase)
+            for role, phase in (("input", "forward"), ("weight", "forward"), ("grad", "backward"))
+        ]
+        for role, name in seen.parameters.items():
+            if role == "weight":
+                path, _, own = name.rpartition(".")
+                keys.append(Key(path, own, "weight", "step"))
+        found.setdefault(module, []).extend(key for key in keys if key in record.tensors)
+    return {module: keys for module, keys in found.items() if keys}
+
+
+def _gradients(record: Record) -> Iterable[tuple[Key, Spectrum]]:
+    """The gradients that are in the format: those of outputs that 16 bits reach, and of parameters."""
+    sixteen = ("contraction", "norm", "softmax")
+    for key, seen in record.tensors.items():
+        if key.role == "weight_grad":
+            yield key, seen
+        elif key.role == "grad" and (op := record.ops.get((key.module, key.op))) and op.op_class in sixteen:
+            yield key, seen
+
+
+def window_of(record: Record) -> tuple[Window, dict[str, str]]:
+    """The loss scales that bring the gradients into fp16, and the modules that had to be left out, with the reason."""
+    windows: dict[str, Window] = {}
+    for key, seen in _gradients(record):
+        if seen.nonzero:
+            one = _of_most(seen)
+            windows[key.module] = windows[key.module].meet(one) if key.module in windows else one
+    outside = {
+        module: f"2^{one.highest} overflows, 2^{one.lowest} is needed"
+        for module, one in windows.items()
+        if one.is_empty
+    }
+    fitting = {module: one for module, one in windows.items() if module not in outside}
+    window = Window(-126, 127)
+    # from the module that allows the largest scale to the one that allows the least: who empties the window is left out
+    for module, one in sorted(fitting.items(), key=lambda pair: -pair[1].highest):
+        both = window.meet(one)
+        if both.is_empty:
+            outside[module] = f"allows up to 2^{one.highest}, the other layers need 2^{window.lowest}"
+        else:
+            window = both
+    return window, outside
+
+
+def _of_most(seen: Spectrum) -> Window:
+    """The window of a gradient. Numbers 2^40 below its largest are no signal: they do not ask for a larger scale."""
+    window = scale_window(seen, "fp16")
+    if not window.is_empty:
+        return window
+    return scale_window(seen, "fp16", flushed=0.01)
+
+
+def _too_large(record: Record) -> dict[str, str]:
+    """Modules whose results are beyond fp16's largest number, or within a factor of two of it."""
+    found: dict[str, str] = {}
+    for key, seen in record.tensors.items():
+        op = record.ops.get((key.module, key.op))
+        if key.role == "output" and op is not None and op.op_class in ("contraction", "norm") and seen.maximum > 32752:
+            found[key.module] = f"{key.op} writes up to {seen.maximum:.3g}"
+    return found
+
+
+def fits_fp8(record: Record, module: str) -> bool:
+    """Whether the operands of a module keep enough of their signal in e4m3, and its gradients in e5m2."""
+    for key in modules_of_contractions(record)[module]:
+        backward = key.role == "grad"
+        to = "e5m2@fp32/tensor" if backward else "e4m3fn@fp32/tensor"
+        least = _LEAST_SIGNAL_OF_GRADIENTS if backward else _LEAST_SIGNAL
+        if effect(record.tensors[key], to).signal_to_noise < least:
+            return False
+    return True
+
+
+# -- verdicts ---------------------------------------------------------------------------------------------------------
+def _operands(record: Record) -> list[tuple[Key, Spectrum]]:
+    keys = [key for keys in modules_of_contractions(record).values() for key in keys]
+    return [(key, record.tensors[key]) for key in keys]
+
+
+def _judged(record: Record, to: str, scale: float = 1.0, without: Iterable[str] = ()) -> tuple[float, int, float]:
+    """Share of gradients flushed, tensors that overflow, and the median signal-to-noise ratio."""
+    left_out = set(without)
+    flushed = present = 0.0
+    overflow, ratios = 0, []
+    for key, seen in _operands(record):
+        if key.module in left_out or not seen.nonzero:
+            continue
+        found = effect(seen, to, scale if key.role == "grad" else 1.0)
+        overflow += found.overflows
+        if math.isfinite(found.signal_to_noise):
+            ratios.append(found.signal_to_noise)
+        if key.role == "grad":
+            flushed, present = flushed + found.flushed * seen.nonzero, present + seen.nonzero
+    return flushed / present if present else 0.0, overflow, statistics.median(ratios) if ratios else math.inf
+
+
+def _fp16(record: Record, window: Window, outside: set[str]) -> Verdict:
+    scale = max(min(window.recommended, 24), 0)
+    flushed, overflow, ratio = _judged(record, "fp16", 2.0**scale, outside)
+    rest = f", {len(outside)} layers in bf16" if outside else ""
+    word = f"with loss scale 2^{scale}{rest}"
+    return Verdict("fp16", flushed, overflow, None, ratio, word, True, scale)
+
+
+def _sixteen(record: Record, name: str, word: str) -> Verdict:
+    flushed, overflow, ratio = _judged(record, name)
+    return Verdict(name, flushed, overflow, None, ratio, word, True)
+
+
+def _lost_share(record: Record, name: str, parameter: str) -> float:
+    path, _, own = parameter.rpartition(".")
+    weights = record.tensors.get(Key(path, own, "weight", "step"), Spectrum())
+    return lost_updates(record.updates[parameter], weights, name)
+
+
+def _stored(record: Record, name: str) -> Verdict:
+    """Weights in the format and no masters."""
+    present = sum(one.present for one in record.updates.values())
+    lost = sum(_lost_share(record, name, parameter) * one.present for parameter, one in record.updates.items())
+    share = lost / present if present else 0.0
+    flushed, overflow, ratio = _judged(record, name)
+    word = "WILL STALL" if share > _STALLS else "works without masters"
+    return Verdict(f"pure {name}", flushed, overflow, share, ratio, word, share <= _STALLS)
+
+
+def _fp8(record: Record, coarse: list[str]) -> Verdict:
+    modules = modules_of_contractions(record)
+    flushed, overflow, ratio = _judged(record, "e4m3fn@fp32/tensor", without=coarse)
+    kept = len(modules) - len(coarse)
+    word = f"for {kept} of {len(modules)} layers" if coarse else "for all layers"
+    return Verdict("fp8", flushed, overflow, None, ratio, word, kept > 0)
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+def _some(names: Iterable[str]) -> str:
+    listed = [name or "the model" for name in names]
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+
+
+def _lost(record: Record) -> list[Finding]:
+    """Whole tensors whose updates bf16 would lose; an error where they are stored in it already."""
+    shares = {name: _lost_share(record, "bf16", name) for name, one in record.updates.items() if one.present}
+    whole = [name for name, share in shares.items() if share >= _LOST_WHOLLY]
+    stored = [_HALF[dtype] for dtype in record.header.get("dtypes", []) if dtype in _HALF]
+    if not whole:
+        return []
+    sample = whole[0]
+    path, _, own = sample.rpartition(".")
+    weight = record.tensors[Key(path, own, "weight", "step")].maximum
+    update = record.tensors[Key(path, own, "update", "step")].maximum
+    return [
+        Finding(
+            "N101",
+            "error" if stored else "warning",
+            f"{len(whole)} of {len(shares)} parameters: all updates are lost in pure bf16",
+            f"{sample}: |w| up to {weight:.3g}, |update| up to {update:.3g}, needs more than {weight * 2.0**-9:.3g}",
+            "keep master weights",
+            "every update arrives; the presets bf16 and fp16 keep them",
+            tuple(whole),
+        )
+    ]
+
+
+def _no_window(record: Record, outside: dict[str, str]) -> list[Finding]:
+    if not outside:
+        return []
+    first = next(iter(outside))
+    return [
+        Finding(
+            "N204",
+            "error",
+            f"{_some(outside)}: no fp16 loss scale fits",
+            f"{first or 'the model'}: {outside[first]}",
+            "keep in bf16",
+            "the other layers fit under one scale",
+            tuple(outside),
+        )
+    ]
+
+
+def _large(record: Record, large: dict[str, str]) -> list[Finding]:
+    if not large:
+        return []
+    first = next(iter(large))
+    return [
+        Finding(
+            "N205",
+            "error",
+            f"{_some(large)}: too large for fp16",
+            f"{first or 'the model'}: {large[first]}; fp16 ends at 65504",
+            "keep in bf16",
+            "no overflow in the forward pass",
+            tuple(large),
+        )
+    ]
+
+
+def _half_losses(record: Record) -> list[Finding]:
+    found = []
+    for (module, op), seen in record.ops.items():
+        dtype = seen.dtypes.get("input", "")
+        if seen.op_class == "wide" and (dtype in _HALF or (module == "" and dtype in ("fp16", "bf16"))):
+            found.append(
+                Finding(
+                    "N310",
+                    "warning",
+                    f"{op} reads {_HALF.get(dtype, dtype)} ({seen.line or module})",
+                    f"{seen.calls} calls on {dtype}",
+                    "call .float() first",
+                    "sums and logarithms in fp32",
+                    (module,),
+                )
+            )
+    return found[:1]
+
+
+def _faults(record: Record) -> list[Finding]:
+    return [
+        Finding(
+            "N401",
+            "error",
+            f"step {fault['step']}: the {fault['what']} not finite, first in {fault['op'] or 'an unknown operation'}"
+            + (f" of {fault['module']}" if fault["module"] else ""),
+            " ".join(filter(None, [fault["line"], f"{fault['nan']} NaN, {fault['inf']} infinite."])),
+            fault["hint"],
+            "what follows is finite",
+            (fault["module"],),
+        )
+        for fault in record.part.faults[:1]
+    ]
+
+
+def _skipped(record: Record, window: Window) -> list[Finding]:
+    skipped, steps = sum(one.skipped for one in record.steps), int(record.sampling.get("steps") or 0)
+    if steps < 20 or skipped <= _MANY_SKIPPED * steps:
+        return []
+    return [
+        Finding(
+            "N402",
+            "error",
+            f"{skipped} of {steps} steps were skipped",
+            f"the window of scales is 2^{window.lowest} to 2^{window.highest}",
+            f"begin with 2^{window.recommended}",
+            "no step is lost",
+        )
+    ]
+
+
+# -- the policy -------------------------------------------------------------------------------------------------------
+def _policy(window: Window, apart: set[str]) -> Policy:
+    """fp16 where it fits, and bf16 where it does not: the preset with rules for single modules before it."""
+    base = presets.PRESETS["fp16" if not window.is_empty else "bf16"].policy
+    rules = [
+        Rule.of("contraction", "norm", where=module, input="bf16", weight="bf16", grad="bf16", output="bf16")
+        for module in sorted(apart)
+        if module
+    ]
+    return Policy((*rules, *base.rules), base.parameters, base.table, "profiled")

@@ -1,0 +1,80 @@
+"""Where two runs part: the first step and tensor whose bits differ, and by how much."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from lowp.errors import InvalidInput
+from lowp.numerics.record import Key, Print, Record
+
+__all__ = ["Difference", "difference", "ulps"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first tensor in which two runs differ; `ulp` is the largest distance among the numbers that are recorded."""
+
+    step: int
+    key: Key
+    ulp: int
+    first: tuple[float, ...]
+    second: tuple[float, ...]
+    equal_before: int
+
+    def __str__(self) -> str:
+        where = "the recorded numbers agree, others differ" if self.ulp == 0 else f"by up to {self.ulp} ulp of fp32"
+        return (
+            f"the runs part at step {self.step} in {self.key} ({self.key.phase}), {where}; "
+            f"{self.equal_before} tensors before it are equal to the bit"
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"step": self.step, **self.key._asdict(), "ulp": self.ulp, "equal_before": self.equal_before}
+
+
+def difference(first: Record, second: Record) -> Difference | None:
+    """The first difference of two runs of one model, in the order in which tensors were made; None where all is equal.
+
+    Raises InvalidInput where the models differ, or no step was looked at in both.
+    """
+    second.check_model(str(first.header.get("fingerprint")))
+    steps = sorted(set(first.part.prints) & set(second.part.prints))
+    if not steps:
+        raise InvalidInput(
+            "no step was looked at in both runs: profile both with the same --max-overhead, best with none"
+        )
+    equal = 0
+    for step in steps:
+        for one, other in zip(first.part.prints[step], second.part.prints[step], strict=False):
+            if one.key != other.key:
+                return Difference(step, one.key, 0, one.numbers, other.numbers, equal)
+            if not _equal(one, other):
+                return Difference(step, one.key, _distance(one, other), one.numbers, other.numbers, equal)
+            equal += 1
+    return None
+
+
+def _equal(one: Print, other: Print) -> bool:
+    same = all(ulps(a, b) == 0 for a, b in zip(one.numbers, other.numbers, strict=False))
+    return one.checksum == other.checksum and len(one.numbers) == len(other.numbers) and same
+
+
+def _distance(one: Print, other: Print) -> int:
+    return max((ulps(a, b) for a, b in zip(one.numbers, other.numbers, strict=False)), default=0)
+
+
+def ulps(a: float, b: float) -> int:
+    """How many numbers of fp32 lie between two of them; 2^32 where one is NaN and the other is not."""
+    if math.isnan(a) or math.isnan(b):
+        return 0 if math.isnan(a) and math.isnan(b) else 1 << 32
+    return abs(_place(a) - _place(b))
+
+
+def _place(x: float) -> int:
+    """The place of a number among all of fp32, in order."""
+    bits: int = struct.unpack("<i", struct.pack("<f", x))[0]
+    return bits if bits >= 0 else -(bits & 0x7FFFFFFF)

@@ -1,0 +1,86 @@
+"""A profile on the terminal: the verdict, the findings, a line a format, the window of loss scales, what to do next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lowp.numerics.advice import Advice, Verdict
+from lowp.numerics.prediction import Window
+from lowp.numerics.record import Record
+from lowp.report.tables import plain_table, show
+
+__all__ = ["findings", "headline", "print_profile", "scale_line", "verdict_line", "verdict_table"]
+
+_MARKS = {"error": ("✗", "red"), "warning": ("!", "yellow")}
+
+
+def print_profile(console: Console, record: Record, advice: Advice, next_command: str = "") -> None:
+    """Print all there is to say about a profile in one screen."""
+    console.print(f"[bold]{escape(headline(record))}[/bold]")
+    console.print(f"VERDICT  {escape(verdict_line(advice))}")
+    for line in findings(advice):
+        console.print(line)
+    show(console, verdict_table(advice.verdicts))
+    console.print(escape(scale_line(advice.window)))
+    if next_command:
+        console.print(f"Next: {escape(next_command)}")
+    if advice.findings:
+        console.print(f"Why:  lowp explain {advice.findings[0].id}")
+
+
+def headline(record: Record) -> str:
+    """What was profiled, how much of it was seen, and what that cost."""
+    header, sampling = record.header, record.sampling
+    parts = [str(header.get("title", header.get("model", "a model"))), f"{header.get('parameters', 0):,} parameters"]
+    parts += [f"{len(record.tensors)} tensors", f"{len(record.sampled)} sampled steps"]
+    overhead = sampling.get("overhead")
+    if overhead is not None:
+        parts.append(f"overhead {100 * overhead:.1f} %")
+    if not record.complete:
+        parts.append("the run did not end")
+    return " · ".join(parts)
+
+
+def verdict_line(advice: Advice) -> str:
+    """One word on each format."""
+    return " · ".join(f"{one.format} {one.verdict}" for one in advice.verdicts)
+
+
+def findings(advice: Advice) -> list[str]:
+    """A line a finding, in rich's markup, and what needs nothing."""
+    lines = []
+    for one in advice.findings:
+        mark, style = _MARKS[one.severity]
+        text = escape(f"{one.id}  {one.summary}   {one.evidence} → {one.change}")
+        lines.append(f" [{style}]{mark}[/{style}] {text}")
+    if advice.more:
+        lines.append(f"   and {advice.more} more in the report")
+    lines.append(f" [green]✓[/green] {advice.quiet} tensors need nothing")
+    return lines
+
+
+def verdict_table(verdicts: Sequence[Verdict]) -> Table:
+    """A line a format."""
+    table = plain_table(None, ())
+    for name in ("format", "flushed", "overflow", "stalled", "SQNR", "verdict"):
+        table.add_column(name, justify="left" if name in ("format", "verdict") else "right", no_wrap=name != "verdict")
+    for one in verdicts:
+        stalled = "-" if one.stalled is None else f"{100 * one.stalled:.2f} %"
+        ratio = "exact" if math.isinf(one.signal_to_noise) else f"{one.signal_to_noise:.0f} dB"
+        table.add_row(one.format, f"{100 * one.flushed:.3f} %", str(one.overflow), stalled, ratio, one.verdict)
+    return table
+
+
+def scale_line(window: Window) -> str:
+    """The window of loss scales for fp16, with the recommended one in it."""
+    if window.is_empty:
+        return "Scale window: none fits all layers"
+    low, high, width = max(window.lowest, -24), min(window.highest, 40), 24
+    at = round((window.recommended - low) / max(high - low, 1) * (width - 1))
+    bar = "".join("■" if place == at else "─" for place in range(width))
+    return f"Scale window 2^{low} ├{bar}┤ 2^{high}, recommended 2^{window.recommended}"

@@ -1,0 +1,77 @@
+"""A profile for other programs: a line a tensor as CSV, and histograms for TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+from lowp import files
+from lowp.errors import Unavailable
+from lowp.numerics.prediction import effect
+from lowp.numerics.record import Record
+
+__all__ = ["to_csv", "to_tensorboard"]
+
+_COLUMNS = (
+    "module",
+    "op",
+    "role",
+    "phase",
+    "count",
+    "zeros",
+    "nan",
+    "inf",
+    "maximum",
+    "root_mean_square",
+    "lowest",
+    "highest",
+)
+_FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
+
+
+def to_csv(record: Record, path: Path) -> None:
+    """Write a line a tensor: counts, range, and what some formats would do to it."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    effects = [f"{what}_{name}" for name in _FORMATS for what in ("flushed", "overflow", "sqnr")]
+    writer.writerow([*_COLUMNS, *effects])
+    for key, seen in record.tensors.items():
+        row: list[Any] = [*key, *(getattr(seen, name) for name in _COLUMNS[4:])]
+        for name in _FORMATS:
+            found = effect(seen, name)
+            row += [found.flushed, found.overflow, found.signal_to_noise]
+        writer.writerow(["" if one is None else one for one in row])
+    with files.replacing(path) as file:
+        file.write(text.getvalue().encode())
+
+
+def to_tensorboard(record: Record, folder: Path) -> None:
+    """Write a histogram of exponents a tensor, and the loss; raises Unavailable without the package tensorboard."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise Unavailable(
+            "TensorBoard's files are written by the package tensorboard: pip install tensorboard"
+        ) from None
+    with SummaryWriter(str(folder)) as writer:
+        for key, seen in record.tensors.items():
+            present = [(place - 127, int(count)) for place, count in enumerate(seen.octaves) if count]
+            if not present:
+                continue
+            writer.add_histogram_raw(
+                tag=f"{key.role}/{key.module or 'model'}/{key.op}",
+                min=present[0][0],
+                max=present[-1][0] + 1,
+                num=sum(count for _, count in present),
+                sum=sum(exponent * count for exponent, count in present),
+                sum_squares=sum(exponent * exponent * count for exponent, count in present),
+                bucket_limits=[exponent + 1 for exponent, _ in present],
+                bucket_counts=[count for _, count in present],
+                global_step=max(record.sampled, default=0),
+            )
+        for one in record.steps:
+            for name in ("loss", "scale", "largest_gradient"):
+                if getattr(one, name) is not None:
+                    writer.add_scalar(name, getattr(one, name), one.step)

@@ -1,0 +1,330 @@
+"""A profile as one HTML file: it opens offline, is used by keyboard and read aloud, and its figures move.
+
+Everything in it comes from the record and the advice; the script in it only counts bins beside the chosen limits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from lowp.formats import FORMATS, FloatFormat
+from lowp.numerics.advice import Advice
+from lowp.numerics.record import Record
+from lowp.report.profile import headline, verdict_line
+
+__all__ = ["page"]
+
+_BIAS = 127
+_MOST_ROWS = 160  # of a heat map: a report stays under a megabyte, whatever the model
+_MAPS = {
+    "weights": ("Weights", ("weight",)),
+    "activations": ("Activations (outputs)", ("output",)),
+    "gradients": ("Gradients of activations", ("grad",)),
+    "weight_gradients": ("Gradients of weights", ("weight_grad",)),
+    "updates": ("Applied updates", ("update",)),
+}
+_LIMITS = ("fp16", "bf16", "e5m2", "e4m3fn", "tf32", "fp32")
+
+
+def page(record: Record, advice: Advice, other: Record | None = None) -> str:
+    """The report of a profile; with `other`, a second run beside it."""
+    here = files("lowp.report")
+    style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("profile.css", "profile.js"))
+    title = f"lowp profile: {record.header.get('title', '')}"
+    body = "".join(
+        (
+            _verdict(record, advice),
+            _findings(advice),
+            _controls(advice),
+            *(_map(name) for name in _MAPS),
+            _ratios(record),
+            _timeline(record),
+            _faults(record),
+            _policy(advice),
+            "" if other is None else _comparison(record, other),
+            _method(record),
+        )
+    )
+    data = json.dumps(_data(record, advice), separators=(",", ":")).replace("<", "\\u003c")
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head><body>'
+        f'<a class="skip" href="#verdict">Skip to the verdict</a><main>{body}</main>'
+        f'<script type="application/json" id="data">{data}</script><script>{script}</script></body></html>\n'
+    )
+
+
+def _data(record: Record, advice: Advice) -> dict[str, Any]:
+    """What the script counts: by heat map a row a tensor, its counts by octave from the first one."""
+    maps: dict[str, list[list[Any]]] = {name: [] for name in _MAPS}
+    left_out: dict[str, int] = dict.fromkeys(_MAPS, 0)
+    for key, seen in record.tensors.items():
+        name = next((name for name, (_, roles) in _MAPS.items() if key.role in roles), None)
+        op = record.ops.get((key.module, key.op))
+        if name is None or not seen.nonzero or (key.role == "grad" and op is not None and op.op_class == "wide"):
+            continue  # gradients of losses are fp32 in every precision
+        if len(maps[name]) >= _MOST_ROWS:
+            left_out[name] += 1
+            continue
+        present = [place for place, count in enumerate(seen.octaves) if count]
+        first, last = present[0], present[-1]
+        label = f"{key.module} {key.op}".strip()
+        maps[name].append([label, first - _BIAS, seen.octaves[first : last + 1].tolist(), seen.maximum])
+    scale = advice.window.recommended if not advice.window.is_empty else 0
+    return {
+        "maps": maps,
+        "left_out": left_out,
+        "formats": {name: _limits(name) for name in _LIMITS},
+        "scale": max(min(scale, 40), -10),
+        "scaled": ["gradients", "weight_gradients"],
+    }
+
+
+def _limits(name: str) -> dict[str, Any]:
+    format = FORMATS[name]
+    assert isinstance(format, FloatFormat)
+    return {
+        "smallest": format.min_exponent - format.precision,
+        "normal": format.min_exponent,
+        "maximum": format.maximum,
+    }
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    lines = "".join(
+        f'<tr><th scope="row">{escape(str(row[0]))}</th>'
+        + "".join(f"<td>{escape(str(one))}</td>" for one in row[1:])
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><caption>{escape(caption)}</caption><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def _verdict(record: Record, advice: Advice) -> str:
+    command = "lowp run --policy policy.toml train.py"
+    rows = [
+        (
+            one.format,
+            f"{100 * one.flushed:.3f} %",
+            one.overflow,
+            "" if one.stalled is None else f"{100 * one.stalled:.2f} %",
+            "exact" if math.isinf(one.signal_to_noise) else f"{one.signal_to_noise:.0f} dB",
+            one.verdict,
+        )
+        for one in advice.verdicts
+    ]
+    head = ("format", "gradients flushed", "tensors that overflow", "updates lost", "signal to noise", "verdict")
+    return (
+        f"<h1>{escape(str(record.header.get('title', 'profile')))}</h1><p>{escape(headline(record))}</p>"
+        f'<section id="verdict"><h2>Verdict</h2><p class="verdict">{escape(verdict_line(advice))}</p>'
+        f'<p><code id="command">{command}</code> <button type="button" data-copy="command">Copy</button></p>'
+        f"{_table('What each format would do', head, rows)}</section>"
+    )
+
+
+def _findings(advice: Advice) -> str:
+    if not advice.findings:
+        return '<section id="findings"><h2>Findings</h2><p>Nothing needs a change.</p></section>'
+    items = "".join(
+        f'<li class="{one.severity}"><h3>{one.id} {escape(one.summary)}</h3><p>{escape(one.evidence)}</p>'
+        f"<p><strong>Change:</strong> {escape(one.change)}. <strong>Then:</strong> {escape(one.effect)}.</p>"
+        f"<details><summary>Why</summary><p>{escape(one.kind.cause)}</p><p>{escape(one.kind.change)}</p></details></li>"
+        for one in advice.findings
+    )
+    return f'<section id="findings"><h2>Findings</h2><ul class="findings">{items}</ul></section>'
+
+
+def _controls(advice: Advice) -> str:
+    options = "".join(f"<option>{name}</option>" for name in _LIMITS)
+    window = advice.window
+    span = "none fits all layers" if window.is_empty else f"2^{window.lowest} to 2^{window.highest}"
+    return (
+        '<section id="controls" aria-label="Limits of the heat maps"><h2>Limits</h2>'
+        f'<label>Format <select id="format">{options}</select></label> '
+        '<label>Smallest 2^<input id="low" type="number" value="-25"></label> '
+        '<label>Largest 2^<input id="high" type="number" value="15"></label> '
+        '<label>Loss scale <input id="scale" type="range" min="-10" max="40" step="1" '
+        'aria-describedby="window"></label> '
+        '<output id="scale-value" for="scale"></output>'
+        f'<p id="window">Loss scales that fit fp16: {escape(span)}</p>'
+        '<p id="totals" role="status" aria-live="polite"></p></section>'
+    )
+
+
+def _map(name: str) -> str:
+    title = _MAPS[name][0]
+    return (
+        f'<section class="map" data-map="{name}"><h2>{title}</h2><div class="scroll" tabindex="0" role="region" '
+        f'aria-label="Heat map of {title.lower()}"><svg role="img" aria-label="{title} by layer and exponent; '
+        f"the table "
+        'below has the figures"></svg></div><details><summary>The same as a table</summary><table>'
+        f"<caption>{title} at these limits</caption><thead><tr>"
+        '<th scope="col">layer</th><th scope="col">numbers</th><th scope="col">exponents</th><th scope="col">'
+        "flushed</th>"
+        '<th scope="col">subnormal</th><th scope="col">overflow</th></tr></thead><tbody></tbody></table>'
+        "</details></section>"
+    )
+
+
+def _ratios(record: Record) -> str:
+    """Updates beside their weights: a bar a power of two, and where each format stops moving."""
+    counts: dict[int, int] = {}
+    for seen in record.updates.values():
+        for ratio, count in seen.ratios().items():
+            if -4 <= ratio <= 40:
+                counts[ratio] = counts.get(ratio, 0) + count
+    if not counts:
+        return ""
+    low, high = min(*counts, 0), max(*counts, 14)
+    most, step, height = max(counts.values()), 16, 160
+    bars = "".join(
+        f'<rect class="bar" x="{(ratio - low) * step + 20}" y="{height - 140 * count / most:.1f}" width="{step - 2}" '
+        f'height="{140 * count / most:.1f}"><title>2^-{ratio}: {count}</title></rect>'
+        for ratio, count in sorted(counts.items())
+    )
+    lines = "".join(
+        f'<line class="limit" x1="{(precision + 1 - low) * step + 19}" x2="{(precision + 1 - low) * step + 19}" y1="6" '
+        f'y2="{height}"/><text x="{(precision + 1 - low) * step + 22}" y="{14 + 14 * place}">{name} stalls →</text>'
+        for place, (name, precision) in enumerate((("e4m3", 4), ("bf16", 8), ("fp16", 11)))
+    )
+    width = (high - low + 8) * step
+    rows = [(f"2^-{ratio}", count) for ratio, count in sorted(counts.items())]
+    return (
+        f'<section id="ratios"><h2>Update beside weight</h2><div class="scroll" tabindex="0" role="region" '
+        f'aria-label="Ratios">'
+        f'<svg width="{width}" height="{height + 24}" role="img" aria-label="How many updates are a power of '
+        f"two smaller "
+        f'than their weight">{bars}{lines}<text x="20" y="{height + 18}">|update| / |weight| from 2^{-low} '
+        f"down to 2^-{high}"
+        f"</text></svg></div><details><summary>The same as a table</summary>"
+        f"{_table('Updates', ('ratio', 'updates'), rows)}"
+        "</details></section>"
+    )
+
+
+def _timeline(record: Record) -> str:
+    """The loss, and the loss scale with the steps that were skipped."""
+    seen = [one for one in record.steps if one.scale is not None or one.loss is not None]
+    if not seen:
+        return ""
+    last, width, height = max(one.step for one in seen) or 1, 640, 120
+    scales = [(one.step, math.log2(one.scale)) for one in seen if one.scale]
+    top = max([value for _, value in scales], default=1) or 1
+    points = " ".join(f"{20 + 600 * step / last:.1f},{height - 90 * value / top:.1f}" for step, value in scales)
+    marks = "".join(
+        f'<circle class="skipped" cx="{20 + 600 * one.step / last:.1f}" cy="12" r="4"><title>step {one.step} '
+        f"was skipped: "
+        "a gradient overflowed</title></circle>"
+        for one in seen
+        if one.skipped
+    )
+    rows = [
+        (
+            one.step,
+            _number(one.loss),
+            _number(one.scale),
+            _number(one.largest_gradient),
+            "skipped: overflow" if one.skipped else "",
+        )
+        for one in seen
+    ]
+    head = ("step", "loss", "loss scale", "largest gradient", "")
+    drawn = (
+        f'<svg width="{width}" height="{height}" role="img" aria-label="Loss scale over the steps, skipped '
+        f'ones marked">'
+        f'<polyline class="line" points="{points}"/>{marks}</svg>'
+        if scales
+        else "<p>No loss scale was used.</p>"
+    )
+    return (
+        f'<section id="timeline"><h2>Steps</h2>{drawn}<details><summary>The same as a table</summary>'
+        f"{_table('Steps that were noted', head, rows)}</details></section>"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _faults(record: Record) -> str:
+    parts = []
+    for fault in record.part.faults:
+        inputs = [
+            (
+                place,
+                "x".join(map(str, one["shape"])) or "one number",
+                one["dtype"],
+                f"{one['smallest']:.6g} .. {one['largest']:.6g}" if "smallest" in one else "none is finite",
+                one.get("nan", 0),
+                one.get("inf", 0),
+            )
+            for place, one in enumerate(fault["inputs"])
+        ]
+        before = [
+            (one["step"], _number(one["loss"]), _number(one["scale"]), _number(one["largest_gradient"]))
+            for one in fault["history"]
+        ]
+        where = " ".join(filter(None, (f"in {fault['module']}" if fault["module"] else "", fault["line"])))
+        parts.append(
+            f"<h3>Step {fault['step']}: the {fault['what']} not finite</h3><p>First: <strong>"
+            f"{escape(fault['op'])}</strong> "
+            f"({escape(fault['operation'])}, {fault['phase']}) {escape(where)}: {fault['nan']} NaN, "
+            f"{fault['inf']} infinite. "
+            f"{escape(fault['hint'])}</p>"
+            + _table("Its inputs", ("input", "shape", "dtype", "range", "NaN", "infinite"), inputs)
+            + _table("The steps before", ("step", "loss", "loss scale", "largest gradient"), before)
+        )
+    return f'<section id="divergence"><h2>Divergence</h2>{"".join(parts)}</section>' if parts else ""
+
+
+def _policy(advice: Advice) -> str:
+    rows = [(str(place), str(rule)) for place, rule in enumerate(advice.policy.rules, 1)]
+    return (
+        '<section id="policy"><h2>Policy</h2><p>The first rule that matches an op wins.</p>'
+        f'{_table("Rules", ("", "rule"), rows)}<details><summary>As a file</summary><pre id="toml">'
+        f'{escape(advice.policy.to_toml())}</pre><button type="button" data-copy="toml">Copy</button>'
+        f"</details></section>"
+    )
+
+
+def _comparison(record: Record, other: Record) -> str:
+    """Two runs side by side: the largest number and the root mean square of each tensor."""
+    rows = [
+        (
+            str(key),
+            f"{seen.maximum:.4g}",
+            f"{there.maximum:.4g}",
+            f"{seen.root_mean_square:.4g}",
+            f"{there.root_mean_square:.4g}",
+        )
+        for key, seen in record.tensors.items()
+        if (there := other.tensors.get(key)) is not None
+    ][: 3 * _MOST_ROWS]
+    names = [str(one.header.get("title", "")) for one in (record, other)]
+    head = ("tensor", f"largest: {names[0]}", f"largest: {names[1]}", f"rms: {names[0]}", f"rms: {names[1]}")
+    return f'<section id="comparison"><h2>Two runs</h2>{_table("Side by side", head, rows)}</section>'
+
+
+def _method(record: Record) -> str:
+    header, sampling = record.header, record.sampling
+    rows = [
+        ("sampled steps", ", ".join(map(str, record.sampled))),
+        ("steps in all", sampling.get("steps", "")),
+        (
+            "overhead",
+            f"{100 * sampling['overhead']:.2f} %" if "overhead" in sampling else "unknown: the run was killed",
+        ),
+        ("steps without a guard against NaN", sampling.get("unguarded", "")),
+        ("precision of the run", header.get("precision", "")),
+        ("device, torch, lowp", f"{header.get('device')}, {header.get('torch')}, {header.get('lowp')}"),
+        ("started", header.get("started", "")),
+        ("not observed", "gradients of element-wise ops, optimizer state, steps that were not sampled"),
+    ]
+    return f'<section id="method"><h2>Method</h2>{_table("How this was seen", ("what", ""), rows)}</section>'

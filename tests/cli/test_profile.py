@@ -1,0 +1,146 @@
+"""`lowp profile`: a recipe, a record, a script, two records; and what it says of anything else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lowp as package
+from lowp.cli.profile import split
+from lowp.numerics.record import Record
+
+SCRIPT = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+for step in range(5):
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(torch.randn(6, 4)), torch.randint(2, (6,))).backward()
+    optimizer.step()
+print("trained", sys.argv)
+"""
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from lowp.recipes.profiling import profiled
+    from lowp.recipes.training import Settings
+
+    out = tmp_path_factory.mktemp("profile") / "digits.json"
+    profiled(Settings("digits"), 5, None, out)
+    return out
+
+
+def test_a_record_is_told_in_a_screen(lowp: Callable[..., Any], digits: Path) -> None:
+    result = lowp("profile", str(digits))
+    assert result.code == 0
+    assert "4 sampled steps · overhead" in result.out and "VERDICT  fp16 with loss scale 2^" in result.out
+    assert "Scale window 2^" in result.out and "tensors need nothing" in result.out
+    assert len(result.out.splitlines()) < 30
+
+
+def test_the_views_of_a_record_are_written(lowp: Callable[..., Any], digits: Path, tmp_path: Path) -> None:
+    views = {name: tmp_path / f"view.{name}" for name in ("html", "csv", "toml")}
+    result = lowp(
+        "profile", str(digits), "--html", str(views["html"]), "--csv", str(views["csv"]), "--policy", str(views["toml"])
+    )
+    assert result.code == 0 and str(views["toml"]) in result.out
+    assert views["html"].read_text().startswith("<!doctype html>")
+    rows = views["csv"].read_text().splitlines()
+    assert rows[0].startswith("module,op,role,phase,count") and len(rows) == len(Record.load(digits).tensors) + 1
+    assert package.Policy.load(views["toml"]).rules
+
+
+def test_tensorboard_gets_histograms_or_says_what_is_missing(
+    lowp: Callable[..., Any], digits: Path, tmp_path: Path
+) -> None:
+    result = lowp("profile", str(digits), "--tensorboard", str(tmp_path / "board"))
+    try:
+        import tensorboard  # type: ignore[import-not-found,import-untyped]  # noqa: F401
+    except ImportError:
+        assert result.code == 2 and "pip install tensorboard" in result.err
+    else:
+        assert any((tmp_path / "board").iterdir())
+
+
+def test_a_recipe_is_profiled_verified_and_searched(lowp: Callable[..., Any], tmp_path: Path) -> None:
+    policy = tmp_path / "policy.toml"
+    out = tmp_path / "run.json"
+    result = lowp(
+        "profile",
+        "digits",
+        "--steps",
+        "12",
+        "--max-overhead",
+        "none",
+        "--out",
+        str(out),
+        "--bits",
+        "8",
+        "--policy",
+        str(policy),
+    )
+    assert result.code == 0, result.err
+    assert "cheapest policy: " in result.out and "error of the predictions: flushed in fp16" in result.out
+    assert Record.load(out).complete and package.Policy.load(policy).name == "8-bit"
+
+
+def test_a_script_is_profiled_with_its_own_arguments(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script, out = tmp_path / "train.py", tmp_path / "run.json"
+    script.write_text(SCRIPT)
+    from lowp.cli import main
+
+    code = main(["profile", "--max-overhead", "none", "--out", str(out), str(script), "0.1", "--html"])
+    told = capfd.readouterr().out
+    assert code == 0 and f"trained ['{script}', '0.1', '--html']" in told and "VERDICT" in told
+    assert Record.load(out).sampled == [0, 1, 2, 4]
+
+
+def test_where_two_runs_part_is_told(lowp: Callable[..., Any], digits: Path, tmp_path: Path) -> None:
+    assert lowp("profile", "--diff", str(digits), str(digits)).code == 0
+    other = json.loads(digits.read_text())
+    other["prints"]["1"][3][4] = "0"
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    result = lowp("profile", "--diff", str(digits), str(tmp_path / "other.json"))
+    assert result.code == 1 and "the runs part at step 1" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "what is to be profiled?"),
+        (("no-recipe",), "unknown recipe"),
+        (("none.json",), "there is no profile none.json"),
+        (("none.py",), "there is no script 'none.py'"),
+        (("digits", "--max-overhead", "much"), "give a share of the time"),
+        (("digits", "--steps", "0"), "--steps 0: give 1 or more"),
+        (("digits", "--bits", "99"), "operands have 2 to 16 bits"),
+        (("digits", "--out", "/"), "is a folder"),
+    ],
+)
+def test_what_cannot_be_profiled_is_said_in_a_line(
+    lowp: Callable[..., Any], arguments: tuple[str, ...], told: str
+) -> None:
+    result = lowp("profile", *arguments)
+    assert result.code == 2 and told in result.err and len(result.err.splitlines()) == 1
+
+
+def test_a_record_cannot_be_verified(lowp: Callable[..., Any], digits: Path) -> None:
+    assert "--verify trains a recipe" in lowp("profile", str(digits), "--verify").err
+
+
+def test_arguments_behind_a_script_are_the_script_s() -> None:
+    assert split(["--out", "a.json", "train.py", "--html", "x"]) == (["--out", "a.json"], ["train.py", "--html", "x"])
+    assert split(["digits", "--steps", "5"]) == (["--steps", "5"], ["digits"])
+    assert split(["--max-overhead=5%", "-m", "package.train", "--lr", "1"])[1] == ["-m", "package.train", "--lr", "1"]
+    assert split(["--diff", "a", "b"]) == (["--diff", "a", "b"], [])
+
+
+def test_a_finding_is_explained(lowp: Callable[..., Any]) -> None:
+    assert "updates are lost" in lowp("explain", "N101").out
+    assert "unknown finding 'N102'" in lowp("explain", "N102").err

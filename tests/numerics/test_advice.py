@@ -1,0 +1,141 @@
+"""Advice: silent where nothing is wrong, with evidence where something is, and a policy that the library takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from numerics.small import network, train
+from torch import Tensor, nn
+
+import lowp
+from lowp.errors import InvalidInput, UnknownName
+from lowp.numerics.advice import Advice, advise
+from lowp.numerics.findings import FINDINGS, explained
+from lowp.numerics.record import Record
+from lowp.numerics.search import cheapest
+
+
+def record_of(model: nn.Module, rate: float = 0.1, loss: object = nn.functional.cross_entropy) -> Record:
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    with lowp.profile(model, optimizer, max_overhead=None) as profile:
+        train(model, optimizer, 3, loss)  # type: ignore[arg-type]
+    return profile.record
+
+
+def verdict(advice: Advice, name: str) -> str:
+    return next(one.verdict for one in advice.verdicts if one.format == name)
+
+
+def test_a_healthy_model_gets_no_finding() -> None:
+    advice = advise(record_of(network()))
+    assert not advice.findings and advice.quiet > 20
+    assert verdict(advice, "fp16").startswith("with loss scale 2^")
+    assert not advice.window.is_empty
+
+
+def test_updates_that_bf16_would_lose_are_found() -> None:
+    advice = advise(record_of(network(), rate=1e-4))
+    (finding,) = advice.findings
+    assert finding.id == "N101" and finding.change == "keep master weights" and "2.weight" in finding.modules
+    assert verdict(advice, "pure bf16") == "WILL STALL"
+
+
+def test_they_are_an_error_where_the_weights_are_in_16_bits() -> None:
+    record = record_of(network(), rate=1e-4)
+    record.header["dtypes"] = ["bfloat16"]
+    assert advise(record).findings[0].severity == "error"
+
+
+class Wide(nn.Module):
+    """One layer whose results are beyond fp16, and whose gradients are far smaller than the other's."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.inner, self.factor = network(), factor
+        self.large = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x) + self.large(x[:, :4] * self.factor) / self.factor
+        return found
+
+
+def test_a_layer_that_is_too_large_for_fp16_is_kept_in_bf16() -> None:
+    advice = advise(record_of(Wide(1e6)))
+    finding = next(one for one in advice.findings if one.id == "N205")
+    assert finding.modules == ("large",) and "65504" in finding.evidence
+    rule = advice.policy.rules[0]
+    assert rule.where == "large" and str(rule.input) == "bf16"
+    assert "1 layers in bf16" in verdict(advice, "fp16")
+
+
+def test_a_layer_that_no_loss_scale_fits_is_kept_in_bf16() -> None:
+    class Far(Wide):
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.inner(x) * 2.0**-40 + self.large(x[:, :4]) * 2.0**5
+            return found * 2.0**5
+
+    advice = advise(record_of(Far(1.0), rate=0.0, loss=lambda output, y: (output * output).sum()))
+    assert "N204" in [one.id for one in advice.findings]
+
+
+def test_the_policy_runs_where_it_was_made_for() -> None:
+    model = Wide(1e6)
+    advice = advise(record_of(model))
+    policy = lowp.Policy.from_toml(advice.policy.to_toml())
+    assert policy == advice.policy
+    with lowp.autocast(policy) as region:
+        assert torch.isfinite(model(torch.randn(8, 16))).all()
+    assert not [rule for rule in region.report().unused if rule.where != "*" and not rule.ops]
+
+
+def test_a_fault_is_the_first_finding() -> None:
+    record = record_of(network(), loss=lambda output, y: torch.log(output * 0).sum())
+    assert advise(record).findings[0].id == "N401"
+
+
+def test_many_skipped_steps_are_found() -> None:
+    record = record_of(network())
+    record.sampling["steps"] = 20
+    for one in record.steps:
+        one.skipped = True
+    assert "N402" in [one.id for one in advise(record).findings]
+
+
+def test_a_loss_that_reads_16_bits_is_found_with_its_line() -> None:
+    model = network()
+    record = record_of(model, loss=lambda output, y: nn.functional.cross_entropy(output.bfloat16(), y))
+    finding = next(one for one in advise(record).findings if one.id == "N310")
+    assert "test_advice.py:" in finding.summary and finding.change == "call .float() first"
+
+
+def test_there_are_five_findings_at_most() -> None:
+    record = record_of(Wide(1e6), rate=1e-9, loss=lambda output, y: nn.functional.cross_entropy(output.bfloat16(), y))
+    advice = advise(record)
+    assert len(advice.findings) <= 5
+
+
+def test_every_finding_is_explained() -> None:
+    for name in FINDINGS:
+        text = explained(name)
+        assert "Why: " in text and "What to do: " in text and "  " not in text
+    with pytest.raises(UnknownName, match=r"unknown finding 'N1010'; did you mean N101"):
+        explained("N1010")
+
+
+def test_an_empty_record_has_no_advice() -> None:
+    with pytest.raises(InvalidInput, match="the profile is empty"):
+        advise(Record({}))
+
+
+@pytest.mark.parametrize("what", ["area", "bytes"])
+def test_more_bits_make_the_cheapest_policy_dearer_and_cleaner(what: str) -> None:
+    record = record_of(network())
+    coarse, fine = cheapest(record, 8, what, 10.0), cheapest(record, 8, what, 30.0)
+    assert coarse.share < fine.share < 1.0
+    assert set(coarse.layers) == {"0", "3"}
+    with lowp.autocast(coarse.policy):
+        assert torch.isfinite(network()(torch.randn(8, 16))).all()
+
+
+def test_where_no_format_is_good_enough_a_layer_stays_in_bf16() -> None:
+    assert set(cheapest(record_of(network()), 3, least_signal=40.0).layers.values()) == {"bf16"}

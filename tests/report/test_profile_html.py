@@ -1,0 +1,154 @@
+"""The report of a profile: one small file without anything from elsewhere, whose slider moves its figures."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from numerics.small import network, train
+
+import lowp
+from lowp.numerics.advice import advise
+from lowp.numerics.record import Key, Record, StepSeen
+from lowp.report.profile_html import page
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+browser = pytest.mark.skipif(BROWSER is None, reason="no headless Chromium is installed")
+
+
+@pytest.fixture(scope="module")
+def record() -> Record:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowp.profile(model, optimizer, max_overhead=None) as profile:
+        train(model, optimizer, 3)
+    return profile.record
+
+
+def report(record: Record, folder: Path, script: str = "") -> Path:
+    file = folder / "report.html"
+    file.write_text(page(record, advise(record)).replace("</body>", f"<script>{script}</script></body>"))
+    return file
+
+
+class Structure(HTMLParser):
+    """Notes every tag that is open, and what a screen reader needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+
+def test_the_report_needs_nothing_from_elsewhere(record: Record) -> None:
+    text = page(record, advise(record))
+    assert len(text) < 1_000_000
+    without = text.replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"https?://|@import|src=", without)
+    assert "prefers-color-scheme:dark" in text
+
+
+def test_each_picture_has_words_and_a_table_and_each_field_a_label(record: Record) -> None:
+    structure = Structure()
+    structure.feed(page(record, advise(record)))
+    tags = structure.tags
+    assert ("html", {"lang": "en"}) in tags
+    assert all(given.get("role") == "img" and given.get("aria-label") for tag, given in tags if tag == "svg")
+    assert sum(tag == "summary" for tag, _ in tags) >= sum(tag == "svg" for tag, _ in tags)
+    assert all(given.get("scope") for tag, given in tags if tag == "th")
+    fields = sum(tag in ("input", "select") for tag, _ in tags)
+    assert sum(tag == "label" for tag, _ in tags) == fields == 4
+    assert any(given.get("aria-live") for _, given in tags)
+
+
+def test_a_name_with_markup_in_it_stays_text(record: Record) -> None:
+    evil = Record({**record.header, "title": "</script><b>x"}, record.part, record.sampling)
+    evil.part.tensors[Key("</script><i>", "linear", "output", "forward")] = next(iter(record.tensors.values()))
+    text = page(evil, advise(record))
+    del evil.part.tensors[Key("</script><i>", "linear", "output", "forward")]
+    assert "<b>x" not in text and "<i>" not in text
+
+
+def test_a_model_of_a_thousand_layers_has_a_report_under_a_megabyte(record: Record) -> None:
+    seen = record.tensors[Key("0", "linear", "output", "forward")]
+    many = Record(record.header, type(record.part)(), record.sampling)
+    for number in range(1000):
+        for role, phase in (("output", "forward"), ("grad", "backward")):
+            many.part.tensors[Key(f"transformer.layers.{number}.attention", "linear", role, phase)] = seen
+    many.part.steps = [StepSeen(0, sampled=True)]
+    assert len(page(many, advise(many))) < 1_000_000
+
+
+def test_faults_skips_and_a_second_run_are_shown(record: Record) -> None:
+    other = Record(record.header, record.part, record.sampling)
+    fault = {"step": 3, "what": "loss", "kind": "operation", "operation": "log", "op": "log", "module": "head"}
+    fault |= {
+        "line": "train.py:8",
+        "phase": "forward",
+        "nan": 0,
+        "inf": 1,
+        "scale": 1.0,
+        "hint": "clamp",
+        "history": [],
+    }
+    fault |= {"inputs": [{"shape": [2], "dtype": "float32", "smallest": 0.0, "largest": 1.0}]}
+    record.part.faults.append(fault)
+    record.part.steps.append(StepSeen(5, scale=1024.0, skipped=True))
+    try:
+        text = page(record, advise(record), other)
+    finally:
+        record.part.faults.clear()
+        record.part.steps.pop()
+    assert "train.py:8" in text and "step 5 was skipped" in text and "Two runs" in text
+
+
+def dump(file: Path) -> str:
+    assert BROWSER is not None
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", file.as_uri()]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+MOVED = """
+const told = [];
+const scale = document.getElementById('scale'), totals = document.getElementById('totals');
+const line = () => document.querySelector('[data-map=gradients] [data-limit=largest]').getAttribute('x1');
+for (const value of [0, 40]) {
+  scale.value = value; scale.dispatchEvent(new Event('input'));
+  told.push([totals.textContent, line(), scale.getAttribute('aria-valuetext')]);
+}
+const format = document.getElementById('format');
+format.value = 'bf16'; format.dispatchEvent(new Event('change')); told.push([totals.textContent]);
+document.body.dataset.told = JSON.stringify(told);
+document.title = window.errors || 'without errors';
+"""
+
+
+@browser
+def test_the_slider_moves_the_figures_and_the_limits(record: Record, tmp_path: Path) -> None:
+    import html
+    import json
+
+    text = dump(report(record, tmp_path, MOVED))
+    found = re.search(r'data-told="([^"]*)"', text)
+    assert found is not None, text[-500:]
+    at_rest, moved, in_bf16 = json.loads(html.unescape(found[1]))
+    assert "0 of their tensors overflow" in at_rest[0]
+    assert "0 of their tensors overflow" not in moved[0] and moved[1] != at_rest[1]
+    assert moved[2] == "2 to the power of 40"
+    assert "0 of their tensors overflow" in in_bf16[0]
+
+
+@browser
+def test_heat_maps_have_a_row_a_layer(record: Record, tmp_path: Path) -> None:
+    text = dump(report(record, tmp_path))
+    assert len(re.findall(r"<rect ", text)) > 50
+    assert "0 linear: " in text
