@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import random
@@ -10,7 +11,7 @@ import sys
 import warnings
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,6 +105,8 @@ def test_a_part_that_does_not_fit_leaves_the_others_as_they_were(tmp_path: Path)
         ("random", None, "holds model, precision, but no random"),
         ("extra", None, "holds model, precision, but no extra"),
         ("random", {"torch": torch.zeros(3)}, "is damaged, and nothing was loaded: these are not the states of random"),
+        ("random", {"cuda": torch.zeros(0)}, "is damaged, and nothing was loaded: .* 'cuda' is no list of states"),
+        ("lowp_checkpoint", torch.ones(8, 8), "has version tensor.* and this lowp reads version 1"),
         ("random", 3, "is damaged, and nothing was loaded: these are not the states of random generators"),
         ("precision", {"steps": -1}, "does not fit precision, .* steps=-1: a number of steps is 0 or more"),
         ("precision", {"skipped_steps": "a"}, "does not fit precision, .* skipped_steps='a'"),
@@ -120,7 +123,8 @@ def test_a_tampered_checkpoint_is_refused_and_changes_nothing(
     path, precision, model = tmp_path / "a.pt", lowp.Precision("fp16"), _model()
     lowp.save(path, model=model, precision=precision)
     content = torch.load(path, weights_only=True)
-    content[entry] = {**content[entry], **value} if entry == "precision" and isinstance(value, dict) else value
+    edits = isinstance(value, dict) and "torch" not in value
+    content[entry] = {**content[entry], **value} if edits else value  # type: ignore[dict-item]
     torch.save({key: each for key, each in content.items() if each is not None}, path)
     model, precision = _model(1), lowp.Precision("fp16", seed=3)
     weight, states = model.weight.clone(), (torch.get_rng_state(), random.getstate())
@@ -267,6 +271,12 @@ _MOMENT = ("optimizer", "state", 0, "exp_avg")
             (0.9,),
             "parameter group 0 has betas=.*: 2 finite numbers are needed",
         ),
+        (
+            ("optimizer", "param_groups", 0, "betas"),
+            (0.9, 3),
+            r"parameter group 0 has betas=\(0.9, 3\): each is at least 0 and below 1",
+        ),
+        (("optimizer", "param_groups", 0, "amsgrad"), True, "the state of parameter 0 lacks max_exp_avg_sq"),
         (("optimizer", "param_groups", 0, "params"), [0, 1], "it has groups of 2 parameters, and this optimizer of 4"),
         (("optimizer", "param_groups", 0, "params"), [0, 1, 2, 2], "a parameter is in an optimizer's state twice"),
         (("optimizer", "param_groups"), 3, "'param_groups' of an optimizer's state is a list of dictionaries"),
@@ -315,6 +325,56 @@ def test_an_edited_entry_is_named_and_nothing_changes(
         lowp.load(path, **parts)
     assert _states(parts) == before
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+_VALUES = [None, -1, 2**70, 1.5, float("nan"), "x", b"x", [], [1], {}, {"a": 1}, True, (1, 2), {1: 2}, [[]]]
+_TENSORS = [
+    torch.zeros(0),
+    torch.zeros(3),
+    torch.zeros(8, 8),
+    torch.ones((), dtype=torch.int64),
+    torch.zeros(2).cfloat(),
+]
+
+
+def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a content of plain values, but for the words of random generators."""
+    yield at
+    listed = range(len(value)) if isinstance(value, list) and len(value) < 50 else ()
+    for key in value if isinstance(value, dict) else listed:
+        yield from _places(value[key], (*at, key))
+
+
+_TRAININGS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fp16-storage": _adam,
+    "bf16-storage": lambda parameters: lowp.optim.AdamW(parameters, 1e-3),
+    "flex16+5": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("kind", _TRAININGS)
+def test_whatever_is_edited_is_loaded_whole_or_refused_and_nothing_changes(tmp_path: Path, kind: str) -> None:
+    path, parts = tmp_path / "a.pt", _training(kind, _TRAININGS[kind])
+    lowp.save(path, **parts)
+    whole, generator = torch.load(path, weights_only=True), random.Random(kind)
+    places, refused = list(_places(whole))[1:], 0
+    for _ in range(30):
+        content, place = copy.deepcopy(whole), generator.choice(places)
+        entry = content
+        for key in place[:-1]:
+            entry = entry[key]
+        entry[place[-1]] = generator.choice(_VALUES + _TENSORS)
+        torch.save(content, path)
+        before = _states(parts)
+        try:
+            lowp.load(path, **parts)
+        except InvalidCheckpoint:
+            refused += 1
+            assert _states(parts) == before, place
+        else:  # a number in place of a number
+            torch.save(whole, path)
+            lowp.load(path, **parts)
+    assert refused > 10
 
 
 def test_a_policy_of_any_name_comes_back(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_every_package_that_is_imported_is_declared_and_the_other_way_round(repo
     extras = project["optional-dependencies"]
     declared = [*project["dependencies"], *extras["recipes"], *extras["plot"]]
     names = {re.match(r"[\w-]+", one)[0] for one in declared}  # type: ignore[index]
-    assert {{"PIL": "pillow", "sklearn": "scikit-learn"}.get(name, name) for name in foreign} == names
+    assert {{"PIL": "pillow", "sklearn": "scikit-learn"}.get(name, name.replace("_", "-")) for name in foreign} == names
 
 
 def test_before_python_3_11_the_reader_of_toml_is_tomli() -> None:

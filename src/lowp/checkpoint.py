@@ -181,7 +181,7 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
         raise InvalidCheckpoint(
             f"{path} is a torch file, but no checkpoint of lowp.save: read its weights with lowp.load(path)"
         )
-    if content[KEY] != VERSION:
+    if type(content[KEY]) is not int or content[KEY] != VERSION:
         raise InvalidCheckpoint(f"{path} has version {brief(content[KEY])}, and this lowp reads version {VERSION}")
     if not all(isinstance(name, str) for name in content):
         raise InvalidCheckpoint(f"{path} is damaged or no torch file: its entries have no names")

@@ -11,19 +11,21 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from lowp.errors import Unavailable
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_OneKey = TypeVar("_OneKey", bound=Callable[[Any], Any])
 
 # pyproject.toml asks for TORCH_MINIMUM <= torch < TORCH_LIMIT. The tests run with the minimum, which is also what
 # constraints.txt pins; a later torch within the range is let through with a warning.
 TORCH_MINIMUM = (2, 13)
 TORCH_TESTED = (2, 13)
 TORCH_LIMIT = (2, 15)
+_MOST_KEPT = 8192
 
 
 def check_torch(version: str) -> None:
@@ -68,6 +70,23 @@ def constant_when_compiled(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def remembered(function: _OneKey) -> _OneKey:
+    """Return a function of one hashable argument that keeps its answers: functools.cache, of which Dynamo complains."""
+    kept: dict[Any, Any] = {}
+
+    @functools.wraps(function)
+    def look_up(key: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(key)
+        if key not in kept:
+            if len(kept) >= _MOST_KEPT:
+                kept.clear()
+            kept[key] = function(key)
+        return kept[key]
+
+    return cast(_OneKey, look_up)
 
 
 def gradients_of(

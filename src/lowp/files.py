@@ -16,13 +16,14 @@ from typing import IO, Any
 
 from lowp.errors import InvalidInput, NotWritten, Unavailable
 
-__all__ = ["check_target", "replacing", "same_file", "sole_writer", "target_of"]
+__all__ = ["check_target", "remove_own", "replacing", "same_file", "sole_writer", "target_of"]
 
 try:
     _fcntl: Any = importlib.import_module("fcntl")
 except ImportError:  # pragma: no cover - not a POSIX system: files are replaced whole, but nothing is locked
     _fcntl = None
 
+_own: set[Path] = set()  # the locks and temporary files of this process
 _LONGEST_NAME = 200  # bytes of a name that its temporary file repeats; systems allow 255 in all
 
 
@@ -82,9 +83,11 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
                 os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
             os.fsync(descriptor)
             os.replace(temporary, target)
+            _own.discard(temporary)
     except BaseException as error:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+            _own.discard(temporary)
         refused = _system_error(error)
         if refused is not None:
             raise NotWritten(f"{path} was not written, and is as it was: {refused.strerror or refused}") from error
@@ -106,7 +109,15 @@ def sole_writer(path: Path) -> Iterator[None]:
     finally:
         if descriptor is not None:
             lock.unlink(missing_ok=True)
+            _own.discard(lock)
             os.close(descriptor)
+
+
+def remove_own() -> None:
+    """Remove the locks and temporary files of this process, which is about to end without leaving its blocks."""
+    for path in tuple(_own):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _locked(lock: Path, path: Path) -> int | None:
@@ -129,6 +140,7 @@ def _locked(lock: Path, path: Path) -> int | None:
             os.close(descriptor)
             return None
         if _is_at(descriptor, lock):
+            _own.add(lock)
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()}\n".encode())
             return descriptor
@@ -140,12 +152,14 @@ def _new_part(target: Path, mode: int) -> tuple[Path, int]:
     while True:
         temporary = _beside(target, f"{secrets.token_hex(8)}.part")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        _own.add(temporary)
         if _fcntl is None:
             return temporary, descriptor
         with contextlib.suppress(OSError):  # a file system without locks
             _fcntl.flock(descriptor, _fcntl.LOCK_EX)
         if _is_at(descriptor, temporary):
             return temporary, descriptor
+        _own.discard(temporary)
         os.close(descriptor)  # taken for a leftover before it was locked: once more
 
 

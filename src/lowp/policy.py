@@ -7,10 +7,9 @@ that matches wins. A policy is frozen, hashable, printable; it is read from and 
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -128,8 +127,8 @@ class Rule:
 
     def matches(self, op: str, op_class: str, path: str) -> bool:
         """Whether the rule speaks of this op at this module path ('' outside any module)."""
-        named = not self.ops or any(fnmatchcase(op, name) or name == op_class for name in self.ops)
-        return named and (self.where == "*" or fnmatchcase(path, self.where))
+        named = not self.ops or any(_is_like(op, name) or name == op_class for name in self.ops)
+        return named and (self.where == "*" or _is_like(path, self.where))
 
     @property
     def is_empty(self) -> bool:
@@ -186,14 +185,11 @@ class Policy:
     # -- text -----------------------------------------------------------------------------------------------------
     def to_toml(self) -> str:
         """The policy as TOML, which `from_toml` reads back to an equal policy."""
-        lines = [f"table = {_quoted(self.table)}"]
-        if self.name:
-            lines.insert(0, f"name = {_quoted(self.name)}")
-        if self.parameters:
-            lines.append(f"parameters = {_quoted(str(self.parameters))}")
-        for rule in self.rules:
-            lines += ["", "[[rule]]", *_rule_lines(rule)]
-        return "\n".join(lines) + "\n"
+        import tomli_w  # here, for only what writes a policy needs it
+
+        texts = {"name": self.name, "table": self.table, "parameters": str(self.parameters or "")}
+        rules = [_rule_values(rule) for rule in self.rules]
+        return tomli_w.dumps({key: value for key, value in {**texts, "rule": rules}.items() if value})
 
     @classmethod
     def from_toml(cls, text: str, source: str = "policy") -> Policy:
@@ -288,22 +284,13 @@ def _check_text(value: object, what: str) -> None:
         raise InvalidInput(f"{what} is text that can be written, not {brief(value)}: it has half a character")
 
 
-def _rule_lines(rule: Rule) -> Iterator[str]:
-    if rule.ops:
-        yield "ops = [" + ", ".join(map(_quoted, rule.ops)) + "]"
+def _rule_values(rule: Rule) -> dict[str, Any]:
+    """What a rule says, by the keys of a policy file."""
+    values: dict[str, Any] = {"ops": list(rule.ops)} if rule.ops else {}
     if rule.where != "*":
-        yield f"where = {_quoted(rule.where)}"
-    for role in (*_CAST_ROLES, "accumulate"):
-        if getattr(rule, role) is not None:
-            yield f"{role} = {_quoted(str(getattr(rule, role)))}"
-
-
-def _quoted(text: str) -> str:
-    """A TOML string: a JSON string is one, with its escapes, but for the control character that JSON leaves as it is.
-
-    Source: TOML 1.0.0, section String: basic strings; RFC 8259, section 7.
-    """
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
+        values["where"] = rule.where
+    roles = (*_CAST_ROLES, "accumulate")
+    return values | {role: str(getattr(rule, role)) for role in roles if getattr(rule, role) is not None}
 
 
 def _rule(data: Mapping[str, object], index: int) -> Rule:
@@ -335,10 +322,15 @@ def _known_keys(data: Mapping[str, object], allowed: Iterable[str], source: str)
             raise UnknownName(f"{source}: " + unknown("key", key, allowed))
 
 
+def _is_like(name: str, pattern: str) -> bool:
+    """Whether a pattern of names matches, most of which are names; torch.compile does not follow fnmatch silently."""
+    return name == pattern or (any(one in pattern for one in "*?[") and fnmatchcase(name, pattern))
+
+
 def check_ops(policy: Policy, known: Iterable[str]) -> None:
     """Raise UnknownName for a rule that names an op or class that the table does not have (patterns must match one)."""
     names = [*OP_CLASSES, *known]
     for rule in policy.rules:
         for op in rule.ops:
-            if not any(fnmatchcase(name, op) for name in names):
+            if not any(_is_like(name, op) for name in names):
                 raise UnknownName(f"rule {str(rule)!r}: " + unknown("op", op, names, shown=OP_CLASSES))

@@ -34,7 +34,8 @@ def check_random_states(states: Any) -> None:
         random.Random().setstate(python)
         np.random.RandomState().set_state(numpy)
         torch.Generator().set_state(states["torch"].cpu())
-        if not all(isinstance(state, torch.Tensor) and state.dtype is torch.uint8 for state in states["cuda"]):
+        cuda = states["cuda"]
+        if not isinstance(cuda, (list, tuple)) or not all(getattr(one, "dtype", None) is torch.uint8 for one in cuda):
             raise TypeError("the entry 'cuda' is no list of states")
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise InvalidInput(

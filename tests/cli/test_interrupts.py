@@ -48,19 +48,40 @@ with Interrupts(lambda: "two runs are kept") as interrupts:
     assert stopped(code, repository, number) == (128 + number, "two runs are kept\n")
 
 
-def test_work_that_asks_ends_by_itself_however_long_it_takes_to_clear_up(repository: Path) -> None:
+def test_what_takes_long_to_keep_is_told_in_time_and_kept(repository: Path) -> None:
     code = """
 import sys, time
 from lowp.cli import interrupts as module
 module.PATIENCE = 0.2
-with module.Interrupts() as interrupts:
+with module.Interrupts(keeping="a.pt is being written") as interrupts:
     print("ready", flush=True)
     while not interrupts():
         time.sleep(0.01)
     time.sleep(1)
 sys.exit(interrupts.exit_code)
 """
-    assert stopped(code, repository) == (130, "")
+    assert stopped(code, repository) == (130, "a.pt is being written; Ctrl-C once more ends it at once\n")
+
+
+def test_a_second_signal_ends_what_takes_minutes_to_keep_and_leaves_no_files(repository: Path, tmp_path: Path) -> None:
+    code = f"""
+import os, signal, threading
+from pathlib import Path
+from lowp import files
+from lowp.cli import interrupts as module
+module.PATIENCE = 0.2
+again = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+path = Path({str(tmp_path / "a.pt")!r})
+with module.Interrupts(lambda: "a.pt is as it was") as interrupts, files.sole_writer(path), files.replacing(path):
+    print("ready", flush=True)
+    while not interrupts():
+        pass
+    again.start()
+    {LONG}
+"""
+    told = "clearing up; Ctrl-C once more ends it at once\na.pt is as it was\n"
+    assert stopped(code, repository) == (130, told)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_signal_is_granted_at_once() -> None:

@@ -120,6 +120,17 @@ def test_a_second_training_on_one_checkpoint_is_told_of_the_first(lowp: Callable
     assert not list(Path().iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:step 1. numbers beyond the largest:UserWarning")
+def test_a_run_that_its_exponents_cannot_follow_ends_in_one_line_that_names_the_weight(
+    lowp: Callable[..., Any],
+) -> None:
+    result = lowp("train", "digits", "--precision", "flex16+5", "--lr", "1e30", "--epochs", "3")
+    assert result.code == 2
+    said = result.err.strip().splitlines()[-1]
+    assert said.startswith("lowp: error: step 20: numbers beyond the largest of flex16+5 are cut off, first in the ")
+    assert "weight of 0.weight, and weights for 20 steps in a row: look at the learning rate" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 from region.small_model import PRECISIONS, Net, gradients
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from lowp.policy import Rule
+from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS
 from lowp.region import autocast
 
@@ -68,7 +68,6 @@ def test_a_region_inside_a_compiled_function(model: Net, precision: str) -> None
 
 
 @compiles
-@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_module_paths_around_a_compiled_model(model: Net) -> None:
     torch._dynamo.reset()
@@ -110,6 +109,45 @@ def test_a_checkpoint_within_a_compiled_function_runs_in_the_region_or_raises(mo
         torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported):
             torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.LayerNorm(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x) + 1
+        return y.mul_(2).relu_()
+
+
+@compiles
+@pytest.mark.parametrize("precision", ["bf16", "dfp16", "flex16+5"])
+def test_compiled_modules_that_write_in_place_give_what_they_give_else_and_nothing_is_said(precision: str) -> None:
+    torch._dynamo.reset()
+    model, x = InPlace(), torch.randn(4, 8)
+    with autocast(precision):
+        alone = model(x)
+    with autocast(precision):
+        y = torch.compile(model, backend="aot_eager")(x)
+    assert y.dtype is alone.dtype
+    assert (y - alone).abs().max() <= 2**-13 * alone.abs().max()  # chains of ops are written once where they can be
+    alone.float().sum().backward()
+    weight = model.layers[0].weight
+    expected, weight.grad = weight.grad, None
+    y.float().sum().backward()
+    assert expected is not None and weight.grad is not None
+    assert (weight.grad - expected).abs().max() <= 2**-6 * expected.abs().max()
+
+
+def test_gradients_are_rounded_through_what_is_written_in_place() -> None:
+    rounds = Rule.of("pointwise", output="e5m7", grad="e5m7")
+    x = torch.ones(2, requires_grad=True)
+    with autocast(Policy((rounds,))):
+        y = x + 1
+        y.mul_(3)
+    y.backward(torch.tensor([1.001, 2.0]))
+    assert torch.equal(x.grad, torch.tensor([3.0, 6.0]))  # type: ignore[arg-type]
 
 
 def test_torch_spelling_inside_a_compiled_function(model: Net) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -15,7 +17,7 @@ from torch import nn
 
 from lowp.errors import Misuse
 from lowp.policy import Policy, Rule
-from lowp.region import autocast, context, threads
+from lowp.region import autocast, context, entries, leaving, threads
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 
@@ -27,26 +29,26 @@ def product() -> torch.dtype:
 # -- signals ------------------------------------------------------------------------------------------------------
 
 
+_FILES = {module.__file__ for module in (context, entries, leaving, threads)}
+
+
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line that the modules of regions execute, as a signal's handler would."""
+    """Raises KeyboardInterrupt at the n-th place where a signal can be answered while regions are entered and left.
+
+    A signal is answered where a function begins or a generator goes on, before any line of it, and between lines.
+    """
 
     def __init__(self, at: int) -> None:
-        self.left, self.lines = at, 0
+        self.left = at
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "call" and frame.f_code.co_filename not in (context.__file__, threads.__file__):
+        if event == "call" and frame.f_code.co_filename not in _FILES:
             return None
-        # the very first line of what `with` calls stands before any handler can; CPython looks for signals there too
-        is_first = frame.f_code.co_name in ("__enter__", "__exit__") and self._seen(frame)
-        if event == "line" and not is_first:
-            self.lines += 1
+        if event in ("call", "line"):
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt
         return self
-
-    def _seen(self, frame: FrameType) -> bool:
-        return frame.f_lineno <= frame.f_code.co_firstlineno + 1
 
 
 def global_hooks() -> int:
@@ -62,9 +64,11 @@ REGIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:policy unnamed. nothing matched:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:policy unnamed. nothing matched:UserWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize("name", REGIONS)
-def test_a_signal_at_any_line_of_entering_and_leaving_leaves_nothing_behind(name: str) -> None:
+def test_a_signal_anywhere_in_entering_and_leaving_leaves_nothing_behind(name: str) -> None:
     with REGIONS[name]():
         product()
     before, at, finished, hooks = sys.gettrace(), 0, False, global_hooks()
@@ -78,12 +82,12 @@ def test_a_signal_at_any_line_of_entering_and_leaving_leaves_nothing_behind(name
                 sys.settrace(interrupt)
                 with region:
                     pass
-                finished = True
+                finished = interrupt.left > 0  # else it was raised where Python forgets a generator, and is ignored
             except KeyboardInterrupt:
                 pass
             finally:
                 sys.settrace(before)
-            assert not threads.is_in(region), at
+            assert not entries.is_in(region), at
             assert product() is expected, at
             assert global_hooks() == hooks, at
             assert torch.is_autocast_enabled("cpu") is (expected is HALF), at
@@ -94,6 +98,37 @@ def test_a_signal_at_any_line_of_entering_and_leaving_leaves_nothing_behind(name
 def test_an_exception_within_leaves_nothing_behind() -> None:
     with pytest.raises(KeyboardInterrupt), autocast("fp16"), autocast("e5m7"):
         raise KeyboardInterrupt
+    assert product() is FULL
+
+
+def test_a_real_signal_that_python_answers_where_the_exit_begins_leaves_nothing_behind() -> None:
+    if not hasattr(signal, "setitimer"):
+        pytest.skip("no timers here")
+    region, interrupted = autocast("bf16"), 0
+    for delay in range(60):
+        try:
+            with region:
+                signal.signal(signal.SIGALRM, signal.default_int_handler)
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (delay + 1))
+            time.sleep(0.001)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        assert not entries.is_in(region) and product() is FULL
+    assert interrupted
+
+
+def test_an_exit_that_is_only_looked_at_leaves_nothing() -> None:
+    with autocast("bf16") as region:
+        assert callable(region.__exit__)
+        assert product() is BRAIN
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(region)
+        assert product() is BRAIN
+    region.__enter__()
+    region.__exit__(None, None, None)
     assert product() is FULL
 
 
@@ -235,6 +270,74 @@ def test_a_model_of_another_task_is_not_rounded() -> None:
 
     asyncio.run(main())
     assert found == [True, False]
+
+
+def switches() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+def test_another_task_is_told_of_its_own_region_and_switches_its_own() -> None:
+    outside = switches()
+
+    async def holds(precision: str, told: list[Any]) -> None:
+        with autocast(precision):
+            for _ in range(3):
+                told.append(switches())
+                await asyncio.sleep(0)
+                told.append(product())
+
+    async def uses_torch_s(told: list[Any]) -> None:
+        told.append(switches())
+        await asyncio.sleep(0)
+        with torch.autocast("cpu", dtype=BRAIN):
+            told.append((switches(), product()))
+        told.append((switches(), product()))
+
+    async def main() -> list[list[Any]]:
+        told: list[list[Any]] = [[], [], []]
+        await asyncio.gather(holds("fp16", told[0]), uses_torch_s(told[1]), holds("bf16", told[2]))
+        assert switches() == outside and product() is FULL
+        return told
+
+    first, other, second = asyncio.run(main())
+    assert first == [(True, HALF), HALF] * 3
+    assert second == [(True, BRAIN), BRAIN] * 3
+    assert other == [outside, ((True, BRAIN), BRAIN), (outside, FULL)]
+
+
+def test_a_region_that_ends_while_another_task_holds_one_leaves_that_as_it_is() -> None:
+    outer, ended = autocast("e5m7"), asyncio.Event()
+
+    async def holds() -> torch.dtype:
+        with autocast("fp16"):
+            await ended.wait()
+            return product()
+
+    async def main() -> torch.dtype:
+        outer.__enter__()
+        task = asyncio.create_task(holds())
+        await asyncio.sleep(0)
+        outer.__exit__(None, None, None)
+        assert (switches()[0], product()) == (False, FULL)
+        ended.set()
+        return await task
+
+    assert asyncio.run(main()) is HALF
+    assert (switches()[0], product()) == (False, FULL)
+
+
+def test_a_generator_that_asks_while_a_later_one_waits_in_its_region_is_refused() -> None:
+    def asks(precision: str) -> Iterator[tuple[bool, torch.dtype]]:
+        with autocast(precision):
+            yield switches()
+            yield switches()
+
+    first, second = asks("fp16"), asks("bf16")
+    assert (next(first), next(second)) == ((True, HALF), (True, BRAIN))
+    with pytest.raises(Misuse, match=r"asks\(\) goes on in autocast\('fp16'\) while asks\(\) has entered"):
+        next(first)
+    second.close()
+    assert not switches()[0]
 
 
 def test_decorated_coroutines_run_in_the_region() -> None:

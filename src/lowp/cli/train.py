@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         results.check_writable(arguments.out)
         if files.same_file(arguments.out, path):
             raise InvalidInput(f"--out and --checkpoint are both {path}: give two files")
-    with files.sole_writer(path), threads_of(recipe.threads), _interrupts(recipe.name, path) as interrupts:
+    with _interrupts(recipe.name, path) as interrupts, files.sole_writer(path), threads_of(recipe.threads):
         training = _begin(named, path, arguments)
         finished = _train(training, path, interrupts)
         if arguments.out is not None:
@@ -77,7 +77,7 @@ def _interrupts(recipe: str, path: Path) -> Interrupts:
             f"lowp train {recipe} --checkpoint {path} --resume"
         )
 
-    return Interrupts(last_words)
+    return Interrupts(last_words, f"stopped; the checkpoint {path} is being written")
 
 
 def _begin(named: dict[str, Any], path: Path, arguments: argparse.Namespace) -> Training:

@@ -93,7 +93,9 @@ def has_no_optimizer(session: Session, leaves: list[Tensor]) -> bool:
 
 
 def install(session: Session) -> None:
-    """Take the place of torch.autograd.backward and torch.autograd.grad."""
+    """Take the place of torch.autograd.backward and torch.autograd.grad, unless the session changes nothing."""
+    if session.is_plain:
+        return
     autograd = cast(Any, torch.autograd)
     original_backward, original_grad = autograd.backward, autograd.grad
     local = session.local

@@ -125,7 +125,10 @@ class Forward:
 
 
 def install(session: Session) -> None:
-    """Put the outermost module call under the rules of a session."""
+    """Put the outermost module call under the rules of a session; where there are none, note the first call alone."""
+    if session.is_plain:
+        _watch_first_call(session)
+        return
     original = nn.Module.__call__
     forward = session.forward = Forward(session, original)
     local = session.local
@@ -133,19 +136,31 @@ def install(session: Session) -> None:
 
     @wraps(original)
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or local.alone or local.backward or (session.rests and not session.is_plain):
+        if is_compiling() or local.alone or local.backward or session.rests:
             return original(self, *args, **kwargs)
         if local.calls:
             return forward.inner(self, args, kwargs)
-        if session.is_plain:
-            session.record.calls += 1
-            return original(self, *args, **kwargs)
         return forward.outermost(self, args, kwargs)
 
     nn.Module.__call__ = __call__  # type: ignore[method-assign]
-    if not session.is_plain:
-        _install_functions(session)
-        _install_compile(session, forward)
+    _install_functions(session)
+    _install_compile(session, forward)
+
+
+def _watch_first_call(session: Session) -> None:
+    """Note that a model ran at all, at the first call of a module, and stand in no other's way."""
+    original = nn.Module.__call__
+
+    @wraps(original)
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        session.record.calls = 1
+        if nn.Module.__call__ is __call__:
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+        return original(self, *args, **kwargs)
+
+    nn.Module.__call__ = __call__  # type: ignore[method-assign]
 
 
 def _install_compile(session: Session, forward: Forward) -> None:

@@ -59,7 +59,7 @@ class Session:
         self.stepped: Any = WeakTensorKeyDictionary()  # the parameters that optimizers hold
         self.forward: Forward | None = None
         self.gradients: Gradients | None = None
-        # plain fp32 changes nothing, so only calls and steps are counted
+        # plain fp32 changes nothing, so only steps are counted
         self.is_plain = not self.preset.policy.rules and self.preset.loss_scale.kind == "none"
         self.rests = self.is_plain
 

@@ -138,7 +138,6 @@ def install(session: Session) -> None:
     """Stand in the place where torch measures each optimizer's step."""
     optimizers = cast(Any, Optimizer)
     measured: Callable[[Step], Step] = optimizers.profile_hook_step
-    add_group, zero = optimizers.add_param_group, optimizers.zero_grad
     steps = _Steps(session)
     local = session.local
 
@@ -158,6 +157,16 @@ def install(session: Session) -> None:
 
         return step
 
+    optimizers.profile_hook_step = staticmethod(profile_hook_step)
+    if not session.is_plain:
+        _install_groups(session, steps)
+
+
+def _install_groups(session: Session, steps: _Steps) -> None:
+    """Learn which parameters optimizers hold, and which gradients they zero."""
+    optimizers = cast(Any, Optimizer)
+    add_group, zero = optimizers.add_param_group, optimizers.zero_grad
+
     @wraps(add_group)
     def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
         add_group(self, group)
@@ -174,5 +183,4 @@ def install(session: Session) -> None:
             steps.gradients.forget(one for group in self.param_groups for one in group["params"])
         zero(self, *args, **kwargs)
 
-    optimizers.profile_hook_step = staticmethod(profile_hook_step)
     optimizers.add_param_group, optimizers.zero_grad = add_param_group, zero_grad

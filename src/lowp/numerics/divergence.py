@@ -17,7 +17,7 @@ from lowp.compat import private
 from lowp.numerics.modes import Paths, local, put_on, take_off, tensors_in, unwrapped
 from lowp.numerics.record import StepSeen
 from lowp.numerics.replay import Event, Trace, state_of, tracing
-from lowp.region import threads
+from lowp.region import entries
 
 __all__ = ["Diagnosis", "Fault", "Moment"]
 
@@ -82,10 +82,10 @@ class Moment(TorchFunctionMode):
         """Remember a call of the model that is about to run."""
         self.model, self.given = model, (args, kwargs)
         self.random = _random_state()
-        entry = threads.current()
+        entry = entries.current()
         inside = entry is not None and entry.engine is not None
         self.region = entry.region if inside and entry is not None else None
-        self.autocast = [] if inside else [one for one in threads.autocast_state() if one[1]]
+        self.autocast = [] if inside else [one for one in entries.autocast_state() if one[1]]
         self.tape.clear()
         self.loss = self.output = None
 

@@ -30,7 +30,7 @@ from lowp.numerics.record import Key, OpSeen, Part, Print
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.updates import Updates
 from lowp.ops.observing import Observation
-from lowp.region import threads
+from lowp.region import entries
 
 __all__ = ["Watch", "parameter_key"]
 
@@ -96,7 +96,7 @@ class Watch(TorchFunctionMode):
         return result
 
     def _in_region(self) -> bool:
-        entry = threads.current()
+        entry = entries.current()
         return entry is not None and entry.engine is not None and entry.engine.active
 
     def observed(self, seen: Observation) -> None:

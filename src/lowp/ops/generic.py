@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowp.casts import Cast
+from lowp.compat import remembered
 from lowp.errors import Misuse
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import is_castable, is_irregular, native_dtype, shield, with_tangents
@@ -203,7 +203,7 @@ def not_in_place(call: Call) -> tuple[Call, Tensor | None]:
     return call.given(args, kwargs), x
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _index_of_inplace(function: Callable[..., Any]) -> int | None:
     """Return where among its arguments a function of torch.nn.functional takes `inplace`, or None."""
     if getattr(function, "__module__", "") != F.__name__:
@@ -229,7 +229,7 @@ class _GradientCast(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, casts: RoleCasts) -> Tensor:
-        return x.view_as(x)
+        return x.clone()  # no view, which torch lets nobody write in place
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -242,7 +242,7 @@ class _GradientCast(torch.autograd.Function):
 
     @staticmethod
     def tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return tangent.view_as(tangent)
+        return tangent.clone()
 
 
 _gradient_cast = with_tangents(_GradientCast)
@@ -288,7 +288,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return []
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return the function that computes what an in-place one writes, or None for a function that is not in place."""
     name = str(getattr(function, "__name__", ""))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from types import FunctionType
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.overrides
 
+from lowp.compat import remembered
 from lowp.ops.call import Call
 from lowp.ops.torch_lists import LISTS
 from lowp.policy import Policy, Rule
@@ -282,7 +283,7 @@ _STRUCTURAL_MODULES = ("torch.distributed", "torch.nn.init")
 _known = TABLES["lowp-1"].keys() | ALIASES.keys() | _STRUCTURAL
 
 
-@lru_cache(maxsize=8192)
+@remembered
 def name_of(function: Callable[..., Any]) -> str:
     """Return the name an op is known by: without namespace, overload, in-place underscore and operator dunders.
 

@@ -32,6 +32,12 @@ _REQUIRED = {
     "SGD": (),
     "SparseAdam": ("step", "exp_avg", "exp_avg_sq"),
 }
+# What it must have besides where an option is on; torch's SGD alone makes its momentum when it is missing.
+_REQUIRED_BY = {
+    "Adam": {"amsgrad": "max_exp_avg_sq"},
+    "AdamW": {"amsgrad": "max_exp_avg_sq"},
+    "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
+}
 _SWITCHES = ("capturable", "differentiable", "foreach", "fused", "maximize")
 _OPTIONAL = ("grad_avg", MASTER_WEIGHT, "max_exp_avg_sq", "momentum_buffer")  # by the options of the optimizer
 _OF_MASTERS = (MASTER_WEIGHT, "master_steps", "master_seed")  # there from the first moment on, before any moments
@@ -75,6 +81,7 @@ def _check_optimizer(optimizer: Optimizer, saved: Any) -> None:
         # what a scheduler has added (initial_lr) is compared where both have it
         compared = {name: value for name, value in own.items() if name in inner.defaults or name in group}
         _check_options(compared, group, f"parameter group {number}")
+        _check_betas(group, f"parameter group {number}")
     is_torch_s = type(inner).__module__.startswith(("torch.optim.", "lowp.optim."))
     has_masters = any(isinstance(entry, Mapping) and MASTER_WEIGHT in entry for entry in saved["state"].values())
     for index, entry in saved["state"].items():
@@ -85,7 +92,8 @@ def _check_optimizer(optimizer: Optimizer, saved: Any) -> None:
         if has_masters and MASTER_WEIGHT not in entry:
             raise InvalidInput(f"the state of parameter {index} lacks {MASTER_WEIGHT}, which others have")
         if is_torch_s and type(inner).__name__ in _REQUIRED:
-            _check_moments(entry, parameters[index], index, _REQUIRED[type(inner).__name__])
+            required = _REQUIRED[type(inner).__name__] + _required_by_options(inner, index, saved["param_groups"])
+            _check_moments(entry, parameters[index], index, required)
 
 
 def _parameters_by_saved_index(optimizer: Optimizer, groups: Any) -> dict[Any, Tensor]:
@@ -118,6 +126,18 @@ def _check_options(own: Mapping[str, Any], group: Mapping[str, Any], place: str)
             given = group.get(name)
             if not isinstance(given, (list, tuple)) or len(given) != len(value) or not all(map(_is_number, given)):
                 raise InvalidInput(f"{place} has {name}={brief(given)}: {len(value)} finite numbers are needed")
+
+
+def _check_betas(group: Mapping[str, Any], place: str) -> None:
+    betas = group.get("betas")
+    if betas is not None and not all(0 <= beta < 1 for beta in betas):
+        raise InvalidInput(f"{place} has betas={brief(betas)}: each is at least 0 and below 1")
+
+
+def _required_by_options(inner: Optimizer, index: object, groups: Any) -> tuple[str, ...]:
+    """The moments that a parameter must have for the options of its group."""
+    group = next(one for one in groups if index in one["params"])
+    return tuple(name for option, name in _REQUIRED_BY.get(type(inner).__name__, {}).items() if group.get(option))
 
 
 def _check_moments(entry: Mapping[Any, Any], parameter: Tensor, index: object, required: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,21 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lowp import presets
-from lowp.errors import InvalidInput, Misuse, Unavailable
+from lowp.errors import InvalidInput, Unavailable
 from lowp.exponents import SharedExponents, Spots
 from lowp.ops import table
 from lowp.ops.observing import Observer, everywhere, listed
-from lowp.policy import Policy, check_ops
+from lowp.policy import OP_CLASSES, Policy, check_ops
 from lowp.presets import Preset
-from lowp.region import steps, threads
+from lowp.region import entries, steps, threads
 from lowp.region.audit import Audit
 from lowp.region.decorated import decorated
-from lowp.region.engine import Engine, Rulebook, Waiting
+from lowp.region.engine import Engine, Rulebook
+from lowp.region.entries import Entry
 from lowp.region.frames import suspendable
+from lowp.region.leaving import Leaving
 from lowp.region.paths import ModulePath
 from lowp.region.report import Report
-from lowp.region.threads import Entry
 from lowp.region.weights import WeightCasts, forget_all
 
 __all__ = ["autocast"]
@@ -43,19 +45,19 @@ class TorchAutocast(torch.autocast):
         entry = Entry(self)
         entry.attributes = {name: self.__dict__[name] for name in _TORCH_ATTRIBUTES if name in self.__dict__}
         try:
-            threads.push(entry)
+            entries.push(entry)
             return super().__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
-            threads.remove(entry)
+            entries.remove(entry)
             raise
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> Any:
-        entry, state = threads.find(self), threads.autocast_state()
+        entry, state = entries.find(self), entries.autocast_state()
         try:
             return super().__exit__(kind, value, traceback)
         finally:
-            threads.set_autocast_state(state)  # of a region that was entered later and goes on
-            threads.remove(entry)
+            entries.set_autocast_state(state)  # of a region that was entered later and goes on
+            entries.remove(entry)
             self.__dict__.update(entry.attributes)
 
 
@@ -146,19 +148,6 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
             self._undo(entry)
             raise
 
-    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
-        try:
-            entry = threads.find(self)
-            self._undo(entry)
-        except Misuse:
-            raise
-        except BaseException:  # where a signal interrupts that, it is done all the same
-            self._undo(locals().get("entry") or threads.find(self))
-            raise
-        if kind is None and entry.engine is not None and not threads.is_in(self):
-            self._complain()
-            self._tell_unrounded()
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -182,26 +171,18 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
 
         return decorated(self, function)
 
-    def enter(self, path: ModulePath | None = None, spots: Spots | None = None) -> None:
-        """Enter the region in this thread; `path` is where in the model it is entered, if not where the thread is.
-
-        `spots` are those of a shared exponent's places where the entry goes on with what another one has begun.
-        """
-        entry = Entry(self)
-        try:
-            self._begin(entry, path, spots)
-        except BaseException:
-            self._undo(entry)
-            raise
+    def going_on(self, path: ModulePath, spots: Spots | None) -> AbstractContextManager[None]:
+        """Return a context that goes on in the region elsewhere, from this place in the model and of its exponents."""
+        return _GoingOn(self, path, spots)
 
     def _begin(self, entry: Entry, path: ModulePath | None, spots: Spots | None = None) -> None:
         """Put an entry in force; what is done here `_undo` undoes, wherever it was interrupted."""
-        outer = threads.current()
-        threads.push(entry)
+        entries.push(entry)
+        outer = entry.outer
         if path is None:
             path = outer.engine.path if outer is not None and outer.engine is not None else ModulePath()
         runs = self._runs
-        threads.set_autocast_state(
+        entries.set_autocast_state(
             [(device, runs, self._dtype if runs else dtype) for device, _, dtype in entry.before]
         )
         if not runs:
@@ -211,9 +192,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         engine = self._engine(path)
         engine.spots = spots or engine.spots
         if entry.frame is not None:
-            engine.waiting = Waiting(
-                entry.frame, partial(threads.run_elsewhere, entry), partial(threads.check_generators, entry)
-            )
+            engine.look = partial(entries.look, entry)
         if self.policy.uses_paths or self._observers or everywhere or self.exponents is not None:
             threads.follow_modules(entry)
         if self._rulebook.strict:
@@ -226,12 +205,20 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
     def _undo(entry: Entry) -> None:
         """Undo `_begin`, or what is left of it."""
         if entry.engine is not None:
-            threads.take_off(entry.engine)
+            entries.take_off(entry.engine)
             entry.engine.weights.forget()
-        if entry.audit is not None and entry.audit in threads.dispatch_modes():
+        if entry.audit is not None and entry.audit in entries.dispatch_modes():
             entry.audit.__exit__(None, None, None)
         threads.unfollow_modules(entry)
-        threads.remove(entry)
+        entries.remove(entry)
+
+    def _tell(self, entry: Entry) -> None:
+        """Complain, and tell, when the region has been left without an error for the last time."""
+        if entry.engine is not None and not entries.is_in(self):
+            self._complain()
+            self._tell_unrounded()
+
+    __exit__: Any = Leaving(entries.find, _undo, _tell)
 
     @property
     def _runs(self) -> bool:
@@ -240,10 +227,6 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
     def _engine(self, path: ModulePath) -> Engine:
         self._weights = WeightCasts()
         return Engine(self._rulebook, self._weights, path, _present(), self._dtype, self._observers, self.exponents)
-
-    def leave(self, strict: bool = True) -> None:
-        """Leave the region in this thread; `strict` also complains about rules that nothing matched."""
-        self.__exit__(None if strict else Exception, None, None)
 
     def _tell_unrounded(self) -> None:
         """Warn once for a policy of a region in which no contraction was rounded, for their operands are of no kind."""
@@ -254,7 +237,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
             f"{self!r} has rounded no contraction: {', '.join(self._rulebook.left_alone)} stays as it is, as under "
             "torch.autocast. Convert the model and its inputs with float(), or leave the region out",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def _complain(self) -> None:
@@ -273,7 +256,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
             raise InvalidInput(text + ". Mend its ops or where, or leave out strict=True")
         if self.policy not in _warned:
             _warned.add(self.policy)
-            warnings.warn(text, UserWarning, stacklevel=3)
+            warnings.warn(text, UserWarning, stacklevel=4)
 
     # -- what was seen --------------------------------------------------------------------------------------------
 
@@ -317,6 +300,23 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         return f"autocast({self.preset.name!r}{'' if self._enabled else ', enabled=False'})"
 
 
+class _GoingOn:
+    """Another entry of a region, in this thread or another, which complains about nothing when it is left."""
+
+    def __init__(self, region: autocast, path: ModulePath, spots: Spots | None) -> None:
+        self._region, self._path, self._spots = region, path, spots
+
+    def __enter__(self) -> None:
+        entry = Entry(self._region)
+        try:
+            self._region._begin(entry, self._path, self._spots)
+        except BaseException:
+            self._region._undo(entry)
+            raise
+
+    __exit__: Any = Leaving(lambda context: entries.find(context._region), autocast._undo, lambda context, entry: None)
+
+
 def _again(preset: Preset, is_users: bool, enabled: bool, strict: bool) -> autocast:
     """Return a region as another one was made."""
     region: autocast = autocast(preset, enabled=enabled, strict=strict)
@@ -330,11 +330,10 @@ def _is_torch_spelling(device: object, dtype: torch.dtype | None) -> bool:
     return not isinstance(device, (Policy, Preset, Path))
 
 
-@cache
 def _check(policy: Policy) -> None:
     """Raise UnknownName for a rule that names an op the table does not have."""
     rows = table.TABLES[policy.table]
-    if not {op for rule in policy.rules for op in rule.ops} <= rows.keys() | {row.op_class for row in rows.values()}:
+    if not all(op in rows or op in OP_CLASSES for rule in policy.rules for op in rule.ops):
         check_ops(policy, table.op_names(policy.table))
 
 

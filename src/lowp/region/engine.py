@@ -33,7 +33,6 @@ from lowp.ops.observed import observed
 from lowp.ops.observing import Observer, Watch, everywhere
 from lowp.ops.table import Row
 from lowp.policy import Policy, Rule
-from lowp.region.frames import is_coroutine, is_suspended
 from lowp.region.paths import ModulePath
 from lowp.region.report import Report
 from lowp.region.weights import HANDS_OUT, RUNS_HOOKS, WeightCasts
@@ -58,14 +57,6 @@ class Plan(NamedTuple):
     is_predicted: bool = False  # its results are written under exponents that belong to places
     rounds: bool = False  # it is a contraction, and the rule rounds it
     looks: bool = False  # a cast of the rule looks at the numbers, or draws some: a trace would keep those of one run
-
-
-class Waiting(NamedTuple):
-    """The generator or coroutine that entered, and what is done with calls that come while it is suspended."""
-
-    frame: FrameType
-    elsewhere: Callable[[Callable[[], Any]], Any]
-    check: Callable[[], None]
 
 
 _UNKNOWN = Plan(Row("", ""), None, None)
@@ -228,9 +219,10 @@ class Engine(TorchFunctionMode):
         self.traced = traced(rulebook.policy, rulebook.strict)
         self.devices, self.dtype = tuple(devices), dtype
         self.active = True
-        self.waiting: Waiting | None = None
+        self.look: Callable[[], None] | None = None  # finds out who runs, where a generator or coroutine has entered
         self.running: tuple[str, bool] | None = None  # the op that runs now, and whether a rule speaks of it
         self.plans = rulebook.plans(path.current)
+        self.uses_paths = rulebook.policy.uses_paths
         self.exponents = exponents
         self.spots = None if exponents is None else exponents.spots()  # where in the step its ops write
         self.resting: FrameType | None = None  # the step of an optimizer that runs
@@ -250,12 +242,10 @@ class Engine(TorchFunctionMode):
             self.weights.hand_out(args[0])
         elif func in RUNS_HOOKS:
             self.weights.forget()
+        if self.look is not None:
+            self.look()
         if not self.active or _tracing() is not None:  # a compiler's backend runs what was traced, casts included
             return func(*args, **(kwargs or {}))
-        if self.waiting is not None and is_suspended(self.waiting.frame):
-            if is_coroutine(self.waiting.frame):
-                return self.waiting.elsewhere(lambda: func(*args, **(kwargs or {})))
-            self.waiting.check()
         if self.path.running and self.path.settle(sys._getframe()):
             self.move()
         plan = self.plans.get(func, _UNKNOWN)

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowp.region import threads
 from lowp.region.engine import Engine
+from lowp.region.entries import current
 
 __all__ = ["at_rest", "install"]
 
@@ -47,7 +47,7 @@ def at_rest(function: _Function) -> _Function:
 
 
 def _engine() -> Engine | None:
-    entry = threads.current()
+    entry = current()
     return None if entry is None else entry.engine
 
 

@@ -1,0 +1,295 @@
+"""Which regions a thread is in: what each of them found, and whose turn it is where coroutines and generators wait."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from lowp.compat import constant_when_compiled, private
+from lowp.errors import Misuse
+from lowp.region.engine import Engine
+from lowp.region.frames import is_coroutine, is_suspended
+
+__all__ = [
+    "Entry",
+    "autocast_state",
+    "current",
+    "dispatch_modes",
+    "find",
+    "following",
+    "is_in",
+    "look",
+    "push",
+    "remove",
+    "set_autocast_state",
+    "take_off",
+]
+
+State = tuple[str, bool, torch.dtype]
+
+# torch's own, whatever stands in their place later
+_is_enabled, _get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+_set_enabled, _set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
+_SWITCHES = tuple(name for name in dir(torch) if re.fullmatch(r"(is|get|set)_autocast_(\w+_)?(enabled|dtype)", name))
+
+
+@dataclass(eq=False)
+class Entry:
+    """One entry of a region: what runs it, what was there before, and the generator or coroutine that entered it.
+
+    While a coroutine waits, the entries that it has made are parked: `before` is in force again, whatever runs in its
+    stead may change that, and `within` is what is put in force when it goes on.
+    """
+
+    region: Any
+    frame: FrameType | None = None
+    engine: Engine | None = None
+    outer: Entry | None = None  # the one in force when this one was made
+    outer_active: bool = False
+    before: list[State] = field(default_factory=list)
+    within: list[State] = field(default_factory=list)
+    is_parked: bool = False
+    attributes: dict[str, Any] = field(default_factory=dict)
+    audit: Any = None
+    hooks: list[RemovableHandle] = field(default_factory=list)  # of modules
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the code that entered is a coroutine that waits, so that what runs now is none of its own."""
+        return self.frame is not None and is_suspended(self.frame) and is_coroutine(self.frame)
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+
+_local = _Local()
+
+
+def push(entry: Entry) -> None:
+    """Enter: note what torch.autocast is, and put the region to rest that this thread is in."""
+    if entry.frame is not None:
+        _answer_for_who_asks()
+    settle()
+    entry.outer = current()
+    entry.before = autocast_state()
+    engine = None if entry.outer is None else entry.outer.engine
+    entry.outer_active = engine is not None and engine.active
+    _local.entries.append(entry)
+    if engine is not None:
+        engine.active = False
+
+
+def find(region: object) -> Entry:
+    """Return the innermost entry of a region that is in force here; raise Misuse where there is none."""
+    settle()
+    found = next((one for one in reversed(_local.entries) if one.region is region and not one.is_parked), None)
+    if found is None:
+        raise Misuse(f"{region!r} is left in a thread or a task that has not entered it, or twice")
+    return found
+
+
+def remove(entry: Entry) -> None:
+    """Leave: restore what was before, and let the region around go on. Done again, this changes nothing.
+
+    Where regions end in another order than they began, the one that was entered within this one stays in force, and
+    restores in its turn what was before this one.
+    """
+    entries = _local.entries
+    if not any(one is entry for one in entries):
+        return
+    inner = [one for one in entries if one.outer is entry]
+
+    def leave() -> None:
+        for one in inner:
+            one.before, one.outer, one.outer_active = entry.before, entry.outer, entry.outer_active
+        if not entry.is_parked and all(one.is_parked for one in inner):
+            _restore(entry)
+        entries[:] = [one for one in entries if one is not entry]
+
+    _whole(leave)
+    if not any(one.engine is not None for one in entries):
+        for one in entries:  # nothing is left that sees who runs: torch.autocast's own way, for the whole thread
+            _unpark(one)
+
+
+def _restore(entry: Entry) -> None:
+    """Put in force what was before an entry."""
+    set_autocast_state(entry.before)
+    if entry.outer is not None and entry.outer.engine is not None:
+        entry.outer.engine.active = entry.outer_active
+
+
+def _whole(change: Callable[[], None]) -> None:
+    """Make a change that may be made twice; where a signal interrupts it, it is made all the same."""
+    try:
+        change()
+    except BaseException:
+        change()
+        raise
+
+
+def is_in(region: object) -> bool:
+    """Whether this thread is in a region."""
+    return any(entry.region is region for entry in _local.entries)
+
+
+def current() -> Entry | None:
+    """Return the innermost entry of what runs now in this thread."""
+    entries = _local.entries
+    if not entries or not entries[-1].is_elsewhere:
+        return entries[-1] if entries else None
+    return next((entry for entry in reversed(entries) if not entry.is_elsewhere), None)
+
+
+def following() -> Entry | None:
+    """Return the innermost entry of what runs now that follows modules."""
+    return next((one for one in reversed(_local.entries) if one.hooks and not one.is_elsewhere), None)
+
+
+# -- coroutines and generators ------------------------------------------------------------------------------------
+
+
+def settle() -> None:
+    """Park the entries of coroutines that wait, and put those of the one that goes on in force again."""
+    for entry in reversed(_local.entries):
+        if entry.is_elsewhere:
+            _park(entry)
+    for entry in _local.entries:
+        if not entry.is_elsewhere:
+            _unpark(entry)
+
+
+def _park(entry: Entry) -> None:
+    if entry.is_parked:
+        return
+    within = autocast_state()
+
+    def park() -> None:
+        entry.within, entry.is_parked = within, True
+        if entry.engine is not None:
+            entry.engine.active = False
+        _restore(entry)
+
+    _whole(park)
+
+
+def _unpark(entry: Entry) -> None:
+    if not entry.is_parked:
+        return
+    before = autocast_state()
+
+    def unpark() -> None:
+        entry.before, entry.is_parked = before, False
+        if entry.outer is not None and entry.outer.engine is not None:
+            entry.outer.engine.active = False
+        if entry.engine is not None:
+            entry.engine.active = True
+        set_autocast_state(entry.within)
+
+    _whole(unpark)
+
+
+def look(entry: Entry) -> None:
+    """Find out whose turn it is: called before an op that an entry of a generator or coroutine may be meant for."""
+    if entry.is_elsewhere is not entry.is_parked:
+        settle()
+    elif not entry.is_parked:
+        check_generators(entry)
+
+
+def check_generators(entry: Entry) -> None:
+    """Raise Misuse where a generator runs that has entered a region, while one that entered later is suspended.
+
+    The region of the later one is what the thread is in, and nothing tells which of them is meant.
+    """
+    if entry.frame is None or not is_suspended(entry.frame) or is_coroutine(entry.frame):
+        return
+    for outer in _local.entries[: _local.entries.index(entry)]:
+        if outer.frame is not None and not is_suspended(outer.frame):
+            raise Misuse(
+                f"{outer.frame.f_code.co_name}() goes on in {outer.region!r} while {entry.frame.f_code.co_name}() has "
+                f"entered {entry.region!r} later and is suspended in it: regions belong to a thread, not to a "
+                "generator. Leave the region before yield, or decorate the generator with it: then it is in force only "
+                "while the generator runs"
+            )
+
+
+@cache
+def _answer_for_who_asks() -> None:
+    """Let torch.autocast's switches tell of, and work on, the generator or coroutine that uses them.
+
+    Ops come to the region by themselves; these functions do not.
+    """
+
+    def asked(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                settle()
+                for entry in _local.entries[-1:]:
+                    check_generators(entry)
+            return original(*args, **kwargs)
+
+        return function
+
+    for name in _SWITCHES:
+        function = asked(getattr(torch, name))
+        setattr(torch, name, function if name.startswith("set") else constant_when_compiled(function))
+
+
+# -- torch.autocast -----------------------------------------------------------------------------------------------
+
+
+@cache
+def devices() -> tuple[str, ...]:
+    """Return the devices whose torch.autocast tells of a region: the CPU, CUDA (the default) and the one present."""
+    accelerator = torch.accelerator.current_accelerator()
+    names = ["cpu", "cuda", *([] if accelerator is None else [accelerator.type])]
+    return tuple(dict.fromkeys(name for name in names if torch.amp.is_autocast_available(name)))
+
+
+def autocast_state() -> list[State]:
+    """Return whether torch.autocast is on, and its dtype, for each device; nothing while torch.compile traces.
+
+    There torch.autocast alone, whose state the compiler follows, restores what it saw.
+    """
+    if torch.compiler.is_compiling():
+        return []
+    return [(device, _is_enabled(device), _get_dtype(device)) for device in devices()]
+
+
+def set_autocast_state(state: list[State]) -> None:
+    """Switch torch.autocast on or off for each device."""
+    for device, enabled, dtype in state:
+        _set_enabled(device, enabled)
+        _set_dtype(device, dtype)
+
+
+# -- modes --------------------------------------------------------------------------------------------------------
+
+_function_modes = cast(Callable[[], list[Any]], private("torch.overrides._get_current_function_mode_stack"))
+_push_mode = cast(Callable[[Any], None], private("torch.overrides._push_mode"))
+_pop_mode = cast(Callable[[], Any], private("torch.overrides._pop_mode"))
+dispatch_modes = cast(Callable[[], list[Any]], private("torch.utils._python_dispatch._get_current_dispatch_mode_stack"))
+
+
+def take_off(engine: Engine) -> None:
+    """Take a mode off this thread's stack, wherever it lies there; one that is not there is off already."""
+    modes = _function_modes()
+    if not any(mode is engine for mode in modes):
+        return
+    above = []
+    while (mode := _pop_mode()) is not engine:
+        above.append(mode)
+    for mode in reversed(above):
+        _push_mode(mode)
