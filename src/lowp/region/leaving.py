@@ -43,7 +43,7 @@ class Leaving(Generic[_Entered]):
         if context is None:
             return self.leave
         block = _Block()
-        block.close = self._begun(context).__next__  # type: ignore[method-assign, assignment]
+        block.close = self._begun(context).__next__  # type: ignore[method-assign]
         return block.__exit__
 
     def leave(self, context: Any, kind: Any, value: Any, traceback: Any) -> None:
