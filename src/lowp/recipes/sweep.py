@@ -56,7 +56,9 @@ class Grid(NamedTuple):
             raise InvalidInput(f"sweep {text!r}: it has no {missing[0]}; give both ranges, as in {_EXAMPLE}")
         grid = cls(ranges["exponent"], ranges["mantissa"], subnormals)
         if grid.exponents[0] < 2 or grid.exponents[-1] > 8:
-            raise InvalidInput(f"sweep {text!r}: eXmY takes 2 to 8 exponent bits, as in {_EXAMPLE}")
+            raise InvalidInput(f"sweep {text!r}: a sweep takes 2 to 8 exponent bits, as in {_EXAMPLE}")
+        if grid.mantissas[-1] > 23:
+            raise InvalidInput(f"sweep {text!r}: a sweep takes at most 23 mantissa bits, as fp32 has, as in {_EXAMPLE}")
         for exponent in grid.exponents:
             for mantissa in grid.mantissas:
                 try:
