@@ -66,6 +66,16 @@ def test_the_search_changes_nothing_but_the_scale() -> None:
         assert torch.equal(value, same.state_dict()[name]), name
 
 
+def test_a_gradient_that_a_hidden_tensor_retains_is_that_of_the_backward_alone() -> None:
+    weight = torch.full((2,), 1e3, requires_grad=True)
+    hidden = weight * 1.0
+    hidden.retain_grad()
+    precision = lowp.Precision("fp16")
+    precision.backward((hidden.half() * 3.0).sum())
+    assert precision.scale < 65536 and hidden.grad is not None
+    assert torch.equal(hidden.grad, torch.full((2,), 3.0 * precision.scale))
+
+
 def test_a_scale_that_fits_with_room_stays_at_its_start() -> None:
     assert train(times=1e-6)[0].scale == 65536
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +22,9 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
     """Return the largest scale, `initial` / 2^n, at which 2^5 times the scaled gradients of `loss` are finite.
 
     With less room where that is below `floor`.
-    The gradients are computed anew for each try, up to eight times, into tensors of their own: `.grad` and the random
-    states are as before, and the graph is kept for the backward that follows. `options` are those of that backward.
+    The gradients are computed anew for each try, up to eight times, into tensors of their own: `.grad`, that of tensors
+    that retain theirs included, and the random states are as before, and the graph is kept for the backward that
+    follows. `options` are those of that backward.
     Returns `initial` where nothing can be found: a loss that is not finite, or gradients that are not even at `floor`;
     and a graph that cannot be run twice (reentrant checkpoints, torch.compile's donated buffers, a static graph of
     DistributedDataParallel). Of several ranks all must call this, each with a loss of its own: the scale is the
@@ -35,7 +37,7 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
     usable = usable and bool(leaves) and bool(torch.isfinite(loss.detach()).all())
     if _worst_of_ranks(_FITS if usable else _FAILS, loss.device) == _FAILS:
         return initial
-    states = random_states()
+    states, retained = random_states(), [(tensor, tensor.grad) for tensor in _retaining()]
 
     def fits(power: int) -> bool:
         # a tensor, as the scaler's: a loss in fp16 times it is an fp32 number
@@ -58,6 +60,8 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
         return initial
     finally:
         restore_random_states(states)
+        for tensor, gradient in retained:
+            tensor.grad = gradient
     return initial if power is None else initial * 2.0 ** -min(power, most)
 
 
@@ -117,6 +121,12 @@ def _nodes(loss: Tensor) -> list[Any]:
 def _leaves(nodes: Sequence[Any]) -> list[Tensor]:
     """Return the leaves that a backward through these nodes would give gradients to."""
     return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
+def _retaining() -> list[Tensor]:
+    """Return the tensors that retain their gradients: every pass through them adds to it, and no node tells of them."""
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    return [tensor for tensor in tensors if tensor.retains_grad and not tensor.is_leaf]
 
 
 def _is_whole(leaf: Tensor) -> bool:

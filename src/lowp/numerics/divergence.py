@@ -200,8 +200,7 @@ class Diagnosis:
     def _enter_region(self, stack: ExitStack) -> None:
         moment = self._moment
         if moment.region is not None:
-            moment.region.enter()
-            stack.callback(moment.region.leave, strict=False)
+            stack.enter_context(moment.region.going_on())
         for device, _, dtype in moment.autocast:
             stack.enter_context(torch.autocast(device, dtype=dtype))
 

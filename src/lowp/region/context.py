@@ -171,8 +171,11 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
 
         return decorated(self, function)
 
-    def going_on(self, path: ModulePath, spots: Spots | None) -> AbstractContextManager[None]:
-        """Return a context that goes on in the region elsewhere, from this place in the model and of its exponents."""
+    def going_on(self, path: ModulePath | None = None, spots: Spots | None = None) -> AbstractContextManager[None]:
+        """Return a context that goes on in the region elsewhere, and complains about nothing when it is left.
+
+        `path` is where in the model, if not where the thread is; `spots` are those of a shared exponent's places.
+        """
         return _GoingOn(self, path, spots)
 
     def _begin(self, entry: Entry, path: ModulePath | None, spots: Spots | None = None) -> None:
@@ -301,9 +304,9 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
 
 
 class _GoingOn:
-    """Another entry of a region, in this thread or another, which complains about nothing when it is left."""
+    """Another entry of a region, in this thread or another."""
 
-    def __init__(self, region: autocast, path: ModulePath, spots: Spots | None) -> None:
+    def __init__(self, region: autocast, path: ModulePath | None, spots: Spots | None) -> None:
         self._region, self._path, self._spots = region, path, spots
 
     def __enter__(self) -> None:

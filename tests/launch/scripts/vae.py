@@ -30,4 +30,4 @@ for _ in range(10):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-print(f"loss {loss.item():.4f}")
+print(f"loss {loss.item():.4f} output {output[0, 0].item():.9f}")
