@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from optim.cases import COPIES, train_step
 from torch import nn
 
 import lowp
 
-
-def _through_torch(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
-    "torch.save": _through_torch,
-}
 PRECISIONS = ("fp16", "e5m7", "bf16", "bf16-storage", "fp16-storage", "flex16+5", "fp8")
 
 
@@ -45,12 +30,7 @@ def _steps(training: tuple[nn.Module, Any, lowp.Precision], count: int, begin: i
     losses = []
     for step in range(begin, begin + count):
         x = torch.randn(32, 10, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        with precision.autocast():
-            loss = nn.functional.cross_entropy(model(x), x[:, :3].argmax(1))
-        precision.backward(loss)
-        precision.step(optimizer)
-        losses.append(float(loss.detach()))
+        losses.append(train_step(precision, model, optimizer, x))
     return losses
 
 

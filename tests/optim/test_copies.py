@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from optim.cases import COPIES, step_on_drawn_gradients
 from torch import nn
 
 import lowp
 from lowp.optim import SGD, AdamW, MasterWeights
 
-
-def _through_torch(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
-    "torch.save": _through_torch,
-}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: AdamW(p, lr=1e-2, moments="bf16", seed=3),
     "sgd": lambda p: SGD(p, lr=0.1, momentum=0.9),
@@ -46,13 +32,6 @@ def _training(name: str) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    optimizer.step()
-
-
 def _same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
 
@@ -61,12 +40,12 @@ def _same(one: nn.Module, other: nn.Module) -> bool:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_copied_training_goes_on_to_the_bit_and_leaves_the_original_alone(name: str, how: str) -> None:
     model, optimizer = _training(name)
-    _step(model, optimizer, 1)
+    step_on_drawn_gradients(model, optimizer, 1)
     other, its_optimizer = COPIES[how]((model, optimizer))
     before = copy.deepcopy(model.state_dict())
-    _step(other, its_optimizer, 2)
+    step_on_drawn_gradients(other, its_optimizer, 2)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    _step(model, optimizer, 2)
+    step_on_drawn_gradients(model, optimizer, 2)
     assert _same(model, other)
 
 
@@ -85,7 +64,7 @@ def test_a_copied_model_belongs_to_the_copy_of_its_optimizer(optimizer_first: bo
 @pytest.mark.parametrize("how", COPIES)
 def test_a_model_that_is_copied_alone_gives_and_takes_its_own_weights(how: str) -> None:
     model, optimizer = _training("masters")
-    _step(model, optimizer, 1)
+    step_on_drawn_gradients(model, optimizer, 1)
     target = COPIES[how](model)
     with torch.no_grad():
         for parameter in target.parameters():
@@ -103,7 +82,7 @@ def test_a_moving_average_of_a_stored_model_is_its_own() -> None:
     model, optimizer = _training("masters")
     average = torch.optim.swa_utils.AveragedModel(model)
     before = copy.deepcopy(average.module.state_dict())
-    _step(model, optimizer, 1)
+    step_on_drawn_gradients(model, optimizer, 1)
     assert all(torch.equal(value, before[name]) for name, value in average.module.state_dict().items())
 
 
@@ -119,7 +98,7 @@ def test_a_copy_of_a_model_in_a_format_that_fp32_carries_rounds_what_it_loads() 
 def test_nothing_is_left_for_the_garbage_collector(name: str) -> None:
     def train() -> None:
         model, optimizer = _training(name)
-        _step(model, optimizer, 1)
+        step_on_drawn_gradients(model, optimizer, 1)
         model.state_dict()
 
     train()
@@ -136,7 +115,7 @@ def test_nothing_is_left_for_the_garbage_collector(name: str) -> None:
 
 def test_a_model_keeps_the_masters_of_an_optimizer_that_is_let_go() -> None:
     model, optimizer = _training("masters")
-    _step(model, optimizer, 1)
+    step_on_drawn_gradients(model, optimizer, 1)
     masters = copy.deepcopy(model.state_dict())
     del optimizer
     gc.collect()

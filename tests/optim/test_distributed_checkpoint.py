@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from optim.cases import step_on_drawn_gradients
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -36,10 +37,7 @@ def _training(name: str, seed: int) -> tuple[nn.Module, Any]:
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    optimizer.step()
+    step_on_drawn_gradients(model, optimizer, seed)
     optimizer.zero_grad()
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
+from optim.cases import train_step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,12 +55,7 @@ def _train(precision: lowp.Precision, model: nn.Module, optimizer: Any, rank: in
     losses = []
     for step in range(steps):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-        optimizer.zero_grad()
-        with precision.autocast():
-            loss = nn.functional.cross_entropy(model(x), x[:, :3].argmax(1))
-        precision.backward(loss)
-        precision.step(optimizer)
-        losses.append(float(loss.detach()))
+        losses.append(train_step(precision, model, optimizer, x))
     return losses
 
 
