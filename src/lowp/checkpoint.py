@@ -20,7 +20,7 @@ import torch
 from lowp import files
 from lowp.errors import InvalidInput, LowpError, brief
 from lowp.optim.saved_state import check_saved, kind_of
-from lowp.random_state import check_random_states, random_states, restore_random_states
+from lowp.rng_state import check_rng_states, restore_rng_states, rng_states
 
 __all__ = ["InvalidCheckpoint", "Stateful", "check_archive", "check_replaceable", "load", "read", "save"]
 
@@ -57,7 +57,7 @@ def save(path: str | Path, *, extra: Mapping[str, Any] | None = None, **parts: S
         KEY: VERSION,
         **{name: part.state_dict() for name, part in parts.items()},
         "kinds": {name: kind_of(part) for name, part in parts.items()},
-        "random": random_states(),
+        "random": rng_states(),
         "extra": dict(extra or {}),
     }
     _check_plain(content, "")
@@ -109,7 +109,7 @@ def load(path: str | Path, *, rng_state: bool = True, map_location: Any = None, 
         present = [name for name in content if name not in _OWN]
         raise InvalidCheckpoint(f"{path} holds {', '.join(present)}, but no {', '.join(missing)}")
     kinds = _kinds(path, content)
-    before_random = random_states()
+    before_random = rng_states()
     before = cast("dict[str, dict[str, Any]]", _copied({name: part.state_dict() for name, part in parts.items()}))
     for name, part in parts.items():
         try:
@@ -118,7 +118,7 @@ def load(path: str | Path, *, rng_state: bool = True, map_location: Any = None, 
             raise _does_not_fit(path, name, error) from error
     if rng_state:
         try:
-            check_random_states(content["random"])
+            check_rng_states(content["random"])
         except InvalidInput as error:
             raise _damaged(path, str(error)) from None
     # models first, precisions last: what is written into a model moves the shared exponents that a precision holds
@@ -131,12 +131,12 @@ def load(path: str | Path, *, rng_state: bool = True, map_location: Any = None, 
     except BaseException as error:
         for name in ordered:
             parts[name].load_state_dict(before[name])
-        restore_random_states(before_random)
+        restore_rng_states(before_random)
         if not isinstance(error, Exception):
             raise
         raise _does_not_fit(path, loading, error) from error
     # a part may hold random states too (a precision does): what the file holds, or what was there before, comes last
-    restore_random_states(content["random"] if rng_state else before_random)
+    restore_rng_states(content["random"] if rng_state else before_random)
     return cast("dict[str, Any]", content["extra"])
 
 

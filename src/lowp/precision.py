@@ -24,7 +24,7 @@ from lowp.optim.shards import is_fully_sharded
 from lowp.optim.storage import Storage, check_seed
 from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset
-from lowp.random_state import check_random_states, random_states, restore_random_states
+from lowp.rng_state import check_rng_states, restore_rng_states, rng_states
 from lowp.step_guard import StepGuard
 from lowp.unscaled import UnscaledSteps
 
@@ -297,7 +297,7 @@ class Precision:
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
             "seed": self.seed,
-            "random": random_states(),
+            "random": rng_states(),
             "exponents": None if self.exponents is None else self.exponents.state_dict(),
         }
 
@@ -314,7 +314,7 @@ class Precision:
                 raise
         self.steps, self.seed = state["steps"], state["seed"]
         self.guard.skipped_steps = state["skipped_steps"]
-        restore_random_states(state["random"])
+        restore_rng_states(state["random"])
 
     def _check(self, state: dict[str, Any]) -> None:
         """Raise InvalidInput for a state that cannot be continued from; changes nothing."""
@@ -349,7 +349,7 @@ class Precision:
             raise InvalidInput(f"a precision's state without exponents: {self.preset.name} cannot go on without them")
         if type(state["seed"]) is not int:
             raise InvalidInput(f"a precision's state with seed={brief(state['seed'])}: a seed is a whole number")
-        check_random_states(state["random"])
+        check_rng_states(state["random"])
 
     # -- parts ----------------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:

@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from grad_scaler.cases import (
-    INF,
-    NAN,
-    OPTIMIZERS,
-    one_parameter,
-    started,
-)
+from grad_scaler.cases import INF, NAN, OPTIMIZERS, one_parameter, started
 
 from lowp.grad_scaler import GradScaler
 

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from grad_scaler.cases import (
-    INF,
-    NAN,
-    batches,
-    loss_of,
-    make_model,
-)
+from grad_scaler.cases import INF, NAN, batches, loss_of, make_model
 from torch import nn
 
 from lowp.grad_scaler import GradScaler, gradients

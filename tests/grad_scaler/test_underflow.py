@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grad_scaler.cases import (
-    INF,
-    OPTIMIZERS,
-    one_parameter,
-    parameter_of,
-    started,
-)
+from grad_scaler.cases import INF, OPTIMIZERS, one_parameter, parameter_of, started
 from torch import nn
 
 from lowp.grad_scaler import GradScaler

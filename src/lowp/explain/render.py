@@ -12,6 +12,7 @@ from lowp.explain.exact import Rounded, RoundingRule
 from lowp.explain.flexpoint import FlexArithmetic, Rescaled, render_flex, render_rescaled
 from lowp.explain.multiply_add import MultiplyAdd
 from lowp.explain.numbers import Number, code_of_value
+from lowp.explain.phrases import code_words, cut_lines, error_words, format_words, rule_words
 from lowp.explain.render_multiply_add import render_multiply_add
 from lowp.explain.render_update import render_update
 from lowp.explain.text import (
@@ -27,7 +28,6 @@ from lowp.explain.text import (
     power_text,
 )
 from lowp.explain.update import WeightUpdate
-from lowp.explain.words import code_words, cut_lines, error_words, format_words, rule_words
 from lowp.formats import FloatFormat, IntFormat
 
 

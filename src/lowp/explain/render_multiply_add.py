@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from lowp.errors import InvalidInput
 from lowp.explain.multiply_add import ORDERS, Accumulated, MultiplyAdd
 from lowp.explain.numbers import Number
+from lowp.explain.phrases import rule_words
 from lowp.explain.text import bits_text, brief, decimal_text, line
-from lowp.explain.words import rule_words
 
 
 def render_multiply_add(result: MultiplyAdd, element: tuple[int, int] | None = None) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowp import distributed
-from lowp.random_state import random_states, restore_random_states
+from lowp.rng_state import restore_rng_states, rng_states
 
 __all__ = ["first_scale"]
 
@@ -37,7 +37,7 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
     usable = usable and bool(leaves) and bool(torch.isfinite(loss.detach()).all())
     if _worst_of_ranks(_FITS if usable else _FAILS, loss.device) == _FAILS:
         return initial
-    states, retained = random_states(), [(tensor, tensor.grad) for tensor in _retaining()]
+    states, retained = rng_states(), [(tensor, tensor.grad) for tensor in _retaining()]
 
     def fits(power: int) -> bool:
         # a tensor, as the scaler's: a loss in fp16 times it is an fp32 number
@@ -59,7 +59,7 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
     except _CannotRunTwice:
         return initial
     finally:
-        restore_random_states(states)
+        restore_rng_states(states)
         for tensor, gradient in retained:
             tensor.grad = gradient
     return initial if power is None else initial * 2.0 ** -min(power, most)

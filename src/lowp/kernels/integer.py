@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from lowp.errors import InvalidInput, Unavailable, unknown
-from lowp.kernels import cpu, dispatch, integer_running
+from lowp.kernels import cpu, dispatch, integer_calls
+from lowp.kernels.integer_calls import KINDS, PRODUCTS, Output, Seen, observed
 from lowp.kernels.integer_reference import ConvolutionShape
-from lowp.kernels.integer_running import KINDS, PRODUCTS, Output, Seen, observed
 
 __all__ = [
     "PRODUCTS",
@@ -109,7 +109,7 @@ def matmul_exact(
     machine lacks.
     """
     left, right = _matrices(a, b, transpose_a, transpose_b)
-    return _exact(integer_running.matmul(left, right, _output(exponent, dtype, symmetric, kernel)))
+    return _exact(integer_calls.matmul(left, right, _output(exponent, dtype, symmetric, kernel)))
 
 
 def matmul_chained(
@@ -126,7 +126,7 @@ def matmul_chained(
     Shapes, `exponent` (here Ea + Eb), `kernel` and errors are those of `matmul_exact`.
     """
     left, right = _matrices(a, b, transpose_a, transpose_b)
-    return _chained(integer_running.matmul(left, right, _output(exponent, None, False, kernel)))
+    return _chained(integer_calls.matmul(left, right, _output(exponent, None, False, kernel)))
 
 
 def convolution_exact(
@@ -245,7 +245,7 @@ def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, ou
         if tuple(operand.shape) != expected:
             raise InvalidInput(f"the {name} has shape {tuple(operand.shape)}; this convolution takes {expected}")
     _check_depth(shape.depth(product))
-    return integer_running.convolution(product, a, b, shape, output)
+    return integer_calls.convolution(product, a, b, shape, output)
 
 
 def _exact(seen: Seen) -> Exact:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lowp.random_state import random_states, restore_random_states
 from lowp.recipes.recipe import Recipe, Size
+from lowp.rng_state import restore_rng_states, rng_states
 
 __all__ = ["Observer", "Reference", "Sampler", "WantedChanges"]
 
@@ -36,34 +36,34 @@ class Reference:
     """An fp32 copy of a run's model, for a backward on the run's weights (its masters), batch and random draws."""
 
     def __init__(self, recipe: Recipe, size: Size, device: torch.device) -> None:
-        self._states = random_states()
+        self._states = rng_states()
         self._recipe = recipe
         self.model = recipe.make_model(size).to(device)
-        restore_random_states(self._states)
+        restore_rng_states(self._states)
 
     def remember(self) -> None:
         """Remember the random states before the run's own forward, so that the copy drops out the same units."""
-        self._states = random_states()
+        self._states = rng_states()
 
     def backward(self, weights: dict[str, Tensor], batch: Any) -> None:
         """Put the gradients of the unscaled loss into the copy's parameters; random states are put back."""
-        states = random_states()
+        states = rng_states()
         self.model.load_state_dict(weights)
         self.model.train()
         self.model.zero_grad()
-        restore_random_states(self._states)
+        restore_rng_states(self._states)
         torch.autograd.backward(self._recipe.loss(self.model, batch))
-        restore_random_states(states)
+        restore_rng_states(states)
 
 
 class WantedChanges:
     """What the recipe's own optimizer, in the state that the run's is in, would do to the weights in fp64."""
 
     def __init__(self, recipe: Recipe, size: Size, device: torch.device) -> None:
-        states = random_states()
+        states = rng_states()
         self._recipe = recipe
         self._double = recipe.make_model(size).to(device).double()
-        restore_random_states(states)
+        restore_rng_states(states)
 
     def of(
         self, weights: dict[str, Tensor], own: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer

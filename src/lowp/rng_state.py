@@ -12,7 +12,7 @@ import torch
 from lowp.errors import InvalidInput
 
 
-def random_states() -> dict[str, Any]:
+def rng_states() -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's generators (CPU and every CUDA device), as plain values."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -25,8 +25,8 @@ def random_states() -> dict[str, Any]:
     }
 
 
-def check_random_states(states: Any) -> None:
-    """Raise InvalidInput unless `restore_random_states` can take these states; changes no generator."""
+def check_rng_states(states: Any) -> None:
+    """Raise InvalidInput unless `restore_rng_states` can take these states; changes no generator."""
     try:
         if not isinstance(states, Mapping) or states["numpy"][1].dtype is not torch.int64:
             raise TypeError("the entries are of other types")
@@ -39,17 +39,17 @@ def check_random_states(states: Any) -> None:
             raise TypeError("the entry 'cuda' is no list of states")
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise InvalidInput(
-            f"these are not the states of random generators that random_states() gives ({type(error).__name__}: "
+            f"these are not the states of random generators that rng_states() gives ({type(error).__name__}: "
             f"{error}): load without them (rng_state=False), or another checkpoint"
         ) from None
 
 
-def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Put the generators back to what `random_states` gave; CUDA's only where there are as many devices as then.
+def restore_rng_states(states: Mapping[str, Any]) -> None:
+    """Put the generators back to what `rng_states` gave; CUDA's only where there are as many devices as then.
 
     Raises InvalidInput for anything else, before any generator is changed.
     """
-    check_random_states(states)
+    check_rng_states(states)
     random.setstate(_of_python(states))
     np.random.set_state(_of_numpy(states))
     torch.set_rng_state(states["torch"].cpu())
