@@ -104,6 +104,18 @@ def test_signs_are_multiplied_by_counting_bits(length: int) -> None:
         assert torch.equal(byte_products.multiply_signs(a, b), wanted)
 
 
+@pytest.mark.parametrize("highest", [127, 255])
+def test_bytes_are_multiplied_by_signs_bit_by_bit(highest: int) -> None:
+    torch.manual_seed(0)
+    w, bias = torch.randn(9, 75), torch.randn(9)
+    b, a = byte_products.signs(w), byte_products.to_bytes(torch.randn(4, 75) * 40, 1.0, 31, highest)
+    sums = (a.payload[:, :75].double() - 31) @ torch.where(w < 0, -1.0, 1.0).double().t()
+    wanted = sums.float() * b.scales + bias
+    assert torch.equal(byte_products.multiply_signs(a, b, bias), wanted)
+    with kernels.use("reference"):
+        assert torch.equal(byte_products.multiply_signs(a, b, bias), wanted)
+
+
 def test_windows_are_those_of_a_convolution() -> None:
     image = torch.randint(0, 128, (2, 9, 7, 3), dtype=torch.uint8)
     x = Bytes(image.flatten(), 1.0, 5, 127)

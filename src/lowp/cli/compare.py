@@ -4,6 +4,7 @@
   lowp compare digits-hard --precision fp16,fp16-naive
   lowp compare digits --precision fp16 --loss-scale 1,8,256,dynamic
   lowp compare digits --sweep exponent=3..8,mantissa=2..10
+  lowp compare digits --inference fp16,bf16,int8,int4,mxfp4,ternary,binary --recover
 
 fp32 is always trained too, first, as what the others are compared with. One seed gives the same initial weights and
 batches in every precision. Every number goes to a JSON file, the curves to a picture beside it. After Ctrl-C the
@@ -46,6 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="FILE.json", type=Path, help="compare-RECIPE.json or sweep-RECIPE.json if not given"
     )
+    parser.add_argument(
+        "--inference", metavar="LIST", help="train in fp32, and serve in these formats: int8,int4,binary"
+    )
+    parser.add_argument("--recover", action="store_true", help="with --inference: also train for each of its formats")
     parser.add_argument("--plot", metavar="FILE", type=Path, help=".png, .svg or .pdf; beside the JSON if not given")
     parser.add_argument("--resume", action="store_true", help="go on with the runs that the JSON file holds")
     parser.add_argument("--jobs", type=int, metavar="N", help="processes to train in; chosen by the work if not given")
@@ -66,6 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
     from lowp.report.figures import comparison
 
     _check(arguments)
+    if arguments.inference is not None:
+        from lowp.cli import serving
+
+        return serving.run(arguments)
     kind = "compare" if arguments.sweep is None else "sweep"
     out = arguments.out or Path(f"{kind}-{get(arguments.recipe).name}.json")
     plot = arguments.plot or out.with_suffix(".png")
@@ -117,6 +126,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InvalidInput(f"--timing {arguments.timing:g}: give seconds, 0 or more")
     if arguments.sweep is not None and arguments.precision is not None:
         raise InvalidInput("--sweep trains the formats of its grid: leave --precision out")
+    if arguments.recover and arguments.inference is None:
+        raise InvalidInput("--recover trains for the formats of --inference: give these too")
+    if arguments.inference is not None and (arguments.precision or arguments.sweep or arguments.loss_scale):
+        raise InvalidInput("--inference trains in fp32 and serves in its formats: leave --precision, --sweep out")
     if arguments.out is not None and arguments.out.suffix != ".json":
         raise InvalidInput(f"--out {arguments.out}: the numbers are written as JSON: give a name that ends in .json")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +31,10 @@ class Footprint:
     energy: float
 
 
-def footprint(model: nn.Module, *arguments: Any, **keywords: Any) -> Footprint:
-    """Run a model once and count."""
+def footprint(
+    model: nn.Module, *arguments: Any, forward: Callable[[nn.Module], Any] | None = None, **keywords: Any
+) -> Footprint:
+    """Run a model once, on the arguments or by `forward(model)`, and count."""
     counted: list[tuple[int, Format]] = []
 
     def after(module: nn.Module, given: Any, result: Any) -> None:
@@ -45,7 +48,10 @@ def footprint(model: nn.Module, *arguments: Any, **keywords: Any) -> Footprint:
                 isinstance(module, Served) and not isinstance(module, ServedEmbedding)
             ):
                 stack.callback(module.register_forward_hook(after).remove)
-        model(*arguments, **keywords)
+        if forward is None:
+            model(*arguments, **keywords)
+        else:
+            forward(model)
     size = sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
     energy = size / 4 * READ_ENERGY["DRAM"]
     for count, format in counted:

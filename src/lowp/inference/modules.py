@@ -41,34 +41,17 @@ class Weight(nn.Module):
         raise NotImplementedError
 
 
-class Int8(Weight):
-    """int8, a scale a row; activations in bytes, over a range of calibration or of each tensor's own (dynamic)."""
+class _Bytewise(Weight):
+    """Activations in bytes, over a range of calibration or of each tensor's own (dynamic)."""
 
     def __init__(self, weight: Tensor, over: Range | None, highest: int) -> None:
         super().__init__()
         self.n, self.k = weight.shape
         self.highest = highest
-        codes = kernels.encode(weight.detach().float(), "int8")
-        for name, tensor in byte_products.pack(codes.payload, codes.scale, highest)._asdict().items():
-            if isinstance(tensor, Tensor):
-                self.register_buffer(name, tensor)
         self.dynamic = over is None
         scale, zero, _ = over or Range(1.0, 0, highest)
         self.register_buffer("input_scale", torch.tensor(scale))
         self.register_buffer("input_zero", torch.tensor(zero, dtype=torch.int32))
-
-    def panels(self) -> Panels:
-        """The packed weight."""
-        named = {name: getattr(self, name) for name in ("memory", "ways", "sums", "scales")}
-        return Panels(**named, n=self.n, k=self.k, highest=self.highest)
-
-    def codes(self) -> Tensor:
-        """The weight in int8 [n, k]."""
-        return byte_products.unpacked(self.panels())
-
-    def values(self) -> Tensor:
-        """The codes times the scale of their row."""
-        return self.codes().float() * self.get_buffer("scales")[: self.n, None]
 
     def range(self, x: Tensor) -> Range:
         """Where the activations lie."""
@@ -92,6 +75,30 @@ class Int8(Weight):
     def bytes(self, rows: Tensor) -> Bytes:
         """Activations in bytes."""
         return byte_products.to_bytes(rows, *self.range(rows))
+
+
+class Int8(_Bytewise):
+    """int8, a scale a row, times activations in bytes."""
+
+    def __init__(self, weight: Tensor, over: Range | None, highest: int) -> None:
+        super().__init__(weight, over, highest)
+        codes = kernels.encode(weight.detach().float(), "int8")
+        for name, tensor in byte_products.pack(codes.payload, codes.scale, highest)._asdict().items():
+            if isinstance(tensor, Tensor):
+                self.register_buffer(name, tensor)
+
+    def panels(self) -> Panels:
+        """The packed weight."""
+        named = {name: getattr(self, name) for name in ("memory", "ways", "sums", "scales")}
+        return Panels(**named, n=self.n, k=self.k, highest=self.highest)
+
+    def codes(self) -> Tensor:
+        """The weight in int8 [n, k]."""
+        return byte_products.unpacked(self.panels())
+
+    def values(self) -> Tensor:
+        """The codes times the scale of their row."""
+        return self.codes().float() * self.get_buffer("scales")[: self.n, None]
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """In bytes."""
@@ -155,12 +162,11 @@ def _nibbles_of(weight: Tensor, cast: Cast) -> tuple[Tensor, Tensor, int]:
     return codes.payload.long() & 15, spread[:, ::group].float(), group
 
 
-class Sign(Weight):
-    """Binary: signs and the mean magnitude of each row, of the weight and of the activations; bits are counted."""
+class Sign(_Bytewise):
+    """Binary: signs and the mean magnitude of each row, times activations in bytes, whose bits are counted."""
 
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.n, self.k = weight.shape
+    def __init__(self, weight: Tensor, over: Range | None, highest: int) -> None:
+        super().__init__(weight, over, highest)
         found = byte_products.signs(weight.detach().float())
         self.register_buffer("memory", found.memory)
         self.register_buffer("scales", found.scales)
@@ -173,13 +179,9 @@ class Sign(Weight):
         """The signs times the scale of their row."""
         return byte_products.sign_values(self.signs()) * self.get_buffer("scales")[:, None]
 
-    def rounded(self, rows: Tensor) -> Tensor:
-        """Signs times the mean magnitude of each row."""
-        return torch.where(rows < 0, -1.0, 1.0) * rows.abs().mean(-1, keepdim=True)
-
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """By counting bits."""
-        return contract_packed((byte_products.signs(rows), self.signs()), bias)
+        return contract_packed((self.bytes(rows), self.signs()), bias)
 
 
 class Stored(Weight):
@@ -211,7 +213,7 @@ def packed(weight: Tensor, cast: Cast, over: Range | None, highest: int) -> Weig
     if str(cast) == "int8":
         return Int8(weight, over, highest)
     if str(cast) == "binary":
-        return Sign(weight)
+        return Sign(weight, over, highest)
     if is_nibble(cast) and element.bits > 1:
         return Nibble(weight, cast)
     return Stored(weight, cast)

@@ -42,7 +42,8 @@ def quantize_model(
     quantised over a range of their own layer: found from `calibration_data`, by ``maximum``, ``percentile`` (the
     middle 99.99 %) or ``error`` (least squared error), or without data anew from every tensor. They have 7 `bits`,
     whose sums of pairs always fit 16 bits, or 8. ``int4``, ``mxfp4``, ``nvfp4``, ``e2m1``, ``ternary`` and others of up
-    to 4 bits: packed weights times fp32 activations. ``binary``: signs of both, by counting bits. Every other format:
+    to 4 bits: packed weights times fp32 activations. ``binary``: signs, times
+    activations in bytes, by counting bits. Every other format:
     weights in its dtype or packed, multiplied in fp32 as the values they stand for.
 
     `calibration_data` gives batches, of which at least one is needed: a tensor is handed to the model, a tuple or list

@@ -269,34 +269,59 @@ def multiply_nibbles(x: Tensor, w: Nibbles, bias: Tensor | None = None, level: i
 # -- signs ------------------------------------------------------------------------------------------------------------
 def signs(x: Tensor) -> Signs:
     """Rows [rows, k] as their signs (-1 for x < 0, else +1) and their mean magnitudes, as format binary has them."""
-    rows, length = _on_cpu(x, "x").shape
-    negative = torch.nn.functional.pad(x < 0, (0, _up(length, 64) - length))
-    octets = negative.reshape(rows, -1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8)
-    memory = octets.sum(-1, dtype=torch.uint8).view(torch.int64)
-    return Signs(memory, x.double().abs().mean(1).float(), length)
+    return Signs(_words(_on_cpu(x, "x") < 0), x.double().abs().mean(1).float(), x.shape[1])
 
 
-def multiply_signs(a: Signs, b: Signs, bias: Tensor | None = None, level: int | None = None) -> Tensor:
-    """Return a @ b.T (+ bias) in fp32: the sums are counts of bits, exact, times both scales."""
-    if a.length != b.length:
-        raise InvalidInput(f"rows of {a.length} signs do not fit rows of {b.length}")
-    if uses_library():
-        sums = torch.empty(a.memory.shape[0], b.memory.shape[0], dtype=torch.int32)
-        _library().lowp_bits_multiply(
-            _level() if level is None else level,
-            cpu.address(a.memory),
-            a.memory.shape[0],
-            cpu.address(b.memory),
-            b.memory.shape[0],
-            a.memory.shape[1],
-            a.length,
-            cpu.address(sums),
-            cpu.threads(),
-        )
+def multiply_signs(a: Bytes | Signs, b: Signs, bias: Tensor | None = None, level: int | None = None) -> Tensor:
+    """Return a @ b.T (+ bias) in fp32, of signs or bytes by signs: sums are counts of bits, exact, then scaled.
+
+    A byte is the sum of its bits: bit i counts 2**i times the half of (sum of b - product of b with the bit as a sign).
+    """
+    if isinstance(a, Signs):
+        if a.length != b.length:
+            raise InvalidInput(f"rows of {a.length} signs do not fit rows of {b.length}")
+        scales = a.scales[:, None] * b.scales
+        result = _counted(a.memory, b, level).float() * scales
     else:
-        sums = (sign_values(a).double() @ sign_values(b).double().t()).to(torch.int32)
-    result = sums.float() * (a.scales[:, None] * b.scales)
+        rows = a.payload.shape[0]
+        if a.payload.shape[1] != _up(b.length, EIGHT):
+            raise InvalidInput(f"bytes of depth {a.payload.shape[1]} do not fit rows of {b.length} signs")
+        places = a.highest.bit_length()
+        bits = a.payload[None, :, : b.length] >> torch.arange(places, dtype=torch.uint8)[:, None, None] & 1
+        products = _counted(_words(bits.reshape(places * rows, -1) != 0), b, level).reshape(places, rows, -1)
+        sums = sign_values(b).sum(1).to(torch.int32)
+        weights = (1 << torch.arange(places, dtype=torch.int32))[:, None, None]
+        exact = ((sums - products) // 2 * weights).sum(0, dtype=torch.int32) - a.zero * sums
+        result = exact.float() * (torch.tensor(a.scale) * b.scales)
     return result if bias is None else result + bias.float()
+
+
+def _counted(a: Tensor, b: Signs, level: int | None) -> Tensor:
+    """The products of rows of signs, in int32."""
+    if not uses_library():
+        left, right = (sign_values(Signs(one, b.scales, b.length)) for one in (a, b.memory))
+        return (left.double() @ right.double().t()).to(torch.int32)
+    sums = torch.empty(a.shape[0], b.memory.shape[0], dtype=torch.int32)
+    _library().lowp_bits_multiply(
+        _level() if level is None else level,
+        cpu.address(a),
+        a.shape[0],
+        cpu.address(b.memory),
+        b.memory.shape[0],
+        a.shape[1],
+        b.length,
+        cpu.address(sums),
+        cpu.threads(),
+    )
+    return sums
+
+
+def _words(negative: Tensor) -> Tensor:
+    """Rows of truth as bits, 64 to an int64."""
+    rows, length = negative.shape
+    padded = torch.nn.functional.pad(negative, (0, _up(length, 64) - length))
+    octets = padded.reshape(rows, -1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8)
+    return octets.sum(-1, dtype=torch.uint8).view(torch.int64)
 
 
 def sign_values(s: Signs) -> Tensor:

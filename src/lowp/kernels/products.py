@@ -130,7 +130,7 @@ def contract_mantissas(
     return form.mantissas(slot, *operands, exponent, symmetric)
 
 
-Packed = tuple[Bytes, Panels] | tuple[Tensor, Nibbles] | tuple[Signs, Signs]
+Packed = tuple[Bytes, Panels] | tuple[Tensor, Nibbles] | tuple[Bytes | Signs, Signs]
 
 
 def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
@@ -140,7 +140,7 @@ def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
         assert isinstance(left, Bytes)
         return byte_products.multiply(left, right, bias)
     if isinstance(right, Signs):
-        assert isinstance(left, Signs)
+        assert isinstance(left, (Bytes, Signs))
         return byte_products.multiply_signs(left, right, bias)
     assert isinstance(left, Tensor)
     return byte_products.multiply_nibbles(left, right, bias)

@@ -235,9 +235,10 @@ class Training:
         """The recipe's numbers on the validation set, in this precision."""
         self.model.eval()
         with torch.no_grad(), self.precision.autocast():
-            return self.recipe.evaluate(self.model, self._validation_batches())
+            return self.recipe.evaluate(self.model, self.validation_batches())
 
-    def _validation_batches(self) -> Iterator[Any]:
+    def validation_batches(self) -> Iterator[Any]:
+        """The validation set in its order, on the training's device."""
         examples = self.data.validation
         for indices in torch.split(torch.arange(len(examples)), self.batch):
             yield moved(examples.batch(indices), self.device)

@@ -1,0 +1,154 @@
+"""Time a linear layer in int8 and int4 beside fp32 and the int8 of torch, torchao and onnxruntime.
+
+Run: `python bench/inference.py [--quick] [--json FILE]`.
+
+All candidates of a row run in turn within each round, so that what else the machine does hits them alike; the best
+round counts. With one thread the clock is that thread's processor time, so being preempted does not count. What is
+not installed (torchao, onnxruntime with onnx) is left out, and the table says so. Every int8
+candidate quantises its activations as they come; lowp's also over a range of calibration. Four-bit weights are timed
+at batch 1, where the weight's bytes are the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import platform
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lowp
+
+SIZES = (512, 1024, 2048)
+WIDE = 4096
+Call = Callable[[Tensor], Any]
+
+
+def torch_int8(layer: nn.Linear) -> Call:
+    """torch's own dynamic int8."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantization: Any = importlib.import_module("torch.ao.quantization")
+        return quantization.quantize_dynamic(nn.Sequential(layer), {nn.Linear}, dtype=torch.qint8)  # type: ignore[no-any-return]
+
+
+def torchao_int8(layer: nn.Linear) -> Call:
+    """torchao's int8 weights and dynamic int8 activations."""
+    quantization: Any = importlib.import_module("torchao.quantization")
+    model = nn.Sequential(layer)
+    quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
+    return model
+
+
+def onnxruntime_int8(layer: nn.Linear) -> Call:
+    """onnxruntime's dynamic quantisation."""
+    onnx: Any = importlib.import_module("onnx")
+    runtime: Any = importlib.import_module("onnxruntime")
+    quantization: Any = importlib.import_module("onnxruntime.quantization")
+    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    weight = onnx.numpy_helper.from_array(layer.weight.detach().t().contiguous().numpy(), "weight")
+    inputs = [helper.make_tensor_value_info("x", kind, ["m", layer.in_features])]
+    outputs = [helper.make_tensor_value_info("y", kind, ["m", layer.out_features])]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "weight"], ["y"])], "g", inputs, outputs, [weight])
+    with tempfile.TemporaryDirectory() as folder:
+        plain, small = Path(folder) / "plain.onnx", Path(folder) / "small.onnx"
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), plain)
+        quantization.quantize_dynamic(plain, small, weight_type=quantization.QuantType.QInt8, per_channel=True)
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = runtime.InferenceSession(small.read_bytes(), options, providers=["CPUExecutionProvider"])
+    return lambda x: session.run(None, {"x": x.numpy()})
+
+
+def contenders(layer: nn.Linear, x: Tensor) -> dict[str, Call | str]:
+    """Every way to compute the layer; the text of the error where there is none here."""
+    makers: dict[str, Callable[[], Call]] = {
+        "fp32": lambda: layer,
+        "lowp int8, dynamic": lambda: lowp.quantize_model(layer, "int8"),
+        "lowp int8, calibrated": lambda: lowp.quantize_model(layer, "int8", [x]),
+        "lowp int8, 8-bit activations": lambda: lowp.quantize_model(layer, "int8", [x], bits=8),
+        "torch int8": lambda: torch_int8(layer),
+        "torchao int8": lambda: torchao_int8(_copy(layer)),
+        "onnxruntime int8": lambda: onnxruntime_int8(layer),
+    }
+    found: dict[str, Call | str] = {}
+    for name, make in makers.items():
+        try:
+            found[name] = make()
+            found[name](x)  # type: ignore[operator]
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return found
+
+
+def _copy(layer: nn.Linear) -> nn.Linear:
+    other = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+def best(calls: dict[str, Call], x: Tensor, rounds: int) -> dict[str, float]:
+    """Seconds of the best of some rounds, each of which runs all in turn."""
+    times = dict.fromkeys(calls, math.inf)
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    for _ in range(rounds):
+        for name, call in calls.items():
+            begun = clock()
+            call(x)
+            times[name] = min(times[name], clock() - begun)
+    return times
+
+
+def rows(rounds: int, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """A row a size: milliseconds of every contender, and of 4-bit weights at batch 1."""
+    found = []
+    for size in sizes:
+        layer, x = nn.Linear(size, size, bias=False), torch.randn(size, size)
+        ways = contenders(layer, x)
+        calls = {name: way for name, way in ways.items() if not isinstance(way, str)}
+        absent = {name: way for name, way in ways.items() if isinstance(way, str)}
+        found.append({"layer": f"{size}x{size}", "batch": size, "seconds": best(calls, x, rounds), "absent": absent})
+    layer, x = nn.Linear(WIDE, WIDE, bias=False), torch.randn(1, WIDE)
+    formats = ("int8", "int4", "mxfp4", "nvfp4", "ternary", "binary", "bf16")
+    calls = {"fp32": layer, **{f"lowp {name}": lowp.quantize_model(layer, name) for name in formats}}
+    times = best(calls, x, 3 * rounds)
+    found.append({"layer": f"{WIDE}x{WIDE}", "batch": 1, "seconds": times, "absent": {}})
+    return found
+
+
+def main() -> None:
+    """Print a table, and write JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="the smallest size alone")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        table = rows(arguments.rounds, SIZES[:1] if arguments.quick else SIZES)
+    for row in table:
+        print(f"\n{row['layer']}, batch {row['batch']}, {arguments.threads} thread(s)")
+        base = row["seconds"]["fp32"]
+        for name, seconds in sorted(row["seconds"].items(), key=lambda item: item[1]):
+            print(f"  {name:30} {1e3 * seconds:9.3f} ms   {base / seconds:5.2f}x fp32")
+        for name, why in row["absent"].items():
+            print(f"  {name:30} not here: {why}")
+    if arguments.json is not None:
+        machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
+        document = {"machine": machine, "threads": arguments.threads, "rows": table}
+        arguments.json.write_text(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Policies that train a model in what it will be served in."""
+
+from __future__ import annotations
+
+from lowp import casts
+from lowp.casts import Cast
+from lowp.formats import Format
+from lowp.policy import Policy, Rule
+
+__all__ = ["training_policy"]
+
+
+def training_policy(format: str | Cast | Format) -> Policy:
+    """The policy under which `lowp.autocast` and `lowp.Precision` train for `quantize_model` in this format.
+
+    Every contraction reads its weight rounded to the format, and with int8 its input too; gradients pass straight
+    through the rounding (Bengio et al. 2013, arXiv 1308.3432) to weights that stay fp32, and stay fp32 themselves.
+    """
+    cast = casts.parse(format)
+    rounded = cast if str(cast) == "int8" else None
+    return Policy((Rule(("contraction",), input=rounded, weight=cast),))
