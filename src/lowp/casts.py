@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from lowp import formats
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, checks
 from lowp.formats.text_enum import TextEnum
+from lowp.hashing import hashed_once
 
 __all__ = ["Cast", "Overflow", "Rounding", "ScalingSpec", "parse"]
 
@@ -124,6 +126,7 @@ _SCALING = re.compile(r"([a-z]+)(?:\((.*)\))?", re.ASCII)
 _STOCHASTIC_BITS = re.compile(r"(stochastic(?:-[abc])?)-(\d+)", re.ASCII)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Cast:
     """One rounding into `format`: a value that can be hashed, compared, printed and read back by `parse`.
@@ -189,7 +192,7 @@ class Cast:
     @property
     def element_cast(self) -> Cast:
         """This cast for one element whose scale has been divided out."""
-        return Cast(self.element, self.rounding, self.overflow, None, self.random_bits)
+        return _element_cast(self)
 
     @property
     def is_stochastic(self) -> bool:
@@ -209,6 +212,11 @@ class Cast:
         if self.scaling is not None and self.scaling != ScalingSpec("current"):
             parts.append(str(self.scaling))
         return ":".join(parts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _element_cast(cast: Cast) -> Cast:
+    return Cast(cast.element, cast.rounding, cast.overflow, None, cast.random_bits)
 
 
 def _check_static(format: ScaledFormat, exponent: int | None) -> None:

@@ -379,6 +379,20 @@ def test_scaled_values_are_quotient_cast_and_product_in_fp64() -> None:
                 assert torch.equal(out.nan_to_num(), wanted.to(dtype).nan_to_num()), (text, dtype)
 
 
+WHOLE = ["e4m3fn@fp32/tensor", "e5m2@fp32/tensor:stochastic", "i8s@fp32/tensor:current(headroom=3)", "e2m1@fp32/tensor"]
+MAXIMA = [1.0, 3.4e38, 1e-40, 1e-45, 0.0, -0.0, 448.0, math.inf, math.nan]
+
+
+@pytest.mark.parametrize("text", WHOLE)
+@pytest.mark.parametrize("maximum", MAXIMA)
+def test_the_scale_of_a_whole_tensor_is_that_of_the_definition(text: str, maximum: float) -> None:
+    spread = torch.linspace(-1, 1, 40) * (maximum if math.isfinite(maximum) else 1.0)
+    x = torch.cat([spread, torch.tensor([-maximum])])
+    with kernels.use("reference"):
+        expected = kernels.quantize(x, text, seed=3)
+    assert torch.equal(kernels.quantize(x, text, seed=3).view(torch.int32), expected.view(torch.int32))
+
+
 def test_a_zero_point_moves_the_range_of_the_integers() -> None:
     x = torch.linspace(-1.0, 3.0, 4000).reshape(2, 2000)
     scale, point = torch.tensor([[0.01], [0.02]]), torch.tensor([[-28], [-100]])

@@ -5,6 +5,7 @@ Each function is given the implementation to run. Tensors are plain here: no gra
 
 from __future__ import annotations
 
+import struct
 from types import ModuleType
 
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
-from lowp.kernels import cpu, packing, scaled
+from lowp.kernels import cpu, cpu_mantissas, packing, scaled
 from lowp.kernels.floats import narrow, widen
 from lowp.kernels.philox import Seed
 from lowp.kernels.scaled import Scales
 from lowp.quantized import Quantized
+
+_FP32 = struct.Struct("=f")  # rounds to nearest even
 
 
 def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
@@ -114,11 +117,36 @@ def dequantize(module: ModuleType, q: Quantized) -> Tensor:
 
 
 def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
+    if module is cpu and scales is None and (scale := _current_number(x, cast)) is not None:
+        out = torch.empty_like(x)
+        table = torch.tensor(((scale,),), dtype=torch.float64, device=x.device)
+        cpu.quantize_scaled(x.view(1, -1), cast, table, seed, out.view(1, -1), 0, None)
+        return out
     scales = scaled.choose(x, cast) if scales is None else scales
     if module is cpu and x.numel() and x.dtype in (torch.float32, torch.float64):
         return _quantize_scaled_in_one_pass(x.contiguous(), cast, scales, seed)
     wide = widen(x)
     return scaled.values(scaled.elements(wide, cast, scales, _element_cast(module, seed)), cast, scales, x.dtype)
+
+
+def _current_number(x: Tensor, cast: Cast) -> float | None:
+    """Return the scale in fp32 that `scaled.choose` gives a tensor as a whole, found without a tensor of its own.
+
+    None where there is no such scale, and where it has to be looked for more closely: of what is not finite.
+    """
+    format, scaling = cast.format, cast.scaling
+    assert isinstance(format, ScaledFormat) and scaling is not None
+    if format.scope.kind != "tensor" or format.scale != scaled.FP32 or format.affine or format.element.bits == 1:
+        return None
+    assert isinstance(format.scale, FloatFormat)
+    if scaling.kind != "current" or x.dtype is not torch.float32 or not x.is_contiguous() or x.numel() == 0:
+        return None
+    largest, _ = cpu_mantissas.grid(x, False)
+    wanted = largest * 2.0**scaling.headroom / float(format.element.maximum)
+    if not wanted < format.scale.maximum:
+        return None
+    (rounded,) = _FP32.unpack(_FP32.pack(wanted))
+    return max(float(rounded), format.scale.smallest_normal) if wanted else 1.0
 
 
 def _quantize_scaled_in_one_pass(x: Tensor, cast: Cast, scales: Scales, seed: Seed) -> Tensor:

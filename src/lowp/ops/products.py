@@ -85,6 +85,8 @@ def product(
     form: Form, slot: int, casts: RoleCasts, first: Operand, second: Operand, bias: Tensor | None = None
 ) -> Tensor:
     """Return the product that fills a slot of the form, rounded by its role; part of the autograd graph."""
+    if not (torch.is_grad_enabled() or functorch_is_active()):  # what has no graph needs no node
+        return computed(form, slot, casts, first.plain, second.plain, bias)
     result: Tensor = _product(form, slot, casts, first.edge, second.edge, bias, first.value, second.value)
     return result
 

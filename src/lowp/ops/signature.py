@@ -22,6 +22,8 @@ def bound(call: Call, *names: str, **defaults: Any) -> list[Any]:
 
     `names` are required, `defaults` follow them; a name that ends in an underscore stands for a Python keyword.
     """
+    if not call.kwargs and len(call.args) == len(names) + len(defaults):
+        return list(call.args)
     values = dict.fromkeys(names, _REQUIRED)
     values.update(defaults)
     if len(call.args) > len(values):

@@ -1,0 +1,30 @@
+"""Hashes of frozen values that are asked for at every call of an op."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+__all__ = ["hashed_once"]
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def hashed_once(cls: _Class) -> _Class:
+    """Let the instances of a frozen dataclass remember their hash: a class decorator, above `dataclass`.
+
+    Copies and pickles do not take it along, since the hash of a text differs from process to process.
+    """
+    computed: Any = cls.__hash__
+
+    def __hash__(self: Any) -> int:
+        found = self.__dict__.get("_hash")
+        if found is None:
+            found = self.__dict__["_hash"] = computed(self)
+        return int(found)
+
+    def __getstate__(self: Any) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+    setattr(cls, "__hash__", __hash__)  # noqa: B010
+    setattr(cls, "__getstate__", __getstate__)  # noqa: B010
+    return cls
