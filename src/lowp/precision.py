@@ -17,7 +17,7 @@ from lowp.exponents import SharedExponents
 from lowp.grad_scaler import GradScaler, NonFinite
 from lowp.grad_scaler.first_scale import first_scale
 from lowp.grad_scaler.misplaced import expect_step, step_comes
-from lowp.ops.predicted import is_predicted
+from lowp.ops.int16.flexpoint import is_flexpoint
 from lowp.optim.flex import FlexWeights
 from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters
 from lowp.optim.shards import is_fully_sharded
@@ -70,7 +70,7 @@ class Precision:
             preset = replace(preset, masters=masters if isinstance(masters, Masters) else Masters(masters))
         if accumulate is not None:
             preset = replace(preset, policy=_accumulating(preset.policy, Accumulation.parse(accumulate)))
-        if is_predicted(preset.policy.parameters) and preset.masters.kind != "none":
+        if is_flexpoint(preset.policy.parameters) and preset.masters.kind != "none":
             raise InvalidInput(
                 f"masters={preset.masters}: in {preset.policy.parameters} weights and updates have exponents of their "
                 "own and no masters: leave masters out, or use dfp16, whose parameters are fp32"
@@ -368,7 +368,7 @@ class Precision:
         stored = self.policy.parameters
         if stored is None:
             return None
-        if is_predicted(stored):
+        if is_flexpoint(stored):
             return FlexStorage(stored, self.exponents)
         return MasterStorage(Storage(stored, self.preset.masters.kind), self.seed)
 

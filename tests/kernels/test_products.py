@@ -17,7 +17,7 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import Unavailable
 from lowp.kernels import cpu
-from lowp.ops.forms import OUTPUT, Linear
+from lowp.ops.trilinear import OUTPUT, Linear
 from lowp.precision import Precision
 
 SOURCE = Path(lowp.__file__).parent

@@ -25,9 +25,9 @@ from lowp.ops.casting import (
     shield,
 )
 from lowp.ops.contraction import check, matmul, runner
-from lowp.ops.forms import OUTPUT
 from lowp.ops.generic import finished
 from lowp.ops.signature import bound
+from lowp.ops.trilinear import OUTPUT
 from lowp.policy import Rule
 
 

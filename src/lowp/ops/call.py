@@ -82,7 +82,7 @@ class Call:
     """One call of an op that a rule speaks of, as the region hands it to the op's runner.
 
     `weight_cast` casts leaf parameters, which a region caches; `seed` gives a fresh seed for each stochastic cast.
-    `site` writes the results where the rule's output has an exponent that is predicted; see `lowp.ops.predicted`.
+    `site` writes the results where the rule's output has an exponent that is predicted; see `lowp.ops.int16.flexpoint`.
     `watch` tells observers; `roles` are those of a product's operands where the op that makes it knows them.
     """
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from lowp.ops.call import Call
 from lowp.ops.casting import is_castable, is_irregular
 from lowp.ops.equations import Equation, parse_einsum, parse_tensordot
-from lowp.ops.forms import Einsum, Linear
 from lowp.ops.generic import has_irregular, irregular
 from lowp.ops.observing import role_of
 from lowp.ops.products import contract
 from lowp.ops.signature import Mismatch, bound, plain, without_out, written
+from lowp.ops.trilinear import Einsum, Linear
 
 Runner = Callable[[Call], Any]
 

@@ -20,9 +20,9 @@ from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas
 from lowp.ops.call import Call
 from lowp.ops.contraction import check, require, runner
-from lowp.ops.forms import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair
 from lowp.ops.products import contract
 from lowp.ops.signature import Mismatch, bound
+from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair
 
 Sizes = tuple[int, ...]
 _PRODUCTS = {OUTPUT: "forward", FIRST: "input_gradient", SECOND: "weight_gradient"}

@@ -17,9 +17,9 @@ from torch import Tensor
 from lowp.ops.attention import contracted, scaled_dot_product_attention
 from lowp.ops.call import Call
 from lowp.ops.contraction import added, check, linear, require, runner
+from lowp.ops.fp32 import computed_in_fp32
 from lowp.ops.signature import Mismatch, bound
 from lowp.ops.softmax import Softmax
-from lowp.ops.wide import computed_wide
 from lowp.policy import Rule
 
 
@@ -223,7 +223,7 @@ def _visible(
         added_mask = mask.expand(batch, heads, length, source).reshape(batch * heads, length, source)
         arguments = (added_mask, scaled, flat[1].transpose(1, 2))
         scores = added(call.inner(torch.baddbmm, arguments, None, "baddbmm", rule, ("input", "input")))
-    weights = computed_wide(Softmax(-1, False), call.casts, scores)
+    weights = computed_in_fp32(Softmax(-1, False), call.casts, scores)
     if dropout > 0:
         weights = F.dropout(weights, dropout)
     result = contracted(call, rule, weights, flat[2])

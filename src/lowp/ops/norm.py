@@ -18,10 +18,10 @@ from torch import Tensor
 
 from lowp.ops.call import Call
 from lowp.ops.contraction import check, require, runner
+from lowp.ops.fp32 import Computation, Gradients, computed_in_fp32
 from lowp.ops.generic import irregular
-from lowp.ops.kept import Fused, Tensors, computed_and_written
+from lowp.ops.int16.saved import Fp32Function, Tensors, computed_and_rounded
 from lowp.ops.signature import bound
-from lowp.ops.wide import Computation, Gradients, computed_wide
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class _fp32_statistics:
 
 
 @dataclass(frozen=True)
-class _Written(Fused):
+class _Written(Fp32Function):
     """A norm whose result is written under a place."""
 
     computation: Computation
@@ -298,11 +298,11 @@ class _Written(Fused):
 def _normed(call: Call, computation: Computation, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     if call.site is not None:
         wide = [None if one is None else one.float() for one in (x, weight, bias)]
-        return computed_and_written(_Written(computation), call, wide)
+        return computed_and_rounded(_Written(computation), call, wide)
     casts = call.casts
     x = casts.cast(x, "input")
     weight = None if weight is None else casts.carry(weight, "weight")
-    return computed_wide(computation, casts, x, weight, bias)
+    return computed_in_fp32(computation, casts, x, weight, bias)
 
 
 def _check_normalized(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> None:

@@ -34,9 +34,9 @@ from lowp.ops.casting import (
     shield,
     with_tangents,
 )
-from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form, Linear
-from lowp.ops.integer import integer_contraction, is_integer
-from lowp.ops.writing import wide_contraction
+from lowp.ops.int16.contraction import integer_contraction, is_integer
+from lowp.ops.int16.nodes import fp64_contraction
+from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.policy import Rule
 
 __all__ = ["contract", "product"]
@@ -63,7 +63,7 @@ def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
                 return result
         casts = summed(casts if call.site is None else casts.before_site())
     elif call.site is not None:
-        return wide_contraction(form, call, first, second, bias)
+        return fp64_contraction(form, call, first, second, bias)
     axes = form.contracted[OUTPUT]
     left, right = (
         operand(x, cast_operand(call, casts, x, role, axis), casts.gradient_dtype)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import Operand, functorch_is_active, operand
-from lowp.ops.cells import CELLS
 from lowp.ops.contraction import check, linear, require, runner
 from lowp.ops.products import cast_operand, summed
+from lowp.ops.recurrent_cells import CELLS
 from lowp.ops.sequence import Layer, composed, run
 from lowp.ops.signature import bound
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lowp.ops.call import RoleCasts
 from lowp.ops.casting import Operand, shield
-from lowp.ops.cells import Cell
-from lowp.ops.forms import FIRST, OUTPUT, SECOND, Linear
 from lowp.ops.products import computed, product
+from lowp.ops.recurrent_cells import Cell
+from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Linear
 
 
 @dataclass(frozen=True)

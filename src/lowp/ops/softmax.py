@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lowp.ops.call import Call
 from lowp.ops.contraction import check, require, runner
+from lowp.ops.fp32 import Computation, computed_in_fp32
 from lowp.ops.signature import bound
-from lowp.ops.wide import Computation, computed_wide
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def softmax(call: Call) -> Tensor:
         require(dtype.is_floating_point)
         function = torch.log_softmax if logarithm else torch.softmax
         return function(x, dim, dtype) if dtype is torch.float64 else function(x.float(), dim).to(dtype)
-    return computed_wide(Softmax(dim, logarithm), call.casts, x)
+    return computed_in_fp32(Softmax(dim, logarithm), call.casts, x)
 
 
 def _arguments(call: Call) -> list[Any]:

@@ -134,7 +134,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         self._dtype = self._rulebook.main_dtype()
         self._enabled = enabled
         # the exponents of results that are written under places; None where no rule asks for them
-        self.exponents = SharedExponents() if self._rulebook.is_predicted else None
+        self.exponents = SharedExponents() if self._rulebook.is_flexpoint else None
         self._compiled = self._engine(ModulePath())
 
     # -- entering and leaving -------------------------------------------------------------------------------------

@@ -24,11 +24,12 @@ from lowp.compat import constant_when_compiled, private
 from lowp.errors import InvalidInput, Unavailable
 from lowp.exponents import SharedExponents
 from lowp.formats import ScaledFormat
-from lowp.ops import predicted, table
+from lowp.ops import table
 from lowp.ops.call import Call
 from lowp.ops.casting import draw_seed, functorch_is_active, is_jit_tracing, result_dtype
 from lowp.ops.generic import has_irregular, sixteen_bit
-from lowp.ops.masked import MASKED, has_integer_operands, masked
+from lowp.ops.int16 import flexpoint
+from lowp.ops.int16.masks import MASKED, has_integer_operands, masked
 from lowp.ops.observed import observed
 from lowp.ops.observing import Observer, Watch, everywhere
 from lowp.ops.table import Row
@@ -54,7 +55,7 @@ class Plan(NamedTuple):
     row: Row
     rule: Rule | None
     run: Callable[[Call], Any] | None
-    is_predicted: bool = False  # its results are written under exponents that belong to places
+    is_flexpoint: bool = False  # its results are written under exponents that belong to places
     rounds: bool = False  # it is a contraction, and the rule rounds it
     looks: bool = False  # a cast of the rule looks at the numbers, or draws some: a trace would keep those of one run
 
@@ -107,7 +108,7 @@ class Rulebook:
             self._ops[row.name] = None
         elif row.is_contraction and self.policy.rules:
             self.missed(f"{row.name} in {path}" if path else row.name)
-        if rule is not None and rule.output is not None and predicted.is_predicted(rule.output):
+        if rule is not None and rule.output is not None and flexpoint.is_flexpoint(rule.output):
             # without places, as under torch.compile and torch.func, every tensor has the exponent of its own maximum
             alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
             plans[function] = Plan(row, rule, _under(alone, row.run(alone)), True, row.is_contraction, True)
@@ -169,9 +170,9 @@ class Rulebook:
         )
 
     @property
-    def is_predicted(self) -> bool:
+    def is_flexpoint(self) -> bool:
         """Whether any rule's results are written under exponents that belong to places."""
-        return any(predicted.is_predicted(rule.output) for rule in self.policy.rules)
+        return any(flexpoint.is_flexpoint(rule.output) for rule in self.policy.rules)
 
     @property
     def has_run(self) -> bool:
@@ -277,7 +278,7 @@ class Engine(TorchFunctionMode):
             return kept.run(Call(kept.row.name, func, args, kwargs, kept.rule or _NO_RULE))
 
     def _run(self, plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        row, rule, run, is_predicted, rounds, looks = plan
+        row, rule, run, is_flexpoint, rounds, looks = plan
         if row.op_class == "structural":
             return self._suspended(func, args, kwargs)
         if looks and is_jit_tracing():
@@ -287,9 +288,9 @@ class Engine(TorchFunctionMode):
         before, self.running = self.running, (row.name, rule is not None)
         watch = self._watch(row) if self.observers or everywhere else None
         try:
-            predicts = is_predicted and self.exponents is not None and not functorch_is_active()
+            predicts = is_flexpoint and self.exponents is not None and not functorch_is_active()
             if predicts and not has_irregular((args, kwargs)):
-                return predicted.run(row, self._placed(row, func, args, kwargs, rule or _NO_RULE, watch))
+                return flexpoint.run(row, self._placed(row, func, args, kwargs, rule or _NO_RULE, watch))
             if run is not None:
                 return run(Call(row.name, func, args, kwargs, rule or _NO_RULE, self.weights, draw_seed, None, watch))
             if watch is not None:

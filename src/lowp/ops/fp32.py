@@ -42,7 +42,7 @@ class Computation(ABC):
         return _three(result, inputs, wanted, gradient)
 
 
-def computed_wide(
+def computed_in_fp32(
     computation: Computation,
     casts: RoleCasts,
     x: Tensor,
@@ -58,11 +58,11 @@ def computed_wide(
     traced = functorch_is_active() or is_jit_tracing()
     if traced or (x.dtype is torch.float32 and casts.rule.grad is None):
         return finished(computation.plain(x.float(), *parameters), casts)
-    result: Tensor = _Wide.apply(computation, casts, x, *parameters)  # type: ignore[no-untyped-call]
+    result: Tensor = _InFp32.apply(computation, casts, x, *parameters)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Wide(torch.autograd.Function):
+class _InFp32(torch.autograd.Function):
     """The computation in fp32; saves x as it was read, the parameters and what the computation wants kept."""
 
     @staticmethod

@@ -8,8 +8,10 @@ other dtypes, devices and subclasses, torch.func, torch.compile and forward-mode
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +23,10 @@ from lowp.kernels.mantissas import has_integer_kernels
 from lowp.ops.call import Call
 from lowp.ops.casting import functorch_is_active, shield
 from lowp.ops.contraction import function_name, require
-from lowp.ops.kept import Fused, dropout_call
+from lowp.ops.int16.pooling import pool
+from lowp.ops.int16.saved import Fp32Function, dropout_function
 from lowp.ops.observed import told
 from lowp.ops.observing import role_of
-from lowp.ops.selecting import pool
 from lowp.ops.signature import Mismatch, bound, plain
 from lowp.policy import Policy, Rule
 
@@ -94,13 +96,58 @@ def unpacked(bits: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor
 # -- activations --------------------------------------------------------------------------------------------------
 
 
-class _Gate(NamedTuple):
-    """An activation whose gradient depends on its result by a mask, which `passes` gives."""
+class _Masked(ABC):
+    """A function whose gradient depends on its result by a mask alone."""
+
+    is_in_place = False
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the result, and the mask as a tensor of bool without gaps that nobody else holds."""
+
+    @abstractmethod
+    def backward(self, gradient: Tensor, mask: Tensor) -> Tensor:
+        """Return the gradient; the mask comes as int8."""
+
+
+class _MaskedNode(torch.autograd.Function):
+    """A function in the graph; saves the mask, eight elements to a byte."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, masked: _Masked) -> Tensor:
+        if masked.is_in_place:
+            ctx.mark_dirty(x)
+        result, mask = masked.forward(x)
+        ctx.masked, ctx.shape, ctx.stride = masked, mask.shape, mask.stride()
+        ctx.save_for_backward(packed(mask))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with shield():
+            (bits,) = ctx.saved_tensors
+            return ctx.masked.backward(gradient, unpacked(bits, ctx.shape, ctx.stride)), None
+
+
+def _applied(x: Tensor, masked: _Masked) -> Tensor:
+    return cast(Tensor, _MaskedNode.apply(x, masked))  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class _Gate(_Masked):
+    """An activation whose gradient passes where `passes` says so of the result."""
 
     run: Callable[[Tensor], Tensor]
     passes: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
+    through: Callable[[Tensor, Tensor], Tensor]
     is_in_place: bool
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        result = self.run(x)
+        return result, self.passes(result)
+
+    def backward(self, gradient: Tensor, mask: Tensor) -> Tensor:
+        return self.through(gradient, mask)
 
 
 def _stopped(gradient: Tensor, passes: Tensor) -> Tensor:
@@ -111,29 +158,10 @@ def _stopped(gradient: Tensor, passes: Tensor) -> Tensor:
     return passes.to(torch.int32).mul_(gradient.view(torch.int32)).view(torch.float32)
 
 
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: _Gate) -> Tensor:
-        if gate.is_in_place:
-            ctx.mark_dirty(x)
-        result = gate.run(x)
-        passes = gate.passes(result)
-        ctx.gate, ctx.shape, ctx.stride = gate, passes.shape, passes.stride()
-        ctx.save_for_backward(packed(passes))
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with shield():
-            (bits,) = ctx.saved_tensors
-            passes = unpacked(bits, ctx.shape, ctx.stride)
-            return ctx.gate.backward(gradient, passes), None
-
-
 def _gated(x: Tensor, gate: _Gate) -> Tensor:
     # in place torch refuses leaves, and rewrites the graph of what views look at
     require(not gate.is_in_place or (not x.is_leaf and x._base is None))
-    return cast(Tensor, _Gated.apply(x, gate))  # type: ignore[no-untyped-call]
+    return _applied(x, gate)
 
 
 def _is_in_place(call: Call, given: bool) -> bool:
@@ -183,28 +211,27 @@ def _leaky_relu(call: Call, x: Tensor) -> Tensor:
 # -- dropout ------------------------------------------------------------------------------------------------------
 
 
-class _Dropped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fused: Fused) -> Tensor:
-        result, (mask,) = fused.forward([x])
-        ctx.fused, ctx.shape, ctx.stride = fused, mask.shape, mask.stride()
-        ctx.save_for_backward(packed(mask))
-        return result
+@dataclass
+class _Dropout(_Masked):
+    """Dropout, with the mask of the function that draws it."""
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with shield():
-            (bits,) = ctx.saved_tensors
-            mask = unpacked(bits, ctx.shape, ctx.stride)
-            return *ctx.fused.backward(gradient, [mask], [None], [True]), None
+    function: Fp32Function
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        result, (mask,) = self.function.forward([x])
+        return result, mask
+
+    def backward(self, gradient: Tensor, mask: Tensor) -> Tensor:
+        (result,) = self.function.backward(gradient, [mask], [None], [True])
+        return cast(Tensor, result)
 
 
 def _dropout(call: Call, x: Tensor) -> Tensor:
     """F.dropout(input, p=0.5, training=True, inplace=False) and torch.dropout(input, p, train); in place as torch's."""
-    found = None if function_name(call).endswith("_") else dropout_call(call)
+    found = None if function_name(call).endswith("_") else dropout_function(call)
     if found is None:
         raise Mismatch
-    return cast(Tensor, _Dropped.apply(x, found[0]))  # type: ignore[no-untyped-call]
+    return _applied(x, _Dropout(found[0]))
 
 
 _RUNNERS: dict[str, Callable[[Call, Tensor], Tensor]] = {

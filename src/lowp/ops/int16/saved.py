@@ -27,15 +27,15 @@ from lowp.kernels.mantissas import has_integer_kernels, values
 from lowp.ops.call import Call
 from lowp.ops.casting import edge, shield
 from lowp.ops.generic import changed, is_out_of_place
+from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, rounded_gradient
 from lowp.ops.observing import role_of
-from lowp.ops.writing import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, written_gradient
 
-__all__ = ["Fused", "Tensors", "computed_and_written", "dropout_call", "fused_call"]
+__all__ = ["Fp32Function", "Tensors", "as_function", "computed_and_rounded", "dropout_function"]
 
 Tensors = Sequence[Tensor | None]
 
 # Functions of tensors alone, without chance or side effects, of which torch keeps an input or a result.
-COMPUTED_AGAIN = frozenset(
+RECOMPUTED = frozenset(
     """
     gelu silu mish tanh sigmoid softplus elu selu celu hardtanh relu6 hardswish hardsigmoid leaky_relu log_sigmoid
     logsigmoid softsign tanhshrink softshrink hardshrink exp exp2 expm1 log log1p log2 log10 sqrt rsqrt sin cos pow
@@ -51,7 +51,7 @@ _LINEAR_IN_EACH = ("mul", "div")  # with one tensor they keep nothing
 # -- functions ----------------------------------------------------------------------------------------------------
 
 
-class Fused(ABC):
+class Fp32Function(ABC):
     """A function of fp32 tensors (None where an optional one is left out) with one result."""
 
     @abstractmethod
@@ -88,7 +88,7 @@ def _gradients(result: Tensor, inputs: Tensors, wanted: Sequence[bool], gradient
 
 
 @dataclass(frozen=True, eq=False)
-class _Again(Fused):
+class _Again(Fp32Function):
     """A call of any function, as a function of the tensors among its arguments, whose places are held by empty ones."""
 
     function: Callable[..., Any]
@@ -118,7 +118,7 @@ class _Product(_Again):
 
 
 @dataclass(frozen=True)
-class _Dropout(Fused):
+class _Dropout(Fp32Function):
     """Elements are zero with a probability, and the others larger for it (Srivastava et al. 2014)."""
 
     p: float
@@ -140,7 +140,7 @@ class _Dropout(Fused):
     again = backward
 
 
-def fused_call(call: Call) -> tuple[Fused, list[Tensor]] | None:
+def as_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
     """Return a call as a function of its tensors that keeps mantissas; None for calls that keep nothing, or unknown."""
     tensors: list[Tensor] = []
 
@@ -155,14 +155,14 @@ def fused_call(call: Call) -> tuple[Fused, list[Tensor]] | None:
     if not has_integer_kernels(*tensors) or any(x.dtype is not torch.float32 for x in tensors):
         return None
     if call.op == "dropout":
-        return dropout_call(call)
-    if call.op not in COMPUTED_AGAIN or (call.op in _LINEAR_IN_EACH and len(tensors) < 2):
+        return dropout_function(call)
+    if call.op not in RECOMPUTED or (call.op in _LINEAR_IN_EACH and len(tensors) < 2):
         return None
     kind = _Product if call.op == "mul" and len(tensors) == 2 else _Again
     return kind(call.func, args, kwargs), tensors
 
 
-def dropout_call(call: Call) -> tuple[Fused, list[Tensor]] | None:
+def dropout_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
     """Return dropout as a function that keeps its mask; None in place, and where nothing is dropped or all."""
     given = dict(zip(("input", "p", "training", "inplace"), call.args, strict=False))
     given |= {"training" if name == "train" else name: value for name, value in call.kwargs.items()}
@@ -175,7 +175,7 @@ def dropout_call(call: Call) -> tuple[Fused, list[Tensor]] | None:
 # -- what is kept -------------------------------------------------------------------------------------------------
 
 
-class _Kept(NamedTuple):
+class _Saved(NamedTuple):
     """A tensor as it is saved, and where it is mantissas their exponent and an edge to the tensor's part of the graph.
 
     Exponents are saved beside the mantissas: what a checkpoint computes again may have been written under others.
@@ -186,7 +186,7 @@ class _Kept(NamedTuple):
     edge: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor | None, to: Cast) -> _Kept:
+    def of(cls, x: Tensor | None, to: Cast) -> _Saved:
         """Return how x is kept. Parameters and data of the caller, who holds them, stay as they are."""
         if x is None or (x.is_leaf and payloads.hint(x, to.format) is None):
             return cls(x)
@@ -211,7 +211,7 @@ def _again(saved: Tensor | None, exponent: int, edge: Tensor | None) -> Tensor |
 class _Plan:
     """A function, where it and its gradients are written, and how its tensors are kept."""
 
-    fused: Fused
+    fused: Fp32Function
     site: PlaceSite
     out: PlaceSite
     roles: list[str]
@@ -219,7 +219,7 @@ class _Plan:
     edges: list[Tensor | None]
 
 
-def computed_and_written(fused: Fused, call: Call, tensors: Tensors) -> Tensor:
+def computed_and_rounded(fused: Fp32Function, call: Call, tensors: Tensors) -> Tensor:
     """Return a function of fp32 tensors, written by the call's site; part of the graph."""
     assert call.site is not None and call.rule.output is not None
     if call.watch is not None:
@@ -231,7 +231,7 @@ def computed_and_written(fused: Fused, call: Call, tensors: Tensors) -> Tensor:
     shapes = [None if x is None else x.shape for x in tensors]
     wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors]
     kept = [
-        _Kept.of(x, call.rule.output) if is_read and any(wanted) else _Kept()
+        _Saved.of(x, call.rule.output) if is_read and any(wanted) else _Saved()
         for x, is_read in zip(tensors, fused.reads(wanted), strict=True)
     ]
     plan = _Plan(fused, call.site, call.site.part(), roles, shapes, [one.edge for one in kept])
@@ -254,7 +254,7 @@ class _Computed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
             plan: _Plan = ctx.plan
-            gradient = written_gradient(gradient, plan.out, OUTPUT_GRADIENT, unless_exact=True)
+            gradient = rounded_gradient(gradient, plan.out, OUTPUT_GRADIENT, unless_exact=True)
             graph, wanted, count = torch.is_grad_enabled(), list(ctx.needs_input_grad[2:]), len(plan.edges)
             saved = ctx.saved_tensors  # once: a checkpoint computes them at the first question
             edges = plan.edges if graph else [None] * count
@@ -276,4 +276,4 @@ def _leaving(gradient: Tensor, plan: _Plan, index: int) -> Tensor:
     shape = plan.shapes[index]
     assert shape is not None
     gradient = gradient if gradient.shape == shape else gradient.sum_to_size(shape)
-    return written_gradient(gradient, plan.site, plan.roles[index], unless_exact=True)
+    return rounded_gradient(gradient, plan.site, plan.roles[index], unless_exact=True)

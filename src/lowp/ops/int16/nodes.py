@@ -13,13 +13,13 @@ from lowp.exponents import PlaceSite
 from lowp.kernels.products import contract
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import is_irregular, rounded, shield
-from lowp.ops.forms import OUTPUT, Form
+from lowp.ops.trilinear import OUTPUT, Form
 
 OUTPUT_ROLE, OUTPUT_GRADIENT = "output", "output gradient"
 INPUT_GRADIENT, WEIGHT_GRADIENT, BIAS_GRADIENT = "input gradient", "weight gradient", "bias gradient"
 
 
-def wide_contraction(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
+def fp64_contraction(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
     """Return a contraction whose operands integers cannot stand for, or whose device has no integer kernels.
 
     The same values run in fp64, where the sums of int16 products are exact; an infinity or a NaN reaches the result.
@@ -35,7 +35,7 @@ def wide_contraction(form: Form, call: Call, first: Tensor, second: Tensor, bias
     result = contract(form, OUTPUT, (x, y))
     if bias is not None:
         result = form.with_bias(result, read_by(bias, site, BIAS_GRADIENT, torch.float64))
-    return write_by(result, site, OUTPUT_ROLE, OUTPUT_GRADIENT)
+    return rounded_by(result, site, OUTPUT_ROLE, OUTPUT_GRADIENT)
 
 
 def _operand(x: Tensor, casts: RoleCasts, role: str) -> Tensor:
@@ -75,7 +75,7 @@ class _Write(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
             if ctx.gradient_role is not None:
-                gradient = written_gradient(gradient, ctx.site, ctx.gradient_role, unless_exact=True)
+                gradient = rounded_gradient(gradient, ctx.site, ctx.gradient_role, unless_exact=True)
             return gradient.to(ctx.dtype), None, None, None, None
 
 
@@ -90,10 +90,10 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
-            return written_gradient(gradient, ctx.site, ctx.role, unless_exact=True).to(ctx.dtype), None, None, None
+            return rounded_gradient(gradient, ctx.site, ctx.role, unless_exact=True).to(ctx.dtype), None, None, None
 
 
-def write_by(x: Tensor, site: PlaceSite, role: str, gradient_role: str | None, unless_exact: bool = False) -> Tensor:
+def rounded_by(x: Tensor, site: PlaceSite, role: str, gradient_role: str | None, unless_exact: bool = False) -> Tensor:
     """Return x written under a role, part of the graph; gradients pass straight through the rounding."""
     result: Tensor = _Write.apply(x, site, role, gradient_role, unless_exact)  # type: ignore[no-untyped-call]
     return result
@@ -107,7 +107,7 @@ def read_by(x: Tensor, site: PlaceSite, role: str, dtype: torch.dtype = torch.fl
     return result
 
 
-def written_gradient(gradient: Tensor, site: PlaceSite, role: str, unless_exact: bool) -> Tensor:
+def rounded_gradient(gradient: Tensor, site: PlaceSite, role: str, unless_exact: bool) -> Tensor:
     """Return a gradient written under a role; differentiable where a graph of the backward is asked for."""
     if is_irregular(gradient):
         raise Misuse(
@@ -115,5 +115,5 @@ def written_gradient(gradient: Tensor, site: PlaceSite, role: str, unless_exact:
             "embedding with sparse=False, or train in dfp16, which leaves its gradient in fp32"
         )
     if torch.is_grad_enabled() and gradient.requires_grad:
-        return write_by(gradient, site, role, None, unless_exact)
+        return rounded_by(gradient, site, role, None, unless_exact)
     return site.write(gradient, role, unless_exact)

@@ -25,15 +25,15 @@ from lowp.kernels.mantissas import Mantissas, current_exponent, has_integer_kern
 from lowp.kernels.products import contract, contract_mantissas
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import functorch_is_active, operand, shield
-from lowp.ops.forms import FIRST, OUTPUT, SECOND, Form, Linear
-from lowp.ops.writing import (
+from lowp.ops.int16.nodes import (
     BIAS_GRADIENT,
     OUTPUT_GRADIENT,
     OUTPUT_ROLE,
+    fp64_contraction,
     gradient_roles,
-    wide_contraction,
-    written_gradient,
+    rounded_gradient,
 )
+from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.policy import Accumulation, Rule
 
 __all__ = ["integer_contraction", "is_integer"]
@@ -67,7 +67,7 @@ def integer_contraction(
     first, second, bias = tensors
     a, b = _mantissas(first, casts.of(casts.roles[0]), casts), _mantissas(second, casts.of(casts.roles[1]), casts)
     if a is None or b is None:
-        return None if call.site is None else wide_contraction(form, call, first, second, bias)
+        return None if call.site is None else fp64_contraction(form, call, first, second, bias)
     casts.tell(first, casts.roles[0])
     casts.tell(second, casts.roles[1])
     left, right = (operand(x, one.payload, torch.float32) for x, one in ((first, a), (second, b)))
@@ -134,7 +134,7 @@ class _IntegerProduct(torch.autograd.Function):
             written: _Written | None = ctx.written
             incoming = None if torch.is_grad_enabled() or written is None else _as_it_came(gradient, casts.rule)
             if written is not None and incoming is None:
-                gradient = written_gradient(gradient, written.site, OUTPUT_GRADIENT, torch.is_grad_enabled())
+                gradient = rounded_gradient(gradient, written.site, OUTPUT_GRADIENT, torch.is_grad_enabled())
             elif incoming is not None:
                 casts.tell(gradient, "grad")
             if incoming is None and not torch.is_grad_enabled():
@@ -248,6 +248,6 @@ def _written_gradients(found: Sequence[Tensor | None], written: _Written | None)
         return list(found)
     roles = (*written.gradients, BIAS_GRADIENT)
     return [
-        None if one is None else written_gradient(one, written.site, role, unless_exact=False)
+        None if one is None else rounded_gradient(one, written.site, role, unless_exact=False)
         for one, role in zip(found, roles, strict=True)
     ]

@@ -20,17 +20,17 @@ from lowp.casts import Cast
 from lowp.kernels.mantissas import has_integer_kernels, has_mantissas
 from lowp.ops.call import Call
 from lowp.ops.generic import changed, not_in_place, run_changed, tensors_of
-from lowp.ops.kept import computed_and_written, fused_call
+from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, read_by, rounded_by
+from lowp.ops.int16.pooling import select
+from lowp.ops.int16.saved import as_function, computed_and_rounded
 from lowp.ops.observed import told
 from lowp.ops.observing import role_of
-from lowp.ops.selecting import select
 from lowp.ops.table import Row
-from lowp.ops.writing import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, read_by, write_by
 
-__all__ = ["INHERITING", "fused", "is_predicted", "run"]
+__all__ = ["SELECTING", "fused", "is_flexpoint", "run"]
 
 # what selects elements: its result has the values, and so the exponent, of its input
-INHERITING = frozenset(
+SELECTING = frozenset(
     """
     relu max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_unpool1d
     max_unpool2d max_unpool3d fractional_max_pool2d fractional_max_pool3d amax amin
@@ -47,7 +47,7 @@ _EXACT_RUNNERS = frozenset(
 )
 
 
-def is_predicted(cast: Cast | None) -> bool:
+def is_flexpoint(cast: Cast | None) -> bool:
     """Whether results of a cast are written under exponents that belong to places: int16 and not ``current``."""
     if cast is None or not has_mantissas(cast):
         return False
@@ -56,7 +56,7 @@ def is_predicted(cast: Cast | None) -> bool:
 
 def run(row: Row, call: Call) -> Any:
     """Run an op, and write its results and its gradients by the call's site."""
-    if row.name in INHERITING:
+    if row.name in SELECTING:
         return _select(call)
     runner = row.run(call.rule)
     if (row.product or row.runner) in _EXACT_RUNNERS or (row.runner in _NORMS and _has_integer_kernels(call)):
@@ -91,15 +91,15 @@ def fused(row: Row, call: Call) -> Any:
         return read_by(x, site, gradient_role(x))
 
     def write(y: Tensor) -> Tensor:
-        return write_by(y, site.part(), OUTPUT_ROLE, OUTPUT_GRADIENT)
+        return rounded_by(y, site.part(), OUTPUT_ROLE, OUTPUT_GRADIENT)
 
     if not row.is_contraction:
         outside, target = not_in_place(call)
         if target is not None:
             return target.copy_(fused(row, outside))
-        kept = fused_call(call)
+        kept = as_function(call)
         if kept is not None:
-            return computed_and_written(kept[0], call, kept[1])
+            return computed_and_rounded(kept[0], call, kept[1])
         return run_changed(call, read, write)
     rule = replace(call.rule, output=None, accumulate=None)
     args, kwargs = changed(call.args, read), changed(call.kwargs, read)
