@@ -40,7 +40,7 @@ _HELP_TAIL = (
     "",
     "options:",
     "  --help     this text; `lowp COMMAND --help` for one command",
-    "  --version  the version",
+    "  --version  the version; with --verbose also what this processor means for lowp, and how to choose otherwise",
 )
 
 EXIT_ERROR = 2
@@ -77,10 +77,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(_help())
         return 0
     if arguments[0] == "--version":
-        from lowp import __version__
-
-        print(f"lowp {__version__}")
-        return 0
+        return _version(arguments[1:])
     name, *rest = arguments
     if name not in COMMANDS:
         from lowp.errors import UnknownName, unknown
@@ -99,6 +96,25 @@ def _dispatch(arguments: list[str]) -> int:
     except SystemExit as stop:  # argparse has printed its help or its error
         return stop.code if isinstance(stop.code, int) else EXIT_ERROR
     return int(module.run(parsed))
+
+
+def _version(arguments: Sequence[str]) -> int:
+    from lowp import __version__
+    from lowp.errors import UnknownName, unknown
+
+    if arguments and arguments != ["--verbose"]:
+        raise UnknownName(unknown("option of --version", arguments[0], ["--verbose"]))
+    print(f"lowp {__version__}")
+    if arguments:
+        import textwrap
+
+        import torch
+
+        from lowp.kernels.choices import choices
+
+        for name, text in {"torch": torch.__version__, **choices()}.items():
+            print(textwrap.fill(f"{name}: {text}", 100, subsequent_indent="  ", break_on_hyphens=False))
+    return 0
 
 
 def _help() -> str:

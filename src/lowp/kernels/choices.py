@@ -1,0 +1,46 @@
+"""What the processor reports, which kernels that means here and now, and how to have others, in words."""
+
+from __future__ import annotations
+
+import torch
+
+from lowp.kernels import cpu, dispatch
+from lowp.kernels.mantissas import uses_library
+
+__all__ = ["choices"]
+
+_OTHER_SET = "LOWP_CPU_ISA={} in the environment, or lowp.kernels.cpu.select({!r})"
+_OTHER_WAY = "with lowp.kernels.use({!r})"
+
+
+def choices() -> dict[str, str]:
+    """Return, by subject, what was chosen, why, and how to force something else. Nothing is chosen by timing."""
+    found = {"processor": _processor()}
+    if cpu.library() is None:
+        found["casts"] = "torch's integer operations (bitwise): the C++ library was not built; the bits are the same"
+    else:
+        chosen, having = cpu.select(cpu.asked() or None), cpu.available()
+        why = "asked for" if cpu.asked() else "the best this processor has"
+        found["C++ library"] = (
+            f"{chosen}, {why}, of {', '.join(having)}; other: {_OTHER_SET.format(having[0], having[0])}"
+        )
+        found["casts"] = (
+            f"{dispatch.forced() or 'the C++ library'}; other: {_OTHER_WAY.format('bitwise')}: the same bits"
+        )
+    found["fp16, bf16 products"] = (
+        "on a CPU fp32 products of rounded operands, rounded once, whatever it reports; on a GPU torch's own; other: "
+        f"{_OTHER_WAY.format('native')} for torch's own on a CPU too, {_OTHER_WAY.format('reference')} for sums in fp64"
+    )
+    found["int16 products"] = (
+        "the C++ library, 32-bit sums of pairs" if uses_library() else "torch's fp64 products, which are exact"
+    ) + f"; other: {_OTHER_WAY.format('bitwise')}"
+    return found
+
+
+def _processor() -> str:
+    """What torch and this library know of the processor, of the threads and of accelerators."""
+    accelerator = torch.accelerator.current_accelerator()
+    return (
+        f"torch uses {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads; "
+        f"{'no accelerator' if accelerator is None else f'accelerator {accelerator}'}"
+    )
