@@ -4,13 +4,14 @@ A `python` block is executed; the blocks of one file share their names, from top
 is what it prints; with `raises` or `warns` after the language also the error that it ends in, or its warnings, as
 Python names them. With `file=NAME` it is not run but written there. In a `console` block every `$ lowp ...` line is
 run, and what is shown below it is what it prints. `...` stands for any text, lines of an `output` may be broken
-anywhere; nothing shown means nothing compared. `not-run` after the language leaves a block to the reader, and `slow`
-leaves it to `make slow`.
+anywhere; nothing shown means nothing compared. `needs=MODULE` after the language leaves a
+block out where that is not installed, `not-run` leaves it to the reader, and `slow` leaves it to `make slow`.
 """
 
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import io
 import re
 import shlex
@@ -98,6 +99,9 @@ def run_page(path: Path, chosen: list[Block], lowp: Callable[..., Any]) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
     freely = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for block in chosen:
+        needs = [word[6:] for word in block.words if word.startswith("needs=")]
+        if not all(importlib.util.find_spec(name) for name in needs):
+            continue
         if file := next((word[5:] for word in block.words if word.startswith("file=")), ""):
             Path(file).write_text(block.text)
         elif block.language == "python":

@@ -2,8 +2,9 @@
 
 from lowp.inference.attention import attention
 from lowp.inference.calibration import METHODS
+from lowp.inference.exporting import export_onnx
 from lowp.inference.measuring import Footprint, footprint
 from lowp.inference.quantizing import kept, quantize_model
 from lowp.inference.training import training_policy
 
-__all__ = ["METHODS", "Footprint", "attention", "footprint", "kept", "quantize_model", "training_policy"]
+__all__ = ["METHODS", "Footprint", "attention", "export_onnx", "footprint", "kept", "quantize_model", "training_policy"]

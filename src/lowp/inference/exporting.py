@@ -1,0 +1,166 @@
+"""Export of a served model: int8 layers as QuantizeLinear and DequantizeLinear, which onnxruntime computes in bytes."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowp import files
+from lowp.errors import InvalidInput, Unavailable
+from lowp.inference.attention import ServedAttention
+from lowp.inference.modules import Int8, Served, ServedConv2d, ServedEmbedding, ServedLinear
+
+__all__ = ["export_onnx"]
+
+OPSET = 18
+
+
+def export_onnx(
+    model: nn.Module, arguments: tuple[Any, ...], path: str | Path, dynamic_batch: bool = True, **options: Any
+) -> None:
+    """Write a model that `quantize_model` made in int8, with calibration data, as an ONNX file.
+
+    `arguments` are example inputs; with `dynamic_batch` the first dimension of each may be any size. Weights are int8
+    with a scale an output channel, activations unsigned bytes of 7 bits, in pairs of QuantizeLinear and
+    DequantizeLinear: onnxruntime gives the same answers up to the rounding of its fp32 sums. Its own byte products do
+    not saturate either, as activations of 8 bits may on processors without VNNI. Layers in other formats, and those
+    that were kept, are exported in fp32. `options` go to `torch.onnx.export`.
+
+    Raises InvalidInput for layers without a range of calibration; Unavailable where onnx or onnxscript is missing.
+    """
+    for name in ("onnx", "onnxscript"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            raise Unavailable(f"export to ONNX needs {name}: pip install onnx onnxscript") from None
+    target = files.check_target(Path(path))
+    exported = _exportable(model)
+    if dynamic_batch and "dynamic_shapes" not in options:
+        options["dynamic_shapes"] = tuple({0: torch.export.Dim.DYNAMIC} for _ in arguments)
+    with warnings.catch_warnings(), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")  # of torch's exporter, about itself
+        whole = Path(folder) / "model.onnx"
+        program = torch.onnx.export(
+            exported, arguments, dynamo=True, opset_version=OPSET, verbose=False, optimize=False, **options
+        )
+        assert program is not None
+        program.save(str(whole), external_data=False)
+        with files.replacing(target) as file:
+            file.write(whole.read_bytes())
+
+
+def _exportable(model: nn.Module) -> nn.Module:
+    """A copy whose served layers are operations of ONNX."""
+    copied = copy.deepcopy(model).eval()
+    found = False
+    for name, module in list(copied.named_modules()):
+        if isinstance(module, ServedAttention):
+            module.bytewise = False  # its products are fp32 there
+        if not isinstance(module, Served):
+            continue
+        found = True
+        made = _layer(name, module)
+        if name == "":
+            return made
+        parent, _, attribute = name.rpartition(".")
+        setattr(copied.get_submodule(parent) if parent else copied, attribute, made)
+    if not found:
+        raise InvalidInput("the model has no served layer: export what lowp.quantize_model returns")
+    return copied
+
+
+def _layer(name: str, module: Served) -> nn.Module:
+    weight = module.weight
+    if isinstance(module, ServedEmbedding):
+        return _Embedding(module)
+    assert isinstance(module, (ServedLinear, ServedConv2d))
+    if isinstance(weight, Int8):
+        if weight.dynamic:
+            raise InvalidInput(
+                f"layer {name or 'the model'} has no range for its input, which QuantizeLinear needs: give "
+                "quantize_model calibration_data that reaches it"
+            )
+        return _QuantizedLayer(module, weight)
+    return _PlainLayer(module)
+
+
+class _QuantizedLayer(nn.Module):
+    """An int8 layer as QuantizeLinear and DequantizeLinear around a product of fp32."""
+
+    def __init__(self, module: ServedLinear | ServedConv2d, weight: Int8) -> None:
+        super().__init__()
+        codes, self.geometry = weight.codes(), None
+        if isinstance(module, ServedConv2d):
+            self.geometry = module.geometry
+            codes = codes.reshape(weight.n, *module.geometry["kernel"], -1).permute(0, 3, 1, 2)
+        self.register_buffer("codes", codes.contiguous())
+        self.register_buffer("scales", weight.get_buffer("scales")[: weight.n].clone())
+        self.register_buffer("zeros", torch.zeros(weight.n, dtype=torch.int8))
+        self.register_buffer("bias", module._bias())
+        scale, zero, highest = weight.range(torch.zeros(1))
+        self.register_buffer("input_scale", torch.tensor(scale))
+        self.register_buffer("input_zero", torch.tensor(zero, dtype=torch.uint8))
+        # what the bytes hold, less a quarter of a step: QuantizeLinear itself goes to 255
+        self.low, self.high = -(zero + 0.25) * scale, (highest - zero + 0.25) * scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the served layer."""
+        symbolic: Any = torch.onnx.ops.symbolic
+        bounded = x.clamp(self.low, self.high)
+        given = (self.get_buffer("input_scale"), self.get_buffer("input_zero"))
+        quantized = symbolic("QuantizeLinear", (bounded, *given), dtype=torch.uint8, shape=x.shape, version=OPSET)
+        values = symbolic("DequantizeLinear", (quantized, *given), dtype=torch.float32, shape=x.shape, version=OPSET)
+        codes = self.get_buffer("codes")
+        of_weight = (codes, self.get_buffer("scales"), self.get_buffer("zeros"))
+        attributes = {"axis": 0}
+        weight = symbolic(
+            "DequantizeLinear", of_weight, attributes, dtype=torch.float32, shape=codes.shape, version=OPSET
+        )
+        bias = self._buffers["bias"]
+        if self.geometry is None:
+            return F.linear(values, weight, bias)
+        others = (self.geometry["stride"], self.geometry["padding"], self.geometry["dilation"])
+        return F.conv2d(values, weight, bias, *others)
+
+
+class _PlainLayer(nn.Module):
+    """A layer of another format: the values of its weight, in fp32."""
+
+    def __init__(self, module: ServedLinear | ServedConv2d) -> None:
+        super().__init__()
+        self.geometry = module.geometry if isinstance(module, ServedConv2d) else None
+        weight = module.dense() if isinstance(module, ServedConv2d) else module.weight.values()
+        self.register_buffer("weight", weight.contiguous())
+        self.register_buffer("bias", module._bias())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In fp32."""
+        weight, bias = self.get_buffer("weight"), self._buffers["bias"]
+        if self.geometry is None:
+            return F.linear(x, weight, bias)
+        others = (self.geometry["stride"], self.geometry["padding"], self.geometry["dilation"])
+        return F.conv2d(x, weight, bias, *others)
+
+
+class _Embedding(nn.Module):
+    """Rows of int8 and their scales, or of fp32."""
+
+    def __init__(self, module: ServedEmbedding) -> None:
+        super().__init__()
+        weight = module.weight
+        codes = weight.codes() if isinstance(weight, Int8) else weight.values()
+        scales = weight.get_buffer("scales")[: weight.n].clone() if isinstance(weight, Int8) else torch.ones(weight.n)
+        self.register_buffer("codes", codes.contiguous())
+        self.register_buffer("scales", scales)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """The rows asked for, in fp32."""
+        return self.get_buffer("codes")[indices].float() * self.get_buffer("scales")[indices][..., None]

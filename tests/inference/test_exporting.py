@@ -1,0 +1,69 @@
+"""ONNX files of served models: onnxruntime gives the same answers, and what cannot be exported is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowp
+from lowp.errors import InvalidInput
+from lowp.inference import export_onnx
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's exporter warns of itself
+
+
+class Network(nn.Module):
+    """An embedding, a convolution and linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.convolution = nn.Conv2d(1, 8, 3, padding=1, stride=2)
+        self.head = nn.Linear(8 * 4 * 8, 10)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """Of indices [N, 8]."""
+        return self.head(self.convolution(self.embedding(indices)[:, None]).relu().flatten(1))  # type: ignore[no-any-return]
+
+
+def test_onnxruntime_gives_the_answers_of_the_int8_model_at_any_batch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    indices = torch.randint(0, 20, (16, 8))
+    served = lowp.quantize_model(Network().eval(), "int8", [indices])
+    export_onnx(served, (indices,), tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for size in (16, 3):
+        found = session.run(None, {session.get_inputs()[0].name: indices[:size].numpy()})[0]
+        torch.testing.assert_close(torch.from_numpy(found), served(indices[:size]), rtol=1e-4, atol=1e-4)
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    kinds = Counter(node.op_type for node in graph.node)
+    assert (kinds["QuantizeLinear"], kinds["DequantizeLinear"]) == (2, 4)
+    int8 = {one.name for one in graph.initializer if one.data_type == onnx.TensorProto.INT8}
+    assert {"embedding.codes", "convolution.codes", "head.codes"} <= int8
+
+
+def test_layers_of_other_formats_are_exported_in_fp32(tmp_path: Path) -> None:
+    x = torch.randn(4, 32)
+    served = lowp.quantize_model(nn.Sequential(nn.Linear(32, 8)), "int4")
+    export_onnx(served, (x,), tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(found), served(x), rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_exported_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    path, x = tmp_path / "model.onnx", torch.randn(2, 4)
+    with pytest.raises(InvalidInput, match=r"layer 0 has no range for its input.*calibration_data"):
+        export_onnx(lowp.quantize_model(nn.Sequential(nn.Linear(4, 4)), "int8"), (x,), path)
+    with pytest.raises(InvalidInput, match="has no served layer"):
+        export_onnx(nn.Linear(4, 4), (x,), path)
+    with pytest.raises(InvalidInput, match="there is no folder"):
+        export_onnx(nn.Linear(4, 4), (x,), tmp_path / "none" / "model.onnx")
+    assert not path.exists()
