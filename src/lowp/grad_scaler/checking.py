@@ -198,10 +198,12 @@ class Checks(ScalerState):
 
     def _exponents_of_all(self, device: torch.device) -> torch.Tensor | None:
         """Return this step's exponents, if the scale follows them: of all ranks, so that they go on agreeing."""
-        if not isinstance(self._scaling, AdaptiveLossScale) or not self._samples_now():
+        alone = self._told is not None and not self._agreed_with  # ranks may profile different steps
+        if not isinstance(self._scaling, AdaptiveLossScale) or not (self._samples_now() or alone):
             return None
-        nothing = torch.zeros(256, dtype=torch.int64, device=device)
-        counts = nothing if self._exponents is None else self._exponents.clone()
+        counts = torch.zeros(256, dtype=torch.int64, device=device)
+        for seen in (self._exponents, self._told):
+            counts = counts if seen is None else counts + seen.to(device)
         for group in self._agreed_with:
             distributed.sum_over_(counts, group)
         return counts

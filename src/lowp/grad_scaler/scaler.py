@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
-from lowp.errors import Misuse
+from lowp.errors import InvalidInput, Misuse
 from lowp.grad_scaler import gradients as grads
 from lowp.grad_scaler.checking import Checks, Optimizer, combined, starts_momentum, steps_by_itself
 from lowp.grad_scaler.options import Options
@@ -220,7 +220,7 @@ class GradScaler(Checks):
         self._per_optimizer_states = defaultdict(new_stage)
         self._losses = []
         self._scaled_since_update = False
-        self._exponents = None
+        self._exponents = self._told = None
         self._steps += 1
         self._provenance.names.learned()
         if self._skipped_at_floor:
@@ -228,6 +228,20 @@ class GradScaler(Checks):
             self._skipped_at_floor = []
         if found and self._guard.too_many(state.stuck):
             self._raise_stuck()
+
+    def add_exponents(self, counts: torch.Tensor) -> None:
+        """Let further gradients of this step decide with those of the parameters how the scale moves at `update`.
+
+        `counts`: int64 [256], finite nonzero SCALED gradients by biased fp32 exponent, such as activations have and
+        a profile has seen. Without effect unless the scale follows underflow (`target_underflow`).
+        """
+        if not isinstance(counts, torch.Tensor) or counts.shape != (256,):
+            raise InvalidInput(
+                "add_exponents takes a count for each of the 256 exponents of fp32, an int64 tensor [256]"
+            )
+        if self._enabled:
+            counts = counts.to(self._device, torch.int64)
+            self._told = counts if self._told is None else self._told + counts
 
     def _manual_scale(self, new_scale: float | torch.Tensor) -> float:
         if isinstance(new_scale, torch.Tensor):

@@ -30,6 +30,7 @@ _NOT_PICKLED = (
     "_agreed_with",
     "_skipped_at_floor",
     "_exponents",
+    "_told",
     "_underflow",
     "_provenance",
     "_guard",
@@ -84,6 +85,7 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
         self._losses: list[torch.Tensor] = []
         self._skipped_at_floor: list[bool] = []  # of the optimizers for which it was read
         self._exponents: torch.Tensor | None = None
+        self._told: torch.Tensor | None = None  # exponents of other gradients, by add_exponents
         self._underflow: torch.Tensor | None = None
         self._provenance = Provenance()
         self._guard = StepGuard(self._patience)

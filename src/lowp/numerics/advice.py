@@ -120,13 +120,17 @@ def modules_of_contractions(record: Record) -> dict[str, list[Key]]:
 
 
 def _gradients(record: Record) -> Iterable[tuple[Key, Spectrum]]:
-    """The gradients that are in the format: those of outputs that 16 bits reach, and of parameters."""
-    sixteen = ("contraction", "norm", "softmax")
+    """The gradients that are in 16 bits: those of outputs that 16 bits reach, and of the parameters of products."""
+    products = {
+        name for seen in record.ops.values() if seen.op_class == "contraction" for name in seen.parameters.values()
+    }
     for key, seen in record.tensors.items():
         if key.role == "weight_grad":
-            yield key, seen
-        elif key.role == "grad" and (op := record.ops.get((key.module, key.op))) and op.op_class in sixteen:
-            yield key, seen
+            if ".".join(filter(None, (key.module, key.op))) in products:
+                yield key, seen
+        elif key.role == "grad" and (op := record.ops.get((key.module, key.op))):
+            if op.op_class != "wide":
+                yield key, seen
 
 
 def window_of(record: Record) -> tuple[Window, dict[str, str]]:

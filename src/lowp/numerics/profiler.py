@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 import sys
 import time
@@ -12,13 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowp import distributed
-from lowp.errors import Misuse
+from lowp.errors import InvalidInput, Misuse
+from lowp.grad_scaler import GradScaler
+from lowp.numerics.advice import window_of
 from lowp.numerics.divergence import Diagnosis, Moment
 from lowp.numerics.modes import Paths, depth, in_backward, put_on, take_off, unwrapped
 from lowp.numerics.record import Journal, Part, Record, StepSeen
@@ -274,7 +279,27 @@ class Profiler:
                 if seen.largest_gradient is not None and not seen.largest_gradient < float("inf"):
                     self._diagnose("gradients")
             if self._watch is not None:
+                self._feed(self._watch.exponents())
                 self._watch.before_step(parameters)
+
+    def _feed(self, counts: NDArray[np.int64]) -> None:
+        """Tell a scaler of lowp's of the gradients of activations, which underflow as those of weights do."""
+        if hasattr(self._scaler, "add_exponents"):
+            power = round(math.log2(self._scale()))
+            scaled = np.zeros(256, np.int64)
+            places = np.flatnonzero(counts)
+            np.add.at(scaled, np.clip(places + power, 0, 254), counts[places])
+            self._scaler.add_exponents(torch.from_numpy(scaled))
+
+    def grad_scaler(self, device: str | None = None, target_underflow: float = 1e-3) -> GradScaler:
+        """A scaler that begins where this profile says and grows when more than this share of gradients is lost.
+
+        Raises InvalidInput for an empty profile, or one in which no loss scale fits all layers.
+        """
+        window, outside = window_of(self.record.require_content())
+        if window.is_empty:
+            raise InvalidInput(f"no loss scale fits fp16 here: {outside}")
+        return GradScaler(device, init_scale=2.0**window.recommended, target_underflow=target_underflow)
 
     def _can_afford_guard(self) -> bool:
         """Whether this step is guarded, or rests where guarding every step would cost more than half of the budget."""

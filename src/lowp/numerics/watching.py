@@ -8,9 +8,12 @@ optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -34,7 +37,7 @@ from lowp.region import entries
 
 __all__ = ["Watch", "parameter_key"]
 
-_READ = ("contraction", "norm", "softmax", "wide")  # classes whose inputs and incoming gradients are looked at
+_READ = ("contraction", "norm", "softmax", "wide")  # classes whose inputs are looked at
 _PROBES = 4
 
 
@@ -52,6 +55,8 @@ class Watch(TorchFunctionMode):
         self.step, self.part = step, Part()
         self._paths, self._scale = paths, scale
         self._names = {id(one): name for name, one in model.named_parameters()}
+        self._parameters = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        self._weight_gradients: dict[str, tuple[Spectrum, Print]] = {}
         self._gradients: dict[int, tuple[Key, Spectrum, Print]] = {}
         self._hooked = 0
         self._computed_again: nn.Module | None = None
@@ -67,6 +72,16 @@ class Watch(TorchFunctionMode):
     def follow(self) -> None:
         """Follow the modules that are called from now on."""
         self._ends.append(self._paths.follow(self._entered, self._left))
+        for name, parameter in self._parameters:
+            handle = parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
+            self._ends.append(handle.remove)
+
+    def _accumulated(self, name: str, parameter: Tensor) -> None:
+        """Look at a gradient as backward leaves it: before it is clipped, which formats do not see."""
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_sparse:
+            key, scale = parameter_key(name, "weight_grad", "backward"), self._scale()
+            self._weight_gradients[name] = (Spectrum.of(local(gradient), scale), print_of(key, local(gradient), scale))
 
     def _entered(self, module: nn.Module) -> None:
         if in_backward() and not is_on(self):  # a checkpoint computes again, where no mode is in force
@@ -102,7 +117,7 @@ class Watch(TorchFunctionMode):
     def observed(self, seen: Observation) -> None:
         """Count a tensor that a region of lowp's tells of: it knows the ops as the user called them."""
         reads = seen.op_class in _READ
-        if seen.phase == "backward" and seen.role == "grad" and reads:
+        if seen.phase == "backward" and seen.role == "grad" and (seen.tensor.ndim or reads):
             key, scale = Key(seen.path, seen.op, "grad", "backward"), self._scale()
             self._told.append((key, Spectrum.of(seen.tensor, scale), print_of(key, seen.tensor, scale)))
         if seen.phase != "forward" or in_backward():
@@ -136,9 +151,9 @@ class Watch(TorchFunctionMode):
             for one in outputs:
                 seen.dtypes["output"] = str(one.dtype).removeprefix("torch.")
                 self._count(Key(module, op, "output", "forward"), one)
-        if reads and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             for one in outputs:
-                if one.requires_grad and one.grad_fn is not None:
+                if one.requires_grad and one.grad_fn is not None and (one.ndim or reads):
                     self._await_gradient(Key(module, op, "grad", "backward"), one)
 
     def _op(self, module: str, op: str, op_class: str, operands: str) -> OpSeen:
@@ -180,16 +195,16 @@ class Watch(TorchFunctionMode):
         output.register_hook(arrived)  # type: ignore[no-untyped-call]
 
     # -- the optimizer's step -----------------------------------------------------------------------------------------
-    def before_step(self, parameters: Iterable[tuple[str, nn.Parameter]], scale: float = 1.0) -> None:
-        """Look at weights and their gradients, which are those that the optimizer reads."""
+    def before_step(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Look at weights, and at gradients that no backward pass has left."""
         for name, parameter in parameters:
             if name in self._weights:
                 continue
             weight = local(parameter.detach())
             self._count(parameter_key(name, "weight", "step"), weight)
             self._weights[name] = weight.clone()
-            if parameter.grad is not None and not parameter.grad.is_sparse:
-                self._count(parameter_key(name, "weight_grad", "backward"), local(parameter.grad) / scale)
+            if name not in self._weight_gradients and parameter.grad is not None and not parameter.grad.is_sparse:
+                self._count(parameter_key(name, "weight_grad", "backward"), local(parameter.grad))
 
     def after_step(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Look at what the step has changed."""
@@ -204,6 +219,13 @@ class Watch(TorchFunctionMode):
             seen = Updates.of(before, update, gradient)
             self.part.updates[name] = self.part.updates[name] + seen if name in self.part.updates else seen
 
+    def exponents(self) -> NDArray[np.int64]:
+        """How many gradients of activations of this step are in each octave, without the loss scale."""
+        counts = np.zeros(256, np.int64)
+        for _, seen, _ in (*self._gradients.values(), *self._told):
+            counts += seen.octaves
+        return counts
+
     def stop(self) -> None:
         """Stop looking at ops; the step of the optimizer is still to come."""
         for end in self._ends:
@@ -213,12 +235,16 @@ class Watch(TorchFunctionMode):
     def finish(self) -> Part:
         """Count the gradients that have arrived and return all that was seen."""
         self.stop()
-        for key, seen, print_ in (*self._gradients.values(), *self._told):
+        left = [
+            (parameter_key(name, "weight_grad", "backward"), *seen) for name, seen in self._weight_gradients.items()
+        ]
+        for key, seen, print_ in (*self._gradients.values(), *self._told, *left):
             tensors = self.part.tensors
             tensors[key] = tensors[key] + seen if key in tensors else seen
             self._prints.append(print_)
         self._gradients.clear()
         self._told.clear()
+        self._weight_gradients.clear()
         self.part.prints[self.step] = self._prints
         return self.part
 

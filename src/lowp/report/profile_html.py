@@ -325,6 +325,6 @@ def _method(record: Record) -> str:
         ("precision of the run", header.get("precision", "")),
         ("device, torch, lowp", f"{header.get('device')}, {header.get('torch')}, {header.get('lowp')}"),
         ("started", header.get("started", "")),
-        ("not observed", "gradients of element-wise ops, optimizer state, steps that were not sampled"),
+        ("not observed", "optimizer state, steps that were not sampled"),
     ]
     return f'<section id="method"><h2>Method</h2>{_table("How this was seen", ("what", ""), rows)}</section>'
