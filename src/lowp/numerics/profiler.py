@@ -284,12 +284,13 @@ class Profiler:
 
     def _feed(self, counts: NDArray[np.int64]) -> None:
         """Tell a scaler of lowp's of the gradients of activations, which underflow as those of weights do."""
-        if hasattr(self._scaler, "add_exponents"):
+        feed = getattr(self._scaler, "add_exponents", None)
+        if feed is not None:
             power = round(math.log2(self._scale()))
             scaled = np.zeros(256, np.int64)
             places = np.flatnonzero(counts)
             np.add.at(scaled, np.clip(places + power, 0, 254), counts[places])
-            self._scaler.add_exponents(torch.from_numpy(scaled))
+            feed(torch.from_numpy(scaled))
 
     def grad_scaler(self, device: str | None = None, target_underflow: float = 1e-3) -> GradScaler:
         """A scaler that begins where this profile says and grows when more than this share of gradients is lost.

@@ -73,8 +73,8 @@ class Watch(TorchFunctionMode):
         """Follow the modules that are called from now on."""
         self._ends.append(self._paths.follow(self._entered, self._left))
         for name, parameter in self._parameters:
-            handle = parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
-            self._ends.append(handle.remove)
+            listen: Any = parameter.register_post_accumulate_grad_hook
+            self._ends.append(listen(partial(self._accumulated, name)).remove)
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         """Look at a gradient as backward leaves it: before it is clipped, which formats do not see."""
