@@ -99,8 +99,9 @@ def exact_exponent(x: Tensor, cast: Cast) -> int | None:
         exponent = current_exponent(x, plain)
         if exponent is None:
             return None
-        payload = to_mantissas(x, plain, exponent).payload
-        return exponent if torch.equal(values(payload, exponent).to(x.dtype), x) else None
+        found = to_mantissas(x, plain, exponent)
+        same = found.largest <= 32767 and torch.equal(values(found.payload, exponent).to(x.dtype), x)
+        return exponent if same else None
     maximum, lowest = cpu_mantissas.grid(x, lowest=True)
     exponent = exponent_of(maximum, plain)
     if exponent is None or lowest is None:

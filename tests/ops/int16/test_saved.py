@@ -217,6 +217,7 @@ def test_a_tensor_with_the_lowest_mantissa_is_known_by_it() -> None:
         assert torch.equal(found.payload.float() * 2.0**found.exponent, one)
 
 
+@pytest.mark.skipif(cpu.library() is None, reason="without the library each contraction rounds for itself")
 def test_what_two_contractions_read_is_rounded_once_for_both() -> None:
     saved: list[Tensor] = []
     w, v = (torch.randn(5, 7, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(2))
