@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from lowp.exponents.entries import Flush, scaling_of
+from lowp.exponents.classes import CLASSES, Summary, class_of
 from lowp.exponents.places import PlaceSite, Spots, Trail
-from lowp.exponents.shared import CLASSES, SharedExponents, Summary, class_of
+from lowp.exponents.shared import SharedExponents
+from lowp.exponents.table import Flush, scaling_of
 
 __all__ = [
     "CLASSES",

@@ -17,12 +17,12 @@ from torch import Tensor
 from lowp import distributed
 from lowp.casts import Cast
 from lowp.errors import Misuse
-from lowp.exponents.entries import Entries
+from lowp.exponents.table import ExponentTable
 
 __all__ = ["AgreedPlaces"]
 
-Groups = Mapping[Cast, Entries]
-Make = Callable[[Cast, torch.device], Entries]
+Groups = Mapping[Cast, ExponentTable]
+Make = Callable[[Cast, torch.device], ExponentTable]
 
 
 class AgreedPlaces:
@@ -44,7 +44,7 @@ class AgreedPlaces:
         return bool(vector[0])
 
     def agree(self, groups: Groups, make: Make, ranks: distributed.Group) -> dict[Cast, Tensor]:
-        """Return what all ranks have seen in this step, by cast, a column an entry as `Entries.columns` has them.
+        """Return what all ranks have seen in this step, by cast, a column an entry as `ExponentTable.columns` has them.
 
         `make` makes the entries of a cast that only other ranks have used so far, on a device.
         """
@@ -110,7 +110,7 @@ class AgreedPlaces:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
     @staticmethod
-    def _in_order(group: Entries, names: list[str], parts: list[Tensor]) -> Tensor:
+    def _in_order(group: ExponentTable, names: list[str], parts: list[Tensor]) -> Tensor:
         """Return the columns of agreed places in the order of a rank's own entries."""
         agreed = torch.cat(parts, dim=1)
         own = torch.empty_like(agreed)

@@ -11,9 +11,7 @@ Source: Koester et al. 2017, arXiv 1711.02213, section 3.3 and algorithms 1 and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,88 +20,24 @@ from torch import Tensor
 from lowp import casts, distributed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
-from lowp.exponents.entries import COUNTS, Entries, Flush
+from lowp.exponents.classes import CLASSES, Summary, class_of, features_axis, is_of_optimizer, is_result
 from lowp.exponents.places import Passes, PlaceSite, Spots, Tell
 from lowp.exponents.ranks import AgreedPlaces
+from lowp.exponents.table import COUNTS, ExponentTable, Flush
 from lowp.kernels import payloads, words
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, exact_mantissas, has_integer_kernels
 
-__all__ = ["CLASSES", "SharedExponents", "Summary", "class_of"]
+__all__ = ["SharedExponents"]
 
 _VERSION = 1
-CLASSES = ("weights", "activations", "activation gradients", "weight gradients", "updates", "optimizer state")
-_CLASS_OF_ROLE = {
-    "weight": "weights",
-    "buffer": "activations",
-    "update": "updates",
-    "gradient": "weight gradients",
-    "weight gradient": "weight gradients",
-    "bias gradient": "weight gradients",
-    "output": "activations",
-}
-
-
-def class_of(place: str) -> str:
-    """The class of tensors that a place belongs to: weights, activations, updates ..."""
-    role = place.partition(" of ")[0].rstrip(" 0123456789")
-    if role in _CLASS_OF_ROLE:
-        return _CLASS_OF_ROLE[role]
-    return "activation gradients" if role.endswith("gradient") else "optimizer state"
-
-
-def _is_of_optimizer(place: str) -> bool:
-    """Whether a moment is written, which divides or is divided: one of many features always takes both words."""
-    return class_of(place) == "optimizer state"
-
-
-def features_axis(place: str, x: Tensor) -> int | None:
-    """The axis along which a gradient or a tensor of the optimizer has enough features that one word may lose some.
-
-    Of parameters the first; of activations the longest but the first, which is that of examples.
-    """
-    if x.dim() == 0 or max(x.shape) < words.FEATURES:
-        return None
-    kind = class_of(place)
-    if kind in ("weight gradients", "optimizer state"):
-        axis = 0
-    elif kind == "activation gradients" and x.dim() > 1:
-        axis = max(range(1, x.dim()), key=lambda one: x.shape[one])
-    else:
-        return None
-    return axis if x.shape[axis] >= words.FEATURES else None
-
-
-def _is_result(place: str) -> bool:
-    """Whether a place is one of results of the forward pass."""
-    return place.startswith("output of ")
-
-
-@dataclass
-class Summary:
-    """Sums over writes; `raises_needed`: maxima that the exponent of the write before could not have held."""
-
-    places: int = 0
-    writes: int = 0
-    saturated: int = 0
-    moved: int = 0
-    nonfinite: int = 0
-    raises_needed: int = 0
-    raises_in_time: int = 0
-    measured: int = 0
-    headroom_sum: float = 0.0
-
-    @property
-    def headroom_bits(self) -> float:
-        """The mean of log2(32768 / Γ) over the writes that were not all zero."""
-        return self.headroom_sum / self.measured if self.measured else math.nan
 
 
 class SharedExponents:
     """The exponents of all places of a training run: `write` uses them, `flush` moves them, `summary` tells of them."""
 
     def __init__(self) -> None:
-        self._groups: dict[Cast, Entries] = {}
+        self._groups: dict[Cast, ExponentTable] = {}
         self._passes = Passes()
         self._faults: list[str] = []
         self._watchers: list[Callable[[Flush], object]] = []
@@ -125,7 +59,7 @@ class SharedExponents:
         if not training:
             return group.write_apart(x, place)
         index = self._begun(group, place)
-        result, nonfinite = group.write(x, index, _is_result(place))
+        result, nonfinite = group.write(x, index, is_result(place))
         result = self._with_low_word(group, x, result, place)
         if not isinstance(nonfinite, Tensor) and nonfinite and place not in self._faults:
             self._faults.append(place)
@@ -134,7 +68,7 @@ class SharedExponents:
         return result
 
     @staticmethod
-    def _with_low_word(group: Entries, x: Tensor, high: Tensor, place: str) -> Tensor:
+    def _with_low_word(group: ExponentTable, x: Tensor, high: Tensor, place: str) -> Tensor:
         """Return what was written of x at a place, with its second word where one would lose features of a gradient."""
         axis = features_axis(place, x)
         if axis is None:
@@ -142,7 +76,7 @@ class SharedExponents:
         if not words.has_low_word(group.cast):
             words.warn_of_loss(x, high, group.cast, f"the {place}", axis)
             return high
-        low = group.low_word(x, high, group.names[place], None if _is_of_optimizer(place) else axis)
+        low = group.low_word(x, high, group.names[place], None if is_of_optimizer(place) else axis)
         return high if low is None else low.add_(high)
 
     def exponent_of_sum(self, cast: Cast, place: str) -> int | None:
@@ -171,7 +105,7 @@ class SharedExponents:
         if (
             axis is not None
             and words.has_low_word(cast)
-            and (_is_of_optimizer(place) or group.is_coarse(x, index, axis))
+            and (is_of_optimizer(place) or group.is_coarse(x, index, axis))
         ):
             x.copy_(self.write(x, cast, place))
             return
@@ -202,13 +136,13 @@ class SharedExponents:
             return None
         return exact_mantissas(x, cast, group.exponents[group.names[place]])
 
-    def _group(self, cast: Cast, device: torch.device) -> Entries:
+    def _group(self, cast: Cast, device: torch.device) -> ExponentTable:
         group = self._groups.get(cast)
         if group is None:
-            group = self._groups[cast] = Entries(cast, device)
+            group = self._groups[cast] = ExponentTable(cast, device)
         return group
 
-    def _begun(self, group: Entries, place: str) -> int:
+    def _begun(self, group: ExponentTable, place: str) -> int:
         """The entry of a place, ready for a write of training."""
         index = group.index(place)
         if index in group.pending and not distributed.has_other_ranks():
@@ -263,7 +197,7 @@ class SharedExponents:
             self._flush(group, agreed.get(cast))
         self._faults = []
 
-    def _flush(self, group: Entries, agreed: Tensor | None = None) -> None:
+    def _flush(self, group: ExponentTable, agreed: Tensor | None = None) -> None:
         done = group.flush(agreed)
         if done is not None:
             for watcher in self._watchers:
@@ -288,7 +222,7 @@ class SharedExponents:
             for index, seen in group.pending.items():
                 if isinstance(seen.nonfinite, Tensor) and bool(seen.nonfinite):
                     found.append(names[index])
-        return [] if all(_is_result(place) for place in found) else found
+        return [] if all(is_result(place) for place in found) else found
 
     def beyond(self) -> list[str]:
         """The places where numbers were cut off in this step that no exponent of the format holds.
@@ -328,7 +262,7 @@ class SharedExponents:
         return {name: one for name, one in found.items() if one.places or name == "all"}
 
     @staticmethod
-    def _add(found: dict[str, Summary], group: Entries) -> None:
+    def _add(found: dict[str, Summary], group: ExponentTable) -> None:
         state = group.state
         counted = {name: getattr(state, name).tolist() for name in ("writes", "saturated", "moved", "nonfinite")}
         counted |= {name: group.counts[name].tolist() for name in COUNTS}
@@ -377,7 +311,7 @@ class SharedExponents:
         groups = {}
         for saved in state["groups"]:
             cast = casts.parse(saved["cast"])
-            group = Entries(cast, torch.device(device))
+            group = ExponentTable(cast, torch.device(device))
             names, kept = list(saved["places"]), saved["state"]
             fields = type(group.state)._fields
             _check_whole(group, saved)
@@ -390,7 +324,7 @@ class SharedExponents:
         self._groups, self._faults, self._agreed = groups, [], AgreedPlaces(groups)
 
 
-def _check_whole(group: Entries, saved: Mapping[str, Any]) -> None:
+def _check_whole(group: ExponentTable, saved: Mapping[str, Any]) -> None:
     """Raise InvalidInput unless saved entries have names, and tensors of the sizes and types that this group keeps."""
     names, wanted = saved["places"], group.state._asdict()
     parts = [(saved["state"], wanted), (saved["counts"], group.counts), ({"": saved["before"]}, {"": group.before})]

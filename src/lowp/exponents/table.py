@@ -27,7 +27,7 @@ from lowp.kernels.mantissas import (
 )
 from lowp.scaling import Autoflex, AutoflexState, Reactive, Written
 
-__all__ = ["COUNTS", "Entries", "Flush", "current", "scaling_of"]
+__all__ = ["COUNTS", "ExponentTable", "Flush", "current", "scaling_of"]
 
 
 def scaling_of(cast: Cast) -> Autoflex | Reactive:
@@ -62,7 +62,7 @@ _LOWEST = -1000  # below every exponent
 COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
 
 
-class Entries:
+class ExponentTable:
     """The entries of one cast."""
 
     def __init__(self, cast: Cast, device: torch.device) -> None:
