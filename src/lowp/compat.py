@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -87,6 +88,25 @@ def remembered(function: _OneKey) -> _OneKey:
         return kept[key]
 
     return cast(_OneKey, look_up)
+
+
+def uncompiled(function: _Function) -> _Function:
+    """Return the function, which torch.compile leaves as plain Python, with all that it calls: a graph ends before it.
+
+    The mark of torch.compiler.disable, without what that loads where nothing is compiled.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (_disabled(function) if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return cast(_Function, run)
+
+
+@remembered
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    found: Callable[..., Any] = torch.compiler.disable(function)
+    return found
 
 
 def gradients_of(

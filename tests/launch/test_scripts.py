@@ -77,7 +77,8 @@ def test_a_script_trains_as_in_fp32_and_prints_unscaled_numbers(
     ran = run_in(precision, name, tmp_path, *options)
     assert ran.returncode == 0, ran.stderr
     expected = numbers(plain(name))
-    assert numbers(ran.stdout) == pytest.approx(expected, rel=0.15, abs=0.03)
+    # a few steps, in the first of which flex16+5 finds its exponents
+    assert numbers(ran.stdout) == pytest.approx(expected, rel=0.25 if precision == "flex16+5" else 0.15, abs=0.03)
     assert ran.stdout != plain(name)  # it did compute in the precision
     said = [line for line in ran.stderr.splitlines() if line.startswith("lowp")]
     assert len(said) == 1, ran.stderr

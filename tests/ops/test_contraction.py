@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowp.ops.call import Call
 from lowp.ops.contraction import chain, linear
 from lowp.policy import Rule
+from lowp.region import autocast
 
 
 def leaves(tensors: list[Tensor]) -> list[Tensor]:
@@ -174,6 +175,33 @@ def test_what_torch_refuses_is_refused_in_its_words(name: str) -> None:
     with pytest.raises(type(plain.value)) as found:
         under(sixteen_bit("bf16"), function, *args, **kwargs)
     assert str(found.value).split("\n")[0] == str(plain.value).split("\n")[0]
+
+
+IMPOSSIBLE: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "a longer kernel": (F.conv1d, (1, 1, 2), (1, 1, 3), {}),
+    "a larger kernel": (F.conv2d, (1, 1, 1, 4), (1, 1, 5, 3), {"padding": 1}),
+    "a spread kernel": (F.conv2d, (1, 1, 4, 4), (1, 1, 3, 3), {"dilation": 2, "padding": "valid"}),
+    "no input": (F.conv2d, (1, 1, 0, 4), (1, 1, 3, 3), {}),
+    "no kernel": (F.conv2d, (1, 1, 4, 4), (1, 1, 0, 3), {}),
+    "no stride": (F.conv2d, (1, 1, 4, 4), (1, 1, 3, 3), {"stride": 0}),
+    "no dilation": (F.conv2d, (1, 1, 4, 4), (1, 1, 3, 3), {"dilation": 0}),
+    "negative padding": (F.conv2d, (1, 1, 4, 4), (1, 1, 3, 3), {"padding": -1}),
+    "other channels": (F.conv2d, (1, 2, 4, 4), (1, 1, 3, 3), {}),
+    "channels that groups do not divide": (F.conv2d, (1, 2, 4, 4), (3, 1, 3, 3), {"groups": 2}),
+    "another bias": (F.conv2d, (1, 1, 4, 4), (1, 1, 3, 3), {"bias": torch.zeros(2)}),
+    "a transposed output below zero": (F.conv_transpose2d, (1, 1, 1, 1), (1, 1, 1, 1), {"padding": 1}),
+}
+
+
+@pytest.mark.parametrize("precision", ["dfp16", "flex16+5"])
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_impossible_convolution_of_integers_is_refused_in_torch_s_words(name: str, precision: str) -> None:
+    function, x, weight, options = IMPOSSIBLE[name]
+    with pytest.raises(RuntimeError) as plain:
+        function(torch.randn(x), torch.randn(weight), **options)
+    with pytest.raises(RuntimeError) as found, autocast(precision):
+        function(torch.randn(x), torch.randn(weight), **options)
+    assert str(found.value) == str(plain.value)
 
 
 def test_a_parameter_that_stands_first_is_the_weight() -> None:

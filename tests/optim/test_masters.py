@@ -33,6 +33,25 @@ def _gradients(model: nn.Module, step: int, dtype: torch.dtype) -> None:
         parameter.grad = gradient.to(parameter.dtype)
 
 
+COMPILED: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    kind: lambda params, kind=kind: MasterWeights(OPTIMIZERS["adamw"](params), kind=kind, seed=1)
+    for kind in ("fp32", "split", "stochastic", "none")
+} | {"lowp's own": lambda params: SGD(params, lr=0.1, momentum=0.9, storage="bf16", split=True)}
+
+
+@pytest.mark.parametrize("kind", COMPILED)
+def test_a_step_that_is_compiled_is_the_step(kind: str) -> None:
+    plain, compiled = _model(), _model()
+    optimizers = COMPILED[kind](plain.parameters()), COMPILED[kind](compiled.parameters())
+    step = torch.compile(optimizers[1].step, backend="eager")
+    for number in range(3):
+        for model in (plain, compiled):
+            _gradients(model, number, torch.float32)
+        optimizers[0].step()
+        step()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), compiled.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("kind", ["fp32", "split"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_masters_follow_the_optimizer_on_fp32_parameters_bit_for_bit(name: str, kind: str) -> None:

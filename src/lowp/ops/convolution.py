@@ -46,6 +46,23 @@ class Convolution(Form):
         into, out_of = (0, 1) if self.transposed else (1, 0)
         return {OUTPUT: (1, into), FIRST: (out_of, 1), SECOND: (-1, -1)}
 
+    @property
+    def channels(self) -> int:
+        """How many channels the result has."""
+        return self.second[1] * self.groups if self.transposed else self.second[0]
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is such a convolution: where there is none, torch says why in its own words."""
+        if min(*self.stride, *self.dilation) < 1 or min(self.padding) < 0:
+            return False
+        if self.transposed:
+            return self.first[1] == self.second[0] and min(self._transposed_output(self.first)[2:]) >= 1
+        reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.second[2:], strict=True)]
+        fits = all(x + 2 * p >= r for x, p, r in zip(self.first[2:], self.padding, reach, strict=True))
+        grouped = self.first[1] == self.second[1] * self.groups and self.second[0] % self.groups == 0
+        return fits and grouped and min(self.second[2:]) >= 1
+
     def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         settings = (self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups)
         if slot == OUTPUT:
@@ -221,7 +238,9 @@ def _convolve(
     require(x.dim() in (weight.dim() - 1, weight.dim()) and settings[-1] >= 1)
     single = x.dim() == weight.dim() - 1
     x = x.unsqueeze(0) if single else x
-    result = contract(Convolution(tuple(x.shape), tuple(weight.shape), *settings), call, x, weight, bias)
+    form = Convolution(tuple(x.shape), tuple(weight.shape), *settings)
+    require(form.is_possible and (bias is None or tuple(bias.shape) == (form.channels,)))
+    result = contract(form, call, x, weight, bias)
     return result.squeeze(0) if single else result
 
 

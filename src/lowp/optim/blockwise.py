@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lowp import casts, kernels
 from lowp.casts import Cast
+from lowp.compat import uncompiled
 from lowp.errors import InvalidInput
 from lowp.ops.observing import tell_of_weight
 from lowp.optim.model_state import Attachment, StoredModel, attach, own
@@ -85,6 +86,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         own(self, self.param_groups[-1]["params"])
 
     # -- a step ---------------------------------------------------------------------------------------------------
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on the gradients at hand, in the storage format or in fp32; returns the closure's loss, if any."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.casts import Cast
+from lowp.compat import uncompiled
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
 from lowp.kernels.mantissas import Mantissas, values
@@ -101,6 +102,7 @@ class FlexWeights(torch.optim.Optimizer):
         """Drop (or zero) the gradients."""
         self.inner.zero_grad(set_to_none)
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the inner optimizer and write update, weights and state. Raises Misuse for a closure."""

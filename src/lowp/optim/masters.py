@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.casts import Cast
+from lowp.compat import uncompiled
 from lowp.errors import InvalidInput
 from lowp.ops.observing import tell_of_weight
 from lowp.optim.model_state import Attachment, StoredModel, attach, own
@@ -112,6 +113,7 @@ class MasterWeights(torch.optim.Optimizer):
         """Drop (or zero) the gradients of the model's parameters."""
         self.inner.zero_grad(set_to_none)
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the masters from the parameters' gradients and write them back, rounded to the storage format."""
         amp = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
