@@ -105,7 +105,7 @@ def uncompiled(function: _Function) -> _Function:
 
 @remembered
 def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    found: Callable[..., Any] = torch.compiler.disable(function)
+    found: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return found
 
 
