@@ -10,10 +10,10 @@ from fractions import Fraction
 from lowp.casts import Cast, Rounding
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput, UnknownName, unknown
-from lowp.explain.exact import Rounded, round_exact
+from lowp.explain.exact import AnyCast, Rounded, round_exact
 from lowp.explain.numbers import LENGTH_LIMIT, NAN, NUMBER, ZERO, Number, parse_number
 from lowp.explain.text import binary
-from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat
+from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 
 OPERATORS = {"+": "sum", "-": "difference", "*": "product", "/": "quotient"}
 _SPELLED = {"x": "*", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-"}
@@ -85,30 +85,22 @@ class Arithmetic:
 Operand = Number | Fraction | float | int | str
 
 
-def add(
-    left: Operand, right: Operand, cast: Cast | Format | str, result: Cast | Format | str | None = None
-) -> Arithmetic:
+def add(left: Operand, right: Operand, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
     """left + right: both rounded to the format first, then the exact sum rounded once (to `result`, where given)."""
     return evaluate("+", left, right, cast, result)
 
 
-def subtract(
-    left: Operand, right: Operand, cast: Cast | Format | str, result: Cast | Format | str | None = None
-) -> Arithmetic:
+def subtract(left: Operand, right: Operand, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
     """left - right, as `add`."""
     return evaluate("-", left, right, cast, result)
 
 
-def multiply(
-    left: Operand, right: Operand, cast: Cast | Format | str, result: Cast | Format | str | None = None
-) -> Arithmetic:
+def multiply(left: Operand, right: Operand, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
     """left * right, as `add`."""
     return evaluate("*", left, right, cast, result)
 
 
-def divide(
-    left: Operand, right: Operand, cast: Cast | Format | str, result: Cast | Format | str | None = None
-) -> Arithmetic:
+def divide(left: Operand, right: Operand, cast: AnyCast, result: AnyCast | None = None) -> Arithmetic:
     """left / right, as `add`."""
     return evaluate("/", left, right, cast, result)
 
@@ -117,8 +109,8 @@ def evaluate(
     operator: str,
     left: Operand,
     right: Operand,
-    cast: Cast | Format | str,
-    result: Cast | Format | str | None = None,
+    cast: AnyCast,
+    result: AnyCast | None = None,
     random: Fraction | None = None,
 ) -> Arithmetic:
     """One of + - * / on two numbers rounded to `cast`; specials as in IEEE 754-2019 section 6 and 7.

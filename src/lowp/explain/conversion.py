@@ -8,10 +8,10 @@ from fractions import Fraction
 from lowp.casts import Cast
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput
-from lowp.explain.exact import Outcome, Rounded, outcomes, round_exact
+from lowp.explain.exact import AnyCast, Outcome, Rounded, difference, outcomes, round_exact
 from lowp.explain.numbers import Number, parse_number
 from lowp.explain.text import floor_log2
-from lowp.formats import FloatFormat, Format, PowerOfTwo, ScaledFormat
+from lowp.formats import FloatFormat, PowerOfTwo, ScaledFormat
 from lowp.formats import parse as parse_format
 
 
@@ -68,9 +68,7 @@ class Conversion:
     @property
     def error(self) -> Fraction | None:
         """result - given, over all roundings; None where one of them is not finite."""
-        if not (self.given.is_finite and self.result.is_finite):
-            return None
-        return self.result.value - self.given.value
+        return difference(self.result, self.given)
 
     @property
     def error_ulp(self) -> Fraction | None:
@@ -93,9 +91,9 @@ class Conversion:
 
 def convert(
     value: Number | Fraction | float | int | str,
-    to: Cast | Format | str,
+    to: AnyCast,
     *,
-    via: Cast | Format | str | None = None,
+    via: AnyCast | None = None,
     source: FloatFormat | str | None = None,
     exponent: int | None = None,
     scale: Fraction | None = None,

@@ -47,6 +47,14 @@ class RoundingRule(TextEnum):
     SIGN = "sign"
 
 
+AnyCast = Cast | Format | str
+
+
+def difference(one: Number, other: Number) -> Fraction | None:
+    """one - other; None where one of them is not finite."""
+    return one.value - other.value if one.is_finite and other.is_finite else None
+
+
 @dataclass(frozen=True)
 class Rounded:
     """One rounding, with all that decided it.
@@ -97,9 +105,7 @@ class Rounded:
     @property
     def error(self) -> Fraction | None:
         """result - given; None where one of them is not finite."""
-        if not (self.given.is_finite and self.result.is_finite):
-            return None
-        return self.result.value - self.given.value
+        return difference(self.result, self.given)
 
     @property
     def error_ulp(self) -> Fraction | None:
@@ -125,9 +131,7 @@ class Rounded:
         return abs(self.error) / self.given.magnitude
 
 
-def round_exact(
-    value: Number | Fraction | float | int | str, cast: Cast | Format | str, random: Fraction | None = None
-) -> Rounded:
+def round_exact(value: Number | Fraction | float | int | str, cast: AnyCast, random: Fraction | None = None) -> Rounded:
     """Round one exact number: the definition.
 
     `random` in [0, 1) is the random number of a stochastic cast: away from zero where its first N bits, as a number,
@@ -289,7 +293,7 @@ class Outcome:
 
 
 def outcomes(
-    value: Number | Fraction | float | int | str, cast: Cast | Format | str, random: Fraction | None = None
+    value: Number | Fraction | float | int | str, cast: AnyCast, random: Fraction | None = None
 ) -> tuple[Outcome, ...]:
     """Every result a cast can give, the likelier first: one, or two for a stochastic cast without `random`."""
     number, cast = Number.of(value), parse_cast(cast)

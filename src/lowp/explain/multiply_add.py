@@ -16,7 +16,7 @@ from lowp.casts import Cast, Rounding
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.explain.arithmetic import exact_result
-from lowp.explain.exact import Rounded, round_exact
+from lowp.explain.exact import AnyCast, Rounded, round_exact
 from lowp.explain.numbers import ZERO, Number, parse_number
 from lowp.explain.text import floor_log2
 from lowp.formats import FloatFormat, Format
@@ -103,7 +103,7 @@ def fused_multiply_add(
     b: str | Matrix | None = None,
     c: str | Matrix | None = None,
     *,
-    operands: Cast | Format | str = "fp16",
+    operands: AnyCast = "fp16",
     accumulate: FloatFormat | str = "fp32",
     order: str = "tensor-core",
 ) -> MultiplyAdd:

@@ -8,10 +8,10 @@ from fractions import Fraction
 from lowp.casts import Cast, Rounding
 from lowp.casts import parse as parse_cast
 from lowp.errors import InvalidInput
-from lowp.explain.exact import Outcome, Rounded, outcomes, round_exact, share_away
+from lowp.explain.exact import AnyCast, Outcome, Rounded, outcomes, round_exact, share_away
 from lowp.explain.numbers import Number, parse_number
 from lowp.explain.text import floor_log2
-from lowp.formats import FloatFormat, Format
+from lowp.formats import FloatFormat
 from lowp.formats.text_enum import TextEnum
 
 STEPS_LIMIT = 100_000
@@ -128,7 +128,7 @@ def _bias(results: tuple[Outcome, ...], total: Fraction) -> Fraction | None:
 def weight_update(
     weight: Number | Fraction | float | int | str,
     gradient: Number | Fraction | float | int | str,
-    cast: Cast | Format | str,
+    cast: AnyCast,
     *,
     steps: int = 1,
     learning_rate: Fraction | None = None,
