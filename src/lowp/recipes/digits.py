@@ -51,7 +51,7 @@ DIGITS = classifier(
 
 DIGITS_HARD = classifier(
     name="digits-hard",
-    summary="the digits with a small learning rate, which fp16 weights without masters swallow",
+    summary="the digits with a small learning rate, whose updates fp16 weights without masters lose",
     source="Micikevicius et al. 2018, arXiv 1710.03740, section 3.1; data as for digits",
     data=DIGITS.data,
     sizes={
