@@ -112,6 +112,8 @@ def test_bytes_are_multiplied_by_signs_bit_by_bit(highest: int) -> None:
     sums = (a.payload[:, :75].double() - 31) @ torch.where(w < 0, -1.0, 1.0).double().t()
     wanted = sums.float() * b.scales + bias
     assert torch.equal(byte_products.multiply_signs(a, b, bias), wanted)
+    many = a._replace(payload=a.payload.repeat(5, 1))  # in another way
+    assert torch.equal(byte_products.multiply_signs(many, b, bias), wanted.repeat(5, 1))
     with kernels.use("reference"):
         assert torch.equal(byte_products.multiply_signs(a, b, bias), wanted)
 

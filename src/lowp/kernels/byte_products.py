@@ -232,9 +232,12 @@ def pack_nibbles(codes: Tensor, scales: Tensor, group: int, table: Tensor | None
 
 def nibble_values(w: Nibbles) -> Tensor:
     """The weights in fp32 [n, k]."""
-    codes = torch.stack((w.memory & 15, w.memory >> 4), -1).flatten(-2).transpose(2, 3).reshape(w.n, -1).long()
-    values = (codes - ((codes >> 3) << 4)).float() if w.table is None else w.table[codes]
-    return (values * w.scales.repeat_interleave(w.group, 1))[:, : w.k]
+    codes = torch.arange(16)
+    values = (codes - ((codes >> 3) << 4)).float() if w.table is None else w.table
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)  # of a byte, the low half first
+    unscaled = torch.nn.functional.embedding(w.memory.int(), pairs).flatten(-2)
+    grouped = unscaled.transpose(2, 3).reshape(w.n, -1, w.group) * w.scales[..., None]
+    return grouped.reshape(w.n, -1)[:, : w.k]
 
 
 def multiply_nibbles(x: Tensor, w: Nibbles, bias: Tensor | None = None, level: int | None = None) -> Tensor:
@@ -286,6 +289,10 @@ def multiply_signs(a: Bytes | Signs, b: Signs, bias: Tensor | None = None, level
         rows = a.payload.shape[0]
         if a.payload.shape[1] != _up(b.length, EIGHT):
             raise InvalidInput(f"bytes of depth {a.payload.shape[1]} do not fit rows of {b.length} signs")
+        if rows > 8 and b.length * a.highest < 1 << 24:  # every sum of these is exact in fp32, in any order
+            exact = (a.payload[:, : b.length].float() - a.zero) @ sign_values(b).t()
+            result = exact * (torch.tensor(a.scale) * b.scales)
+            return result if bias is None else result + bias.float()
         places = a.highest.bit_length()
         bits = a.payload[None, :, : b.length] >> torch.arange(places, dtype=torch.uint8)[:, None, None] & 1
         products = _counted(_words(bits.reshape(places * rows, -1) != 0), b, level).reshape(places, rows, -1)
