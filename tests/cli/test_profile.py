@@ -144,3 +144,9 @@ def test_arguments_behind_a_script_are_the_script_s() -> None:
 def test_a_finding_is_explained(lowp: Callable[..., Any]) -> None:
     assert "updates are lost" in lowp("explain", "N101").out
     assert "unknown finding 'N102'" in lowp("explain", "N102").err
+
+
+def test_what_a_precision_would_do_is_told(lowp: Callable[..., Any], digits: Path) -> None:
+    told = lowp("profile", str(digits), "--precision", "e2m1").out
+    assert "tensors are rounded" in told and "those that lose most:" in told and "0 linear" in told
+    assert "did you mean bf16" in lowp("profile", str(digits), "--precision", "bf61").err

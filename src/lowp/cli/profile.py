@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _VALUED = {
     "--out", "--html", "--policy", "--csv", "--tensorboard", "--max-overhead", "--steps", "--size", "--epochs",
-    "--batch", "--lr", "--seed", "--data", "--bits", "--cost", "--least-signal", "--device",
+    "--batch", "--lr", "--seed", "--data", "--bits", "--cost", "--least-signal", "--device", "--precision",
 }  # fmt: skip
 _STEPS = 100
 _VERIFIED = 40  # steps
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", metavar="FILE.csv", type=Path, help="write a line a tensor here")
     parser.add_argument("--tensorboard", metavar="DIR", type=Path, help="write histograms for TensorBoard here")
     parser.add_argument("--steps", type=int, default=_STEPS, help=f"steps of a recipe ({_STEPS})")
+    parser.add_argument("--precision", metavar="NAME", help="tell what this precision or policy file would do")
     parser.add_argument("--verify", action="store_true", help="run the advised policy beside fp32, and tell the error")
     parser.add_argument("--bits", type=int, metavar="N", help="search the cheapest policy with operands of N bits")
     parser.add_argument("--cost", default="area", choices=("area", "bytes"), help="what --bits makes small (area)")
@@ -96,11 +97,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise before any work is done for what cannot be written or is no number."""
-    from lowp import files
+    from lowp import files, presets
     from lowp.errors import InvalidInput
     from lowp.numerics.sampling import parse_share
 
     parse_share(arguments.max_overhead)
+    if arguments.precision is not None:
+        presets.parse(arguments.precision)
     for path in (arguments.out, arguments.html, arguments.policy, arguments.csv):
         if path is not None:
             files.check_target(path)
@@ -144,6 +147,7 @@ def _recipe(name: str, arguments: argparse.Namespace) -> int:
 
 
 def _verified(settings: Any, record: Record, arguments: argparse.Namespace) -> int:
+    from lowp import files
     from lowp.numerics.advice import advise
     from lowp.numerics.search import cheapest
     from lowp.recipes.profiling import verified
@@ -154,7 +158,8 @@ def _verified(settings: Any, record: Record, arguments: argparse.Namespace) -> i
         policy = found.policy
         print(found)
         if arguments.policy is not None:
-            arguments.policy.write_text(policy.to_toml(), encoding="utf-8")
+            with files.replacing(arguments.policy) as file:
+                file.write(policy.to_toml().encode())
     result = verified(settings, record, policy, min(arguments.steps, _VERIFIED))
     print(result)
     return 0 if result.holds else 1
@@ -188,6 +193,8 @@ def _told(record: Record, arguments: argparse.Namespace, next_command: str) -> i
         with files.replacing(arguments.policy) as file:
             file.write(advice.policy.to_toml().encode())
     print_profile(console(), record, advice, next_command)
+    if arguments.precision is not None:
+        _told_of(record, arguments.precision, advice.window.recommended)
     if arguments.html is not None:
         from lowp.report.profile_html import page
 
@@ -202,3 +209,21 @@ def _told(record: Record, arguments: argparse.Namespace, next_command: str) -> i
         if arguments.tensorboard is not None:
             exports.to_tensorboard(record, arguments.tensorboard)
     return 0
+
+
+def _told_of(record: Record, name: str, recommended: int) -> None:
+    """Print what a precision would do, and the tensors that suffer most."""
+    from lowp import presets
+    from lowp.numerics.policies import effects, worst
+
+    preset = presets.parse(name)
+    scale = 2.0 ** max(min(recommended, 24), 0) if preset.loss_scale.kind != "none" else 1.0
+    found = effects(record, preset.policy, scale)
+    overflow = sum(one.overflows for one in found.values())
+    print(f"{preset.name}: {len(found)} tensors are rounded, {overflow} overflow; those that lose most:")
+    for key, one in worst(found):
+        bound = ", a bound" if one.is_bound else ""
+        print(
+            f"  {key}: {100 * one.flushed:.3f} % flushed, {100 * one.overflow:.3f} % too large, "
+            f"{one.signal_to_noise:.0f} dB{bound}"
+        )

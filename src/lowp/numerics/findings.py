@@ -61,18 +61,6 @@ _KINDS = (
         f"{_MIXED}, section 3.1; Zamirai et al. 2020, arXiv 2010.06192",
     ),
     Kind(
-        "N201",
-        "gradients of fp16 need a loss scale",
-        "Without a loss scale a share of the gradients is below the smallest number of fp16, 2^-24, and becomes zero.",
-        "Gradients shrink with the size of the batch, of the picture, and with the loss itself: "
-        "they are far smaller than "
-        "activations and leave the upper half of fp16's range unused.",
-        "Scale the loss: lowp.Precision('fp16') does, and finds the scale. A static scale anywhere "
-        "in the window of the "
-        "profile works as well: Precision('fp16', loss_scale=...).",
-        f"{_MIXED}, section 3.2",
-    ),
-    Kind(
         "N204",
         "no loss scale fits a layer",
         "The gradients of this layer span more than fp16 does: under every scale some overflow or "
@@ -89,14 +77,6 @@ _KINDS = (
         "Sums of many squares, attention logits without a scale, residual streams that are never normalised.",
         "Keep this layer in bf16, as the policy of the profile does, or divide its input by a constant.",
         "IEEE 754 binary16",
-    ),
-    Kind(
-        "N301",
-        "fp8 is too coarse for a layer",
-        "Under the scale of its largest number, an operand of this layer keeps too little of its signal in fp8.",
-        "A few large numbers (outliers) take the scale, and the others are left with few bits or none.",
-        "Keep this layer in bf16, as the policy of the profile does, or give it scales of blocks (mxfp8).",
-        "Micikevicius et al. 2022, arXiv 2209.05433; OCP Microscaling Formats 1.0",
     ),
     Kind(
         "N310",

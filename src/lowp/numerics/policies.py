@@ -1,0 +1,51 @@
+"""What a whole policy would do to a profiled model: each tensor under the cast that its op's rule gives its role."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lowp.casts import Cast
+from lowp.numerics.prediction import Effect, effect
+from lowp.numerics.record import Key, OpSeen, Record
+from lowp.policy import Policy, Rule
+
+__all__ = ["effects", "worst"]
+
+
+def effects(record: Record, policy: Policy, loss_scale: float = 1.0) -> dict[Key, Effect]:
+    """By tensor what the policy does to it; tensors that no rule rounds are left out.
+
+    A gradient of a weight is an output of its product. Raises InvalidInput for an empty record.
+    """
+    record.require_content()
+    found: dict[Key, Effect] = {}
+    for (module, op), seen in record.ops.items():
+        rule = policy.match(op, seen.op_class, module)
+        for key, cast in () if rule is None else _casts(module, op, seen, rule):
+            if key in record.tensors and cast is not None:
+                scale = loss_scale if key.phase == "backward" else 1.0
+                found[key] = effect(record.tensors[key], cast, scale)
+    return found
+
+
+def _casts(module: str, op: str, seen: OpSeen, rule: Rule) -> Iterator[tuple[Key, Cast | None]]:
+    for role, cast in (("input", rule.input), ("weight", rule.weight), ("output", rule.output)):
+        yield Key(module, op, role, "forward"), cast
+    yield Key(module, op, "grad", "backward"), rule.grad or rule.output
+    for role, name in seen.parameters.items():
+        path, _, own = name.rpartition(".")
+        if role == "weight":
+            yield Key(path, own, "weight", "step"), rule.weight
+        if seen.op_class == "contraction":
+            yield Key(path, own, "weight_grad", "backward"), rule.output
+
+
+def worst(found: dict[Key, Effect], count: int = 5) -> list[tuple[Key, Effect]]:
+    """The tensors that suffer most: those that overflow, then those that keep the least of their signal."""
+
+    def order(pair: tuple[Key, Effect]) -> tuple[float, float]:
+        ratio = pair[1].signal_to_noise
+        return -pair[1].overflow, ratio if math.isfinite(ratio) else math.inf
+
+    return sorted(found.items(), key=order)[:count]

@@ -1,0 +1,62 @@
+"""A whole policy on a record: each tensor under its rule's cast for its role; and records of several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from numerics.small import network, train
+
+import lowp
+from lowp import distributed, presets
+from lowp.numerics.policies import effects, worst
+from lowp.numerics.prediction import effect
+from lowp.numerics.record import Key, Record
+
+
+@pytest.fixture(scope="module")
+def record() -> Record:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowp.profile(model, optimizer, max_overhead=None) as profile:
+        train(model, optimizer, 2)
+    return profile.record
+
+
+def test_each_tensor_is_judged_under_the_cast_of_its_role(record: Record) -> None:
+    found = effects(record, presets.PRESETS["fp8"].policy)
+    operand, gradient = Key("0", "linear", "input", "forward"), Key("0", "linear", "grad", "backward")
+    assert found[operand] == effect(record.tensors[operand], "e4m3fn@fp32/tensor")
+    assert found[gradient] == effect(record.tensors[gradient], "e5m2@fp32/tensor")
+    assert Key("2", "layer_norm", "input", "forward") not in found, "fp8 rounds operands of products alone"
+
+
+def test_the_loss_scale_moves_what_backward_writes(record: Record) -> None:
+    policy = presets.PRESETS["fp16"].policy
+    key = Key("0", "weight", "weight_grad", "backward")
+    assert effects(record, policy, 2.0**30)[key].overflows and not effects(record, policy)[key].overflows
+    assert worst(effects(record, policy, 2.0**30))[0][1].overflows
+
+
+def test_rules_of_modules_and_the_policy_of_fp32_are_followed(record: Record) -> None:
+    policy = lowp.Policy((lowp.Rule.of("linear", where="3", weight="e2m1"),))
+    assert set(effects(record, policy)) == {Key("3", "weight", "weight", "step")}
+    assert not effects(record, presets.PRESETS["fp32"].policy)
+
+
+def test_the_first_rank_saves_what_all_have_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowp.profile(model, optimizer, max_overhead=None) as profile:
+        train(model, optimizer, 1)
+    monkeypatch.setattr(distributed, "has_other_ranks", lambda: True)
+    monkeypatch.setattr(distributed, "world", lambda: None)
+    monkeypatch.setattr(distributed, "gather", lambda value, group: [value, value])
+    profile.save(tmp_path / "run.json")
+    merged = Record.load(tmp_path / "run.json")
+    key = Key("0", "linear", "input", "forward")
+    assert merged.tensors[key].count == 2 * profile.record.tensors[key].count and merged.header["ranks"] == 2
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    profile.save(tmp_path / "other.json")
+    assert not (tmp_path / "other.json").exists()
