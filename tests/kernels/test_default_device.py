@@ -133,8 +133,21 @@ def regions() -> object:
     return found
 
 
+def served() -> object:
+    torch.manual_seed(0)
+    found: list[object] = []
+    x = torch.linspace(-1, 1, 2 * 3 * 64, device="cpu").reshape(2, 3, 8, 8)
+    for format in ("int8", "int4", "binary"):
+        with torch.device("cpu"):
+            model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 64))
+        for values in model.parameters():
+            values.data = torch.linspace(-1, 1, values.numel(), device="cpu").reshape(values.shape)
+        found.append(lowp.quantize_model(model, format)(x).detach())
+    return found
+
+
 @pytest.mark.parametrize(
-    "calls", [casts, affine_scale, products, under_exponents, library_functions, optimizers, regions]
+    "calls", [casts, affine_scale, products, under_exponents, library_functions, optimizers, regions, served]
 )
 def test_every_kernel_gives_the_same_under_a_foreign_default_device(calls: Callable[[], object]) -> None:
     if cpu.library() is None and calls is library_functions:
@@ -165,6 +178,6 @@ def test_these_calls_reach_every_function_of_the_library(monkeypatch: pytest.Mon
             return getattr(library, name)
 
     monkeypatch.setattr(cpu, "library", Recorder)
-    for calls in (casts, products, under_exponents, library_functions):
+    for calls in (casts, products, under_exponents, library_functions, served):
         calls()
     assert Recorder.called >= cpu._SIGNATURES.keys() - {"lowp_casts_version", "lowp_casts_select"}

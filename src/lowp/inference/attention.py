@@ -36,7 +36,7 @@ def attention(
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = _product(query, key, highest) * factor
     if is_causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~allowed, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
@@ -49,7 +49,7 @@ def _product(left: Tensor, right: Tensor, highest: int) -> Tensor:
     rows = left.detach().float().expand(*batch, *left.shape[-2:]).reshape(-1, *left.shape[-2:])
     columns = right.detach().float().expand(*batch, *right.shape[-2:]).reshape(-1, *right.shape[-2:]).contiguous()
     if not rows.numel() or not columns.numel():
-        return torch.zeros(*batch, left.shape[-2], right.shape[-2])
+        return torch.zeros(*batch, left.shape[-2], right.shape[-2], device=left.device)
     codes = kernels.encode(columns, "int8")
     found = []
     for one, payload, scales in zip(rows, codes.payload, codes.scale, strict=True):
@@ -119,4 +119,4 @@ def _mask(attention_mask: Tensor | None, padding: Tensor | None, heads: int) -> 
 def _added(mask: Tensor | None) -> Tensor | None:
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    return torch.zeros(mask.shape).masked_fill(mask, -math.inf)
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(mask, -math.inf)

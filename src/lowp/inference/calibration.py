@@ -41,7 +41,7 @@ def range_of(low: float, high: float, highest: int) -> Range:
     if not (math.isfinite(low) and math.isfinite(high)):
         return Range(math.nan, 0, highest)
     low, high = min(low, 0.0), max(high, 0.0)
-    scale = float(torch.tensor((high - low) / highest, dtype=torch.float32))
+    scale = float(torch.tensor((high - low) / highest, dtype=torch.float32, device="cpu"))
     if scale == 0 or not math.isfinite(scale):
         return Range(1.0 if scale == 0 else math.nan, 0, highest)
     return Range(scale, min(max(round(-low / scale), 0), highest), highest)
@@ -86,9 +86,9 @@ class Seen:
         sample = torch.cat(self._sample)
         if self._method == "percentile":
             outside = (1 - PERCENTILE / 100) / 2
-            low, high = torch.quantile(sample, torch.tensor([outside, 1 - outside])).tolist()
+            low, high = torch.quantile(sample, torch.tensor([outside, 1 - outside], device="cpu")).tolist()
             return range_of(low, high, highest)
-        shares = torch.linspace(1 / _TRIED, 1, _TRIED).tolist()
+        shares = torch.linspace(1 / _TRIED, 1, _TRIED, device="cpu").tolist()
         tried = [range_of(self._low * share, self._high * share, highest) for share in shares]
         return min(tried, key=lambda one: _squared_error(sample, one))
 

@@ -103,11 +103,11 @@ class _QuantizedLayer(nn.Module):
             codes = codes.reshape(weight.n, *module.geometry["kernel"], -1).permute(0, 3, 1, 2)
         self.register_buffer("codes", codes.contiguous())
         self.register_buffer("scales", weight.get_buffer("scales")[: weight.n].clone())
-        self.register_buffer("zeros", torch.zeros(weight.n, dtype=torch.int8))
+        self.register_buffer("zeros", torch.zeros(weight.n, dtype=torch.int8, device="cpu"))
         self.register_buffer("bias", module._bias())
-        scale, zero, highest = weight.range(torch.zeros(1))
-        self.register_buffer("input_scale", torch.tensor(scale))
-        self.register_buffer("input_zero", torch.tensor(zero, dtype=torch.uint8))
+        scale, zero, highest = weight.range(torch.zeros(1, device="cpu"))
+        self.register_buffer("input_scale", torch.tensor(scale, device="cpu"))
+        self.register_buffer("input_zero", torch.tensor(zero, dtype=torch.uint8, device="cpu"))
         # what the bytes hold, less a quarter of a step: QuantizeLinear itself goes to 255
         self.low, self.high = -(zero + 0.25) * scale, (highest - zero + 0.25) * scale
 
@@ -157,7 +157,11 @@ class _Embedding(nn.Module):
         super().__init__()
         weight = module.weight
         codes = weight.codes() if isinstance(weight, Int8) else weight.values()
-        scales = weight.get_buffer("scales")[: weight.n].clone() if isinstance(weight, Int8) else torch.ones(weight.n)
+        scales = (
+            weight.get_buffer("scales")[: weight.n].clone()
+            if isinstance(weight, Int8)
+            else torch.ones(weight.n, device="cpu")
+        )
         self.register_buffer("codes", codes.contiguous())
         self.register_buffer("scales", scales)
 

@@ -50,8 +50,8 @@ class _Bytewise(Weight):
         self.highest = highest
         self.dynamic = over is None
         scale, zero, _ = over or Range(1.0, 0, highest)
-        self.register_buffer("input_scale", torch.tensor(scale))
-        self.register_buffer("input_zero", torch.tensor(zero, dtype=torch.int32))
+        self.register_buffer("input_scale", torch.tensor(scale, device="cpu"))
+        self.register_buffer("input_zero", torch.tensor(zero, dtype=torch.int32, device="cpu"))
 
     def range(self, x: Tensor) -> Range:
         """Where the activations lie."""
@@ -114,7 +114,7 @@ class Nibble(Weight):
         codes, scales, self.group = _nibbles_of(weight.detach().float(), cast)
         table = None
         if isinstance(cast.element, FloatFormat):
-            table = torch.tensor(list(cast.element.values()), dtype=torch.float32)
+            table = torch.tensor(list(cast.element.values()), dtype=torch.float32, device="cpu")
         made = byte_products.pack_nibbles(codes, scales, self.group, table)
         self.register_buffer("memory", made.memory)
         self.register_buffer("scales", made.scales)
@@ -153,7 +153,7 @@ def _nibbles_of(weight: Tensor, cast: Cast) -> tuple[Tensor, Tensor, int]:
     codes = kernels.encode(weight, cast)
     n, k = weight.shape
     if isinstance(codes, Tensor):
-        return codes.long() & 15, torch.ones(n, -(-k // 64)), 64
+        return codes.long() & 15, torch.ones(n, -(-k // 64), device="cpu"), 64
     format = scaled.scaled_format(cast)
     scale = scaled.read(codes.scale, format) * (1.0 if codes.outer is None else codes.outer.double())
     spread = scaled.spread(scale, weight.shape, format.scope).expand(n, k)

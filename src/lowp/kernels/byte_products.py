@@ -91,11 +91,11 @@ def to_bytes(x: Tensor, scale: float, zero: int, highest: int, level: int | None
     depth = _up(k, EIGHT)
     if not uses_library():
         rounded = (x / scale).round().clamp(-zero, highest - zero).nan_to_num(nan=-zero)
-        payload = torch.full((rows, depth), zero, dtype=torch.uint8)
+        payload = torch.full((rows, depth), zero, dtype=torch.uint8, device="cpu")
         payload[:, :k] = (rounded.to(torch.int32) + zero).to(torch.uint8)
         return Bytes(payload, scale, zero, highest)
     x = x if x.stride(-1) == 1 or k < 2 else x.contiguous()
-    payload = torch.empty(rows, depth, dtype=torch.uint8)
+    payload = torch.empty(rows, depth, dtype=torch.uint8, device="cpu")
     _library().lowp_bytes_quantize(
         _level() if level is None else level,
         cpu.address(x),
@@ -118,12 +118,12 @@ def pack(weight: Tensor, scales: Tensor, highest: int) -> Panels:
     if k > MOST_DEPTH:
         raise Unavailable(f"a product over {k} bytes may leave int32: {MOST_DEPTH} is the most")
     width, depth = _up(n, PANEL), _up(k, EIGHT)
-    padded = torch.zeros(width, depth, dtype=torch.int8)
+    padded = torch.zeros(width, depth, dtype=torch.int8, device="cpu")
     padded[:n, :k] = weight
-    scale = torch.zeros(width)
+    scale = torch.zeros(width, device="cpu")
     scale[:n] = scales
     sums = padded.sum(1, dtype=torch.int32)
-    ways = torch.full((width // PANEL, _up(depth, CHUNK) // CHUNK), 2, dtype=torch.uint8)
+    ways = torch.full((width // PANEL, _up(depth, CHUNK) // CHUNK), 2, dtype=torch.uint8, device="cpu")
     memory = padded.reshape(width // PANEL, PANEL, depth // 4, 4).transpose(1, 2).contiguous()
     if cpu.library() is not None and memory.numel():
         _library().lowp_bytes_pack(
@@ -156,9 +156,9 @@ def multiply(a: Bytes, b: Panels, bias: Tensor | None = None, level: int | None 
     bias = None if bias is None else _padded(bias.detach().float(), b.scales.shape[0])
     if not uses_library():
         sums = (a.payload[:, : b.k].double() - a.zero) @ unpacked(b).double().t()
-        result = sums.float() * (torch.tensor(a.scale) * b.scales[: b.n])
+        result = sums.float() * (torch.tensor(a.scale, device="cpu") * b.scales[: b.n])
         return result if bias is None else result + bias[: b.n]
-    out = torch.empty(rows, b.n)
+    out = torch.empty(rows, b.n, device="cpu")
     _library().lowp_bytes_multiply(
         _level() if level is None else level,
         cpu.address(a.payload),
@@ -201,10 +201,10 @@ def windows(x: Bytes, shape: tuple[int, int, int, int], geometry: dict[str, tupl
         image = torch.nn.functional.pad(image, (padding[1],) * 2 + (padding[0],) * 2, value=x.zero)
         found = torch.nn.functional.unfold(image, kernel, dilation, 0, stride)
         found = found.reshape(batch, channels, -1, found.shape[-1]).permute(0, 3, 2, 1).reshape(rows, -1)
-        out = torch.full((rows, depth), x.zero, dtype=torch.uint8)
+        out = torch.full((rows, depth), x.zero, dtype=torch.uint8, device="cpu")
         out[:, : found.shape[1]] = found.to(torch.uint8)
         return x._replace(payload=out), high, wide
-    out = torch.empty(rows, depth, dtype=torch.uint8)
+    out = torch.empty(rows, depth, dtype=torch.uint8, device="cpu")
     sizes = (batch, height, width, channels, 0, channels, *kernel, high, wide, *stride, *padding, *dilation, depth)
     numbers = array("q", sizes)
     _library().lowp_bytes_windows(
@@ -232,7 +232,7 @@ def pack_nibbles(codes: Tensor, scales: Tensor, group: int, table: Tensor | None
 
 def nibble_values(w: Nibbles) -> Tensor:
     """The weights in fp32 [n, k]."""
-    codes = torch.arange(16)
+    codes = torch.arange(16, device="cpu")
     values = (codes - ((codes >> 3) << 4)).float() if w.table is None else w.table
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)  # of a byte, the low half first
     unscaled = torch.nn.functional.embedding(w.memory.int(), pairs).flatten(-2)
@@ -250,7 +250,7 @@ def multiply_nibbles(x: Tensor, w: Nibbles, bias: Tensor | None = None, level: i
         return torch.nn.functional.linear(x, nibble_values(w), bias)
     depth = w.memory.shape[1] * BLOCK
     padded = torch.nn.functional.pad(x, (0, depth - w.k)) if depth > w.k else x.contiguous()
-    out = torch.empty(rows, w.n)
+    out = torch.empty(rows, w.n, device="cpu")
     bias = None if bias is None else bias.detach().float().contiguous()
     _library().lowp_nibbles_multiply(
         _level() if level is None else level,
@@ -291,15 +291,17 @@ def multiply_signs(a: Bytes | Signs, b: Signs, bias: Tensor | None = None, level
             raise InvalidInput(f"bytes of depth {a.payload.shape[1]} do not fit rows of {b.length} signs")
         if rows > 8 and b.length * a.highest < 1 << 24:  # every sum of these is exact in fp32, in any order
             exact = (a.payload[:, : b.length].float() - a.zero) @ sign_values(b).t()
-            result = exact * (torch.tensor(a.scale) * b.scales)
+            result = exact * (torch.tensor(a.scale, device="cpu") * b.scales)
             return result if bias is None else result + bias.float()
         places = a.highest.bit_length()
-        bits = a.payload[None, :, : b.length] >> torch.arange(places, dtype=torch.uint8)[:, None, None] & 1
+        bits = (
+            a.payload[None, :, : b.length] >> torch.arange(places, dtype=torch.uint8, device="cpu")[:, None, None] & 1
+        )
         products = _counted(_words(bits.reshape(places * rows, -1) != 0), b, level).reshape(places, rows, -1)
         sums = sign_values(b).sum(1).to(torch.int32)
-        weights = (1 << torch.arange(places, dtype=torch.int32))[:, None, None]
+        weights = (1 << torch.arange(places, dtype=torch.int32, device="cpu"))[:, None, None]
         exact = ((sums - products) // 2 * weights).sum(0, dtype=torch.int32) - a.zero * sums
-        result = exact.float() * (torch.tensor(a.scale) * b.scales)
+        result = exact.float() * (torch.tensor(a.scale, device="cpu") * b.scales)
     return result if bias is None else result + bias.float()
 
 
@@ -308,7 +310,7 @@ def _counted(a: Tensor, b: Signs, level: int | None) -> Tensor:
     if not uses_library():
         left, right = (sign_values(Signs(one, b.scales, b.length)) for one in (a, b.memory))
         return (left.double() @ right.double().t()).to(torch.int32)
-    sums = torch.empty(a.shape[0], b.memory.shape[0], dtype=torch.int32)
+    sums = torch.empty(a.shape[0], b.memory.shape[0], dtype=torch.int32, device="cpu")
     _library().lowp_bits_multiply(
         _level() if level is None else level,
         cpu.address(a),
@@ -327,13 +329,13 @@ def _words(negative: Tensor) -> Tensor:
     """Rows of truth as bits, 64 to an int64."""
     rows, length = negative.shape
     padded = torch.nn.functional.pad(negative, (0, _up(length, 64) - length))
-    octets = padded.reshape(rows, -1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8)
+    octets = padded.reshape(rows, -1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device="cpu")
     return octets.sum(-1, dtype=torch.uint8).view(torch.int64)
 
 
 def sign_values(s: Signs) -> Tensor:
     """The signs in fp32 [rows, length], without their scales."""
-    bits = s.memory.view(torch.uint8)[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
+    bits = s.memory.view(torch.uint8)[..., None] >> torch.arange(8, dtype=torch.uint8, device="cpu") & 1
     return 1.0 - 2.0 * bits.reshape(s.memory.shape[0], -1)[:, : s.length].float()
 
 
