@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.ops.call import Call
-from lowp.ops.casting import is_castable, is_irregular
+from lowp.ops.casting import is_ordinary
 from lowp.ops.equations import Equation, parse_einsum, parse_tensordot
 from lowp.ops.generic import has_irregular, irregular
 from lowp.ops.observing import role_of
@@ -289,8 +289,7 @@ def check(*tensors: Any) -> None:
 
     So is one with sparse or nested operands, which the function alone can multiply; their values are rounded before.
     """
-    require(all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors) and is_castable(*tensors))
-    require(not any(tensor is not None and is_irregular(tensor) for tensor in tensors))
+    require(is_ordinary(*tensors))
 
 
 def require(condition: bool) -> None:

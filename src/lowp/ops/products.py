@@ -56,7 +56,7 @@ def summed(casts: RoleCasts) -> RoleCasts:
 def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return the output of a contraction whose operands are cast by the call's rule, each by its role."""
     casts = call.casts
-    if is_integer(call.rule):
+    if casts.accumulate is not None and is_integer(call.rule):
         if casts.roles == ("input", "weight") or call.rule.input == call.rule.weight:
             result = integer_contraction(form, call, casts, (first, second, bias), _integer_gradients)
             if result is not None:
