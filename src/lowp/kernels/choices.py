@@ -32,7 +32,7 @@ def choices() -> dict[str, str]:
         f"{_OTHER_WAY.format('native')} for torch's own on a CPU too, {_OTHER_WAY.format('reference')} for sums in fp64"
     )
     found["int16 products"] = (
-        "the C++ library, 32-bit sums of pairs" if uses_library() else "torch's fp64 products, which are exact"
+        "the C++ library" if uses_library() else "torch's fp64 products, which are exact"
     ) + f"; other: {_OTHER_WAY.format('bitwise')}"
     return found
 
