@@ -7,7 +7,7 @@ a contraction, whose carrier is the smallest torch dtype that holds the format: 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -345,7 +345,19 @@ def shield() -> AbstractContextManager[object]:
     if torch.compiler.is_compiling():
         accelerator = torch.accelerator.current_accelerator()
         return torch.autocast("cpu" if accelerator is None else accelerator.type, enabled=False)
-    stack = ExitStack()
-    stack.enter_context(_DisableTorchFunction())
-    stack.enter_context(_DisableAutocast())
-    return stack
+    return _Shield()
+
+
+class _Shield:
+    """Both contexts in one: an ExitStack takes several times as long."""
+
+    __slots__ = ("autocast", "functions")
+
+    def __enter__(self) -> None:
+        self.functions, self.autocast = _DisableTorchFunction(), _DisableAutocast()
+        self.functions.__enter__()
+        self.autocast.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.autocast.__exit__(*error)
+        self.functions.__exit__(*error)

@@ -225,6 +225,18 @@ def _whole(gradient: Tensor, value: Tensor, cast: Cast) -> Tensor:
     return value
 
 
+def gradients_of_linear(
+    form: Linear,
+    casts: RoleCasts,
+    needs: tuple[bool, bool, bool],
+    bias_dtype: torch.dtype | None,
+    gradient: Tensor,
+    values: Sequence[Tensor | None],
+) -> Gradients:
+    """Return the gradients of a linear layer from its rounded operands, part of the graph where one is recorded."""
+    return _gradients(form, OUTPUT, casts, _Wanted(needs[:2], needs[2], bias_dtype), gradient, (values, (None, None)))
+
+
 def _integer_gradients(
     form: Form,
     casts: RoleCasts,

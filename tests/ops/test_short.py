@@ -1,0 +1,102 @@
+"""The short way of a linear layer gives the bits of the long one, and is left where anything else is asked for."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowp
+from lowp import kernels
+from lowp.ops import contraction, short
+from lowp.policy import Policy, Rule
+
+SHAPES = {
+    "matrix": ((5, 7), (3, 7)),
+    "row": ((7,), (3, 7)),
+    "batches": ((2, 4, 7), (3, 7)),
+    "vector": ((5, 7), (7,)),
+    "empty": ((0, 7), (3, 7)),
+    "nothing summed": ((5, 0), (3, 0)),
+}
+
+
+def tensors(shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator) for shape in shapes)
+    bias = torch.randn(shapes[1][0], generator=generator) if len(shapes[1]) == 2 else None
+    return [x.to(dtype).requires_grad_(), nn.Parameter(weight), None if bias is None else nn.Parameter(bias)]
+
+
+def results(region: Any, given: list[Tensor | None], twice: bool) -> list[Tensor]:
+    """Return the output and all gradients; `twice`, those of the gradients too."""
+    there = [one for one in given if one is not None]
+    with region:
+        y = F.linear(*given)  # type: ignore[arg-type]
+    found = torch.autograd.grad(y, there, y.detach() + 1, create_graph=twice)
+    if twice:
+        loss = sum(one.float().square().sum() for one in found)
+        return [y, *found, *torch.autograd.grad(loss, there[:2])]  # type: ignore[arg-type]
+    with region, torch.no_grad():
+        return [y, *found, F.linear(*given)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp16", torch.float32), ("bf16", torch.float32), ("fp16", torch.bfloat16)]
+)
+def test_both_ways_give_the_same_bits(
+    precision: str, dtype: torch.dtype, shape: str, twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tensors(SHAPES[shape], dtype)
+    taken = []
+    monkeypatch.setattr(contraction, "short_linear", lambda call: taken.append(short.short_linear(call)) or taken[-1])
+    fast = results(lowp.autocast(precision), given, twice)
+    assert taken and all(one is not None for one in taken)
+    monkeypatch.setattr(contraction, "short_linear", lambda call: None)
+    slow = results(lowp.autocast(precision), given, twice)
+    for one, other in zip(fast, slow, strict=True):
+        assert one.dtype is other.dtype and torch.equal(one, other)
+
+
+def by_rule(**casts: Any) -> Any:
+    return lambda: lowp.autocast(Policy((Rule.of("contraction", **casts),)))
+
+
+def observed(region: Any) -> Any:
+    region.observe(lambda seen: None)
+    return region
+
+
+HALF = {"input": "fp16", "weight": "fp16", "grad": "fp16", "output": "fp16"}
+ASKED = {
+    "stochastic": by_rule(**{**HALF, "input": "fp16:stochastic"}),
+    "another result": by_rule(**{**HALF, "output": "bf16"}),
+    "fp32 results": by_rule(**{**HALF, "output": None}),
+    "a gradient in few bits": by_rule(**{**HALF, "grad": "e5m2"}),
+    "blocks": by_rule(**HALF, accumulate="fp16/2"),
+    "observers": lambda: observed(lowp.autocast("fp16")),
+    "the definition": lambda: lowp.autocast("fp16"),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_else_is_asked_for_goes_the_long_way(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, taken = tensors(SHAPES["matrix"], torch.float32), []
+    monkeypatch.setattr(contraction, "short_linear", lambda call: taken.append(short.short_linear(call)))
+    way = kernels.use("reference") if asked == "the definition" else nullcontext()
+    with ASKED[asked](), way:
+        F.linear(*given)  # type: ignore[arg-type]
+    assert taken == [None]
+
+
+def test_plans_of_rules_that_are_gone_are_not_taken_for_others() -> None:
+    x, weight = torch.ones(1, 8), torch.ones(2, 8)
+    for format, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)) * 3:
+        with by_rule(input=format, weight=format, grad=format, output=format)():
+            assert F.linear(x, weight).dtype is dtype
