@@ -172,3 +172,10 @@ def test_the_stub_names_the_formats_with_a_shared_scale() -> None:
         and node.targets[0].id == "_ScaledName"  # type: ignore[attr-defined]
     )
     assert list(names) == [name for name, format in lowp.FORMATS.items() if isinstance(format, ScaledFormat)]
+
+
+def test_help_of_every_public_name_is_its_own() -> None:
+    for name in lowp.__all__:
+        if name != "__version__":
+            shown = inspect.getdoc(getattr(lowp, name)) or ""
+            assert shown and shown != dict.__doc__ and shown.splitlines()[0].endswith((".", ":", "``")), name

@@ -15,8 +15,12 @@ from lowp.formats.text_enum import TextEnum
 if TYPE_CHECKING:
     from lowp.formats.scaled import Format
 
-# every named format; the rows are in table.py
-FORMATS: dict[str, Format] = {}
+
+class NamedFormats(dict[str, "Format"]):
+    """The named formats, each by its name: ``lowp.FORMATS["fp16"].maximum``. `lowp.format` reads spelled ones, too."""
+
+
+FORMATS = NamedFormats()  # the rows are in table.py
 
 
 class Specials(TextEnum):
