@@ -207,6 +207,13 @@ def test_what_is_no_model_or_optimizer_is_refused() -> None:
         lowp.profile(network(), "SGD")  # type: ignore[arg-type]
 
 
+def test_a_model_that_is_compiled_in_place_is_refused_in_words() -> None:
+    model = network()
+    model.compile(backend="eager")
+    with pytest.raises(InvalidInput, match=r"compiled in place.*give what that returns"):
+        lowp.profile(model)
+
+
 KILLED = """
 import os, sys, torch, lowp
 sys.path.insert(0, {tests!r})

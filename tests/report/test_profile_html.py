@@ -141,10 +141,10 @@ def test_the_slider_moves_the_figures_and_the_limits(record: Record, tmp_path: P
     found = re.search(r'data-told="([^"]*)"', text)
     assert found is not None, text[-500:]
     at_rest, moved, in_bf16 = json.loads(html.unescape(found[1]))
-    assert "0 of their tensors overflow" in at_rest[0]
-    assert "0 of their tensors overflow" not in moved[0] and moved[1] != at_rest[1]
+    assert ", 0 of their tensors overflow" in at_rest[0]
+    assert ", 0 of their tensors overflow" not in moved[0] and moved[1] != at_rest[1]
     assert moved[2] == "2 to the power of 40"
-    assert "0 of their tensors overflow" in in_bf16[0]
+    assert ", 0 of their tensors overflow" in in_bf16[0]
 
 
 @browser

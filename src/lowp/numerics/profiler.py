@@ -60,6 +60,11 @@ class Profiler:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"a profile is of a torch module, not of {type(model).__name__}")
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            raise InvalidInput(
+                "the model was compiled in place by model.compile(), within which nothing can be watched: profile it "
+                "before that, or compile it by torch.compile(model) and give what that returns"
+            )
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise TypeError(f"a profile takes a torch optimizer, not {type(optimizer).__name__}")
         self.model, self.optimizer = model, optimizer
