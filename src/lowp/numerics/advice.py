@@ -18,6 +18,7 @@ from lowp.policy import Policy, Rule
 __all__ = ["Advice", "Verdict", "advise", "fits_fp8", "modules_of_contractions", "window_of"]
 
 MOST_FINDINGS = 5
+_MOST_FLUSHED = 0.05  # of a gradient, beyond which a layer is kept out of fp16
 _STALLS = 0.2  # share of lost updates from which on a format is said to stall
 _LOST_WHOLLY = 0.99
 _LEAST_SIGNAL = 20.0  # dB that an operand keeps: an error of a tenth of its size
@@ -134,35 +135,30 @@ def _gradients(record: Record) -> Iterable[tuple[Key, Spectrum]]:
 
 
 def window_of(record: Record) -> tuple[Window, dict[str, str]]:
-    """The loss scales that bring the gradients into fp16, and the modules that had to be left out, with the reason."""
+    """The loss scales that bring the gradients of most modules into fp16, and why the others do not fit.
+
+    A module fits where nothing overflows and less than 5 % of each gradient is flushed. Of the scales that fit most
+    modules the window begins where less than 0.1 % is flushed, if there is one.
+    """
     windows: dict[str, Window] = {}
+    wanted: dict[str, int] = {}
     for key, seen in _gradients(record):
         if seen.nonzero:
-            one = _of_most(seen)
+            one = scale_window(seen, "fp16", flushed=_MOST_FLUSHED)
             windows[key.module] = windows[key.module].meet(one) if key.module in windows else one
+            wanted[key.module] = max(wanted.get(key.module, -126), scale_window(seen, "fp16").lowest)
+    fit = {power: sum(one.lowest <= power <= one.highest for one in windows.values()) for power in range(-126, 128)}
+    most = max(fit.values())
+    highest = max(power for power, count in fit.items() if count == most)
     outside = {
-        module: f"2^{one.highest} overflows, 2^{one.lowest} is needed"
+        module: f"fits 2^{one.lowest} to 2^{one.highest}" if not one.is_empty else "fits under no scale"
         for module, one in windows.items()
-        if one.is_empty
+        if not one.lowest <= highest <= one.highest
     }
-    fitting = {module: one for module, one in windows.items() if module not in outside}
-    window = Window(-126, 127)
-    # from the module that allows the largest scale to the one that allows the least: who empties the window is left out
-    for module, one in sorted(fitting.items(), key=lambda pair: -pair[1].highest):
-        both = window.meet(one)
-        if both.is_empty:
-            outside[module] = f"allows up to 2^{one.highest}, the other layers need 2^{window.lowest}"
-        else:
-            window = both
-    return window, outside
-
-
-def _of_most(seen: Spectrum) -> Window:
-    """The window of a gradient. Numbers 2^40 below its largest are no signal: they do not ask for a larger scale."""
-    window = scale_window(seen, "fp16")
-    if not window.is_empty:
-        return window
-    return scale_window(seen, "fp16", flushed=0.01)
+    inside = [module for module in windows if module not in outside]
+    lowest = max((windows[module].lowest for module in inside), default=-126)
+    clean = max((wanted[module] for module in inside), default=-126)
+    return Window(max(lowest, min(clean, highest - 3)), highest), outside
 
 
 def _too_large(record: Record) -> dict[str, str]:
@@ -234,8 +230,10 @@ def _stored(record: Record, name: str) -> Verdict:
     lost = sum(_lost_share(record, name, parameter) * one.present for parameter, one in record.updates.items())
     share = lost / present if present else 0.0
     flushed, overflow, ratio = _judged(record, name)
-    word = "WILL STALL" if share > _STALLS else "works without masters"
-    return Verdict(f"pure {name}", flushed, overflow, share, ratio, word, share <= _STALLS)
+    whole = sum(_lost_share(record, name, one) >= _LOST_WHOLLY for one, seen in record.updates.items() if seen.present)
+    word = f"STALLS in {whole} of {len(record.updates)} parameters" if whole else "works without masters"
+    word = "WILL STALL" if share > _STALLS else word
+    return Verdict(f"pure {name}", flushed, overflow, share, ratio, word, not whole and share <= _STALLS)
 
 
 def _fp8(record: Record, coarse: list[str]) -> Verdict:
