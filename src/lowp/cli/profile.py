@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.usage = "lowp profile [arguments] RECIPE | run.json | script.py [arguments of the script] | --diff A B"
     parser.add_argument("--diff", nargs=2, metavar=("A.json", "B.json"), type=Path, help="where two runs part")
-    parser.add_argument("--max-overhead", default="3%", metavar="SHARE", help="time that may be added (3%%), or none")
+    parser.add_argument(
+        "--max-overhead", metavar="SHARE", help="time that may be added, or none (3%% of a script's, none for a recipe)"
+    )
     parser.add_argument(
         "--out", metavar="FILE.json", type=Path, help="write the record here, a line a step while it runs"
     )
@@ -101,6 +103,8 @@ def _check(arguments: argparse.Namespace) -> None:
     from lowp.errors import InvalidInput
     from lowp.numerics.sampling import parse_share
 
+    if arguments.max_overhead is None:  # a recipe is trained here for its profile alone
+        arguments.max_overhead = "3%" if _is_script(" ".join(arguments.script[:1])) else "none"
     parse_share(arguments.max_overhead)
     if arguments.precision is not None:
         presets.parse(arguments.precision)
@@ -188,7 +192,9 @@ def _told(record: Record, arguments: argparse.Namespace, next_command: str) -> i
     from lowp.report.tables import console
 
     advice = advise(record)
-    if arguments.policy is not None:
+    if arguments.policy is None:
+        next_command = f"--policy policy.toml, which writes the policy, then {next_command}"
+    else:
         next_command = next_command.replace("policy.toml", str(arguments.policy))
         with files.replacing(arguments.policy) as file:
             file.write(advice.policy.to_toml().encode())

@@ -37,7 +37,7 @@ def headline(record: Record) -> str:
     """What was profiled, how much of it was seen, and what that cost."""
     header, sampling = record.header, record.sampling
     parts = [str(header.get("title", header.get("model", "a model"))), f"{header.get('parameters', 0):,} parameters"]
-    parts += [f"{len(record.tensors)} tensors", f"{len(record.sampled)} sampled steps"]
+    parts += [f"{len(record.tensors)} tensors", f"{len(record.sampled)} sampled step{'s'[: len(record.sampled) != 1]}"]
     overhead = sampling.get("overhead")
     if overhead is not None:
         parts.append(f"overhead {100 * overhead:.1f} %")
