@@ -33,7 +33,7 @@ from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, forced_way
 from lowp.policy import Accumulation
 
-__all__ = ["Form", "contract", "contract_mantissas", "contract_packed", "is_native", "ready_operand"]
+__all__ = ["Form", "contract", "contract_mantissas", "contract_packed", "is_in_fp32", "is_native", "ready_operand"]
 
 _SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _BLOCK_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -165,6 +165,11 @@ def is_native(output: Cast | None, *operands: Tensor) -> bool:
     if not operands[0].is_cuda if forced is None else forced != "native":
         return False
     return all(one.dtype is dtype for one in operands) and output == Cast(FORMATS[_SIXTEEN_BITS[dtype]])
+
+
+def is_in_fp32(x: Tensor) -> bool:
+    """Whether `contract` makes a product of such tensors in fp32: those of the CPU, where no way is forced."""
+    return x.is_cpu and forced_way() is None
 
 
 def ready_operand(value: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowp.kernels.dispatch import forced
+from lowp.kernels.products import is_in_fp32
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import functorch_is_active, native_dtype, shield
 from lowp.ops.products import gradients_of_linear
@@ -38,7 +38,7 @@ def short_linear(call: Call) -> Tensor | None:
         return None
     x, weight, *rest = call.args
     bias = rest[0] if rest else None
-    if not (_is_plain(x) and _is_plain(weight) and (bias is None or _is_plain(bias))) or forced() is not None:
+    if not (_is_plain(x) and _is_plain(weight) and (bias is None or _is_plain(bias))) or not is_in_fp32(x):
         return None
     if not (x.dim() >= 1 and 1 <= weight.dim() <= 2 and x.shape[-1] == weight.shape[-1]):
         return None
@@ -69,7 +69,7 @@ def _planned(rule: Rule) -> torch.dtype | None:
 
 
 def _is_plain(x: Any) -> bool:
-    return type(x) in _PLAIN and x.dtype in _CASTABLE and x.is_cpu and x.layout is torch.strided and not x.is_nested
+    return type(x) in _PLAIN and x.dtype in _CASTABLE and x.layout is torch.strided and not x.is_nested
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
