@@ -138,3 +138,23 @@ def test_forward_mode_derivatives_are_those_of_backward(model: Net, precision: s
     assert torch.allclose(eager, along, rtol=1e-3, atol=1e-4)
     assert second.shape == (8, 8) and bool(second.isfinite().all())
     assert torch.allclose(second, second.t(), atol=0.3 * second.abs().max().item())
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16-tpu", "e5m7", "flex16+5"])
+@pytest.mark.parametrize("twice", ["hessian", "jacrev of jacrev", "jacfwd of jacfwd"])
+def test_second_derivatives_of_a_matrix_are_those_of_fp32(precision: str, twice: str) -> None:
+    weight, x = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.25, -0.5]]), torch.tensor([1.0, -2.0, 0.5])
+
+    def loss(weight: Tensor) -> Tensor:
+        return (weight @ x).float().pow(2).sum()
+
+    def rounded(weight: Tensor) -> Tensor:
+        with autocast(precision):
+            return loss(weight)
+
+    second = {
+        "hessian": torch.func.hessian,
+        "jacrev of jacrev": lambda function: torch.func.jacrev(torch.func.jacrev(function)),
+        "jacfwd of jacfwd": lambda function: torch.func.jacfwd(torch.func.jacfwd(function)),
+    }[twice]
+    torch.testing.assert_close(second(rounded)(weight), second(loss)(weight), rtol=0.02, atol=0.02)

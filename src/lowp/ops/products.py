@@ -115,27 +115,23 @@ class _Product(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.form, ctx.slot, ctx.casts, first, second, bias, first_value, second_value = inputs
         ctx.bias_dtype = None if bias is None else bias.dtype
-        pairs = [(first, first_value), (second, second_value)]
-        keep = [ctx.needs_input_grad[4], ctx.needs_input_grad[3]]
-        values = [
-            (edge if value is None else value) if kept else None
-            for (edge, value), kept in zip(pairs, keep, strict=True)
-        ]
-        edges = [None if value is None else edge for edge, value in pairs]
+        operands = first, second, first_value, second_value
         if functorch_is_active():
+            # torch.func.vmap keeps one list of batched dimensions: both directions save the same.
             ctx.edges = None
-            ctx.save_for_backward(*values, *edges)
+            ctx.save_for_backward(*operands)
         else:
+            values, ctx.edges = _kept(operands, ctx.needs_input_grad[3:5])
             # An edge has no storage; saved, it would be counted by saved-tensor hooks as a tensor of its shape.
-            ctx.edges = edges
             ctx.save_for_backward(*values)
-        ctx.save_for_forward(first, second, first_value, second_value, bias)
+        ctx.save_for_forward(*operands)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
-            saved = ctx.saved_tensors
-            values, edges = saved[:2], ctx.edges if ctx.edges is not None else saved[2:]
+            values, edges = ctx.saved_tensors, ctx.edges
+            if edges is None:
+                values, edges = _kept(values, ctx.needs_input_grad[3:5])
             first, second, bias = ctx.needs_input_grad[3:6]
             wanted = _Wanted((first, second), bias, ctx.bias_dtype)
             found = _gradients(ctx.form, ctx.slot, ctx.casts, wanted, gradient, (values, edges))
@@ -143,7 +139,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def tangent(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        first, second, first_value, second_value, _ = ctx.saved_for_forward
+        first, second, first_value, second_value = ctx.saved_tensors  # in this direction, those saved for it
         exact = RoleCasts(Rule())
         parts: list[Tensor] = []
         for tangent, other, mine in ((tangents[3], second_value, 0), (tangents[4], first_value, 1)):
@@ -158,6 +154,18 @@ class _Product(torch.autograd.Function):
 
 
 _product = with_tangents(_Product)
+
+
+def _kept(
+    operands: tuple[Tensor | None, ...], needs: tuple[bool, ...]
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Return the operands' values that the gradients asked for need, and the edges of the graph apart from values."""
+    pairs = list(zip(operands[:2], operands[2:], strict=True))
+    values = [
+        (edge if value is None else value) if needed else None
+        for (edge, value), needed in zip(pairs, reversed(needs), strict=True)
+    ]
+    return values, [None if value is None else edge for edge, value in pairs]
 
 
 class _Wanted(NamedTuple):
