@@ -298,7 +298,9 @@ def multiply_signs(a: Bytes | Signs, b: Signs, bias: Tensor | None = None, level
             a.payload[None, :, : b.length] >> torch.arange(places, dtype=torch.uint8, device="cpu")[:, None, None] & 1
         )
         products = _counted(_words(bits.reshape(places * rows, -1) != 0), b, level).reshape(places, rows, -1)
-        sums = _counted(torch.zeros(1, b.memory.shape[1], dtype=torch.int64), b, level)[0]  # of +1 everywhere
+        sums = _counted(torch.zeros(1, b.memory.shape[1], dtype=torch.int64, device="cpu"), b, level)[
+            0
+        ]  # of +1 everywhere
         weights = (1 << torch.arange(places, dtype=torch.int32, device="cpu"))[:, None, None]
         exact = ((sums - products) // 2 * weights).sum(0, dtype=torch.int32) - a.zero * sums
         result = exact.float() * (torch.tensor(a.scale, device="cpu") * b.scales)
