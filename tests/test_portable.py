@@ -21,6 +21,7 @@ from lowp.checkpoint import InvalidCheckpoint
 from lowp.errors import InvalidInput, NotWritten
 from lowp.portable import convert, converting, safetensors_file
 from lowp.portable.safetensors_file import Spool
+from lowp.portable.sources import open_source
 
 safetensors = pytest.importorskip("safetensors.torch")
 FORMATS = [name for name in lowp.FORMATS if name != "e8m0"] + ["e5m7", "i6s", "binary8p3se", "e2m1@e4m3fn@fp32/16"]
@@ -134,6 +135,13 @@ def test_shards_become_one_file() -> None:
     convert("shards/model.safetensors.index.json", "out.safetensors", "fp32")
     found = safetensors.load_file("out.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in _state().items())
+
+
+def test_shards_tell_what_lies_in_them_as_one_file_would() -> None:
+    _shards()
+    with open_source(Path("shards/model.safetensors.index.json")) as source:
+        assert sorted(source.raw_names()) == sorted(_state())
+        assert all(torch.equal(source.raw(name), tensor) for name, tensor in _state().items())
 
 
 def test_weights_are_given_in_bf16_where_asked() -> None:

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+import lowp
+from lowp.numerics.record import Record
+
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
@@ -26,3 +29,12 @@ def train(
         optimizer.zero_grad()
         loss(model(x), y).backward()
         optimizer.step()
+
+
+def recorded(steps: int) -> Record:
+    """Return the record of the model's training with SGD, every step that is due looked at."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowp.profile(model, optimizer, max_overhead=None) as profile:
+        train(model, optimizer, steps)
+    return profile.record

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from numerics.small import network, train
+from numerics.small import network, recorded, train
 
 import lowp
 from lowp import distributed, presets
@@ -17,11 +17,7 @@ from lowp.numerics.record import Key, Record
 
 @pytest.fixture(scope="module")
 def record() -> Record:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with lowp.profile(model, optimizer, max_overhead=None) as profile:
-        train(model, optimizer, 2)
-    return profile.record
+    return recorded(2)
 
 
 def test_each_tensor_is_judged_under_the_cast_of_its_role(record: Record) -> None:

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from numerics.small import network, train
+from numerics.small import network, recorded
 from torch import nn
 
-import lowp
 from lowp.errors import InvalidInput
 from lowp.numerics.profiler import fingerprint_of
 from lowp.numerics.record import Key, Record
@@ -19,11 +17,7 @@ from lowp.numerics.record import Key, Record
 
 @pytest.fixture(scope="module")
 def record() -> Record:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with lowp.profile(model, optimizer, max_overhead=None) as profile:
-        train(model, optimizer, 2)
-    return profile.record
+    return recorded(2)
 
 
 def test_a_record_comes_back_as_it_was(record: Record, tmp_path: Path) -> None:

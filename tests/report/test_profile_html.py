@@ -9,10 +9,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import torch
-from numerics.small import network, train
+from numerics.small import recorded
 
-import lowp
 from lowp.numerics.advice import advise
 from lowp.numerics.record import Key, Record, StepSeen
 from lowp.report.profile_html import page
@@ -23,11 +21,7 @@ browser = pytest.mark.skipif(BROWSER is None, reason="no headless Chromium is in
 
 @pytest.fixture(scope="module")
 def record() -> Record:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with lowp.profile(model, optimizer, max_overhead=None) as profile:
-        train(model, optimizer, 3)
-    return profile.record
+    return recorded(3)
 
 
 def report(record: Record, folder: Path, script: str = "") -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,23 +23,23 @@ from lowp.portable.stored import Errors, Packed, store, stored_dtype, unpack
 __all__ = ["Int8", "Nibble", "Served", "ServedConv2d", "ServedEmbedding", "ServedLinear", "Sign", "Stored", "packed"]
 
 
-class Weight(nn.Module):
+class Weight(nn.Module, ABC):
     """A weight matrix [n, k] in few bits, and the product of activations with it."""
 
     n: int
     k: int
 
+    @abstractmethod
     def values(self) -> Tensor:
         """The weight in fp32 [n, k], in the order of the layer's own weight."""
-        raise NotImplementedError
 
     def rounded(self, rows: Tensor) -> Tensor:
         """Activations fp32 as the product sees them: what is exported, compiled and traced computes with these."""
         return rows
 
+    @abstractmethod
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """Return rows @ weight.T + bias in fp32, of rows fp32 [m, k]."""
-        raise NotImplementedError
 
 
 class _Bytewise(Weight):

@@ -6,6 +6,7 @@ import json
 import pickle
 import warnings
 import zipfile
+from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -40,13 +41,13 @@ class Source(AbstractContextManager["Source"]):
         self.metadata, self.modules, self.left_out = {}, {}, {}
         self._packed: dict[str, Packed] = {}
 
+    @abstractmethod
     def raw_names(self) -> list[str]:
         """The tensors as they lie in the file."""
-        raise NotImplementedError
 
+    @abstractmethod
     def raw(self, name: str) -> Tensor:
         """One of them."""
-        raise NotImplementedError
 
     def file_of(self, name: str) -> str:
         """The file that a tensor lies in."""
@@ -137,6 +138,14 @@ class ShardedSource(Source):
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def raw_names(self) -> list[str]:
+        """Shard by shard."""
+        return [name for shard in self._shards.values() for name in shard.raw_names()]
+
+    def raw(self, name: str) -> Tensor:
+        """From the shard that has it."""
+        return next(shard for shard in self._shards.values() if name in shard.raw_names()).raw(name)
 
     def file_of(self, name: str) -> str:
         """The shard."""
