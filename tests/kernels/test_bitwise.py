@@ -12,7 +12,7 @@ from torch import Tensor
 from lowp.casts import Cast, parse
 from lowp.errors import Unavailable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels import IMPLEMENTATIONS, available, bitwise, limits, native, philox, reference
+from lowp.kernels import IMPLEMENTATIONS, available, bitwise, checks, native, philox, reference
 from lowp.kernels.floats import widen16
 from lowp.kernels.packing import as_integers
 from lowp.kernels.scaled import code_dtype
@@ -32,7 +32,7 @@ def test_values_are_those_of_the_definition(format: FloatFormat | IntFormat) -> 
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         x = inputs(format, dtype)
         for cast in casts(format):
-            if not limits.holds(cast, dtype):
+            if not checks.holds(cast, dtype):
                 continue
             wanted = quantized("reference", x, cast)
             for name in FAST:

@@ -20,7 +20,7 @@ from lowp import kernels
 from lowp.casts import Cast, Rounding, parse
 from lowp.errors import Unavailable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels import bitwise, cpu, cpu_mantissas, integer, limits, reference
+from lowp.kernels import bitwise, checks, cpu, cpu_mantissas, integer, reference
 
 SEED = 0x0123_4567_89AB_CDEF
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -89,7 +89,7 @@ def test_every_instruction_set_agrees_with_rational_arithmetic(name: str) -> Non
             x = inputs(format, dtype, random=20)
             x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(5))[:30]]
             for cast in casts(format):
-                if not limits.holds(cast, dtype):
+                if not checks.holds(cast, dtype):
                     continue
                 drawn = [uniform(SEED, i, cast.random_bits) if cast.is_stochastic else None for i in range(len(x))]
                 wanted = [exact_cast(v, cast, u) for v, u in zip(x.tolist(), drawn, strict=True)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, parse
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels import limits, reference
+from lowp.kernels import checks, reference
 from lowp.kernels.philox import _blocks as blocks
 from lowp.kernels.philox import tail_words, words
 
@@ -59,7 +59,7 @@ def thinned(format: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
 def test_every_cast_is_that_of_rational_arithmetic(format: FloatFormat | IntFormat, dtype: torch.dtype) -> None:
     x = thinned(format, dtype)
     for cast in casts(format):
-        if not limits.holds(cast, dtype):
+        if not checks.holds(cast, dtype):
             continue
         found = quantized(x, cast, SEED)
         draws: list[Fraction | None] = [None] * len(x)

@@ -25,8 +25,9 @@ from lowp.exponents.places import Passes, PlaceSite, Spots, Tell
 from lowp.exponents.ranks import AgreedPlaces
 from lowp.exponents.table import COUNTS, ExponentTable, Flush
 from lowp.kernels import payloads, words
+from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
-from lowp.kernels.mantissas import Mantissas, exact_mantissas, has_integer_kernels
+from lowp.kernels.mantissas import Mantissas, exact_mantissas
 
 __all__ = ["SharedExponents"]
 

@@ -12,12 +12,12 @@ from lowp.casts import Cast, Rounding
 from lowp.errors import InvalidInput
 from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels import payloads, words
+from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import (
     Mantissas,
     Seen,
     current_exponent,
-    has_integer_kernels,
     has_mantissas,
     seen_of,
     values,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import cpu
-from lowp.kernels.mantissas import uses_library
+from lowp.kernels.dispatch import uses_library
 
 __all__ = ["Bytes", "Nibbles", "Panels", "Signs", "multiply", "pack", "pack_nibbles", "signs", "to_bytes", "windows"]
 

@@ -1,23 +1,32 @@
-"""What the public functions check: casts and dtypes, seeds, scales and results."""
+"""What the public functions check: casts and dtypes, seeds, scales and results; which dtypes can hold them."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
+from typing import cast as typed
 
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast, parse
+from lowp.casts import Cast, Overflow, Rounding, parse
+from lowp.compat import private
 from lowp.errors import InvalidInput, Misuse
-from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat
+from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, ScaledFormat
 from lowp.formats.checks import whole_number
-from lowp.kernels import limits, scaled
-from lowp.kernels.floats import CARRIERS
+from lowp.kernels import scaled
+from lowp.kernels.dispatch import fastest
+from lowp.kernels.floats import CARRIERS, narrow, widen
 from lowp.kernels.philox import Draw, Seed
 
 LARGEST_OFFSET = 1 << 62
 
+_real_tensors = typed(
+    Callable[[], AbstractContextManager[object]], private("torch.utils._python_dispatch._disable_current_modes")
+)
 _parse = functools.lru_cache(maxsize=1024)(parse)
 
 
@@ -31,7 +40,7 @@ def plan(cast: str | Cast | Format, dtype: torch.dtype) -> Cast:
     """Return the cast, parsed, after the checks that depend on the dtype alone."""
     planned = as_cast(cast)
     check_dtype(dtype)
-    if not limits.holds(planned, dtype):
+    if not holds(planned, dtype):
         raise InvalidInput(scaled.cannot_hold(planned, dtype))
     return planned
 
@@ -113,3 +122,43 @@ def element(format: str | Format | Cast) -> FloatFormat | IntFormat:
     if isinstance(found, ScaledFormat):
         raise InvalidInput(f"{found} needs its scales: give what lowp.encode returned to lowp.dequantize")
     return found
+
+
+# -- which dtypes hold which results ----------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=1024)
+def holds(cast: Cast, dtype: torch.dtype) -> bool:
+    """Whether `dtype` can hold every result of `cast` on numbers of `dtype`; a 16-bit dtype is tried whole."""
+    if cast.scaling is not None:
+        return scaled.fits(cast, dtype)
+    if dtype.itemsize > 2:
+        return dtype == torch.float64 or holds_format(cast.element, dtype) or _is_identity_on_fp32(cast)
+    both_ways = (Rounding.UP, Rounding.DOWN) if cast.is_stochastic else (cast.rounding,)
+    casts = [replace(cast, rounding=mode, random_bits=None) for mode in both_ways]
+    with _real_tensors():  # torch.compile may ask, whose tensors have no values
+        every = widen(torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype))
+        return all(_survives(every, one, dtype) for one in casts)
+
+
+def holds_format(format: FloatFormat | IntFormat, dtype: torch.dtype) -> bool:
+    """Whether every value of a format is a number of `dtype`."""
+    if isinstance(format, IntFormat):
+        digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
+        return format.bits - 1 <= digits and format.maximum <= torch.finfo(dtype).max
+    names = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+    carrier = FORMATS[names[dtype]]
+    assert isinstance(carrier, FloatFormat)
+    return format.fits(carrier)
+
+
+def _is_identity_on_fp32(cast: Cast) -> bool:
+    carrier, format = FORMATS["fp32"], cast.element
+    contains = isinstance(carrier, FloatFormat) and isinstance(format, FloatFormat) and carrier.fits(format)
+    return contains and cast.overflow is not Overflow.SATURATE
+
+
+def _survives(x: Tensor, cast: Cast, dtype: torch.dtype) -> bool:
+    """Whether every value that a cast makes of these fp64 numbers is a number of `dtype`."""
+    values = torch.empty_like(x)
+    fastest(x.device).quantize(x, cast, 0, values)
+    back = widen(narrow(values, dtype))
+    return bool(((back == values) | values.isnan()).all())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lowp.kernels import cpu, dispatch
-from lowp.kernels.mantissas import uses_library
+from lowp.kernels import cpu
+from lowp.kernels.dispatch import forced, uses_library
 
 __all__ = ["choices"]
 
@@ -24,9 +24,7 @@ def choices() -> dict[str, str]:
         found["C++ library"] = (
             f"{chosen}, {why}, of {', '.join(having)}; other: {_OTHER_SET.format(having[0], having[0])}"
         )
-        found["casts"] = (
-            f"{dispatch.forced() or 'the C++ library'}; other: {_OTHER_WAY.format('bitwise')}: the same bits"
-        )
+        found["casts"] = f"{forced() or 'the C++ library'}; other: {_OTHER_WAY.format('bitwise')}: the same bits"
     found["fp16, bf16 products"] = (
         "on a CPU fp32 products of rounded operands, rounded once, whatever it reports; on a GPU torch's own; other: "
         f"{_OTHER_WAY.format('native')} for torch's own on a CPU too, {_OTHER_WAY.format('reference')} for sums in fp64"

@@ -17,7 +17,7 @@ from lowp.casts import Cast
 from lowp.compat import constant_when_compiled
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, IntFormat
-from lowp.kernels import checks, dispatch, limits, packing, run, scaled, tracing
+from lowp.kernels import checks, dispatch, packing, run, scaled, tracing
 from lowp.kernels.philox import Draw, Seed, drawn
 from lowp.kernels.scaled import Scales
 from lowp.quantized import Quantized
@@ -302,7 +302,7 @@ def _decode(codes: Tensor, format: str, dtype: torch.dtype, packed: bool, length
 @_decode.register_fake
 def _(codes: Tensor, format: str, dtype: torch.dtype, packed: bool, length: int | None) -> Tensor:
     element = checks.as_cast(format).element
-    if not limits.holds_format(element, dtype):
+    if not checks.holds_format(element, dtype):
         raise InvalidInput(scaled.cannot_hold(Cast(element), dtype))
     if not packed:
         return codes.new_empty(codes.shape, dtype=dtype)

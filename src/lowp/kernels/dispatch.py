@@ -1,4 +1,8 @@
-"""The one place that chooses which implementation runs, and `use`, which forces one."""
+"""The one place that chooses which implementation runs, and `use`, which forces one.
+
+Casts ask for an `implementation`; products and payloads of integers ask `forced`, `uses_library` and
+`has_integer_kernels`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from contextvars import ContextVar
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from lowp.errors import Unavailable, UnknownName, unknown
 from lowp.kernels import bitwise, cpu, native, reference
@@ -16,7 +21,10 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "bitwise": bit
 
 _forced: ContextVar[str | None] = ContextVar("lowp.kernels.use", default=None)
 
-forced = _forced.get  # the name that `use` holds here; None outside of it
+
+def forced() -> str | None:
+    """Return the name that `use` holds here; None outside of it, and under torch.compile."""
+    return None if torch.compiler.is_compiling() else _forced.get()
 
 
 def available() -> tuple[str, ...]:
@@ -50,7 +58,7 @@ def implementation(device: torch.device, function: str = "quantize") -> ModuleTy
     """Return the module that does `function` for tensors on this device."""
     name = _forced.get()
     if name is None:
-        return cpu if device.type == "cpu" and cpu.library() is not None else bitwise
+        return fastest(device)
     module = IMPLEMENTATIONS[name]
     if name == "cpu" and device.type != "cpu":
         raise Unavailable(f"the cpu kernels take tensors on the CPU, not on {device}: bitwise and reference take these")
@@ -58,3 +66,18 @@ def implementation(device: torch.device, function: str = "quantize") -> ModuleTy
         having = [other for other in available() if hasattr(IMPLEMENTATIONS[other], function)]
         raise Unavailable(f"{name} has no {function}; {', '.join(having)} have it")
     return module
+
+
+def fastest(device: torch.device) -> ModuleType:
+    """Return the module that casts tensors on this device where nothing is forced."""
+    return cpu if device.type == "cpu" and cpu.library() is not None else bitwise
+
+
+def uses_library() -> bool:
+    """Whether the C++ library computes here and now: it is there, and nothing else was asked for."""
+    return forced() in (None, "cpu") and cpu.library() is not None
+
+
+def has_integer_kernels(*tensors: Tensor | torch.device) -> bool:
+    """Whether integers are computed with where these lie, so that what a kernel has seen is known at once: on CPUs."""
+    return all((one if isinstance(one, torch.device) else one.device).type == "cpu" for one in tensors)

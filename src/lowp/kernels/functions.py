@@ -6,6 +6,7 @@ subclasses) go through the operators of `custom_ops`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import Format
 from lowp.formats.checks import whole_number
-from lowp.kernels import arrays, checks, cpu, custom_ops, limits, packing, run, scaled, straight_through, tracing
-from lowp.kernels.dispatch import forced, implementation
+from lowp.kernels import arrays, checks, cpu, custom_ops, packing, run, scaled, tracing
+from lowp.kernels.dispatch import implementation, uses_library
 from lowp.kernels.floats import CARRIERS
 from lowp.kernels.philox import Draw
 from lowp.kernels.statistics import Statistics
@@ -47,31 +48,55 @@ def quantize(
     """
     if is_compiling():
         return custom_ops.quantize(x, cast, scale, seed if offset == 0 else Draw(seed, offset), out)
+    if not isinstance(x, Tensor):
+        return _with_arrays(quantize, x, cast, scale=scale, seed=seed, offset=offset, out=out)
+    plan = checks.plan(cast, x.dtype)
     # the shortest way for the most frequent call: microseconds count here
     if out is None and scale is None and type(seed) is int and type(offset) is int and type(x) is Tensor and x.is_cpu:
-        plan = checks.plan(cast, x.dtype)
-        usual = plan.scaling is None and offset == 0 and forced() is None and cpu.library() is not None
+        usual = plan.scaling is None and offset == 0 and uses_library()
         if usual and tracing.is_plain(x) and _is_direct(x):
             out = torch.empty_like(x)
             cpu.quantize(x, plan, seed, out)
             return out
-    if not isinstance(x, Tensor):
-        return _with_arrays(quantize, x, cast, scale=scale, seed=seed, offset=offset, out=out)
-    plan = checks.plan(cast, x.dtype)
     draw = checks.draw(x, seed, offset)
-    if out is None:
-        if not is_eager(x):
-            return custom_ops.quantize(x, plan, scale, draw)
-        kernel = straight_through.quantize if tracing.is_differentiated(x) else run.quantize
-        return kernel(implementation(x.device), x, plan, checks.scales(scale, plan, x), draw)
-    if not tracing.is_traced():
+    if out is not None and not tracing.is_traced():
         checks.check_out(x, out)
-    if not (_is_ours(x) and _is_ours(out)):
+    if not is_eager(x) or (out is not None and not (_is_ours(x) and _is_ours(out))):
         return custom_ops.quantize(x, plan, scale, draw, out)
-    run.quantize_into(implementation(x.device), x, plan, checks.scales(scale, plan, x), draw, out)
+    given = implementation(x.device), x, plan, checks.scales(scale, plan, x), draw
+    if out is None:
+        return _StraightThrough.apply(*given) if tracing.is_differentiated(x) else run.quantize(*given)  # type: ignore[no-untyped-call]
+    run.quantize_into(*given, out)
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
     return out
+
+
+class _StraightThrough(torch.autograd.Function):
+    """A cast where torch only follows gradients, which pass straight through (Bengio et al. 2013, arXiv 1308.3432).
+
+    No operator is called, and no compiler loaded for one.
+    """
+
+    @staticmethod
+    def forward(context: Any, *given: Any) -> Tensor:
+        return run.quantize(*given)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, gradient, None, None, None
+
+
+def quantize_finite(x: Tensor, cast: Cast, seed: int | Tensor, is_traced: bool) -> Tensor:
+    """Return what `quantize` makes of x, but x itself where that is infinite or NaN.
+
+    On a CPU one sum tells whether there is any; an accelerator is not waited for, nor what torch traces.
+    """
+    rounded: Tensor = quantize(x, cast, seed=seed)
+    # a sum that overflows means a second look, no more
+    if not is_traced and x.is_cpu and not x.is_meta and math.isfinite(float(x.detach().sum())):
+        return rounded
+    return torch.where(x.isfinite(), rounded, x)
 
 
 def encode(
@@ -133,7 +158,7 @@ def decode(
         expected = scaled.code_dtype(element)
         if codes.dtype != expected and not (packed and codes.dtype == torch.uint8):
             raise InvalidInput(f"codes of {element} are {expected}, as lowp.encode gives them, not {codes.dtype}")
-        if not limits.holds_format(element, dtype):
+        if not checks.holds_format(element, dtype):
             raise InvalidInput(f"{element}: {dtype} cannot hold every value: decode to torch.float32 or torch.float64")
         if is_eager(codes):
             if packed:

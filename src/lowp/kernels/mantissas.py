@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
-from lowp.kernels import bitwise, cpu, cpu_mantissas, dispatch
+from lowp.kernels import bitwise, cpu_mantissas
+from lowp.kernels.dispatch import uses_library
 
 _WIDE = IntFormat("wide", 32)  # rounds without saturating what int16 still has to be seen to saturate
 
@@ -24,21 +25,6 @@ class Mantissas(NamedTuple):
     saturated: int  # finite elements that did not fit
     nonfinite: int  # infinities, which saturate, and NaNs, which become 0
     any: bool = True  # whether any element was not zero before it was rounded
-
-
-def forced_way() -> str | None:
-    """Return the implementation that `lowp.kernels.use` asks for; None outside of it, and under torch.compile."""
-    return None if torch.compiler.is_compiling() else dispatch.forced()
-
-
-def uses_library() -> bool:
-    """Whether the C++ library computes on integers here and now."""
-    return forced_way() in (None, "cpu") and cpu.library() is not None
-
-
-def has_integer_kernels(*tensors: Tensor | torch.device) -> bool:
-    """Whether integers are computed with where these lie, so that what a kernel has seen is known at once: on CPUs."""
-    return all((one if isinstance(one, torch.device) else one.device).type == "cpu" for one in tensors)
 
 
 def has_mantissas(cast: Cast | None) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from lowp.casts import Cast, Rounding
 from lowp.formats import Format, IntFormat, ScaledFormat
 from lowp.kernels import cpu_mantissas
+from lowp.kernels.dispatch import uses_library
 from lowp.kernels.mantissas import (
     Mantissas,
     current_exponent,
@@ -27,7 +28,6 @@ from lowp.kernels.mantissas import (
     exact_mantissas,
     exponent_of,
     to_mantissas,
-    uses_library,
     values,
 )
 

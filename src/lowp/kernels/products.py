@@ -29,8 +29,9 @@ from lowp.errors import Unavailable
 from lowp.formats import FORMATS
 from lowp.kernels import byte_products
 from lowp.kernels.byte_products import Bytes, Nibbles, Panels, Signs
+from lowp.kernels.dispatch import forced
 from lowp.kernels.integer import Exact
-from lowp.kernels.mantissas import Mantissas, forced_way
+from lowp.kernels.mantissas import Mantissas
 from lowp.policy import Accumulation
 
 __all__ = ["Form", "contract", "contract_mantissas", "contract_packed", "is_in_fp32", "is_native", "ready_operand"]
@@ -116,7 +117,7 @@ def contract(
         return _in_dtype(form, slot, operands, bias, operands[0].dtype)
     elif operands[0].dtype is torch.float64:
         result = _in_dtype(form, slot, operands, bias, torch.float64)
-    elif forced_way() == "reference":
+    elif forced() == "reference":
         result = _in_dtype(form, slot, operands, bias, torch.float64).float()
     else:
         result = _in_dtype(form, slot, operands, bias, torch.float32)
@@ -159,17 +160,17 @@ def is_native(output: Cast | None, *operands: Tensor) -> bool:
 
     There it sums in fp32 and rounds once, bias included; a CPU's rounds more often, and has to be asked for.
     """
-    dtype, forced = operands[0].dtype, forced_way()
+    dtype, way = operands[0].dtype, forced()
     if output is None or dtype not in _SIXTEEN_BITS:
         return False
-    if not operands[0].is_cuda if forced is None else forced != "native":
+    if not operands[0].is_cuda if way is None else way != "native":
         return False
     return all(one.dtype is dtype for one in operands) and output == Cast(FORMATS[_SIXTEEN_BITS[dtype]])
 
 
 def is_in_fp32(x: Tensor) -> bool:
     """Whether `contract` makes a product of such tensors in fp32: those of the CPU, where no way is forced."""
-    return x.is_cpu and forced_way() is None
+    return x.is_cpu and forced() is None
 
 
 def ready_operand(value: Tensor) -> Tensor:

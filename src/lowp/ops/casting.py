@@ -19,7 +19,7 @@ from lowp.casts import Cast, Overflow, Rounding
 from lowp.compat import constant_when_compiled, private
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, ScaledFormat, Specials
-from lowp.kernels import nonfinite
+from lowp.kernels.functions import quantize_finite
 
 __all__ = ["Operand", "carried", "carrier_dtype", "operand", "rounded", "shield", "with_tangents"]
 
@@ -180,11 +180,11 @@ def _quantized(x: Tensor, to: Cast, seed: Tensor | int, axis: int) -> Tensor:
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
     if is_irregular(x):
         return _with_values(x, to, seed)
-    if axis == -1 or not _has_groups(to):
-        result = cast(Tensor, kernels.quantize(x, to, seed=seed))
-    else:
-        result = kernels.quantize(x.movedim(axis, -1).contiguous(), to, seed=seed).movedim(-1, axis)
-    return result if _keeps_infinities(to) else nonfinite.kept(x, result, functorch_is_active())
+    if axis != -1 and _has_groups(to):
+        return _quantized(x.movedim(axis, -1).contiguous(), to, seed, -1).movedim(-1, axis)
+    if _keeps_infinities(to):
+        return cast(Tensor, kernels.quantize(x, to, seed=seed))
+    return quantize_finite(x, to, seed, functorch_is_active())
 
 
 @_constant

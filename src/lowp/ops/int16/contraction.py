@@ -21,7 +21,8 @@ from lowp.casts import Cast
 from lowp.errors import Unavailable
 from lowp.exponents import PlaceSite
 from lowp.kernels import payloads, words
-from lowp.kernels.mantissas import Mantissas, current_exponent, has_integer_kernels, has_mantissas, to_mantissas, values
+from lowp.kernels.dispatch import has_integer_kernels
+from lowp.kernels.mantissas import Mantissas, current_exponent, has_mantissas, to_mantissas, values
 from lowp.kernels.products import contract, contract_mantissas
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import functorch_is_active, operand, shield

@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.kernels.mantissas import has_integer_kernels, has_mantissas
+from lowp.kernels.dispatch import has_integer_kernels
+from lowp.kernels.mantissas import has_mantissas
 from lowp.ops.call import Call
 from lowp.ops.generic import changed, not_in_place, run_changed, tensors_of
 from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, read_by, rounded_by

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
 from lowp.formats import IntFormat, ScaledFormat
-from lowp.kernels.mantissas import has_integer_kernels
+from lowp.kernels.dispatch import has_integer_kernels
 from lowp.ops.call import Call
 from lowp.ops.casting import functorch_is_active, shield
 from lowp.ops.contraction import function_name, require

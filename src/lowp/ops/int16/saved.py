@@ -23,7 +23,8 @@ from lowp.casts import Cast
 from lowp.compat import gradients_of
 from lowp.exponents import PlaceSite
 from lowp.kernels import payloads
-from lowp.kernels.mantissas import has_integer_kernels, values
+from lowp.kernels.dispatch import has_integer_kernels
+from lowp.kernels.mantissas import values
 from lowp.ops.call import Call
 from lowp.ops.casting import edge, shield
 from lowp.ops.generic import changed, is_out_of_place
