@@ -149,7 +149,7 @@ def test_an_unknown_format_lists_the_near_ones(lowp: Callable[..., Any]) -> None
     assert result.code == 2
     assert "unknown format 'bf61'; did you mean bf16" in result.err
     assert lowp("formats", "e12m3").err.startswith("lowp: error: e12m3: 12 exponent and 3 mantissa bits are not")
-    assert "--layout draws" in lowp("formats", "--layout", "--json").err
+    assert "--layout cannot be combined with --json" in lowp("formats", "--layout", "--json").err
 
 
 def test_a_pipe_gets_no_escape_codes_and_loads_nothing_heavy() -> None:

@@ -78,7 +78,7 @@ FIGURES = {
         {**_RUN, "recipe": "resnet-20", "precision": "fp32", "epochs": None},
     ),
     "gradients": _figure(
-        "weight gradients and updates of a naive fp16 run, and what fp16 swallows (Micikevicius et al., figure 2b)",
+        "weight gradients and updates of a naive fp16 run, and what fp16 loses (Micikevicius et al., figure 2b)",
         "gradients",
         "gradients",
         {**_RUN, "recipe": "digits-hard", "precision": "fp16-naive", "epochs": None},

@@ -1,12 +1,12 @@
-"""List the number formats, show one in full, or draw the bits of several beside each other.
+"""List the number formats, show one in full, or draw the bits of several side by side.
 
   lowp formats
   lowp formats bf16
   lowp formats e5m7
   lowp formats --layout fp32 fp16 bf16 flex16+5
 
-Any row of the list goes, and any spelled format: e5m7, e4m3b11fnuz, binary8p3se, i6s, e4m3fn@e8m0/32.
-Energy and area are estimates from Horowitz, ISSCC 2014 (45 nm); ~ marks those that are not in its table.
+NAME is a format of the list or a spelled format: e5m7, e4m3b11fnuz, binary8p3se, i6s, e4m3fn@e8m0/32.
+Energy and area are estimates from Horowitz, ISSCC 2014 (45 nm); ~ marks values that are not in its table.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lowp.formats import FORMATS, Format, ScaledFormat
 HEADS = ("format", "bits", "layout", "smallest", "normal", "maximum", "ulp at 1", "max error", "digits")
 COST_HEADS = ("bytes", "multiplier", "energy")
 NOTES = (
-    "smallest: the smallest positive number (a subnormal, where there are); normal: the smallest with the full",
-    "significand; max error: of rounding to nearest, relative for normal numbers. bytes: packed, a block's scale",
-    "shared out. multiplier: area by the square of the significand, fp32 = 1. energy: of one multiplication, estimate",
-    "from Horowitz, ISSCC 2014 (45 nm), ~ marks those interpolated or extrapolated by that square. Shared scales count",
-    "in smallest and maximum.",
+    "smallest: the smallest positive number (subnormal, if the format has such numbers); normal: the smallest with the",
+    "full significand; max error: of rounding to nearest, relative for normal numbers. bytes: packed, including the",
+    "element's part of a block scale. multiplier: area by the square of the significand, fp32 = 1. energy: of one",
+    "multiplication, estimated from Horowitz, ISSCC 2014 (45 nm); ~ marks values interpolated or extrapolated by that",
+    "square. Smallest and maximum include shared scales.",
 )
 
 SPELLINGS = """\
 ## Spelled formats
 
-`eXmY` has a sign, X exponent bits (1 to 11) and Y mantissa bits (0 to 52); `ueXmY` has no sign. Its numbers are numbers
-of fp64; a training step takes formats whose numbers are numbers of fp32, too. What follows says what is special:
+`eXmY` has a sign, X exponent bits (1 to 11) and Y mantissa bits (0 to 52); `ueXmY` has no sign. All numbers of the
+format must be numbers of fp64, and for a training step numbers of fp32. A suffix defines the special values:
 
 | suffix | infinity | NaN | -0 | bias |
 | --- | --- | --- | --- | --- |
@@ -44,18 +44,18 @@ of fp64; a training step takes formats whose numbers are numbers of fp32, too. W
 | `fnuz` | none | the code of -0; without a sign, all ones | no | 2^(X-1) |
 | `nuz` | the largest code of each sign (without a sign, one below NaN) | as `fnuz` | no | 2^(X-1) |
 
-`bN` before the suffix gives another bias, `ftz` after it takes the subnormals away: numbers below the smallest normal
-one are then zero before rounding. Without mantissa bits there are no subnormal numbers, and what lies below the
-smallest number is rounded to it or to zero (e8m0, which has no zero, takes its smallest).
+`bN` before the suffix sets another bias. `ftz` after it removes the subnormal numbers: numbers below the smallest
+normal number become zero before rounding. A format without mantissa bits has no subnormal numbers; numbers below its
+smallest number are rounded to that number or to zero (in e8m0, which has no zero, to the smallest number).
 
-The formats of IEEE P3109 go by their names in its drafts: `binary8p3se` has 8 bits, a precision of 3 (the hidden bit
+The formats of IEEE P3109 have the names of its drafts: `binary8p3se` has 8 bits, a precision of 3 (the hidden bit
 included), a sign (`s`; `u` for none) and infinities (`e`, extended; `f`, finite). It is `e5m2nuz`; `binary8p3sf` is
-`e5m2fnuz`, and `binary8p8uf` is `ue1m7fnuz`. All widths that fp64 carries exactly are there; a name without a normal
-number, such as `binary2p1se`, is refused.
+`e5m2fnuz`, and `binary8p8uf` is `ue1m7fnuz`. All widths that fp64 represents exactly are available. A name without a
+normal number, such as `binary2p1se`, is an error.
 
 ## Roundings
 
-A cast is a format, then a rounding and what becomes of too large a number: `e4m3fn:stochastic:saturate`.
+A cast is a format, a rounding, and an overflow for numbers that are too large: `e4m3fn:stochastic:saturate`.
 
 | rounding | a number between two values becomes |
 | --- | --- |
@@ -63,25 +63,25 @@ A cast is a format, then a rounding and what becomes of too large a number: `e4m
 | `nearest-away` | the nearer; in a tie the larger magnitude |
 | `toward-zero` | the smaller magnitude |
 | `up`, `down` | the one toward +infinity, toward -infinity |
-| `to-odd` | the one whose last bit is 1: with two bits more than a later format it keeps that rounding right |
-| `stochastic` | the larger magnitude with a probability of the share of the way to it, in 160 bits: unbiased |
-| `stochastic-N` | the same with N random bits (1 to 32), the share cut to N bits: biased toward zero |
-| `stochastic-b-N` | the share rounded to N bits, half up |
-| `stochastic-c-N` | the share rounded to N bits, half to even |
+| `to-odd` | the one whose last bit is 1: with two more bits than a later format, that later rounding stays correct |
+| `stochastic` | the larger magnitude, with a probability equal to the fraction of the spacing, in 160 bits: unbiased |
+| `stochastic-N` | the same with N random bits (1 to 32), the fraction cut to N bits: biased toward zero |
+| `stochastic-b-N` | the same with the fraction rounded to N bits, half up |
+| `stochastic-c-N` | the same with the fraction rounded to N bits, half to even |
 
-The last three are StochasticA, B and C of IEEE P3109. With N bits the mean of one number is off by less than 2^-N of
-the spacing (A, always toward zero) or at most half of that (B and C, either way). Over all numbers B and C are right
-on average; over those whose share has a few bits more than N, as after a widening from 16 bits, ties are frequent and
-only C is. `lowp explain` prints the bias of a number."""
+The last three are StochasticA, B and C of IEEE P3109. With N bits the mean for one number is wrong by less than 2^-N
+of the spacing (A, always toward zero) or by at most half of that (B and C, in either direction). Averaged over all
+numbers B and C are unbiased. If the fractions have only a few bits more than N, as after a widening from 16 bits, ties
+are frequent and only C is unbiased. `lowp explain` prints the bias for a number."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `lowp formats`."""
-    parser.add_argument("name", nargs="*", help="formats to show in full (with --layout: to draw)")
-    parser.add_argument("--layout", action="store_true", help="draw the bits of the formats beside each other")
-    parser.add_argument("--json", action="store_true", help="the same facts for machines")
-    parser.add_argument("--markdown", action="store_true", help="the list as the page docs/formats.md")
-    parser.add_argument("--plain", action="store_true", help="no colour on a terminal, either")
+    parser.add_argument("name", nargs="*", help="formats to show in full, or to draw with --layout")
+    parser.add_argument("--layout", action="store_true", help="draw the bits of the formats side by side")
+    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    parser.add_argument("--markdown", action="store_true", help="print the list as the page docs/formats.md")
+    parser.add_argument("--plain", action="store_true", help="print without colour")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = [cast.format for cast in casts]
     if arguments.layout:
         if arguments.json or arguments.markdown:
-            raise InvalidInput("--layout draws: it goes with neither --json nor --markdown")
+            raise InvalidInput("--layout cannot be combined with --json or --markdown: give one of them")
         show(layouts.draw(given or [FORMATS[name] for name in layouts.DEFAULT], width()), arguments.plain)
     elif arguments.json:
         import json
@@ -135,7 +135,7 @@ def _listing() -> str:
             columns(heads, plain, limit, left=(0, 2)),
             columns(heads, scaled, limit, left=(0, 2)),
             "\n".join(_wrap(" ".join(NOTES), limit)),
-            f"casts with a name of their own: {named}",
+            f"casts with a name: {named}",
         ]
     )
 
@@ -147,7 +147,7 @@ def _wrap(text: str, limit: int) -> list[str]:
 
 
 def markdown(formats: list[Format]) -> str:
-    """The page docs/formats.md: made by `lowp formats --markdown`, and a test holds the two together."""
+    """Return the page docs/formats.md, which `lowp formats --markdown` prints; a test compares the two."""
     heads = [*HEADS, *COST_HEADS, "source"]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     for format in formats:
@@ -157,14 +157,14 @@ def markdown(formats: list[Format]) -> str:
         [
             "# The number formats",
             "",
-            "Made by `lowp formats --markdown > docs/formats.md`. `lowp formats NAME` shows one in full, and any",
-            "format can be spelled out: `e5m7`, `e4m3b11fnuz`, `i6s`, `e2m1@e8m0/32` (see `lowp.formats.parse`).",
+            "`lowp formats NAME` shows one format in full. Any format can also be spelled: `e5m7`, `e4m3b11fnuz`,",
+            "`i6s`, `e2m1@e8m0/32` (see `lowp.formats.parse`). This page is the output of `lowp formats --markdown`.",
             "",
             *lines,
             "",
             *(note.replace("~", "`~`") for note in NOTES),
             "",
-            f"Casts with a name of their own: {named}.",
+            f"Casts with a name: {named}.",
             "",
             *SPELLINGS.splitlines(),
         ]

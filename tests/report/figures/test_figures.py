@@ -60,7 +60,7 @@ def test_updates_tell_what_is_below_the_limits_and_what_would_be_lost() -> None:
     )
 
 
-def test_gradients_tell_what_fp16_swallows() -> None:
+def test_gradients_tell_what_fp16_loses() -> None:
     first, second, third = gradients.gradients_words(documents.gradients())
     assert first == (
         "Of the gradients that fp32 has, 0.0500% are below 2^-24, fp16's smallest number; 0.0300% are zero in this run."
