@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
 import sys
@@ -24,16 +23,17 @@ from lowp import distributed
 from lowp.errors import InvalidInput, Misuse
 from lowp.grad_scaler import GradScaler
 from lowp.numerics.advice import window_of
-from lowp.numerics.divergence import Diagnosis, Moment
+from lowp.numerics.divergence import Fault
+from lowp.numerics.guard import Guard
+from lowp.numerics.identity import header_of
 from lowp.numerics.modes import Paths, depth, in_backward, put_on, take_off, unwrapped
 from lowp.numerics.record import Journal, Part, Record, StepSeen
 from lowp.numerics.sampling import Budget, parse_share
 from lowp.numerics.watching import Watch
 from lowp.ops.observing import Observation, observe
 
-__all__ = ["Profiler", "fingerprint_of"]
+__all__ = ["Profiler"]
 
-_REMEMBERED = 20  # steps before a fault that are told
 _TYPICAL = 20  # steps whose time says what a step takes
 
 
@@ -75,13 +75,12 @@ class Profiler:
         self._inner = unwrapped(model)
         self._named = {id(one): name for name, one in self._inner.named_parameters()}
         self._paths = Paths(model)
-        self._header = {"title": title or type(self._inner).__name__, **_header(self._inner, precision)}
+        self._header = {"title": title or type(self._inner).__name__, **header_of(self._inner, precision)}
         self._out = None if out is None else Path(out)
         self._journal: Journal | None = None
         self._part = Part()
         self._watch: Watch | None = None
-        self._moment: Moment | None = None
-        self._history: deque[StepSeen] = deque(maxlen=_REMEMBERED)
+        self._guard = Guard(self._paths, self._named, self._saw_loss, self._looking_away)
         self._times: deque[float] = deque(maxlen=_TYPICAL)
         self._ends: list[Callable[[], None]] = []
         self._place = 0
@@ -89,10 +88,8 @@ class Profiler:
         self._eager: Any = None
         self._begun = self._own_before = 0.0
         self._scale_before: float | None = None
-        self._failed = self._resting = self._guards = self._next = False
+        self._next = False
         self._end_observing: Callable[[], None] = lambda: None
-        self._unguarded = 0
-        self._first_weight: float | None = None
 
     # -- beginning and end --------------------------------------------------------------------------------------------
     def __enter__(self) -> Profiler:
@@ -122,9 +119,7 @@ class Profiler:
         for end in self._ends:
             end()
         self._drop_watch()
-        if self._moment is not None:
-            self._moment.close()
-            self._moment = None
+        self._guard.end()
         self.budget.end()
         if self._journal is not None:
             self._journal.close()
@@ -149,7 +144,7 @@ class Profiler:
             "total_seconds": budget.total,
             "steps": self.step,
             "sampled": budget.taken,
-            "unguarded": self._unguarded,
+            "unguarded": self._guard.unguarded,
         }
         return Record(dict(self._header), self._part, sampling, complete=self.budget.ended is not None)
 
@@ -174,24 +169,20 @@ class Profiler:
             self.budget.spent(time.perf_counter() - started, self._watch is not None)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._resting or not self._inner.training or not torch.is_grad_enabled() or in_backward():
+        if self._guard.is_replaying or not self._inner.training or not torch.is_grad_enabled() or in_backward():
             return
         with self._own_time():
             self._note_skipped()
             if self._watch is None and self._next:
                 self._begin_watch()
-            self._guards = self._divergence and self._can_afford_guard()
-            if self._guards:
-                if self._moment is None:
-                    self._moment = Moment()
-                    self._moment.on_backward = self._saw_loss
-                self._moment.close()
-                self._moment.begin(module, args, kwargs)
+            if self._divergence and self._can_afford_guard():
+                self._guard.begin(module, args, kwargs)
+            else:
+                self._guard.rest()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._moment is not None and not self._resting and self._moment.model is module and not in_backward():
-            if self._guards and self._inner.training and torch.is_grad_enabled():
-                self._moment.open(output, self._place)
+        if not (self._guard.is_replaying or in_backward()) and self._inner.training and torch.is_grad_enabled():
+            self._guard.open(module, output, self._place)
 
     def _begin_watch(self) -> None:
         self._watch = Watch(self.step, self._paths, self._inner, self._scale)
@@ -209,7 +200,7 @@ class Profiler:
             self._end_observing = observe(self._observed)
 
     def _observed(self, seen: Observation) -> None:
-        if self._watch is not None and not self._resting:
+        if self._watch is not None and not self._guard.is_replaying:
             self._watch.observed(seen)
 
     def _drop_watch(self) -> None:
@@ -234,19 +225,28 @@ class Profiler:
         scale = self._scale()
         if self._scaler is not None:
             self._scale_before = scale
-        seen = self._current()
+        seen = self._guard.current(self.step)
         seen.scale = scale if self._scaler is not None else None
         if loss.numel() == 1:
             seen.loss = float(loss.detach()) / scale
-            if self._moment is not None:
-                self._moment.end(loss)
-                if seen.loss != seen.loss or abs(seen.loss) == float("inf"):
-                    self._diagnose("loss")
+            self._keep(self._guard.saw_loss(loss, seen, scale))
 
-    def _current(self) -> StepSeen:
-        if not self._history or self._history[-1].step != self.step:
-            self._history.append(StepSeen(self.step))
-        return self._history[-1]
+    @contextmanager
+    def _looking_away(self) -> Iterator[None]:
+        """Take the watch off while the guard runs the step again."""
+        watch = self._watch
+        taken = watch is not None and take_off(watch)
+        try:
+            yield
+        finally:
+            if taken:
+                put_on(watch, self._place)
+
+    def _keep(self, fault: Fault | None) -> None:
+        if fault is not None:
+            self._part.faults.append(fault.document())
+            if self._journal is not None:
+                self._journal.add(Part(faults=[fault.document()]))
 
     def _note_skipped(self) -> None:
         """End a step that a loss scaler has skipped: its optimizer was not called."""
@@ -256,7 +256,7 @@ class Profiler:
         now = float(scaler.get_scale())
         self._scale_before = None
         if now < before:
-            seen = self._current()
+            seen = self._guard.current(self.step)
             seen.skipped = True
             self._part.add(Part(steps=[seen]))
             self._end_step()
@@ -270,19 +270,12 @@ class Profiler:
         if not parameters:
             return
         with self._own_time():
-            seen = self._current()
-            if self._moment is not None:
-                self._moment.close()
+            seen = self._guard.current(self.step)
+            self._guard.close()
             if self._watch is not None:
                 self._watch.stop()
                 take_off(self._watch)
-            if self._first_weight is None:
-                self._first_weight = _largest([one.detach() for _, one in parameters])
-            if self._guards:
-                gradients = [one.grad for _, one in parameters if one.grad is not None and not one.grad.is_sparse]
-                seen.largest_gradient = _largest(gradients)
-                if seen.largest_gradient is not None and not seen.largest_gradient < float("inf"):
-                    self._diagnose("gradients")
+            self._keep(self._guard.before_step([one for _, one in parameters], seen, self._scale()))
             if self._watch is not None:
                 self._feed(self._watch.exponents())
                 self._watch.before_step(parameters)
@@ -312,7 +305,7 @@ class Profiler:
         budget = self.budget
         if budget.share is None or self._watch is not None or budget.always <= budget.share / 2 * budget.training:
             return True
-        self._unguarded += 1
+        self._guard.unguarded += 1
         return False
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -321,15 +314,14 @@ class Profiler:
             return
         with self._own_time():
             self._scale_before = None
-            if self._moment is not None:
-                self._moment.forget()
+            self._guard.forget()
             if self._watch is not None:
                 self._watch.after_step(parameters)
             self._end_step()
 
     def _end_step(self) -> None:
         """Keep what a step has seen, and count its time."""
-        seen = self._current()
+        seen = self._guard.current(self.step)
         watch = self._watch
         if watch is not None:
             part = watch.finish()
@@ -365,59 +357,7 @@ class Profiler:
                 self._own_before = self.budget.own
             self.budget.took()
 
-    # -- divergence ---------------------------------------------------------------------------------------------------
-    def _diagnose(self, what: str) -> None:
-        """Find what made this step's loss or gradients infinite or NaN, once a run."""
-        if self._failed or self._moment is None:
-            return
-        self._failed = True
-        watch = self._watch
-        taken = watch is not None and take_off(watch)
-        self._resting = True
-        try:
-            diagnosis = Diagnosis(self._moment, self._paths, self._named, list(self._history), self._scale())
-            fault = diagnosis.find(what, self.step, self._first_weight, self._unguarded)
-        finally:
-            self._resting = False
-            if taken:
-                put_on(watch, self._place)
-        self._part.faults.append(fault.document())
-        if self._journal is not None:
-            self._journal.add(Part(faults=[fault.document()]))
-        print(f"lowp profile: {fault}", file=sys.stderr)
-
-
-def _largest(gradients: list[Tensor]) -> float | None:
-    """The largest gradient, NaN or infinite where one is; None of none."""
-    if not gradients:
-        return None
-    return float(torch.stack([one.detach().abs().amax() for one in gradients if one.numel()]).amax())
-
 
 def _uses_compiler() -> bool:
     """Whether torch.compile has been used in this process: loading it would take seconds."""
     return "torch._dynamo" in sys.modules
-
-
-def fingerprint_of(model: nn.Module) -> str:
-    """What tells a model with other parameters: a hash of their names and shapes."""
-    text = ";".join(f"{name}{tuple(one.shape)}" for name, one in model.named_parameters())
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _header(model: nn.Module, precision: Any) -> dict[str, Any]:
-    from lowp import __version__
-
-    parameters = list(model.parameters())
-    preset = getattr(precision, "preset", None)
-    return {
-        "model": type(model).__name__,
-        "fingerprint": fingerprint_of(model),
-        "parameters": sum(one.numel() for one in parameters),
-        "dtypes": sorted({str(one.dtype).removeprefix("torch.") for one in parameters}),
-        "device": str(parameters[0].device) if parameters else "cpu",
-        "precision": preset.name if preset is not None else "fp32",
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "lowp": __version__,
-        "torch": torch.__version__,
-    }

@@ -9,20 +9,16 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lowp.errors import InvalidInput
-from lowp.kernels.functions import statistics
+from lowp.kernels.spectra import LONGEST, PARTS, TensorCounts, count_tensor
 
 __all__ = ["PARTS", "Spectrum"]
 
-PARTS = 16  # bins of an octave: one for each value of the four bits after the leading one
 _BINS = 256 * PARTS
 _BIAS = 127
-_INFINITE = 255 * PARTS  # the first bin of what is no number
-_LONGEST = 24  # bits of a significand of fp32
 
 Counts = NDArray[np.int64]
 
@@ -42,7 +38,7 @@ class Spectrum:
     """
 
     bins: Counts = field(default_factory=lambda: _zeros(_BINS))
-    significant: Counts = field(default_factory=lambda: _zeros(_LONGEST + 1))
+    significant: Counts = field(default_factory=lambda: _zeros(LONGEST + 1))
     count: int = 0
     zeros: int = 0
     nan: int = 0
@@ -54,27 +50,14 @@ class Spectrum:
     @classmethod
     def of(cls, x: Tensor, scale: float = 1.0) -> Spectrum:
         """The spectrum of a floating-point tensor divided by `scale`, as fp32 holds its numbers."""
-        x = x.detach().float()
-        if scale != 1.0:
-            x = x / scale
-        if x.numel() == 0:
-            return cls(tensors=1)
-        flat = x.reshape(-1)
-        seen = statistics(flat)
-        bits = flat.view(torch.int32) & 0x7FFFFFFF
-        bins = torch.bincount(bits >> 19, minlength=_BINS)
-        fraction = bits & 0x7FFFFF
-        # the lowest bit that is set is a power of two, whose exponent tells how many zeros end the significand
-        lowest = (fraction & -fraction).float().view(torch.int32) >> 23
-        significant = torch.bincount(torch.where(fraction == 0, 1, _LONGEST + _BIAS - lowest), minlength=_LONGEST + 1)
-        counted, needed = bins.cpu().numpy(), significant.cpu().numpy()
-        zeros, nonfinite = seen.zeros, int(counted[_INFINITE:].sum())
-        counted[0] -= zeros
-        counted[_INFINITE:] = 0
-        needed[1] -= zeros
-        if nonfinite:
-            needed = _needed(flat)
-        return cls(counted, needed, x.numel(), zeros, seen.nan, seen.inf, seen.maximum, seen.sum_squares, 1)
+        return cls.from_counts(count_tensor(x, scale), x.numel())
+
+    @classmethod
+    def from_counts(cls, seen: TensorCounts, count: int) -> Spectrum:
+        """The spectrum of a tensor of `count` numbers that has been counted."""
+        return cls(
+            seen.bins, seen.significant, count, seen.zeros, seen.nan, seen.inf, seen.maximum, seen.sum_squares, 1
+        )
 
     def __add__(self, other: Spectrum) -> Spectrum:
         if not isinstance(other, Spectrum):
@@ -158,20 +141,10 @@ class Spectrum:
             numbers = {name: float(document[name]) if name in _REALS else int(document[name]) for name in _NUMBERS}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InvalidInput(f"it holds a spectrum that is none: {error!r}") from None
-        if (
-            significant.shape != (_LONGEST + 1,)
-            or bins.min() < 0
-            or any(not number >= 0 for number in numbers.values())
-        ):
+        if significant.shape != (LONGEST + 1,) or bins.min() < 0 or any(not number >= 0 for number in numbers.values()):
             raise InvalidInput("it holds a spectrum that is none: its counts are not those of numbers")
         return cls(bins, significant, **numbers)  # type: ignore[arg-type]
 
 
 _REALS = ("maximum", "sum_squares")
 _NUMBERS = ("count", "zeros", "nan", "inf", *_REALS, "tensors")
-
-
-def _needed(flat: Tensor) -> Counts:
-    """How many of the finite nonzero numbers need so many bits of significand."""
-    kept = flat[torch.isfinite(flat) & (flat != 0)]
-    return Spectrum.of(kept).significant if kept.numel() else _zeros(_LONGEST + 1)

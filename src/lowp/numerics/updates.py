@@ -7,19 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lowp.errors import InvalidInput
+from lowp.kernels.spectra import LOWEST_UPDATE, LOWEST_WEIGHT, ROWS, count_updates
 
 __all__ = ["GROWS", "LOWEST_UPDATE", "LOWEST_WEIGHT", "SHRINKS", "SHRINKS_FROM_POWER", "Updates"]
 
 GROWS, SHRINKS, SHRINKS_FROM_POWER = range(3)
-LOWEST_WEIGHT, LOWEST_UPDATE = -70, -80  # the exponents of the first row and column; smaller ones are counted there
-_WEIGHTS = _UPDATES = 96
-_SHAPE = (_WEIGHTS, _UPDATES, 3)
-_BIAS = 127
+_SHAPE = (ROWS, ROWS, 3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,29 +30,15 @@ class Updates:
     """
 
     joint: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_SHAPE, np.int64))
-    gradient_energy: NDArray[np.float64] = field(default_factory=lambda: np.zeros(_WEIGHTS))
+    gradient_energy: NDArray[np.float64] = field(default_factory=lambda: np.zeros(ROWS))
     none: int = 0
     count: int = 0
 
     @classmethod
     def of(cls, weight: Tensor, update: Tensor, gradient: Tensor | None) -> Updates:
         """The updates of one step; `weight` is what it was before."""
-        weight, update = weight.detach().float().reshape(-1), update.detach().float().reshape(-1)
-        bits = weight.contiguous().view(torch.int32)
-        row = (((bits >> 23) & 0xFF) - (_BIAS + LOWEST_WEIGHT)).clamp(0, _WEIGHTS - 1)
-        moved = update.contiguous().view(torch.int32)
-        column = (((moved >> 23) & 0xFF) - (_BIAS + LOWEST_UPDATE)).clamp(0, _UPDATES - 1)
-        shrinks = (bits ^ moved) < 0  # the signs differ
-        kind = torch.where(shrinks & (weight != 0), torch.where(bits & 0x7FFFFF == 0, 2, 1), 0)
-        present = (moved & 0x7FFFFFFF) != 0
-        cell = torch.where(present, (row * _UPDATES + column) * 3 + kind, _WEIGHTS * _UPDATES * 3)
-        counts = torch.bincount(cell, minlength=_WEIGHTS * _UPDATES * 3 + 1).cpu().numpy()
-        energy, none = np.zeros(_WEIGHTS), 0
-        if gradient is not None:
-            slope = torch.nan_to_num(gradient.detach().float().reshape(-1), 0.0, 0.0, 0.0)
-            energy = torch.bincount(row, slope.double() ** 2, minlength=_WEIGHTS).cpu().numpy()
-            none = int(((slope != 0) & ~present).sum())
-        return cls(counts[:-1].reshape(_SHAPE), energy, none, weight.numel())
+        joint, energy, none = count_updates(weight, update, gradient)
+        return cls(joint, energy, none, weight.numel())
 
     def __add__(self, other: Updates) -> Updates:
         if not isinstance(other, Updates):
@@ -106,6 +89,6 @@ class Updates:
             none, count = int(document["none"]), int(document["count"])
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise InvalidInput(f"it holds updates that are none: {error!r}") from None
-        if energy.shape != (_WEIGHTS,) or joint.min() < 0:
+        if energy.shape != (ROWS,) or joint.min() < 0:
             raise InvalidInput("it holds updates that are none: their counts are not those of numbers")
         return cls(joint, energy, none, count)

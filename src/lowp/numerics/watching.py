@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lowp.kernels.spectra import count_tensor
 from lowp.numerics.modes import (
     Paths,
     depth,
@@ -47,6 +48,13 @@ def parameter_key(name: str, role: str, phase: str) -> Key:
     return Key(module, own, role, phase)
 
 
+class Seen(NamedTuple):
+    """What one look at a tensor told."""
+
+    spectrum: Spectrum
+    print: Print
+
+
 class Watch(TorchFunctionMode):
     """Looks at one step, from its first op to the optimizer's; what it saw is in `part` once `finish` was called."""
 
@@ -56,14 +64,14 @@ class Watch(TorchFunctionMode):
         self._paths, self._scale = paths, scale
         self._names = {id(one): name for name, one in model.named_parameters()}
         self._parameters = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-        self._weight_gradients: dict[str, tuple[Spectrum, Print]] = {}
-        self._gradients: dict[int, tuple[Key, Spectrum, Print]] = {}
+        self._weight_gradients: dict[str, Seen] = {}
+        self._gradients: dict[int, Seen] = {}
         self._hooked = 0
         self._computed_again: nn.Module | None = None
         self._prints: list[Print] = []
         self._weights: dict[str, Tensor] = {}
         self._ends: list[Callable[[], None]] = []
-        self._told: list[tuple[Key, Spectrum, Print]] = []
+        self._told: list[Seen] = []
         self._addresses = {local(one.detach()).data_ptr(): name for name, one in model.named_parameters()}
         self._passes = 0
         self.on_backward: Callable[[Tensor], None] = lambda loss: None
@@ -80,8 +88,8 @@ class Watch(TorchFunctionMode):
         """Look at a gradient as backward leaves it: before it is clipped, which formats do not see."""
         gradient = parameter.grad
         if gradient is not None and not gradient.is_sparse:
-            key, scale = parameter_key(name, "weight_grad", "backward"), self._scale()
-            self._weight_gradients[name] = (Spectrum.of(local(gradient), scale), print_of(key, local(gradient), scale))
+            key = parameter_key(name, "weight_grad", "backward")
+            self._weight_gradients[name] = looked_at(key, gradient, self._scale())
 
     def _entered(self, module: nn.Module) -> None:
         if in_backward() and not is_on(self):  # a checkpoint computes again, where no mode is in force
@@ -118,8 +126,8 @@ class Watch(TorchFunctionMode):
         """Count a tensor that a region of lowp's tells of: it knows the ops as the user called them."""
         reads = seen.op_class in _READ
         if seen.phase == "backward" and seen.role == "grad" and (seen.tensor.ndim or reads):
-            key, scale = Key(seen.path, seen.op, "grad", "backward"), self._scale()
-            self._told.append((key, Spectrum.of(seen.tensor, scale), print_of(key, seen.tensor, scale)))
+            key = Key(seen.path, seen.op, "grad", "backward")
+            self._told.append(looked_at(key, seen.tensor, self._scale()))
         if seen.phase != "forward" or in_backward():
             return
         op = self._op(seen.path, seen.op, seen.op_class, "input weight")
@@ -174,13 +182,13 @@ class Watch(TorchFunctionMode):
                 self._count(Key(module, op, role, "forward"), one)
 
     def _count(self, key: Key, tensor: Tensor) -> None:
-        tensor = local(tensor.detach())
-        if tensor.is_sparse or tensor.is_meta:
-            return
-        tensors = self.part.tensors
-        seen = Spectrum.of(tensor)
-        tensors[key] = tensors[key] + seen if key in tensors else seen
-        self._prints.append(print_of(key, tensor))
+        if not (tensor.is_sparse or tensor.is_meta):
+            self._keep(looked_at(key, tensor))
+
+    def _keep(self, seen: Seen) -> None:
+        tensors, key = self.part.tensors, seen.print.key
+        tensors[key] = tensors[key] + seen.spectrum if key in tensors else seen.spectrum
+        self._prints.append(seen.print)
 
     # -- the backward pass --------------------------------------------------------------------------------------------
     def _await_gradient(self, key: Key, output: Tensor) -> None:
@@ -189,8 +197,7 @@ class Watch(TorchFunctionMode):
         number = self._hooked
 
         def arrived(gradient: Tensor) -> None:
-            scale = self._scale()
-            self._gradients[number] = (key, Spectrum.of(local(gradient), scale), print_of(key, gradient, scale))
+            self._gradients[number] = looked_at(key, gradient, self._scale())
 
         output.register_hook(arrived)  # type: ignore[no-untyped-call]
 
@@ -222,8 +229,8 @@ class Watch(TorchFunctionMode):
     def exponents(self) -> NDArray[np.int64]:
         """How many gradients of activations of this step are in each octave, without the loss scale."""
         counts = np.zeros(256, np.int64)
-        for _, seen, _ in (*self._gradients.values(), *self._told):
-            counts += seen.octaves
+        for seen in (*self._gradients.values(), *self._told):
+            counts += seen.spectrum.octaves
         return counts
 
     def stop(self) -> None:
@@ -235,13 +242,8 @@ class Watch(TorchFunctionMode):
     def finish(self) -> Part:
         """Count the gradients that have arrived and return all that was seen."""
         self.stop()
-        left = [
-            (parameter_key(name, "weight_grad", "backward"), *seen) for name, seen in self._weight_gradients.items()
-        ]
-        for key, seen, print_ in (*self._gradients.values(), *self._told, *left):
-            tensors = self.part.tensors
-            tensors[key] = tensors[key] + seen if key in tensors else seen
-            self._prints.append(print_)
+        for seen in (*self._gradients.values(), *self._told, *self._weight_gradients.values()):
+            self._keep(seen)
         self._gradients.clear()
         self._told.clear()
         self._weight_gradients.clear()
@@ -249,16 +251,15 @@ class Watch(TorchFunctionMode):
         return self.part
 
 
-def print_of(key: Key, tensor: Tensor, scale: float = 1.0) -> Print:
-    """The print of a tensor: the sum of the bits of its fp32 values, and a few of them, from end to end."""
-    flat = tensor.detach().float().reshape(-1)
-    if scale != 1.0:
-        flat = flat / scale
-    if not flat.numel():
-        return Print(key, 0, ())
-    places = torch.linspace(0, flat.numel() - 1, min(_PROBES, flat.numel()), device=flat.device).long()
-    bits = flat.view(torch.int32)
-    return Print(key, int(bits.sum(dtype=torch.int64)), tuple(flat[places].tolist()))
+def looked_at(key: Key, tensor: Tensor, scale: float = 1.0) -> Seen:
+    """Count a tensor divided by `scale`, in one read, and take its print: the sum of its bits, and a few numbers."""
+    flat = local(tensor.detach()).reshape(-1)
+    counts, last = count_tensor(flat, scale), flat.numel() - 1
+    numbers: list[float] = []
+    if last >= 0:
+        few = flat[[last * place // (_PROBES - 1) for place in range(_PROBES)]].float()
+        numbers = (few / scale if scale != 1.0 else few).tolist()
+    return Seen(Spectrum.from_counts(counts, last + 1), Print(key, counts.checksum, tuple(numbers)))
 
 
 def _multiplications(op: str, args: tuple[Any, ...], output: Tensor) -> int:

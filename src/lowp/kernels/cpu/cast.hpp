@@ -78,6 +78,33 @@ struct Statistics {
   double maximum;
 };
 
+inline constexpr int kSpectrumShift = 19;                       // leaves the exponent and four bits of the fraction
+inline constexpr int kSpectrumBins = 1 << (31 - kSpectrumShift);
+inline constexpr int kSignificant = 25;                         // bits that a number may need, and none
+inline constexpr int kUpdateRows = 96;                          // exponents of weights, and of updates
+inline constexpr int kLowestWeight = -70, kLowestUpdate = -80;  // smaller ones are counted there
+inline constexpr int kUpdateCells = kUpdateRows * kUpdateRows * 3;
+
+// What the profiler counts of a tensor.
+struct SpectrumSeen {
+  int64_t bins[kSpectrumBins];
+  int64_t significant[kSignificant];
+  int64_t zeros, nans, infinities;
+  int64_t checksum;  // the sum of the bits, as integers with a sign
+  double maximum;
+};
+
+// A weight before a step, what the step adds to it, and its gradient or null.
+struct Update {
+  const float *weight, *update, *gradient;
+};
+
+// By exponent of the weight and of its update: how many made it grow, shrink, and shrink from a power of two.
+struct UpdatesSeen {
+  int64_t joint[kUpdateCells];
+  int64_t none;  // no update, although there was a gradient
+};
+
 // What a cast did to the elements it was applied to.
 struct Effects {
   int64_t flushed;     // not zero before, zero after
@@ -126,6 +153,8 @@ struct Kernels {
                      int64_t begin, int64_t end);
   void (*step_int16)(const Step&, Stepped*, int64_t begin, int64_t end);
   void (*statistics)(const Task&, Statistics*, double* partial_sums, int64_t begin, int64_t end);
+  void (*spectrum)(const Task&, float scale, SpectrumSeen*, double* partial_sums, int64_t begin, int64_t end);
+  void (*updates)(const Update&, UpdatesSeen*, double* energy, int64_t begin, int64_t end);
   void (*effects)(const Task&, const void* previous, Statistics*, double* partial_sums, Effects*, int64_t begin,
                   int64_t end);
   void (*random_words)(uint64_t seed, uint64_t counter, int64_t counters, uint32_t* out);

@@ -1,5 +1,6 @@
 // The C functions that lowp/kernels/cpu.py calls: they choose the instruction set and share the work among threads.
 #include <atomic>
+#include <cstring>
 #include <mutex>
 #include <new>
 
@@ -74,6 +75,16 @@ void merge(const Statistics& part, Statistics* all) {
   all->zeros += part.zeros;
   all->nans += part.nans;
   all->infinities += part.infinities;
+  if (part.maximum > all->maximum) all->maximum = part.maximum;
+}
+
+void merge(const SpectrumSeen& part, SpectrumSeen* all) {
+  for (int bin = 0; bin < kSpectrumBins; ++bin) all->bins[bin] += part.bins[bin];
+  for (int length = 0; length < kSignificant; ++length) all->significant[length] += part.significant[length];
+  all->zeros += part.zeros;
+  all->nans += part.nans;
+  all->infinities += part.infinities;
+  all->checksum += part.checksum;
   if (part.maximum > all->maximum) all->maximum = part.maximum;
 }
 
@@ -277,6 +288,56 @@ LOWP_EXPORT int lowp_statistics(int type, const void* x, int64_t count, int thre
   counts[256] = all.zeros, counts[257] = all.nans, counts[258] = all.infinities;
   reals[0] = all.maximum, reals[1] = partial.total();
   return 0;
+}
+
+// What the profiler records of x / scale. counts: 4096 bins of a sixteenth of an octave and 25 lengths of significands,
+// of the finite numbers that are not zero; zeros, NaN, infinities, the sum of the bits. reals: largest finite |x|, sum
+// of squares. Not for fp64. Returns 0, or 1 without memory.
+LOWP_EXPORT int lowp_spectrum(int type, const void* x, int64_t count, double scale, int threads, int64_t* counts,
+                              double* reals) {
+  const Task task{nullptr, x, nullptr, type, type, 0, false};
+  const Kernels& kernel = kernels();
+  const PartialSums partial(count);
+  if (partial.sums == nullptr) return 1;
+  SpectrumSeen all{};
+  gather(count, kSumBlock, threads, &all, [&](SpectrumSeen* part, int64_t begin, int64_t end) {
+    kernel.spectrum(task, static_cast<float>(scale), part, partial.sums, begin, end);
+  });
+  all.bins[0] -= all.zeros, all.significant[1] -= all.zeros;
+  for (int bin = 0; bin < kSpectrumBins; ++bin) counts[bin] = all.bins[bin];
+  counts += kSpectrumBins;
+  for (int length = 0; length < kSignificant; ++length) counts[length] = all.significant[length];
+  counts += kSignificant;
+  counts[0] = all.zeros, counts[1] = all.nans, counts[2] = all.infinities, counts[3] = all.checksum;
+  reals[0] = all.maximum, reals[1] = partial.total();
+  return 0;
+}
+
+// What the profiler records of a step of fp32 weights. counts: the joint counts, then those without an update; energy:
+// 96 sums of squares of the gradients, added up piece by piece in an order that does not depend on the threads.
+LOWP_EXPORT void lowp_updates(const float* weight, const float* update, const float* gradient, int64_t count,
+                              int threads, int64_t* counts, double* energy) {
+  constexpr int kPieces = 16;
+  const Update given{weight, update, gradient};
+  const Kernels& kernel = kernels();
+  const int64_t piece = (count + kPieces - 1) / kPieces;
+  double sums[kPieces][kUpdateRows] = {};
+  std::mutex merging;
+  std::memset(counts, 0, sizeof(int64_t) * (kUpdateCells + 1));
+  parallel_for(kPieces, 1, enough_threads(count, threads), [&](int64_t from, int64_t to) {
+    UpdatesSeen own{};
+    for (int64_t i = from; i < to; ++i) {
+      const int64_t begin = i * piece < count ? i * piece : count;
+      kernel.updates(given, &own, sums[i], begin, begin + piece < count ? begin + piece : count);
+    }
+    std::lock_guard<std::mutex> lock(merging);
+    for (int cell = 0; cell < kUpdateCells; ++cell) counts[cell] += own.joint[cell];
+    counts[kUpdateCells] += own.none;
+  });
+  for (int row = 0; row < kUpdateRows; ++row) {
+    energy[row] = 0;
+    for (int i = 0; i < kPieces; ++i) energy[row] += sums[i][row];
+  }
 }
 
 // lowp_statistics of x, and in counts[259 ..] what the cast does: flushed, overflowed, inexact, stalled. `out` and

@@ -1,0 +1,115 @@
+// What the profiler records of a tensor, and of the update of a weight, in one read. Included once per instruction set.
+#pragma once
+
+#include "statistics.hpp"
+
+namespace lowp {
+namespace LOWP_ISA {
+
+// How many bits of significand a number needs, the leading one included: the lowest bit that is set tells.
+static inline unsigned significant_bits(uint32_t bits) {
+  return 24 - static_cast<unsigned>(__builtin_ctz(bits | 0x800000));
+}
+
+// Neighbours often share a bin: several tables, so that an increment does not wait for the one before.
+struct SpectrumTables {
+  uint32_t bins[2][kSpectrumBins];
+  uint32_t significant[4][kSignificant];
+  int64_t held = 0;
+
+  SpectrumTables() : bins(), significant() {}
+
+  void add(const uint32_t* bits, int64_t count) {
+    int64_t i = 0;
+    for (; i + 4 <= count; i += 4)
+      for (int lane = 0; lane < 4; ++lane) {
+        const uint32_t magnitude = bits[i + lane] & 0x7fffffff;
+        ++bins[lane & 1][magnitude >> kSpectrumShift];
+        ++significant[lane][significant_bits(magnitude)];
+      }
+    for (; i < count; ++i) {
+      const uint32_t magnitude = bits[i] & 0x7fffffff;
+      ++bins[0][magnitude >> kSpectrumShift];
+      ++significant[0][significant_bits(magnitude)];
+    }
+    held += count;
+  }
+
+  void add_finite(const uint32_t* bits, int64_t count) {
+    for (int64_t i = 0; i < count; ++i)
+      if ((bits[i] & 0x7fffffff) < 0x7f800000) add(bits + i, 1);
+  }
+
+  void move_to(SpectrumSeen* seen) {
+    for (int bin = 0; bin < kSpectrumBins; ++bin) seen->bins[bin] += int64_t{bins[0][bin]} + bins[1][bin];
+    for (int length = 0; length < kSignificant; ++length)
+      for (int lane = 0; lane < 4; ++lane) seen->significant[length] += significant[lane][length];
+    *this = SpectrumTables();
+  }
+};
+
+static inline int64_t sum_of_bits(const uint32_t* bits, int64_t count) {
+  int64_t sum = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) sum += static_cast<int32_t>(bits[i]);
+  return sum;
+}
+
+// The finite numbers that are not zero, and the sum of the bits of all; of the tensor divided by `scale`.
+static void spectrum(const Task& task, float scale, SpectrumSeen* seen, double* partial_sums, int64_t begin,
+                     int64_t end) {
+  const ExactArithmetic exact;
+  alignas(64) uint32_t buffer[kSumBlock];
+  SpectrumTables tables;
+  for (int64_t first = begin; first < end; first += kSumBlock) {
+    const int64_t count = end - first < kSumBlock ? end - first : kSumBlock;
+    const uint32_t* bits = load<F32>(task.in, task.in_type, first, count, buffer);
+    if (scale != 1) {
+      LOWP_VECTOR_LOOP
+      for (int64_t i = 0; i < count; ++i) buffer[i] = bits_of(number(bits[i]) / scale);
+      bits = buffer;
+    }
+    Statistics kinds{};
+    count_kinds<F32>(bits, count, &kinds);
+    if (kinds.nans + kinds.infinities)
+      tables.add_finite(bits, count);
+    else
+      tables.add(bits, count);
+    if (tables.held > int64_t{1} << 30) tables.move_to(seen);
+    seen->zeros += kinds.zeros, seen->nans += kinds.nans, seen->infinities += kinds.infinities;
+    if (kinds.maximum > seen->maximum) seen->maximum = kinds.maximum;
+    seen->checksum += sum_of_bits(bits, count);
+    partial_sums[first / kSumBlock] = sum_of_squares(bits, count);
+  }
+  tables.move_to(seen);
+}
+
+// Where an exponent is counted: its field less `lowest`, as far as there are rows.
+static inline int row_of(uint32_t bits, int lowest) {
+  const int row = static_cast<int>(bits >> 23 & 255) - 127 - lowest;
+  return row < 0 ? 0 : row >= kUpdateRows ? kUpdateRows - 1 : row;
+}
+
+static void updates(const Update& given, UpdatesSeen* seen, double* energy, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  for (int64_t i = begin; i < end; ++i) {
+    const uint32_t weight = bits_of(given.weight[i]), update = bits_of(given.update[i]);
+    const int row = row_of(weight, kLowestWeight);
+    const bool present = (update & 0x7fffffff) != 0;
+    if (present) {
+      const bool shrinks = ((weight ^ update) >> 31) != 0 && (weight & 0x7fffffff) != 0;
+      const int kind = !shrinks ? 0 : (weight & 0x7fffff) == 0 ? 2 : 1;
+      ++seen->joint[(row * kUpdateRows + row_of(update, kLowestUpdate)) * 3 + kind];
+    }
+    if (given.gradient != nullptr) {
+      const float slope = given.gradient[i];
+      if ((bits_of(slope) & 0x7fffffff) < 0x7f800000) {
+        energy[row] += static_cast<double>(slope) * static_cast<double>(slope);
+        seen->none += slope != 0 && !present;
+      }
+    }
+  }
+}
+
+}  // namespace LOWP_ISA
+}  // namespace lowp

@@ -1,0 +1,144 @@
+"""What the profiler records of tensors, counted in one read: by the C++ library on a CPU, by torch elsewhere.
+
+`Spectrum` and `Updates` in lowp.numerics are made of these counts and say what each one means.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lowp.kernels import cpu
+from lowp.kernels.dispatch import forced
+
+__all__ = [
+    "LONGEST",
+    "LOWEST_UPDATE",
+    "LOWEST_WEIGHT",
+    "PARTS",
+    "ROWS",
+    "TensorCounts",
+    "count_tensor",
+    "count_updates",
+]
+
+PARTS = 16  # bins of an octave: one for each value of the four bits after the leading one
+LONGEST = 24  # bits of a significand of fp32
+ROWS = 96  # exponents of weights, and of updates
+LOWEST_WEIGHT, LOWEST_UPDATE = -70, -80  # the exponents of the first row and column; smaller ones are counted there
+_BINS = 256 * PARTS
+_BIAS = 127
+_CELLS = ROWS * ROWS * 3
+
+
+class TensorCounts(NamedTuple):
+    """Of the finite numbers that are not zero: `bins` int64 [4096], `significant` int64 [25]; and of all of them.
+
+    `checksum` is the sum of the bits of the fp32 numbers, read as integers with a sign.
+    """
+
+    bins: NDArray[np.int64]
+    significant: NDArray[np.int64]
+    zeros: int
+    nan: int
+    inf: int
+    maximum: float
+    sum_squares: float
+    checksum: int
+
+
+def _runs_native(x: Tensor) -> bool:
+    return x.device.type == "cpu" and forced() in (None, "cpu") and cpu.library() is not None
+
+
+def count_tensor(x: Tensor, scale: float = 1.0) -> TensorCounts:
+    """Count a floating-point tensor divided by `scale`, as fp32 holds its numbers; NaN, infinities, empty too."""
+    x = x.detach()
+    if x.dtype not in cpu.CARRIERS or x.dtype == torch.float64:
+        x = x.float()
+    x = x if x.is_contiguous() else x.contiguous()
+    return _counted(x, scale) if _runs_native(x) else _counted_by_torch(x.float().reshape(-1), scale)
+
+
+def _counted(x: Tensor, scale: float) -> TensorCounts:
+    counts = np.empty(_BINS + LONGEST + 5, np.int64)
+    reals = np.empty(2)
+    failed = cpu.loaded().lowp_spectrum(
+        cpu.CARRIERS[x.dtype], cpu.address(x), x.numel(), scale, cpu.threads(), _pointer(counts), _pointer(reals)
+    )
+    if failed:
+        raise MemoryError(f"no memory for the partial sums of {x.numel()} elements")
+    zeros, nan, inf, checksum = counts[-4:].tolist()
+    return TensorCounts(counts[:_BINS], counts[_BINS:-4], zeros, nan, inf, float(reals[0]), float(reals[1]), checksum)
+
+
+def _pointer(array: NDArray[np.int64] | NDArray[np.float64]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def _counted_by_torch(flat: Tensor, scale: float) -> TensorCounts:
+    flat = flat / scale if scale != 1.0 else flat
+    bits = flat.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    finite, present = magnitude < 0x7F800000, magnitude != 0
+    nan = magnitude > 0x7F800000
+    kept = torch.where(finite & present, magnitude, 0x7F800000)  # whatever is not counted
+    bins = torch.bincount(kept >> 19, minlength=_BINS)
+    fraction = kept & 0x7FFFFF
+    # the lowest bit that is set is a power of two, whose exponent tells how many zeros end the significand
+    lowest = (fraction & -fraction).float().view(torch.int32) >> 23
+    needed = torch.where(fraction == 0, 1, LONGEST + _BIAS - lowest)
+    significant = torch.bincount(torch.where(finite & present, needed, 0), minlength=LONGEST + 1)
+    wide = torch.where(finite, flat, 0.0).double()
+    few = torch.stack(((~present).sum(), nan.sum(), (~finite & ~nan).sum(), bits.sum(dtype=torch.int64)))
+    largest = wide.abs().amax() if flat.numel() else wide.sum()
+    maximum, squares = torch.stack((largest, (wide * wide).sum())).tolist()
+    zeros, nans, inf, checksum = few.tolist()
+    counted, lengths = bins.cpu().numpy(), significant.cpu().numpy()
+    counted[255 * PARTS :] = 0
+    lengths[0] = 0
+    return TensorCounts(counted, lengths, zeros, nans, inf, maximum, squares, checksum)
+
+
+def count_updates(
+    weight: Tensor, update: Tensor, gradient: Tensor | None
+) -> tuple[NDArray[np.int64], NDArray[np.float64], int]:
+    """The joint counts [96, 96, 3] of a step of weights, squares of gradients by row [96], and weights not moved."""
+    weight, update = (one.detach().float().reshape(-1) for one in (weight, update))
+    slope = None if gradient is None else gradient.detach().float().reshape(-1)
+    if not _runs_native(weight):
+        return _updates_by_torch(weight, update, slope)
+    counts, energy = np.empty(_CELLS + 1, np.int64), np.empty(ROWS)
+    cpu.loaded().lowp_updates(
+        cpu.address(weight),
+        cpu.address(update),
+        None if slope is None else cpu.address(slope),
+        weight.numel(),
+        cpu.threads(),
+        _pointer(counts),
+        _pointer(energy),
+    )
+    return counts[:-1].reshape(ROWS, ROWS, 3), energy, int(counts[-1])
+
+
+def _updates_by_torch(
+    weight: Tensor, update: Tensor, slope: Tensor | None
+) -> tuple[NDArray[np.int64], NDArray[np.float64], int]:
+    bits, moved = weight.view(torch.int32), update.view(torch.int32)
+    row = (((bits >> 23) & 0xFF) - (_BIAS + LOWEST_WEIGHT)).clamp(0, ROWS - 1)
+    column = (((moved >> 23) & 0xFF) - (_BIAS + LOWEST_UPDATE)).clamp(0, ROWS - 1)
+    shrinks = (bits ^ moved) < 0  # the signs differ
+    kind = torch.where(shrinks & (weight != 0), torch.where(bits & 0x7FFFFF == 0, 2, 1), 0)
+    present = (moved & 0x7FFFFFFF) != 0
+    cell = torch.where(present, (row * ROWS + column) * 3 + kind, _CELLS)
+    joint = torch.bincount(cell, minlength=_CELLS + 1).cpu().numpy()[:-1].reshape(ROWS, ROWS, 3)
+    if slope is None:
+        return joint, np.zeros(ROWS), 0
+    slope = torch.where(slope.isfinite(), slope, 0.0)
+    energy = torch.bincount(row, slope.double() ** 2, minlength=ROWS).cpu().numpy()
+    return joint, energy, int(((slope != 0) & ~present).sum())

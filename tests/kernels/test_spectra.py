@@ -1,0 +1,75 @@
+"""The profiler's counts: the C++ library and torch count alike, whatever the bits, the dtype and the layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lowp.kernels import cpu, use
+from lowp.kernels.spectra import count_tensor, count_updates
+
+native = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+
+
+def any_bits(count: int = 20_000) -> Tensor:
+    """Numbers of every kind: uniform bits, with zeros, subnormals, NaN and infinities among them."""
+    bits = torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
+    bits[:8] = torch.tensor([0, -(2**31), 1, 0x7F800000, -0x800000, 0x7FC00000, 0x7F7FFFFF, 0x7F800001])
+    bits[100:1100] &= ~0xFFFF  # short significands
+    return bits.to(torch.int32).view(torch.float32)
+
+
+@native
+@pytest.mark.parametrize("scale", [1.0, 2.0**17, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_the_library_and_torch_count_alike(dtype: torch.dtype, scale: float) -> None:
+    x = any_bits().to(dtype)
+    found = count_tensor(x, scale)
+    with use("bitwise"):
+        wanted = count_tensor(x, scale)
+    assert np.array_equal(found.bins, wanted.bins) and np.array_equal(found.significant, wanted.significant)
+    # NaN: a division may keep another payload, and nothing else depends on it
+    assert found[2:6] == wanted[2:6] and (scale != 1.0 or found.checksum == wanted.checksum)
+    assert found.sum_squares == pytest.approx(wanted.sum_squares, rel=1e-12)
+
+
+@native
+def test_threads_and_layout_change_no_count() -> None:
+    x = torch.randn(300, 700, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        two = count_tensor(x.t())
+        torch.set_num_threads(1)
+        one = count_tensor(x)
+    finally:
+        torch.set_num_threads(before)
+    assert np.array_equal(one.bins, two.bins) and one.checksum == two.checksum
+    assert one.bins.sum() == one.significant.sum() == x.numel() - one.zeros
+
+
+@pytest.mark.parametrize("name", ["cpu", "bitwise"])
+def test_an_empty_tensor_counts_nothing(name: str) -> None:
+    if name == "cpu" and cpu.library() is None:
+        pytest.skip("the C++ library was not built")
+    with use(name):
+        found = count_tensor(torch.empty(3, 0))
+        joint, energy, none = count_updates(torch.empty(0), torch.empty(0), None)
+    assert not found.bins.any() and not found.significant.any() and found[2:] == (0, 0, 0, 0.0, 0.0, 0)
+    assert not joint.any() and not energy.any() and none == 0
+
+
+@native
+def test_updates_are_counted_alike() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, update, gradient = torch.randn(3, 70_000, generator=generator)
+    weight[:1000], update[500:2000], gradient[::7] = 1.0, 0.0, 0.0
+    weight[2000:2100], update[2100:2200], gradient[2:4] = 0.0, 2.0**-140, torch.tensor([torch.nan, -torch.inf])
+    for slope in (gradient, None):
+        found = count_updates(weight, update * 1e-4, slope)
+        with use("bitwise"):
+            wanted = count_updates(weight, update * 1e-4, slope)
+        assert np.array_equal(found[0], wanted[0]) and found[2] == wanted[2]
+        assert found[1] == pytest.approx(wanted[1], rel=1e-12)
