@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lowp.errors import Unavailable, UnknownName, unknown
-from lowp.kernels import bitwise, cpu, native, reference
+from lowp.kernels import bitwise, cpu, native, reference, triton
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "bitwise": bitwise, "native": native, "cpu": cpu}
+IMPLEMENTATIONS["triton"] = triton
 
 _forced: ContextVar[str | None] = ContextVar("lowp.kernels.use", default=None)
 
@@ -27,20 +28,29 @@ def forced() -> str | None:
     return None if torch.compiler.is_compiling() else _forced.get()
 
 
-def available() -> tuple[str, ...]:
-    """Return the names that `use` takes on this machine."""
-    return tuple(name for name in IMPLEMENTATIONS if name != "cpu" or cpu.library() is not None)
+def available(device: str = "cpu") -> tuple[str, ...]:
+    """Return the names of what computes on tensors of a type of device.
+
+    `use` takes one more on a CPU: triton, whose kernels its interpreter runs there, operation by operation, for tests.
+    """
+    absent = {"cpu": device != "cpu" or cpu.library() is None, "triton": device == "cpu" or not triton.is_installed()}
+    return tuple(name for name in IMPLEMENTATIONS if not absent.get(name))
 
 
 def use(name: str) -> AbstractContextManager[None]:
-    """Return a context in which every kernel is the named implementation: reference, bitwise, native or cpu.
+    """Return a context in which every kernel is the named implementation: reference, bitwise, native, cpu or triton.
 
     It holds for this thread (or asyncio task) and leaves what it found. Raises ValueError for an unknown name and
     Unavailable for one that this machine lacks; inside, a call that the implementation cannot do raises Unavailable.
     """
     if name not in IMPLEMENTATIONS:
         raise UnknownName(unknown("implementation", name, IMPLEMENTATIONS))
-    if name not in available():
+    if name == "triton" and not triton.is_installed():
+        raise Unavailable(
+            "the triton kernels need the package triton, which is not installed: pip install triton, on Linux; "
+            f"{', '.join(available())} give the same bits"
+        )
+    if name not in (*available(), "triton"):
         raise Unavailable(f"the {name} kernels are not on this machine; {', '.join(available())} give the same bits")
     return _use(name)
 
@@ -58,18 +68,22 @@ def implementation(device: torch.device, function: str = "quantize") -> ModuleTy
     """Return the module that does `function` for tensors on this device."""
     name = _forced.get()
     if name is None:
-        return fastest(device)
+        return fastest(device, function)
     module = IMPLEMENTATIONS[name]
     if name == "cpu" and device.type != "cpu":
         raise Unavailable(f"the cpu kernels take tensors on the CPU, not on {device}: bitwise and reference take these")
+    if name == "triton" and device.type not in ("cpu", *triton.DEVICES):
+        raise Unavailable(f"the triton kernels take tensors on cuda or cpu, not on {device}: bitwise takes these")
     if not hasattr(module, function):
         having = [other for other in available() if hasattr(IMPLEMENTATIONS[other], function)]
         raise Unavailable(f"{name} has no {function}; {', '.join(having)} have it")
     return module
 
 
-def fastest(device: torch.device) -> ModuleType:
-    """Return the module that casts tensors on this device where nothing is forced."""
+def fastest(device: torch.device, function: str = "quantize") -> ModuleType:
+    """Return the module that does `function` for tensors on this device where nothing is forced."""
+    if device.type in triton.DEVICES and hasattr(triton, function) and triton.is_installed():
+        return triton
     return cpu if device.type == "cpu" and cpu.library() is not None else bitwise
 
 

@@ -1,0 +1,63 @@
+"""Where a kernel runs: on the device of its tensors, or, for tensors on the CPU, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.interpreter import FunctionRewriter, GridExecutor
+from triton.runtime.jit import JITFunction
+
+Kernel = Any  # what triton.jit makes: triton has no types
+INTERPRETED_BLOCK = 1 << 17  # the interpreter's time goes by operations: few and long ones
+
+
+def launch(kernel: Kernel, like: Tensor, count: int, block: int, *arguments: Any, warps: int = 4) -> None:
+    """Run a kernel over `count` elements, `block` to a program, where `like` lies; BLOCK is its last argument."""
+    if like.is_cpu:
+        block = min(INTERPRETED_BLOCK, max(16, triton.next_power_of_2(count)))
+        interpret(kernel, (triton.cdiv(count, block),), *arguments, block)
+        return
+    with torch.get_device_module(like.device).device(like.device):
+        kernel[(triton.cdiv(count, block),)](*arguments, block, num_warps=warps)
+
+
+def interpret(kernel: Kernel, grid: tuple[int, ...], *arguments: Any) -> None:
+    """Run a kernel on tensors of the CPU, operation by operation, in NumPy."""
+    function = _scope(kernel.fn.__module__)[kernel.fn.__name__]
+    with numpy.errstate(all="ignore"):
+        GridExecutor(function, list(inspect.signature(function).parameters), grid)(*arguments)
+
+
+@functools.cache
+def _scope(module: str) -> dict[str, Any]:
+    """Return a module's names as the interpreter wants them: its kernels as functions of Python.
+
+    They look their names up in this very scope, so that a kernel calls the others of its module, and those it imports,
+    in the same form.
+    """
+    names = vars(sys.modules[module])
+    scope = dict(names)
+    for name, value in names.items():
+        if isinstance(value, JITFunction):
+            function = value.fn
+            if function.__module__ == module:
+                scope[name] = _rewritten(function, scope)
+            else:
+                scope[name] = _scope(function.__module__)[function.__name__]
+    return scope
+
+
+def _rewritten(function: Callable[..., Any], scope: dict[str, Any]) -> Callable[..., Any]:
+    moved = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    moved.__module__ = function.__module__
+    rewritten: Callable[..., Any] = FunctionRewriter(moved).rewrite_ast()
+    return rewritten

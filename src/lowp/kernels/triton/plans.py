@@ -1,0 +1,125 @@
+"""A cast as the kernels take it: its form, which is compiled in, and its numbers, which are arguments. No triton.
+
+Formats of one form share a compiled kernel: e4m3fn and e5m2 to nearest even differ in numbers alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from lowp.casts import Cast, Rounding
+from lowp.formats import FloatFormat, IntFormat
+from lowp.kernels.bitwise import Parameters, parameters
+from lowp.kernels.floats import CARRIERS
+
+DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_NEAREST = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY)
+_UNLIMITED = 160
+_LARGEST_UNIT = 104  # 2**(104 + 23) is fp32's largest power of two
+
+
+class Form(NamedTuple):
+    """What decides which instructions a cast consists of."""
+
+    wide: bool  # fp64's bits, else fp32's
+    rounding: str
+    random_bits: int  # 0: nothing is drawn; 1 to 32; more: all 160
+    overflow: str
+    cuts: bool  # normal numbers lose bits, or all numbers do below 2**mantissa_bits (integers)
+    varying: bool  # the format has another smallest normal number than the carrier: small numbers lose more bits
+    by_addition: bool  # nearest-even in fp32's own addition
+    by_code: bool  # "even" is the parity of the exponent field
+    flush: bool
+    has_zero: bool
+    signed: bool
+    minus_zero: bool
+    two_ends: bool  # the smallest number is not minus the largest
+    binary: bool
+
+    @property
+    def is_directed(self) -> bool:
+        """Whether the largest number may stand for what is beyond it, but not for infinity."""
+        return self.rounding in ("toward-zero", "to-odd", "up", "down")
+
+
+class Numbers(NamedTuple):
+    """The numbers of a cast, as integers: bits of the carrier, places, exponent fields."""
+
+    dropped: int  # mantissa bits that a normal number loses
+    low_field: int  # the exponent field of the format's smallest normal number
+    quantum: int  # the bits of the smallest distance between neighbours
+    smallest_normal: int
+    below_half: int  # of the place where normal numbers are cut: half, less one
+    anchor: int  # the bits of the power of two whose unit is the quantum
+    flush_below: int
+    parity_offset: int
+    maximum: int
+    minimum: int
+    refused: int
+
+
+class Plan(NamedTuple):
+    """A cast for tensors of one dtype."""
+
+    form: Form
+    numbers: Numbers
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(cast: Cast, dtype: torch.dtype) -> Plan:
+    """Return the plan of a cast of one number each; shared scales are divided out before."""
+    p = parameters(cast, dtype)
+    return Plan(_form(cast, p), _numbers(cast, p))
+
+
+def _form(cast: Cast, p: Parameters) -> Form:
+    element = cast.element
+    is_float = isinstance(element, FloatFormat)
+    wide = p.carrier == CARRIERS[torch.float64]
+    varying = not is_float or p.min_exponent + p.carrier.bias > 1
+    even = cast.rounding is Rounding.NEAREST_EVEN and p.parity_offset is None
+    anchored = not varying or _unit(cast) <= _LARGEST_UNIT
+    return Form(
+        wide=wide,
+        rounding=str(cast.rounding),
+        random_bits=(cast.random_bits or _UNLIMITED) if cast.is_stochastic else 0,
+        overflow=str(cast.overflow),
+        cuts=p.dropped > 0 or varying,
+        varying=varying,
+        by_addition=even and not wide and p.dropped < p.carrier.mantissa_bits and anchored,
+        by_code=p.parity_offset is not None,
+        flush=p.flush_below != 0,
+        has_zero=element.has_zero,
+        signed=not isinstance(element, FloatFormat) or element.signed,
+        minus_zero=isinstance(element, FloatFormat) and element.has_minus_zero,
+        two_ends=p.minimum != p.maximum,
+        binary=isinstance(element, IntFormat) and element.bits == 1,
+    )
+
+
+def _unit(cast: Cast) -> int:
+    """log2 of the smallest distance between neighbours."""
+    element = cast.element
+    return element.min_exponent - element.mantissa_bits if isinstance(element, FloatFormat) else 0
+
+
+def _numbers(cast: Cast, p: Parameters) -> Numbers:
+    mantissa_bits, bias = p.carrier.mantissa_bits, p.carrier.bias
+    low_field = p.min_exponent + bias if isinstance(cast.element, FloatFormat) else mantissa_bits + bias
+    anchor = _unit(cast) + mantissa_bits + bias
+    return Numbers(
+        dropped=p.dropped,
+        low_field=low_field,
+        quantum=p.quantum,
+        smallest_normal=max(low_field, 0) << mantissa_bits,
+        below_half=(1 << p.dropped >> 1) - 1 if p.dropped else 0,
+        anchor=min(max(anchor, 0), 2 * bias) << mantissa_bits,
+        flush_below=p.flush_below,
+        parity_offset=p.parity_offset or 0,
+        maximum=p.maximum,
+        minimum=p.minimum,
+        refused=p.refused,
+    )

@@ -1,0 +1,130 @@
+"""Triton's kernels, run by its interpreter on the CPU, give the bits of the definition."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from exact_casts import FORMATS_TRIED, bits, casts, inputs
+from torch import Tensor
+
+from lowp import kernels
+from lowp.casts import Cast, Overflow, Rounding
+from lowp.errors import Unavailable
+from lowp.formats import FloatFormat, IntFormat
+from lowp.kernels import bitwise, checks
+
+SEED = 0x1234_5678_9ABC_DEF0
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+
+def forced(x: Tensor, cast: Cast | str, **named: object) -> Tensor:
+    with kernels.use("triton"):
+        found: Tensor = kernels.quantize(x, cast, **named)
+    return found
+
+
+def some_cases() -> Iterator[tuple[FloatFormat | IntFormat, Cast, torch.dtype]]:
+    """One cast of every format: the interpreter takes a tenth of a second for each. The slow test has them all."""
+    for place, format in enumerate(FORMATS_TRIED):
+        every = list(casts(format))
+        cast, dtype = every[place * 7 % len(every)], DTYPES[place % 4]
+        yield format, cast, dtype if checks.holds(cast, dtype) else torch.float64
+
+
+def check_values(format: FloatFormat | IntFormat, cast: Cast, dtype: torch.dtype) -> None:
+    x = inputs(format, dtype)
+    wanted = torch.empty_like(x)
+    bitwise.quantize(x, cast, SEED, wanted)  # which another test holds to the definition
+    found = forced(x, cast, seed=SEED)
+    same = bits(found) == bits(wanted)
+    assert same.all(), (str(cast), dtype, x[~same][:4], found[~same][:4], wanted[~same][:4])
+
+
+def test_the_sample_has_every_rounding_overflow_and_dtype() -> None:
+    cases = list(some_cases())
+    assert {cast.rounding for _, cast, _ in cases} == set(Rounding)
+    assert {cast.overflow for _, cast, _ in cases} == set(Overflow)
+    assert {dtype for _, _, dtype in cases} == set(DTYPES)
+
+
+@pytest.mark.parametrize(("format", "cast", "dtype"), list(some_cases()), ids=str)
+def test_values_are_those_of_the_definition(format: FloatFormat | IntFormat, cast: Cast, dtype: torch.dtype) -> None:
+    check_values(format, cast, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS_TRIED, ids=str)
+def test_values_are_those_of_the_definition_in_every_cast(format: FloatFormat | IntFormat) -> None:
+    for cast in casts(format):
+        for dtype in DTYPES:
+            if checks.holds(cast, dtype):
+                check_values(format, cast, dtype)
+
+
+def test_pieces_at_any_offset_draw_the_bits_of_the_whole() -> None:
+    x = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    wanted = kernels.quantize(x, "e4m3fn:stochastic", seed=SEED)
+    for first, last in ((5, 22), (32, 100)):
+        found = forced(x[first:last], "e4m3fn:stochastic", seed=torch.tensor(SEED), offset=first)
+        assert torch.equal(found, wanted[first:last])
+
+
+def test_several_programs_and_the_numbers_behind_the_last_vector(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.kernels.triton import launch
+
+    monkeypatch.setattr(launch, "INTERPRETED_BLOCK", 32)
+    x = torch.randn(2 * 32 + 19, generator=torch.Generator().manual_seed(0))
+    for cast in ("e5m7", "e5m7:stochastic"):
+        assert torch.equal(forced(x, cast, seed=3), kernels.quantize(x, cast, seed=3))
+
+
+def test_the_layout_and_an_out_in_place_change_nothing() -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    wanted = kernels.quantize(x, "e4m3fn:stochastic", seed=1)
+    assert torch.equal(forced(x.t().contiguous().t(), "e4m3fn:stochastic", seed=1), wanted)
+    assert forced(x, "e4m3fn:stochastic", seed=1, out=x) is x
+    assert torch.equal(x, wanted)
+    assert forced(torch.empty(0), "fp16").shape == (0,)
+
+
+def test_a_seed_on_the_device_gives_the_bits_of_the_number() -> None:
+    x = torch.rand(64)
+    for seed in (-1, 1 << 63, 0):
+        wanted = kernels.quantize(x, "bf16:stochastic", seed=seed)
+        assert torch.equal(forced(x, "bf16:stochastic", seed=seed), wanted)
+
+
+def test_the_last_bits_of_an_unlikely_draw_decide() -> None:
+    # The word of element 1 under seed 0 is 0xe169c58d; a fraction that begins with it needs the words behind.
+    word = torch.tensor([0, 0xE169C58D]).double() * 2.0**-32
+    for less in (0.0, 2.0**-50):
+        x = word + torch.tensor([0.0, 2.0**-33 - less], dtype=torch.float64)
+        assert torch.equal(forced(x, "i8:stochastic"), kernels.quantize(x, "i8:stochastic"))
+
+
+def test_a_gpu_is_given_these_kernels_and_a_cpu_is_not() -> None:
+    assert "triton" in kernels.available("cuda") and "cpu" not in kernels.available("cuda")
+    assert "triton" not in kernels.available()
+    from lowp.kernels import dispatch
+
+    assert dispatch.implementation(torch.device("cuda")).__name__ == "lowp.kernels.triton"
+    with kernels.use("triton"), pytest.raises(Unavailable, match="take tensors on cuda or cpu, not on xpu"):
+        dispatch.implementation(torch.device("xpu"))
+
+
+def test_nothing_loads_triton_before_it_is_asked_for() -> None:
+    script = "import lowp, torch, sys; lowp.quantize(torch.ones(3), 'e4m3fn'); print('triton' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment())
+    assert run.stdout == "False\n"
+
+
+def environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
