@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple
 
 import numpy as np
@@ -77,8 +76,8 @@ def _counted(x: Tensor, scale: float) -> TensorCounts:
     return TensorCounts(counts[:_BINS], counts[_BINS:-4], zeros, nan, inf, float(reals[0]), float(reals[1]), checksum)
 
 
-def _pointer(array: NDArray[np.int64] | NDArray[np.float64]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
+def _pointer(array: NDArray[np.int64] | NDArray[np.float64]) -> int:
+    return array.ctypes.data
 
 
 def _counted_by_torch(flat: Tensor, scale: float) -> TensorCounts:
