@@ -55,13 +55,19 @@ def casts(format: FloatFormat | IntFormat) -> Iterator[Cast]:
             yield Cast(format, rounding, overflow, None, random_bits)
 
 
-def inputs(format: FloatFormat | IntFormat, dtype: torch.dtype, random: int = 300) -> Tensor:
-    """Return every code (a sample above 11 bits), midpoint and neighbour of a format, random bits and specials."""
+def inputs(
+    format: FloatFormat | IntFormat, dtype: torch.dtype, random: int = 300, at_most: int | None = None
+) -> Tensor:
+    """Return every code (a sample above 11 bits), midpoint and neighbour of a format, random bits and specials.
+
+    Of many codes and midpoints about `at_most` are taken; the limits of the format are always among them.
+    """
     generator = torch.Generator().manual_seed(1)
     if isinstance(format, IntFormat):
         step = max(1, format.maximum // 100)
         points = [float(v) for v in range(format.minimum, format.maximum + 1, step)] + [float(format.maximum)]
-        points += [p + 0.5 for p in points] + [0.25, -0.75, 1e-9, -1e-9, 1e-30, -1e-30, 2.0**40]
+        points = _thinned([*points, *(p + 0.5 for p in points)], at_most)
+        points += [format.minimum - 0.5, format.maximum + 0.5, 0.25, -0.75, 1e-9, -1e-9, 1e-30, -1e-30, 2.0**40]
     else:
         count = 1 << format.bits
         codes = range(count) if format.bits <= 11 else [i * 0x9E3779B97F4A7C15 % count for i in range(700)]
@@ -70,7 +76,8 @@ def inputs(format: FloatFormat | IntFormat, dtype: torch.dtype, random: int = 30
         finite = sorted({v for v in [*values, *top] if math.isfinite(v)})
         halves = [low / 2 + high / 2 for low, high in itertools.pairwise(finite)]
         beyond = format.maximum + format.ulp(format.maximum) * 0.5
-        points = finite + halves + [beyond, beyond + format.ulp(format.maximum) * 0.5]
+        points = [*_thinned(finite + halves, at_most), beyond, beyond + format.ulp(format.maximum) * 0.5]
+        points += [] if at_most is None else top
         points += [-p for p in points]
     carrier = INTEGERS[dtype]
     near = torch.tensor(points, dtype=torch.float64).to(dtype).view(carrier)
@@ -79,6 +86,11 @@ def inputs(format: FloatFormat | IntFormat, dtype: torch.dtype, random: int = 30
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan], dtype=dtype).view(carrier)
     odd_nans = torch.tensor([limits.max, -1], dtype=carrier)
     return torch.cat([near - 1, near, near + 1, noise, special, odd_nans]).view(dtype)
+
+
+def _thinned(points: list[float], at_most: int | None) -> list[float]:
+    """Return about so many of them, evenly: odd and even ones alike, as every odd number of them is passed over."""
+    return points if at_most is None else points[:: max(1, len(points) // at_most) | 1]
 
 
 def exact_cast(value: float, cast: Cast, uniform: Fraction | None = None) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
 import random
 import subprocess
-import sys
 import warnings
 import zipfile
 from collections import defaultdict
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -247,6 +248,20 @@ def test_checksums_are_written_though_torch_was_told_not_to(tmp_path: Path) -> N
 _MOMENT = ("optimizer", "state", 0, "exp_avg")
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A checkpoint of a whole training."""
+    path = tmp_path_factory.mktemp("saved") / "a.pt"
+    lowp.save(path, **_training("fp16-storage", _adam))
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, Any]:
+    """Another training, which no edited checkpoint changes."""
+    return _training("fp16-storage", _adam, seed=1)
+
+
 @pytest.mark.parametrize(
     ("place", "value", "text"),
     [
@@ -309,17 +324,14 @@ _MOMENT = ("optimizer", "state", 0, "exp_avg")
     ],
 )
 def test_an_edited_entry_is_named_and_nothing_changes(
-    tmp_path: Path, place: tuple[Any, ...], value: object, text: str
+    tmp_path: Path, place: tuple[Any, ...], value: object, text: str, saved: bytes, parts: dict[str, Any]
 ) -> None:
-    path, parts = tmp_path / "a.pt", _training("fp16-storage", _adam)
-    lowp.save(path, **parts)
-    content = torch.load(path, weights_only=True)
+    path, content = tmp_path / "a.pt", torch.load(io.BytesIO(saved), weights_only=True)
     entry = content
     for key in place[:-1]:
         entry = entry[key]
     entry[place[-1]] = value
     torch.save(content, path)
-    parts = _training("fp16-storage", _adam, seed=1)
     before, drawn = _states(parts), torch.get_rng_state()
     with pytest.raises(InvalidCheckpoint, match=text):
         lowp.load(path, **parts)
@@ -490,8 +502,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path)
     generator = random.Random(0)
     path = tmp_path / "a.pt"
     for _ in range(2):
-        with subprocess.Popen([sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None
+        with forked.start("-c", _WRITER, str(path)) as writer:
             assert [writer.stdout.readline() for _ in range(2)] == ["ready\n", "saved\n"]
             try:
                 writer.wait(generator.uniform(0.0, 0.1))

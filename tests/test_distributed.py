@@ -7,10 +7,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch.distributed
-import torch.multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -237,7 +237,7 @@ JOBS = {
 def result(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[int], Any]], list[Any]]:
     """Return what a job returned on each rank; all run in one pair of processes, as starting takes seconds."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, args=(JOBS, str(folder)), nprocs=RANKS)
+    forked.ranks(work, (JOBS, str(folder)), RANKS)
     results = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
     def of(job: Callable[[int], Any]) -> list[Any]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from lowp import files
@@ -118,11 +119,10 @@ for write in (plain, lambda: checkpoint.save("run.pt", model=model)):
 """
 
 
-def test_a_full_disk_names_the_file(tmp_path: Path, repository: Path) -> None:
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "run.pt").write_bytes(b"old")
-    environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
-    command = [sys.executable, "-c", _FULL]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    result = forked.run("-c", _FULL, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["run.pt was not written, and is as it was: File too large"] * 2
     assert (tmp_path / "run.pt").read_bytes() == b"old"
     assert names(tmp_path) == ["run.pt"]

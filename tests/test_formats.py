@@ -114,9 +114,10 @@ def test_every_code_means_what_the_library_says(name: str) -> None:
     np.testing.assert_array_equal(np.signbit(found[number]), np.signbit(wanted[number]))
 
 
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 17], ids=["all", "sample"])
 @pytest.mark.parametrize("row", SMALL, ids=str)
-def test_every_number_encodes_to_its_code(row: FloatFormat) -> None:
-    for code in row.codes:
+def test_every_number_encodes_to_its_code(row: FloatFormat, step: int) -> None:
+    for code in row.codes[:: step if row.bits > 11 else 1]:
         value = row.decode(code)
         if math.isnan(value):
             assert math.isnan(row.decode(row.encode(value)))

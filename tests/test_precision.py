@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import random
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch import nn
@@ -195,15 +195,13 @@ print([value.hex() for value in losses])
 @pytest.mark.parametrize("name", ["fp16", "bf16-storage"])
 def test_a_run_killed_again_and_again_has_the_same_loss_curve(name: str, tmp_path: Path) -> None:
     def run(path: Path, patience: float | None) -> tuple[str, int]:
-        command = [sys.executable, "-c", _TRAINER, str(path), name]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-            assert trainer.stdout is not None
+        with forked.start("-c", _TRAINER, str(path), name) as trainer:
             started = int(trainer.stdout.readline().split()[1])
             try:
-                return trainer.communicate(timeout=patience)[0], started
+                trainer.wait(patience)
             except subprocess.TimeoutExpired:
                 trainer.kill()  # SIGKILL: nothing in the process can react
-                return "", started
+            return trainer.stdout.read(), started
 
     expected, _ = run(tmp_path / "whole.pt", None)
     generator = random.Random(1)

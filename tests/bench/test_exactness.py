@@ -39,8 +39,8 @@ def wrong_of_lowp(exactness: ModuleType, name: str, thinned: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_lowp_is_right_on_a_tenth_of_the_cases(exactness: ModuleType, name: str) -> None:
-    assert wrong_of_lowp(exactness, name, 10) == []
+def test_lowp_is_right_on_a_sample_of_the_cases(exactness: ModuleType, name: str) -> None:
+    assert wrong_of_lowp(exactness, name, 61) == []
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_a_mismatch_is_found_and_told_apart_by_kind(exactness: ModuleType) -> No
         return lambda x: (x.view(torch.int32) >> 16 << 16).view(torch.float32)
 
     peer = exactness.Peer("truncating", "1", truncating)
-    rows = list(exactness.measure(parse("bf16"), torch.float32, [peer], []))
+    rows = list(exactness.measure(parse("bf16"), torch.float32, [peer], [], thinned=7))
     by_mode = {(row["rounding"], row["overflow"]): row["wrong"] for row in rows}
     assert set(by_mode["toward-zero", "inf"]) == {"NaN"}  # payloads below the cut become infinity
     assert {"NaN", "tie", "subnormal", "other"} <= set(by_mode["nearest-even", "inf"])

@@ -6,22 +6,19 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 Lowp = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # for the processes that a test starts, where lowp is not installed
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(repository / "src"), os.environ.get("PYTHONPATH", "")]))
 
 
 @pytest.fixture
@@ -84,11 +81,7 @@ def test_without_matplotlib_the_json_is_written_and_it_says_so(lowp: Lowp, monke
 
 def test_ctrl_c_keeps_what_was_measured() -> None:
     arguments = ["digits", "--no-torch-amp", "--precision", "fp16,bf16,dfp16", "--seconds", "0.1"]
-    command = [sys.executable, "-m", "lowp", "bench", *arguments]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        assert process.stderr is not None and process.stdout is not None
+    with forked.start("-m", "lowp", "bench", *arguments) as process:
         seen = ""
         for line in process.stderr:
             seen += line

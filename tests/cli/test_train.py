@@ -5,31 +5,26 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
-COMMAND = [sys.executable, "-m", "lowp", "train", "digits", "--precision", "fp16"]
+COMMAND = ("-m", "lowp", "train", "digits", "--precision", "fp16")
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # for the processes that a test starts, where lowp is not installed
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(repository / "src"), os.environ.get("PYTHONPATH", "")]))
 
 
 def stop_with(number: int, after: str, *arguments: str) -> tuple[int, str]:
     """Start a training, send a signal once a line of stderr begins with `after`; return the exit code and stderr."""
-    command = [*COMMAND, *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
-        assert process.stderr is not None
+    with forked.start(*COMMAND, *arguments) as process:
         seen = ""
         for line in process.stderr:
             seen += line
@@ -38,6 +33,7 @@ def stop_with(number: int, after: str, *arguments: str) -> tuple[int, str]:
                 process.send_signal(number)
                 break
         seen += process.stderr.read()
+    assert process.returncode is not None
     return process.returncode, seen
 
 

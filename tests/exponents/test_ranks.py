@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch.distributed
-import torch.multiprocessing
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -134,7 +134,7 @@ def run_rank(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(run_rank, args=(str(folder),), nprocs=2)
+    forked.ranks(run_rank, (str(folder),), 2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

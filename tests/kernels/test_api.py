@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import threading
 
+import forked
 import ml_dtypes
 import numpy as np
 import pytest
@@ -381,17 +379,14 @@ for cast in ("e4m3fn:stochastic", "fp16", "mxfp8"):
     print(hash(tuple(y.tolist())))
 print(k.available())
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment())
+    run = forked.run("-c", script)
+    assert run.returncode == 0, run.stderr
     *hashes, names = run.stdout.split("\n", 3)
     x = torch.linspace(-400, 400, 999)
     wanted = [quantize(x, cast, seed=4) for cast in ("e4m3fn:stochastic", "fp16", "mxfp8")]
     assert hashes == [str(hash(tuple(y.tolist()))) for y in wanted]
     assert names.strip() == "('reference', 'bitwise', 'native')"
     assert run.stderr.count("liblowp_cpu.so") == 1, run.stderr
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

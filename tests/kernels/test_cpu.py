@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from exact_casts import FORMATS_TRIED, bits, casts, exact_cast, inputs, uniform
@@ -87,10 +88,11 @@ def test_every_instruction_set_agrees_with_rational_arithmetic(name: str) -> Non
     for format in FORMATS_TRIED:
         for dtype in (torch.float32, torch.float64):
             x = inputs(format, dtype, random=20)
-            x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(5))[:30]]
-            for cast in casts(format):
+            every = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(5))[:36]]
+            for place, cast in enumerate(casts(format)):
                 if not checks.holds(cast, dtype):
                     continue
+                x = every[place % 6 :: 6].contiguous()
                 drawn = [uniform(SEED, i, cast.random_bits) if cast.is_stochastic else None for i in range(len(x))]
                 wanted = [exact_cast(v, cast, u) for v, u in zip(x.tolist(), drawn, strict=True)]
                 for v, found, exact in zip(x.tolist(), quantized(x, cast).tolist(), wanted, strict=True):
@@ -513,12 +515,7 @@ def test_the_interpreter_can_end_while_a_daemon_thread_quantises() -> None:
 def test_the_environment_chooses_the_instruction_set() -> None:
     code = "from lowp.kernels import cpu; cpu.library(); cpu.select(None); print(cpu.available())"
     for chosen, error in (("portable", ""), ("mmx", "no kernels for 'mmx'; allowed: portable, avx2, avx512, neon")):
-        ended = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            env={"LOWP_CPU_ISA": chosen, "PYTHONPATH": ":".join(sys.path)},
-        )
+        ended = forked.run("-c", code, environment={"LOWP_CPU_ISA": chosen})
         assert error in ended.stderr
         assert (ended.returncode == 0) == (error == "")
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
+import forked
 import pytest
 from launch.test_scripts import python
 
@@ -62,7 +67,11 @@ def test_standard_input_is_the_scripts(tmp_path: Path) -> None:
 
 def test_ctrl_c_reaches_the_script(tmp_path: Path) -> None:
     text = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
-    ran = lowp_run(tmp_path, text)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process may have begun without
+    try:
+        ran = lowp_run(tmp_path, text)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ran.returncode == -signal.SIGINT and "KeyboardInterrupt" in ran.stderr
 
 
@@ -90,17 +99,26 @@ def test_bad_input_is_an_error_in_words(tmp_path: Path, options: tuple[str, ...]
 def test_a_precision_in_the_environment_that_does_not_exist_ends_the_script(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("import torch\nprint('ran')")
     code = "import lowp.launch.boot as b; b.start(); exec(open('s.py').read())"
-    ran = python("-c", code, cwd=tmp_path, LOWP_PRECISION="bf17")
+    ran = forked.run("-c", code, cwd=tmp_path, environment={**os.environ, "LOWP_PRECISION": "bf17"})
     assert ran.returncode == 2 and "unknown precision 'bf17'" in ran.stderr and ran.stdout == ""
 
 
-def test_several_precisions_stand_side_by_side(tmp_path: Path) -> None:
+def test_several_precisions_stand_side_by_side(
+    tmp_path: Path, lowp: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(command: list[str], env: Mapping[str, str], stdout: IO[bytes], **_: object) -> int:
+        ran = forked.run(*command[1:], environment=env)
+        stdout.write((ran.stdout + ran.stderr).encode())
+        return ran.returncode
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lowp.launch.comparison.subprocess", SimpleNamespace(call=call, STDOUT=None, DEVNULL=None))
     text = (
         "import torch\ntorch.manual_seed(0)\nm = torch.nn.Linear(4, 1)\no = torch.optim.SGD(m.parameters(), 0.1)\n"
         "for _ in range(3):\n    loss = m(torch.ones(2, 4)).square().mean()\n    loss.backward()\n    o.step()\n"
         "print('loss', loss.item())\n"
     )
     (tmp_path / "script.py").write_text(text)
-    ran = python("-m", "lowp", "run", "--compare", "fp32,bf16", "script.py", cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert len(re.findall(r"(?:fp32|bf16) .* 0 .* s .* 0 .* loss \d", ran.stdout)) == 2, ran.stdout
+    ran = lowp("run", "--compare", "fp32,bf16", "script.py")
+    assert ran.code == 0, ran.err
+    assert len(re.findall(r"(?:fp32|bf16) .* 0 .* s .* 0 .* loss \d", ran.out)) == 2, ran.out

@@ -1,21 +1,27 @@
-"""Scripts that know nothing of lowp, each in a process of its own, beside what they print without it."""
+"""Scripts that know nothing of lowp, each in a process of its own, beside what they print without it.
+
+Most processes have torch when they begin (see forked.py); those that test how lowp comes to it are new interpreters.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 
 SCRIPTS = Path(__file__).parent / "scripts"
 EAGER = ("cnn", "gan", "transformer", "reinforce", "vae", "siamese")
+WITH_CHILDREN = ("ddp.py", "compiled.py")
 PRECISIONS = ("fp16", "bf16", "dfp16", "flex16+5")
 SOURCE = Path(__file__).parent.parent.parent / "src"
 
@@ -46,7 +52,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
     @cache
     def run(name: str) -> str:
-        found = python(str(SCRIPTS / name), cwd=tmp_path_factory.mktemp("plain"))
+        run = python if name in WITH_CHILDREN else forked.run
+        found = run(str(SCRIPTS / name), cwd=tmp_path_factory.mktemp("plain"))
         assert found.returncode == 0, found.stderr
         return found.stdout
 
@@ -55,7 +62,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 def run_in(precision: str, name: str, cwd: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run a script under lowp."""
-    return python("-m", "lowp", "run", "--precision", precision, *options, str(SCRIPTS / name), cwd=cwd)
+    run = python if name in WITH_CHILDREN else forked.run
+    return run("-m", "lowp", "run", "--precision", precision, *options, str(SCRIPTS / name), cwd=cwd)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +94,8 @@ def test_a_script_trains_as_in_fp32_and_prints_unscaled_numbers(
 
 
 def test_an_fp32_run_is_the_script_bit_for_bit(plain: Callable[[str], str], tmp_path: Path) -> None:
-    ran = run_in("fp32", "cnn.py", tmp_path, "--report", "report.json")
+    command = ("-m", "lowp", "run", "--precision", "fp32", "--report", "report.json")
+    ran = python(*command, str(SCRIPTS / "cnn.py"), cwd=tmp_path)
     assert ran.stdout == plain("cnn.py")
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["summary"]["steps"], report["summary"]["skipped"]) == (16, 0)
@@ -124,9 +133,34 @@ def test_a_script_with_a_scaler_of_its_own_is_left_alone_unless_overridden(
     assert "torch.float32 False" in over.stdout and "lowp run: bf16, 4 optimizer steps" in over.stderr
 
 
+LAUNCHER = """
+import os, runpy, subprocess, sys
+other = subprocess.Popen([sys.executable, sys.argv[1]], env={**os.environ, "RANK": "1"})
+os.environ["RANK"] = "0"
+runpy.run_path(sys.argv[1], run_name="__main__")
+sys.exit(other.wait())
+"""
+
+
 def test_the_environment_alone_reaches_processes_that_a_launcher_starts(
-    plain: Callable[[str], str], tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    ran = python("-m", "lowp", "run", "--precision", "bf16", "launcher.py", str(SCRIPTS / "ddp.py"), cwd=tmp_path)
+    ranks = [forked.start(str(SCRIPTS / "ddp.py"), environment={**os.environ, "RANK": str(rank)}) for rank in range(2)]
+    with ranks[0], ranks[1]:
+        plain = ranks[0].stdout.read()
+    assert numbers(ran.stdout) == pytest.approx(numbers(plain), rel=0.05), ran.stderr
+    assert ran.stdout != plain
+    assert "lowp run: bf16, 5 optimizer steps, 0 skipped" in ran.stderr
+
+
+@pytest.mark.slow
+def test_so_does_torchs_own(plain: Callable[[str], str], tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29571")
     ran = python("-m", "lowp", "run", "--precision", "bf16", *launcher, str(SCRIPTS / "ddp.py"), cwd=tmp_path)
     assert numbers(ran.stdout) == pytest.approx(numbers(plain("ddp.py")), rel=0.05), ran.stderr

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -229,7 +228,7 @@ with lowp.profile(model, optimizer, max_overhead=None, out={out!r}):
 def test_a_run_that_is_killed_leaves_the_steps_it_had_written(tmp_path: Path, repository: Path) -> None:
     out = tmp_path / "run.json"
     script = KILLED.format(tests=str(repository / "tests"), out=str(out))
-    assert subprocess.run([sys.executable, "-c", script], env=None).returncode == 9
+    assert forked.run("-c", script).returncode == 9
     record = Record.load(out)
     assert record.sampled == [0, 1, 2, 4] and not record.complete
     whole = out.read_bytes()

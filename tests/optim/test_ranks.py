@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch.distributed
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing
 from optim.cases import train_step
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -193,7 +193,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[..., 
     """Run all jobs once, and return what each rank got."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     jobs = {job.__name__: job for job in JOBS}
-    torch.multiprocessing.spawn(work, (jobs, str(folder)), nprocs=RANKS)
+    forked.ranks(work, (jobs, str(folder)), RANKS)
     found = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
     def of(job: Callable[..., Any]) -> list[Any]:

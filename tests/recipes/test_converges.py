@@ -1,7 +1,8 @@
 """Recipes end in 16 bits where they end in fp32: trained to the end, the metric is worse by no more than is stated.
 
 Each row trains a recipe from the same weights on the same batches, in fp32 and in each precision, with the learning
-rates of fp32. `lowp compare` says the same of the CPU sizes with several seeds.
+rates of fp32. `lowp compare` says the same of the CPU sizes with several seeds, and test_learning.py the same of a few
+steps.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class Row:
     data: Callable[[], Data] | None = None
 
 
-FAST = [
-    Row("resnet-20", 0.04, 0.75, {"epochs": 6}, {"layers": 8, "width": 4}, lambda: digits_of(16)),
-    Row("rossmann", 0.01, 0.25, {"epochs": 6, "batch": 256}, {"hidden": (50, 20), "drawn": (40, 200)}),
-]
+pytestmark = pytest.mark.slow
+
 _SHORT_TEXT = {"layers": 2, "width": 48, "bytes": 60_000}
 _FEW_TWEETS = {"layers": 2, "width": 64, "heads": 2, "drawn": 400}
-SLOW = [
+ROWS = [
+    Row("resnet-20", 0.04, 0.75, {"epochs": 6}, {"layers": 8, "width": 4}, lambda: digits_of(16)),
+    Row("rossmann", 0.01, 0.25, {"epochs": 6, "batch": 256}, {"hidden": (50, 20), "drawn": (40, 200)}),
     Row("alexnet", 0.06, 0.75, {"epochs": 10, "batch": 25}, {}, lambda: digits_of(64)),
     Row("gpt", 0.02, 3.0, {"epochs": 2, "batch": 16}, _SHORT_TEXT),
     Row("bert", 0.06, 0.5, {"epochs": 4, "learning_rate": 1e-3}, _FEW_TWEETS),
@@ -63,12 +64,7 @@ SLOW = [
     Row("resnet-50", 0.06, 0.75, {"epochs": 4}, {"width": 8}, lambda: digits_of(32)),
     Row("resnet-110", 0.04, 0.75, {"epochs": 6}, {"layers": 14, "width": 4}, lambda: digits_of(16)),
 ]
-ROWS = {row.recipe: row for row in FAST + SLOW}
-CASES = [
-    pytest.param(row.recipe, precision, marks=[pytest.mark.slow] * (row in SLOW), id=f"{row.recipe}-{precision}")
-    for row in FAST + SLOW
-    for precision in PRECISIONS
-]
+BY_RECIPE = {row.recipe: row for row in ROWS}
 
 
 def trained(row: Row, precision: str) -> list[dict[str, float]]:
@@ -89,12 +85,13 @@ def trained(row: Row, precision: str) -> list[dict[str, float]]:
 @cache
 def in_fp32(name: str) -> list[dict[str, float]]:
     """What the precisions of a row are compared with, trained once."""
-    return trained(ROWS[name], "fp32")
+    return trained(BY_RECIPE[name], "fp32")
 
 
-@pytest.mark.parametrize(("name", "precision"), CASES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", BY_RECIPE)
 def test_a_recipe_ends_where_fp32_ends(name: str, precision: str) -> None:
-    row, metric = ROWS[name], get(name).metric
+    row, metric = BY_RECIPE[name], get(name).metric
     before, *_, baseline = (record[metric.name] for record in in_fp32(name))
     assert -metric.worse_by(baseline, than=before) > row.gain, f"fp32 did not learn: {in_fp32(name)}"
     value = trained(row, precision)[-1][metric.name]

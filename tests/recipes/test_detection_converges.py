@@ -21,6 +21,8 @@ FEW: dict[str, tuple[Callable[[], Data], int, int]] = {
     "faster-rcnn": (lambda: boxes_from(None, 96, 20, (8, 2)), 4, 4),
     "seq2seq": (lambda: pair_data(drawn_dates(60), 32, "drawn dates"), 8, 18),
 }
+# the detectors take long; test_learning.py tries a few of their steps
+RECIPES = [pytest.param(recipe, marks=[pytest.mark.slow] * (recipe != "seq2seq")) for recipe in FEW]
 TINY = str(2.0**-20)  # a scale at which nearly all gradients are below fp16, in all of them
 AS_FP32 = 0.05  # how much more of its first loss a run may have left than fp32
 LOST = 0.1  # how much more it has left, at least, where gradients are below fp16
@@ -38,7 +40,7 @@ def left(recipe: str, precision: str, loss_scale: str | None = None) -> float:
     return losses[-1] / losses[0]
 
 
-@pytest.mark.parametrize("recipe", FEW)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_fp16_learns_as_fp32_with_a_loss_scale_and_here_without(recipe: str) -> None:
     exact = left(recipe, "fp32")
     assert exact < 0.8
@@ -46,12 +48,12 @@ def test_fp16_learns_as_fp32_with_a_loss_scale_and_here_without(recipe: str) -> 
         assert left(recipe, "fp16", scale) < exact + AS_FP32
 
 
-@pytest.mark.parametrize("recipe", FEW)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_fp16_does_not_learn_where_gradients_are_below_it(recipe: str) -> None:
     assert left(recipe, "fp16", TINY) > left(recipe, "fp32") + LOST
 
 
-@pytest.mark.parametrize("recipe", FEW)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_bf16_learns_where_gradients_are_below_fp16(recipe: str) -> None:
     """It has fp32's exponents, and needs no scale."""
     assert left(recipe, "bf16", TINY) < left(recipe, "fp32") + AS_FP32

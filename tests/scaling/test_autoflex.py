@@ -7,7 +7,7 @@ from statistics import pstdev
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowp.errors import InvalidInput
@@ -60,6 +60,7 @@ def test_any_sequence_of_maxima_gives_the_exponents_of_the_paper(values: list[fl
     assert AS_PUBLISHED.replay(values) == _by_the_paper(values)
 
 
+@settings(max_examples=20)  # an example has 24 to 60 steps, each of them several tensor operations
 @given(st.lists(st.lists(maxima, min_size=12, max_size=12), min_size=2, max_size=5))
 def test_many_entries_at_once_equal_each_alone(rows: list[list[float]]) -> None:
     scaling = Autoflex()

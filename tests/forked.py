@@ -1,0 +1,163 @@
+"""Processes of their own that need not load torch: forked off a server that has imported it and done nothing else.
+
+    with forked.start("-m", "lowp", "train", "digits", cwd=tmp_path) as process:
+        process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
+
+Arguments are those of Python: `-c CODE`, `-m MODULE` or a script. What has to begin as a user's process does, with
+nothing imported and its environment read by the interpreter itself, is started by `subprocess` instead.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+_PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "torch.multiprocessing", "lowp", "lowp.cli"]
+_PRELOADED += ["lowp.recipes.comparison", "lowp.benchmarking.process_memory", "sklearn.datasets"]
+
+
+class Forked:
+    """A running process, with as much of subprocess.Popen as the tests use."""
+
+    def __init__(self, arguments: tuple[str, ...], cwd: Path | None, environment: Mapping[str, str] | None) -> None:
+        context = _context()
+        readers, writers = zip(*(context.Pipe(duplex=False) for _ in range(2)), strict=True)
+        folder, variables = str(cwd or Path.cwd()), dict(os.environ if environment is None else environment)
+        self._process = context.Process(target=_become, args=(*writers, arguments, folder, variables))
+        self._process.start()
+        for writer in writers:
+            writer.close()
+        self.stdout, self.stderr = (_file(reader) for reader in readers)
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, or minus the signal that ended it; None while it runs."""
+        return self._code if hasattr(self, "_code") else self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended; subprocess.TimeoutExpired where that takes longer."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("forked", timeout or 0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self.kill()
+        self._process.join()
+        self._code = self._process.exitcode
+        self._process.close()
+        self.stdout.close()
+        self.stderr.close()
+
+
+def start(*arguments: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None) -> Forked:
+    """Start `python ARGUMENTS`, the leader of a session of its own; use it as a context, which waits for its end."""
+    return Forked(arguments, cwd, environment)
+
+
+def run(
+    *arguments: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS` to its end; return its exit code and what it printed."""
+    said: list[str] = []
+    with start(*arguments, cwd=cwd, environment=environment) as process:
+        reader = threading.Thread(target=lambda: said.append(process.stderr.read()))
+        reader.start()
+        printed = process.stdout.read()
+        reader.join()
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(arguments, process.returncode, printed, said[0])
+
+
+def begin() -> None:
+    """Start the server, where it does not run yet, for processes of lowp's own that would start one that has less."""
+    _context()
+    forkserver.ensure_running()
+
+
+def ranks(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
+    """Call `work(rank, *arguments)` in processes of their own; what one of them raises is raised here."""
+    from torch.multiprocessing import start_processes
+
+    _context()
+    start_processes(work, arguments, count, start_method="forkserver")
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def _file(reader: Connection) -> IO[str]:
+    file = os.fdopen(os.dup(reader.fileno()), encoding="utf-8")
+    reader.close()
+    return file
+
+
+# -- in the other process ---------------------------------------------------------------------------------------------
+def _become(
+    out: Connection, error: Connection, arguments: tuple[str, ...], folder: str, environment: Mapping[str, str]
+) -> None:
+    os.setsid()
+    os.dup2(out.fileno(), 1)
+    os.dup2(error.fileno(), 2)
+    out.close()
+    error.close()
+    os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where whoever started the tests ignores it
+    os.execve = _as_another  # type: ignore[assignment]
+    _main(arguments, environment)
+
+
+def _main(arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:
+    """Do what Python does with these arguments, and lowp's sitecustomize before."""
+    os.environ.clear()
+    os.environ.update(environment)
+    if environment.get("LOWP_PRECISION"):
+        from lowp.launch import boot
+
+        boot.start()
+    kind, *rest = arguments
+    sys.argv = list(arguments)
+    if kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif kind == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(kind, run_name="__main__")
+
+
+def _as_another(path: str, command: list[str], environment: Mapping[str, str]) -> NoReturn:
+    """Be the Python that `lowp run` would put in this one's place."""
+    _main(tuple(command[1:]), environment)
+    raise SystemExit(0)
