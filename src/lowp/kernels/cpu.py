@@ -226,7 +226,7 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
 def decode(codes: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
     """Write the value of every code (integers of 1, 2, 4 or 8 bytes) into `out`, exactly."""
     loaded().lowp_decode(
-        parameters(Cast(format)),
+        _block(Cast(format)),
         codes.element_size(),
         address(codes),
         CARRIERS[out.dtype],
@@ -339,9 +339,22 @@ def loaded() -> ctypes.CDLL:
     return found
 
 
-@functools.lru_cache(maxsize=1024)
+_MOST_BLOCKS = 1024
+_blocks: dict[int, tuple[Cast, object]] = {}  # by the identity of the cast, which is held: hashing one takes longer
+
+
 def parameters(cast: Cast) -> object:
     """Return a pointer to the parameter block of a cast; it keeps the block alive."""
+    found = _blocks.get(id(cast))
+    if found is None:
+        if len(_blocks) >= _MOST_BLOCKS:
+            _blocks.clear()
+        found = _blocks[id(cast)] = cast, _block(cast)
+    return found[1]
+
+
+@functools.lru_cache(maxsize=_MOST_BLOCKS)
+def _block(cast: Cast) -> object:
     element = cast.element
     block = _Cast(
         bits=element.bits,

@@ -24,6 +24,8 @@ from lowp.kernels.statistics import Statistics
 from lowp.kernels.tracing import is_compiling, is_eager
 from lowp.quantized import Quantized
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def quantize(
     x: Any,
@@ -52,9 +54,10 @@ def quantize(
         return _with_arrays(quantize, x, cast, scale=scale, seed=seed, offset=offset, out=out)
     plan = checks.plan(cast, x.dtype)
     # the shortest way for the most frequent call: microseconds count here
-    if out is None and scale is None and type(seed) is int and type(offset) is int and type(x) is Tensor and x.is_cpu:
-        usual = plan.scaling is None and offset == 0 and uses_library()
-        if usual and tracing.is_plain(x) and _is_direct(x):
+    if out is None and scale is None and type(seed) is int and type(offset) is int and type(x) in _PLAIN and x.is_cpu:
+        if offset == 0 and uses_library() and tracing.is_plain(x) and _is_direct(x):
+            if plan.scaling is not None:
+                return run.quantize(cpu, x, plan, None, seed)
             out = torch.empty_like(x)
             cpu.quantize(x, plan, seed, out)
             return out
@@ -63,10 +66,12 @@ def quantize(
         checks.check_out(x, out)
     if not is_eager(x) or (out is not None and not (_is_ours(x) and _is_ours(out))):
         return custom_ops.quantize(x, plan, scale, draw, out)
-    given = implementation(x.device), x, plan, checks.scales(scale, plan, x), draw
+    module, scales = implementation(x.device), checks.scales(scale, plan, x)
+    if out is None and tracing.is_differentiated(x):
+        return _StraightThrough.apply(module, x, plan, scales, draw)  # type: ignore[no-untyped-call]
     if out is None:
-        return _StraightThrough.apply(*given) if tracing.is_differentiated(x) else run.quantize(*given)  # type: ignore[no-untyped-call]
-    run.quantize_into(*given, out)
+        return run.quantize(module, x, plan, scales, draw)
+    run.quantize_into(module, x, plan, scales, draw, out)
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
     return out
@@ -79,8 +84,8 @@ class _StraightThrough(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, *given: Any) -> Tensor:
-        return run.quantize(*given)
+    def forward(context: Any, module: Any, x: Tensor, plan: Cast, scales: Any, draw: Any) -> Tensor:
+        return run.quantize(module, x, plan, scales, draw)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -26,10 +26,11 @@ _FP32 = struct.Struct("=f")  # rounds to nearest even
 def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
     """Return the values that `cast` makes of `x`, with x's strides where x is dense."""
     x = _readable(x)
-    out = torch.empty_like(x)
     if cast.scaling is not None:
-        out.copy_(_quantize_scaled(module, x, cast, scales, seed))
-    elif x.is_contiguous() or module is not cpu:
+        values = _quantize_scaled(module, x, cast, scales, seed)
+        return values if x.is_contiguous() else torch.empty_like(x).copy_(values)
+    out = torch.empty_like(x)
+    if x.is_contiguous() or module is not cpu:
         _call(module, x, cast, seed, out)
     elif not cast.is_stochastic and x.stride() == out.stride() and _is_dense(x):
         # element by element: the order does not matter, so the memory is taken as it lies
@@ -117,6 +118,7 @@ def dequantize(module: ModuleType, q: Quantized) -> Tensor:
 
 
 def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
+    x = x.contiguous()
     if module is cpu and scales is None and (scale := _current_number(x, cast)) is not None:
         out = torch.empty_like(x)
         table = torch.tensor(((scale,),), dtype=torch.float64, device=x.device)
@@ -124,7 +126,7 @@ def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales |
         return out
     scales = scaled.choose(x, cast) if scales is None else scales
     if module is cpu and x.numel() and x.dtype in (torch.float32, torch.float64):
-        return _quantize_scaled_in_one_pass(x.contiguous(), cast, scales, seed)
+        return _quantize_scaled_in_one_pass(x, cast, scales, seed)
     wide = widen(x)
     return scaled.values(scaled.elements(wide, cast, scales, _element_cast(module, seed)), cast, scales, x.dtype)
 
@@ -139,7 +141,7 @@ def _current_number(x: Tensor, cast: Cast) -> float | None:
     if format.scope.kind != "tensor" or format.scale != scaled.FP32 or format.affine or format.element.bits == 1:
         return None
     assert isinstance(format.scale, FloatFormat)
-    if scaling.kind != "current" or x.dtype is not torch.float32 or not x.is_contiguous() or x.numel() == 0:
+    if scaling.kind != "current" or x.dtype is not torch.float32 or x.numel() == 0:
         return None
     largest, _ = cpu_mantissas.grid(x, False)
     wanted = largest * 2.0**scaling.headroom / float(format.element.maximum)

@@ -77,6 +77,20 @@ class RoleCasts:
             self.watch(x, role, self.of(role))
 
 
+_MOST_PLANNED = 1024
+_plans: dict[int, RoleCasts] = {}  # by the identity of the rule, which they hold
+
+
+def _planned(rule: Rule) -> RoleCasts:
+    """Return how the tensors of an op under a rule are rounded where nobody observes, made once."""
+    found = _plans.get(id(rule))
+    if found is None:
+        if len(_plans) >= _MOST_PLANNED:
+            _plans.clear()
+        found = _plans[id(rule)] = RoleCasts(rule, rule.accumulate)
+    return found
+
+
 @dataclass
 class Call:
     """One call of an op that a rule speaks of, as the region hands it to the op's runner.
@@ -117,6 +131,8 @@ class Call:
     @property
     def casts(self) -> RoleCasts:
         """How this call's tensors are rounded; holds none of them."""
+        if self.watch is None and self.roles is None and self.seed is draw_seed and not torch.compiler.is_compiling():
+            return _planned(self.rule)
         return RoleCasts(self.rule, self.rule.accumulate, self.seed, self.watch, self.roles or ("input", "weight"))
 
     def cast(self, x: Tensor, role: str) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -24,6 +24,7 @@ from lowp.kernels.functions import quantize_finite
 __all__ = ["Operand", "carried", "carrier_dtype", "operand", "rounded", "shield", "with_tangents"]
 
 _Answer = TypeVar("_Answer")
+_MOST_ANSWERS = 1024
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
 _DisableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C.DisableTorchFunction"))
@@ -38,12 +39,20 @@ def draw_seed() -> Tensor:
 
 
 def _constant(function: Callable[[Cast], _Answer]) -> Callable[[Cast], _Answer]:
-    """Remember a function's answers; torch.compile takes them as constants, without tracing how they are found."""
-    remembered = cache(function)
+    """Remember a function's answers; torch.compile takes them as constants, without tracing how they are found.
+
+    They are found by the identity of the cast, which is held: its hash takes longer than most of the questions.
+    """
+    answers: dict[int, tuple[Cast, _Answer]] = {}
 
     @wraps(function)
     def answer(to: Cast) -> _Answer:
-        return remembered(to)
+        found = answers.get(id(to))
+        if found is None:
+            if len(answers) >= _MOST_ANSWERS:
+                answers.clear()
+            found = answers[id(to)] = to, function(to)
+        return found[1]
 
     return constant_when_compiled(answer)
 
@@ -257,7 +266,10 @@ def rounded(
         return x
     if is_irregular(x) and x.layout is torch.strided:  # autograd cannot ask such a tensor for its sizes
         return torch.nested.as_nested_tensor([rounded(one, to, seed, axis, dtype) for one in x.unbind()])
-    return cast(Tensor, _straight_through(x, to, wanted, seed() if to.is_stochastic else 0, axis))
+    drawn = seed() if to.rounding.is_stochastic else 0
+    if not (x.requires_grad and torch.is_grad_enabled()) and not functorch_is_active():
+        return _quantized(x, to, drawn, axis).to(wanted)  # what has no graph needs no node
+    return cast(Tensor, _straight_through(x, to, wanted, drawn, axis))
 
 
 def carried(x: Tensor, to: Cast | None, seed: Callable[[], Tensor | int] = draw_seed, axis: int = -1) -> Tensor:

@@ -27,7 +27,9 @@ from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import (
     Operand,
     carried,
+    carrier_dtype,
     depends_on_axis,
+    edge,
     functorch_is_active,
     operand,
     rounded,
@@ -65,11 +67,20 @@ def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
     elif call.site is not None:
         return fp64_contraction(form, call, first, second, bias)
     axes = form.contracted[OUTPUT]
-    left, right = (
-        operand(x, cast_operand(call, casts, x, role, axis), casts.gradient_dtype)
-        for x, role, axis in zip((first, second), casts.roles, axes, strict=True)
-    )
+    left = _operand(call, casts, first, casts.roles[0], axes[0])
+    right = _operand(call, casts, second, casts.roles[1], axes[1])
     return product(form, OUTPUT, casts, left, right, bias)
+
+
+def _operand(call: Call, casts: RoleCasts, x: Tensor, role: str, axis: int) -> Operand:
+    """Return x, rounded by its role, as operand of a product."""
+    to, dtype = casts.of(role), casts.gradient_dtype
+    is_followed = x.requires_grad and torch.is_grad_enabled() and not functorch_is_active()
+    if not is_followed or to is None or carrier_dtype(to) in (x.dtype, dtype):
+        return operand(x, cast_operand(call, casts, x, role, axis), dtype)
+    with torch.no_grad():  # the gradient goes by the edge: the cast needs no node
+        value = cast_operand(call, casts, x, role, axis)
+    return Operand(edge(x, dtype), value)
 
 
 def cast_operand(call: Call, casts: RoleCasts, x: Tensor, role: str, axis: int = -1) -> Tensor:

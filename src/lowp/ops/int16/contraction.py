@@ -47,6 +47,8 @@ def is_integer(rule: Rule) -> bool:
     """Whether a rule asks for integer sums; raises Unavailable where its operands are not int16 under one exponent."""
     if rule.accumulate is None or rule.accumulate.format not in _KINDS:
         return False
+    if has_mantissas(rule.input) and has_mantissas(rule.weight):
+        return True
     for role in ("input", "weight"):
         if not has_mantissas(getattr(rule, role)):
             raise Unavailable(
