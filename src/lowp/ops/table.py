@@ -11,7 +11,7 @@ out= forms, and torch.ops.aten.matmul. `row_of` finds the row of a function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from types import FunctionType
@@ -33,7 +33,9 @@ class Row:
     """An op: its name, its class, the runner that carries out a rule (``module:function`` in lowp.ops), its operands.
 
     `product` is the runner that takes over where a rule names the op itself although its class takes no casts: the
-    products that torch only promotes.
+    products that torch only promotes. `placed` is the runner, of the row and a call, where results are written under
+    shared exponents that belong to places; `masked` the one beside contractions of integers that keeps less of an op
+    which no rule casts ('' where there is none).
     """
 
     name: str
@@ -42,6 +44,8 @@ class Row:
     operands: str = "input"
     product: str = ""
     source: str = ""
+    placed: str = "int16.flexpoint:fused"
+    masked: str = ""
 
     @property
     def is_contraction(self) -> bool:
@@ -55,10 +59,10 @@ class Row:
 
 
 @cache
-def runner(spelled: str) -> Callable[[Call], Any]:
+def runner(spelled: str) -> Callable[..., Any]:
     """Return the function that ``module:function`` names within lowp.ops."""
     module, _, name = spelled.partition(":")
-    found: Callable[[Call], Any] = getattr(import_module(f"lowp.ops.{module}"), name)
+    found: Callable[..., Any] = getattr(import_module(f"lowp.ops.{module}"), name)
     return found
 
 
@@ -147,6 +151,57 @@ ALIASES = {
 _OPERATORS = {"floordiv": "floor_divide", "truediv": "div", "mod": "remainder", "invert": "bitwise_not"}
 
 
+# -- int16 under shared exponents ---------------------------------------------------------------------------------
+
+# runner -> ops, or runners of theirs, whose results are not those of the whole function, written once
+_PLACED = {
+    # write each of their products themselves, from the exact sum
+    "int16.flexpoint:by_itself": """
+        contraction:linear contraction:matmul contraction:reversed_matmul contraction:added contraction:einsum
+        contraction:vecdot contraction:chain contraction:tensordot contraction:outer contraction:inner
+        convolution:convolution convolution:conv_transpose
+    """,
+    "int16.flexpoint:norm": "norm:layer_norm norm:group_norm norm:batch_norm",
+    # select elements: the result has the values, and so the exponent, of the input
+    "int16.pooling:relu": "relu",
+    "int16.pooling:max_pool2d": "max_pool2d",
+    "int16.pooling:max_pool3d": "max_pool3d",
+    "int16.pooling:selecting": """
+        max_pool1d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_unpool1d max_unpool2d
+        max_unpool3d fractional_max_pool2d fractional_max_pool3d amax amin max_pool1d_with_indices
+        max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d_with_indices
+        adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices fractional_max_pool2d_with_indices
+        fractional_max_pool3d_with_indices median nanmedian cummax cummin
+    """,
+    # functions of tensors alone, without chance or side effects, of which torch keeps an input or a result
+    "int16.flexpoint:again": """
+        gelu silu mish tanh sigmoid softplus elu selu celu hardtanh relu6 hardswish hardsigmoid leaky_relu
+        log_sigmoid softsign tanhshrink softshrink hardshrink exp exp2 expm1 log log1p log2 log10 sqrt
+        rsqrt sin cos pow square reciprocal abs clamp maximum minimum addcmul addcdiv linalg_norm linalg_vector_norm
+        softmax log_softmax softmin logsumexp var std prod avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d
+        adaptive_avg_pool2d adaptive_avg_pool3d local_response_norm glu normalize cosine_similarity rms_norm
+        cross_entropy nll_loss mse_loss smooth_l1_loss l1_loss huber_loss kl_div binary_cross_entropy_with_logits
+    """,
+    "int16.flexpoint:multiplied": "mul",
+    "int16.flexpoint:divided": "div",
+    "int16.flexpoint:dropped": "dropout",
+}
+# runner -> ops that no rule casts, of whose gradient a mask or places are all that has to be kept
+_MASKED = {
+    f"int16.masks:{name}": name
+    for name in ("relu", "relu6", "hardtanh", "leaky_relu", "dropout", "max_pool2d", "max_pool3d")
+}
+_placed, _masked = (
+    {name: spelled for spelled, names in groups.items() for name in names.split()} for groups in (_PLACED, _MASKED)
+)
+
+
+def _in_int16(row: Row) -> Row:
+    """Return a row with what its op is where tensors are int16 under shared exponents."""
+    placed = _placed.get(row.name) or _placed.get(row.product or row.runner, row.placed)
+    return replace(row, placed=placed, masked=_masked.get(row.name, ""))
+
+
 def _rows(groups: dict[str, str], op_class: str, **given: str) -> Iterator[Row]:
     for spelled, names in groups.items():
         operands = _OPERANDS.get(spelled, "input weight") if op_class == "contraction" else "input"
@@ -182,7 +237,7 @@ def _lowp_1() -> dict[str, Row]:
         *_rows(_SOFTMAX, "softmax"),
         *(Row(name, "wide", "generic:refused", source="raises: torch bans it") for name in cuda["banned"]),
     ]
-    return {row.name: row for row in rows}
+    return {row.name: _in_int16(row) for row in rows}
 
 
 def _of_torch(device: str) -> dict[str, Row]:
@@ -206,7 +261,7 @@ def _of_torch(device: str) -> dict[str, Row]:
         rows[name] = full[name]
     if "upsample_nearest1d" in rows:
         rows["interpolate"] = Row("interpolate", "wide", "generic:wide", source=f"{device}: upsample_nearest1d")
-    return rows
+    return {name: _in_int16(row) for name, row in rows.items()}
 
 
 TABLES: dict[str, dict[str, Row]] = {
@@ -325,7 +380,7 @@ def row_of(function: Callable[..., Any], table: str = "lowp-1") -> Row | None:
     name = name_of(function)
     if (row := TABLES[table].get(name)) is not None:
         return row
-    return None if is_structural(name) else Row(name, "pointwise", "generic:pointwise")
+    return None if is_structural(name) else _in_int16(Row(name, "pointwise", "generic:pointwise"))
 
 
 @cache

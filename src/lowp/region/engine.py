@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -29,7 +29,7 @@ from lowp.ops.call import Call
 from lowp.ops.casting import draw_seed, functorch_is_active, is_jit_tracing, result_dtype
 from lowp.ops.generic import has_irregular, sixteen_bit
 from lowp.ops.int16 import flexpoint
-from lowp.ops.int16.masks import MASKED, has_integer_operands, masked
+from lowp.ops.int16.masks import has_integer_operands
 from lowp.ops.observed import observed
 from lowp.ops.observing import Observer, Watch, everywhere
 from lowp.ops.table import Row
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
     row: Row
     rule: Rule | None
     run: Callable[[Call], Any] | None
-    is_flexpoint: bool = False  # its results are written under exponents that belong to places
+    placed: Callable[[Call], Any] | None = None  # the runner where results are written under exponents of places
     rounds: bool = False  # it is a contraction, and the rule rounds it
     looks: bool = False  # a cast of the rule looks at the numbers, or draws some: a trace would keep those of one run
 
@@ -101,8 +101,8 @@ class Rulebook:
             row = replace(row, runner="generic:wide")
         always = row.op_class == "promote" or row.runner == "generic:refused"
         run = row.run(rule) if always or (rule is not None and not rule.is_empty) else None
-        if rule is None and self._masks and row.name in MASKED:
-            run = masked
+        if rule is None and self._masks and row.masked:
+            run = table.runner(row.masked)
         if rule is not None:
             self._used.add(rule)
             self._ops[row.name] = None
@@ -111,11 +111,12 @@ class Rulebook:
         if rule is not None and rule.output is not None and flexpoint.is_flexpoint(rule.output):
             # without places, as under torch.compile and torch.func, every tensor has the exponent of its own maximum
             alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
-            plans[function] = Plan(row, rule, _under(alone, row.run(alone)), True, row.is_contraction, True)
+            placed = partial(table.runner(row.placed), row)
+            plans[function] = Plan(row, rule, _under(alone, row.run(alone)), placed, row.is_contraction, True)
         else:
             rounds = row.is_contraction and rule is not None and not rule.is_empty
             looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
-            plans[function] = Plan(row, rule, run, False, rounds, looks)
+            plans[function] = Plan(row, rule, run, None, rounds, looks)
         return plans[function]
 
     def missed(self, name: str) -> None:
@@ -278,7 +279,7 @@ class Engine(TorchFunctionMode):
             return kept.run(Call(kept.row.name, func, args, kwargs, kept.rule or _NO_RULE))
 
     def _run(self, plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        row, rule, run, is_flexpoint, rounds, looks = plan
+        row, rule, run, placed, rounds, looks = plan
         if row.op_class == "structural":
             return self._suspended(func, args, kwargs)
         if looks and is_jit_tracing():
@@ -288,9 +289,9 @@ class Engine(TorchFunctionMode):
         before, self.running = self.running, (row.name, rule is not None)
         watch = self._watch(row) if self.observers or everywhere else None
         try:
-            predicts = is_flexpoint and self.exponents is not None and not functorch_is_active()
-            if predicts and not has_irregular((args, kwargs)):
-                return flexpoint.run(row, self._placed(row, func, args, kwargs, rule or _NO_RULE, watch))
+            predicts = placed is not None and self.exponents is not None and not functorch_is_active()
+            if predicts and placed is not None and not has_irregular((args, kwargs)):
+                return placed(self._placed(row, func, args, kwargs, rule or _NO_RULE, watch))
             if run is not None:
                 return run(Call(row.name, func, args, kwargs, rule or _NO_RULE, self.weights, draw_seed, None, watch))
             if watch is not None:

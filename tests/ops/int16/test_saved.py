@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import lowp
 from lowp.casts import parse
 from lowp.kernels import cpu, payloads
-from lowp.ops.int16 import flexpoint
+from lowp.ops.int16 import flexpoint, pooling
+from lowp.ops.int16 import saved as saved_room
 
 FLEX = parse("flex16+5")
 
@@ -86,9 +87,9 @@ def outcome(function: Callable[[Tensor, Tensor], Tensor], steps: int = 3) -> lis
 @pytest.mark.parametrize("name", OPS)
 def test_backward_has_the_bits_that_it_has_from_what_torch_keeps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = outcome(OPS[name])
-    monkeypatch.setattr(flexpoint, "as_function", lambda call: None)
-    monkeypatch.setattr(flexpoint, "select", lambda call: call.func(*call.args, **call.kwargs))
-    monkeypatch.setattr(flexpoint, "_has_integer_kernels", lambda call: False)
+    monkeypatch.setattr(saved_room, "_followed", lambda call: None)
+    monkeypatch.setattr(pooling, "selected", lambda call, runner=None: call.func(*call.args, **call.kwargs))
+    monkeypatch.setattr(flexpoint, "has_integer_kernels", lambda *tensors: False)
     for found, expected in zip(kept, outcome(OPS[name]), strict=True):
         assert torch.equal(found, expected)
 

@@ -11,6 +11,7 @@ Source: Koester et al. 2017, arXiv 1711.02213, section 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,32 +21,22 @@ from lowp.casts import Cast
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.mantissas import has_mantissas
 from lowp.ops.call import Call
-from lowp.ops.generic import changed, not_in_place, run_changed, tensors_of
+from lowp.ops.generic import changed, not_in_place, run_changed
 from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, read_by, rounded_by
-from lowp.ops.int16.pooling import select
-from lowp.ops.int16.saved import as_function, computed_and_rounded
-from lowp.ops.observed import told
+from lowp.ops.int16.saved import (
+    Fp32Function,
+    as_dropout,
+    as_function,
+    as_product,
+    as_quotient,
+    computed_and_rounded,
+)
 from lowp.ops.observing import role_of
 from lowp.ops.table import Row
 
-__all__ = ["SELECTING", "fused", "is_flexpoint", "run"]
+__all__ = ["again", "by_itself", "divided", "dropped", "fused", "is_flexpoint", "multiplied", "norm"]
 
-# what selects elements: its result has the values, and so the exponent, of its input
-SELECTING = frozenset(
-    """
-    relu max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_unpool1d
-    max_unpool2d max_unpool3d fractional_max_pool2d fractional_max_pool3d amax amin
-    max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d_with_indices
-    adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices fractional_max_pool2d_with_indices
-    fractional_max_pool3d_with_indices median nanmedian cummax cummin
-    """.split()
-)
-# the contractions that write each of their products themselves, from the exact sum
-_EXACT = ("linear", "matmul", "reversed_matmul", "added", "einsum", "vecdot", "chain", "tensordot", "outer", "inner")
-_NORMS = ("norm:layer_norm", "norm:group_norm", "norm:batch_norm")
-_EXACT_RUNNERS = frozenset(
-    [f"contraction:{name}" for name in _EXACT] + [f"convolution:{name}" for name in ("convolution", "conv_transpose")]
-)
+Keep = Callable[[Call], tuple[Fp32Function, list[Tensor]] | None]
 
 
 def is_flexpoint(cast: Cast | None) -> bool:
@@ -55,32 +46,45 @@ def is_flexpoint(cast: Cast | None) -> bool:
     return cast.scaling is not None and cast.scaling.kind != "current"
 
 
-def run(row: Row, call: Call) -> Any:
-    """Run an op, and write its results and its gradients by the call's site."""
-    if row.name in SELECTING:
-        return _select(call)
-    runner = row.run(call.rule)
-    if (row.product or row.runner) in _EXACT_RUNNERS or (row.runner in _NORMS and _has_integer_kernels(call)):
-        return runner(call)
-    return fused(row, call)
+# -- runners of a row and a call: `placed` in the table's rows ------------------------------------------------------
 
 
-def _select(call: Call) -> Any:
-    if call.watch is None:
-        return select(call)
-    for x in tensors_of((call.args, call.kwargs)):
-        call.watch(x, role_of(x), None)
-    return told(select(call), call.watch)
+def by_itself(row: Row, call: Call) -> Any:
+    """Run a contraction that writes each of its products itself, from the exact sum."""
+    return row.run(call.rule)(call)
 
 
-def _has_integer_kernels(call: Call) -> bool:
-    return has_integer_kernels(*(x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)))
+def norm(row: Row, call: Call) -> Any:
+    """Run a norm, which writes its result and its gradients itself where integers are computed with."""
+    tensors = (x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
+    return row.run(call.rule)(call) if has_integer_kernels(*tensors) else fused(row, call)
 
 
-def fused(row: Row, call: Call) -> Any:
+def again(row: Row, call: Call) -> Any:
+    """Run a function that backward computes again from its inputs, kept as mantissas."""
+    return fused(row, call, as_function)
+
+
+def multiplied(row: Row, call: Call) -> Any:
+    """Run a product of elements."""
+    return fused(row, call, as_product)
+
+
+def divided(row: Row, call: Call) -> Any:
+    """Run a quotient of elements."""
+    return fused(row, call, as_quotient)
+
+
+def dropped(row: Row, call: Call) -> Any:
+    """Run dropout, of which a mask is kept."""
+    return fused(row, call, as_dropout)
+
+
+def fused(row: Row, call: Call, keep: Keep | None = None) -> Any:
     """Run a function in fp32 on values of the format, and write what it returns once.
 
-    Attention and recurrent networks round the operands of the products inside, which are summed in fp32.
+    `keep` makes of a call what backward computes from. Attention and recurrent networks round the operands of the
+    products inside, which are summed in fp32.
     """
     site = call.site
     assert site is not None
@@ -97,9 +101,8 @@ def fused(row: Row, call: Call) -> Any:
     if not row.is_contraction:
         outside, target = not_in_place(call)
         if target is not None:
-            return target.copy_(fused(row, outside))
-        kept = as_function(call)
-        if kept is not None:
+            return target.copy_(fused(row, outside, keep))
+        if keep is not None and (kept := keep(call)) is not None:
             return computed_and_rounded(kept[0], call, kept[1])
         return run_changed(call, read, write)
     rule = replace(call.rule, output=None, accumulate=None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -30,7 +31,18 @@ from lowp.ops.observing import role_of
 from lowp.ops.signature import Mismatch, bound, plain
 from lowp.policy import Policy, Rule
 
-__all__ = ["MASKED", "has_integer_operands", "masked", "packed", "unpacked"]
+__all__ = [
+    "dropout",
+    "hardtanh",
+    "has_integer_operands",
+    "leaky_relu",
+    "max_pool2d",
+    "max_pool3d",
+    "packed",
+    "relu",
+    "relu6",
+    "unpacked",
+]
 
 
 def has_integer_operands(policy: Policy) -> bool:
@@ -43,25 +55,29 @@ def _is_integer(rule: Rule) -> bool:
     return isinstance(format, ScaledFormat) and isinstance(format.element, IntFormat)
 
 
-def masked(call: Call) -> Any:
-    """Run an op of which backward needs a mask or places alone."""
-    x = call.args[0] if call.args else call.kwargs.get("input")
-    if call.watch is None or not isinstance(x, Tensor):
-        return _masked(call)
-    call.watch(x, role_of(x), None)
-    return told(_masked(call), call.watch)
+Runner = Callable[[Call], Any]
 
 
-def _masked(call: Call) -> Any:
-    if functorch_is_active():
-        return plain(call)
-    x = call.args[0] if call.args else call.kwargs.get("input")
-    if not isinstance(x, Tensor) or "out" in call.kwargs or not _is_followed(x):
-        return plain(call)
-    try:
-        return _RUNNERS[call.op](call, x)
-    except Mismatch:
-        return plain(call)
+def runner(masked: Callable[[Call, Tensor], Tensor]) -> Runner:
+    """Let torch's own function answer a call that no graph follows for backward alone, and tell observers."""
+
+    def run(call: Call, x: Any) -> Any:
+        if functorch_is_active() or not isinstance(x, Tensor) or "out" in call.kwargs or not _is_followed(x):
+            return plain(call)
+        try:
+            return masked(call, x)
+        except Mismatch:
+            return plain(call)
+
+    @wraps(masked)
+    def outer(call: Call) -> Any:
+        x = call.args[0] if call.args else call.kwargs.get("input")
+        if call.watch is None or not isinstance(x, Tensor):
+            return run(call, x)
+        call.watch(x, role_of(x), None)
+        return told(run(call, x), call.watch)
+
+    return outer
 
 
 def _is_followed(x: Tensor) -> bool:
@@ -168,7 +184,8 @@ def _is_in_place(call: Call, given: bool) -> bool:
     return bool(given) or function_name(call).endswith("_")
 
 
-def _relu(call: Call, x: Tensor) -> Tensor:
+@runner
+def relu(call: Call, x: Tensor) -> Tensor:
     """F.relu(input, inplace=False), torch.relu, Tensor.relu and relu_; a NaN passes."""
     _, given = bound(call, "input", inplace=False)
     in_place = _is_in_place(call, given)
@@ -176,13 +193,15 @@ def _relu(call: Call, x: Tensor) -> Tensor:
     return _gated(x, _Gate(run, Tensor.bool, _stopped, in_place))
 
 
-def _relu6(call: Call, x: Tensor) -> Tensor:
+@runner
+def relu6(call: Call, x: Tensor) -> Tensor:
     """F.relu6(input, inplace=False)."""
     _, given = bound(call, "input", inplace=False)
     return _clipped(x, 0.0, 6.0, _is_in_place(call, given))
 
 
-def _hardtanh(call: Call, x: Tensor) -> Tensor:
+@runner
+def hardtanh(call: Call, x: Tensor) -> Tensor:
     """F.hardtanh(input, min_val=-1, max_val=1, inplace=False) and hardtanh_."""
     _, low, high, given = bound(call, "input", min_val=-1.0, max_val=1.0, inplace=False)
     return _clipped(x, low, high, _is_in_place(call, given))
@@ -195,7 +214,8 @@ def _clipped(x: Tensor, low: float, high: float, in_place: bool) -> Tensor:
     return _gated(x, _Gate(lambda x: F.hardtanh(x, low, high, in_place), passes, _stopped, in_place))
 
 
-def _leaky_relu(call: Call, x: Tensor) -> Tensor:
+@runner
+def leaky_relu(call: Call, x: Tensor) -> Tensor:
     """F.leaky_relu(input, negative_slope=0.01, inplace=False) and leaky_relu_."""
     _, slope, given = bound(call, "input", negative_slope=0.01, inplace=False)
     in_place = _is_in_place(call, given)
@@ -226,7 +246,8 @@ class _Dropout(_Masked):
         return cast(Tensor, result)
 
 
-def _dropout(call: Call, x: Tensor) -> Tensor:
+@runner
+def dropout(call: Call, x: Tensor) -> Tensor:
     """F.dropout(input, p=0.5, training=True, inplace=False) and torch.dropout(input, p, train); in place as torch's."""
     found = None if function_name(call).endswith("_") else dropout_function(call)
     if found is None:
@@ -234,13 +255,4 @@ def _dropout(call: Call, x: Tensor) -> Tensor:
     return _applied(x, _Dropout(found[0]))
 
 
-_RUNNERS: dict[str, Callable[[Call, Tensor], Tensor]] = {
-    "relu": _relu,
-    "relu6": _relu6,
-    "hardtanh": _hardtanh,
-    "leaky_relu": _leaky_relu,
-    "dropout": _dropout,
-    "max_pool2d": pool(2),
-    "max_pool3d": pool(3),
-}
-MASKED = frozenset(_RUNNERS)
+max_pool2d, max_pool3d = runner(pool(2)), runner(pool(3))

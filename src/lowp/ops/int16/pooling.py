@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -17,14 +18,45 @@ from lowp.kernels import payloads
 from lowp.ops.call import Call
 from lowp.ops.casting import shield
 from lowp.ops.contraction import require
+from lowp.ops.generic import tensors_of
+from lowp.ops.observed import told
+from lowp.ops.observing import role_of
 from lowp.ops.signature import Mismatch, bound, plain
+from lowp.ops.table import Row
 
-__all__ = ["pool", "select"]
+__all__ = ["max_pool2d", "max_pool3d", "pool", "relu", "selecting"]
 
 
-def select(call: Call) -> Any:
-    """Run an op that selects elements; ReLU and max-pooling keep less than torch's own, the others are these."""
-    runner = _RUNNERS.get(call.op)
+def selecting(row: Row, call: Call) -> Any:
+    """Run an op that selects elements, as torch does."""
+    return selected(call)
+
+
+def relu(row: Row, call: Call) -> Any:
+    """Run ReLU, of which the mantissas of its result are kept."""
+    return selected(call, _relu)
+
+
+def max_pool2d(row: Row, call: Call) -> Any:
+    """Run max-pooling over two dimensions, of which the places of the maxima are kept."""
+    return selected(call, pool(2))
+
+
+def max_pool3d(row: Row, call: Call) -> Any:
+    """Run max-pooling over three dimensions, of which the places of the maxima are kept."""
+    return selected(call, pool(3))
+
+
+def selected(call: Call, runner: Callable[[Call, Tensor], Tensor] | None = None) -> Any:
+    """Run an op that selects elements by a runner that keeps less than torch's own, where it can; tell observers."""
+    if call.watch is None:
+        return _selected(call, runner)
+    for x in tensors_of((call.args, call.kwargs)):
+        call.watch(x, role_of(x), None)
+    return told(_selected(call, runner), call.watch)
+
+
+def _selected(call: Call, runner: Callable[[Call, Tensor], Tensor] | None) -> Any:
     x = call.args[0] if call.args else call.kwargs.get("input")
     if runner is None or not isinstance(x, Tensor) or "out" in call.kwargs:
         return plain(call)
@@ -72,6 +104,7 @@ class _Relu(torch.autograd.Function):
             return _inherited(torch.ops.aten.threshold_backward(gradient, payload, 0), gradient), None, None
 
 
+@cache
 def pool(dims: int) -> Callable[[Call, Tensor], Tensor]:
     """Return the runner of max-pooling over 2 or 3 dimensions, for tensors that a graph follows."""
     forward = getattr(torch.ops.aten, f"max_pool{dims}d_with_indices")
@@ -127,10 +160,3 @@ def _inherited(result: Tensor, gradient: Tensor) -> Tensor:
     if found is not None and not result.requires_grad:
         payloads.keep(result, *found)
     return result
-
-
-_RUNNERS: dict[str, Callable[[Call, Tensor], Tensor]] = {
-    "relu": _relu,
-    "max_pool2d": pool(2),
-    "max_pool3d": pool(3),
-}

@@ -31,23 +31,18 @@ from lowp.ops.generic import changed, is_out_of_place
 from lowp.ops.int16.nodes import OUTPUT_GRADIENT, OUTPUT_ROLE, gradient_roles, rounded_gradient
 from lowp.ops.observing import role_of
 
-__all__ = ["Fp32Function", "Tensors", "as_function", "computed_and_rounded", "dropout_function"]
+__all__ = [
+    "Fp32Function",
+    "Tensors",
+    "as_dropout",
+    "as_function",
+    "as_product",
+    "as_quotient",
+    "computed_and_rounded",
+    "dropout_function",
+]
 
 Tensors = Sequence[Tensor | None]
-
-# Functions of tensors alone, without chance or side effects, of which torch keeps an input or a result.
-RECOMPUTED = frozenset(
-    """
-    gelu silu mish tanh sigmoid softplus elu selu celu hardtanh relu6 hardswish hardsigmoid leaky_relu log_sigmoid
-    logsigmoid softsign tanhshrink softshrink hardshrink exp exp2 expm1 log log1p log2 log10 sqrt rsqrt sin cos pow
-    square reciprocal mul div abs clamp maximum minimum addcmul addcdiv linalg_norm linalg_vector_norm softmax
-    log_softmax softmin logsumexp var std prod avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
-    adaptive_avg_pool3d local_response_norm glu normalize cosine_similarity rms_norm cross_entropy nll_loss
-    mse_loss smooth_l1_loss l1_loss huber_loss kl_div binary_cross_entropy_with_logits
-    """.split()
-)
-_LINEAR_IN_EACH = ("mul", "div")  # with one tensor they keep nothing
-
 
 # -- functions ----------------------------------------------------------------------------------------------------
 
@@ -142,7 +137,30 @@ class _Dropout(Fp32Function):
 
 
 def as_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
-    """Return a call as a function of its tensors that keeps mantissas; None for calls that keep nothing, or unknown."""
+    """Return a call as a function of its tensors that keeps mantissas; None for one that keeps nothing."""
+    found = _followed(call)
+    return None if found is None else (_Again(call.func, *found[1:]), found[0])
+
+
+def as_product(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
+    """Return a product of elements as such a function; None with one tensor, of which nothing is kept."""
+    found = _followed(call)
+    return None if found is None or len(found[0]) < 2 else (_Product(call.func, *found[1:]), found[0])
+
+
+def as_quotient(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
+    """Return a quotient of elements as such a function; None with one tensor, of which nothing is kept."""
+    found = _followed(call)
+    return None if found is None or len(found[0]) < 2 else (_Again(call.func, *found[1:]), found[0])
+
+
+def as_dropout(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
+    """Return dropout as such a function, which keeps its mask."""
+    return None if _followed(call) is None else dropout_function(call)
+
+
+def _followed(call: Call) -> tuple[list[Tensor], tuple[Any, ...], dict[str, Any]] | None:
+    """Return the tensors of a call, and its arguments without them; None where nothing has to be kept, or cannot be."""
     tensors: list[Tensor] = []
 
     def collect(x: Tensor) -> Tensor:
@@ -155,12 +173,7 @@ def as_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
         return None
     if not has_integer_kernels(*tensors) or any(x.dtype is not torch.float32 for x in tensors):
         return None
-    if call.op == "dropout":
-        return dropout_function(call)
-    if call.op not in RECOMPUTED or (call.op in _LINEAR_IN_EACH and len(tensors) < 2):
-        return None
-    kind = _Product if call.op == "mul" and len(tensors) == 2 else _Again
-    return kind(call.func, args, kwargs), tensors
+    return tensors, args, kwargs
 
 
 def dropout_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
