@@ -11,9 +11,10 @@ import importlib.util
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.philox import Seed
 
-__all__ = ["DEVICES", "is_installed", "quantize"]
+__all__ = ["DEVICES", "decode", "encode", "is_installed", "quantize", "statistics"]
 
 DEVICES = ("cuda",)  # which ROCm's GPUs are called, too
 
@@ -29,3 +30,24 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
     from lowp.kernels.triton import calls
 
     calls.quantize(x, cast, seed, out)
+
+
+def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
+    """Write the codes of the values into `out`; return how many NaNs had no code (theirs is zero)."""
+    from lowp.kernels.triton import calls
+
+    return calls.encode(x, cast, seed, out)
+
+
+def decode(codes: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
+    """Write the value of every code into `out`, exactly."""
+    from lowp.kernels.triton import calls
+
+    calls.decode(codes, format, out)
+
+
+def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the exponent histogram, maximum, sum of squares, zeros, NaNs and infinities; see `lowp.statistics`."""
+    from lowp.kernels.triton import calls
+
+    return calls.statistics(x)

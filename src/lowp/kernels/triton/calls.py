@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.philox import Seed, drawn
-from lowp.kernels.triton.device import casts
-from lowp.kernels.triton.launch import launch
-from lowp.kernels.triton.plans import DTYPES, plan
+from lowp.kernels.triton.device import casts, codes, counts
+from lowp.kernels.triton.launch import launch, programs_for
+from lowp.kernels.triton.plans import DTYPES, layout, plan
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 BLOCK = 2048
+ROUNDS = 8  # blocks that a program counts before it writes its row
 
 
 def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
@@ -43,6 +45,73 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
     )
     if target is not out:
         out.copy_(target)
+
+
+def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
+    """Write the codes of the values into `out`; return how many NaNs had no code."""
+    count = x.numel()
+    if count == 0:
+        return 0
+    form, numbers = plan(cast, x.dtype)
+    shape, places = layout(cast.element, form.wide)
+    target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    nans = torch.zeros((), dtype=torch.int32, device=x.device)
+    key, first = _key(x, seed, form.random_bits > 0)
+    skipped = first % 4
+    launch(
+        codes.encode,
+        x,
+        count + skipped,
+        BLOCK,
+        integers(x.contiguous()),
+        integers(target),
+        key,
+        nans,
+        count,
+        skipped,
+        first - skipped,
+        numbers,
+        places,
+        DTYPES[x.dtype],
+        form,
+        shape,
+        (count + skipped) % 16 != 0,
+    )
+    if target is not out:
+        out.copy_(target)
+    return int(nans) if shape.nan == "none" else 0
+
+
+def decode(raw: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
+    """Write the value of every code into `out`, exactly."""
+    count = raw.numel()
+    if count == 0:
+        return
+    shape, places = layout(format, False)
+    target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    arguments = (integers(raw.contiguous()), integers(target), count, places, DTYPES[out.dtype], shape, count % 16 != 0)
+    launch(codes.decode, raw, count, BLOCK, *arguments)
+    if target is not out:
+        out.copy_(target)
+
+
+def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the exponent histogram, maximum, sum of squares, zeros, NaNs and infinities."""
+    count = x.numel()
+    rounds = 1 if x.is_cpu else ROUNDS
+    programs = programs_for(x, count, BLOCK * rounds)
+    partial = torch.zeros(programs, 264, dtype=torch.int64, device=x.device)
+    if count:
+        arguments = (integers(x.contiguous()), partial, count, DTYPES[x.dtype], rounds)
+        launch(counts.statistics, x, -(-count // rounds), BLOCK, *arguments)
+    return merged(partial)
+
+
+def merged(partial: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what the programs found together, in torch: sums, and one maximum."""
+    sums = partial.sum(0)
+    largest, squares = partial[:, 256].amax(), partial[:, 257].contiguous().view(torch.float64).sum()
+    return sums[:256].contiguous(), largest.view(torch.float64), squares, sums[258], sums[259], sums[260]
 
 
 def integers(x: Tensor) -> Tensor:

@@ -22,12 +22,23 @@ INTERPRETED_BLOCK = 1 << 17  # the interpreter's time goes by operations: few an
 
 def launch(kernel: Kernel, like: Tensor, count: int, block: int, *arguments: Any, warps: int = 4) -> None:
     """Run a kernel over `count` elements, `block` to a program, where `like` lies; BLOCK is its last argument."""
+    block = block_for(like, count, block)
+    grid = (triton.cdiv(count, block),)
     if like.is_cpu:
-        block = min(INTERPRETED_BLOCK, max(16, triton.next_power_of_2(count)))
-        interpret(kernel, (triton.cdiv(count, block),), *arguments, block)
+        interpret(kernel, grid, *arguments, block)
         return
     with torch.get_device_module(like.device).device(like.device):
-        kernel[(triton.cdiv(count, block),)](*arguments, block, num_warps=warps)
+        kernel[grid](*arguments, block, num_warps=warps)
+
+
+def block_for(like: Tensor, count: int, block: int) -> int:
+    """Return how many elements a program takes where `like` lies."""
+    return min(INTERPRETED_BLOCK, max(16, triton.next_power_of_2(count))) if like.is_cpu else block
+
+
+def programs_for(like: Tensor, count: int, block: int) -> int:
+    """Return how many programs `launch` starts, one at least."""
+    return max(1, triton.cdiv(count, block_for(like, count, block)))
 
 
 def interpret(kernel: Kernel, grid: tuple[int, ...], *arguments: Any) -> None:

@@ -61,6 +61,36 @@ class Numbers(NamedTuple):
     refused: int
 
 
+class Layout(NamedTuple):
+    """How the codes of a format are made and read, compiled in."""
+
+    wide: bool
+    integer: bool
+    varying: bool
+    signed: bool
+    has_zero: bool
+    subnormals: bool
+    minus_zero: bool
+    infinity: bool
+    nan: str  # "above": codes beyond infinity's or all ones; "minus-zero": that code alone; "none"
+
+
+class Codes(NamedTuple):
+    """The numbers of a layout."""
+
+    dropped: int
+    low_field: int
+    smallest_normal: int
+    offset: int  # what the exponent fields of carrier and code differ by, in the place of the code's
+    subnormals_from: int  # the code of the smallest normal number
+    anchor: int  # the bits of 2**23 (2**52), to which a code is added to become a number
+    quantum: int
+    magnitude_mask: int
+    sign_place: int
+    infinity_code: int
+    nan_code: int
+
+
 class Plan(NamedTuple):
     """A cast for tensors of one dtype."""
 
@@ -123,3 +153,41 @@ def _numbers(cast: Cast, p: Parameters) -> Numbers:
         minimum=p.minimum,
         refused=p.refused,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
+    """Return how the codes of a format are made of the bits of fp32, or of fp64."""
+    p = parameters(Cast(format), torch.float64 if wide else torch.float32)
+    bias, mantissa_bits = p.carrier.bias, p.carrier.mantissa_bits
+    wide = p.carrier == CARRIERS[torch.float64]
+    anchor = (mantissa_bits + bias) << mantissa_bits
+    if isinstance(format, IntFormat):
+        shape = Layout(wide, True, False, True, True, True, False, False, "none")
+        return shape, Codes(0, 0, 0, 0, 0, anchor, p.quantum, 0, 0, 0, 0)
+    varying, nan = p.min_exponent + bias > 1, format.nan_code
+    all_ones = (1 << (format.bits - format.signed)) - 1
+    infinity = format.infinity_code
+    kind = "none" if nan is None else "minus-zero" if nan > all_ones else "above"
+    signed, minus_zero = format.signed, format.has_minus_zero
+    shape = Layout(
+        wide, False, varying, signed, format.has_zero, format.subnormals, minus_zero, infinity is not None, kind
+    )
+    codes = Codes(
+        dropped=p.dropped,
+        low_field=p.min_exponent + bias,
+        smallest_normal=max(p.min_exponent + bias, 0) << mantissa_bits,
+        offset=(bias - format.bias) << format.mantissa_bits,
+        subnormals_from=1 << format.mantissa_bits,
+        anchor=anchor,
+        quantum=p.quantum,
+        magnitude_mask=all_ones,
+        sign_place=format.bits - 1,
+        infinity_code=infinity or 0,
+        nan_code=_signed64(nan or 0),
+    )
+    return shape, codes
+
+
+def _signed64(code: int) -> int:
+    return code - (1 << 64) if code >> 63 else code

@@ -25,21 +25,21 @@ def cast(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.co
             else:
                 refused = (sign < 0) | (magnitude == 0)
             rounded = tl.where(refused, numbers.refused, rounded)
-    rounded = tl.where(magnitude > _infinity(FORM.wide), _infinity(FORM.wide) + _quiet(FORM.wide), rounded)
+    rounded = tl.where(magnitude > infinity_bits(FORM.wide), infinity_bits(FORM.wide) + quiet_bit(FORM.wide), rounded)
     if not FORM.signed:
-        sign = tl.where(rounded > _infinity(FORM.wide), sign, 0)
+        sign = tl.where(rounded > infinity_bits(FORM.wide), sign, 0)
     elif not FORM.minus_zero:
         sign = tl.where(rounded == 0, 0, sign)
     return rounded, sign
 
 
 @triton.jit
-def _infinity(WIDE: tl.constexpr):
+def infinity_bits(WIDE: tl.constexpr):
     return 0x7FF0000000000000 if WIDE else 0x7F800000
 
 
 @triton.jit
-def _quiet(WIDE: tl.constexpr):
+def quiet_bit(WIDE: tl.constexpr):
     return 0x0008000000000000 if WIDE else 0x00400000
 
 
@@ -121,9 +121,9 @@ def _overflowed(rounded, magnitude, sign, numbers, FORM: tl.constexpr):
     if FORM.overflow == "saturate":
         rounded = tl.where(rounded > largest, largest, rounded)  # infinity, too
     else:
-        beyond = _infinity(FORM.wide)
+        beyond = infinity_bits(FORM.wide)
         if FORM.overflow == "nan":
-            beyond = _infinity(FORM.wide) + _quiet(FORM.wide)
+            beyond = infinity_bits(FORM.wide) + quiet_bit(FORM.wide)
         if FORM.rounding == "toward-zero" or FORM.rounding == "to-odd":
             replaced = largest
         elif FORM.rounding == "up":
@@ -134,7 +134,7 @@ def _overflowed(rounded, magnitude, sign, numbers, FORM: tl.constexpr):
             replaced = beyond
         rounded = tl.where(rounded > largest, replaced, rounded)
         if FORM.is_directed:
-            rounded = tl.where(magnitude == _infinity(FORM.wide), beyond, rounded)
+            rounded = tl.where(magnitude == infinity_bits(FORM.wide), beyond, rounded)
     return rounded
 
 
@@ -207,7 +207,7 @@ def _binary(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: tl
     if FORM.random_bits > 0:
         plus = _drawn_binary(magnitude, minus, first, seed, FORM, COUNT)
         minus = tl.where(magnitude < numbers.quantum, plus == 0, minus)  # from 1 on nothing is drawn
-    is_nan = magnitude > _infinity(FORM.wide)
+    is_nan = magnitude > infinity_bits(FORM.wide)
     lowest = -0x8000000000000000 if FORM.wide else -0x80000000
     return (magnitude & 0) + numbers.quantum, tl.where(is_nan, sign, tl.where(minus, lowest, 0))
 

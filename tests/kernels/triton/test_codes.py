@@ -1,0 +1,89 @@
+"""Triton's codes, values of codes and statistics, in its interpreter, are those of the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact_casts import FORMATS_TRIED, bits, inputs
+from torch import Tensor
+
+from lowp.casts import Cast, parse
+from lowp.formats import FloatFormat, IntFormat
+from lowp.kernels import bitwise, reference, triton
+from lowp.kernels.packing import as_integers
+from lowp.kernels.scaled import code_dtype
+
+SEED = 0x1234_5678_9ABC_DEF0
+SOME = ["fp16", "bf16-tpu", "e4m3fn", "e4m3fnuz", "e8m0", "e2m1", "ue5m3nuz", "e8m10ftz", "fp64", "i8s", "i25"]
+FORMATS_FAST = [format for format in FORMATS_TRIED if str(format) in SOME]
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+
+def check_codes(format: FloatFormat | IntFormat, dtype: torch.dtype, rounding: str = "nearest-even") -> None:
+    x = inputs(format, dtype, random=100)
+    has_code = ~x.isnan() if isinstance(format, IntFormat) or not format.has_nan else torch.ones_like(x).bool()
+    wanted, found = (torch.empty(x.shape, dtype=code_dtype(format)) for _ in range(2))
+    cast = Cast(format).with_rounding(rounding)
+    assert triton.encode(x, cast, SEED, found) == bitwise.encode(x, cast, SEED, wanted)
+    assert torch.equal(as_integers(found)[has_code], as_integers(wanted)[has_code])
+
+
+def every_code(format: FloatFormat | IntFormat) -> Tensor:
+    count = 1 << format.bits
+    codes = torch.arange(count) if format.bits <= 16 else torch.arange(2000) * 0x9E3779B97F4A7C15 % min(count, 1 << 62)
+    codes = reference.wrap(codes, code_dtype(format))
+    if isinstance(format, IntFormat):
+        codes = codes[(as_integers(codes) >= format.minimum) & (as_integers(codes) <= format.maximum)]
+    return codes
+
+
+def check_values(format: FloatFormat | IntFormat, dtype: torch.dtype) -> None:
+    codes = every_code(format)
+    wanted, found = (torch.empty(codes.shape, dtype=dtype) for _ in range(2))
+    bitwise.decode(codes, format, wanted)
+    triton.decode(codes, format, found)
+    assert torch.equal(bits(found), bits(wanted))
+
+
+@pytest.mark.parametrize("format", FORMATS_FAST, ids=str)
+def test_codes_and_their_values_are_those_of_the_definition(format: FloatFormat | IntFormat) -> None:
+    check_codes(format, torch.float32)
+    check_values(format, torch.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS_TRIED, ids=str)
+def test_codes_of_every_format_and_dtype_are_those_of_the_definition(format: FloatFormat | IntFormat) -> None:
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        check_codes(format, dtype)
+        check_codes(format, dtype, "stochastic")
+    check_values(format, torch.float64)
+    if format.bits > 1:
+        check_values(format, torch.float32) if format.bits < 26 else None
+
+
+def test_codes_decode_into_16_bits() -> None:
+    for name, dtype in (("e4m3fn", torch.float16), ("bf16", torch.bfloat16), ("e5m2", torch.bfloat16)):
+        check_values(parse(name).element, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_statistics_are_those_of_the_definition(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.kernels.triton import launch
+
+    monkeypatch.setattr(launch, "INTERPRETED_BLOCK", 8192)
+    x = inputs(parse("e5m7").element, dtype, random=5000)
+    tiny = torch.tensor([1, 0x400000, 0x7FFFFF], dtype=torch.int32).view(torch.float32)
+    x = torch.cat([x, tiny.double().to(dtype)])
+    histogram, maximum, squares, *counts = triton.statistics(x)
+    wanted, most, energy, *others = reference.statistics(x)
+    assert torch.equal(histogram, wanted)
+    assert float(maximum) == most and [int(count) for count in counts] == others
+    # sums in another order: at most n roundings of 2**-53 each
+    assert float(squares) == pytest.approx(energy, rel=len(x) * 2.0**-53)
+
+
+def test_statistics_of_nothing_are_zero() -> None:
+    histogram, *numbers = triton.statistics(torch.empty(0))
+    assert histogram.sum() == 0 and [float(number) for number in numbers] == [0.0] * 5
