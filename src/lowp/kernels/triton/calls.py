@@ -9,12 +9,10 @@ from lowp.casts import Cast
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.philox import Seed, drawn
 from lowp.kernels.triton.device import casts, codes, counts
-from lowp.kernels.triton.launch import launch, programs_for
+from lowp.kernels.triton.launch import BLOCK, ROUNDS, launch, programs_for
 from lowp.kernels.triton.plans import DTYPES, layout, plan
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-BLOCK = 2048
-ROUNDS = 8  # blocks that a program counts before it writes its row
 
 
 def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:

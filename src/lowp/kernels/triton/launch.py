@@ -11,19 +11,20 @@ from typing import Any
 
 import numpy
 import torch
-import triton
 from torch import Tensor
 from triton.runtime.interpreter import FunctionRewriter, GridExecutor
 from triton.runtime.jit import JITFunction
 
 Kernel = Any  # what triton.jit makes: triton has no types
+BLOCK = 2048  # elements of a program
+ROUNDS = 8  # blocks that a program counts before it writes what it found
 INTERPRETED_BLOCK = 1 << 17  # the interpreter's time goes by operations: few and long ones
 
 
 def launch(kernel: Kernel, like: Tensor, count: int, block: int, *arguments: Any, warps: int = 4) -> None:
     """Run a kernel over `count` elements, `block` to a program, where `like` lies; BLOCK is its last argument."""
     block = block_for(like, count, block)
-    grid = (triton.cdiv(count, block),)
+    grid = (-(-count // block),)
     if like.is_cpu:
         interpret(kernel, grid, *arguments, block)
         return
@@ -33,12 +34,12 @@ def launch(kernel: Kernel, like: Tensor, count: int, block: int, *arguments: Any
 
 def block_for(like: Tensor, count: int, block: int) -> int:
     """Return how many elements a program takes where `like` lies."""
-    return min(INTERPRETED_BLOCK, max(16, triton.next_power_of_2(count))) if like.is_cpu else block
+    return min(INTERPRETED_BLOCK, max(16, 1 << (count - 1).bit_length())) if like.is_cpu else block
 
 
 def programs_for(like: Tensor, count: int, block: int) -> int:
     """Return how many programs `launch` starts, one at least."""
-    return max(1, triton.cdiv(count, block_for(like, count, block)))
+    return max(1, -(-count // block_for(like, count, block)))
 
 
 def interpret(kernel: Kernel, grid: tuple[int, ...], *arguments: Any) -> None:

@@ -16,7 +16,7 @@ from lowp.kernels.bitwise import Parameters, parameters
 from lowp.kernels.floats import CARRIERS
 
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-_NEAREST = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY)
+INTEGER_NAMES = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}  # of Triton, by bytes
 _UNLIMITED = 160
 _LARGEST_UNIT = 104  # 2**(104 + 23) is fp32's largest power of two
 

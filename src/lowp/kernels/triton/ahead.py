@@ -1,0 +1,149 @@
+"""Kernels compiled for a chip without one: what they take of it, and the instructions that they became."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lowp.casts import Cast, parse
+from lowp.kernels.triton.device import casts, codes, counts
+from lowp.kernels.triton.launch import BLOCK, ROUNDS
+from lowp.kernels.triton.plans import DTYPES, INTEGER_NAMES, Codes, Numbers, layout, plan
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Configuration(NamedTuple):
+    """A kernel with the types of its arguments and what is compiled in; how much of an element it reads and writes."""
+
+    name: str
+    kernel: Any
+    arguments: dict[str, Any]  # types
+    constants: dict[str, Any]
+    elements: int  # of a program
+    bytes: float  # an element
+    warps: int = 4
+
+
+class Compiled(NamedTuple):
+    """What a kernel takes of a chip: registers a thread, bytes on the stack or spilled, bytes of shared memory."""
+
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    sass: str  # the instructions, a line each
+
+
+def compiled(configuration: Configuration, capability: int) -> Compiled:
+    """Compile for a compute capability, such as 90, and return what came out. Raises what Triton raises."""
+    names = configuration.kernel.arg_names
+    signature = {name: configuration.arguments.get(name, "constexpr") for name in names}
+    constants = {(names.index(name),): value for name, value in configuration.constants.items()}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if str(signature[name]).startswith("*") or name in ALIGNED
+    }
+    source = ASTSource(configuration.kernel, signature, constants, aligned)
+    target = GPUTarget("cuda", capability, 32)
+    binary = triton.compile(source, target=target, options={"num_warps": configuration.warps})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage, sass = _asked(file.name, "--dump-resource-usage"), _asked(file.name, "-sass")
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]*?);", sass)
+    return Compiled(found["REG"], found["STACK"], found["LOCAL"], binary.metadata.shared, "\n".join(lines))
+
+
+# arguments that are 0, or a multiple of 16, in all but rare calls: Triton compiles others apart
+ALIGNED = ("skipped",)
+
+
+def _asked(path: str, question: str) -> str:
+    return subprocess.run([_TOOLS / "cuobjdump", question, path], capture_output=True, text=True, check=True).stdout
+
+
+# -- what is compiled -------------------------------------------------------------------------------------------------
+def quantize(cast: Cast, dtype: torch.dtype) -> Configuration:
+    """Return the kernel of a cast's values."""
+    form, numbers = plan(cast, dtype)
+    pointer = f"*{INTEGER_NAMES[dtype.itemsize]}"
+    types = {"x": pointer, "out": pointer, "seed": "*i64", "count": "i32", "skipped": "i32", "first": "i64"}
+    constants = {"DTYPE": DTYPES[dtype], "FORM": form, "TAIL": False, "BLOCK": BLOCK}
+    arguments = types | {"numbers": Numbers(*_typed(form.wide, numbers))}
+    return Configuration(
+        f"quantize {cast} {DTYPES[dtype]}", casts.quantize, arguments, constants, BLOCK, 2 * dtype.itemsize
+    )
+
+
+def encode(cast: Cast, dtype: torch.dtype) -> Configuration:
+    """Return the kernel of a cast's codes."""
+    form, numbers = plan(cast, dtype)
+    shape, places = layout(cast.element, form.wide)
+    size = code_bytes(cast)
+    types = {"x": f"*{INTEGER_NAMES[dtype.itemsize]}", "out": f"*{INTEGER_NAMES[size]}", "seed": "*i64", "nans": "*i32"}
+    types |= {"count": "i32", "skipped": "i32", "first": "i64"}
+    arguments = types | {"numbers": Numbers(*_typed(form.wide, numbers)), "codes": Codes(*_typed(form.wide, places))}
+    constants = {"DTYPE": DTYPES[dtype], "FORM": form, "LAYOUT": shape, "TAIL": False, "BLOCK": BLOCK}
+    return Configuration(
+        f"encode {cast} {DTYPES[dtype]}", codes.encode, arguments, constants, BLOCK, dtype.itemsize + size
+    )
+
+
+def decode(cast: Cast, dtype: torch.dtype) -> Configuration:
+    """Return the kernel of the values of a format's codes."""
+    shape, places = layout(cast.element, False)
+    size = code_bytes(cast)
+    types = {"raw": f"*{INTEGER_NAMES[size]}", "out": f"*{INTEGER_NAMES[dtype.itemsize]}", "count": "i32"}
+    arguments = types | {"codes": Codes(*_typed(shape.wide, places))}
+    constants = {"DTYPE": DTYPES[dtype], "LAYOUT": shape, "TAIL": False, "BLOCK": BLOCK}
+    return Configuration(
+        f"decode {cast} {DTYPES[dtype]}", codes.decode, arguments, constants, BLOCK, dtype.itemsize + size
+    )
+
+
+def statistics(dtype: torch.dtype) -> Configuration:
+    """Return the kernel of a tensor's statistics."""
+    types = {"x": f"*{INTEGER_NAMES[dtype.itemsize]}", "partial": "*i64", "count": "i32"}
+    constants = {"DTYPE": DTYPES[dtype], "ROUNDS": ROUNDS, "BLOCK": BLOCK}
+    return Configuration(
+        f"statistics {DTYPES[dtype]}", counts.statistics, types, constants, BLOCK * ROUNDS, dtype.itemsize
+    )
+
+
+def code_bytes(cast: Cast) -> int:
+    """Return the bytes of a code that is not packed."""
+    return next(size for size in (1, 2, 4, 8) if cast.element.bits <= 8 * size)
+
+
+def _typed(wide: bool, numbers: tuple[int, ...]) -> list[str]:
+    return ["i64" if wide else "i32"] * len(numbers)
+
+
+USUAL = ("fp16", "bf16", "bf16-tpu", "e5m2", "e4m3fn", "e4m3fn:saturate", "e2m1", "i8s", "bf16:stochastic")
+USUAL += ("e4m3fn:stochastic", "e4m3fn:stochastic-8", "bf16:toward-zero", "e5m2:up", "e4m3fn:nearest-away")
+
+
+def configurations() -> Iterator[Configuration]:
+    """Yield every kernel, in the casts that training uses."""
+    half = (torch.float16, torch.bfloat16)
+    for text in USUAL:
+        cast = parse(text)
+        yield quantize(cast, torch.float32)
+        if cast.element.bits <= 8:
+            yield from (quantize(cast, dtype) for dtype in half)
+            yield from (encode(cast, dtype) for dtype in (torch.float32, *half))
+    for text in ("e4m3fn", "e5m2", "e2m1", "i8s"):
+        yield from (decode(parse(text), dtype) for dtype in (torch.float32, *half))
+    yield from (statistics(dtype) for dtype in (torch.float32, *half, torch.float64))
