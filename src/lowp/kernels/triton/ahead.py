@@ -81,7 +81,7 @@ def quantize(cast: Cast, dtype: torch.dtype) -> Configuration:
     pointer = f"*{INTEGER_NAMES[dtype.itemsize]}"
     types = {"x": pointer, "out": pointer, "seed": "*i64", "count": "i32", "skipped": "i32", "first": "i64"}
     constants = {"DTYPE": DTYPES[dtype], "FORM": form, "TAIL": False, "BLOCK": BLOCK}
-    arguments = types | {"numbers": Numbers(*_typed(form.wide, numbers))}
+    arguments = types | {"numbers": _typed(form.wide, numbers)}
     return Configuration(
         f"quantize {cast} {DTYPES[dtype]}", casts.quantize, arguments, constants, BLOCK, 2 * dtype.itemsize
     )
@@ -94,7 +94,7 @@ def encode(cast: Cast, dtype: torch.dtype) -> Configuration:
     size = code_bytes(cast)
     types = {"x": f"*{INTEGER_NAMES[dtype.itemsize]}", "out": f"*{INTEGER_NAMES[size]}", "seed": "*i64", "nans": "*i32"}
     types |= {"count": "i32", "skipped": "i32", "first": "i64"}
-    arguments = types | {"numbers": Numbers(*_typed(form.wide, numbers)), "codes": Codes(*_typed(form.wide, places))}
+    arguments = types | {"numbers": _typed(form.wide, numbers), "codes": _typed(form.wide, places)}
     constants = {"DTYPE": DTYPES[dtype], "FORM": form, "LAYOUT": shape, "TAIL": False, "BLOCK": BLOCK}
     return Configuration(
         f"encode {cast} {DTYPES[dtype]}", codes.encode, arguments, constants, BLOCK, dtype.itemsize + size
@@ -106,7 +106,7 @@ def decode(cast: Cast, dtype: torch.dtype) -> Configuration:
     shape, places = layout(cast.element, False)
     size = code_bytes(cast)
     types = {"raw": f"*{INTEGER_NAMES[size]}", "out": f"*{INTEGER_NAMES[dtype.itemsize]}", "count": "i32"}
-    arguments = types | {"codes": Codes(*_typed(shape.wide, places))}
+    arguments = types | {"codes": _typed(shape.wide, places)}
     constants = {"DTYPE": DTYPES[dtype], "LAYOUT": shape, "TAIL": False, "BLOCK": BLOCK}
     return Configuration(
         f"decode {cast} {DTYPES[dtype]}", codes.decode, arguments, constants, BLOCK, dtype.itemsize + size
@@ -127,12 +127,14 @@ def code_bytes(cast: Cast) -> int:
     return next(size for size in (1, 2, 4, 8) if cast.element.bits <= 8 * size)
 
 
-def _typed(wide: bool, numbers: tuple[int, ...]) -> list[str]:
-    return ["i64" if wide else "i32"] * len(numbers)
+def _typed(wide: bool, numbers: Numbers | Codes) -> Any:
+    return type(numbers)(*["i64" if wide else "i32"] * len(numbers))  # type: ignore[arg-type]
 
 
-USUAL = ("fp16", "bf16", "bf16-tpu", "e5m2", "e4m3fn", "e4m3fn:saturate", "e2m1", "i8s", "bf16:stochastic")
-USUAL += ("e4m3fn:stochastic", "e4m3fn:stochastic-8", "bf16:toward-zero", "e5m2:up", "e4m3fn:nearest-away")
+USUAL = (
+    *("fp16", "bf16", "bf16-tpu", "e5m2", "e4m3fn", "e4m3fn:saturate", "e2m1", "i8s", "bf16:stochastic"),
+    *("e4m3fn:stochastic", "e4m3fn:stochastic-8", "bf16:toward-zero", "e5m2:up", "e4m3fn:nearest-away"),
+)
 
 
 def configurations() -> Iterator[Configuration]:
