@@ -34,7 +34,16 @@ from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas
 from lowp.policy import Accumulation
 
-__all__ = ["Form", "contract", "contract_mantissas", "contract_packed", "is_in_fp32", "is_native", "ready_operand"]
+__all__ = [
+    "Form",
+    "contract",
+    "contract_mantissas",
+    "contract_packed",
+    "is_in_fp32",
+    "is_native",
+    "is_torchs_own",
+    "ready_operand",
+]
 
 _SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _BLOCK_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -160,12 +169,16 @@ def is_native(output: Cast | None, *operands: Tensor) -> bool:
 
     There it sums in fp32 and rounds once, bias included; a CPU's rounds more often, and has to be asked for.
     """
-    dtype, way = operands[0].dtype, forced()
-    if output is None or dtype not in _SIXTEEN_BITS:
-        return False
-    if not operands[0].is_cuda if way is None else way != "native":
+    dtype = operands[0].dtype
+    if output is None or dtype not in _SIXTEEN_BITS or not is_torchs_own(operands[0]):
         return False
     return all(one.dtype is dtype for one in operands) and output == Cast(FORMATS[_SIXTEEN_BITS[dtype]])
+
+
+def is_torchs_own(x: Tensor) -> bool:
+    """Whether 16-bit tensors that lie where x does are computed with by torch's own kernels: on a GPU, or if asked."""
+    way = forced()
+    return x.is_cuda if way is None else way == "native"
 
 
 def is_in_fp32(x: Tensor) -> bool:

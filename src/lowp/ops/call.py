@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -138,6 +138,14 @@ class Call:
     def cast(self, x: Tensor, role: str) -> Tensor:
         """Return x rounded by its role; see `RoleCasts.cast`."""
         return self.casts.cast(x, role)
+
+    def weight_casts(self, weights: Sequence[Tensor], to: Cast) -> list[Tensor]:
+        """Return several weights cast as `weight_cast` does; a region casts them together."""
+        together = getattr(self.weight_cast, "together", None)
+        if together is None:
+            return [self.weight_cast(weight, to) for weight in weights]
+        casts: list[Tensor] = together(weights, to)
+        return casts
 
     def inner(
         self,

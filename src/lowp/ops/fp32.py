@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lowp.compat import gradients_of
 from lowp.ops.call import RoleCasts
-from lowp.ops.casting import functorch_is_active, is_jit_tracing, shield
+from lowp.kernels.products import is_torchs_own
+from lowp.ops.casting import functorch_is_active, is_jit_tracing, native_dtype, shield
 from lowp.ops.generic import finished
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -19,6 +20,12 @@ _GRADIENTS = ("input gradient", "weight gradient", "bias gradient")
 
 class Computation(ABC):
     """A function of x and up to two parameters, all fp32. `plain` is torch's own; the rest may be faster."""
+
+    narrows_parameters = False  # torch's 16-bit kernels on accelerators take them in the dtype of x alone
+
+    def native(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return the result of a kernel of torch's that reads and writes x's 16 bits and computes in fp32."""
+        return self.plain(x, weight, bias)
 
     @abstractmethod
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -52,14 +59,25 @@ def computed_in_fp32(
     """Return a computation of x, which was rounded already, in fp32, rounded by the rule's output.
 
     The incoming gradient is rounded by `grad`, the gradient of x to x's dtype. torch.func and torch.compile see the
-    same numbers as a plain chain of conversions and torch's own op.
+    same numbers as a plain chain of conversions and torch's own op. Where torch's own kernels are the way, one of them
+    does it all.
     """
+    if is_one_kernel(x, casts):
+        return finished(computation.native(x, weight, bias), casts)
     parameters = [None if one is None else one.float() for one in (weight, bias)]
     traced = functorch_is_active() or is_jit_tracing()
     if traced or (x.dtype is torch.float32 and casts.rule.grad is None):
         return finished(computation.plain(x.float(), *parameters), casts)
     result: Tensor = _InFp32.apply(computation, casts, x, *parameters)  # type: ignore[no-untyped-call]
     return result
+
+
+def is_one_kernel(x: Tensor, casts: RoleCasts) -> bool:
+    """Whether torch's own kernel reads x as it was rounded, computes in fp32 and writes what the rule says."""
+    rule = casts.rule
+    if x.dtype not in (torch.float16, torch.bfloat16) or rule.output is None or not is_torchs_own(x):
+        return False
+    return native_dtype(rule.output) is x.dtype and (rule.grad is None or rule.grad == rule.output)
 
 
 class _InFp32(torch.autograd.Function):

@@ -27,6 +27,7 @@ __all__ = [
     "changed",
     "has_irregular",
     "inside",
+    "is_in_place",
     "irregular",
     "linear_cross_entropy",
     "lowered",
@@ -286,6 +287,11 @@ def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for one in value for tensor in tensors_of(one)]
     return []
+
+
+def is_in_place(function: Callable[..., Any]) -> bool:
+    """Whether a function writes its first argument."""
+    return _out_of_place(function) is not None
 
 
 @remembered

@@ -1,8 +1,9 @@
 """Runners of the norms: layer, RMS, group, batch and instance norm.
 
 A norm reads its input in the rule's format, computes in fp32 and writes the rule's output; backward keeps the input as
-it was read, in 16 bits where the format has 16. Its own scale and shift stay fp32, running statistics too. torch's
-kernels for 16-bit inputs are not used: on a CPU layer_norm's sums the gradient of its weight in 16 bits.
+it was read, in 16 bits where the format has 16. Its own scale and shift stay fp32, running statistics too. On a CPU
+torch's kernels for 16-bit inputs are not used: layer_norm's sums the gradient of its weight in 16 bits. On a GPU they
+are: they compute in fp32, but layer, RMS and group norm's take scale and shift in 16 bits alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from lowp.ops.call import Call
 from lowp.ops.contraction import check, require, runner
-from lowp.ops.fp32 import Computation, Gradients, computed_in_fp32
+from lowp.ops.fp32 import Computation, Gradients, computed_in_fp32, is_one_kernel
 from lowp.ops.generic import irregular
 from lowp.ops.int16.saved import Fp32Function, Tensors, computed_and_rounded
 from lowp.ops.signature import bound
@@ -30,6 +31,7 @@ class LayerNorm(Computation):
 
     shape: tuple[int, ...]
     eps: float
+    narrows_parameters = True
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.layer_norm(x, self.shape, weight, bias, self.eps)
@@ -53,9 +55,11 @@ class RmsNorm(Computation):
 
     shape: tuple[int, ...]
     eps: float | None
+    narrows_parameters = True
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.rms_norm(x, self.shape, weight, self.eps)
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
+        return F.rms_norm(x, self.shape, weight, eps)
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class GroupNorm(Computation):
 
     groups: int
     eps: float
+    narrows_parameters = True
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.group_norm(x, self.groups, weight, bias, self.eps)
@@ -302,7 +307,18 @@ def _normed(call: Call, computation: Computation, x: Tensor, weight: Tensor | No
     casts = call.casts
     x = casts.cast(x, "input")
     weight = None if weight is None else casts.carry(weight, "weight")
+    if computation.narrows_parameters and is_one_kernel(x, casts):
+        weight, bias = _narrowed(call, x.dtype, weight, bias)
     return computed_in_fp32(computation, casts, x, weight, bias)
+
+
+def _narrowed(call: Call, dtype: torch.dtype, *parameters: Tensor | None) -> list[Tensor | None]:
+    """Return the parameters of a norm in the dtype that its kernel takes, cast as the weights of the region are."""
+    to = call.rule.output
+    assert to is not None
+    wide = [one for one in parameters if one is not None and one.dtype is not dtype]
+    casts = dict(zip(map(id, wide), call.weight_casts(wide, to), strict=True))
+    return [casts.get(id(one), one) for one in parameters]
 
 
 def _check_normalized(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> None:

@@ -20,7 +20,7 @@ from lowp.ops.products import gradients_of_linear
 from lowp.ops.trilinear import Linear
 from lowp.policy import Rule
 
-__all__ = ["short_linear"]
+__all__ = ["one_dtype", "short_linear"]
 
 _PLAIN = (Tensor, nn.Parameter)
 _CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
@@ -33,7 +33,7 @@ def short_linear(call: Call) -> Tensor | None:
     """Return F.linear(input, weight, bias) under a rule; None where it has to go the long way."""
     if functorch_is_active() or call.kwargs or not 2 <= len(call.args) <= 3:
         return None
-    dtype = _dtype(call.rule)
+    dtype = one_dtype(call.rule)
     if dtype is None or call.site is not None or call.watch is not None or call.roles is not None:
         return None
     x, weight, *rest = call.args
@@ -50,8 +50,8 @@ def short_linear(call: Call) -> Tensor | None:
     return _product(value, factor, bias)
 
 
-def _dtype(rule: Rule) -> torch.dtype | None:
-    """Return the one dtype that a rule rounds a linear layer to; None where it does something else."""
+def one_dtype(rule: Rule) -> torch.dtype | None:
+    """Return the one 16-bit dtype that a rule rounds a product to; None where it does something else."""
     found = _plans.get(id(rule))
     if found is None or found[0] is not rule:
         if len(_plans) >= _MOST_PLANS:

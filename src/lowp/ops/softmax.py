@@ -26,6 +26,11 @@ class Softmax(Computation):
     dim: int
     logarithm: bool
 
+    def native(self, x: Tensor, *_: Tensor | None) -> Tensor:
+        if not self.logarithm:
+            return torch.softmax(x, self.dim)
+        return torch.log_softmax(x, self.dim, torch.float32).to(x.dtype)
+
     def plain(self, x: Tensor, *_: Tensor | None) -> Tensor:
         return torch.log_softmax(x, self.dim) if self.logarithm else torch.softmax(x, self.dim)
 

@@ -6,7 +6,9 @@ Read off aten/src/ATen/autocast_mode.h and autocast_mode.cpp of torch 2.13.0. A 
 
 from __future__ import annotations
 
-__all__ = ["LISTS"]
+from functools import cache
+
+__all__ = ["LISTS", "devices_that_agree"]
 
 # list -> what it does: lower_precision_fp casts to the region's dtype; fp32 casts to fp32; fp32_set_opt_dtype and
 # fp32_append_dtype ask the op for an fp32 result; promote casts to the widest dtype among the inputs; banned raises
@@ -96,3 +98,27 @@ LISTS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }
+
+# Python functions and composites that are made of listed ops alone, and what the lists do with them then
+_COMPOSITES = {
+    "cuda": {
+        "lower_precision_fp": ("multi_head_attention_forward", "__rmatmul__", "lstm", "gru", "rnn_tanh", "rnn_relu"),
+        "fp32": ("cross_entropy",),
+        "promote": ("cat", "stack", "where"),  # they promote by themselves, in the same kernel
+    },
+    "cpu": {"lower_precision_fp": ("multi_head_attention_forward", "__rmatmul__"), "fp32": ("cross_entropy",)},
+}
+_KINDS = {"contraction": ("lower_precision_fp",), "promote": ("promote",)}
+_WIDE = ("fp32", "fp32_set_opt_dtype", "fp32_append_dtype")
+
+
+@cache
+def devices_that_agree(op: str, op_class: str) -> frozenset[str]:
+    """Return the devices where torch.autocast does with an op what its class says: lower it, promote or widen it."""
+    kinds = _KINDS.get(op_class, _WIDE)
+    return frozenset(
+        device
+        for device, lists in LISTS.items()
+        for kind in kinds
+        if op in _COMPOSITES[device].get(kind, ()) or any(name.partition(".")[0] == op for name in lists.get(kind, ()))
+    )

@@ -34,6 +34,7 @@ from lowp.ops.observed import observed
 from lowp.ops.observing import Observer, Watch, everywhere
 from lowp.ops.table import Row
 from lowp.policy import Policy, Rule
+from lowp.region.handover import HandOver, hand_over, handed_over, is_handed_over
 from lowp.region.paths import ModulePath
 from lowp.region.report import Report
 from lowp.region.weights import HANDS_OUT, RUNS_HOOKS, WeightCasts
@@ -58,6 +59,7 @@ class Plan(NamedTuple):
     placed: Callable[[Call], Any] | None = None  # the runner where results are written under exponents of places
     rounds: bool = False  # it is a contraction, and the rule rounds it
     looks: bool = False  # a cast of the rule looks at the numbers, or draws some: a trace would keep those of one run
+    way: HandOver | None = None  # where torch's own dispatcher carries out the rule
 
 
 _UNKNOWN = Plan(Row("", ""), None, None)
@@ -116,7 +118,8 @@ class Rulebook:
         else:
             rounds = row.is_contraction and rule is not None and not rule.is_empty
             looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
-            plans[function] = Plan(row, rule, run, None, rounds, looks)
+            way = hand_over(function, row, rule, self.main_dtype())
+            plans[function] = Plan(row, rule, run, None, rounds, looks, way)
         return plans[function]
 
     def missed(self, name: str) -> None:
@@ -255,6 +258,10 @@ class Engine(TorchFunctionMode):
             plan = self.rulebook.find(func, self.path.current)
         if plan is None or not self.is_ours(args, kwargs):
             return func(*args, **(kwargs or {}))
+        way = plan.way
+        if way is not None and not (self.observers or everywhere) and is_handed_over(way, args, kwargs or {}):
+            if self.resting is None or not self.rests():
+                return self._handed_over(plan, way, func, args, kwargs or {})
         with _DisableAutocast():
             if self.resting is not None and self.rests():
                 return func(*args, **(kwargs or {}))
@@ -273,13 +280,31 @@ class Engine(TorchFunctionMode):
             )
         if kept is None:
             return func(*args, **kwargs)
+        if kept.way is not None and is_handed_over(kept.way, args, kwargs):
+            with torch.autocast(next(iter(kept.way.devices)), self.dtype, cache_enabled=False):
+                return func(*args, **kwargs)
         with torch.autocast(self.devices[-1], enabled=False):
             if kept.run is None:
                 return func(*args, **kwargs)
             return kept.run(Call(kept.row.name, func, args, kwargs, kept.rule or _NO_RULE))
 
+    def _handed_over(
+        self, plan: Plan, way: HandOver, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Leave a call to torch.autocast, which is switched on around the region."""
+        if plan.rounds:
+            self.rulebook.has_rounded = True
+        before, self.running = self.running, (plan.row.name, plan.rule is not None)
+        try:
+            return handed_over(way, func, args, kwargs, self.weights)
+        except RuntimeError as error:
+            with _DisableAutocast():
+                return self._without_kernel(error, func, args, kwargs)
+        finally:
+            self.running = before
+
     def _run(self, plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        row, rule, run, placed, rounds, looks = plan
+        row, rule, run, placed, rounds, looks, _ = plan
         if row.op_class == "structural":
             return self._suspended(func, args, kwargs)
         if looks and is_jit_tracing():

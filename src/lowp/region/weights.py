@@ -17,7 +17,7 @@ One write stays unseen: through a raw address that was taken before the entry. `
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -29,11 +29,12 @@ from torch.utils.weak import TensorWeakRef
 
 from lowp.casts import Cast
 from lowp.compat import private
-from lowp.ops.casting import carried, functorch_is_active, is_irregular
+from lowp.ops.casting import carried, functorch_is_active, is_irregular, native_dtype, shield
 
 __all__ = ["HANDS_OUT", "RUNS_HOOKS", "WeightCasts", "forget_all"]
 
 _storage_holders = cast(Callable[[int], int], private("torch._C._storage_Use_Count"))
+_foreach_copy = cast(Callable[[list[Tensor], list[Tensor]], None], private("torch._foreach_copy_"))
 _tensor_holders = cast(Callable[[Tensor], int], private("torch.Tensor._use_count"))
 
 # What gives a tensor's memory to something that can write it without counting the tensor's version up.
@@ -68,6 +69,30 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient.to(ctx.dtype), None
+
+
+class _Together(torch.autograd.Function):
+    """Several fp32 weights cast in one launch, and their gradients in one launch on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return _copied(weights, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = [one for one in gradients if one is not None]
+        with shield():
+            is_graph = torch.is_grad_enabled()  # of a gradient of a gradient
+            wide = iter([one.float() for one in found] if is_graph else _copied(found, torch.float32))
+        return None, *(None if one is None else next(wide) for one in gradients)
+
+
+def _copied(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return tensors in another dtype, converted in one launch."""
+    copies = [torch.empty_like(one, dtype=dtype) for one in tensors]
+    _foreach_copy(copies, list(tensors))
+    return tuple(copies)
 
 
 class _Sign(NamedTuple):
@@ -119,20 +144,39 @@ class WeightCasts:
 
     def __call__(self, weight: Tensor, to: Cast) -> Tensor:
         """Return the weight cast for a contraction, part of the graph where gradients are recorded."""
-        if not weight.is_leaf or type(weight) not in (Tensor, nn.Parameter) or is_irregular(weight) or _is_traced():
+        if not _can_serve(weight):
             return carried(weight, to)
-        key, sign = (id(weight), to), self._sign(weight)
-        entry = self._entries.get(key)
+        sign = self._sign(weight)
+        known = self._known(weight, to, sign)
+        return self._kept(weight, to, sign, carried(weight, to)) if known is None else known
+
+    def together(self, weights: Sequence[Tensor], to: Cast) -> list[Tensor]:
+        """Return several weights cast likewise; those that have to be cast anew, in one launch."""
+        signs = [self._sign(weight) if _can_serve(weight) else None for weight in weights]
+        found = [self._known(weight, to, sign) for weight, sign in zip(weights, signs, strict=True)]
+        missing = {id(weight): weight for weight, one in zip(weights, found, strict=True) if one is None}
+        dtype = native_dtype(to)
+        if len(missing) < 2 or dtype is None or not _go_together(list(missing.values()), dtype):
+            return [self(weight, to) if one is None else one for weight, one in zip(weights, found, strict=True)]
+        values = dict(zip(missing, cast(Any, _Together).apply(dtype, *missing.values()), strict=True))
+        for weight, sign in zip(weights, signs, strict=True):
+            if id(weight) in values and _can_serve(weight):
+                self._kept(weight, to, sign, values[id(weight)])
+        return [values[id(weight)] if one is None else one for weight, one in zip(weights, found, strict=True)]
+
+    def _known(self, weight: Tensor, to: Cast, sign: _Sign | None) -> Tensor | None:
+        """Return a cast that can serve again, part of the graph; None where there is none."""
+        entry = self._entries.get((id(weight), to))
         if entry is None or sign is None or entry.sign != sign:
-            return self._anew(key, weight, to, sign)
+            return None
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return entry.value
         if entry.attached is None:
             entry.attached = cast(Tensor, _Attached.apply(weight, entry.value))  # type: ignore[no-untyped-call]
         return entry.attached
 
-    def _anew(self, key: tuple[int, Cast], weight: Tensor, to: Cast, sign: _Sign | None) -> Tensor:
-        value = carried(weight, to)
+    def _kept(self, weight: Tensor, to: Cast, sign: _Sign | None, value: Tensor) -> Tensor:
+        key = id(weight), to
         if value is not weight:
             self._made.append(TensorWeakRef(value))
         if value is weight or sign is None:
@@ -158,6 +202,20 @@ class WeightCasts:
         if weight.is_cpu and storage.is_shared():
             return None
         return _Sign(weight._version, weight.data_ptr(), _writes[0])
+
+    def cast_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], to: Cast
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call with its weights cast: the leaves among them that want a gradient."""
+        given = (*args, *kwargs.values())
+        found = {id(x): x for x in given if isinstance(x, Tensor) and x.requires_grad and x.is_leaf}
+        if not found:
+            return args, kwargs
+        casts = dict(zip(found, self.together(list(found.values()), to), strict=True))
+        return (
+            tuple(casts.get(id(x), x) for x in args),
+            {name: casts.get(id(x), x) for name, x in kwargs.items()},
+        )
 
     def hand_out(self, x: Any) -> None:
         """Note that a tensor's memory is given to something that can write it unseen: casts of it serve no more."""
@@ -209,3 +267,18 @@ def _watch_optimizers() -> None:
 
 def _is_traced() -> bool:
     return torch.is_inference_mode_enabled() or functorch_is_active()
+
+
+def _can_serve(weight: Tensor) -> bool:
+    """Whether a cast of this tensor may be kept."""
+    is_weight = weight.is_leaf and type(weight) in (Tensor, nn.Parameter)
+    return is_weight and not is_irregular(weight) and not _is_traced()
+
+
+def _go_together(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Whether one launch can cast all of these from fp32."""
+    one_kind = {(type(weight), weight.dtype, weight.device) for weight in weights}
+    is_narrow = dtype in (torch.float16, torch.bfloat16)
+    if len(one_kind) > 1 or weights[0].dtype is not torch.float32 or not is_narrow or functorch_is_active():
+        return False
+    return not any(is_irregular(weight) for weight in weights)

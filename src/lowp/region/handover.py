@@ -1,0 +1,98 @@
+"""Hand-over: ops that torch.autocast's own dispatcher runs as a rule says, on a device that computes in 16 bits itself.
+
+There a region adds nothing of its own to a product: the dispatcher casts the activations in C++, torch's kernel and
+torch's autograd node do the rest. The casts of weights are the region's, since torch's cache does not see that a weight
+was written; those of one call are made in one launch. What torch does otherwise than the rule says, and every op that
+is observed, stays with the op's own runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.kernels.products import is_torchs_own
+from lowp.ops.casting import is_irregular, native_dtype
+from lowp.ops.generic import is_in_place
+from lowp.ops.short import one_dtype
+from lowp.ops.table import Row
+from lowp.ops.torch_lists import devices_that_agree
+from lowp.policy import Rule
+from lowp.region.weights import WeightCasts
+
+__all__ = ["HandOver", "hand_over", "handed_over", "is_handed_over"]
+
+_LEFT_ALONE = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
+_ATTENTION = "multi_head_attention_forward"
+_OPTIONAL_ARGUMENTS = 13  # of multi_head_attention_forward: from here on, need_weights among them
+
+
+class HandOver(NamedTuple):
+    """An op, the devices on which torch's dispatcher does with it what its rule says, and how its weights are cast."""
+
+    op: str
+    devices: frozenset[str]
+    weights: Cast | None
+
+
+def hand_over(function: Callable[..., Any], row: Row, rule: Rule | None, dtype: torch.dtype) -> HandOver | None:
+    """Return where an op may be handed over under a rule, in a region of this dtype; None where nowhere."""
+    if row.runner == "generic:refused" or is_in_place(function):  # torch.autocast casts nothing that is written
+        return None
+    devices = devices_that_agree(row.name, row.op_class)
+    if not devices or not _agrees(row, rule, dtype):
+        return None
+    return HandOver(row.name, devices, rule.weight if row.is_contraction and rule is not None else None)
+
+
+def _agrees(row: Row, rule: Rule | None, dtype: torch.dtype) -> bool:
+    """Whether a rule says of an op what torch's lists say."""
+    if row.op_class == "promote":
+        return rule is None or rule.is_empty
+    if rule is None:
+        return False
+    if row.is_contraction:
+        return one_dtype(rule) is dtype
+    others = rule.weight, rule.grad, rule.output, rule.accumulate
+    reads_fp32 = rule.input is not None and native_dtype(rule.input) is torch.float32
+    return row.op_class == "wide" and reads_fp32 and all(one is None for one in others)
+
+
+def is_handed_over(way: HandOver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call is torch's: its tensors are strided, of up to 32 bits, and torch's arithmetic is the way."""
+    if args and isinstance(args[0], Tensor) and not is_torchs_own(args[0]):  # first of all: every call of a CPU's
+        return False
+    if "out" in kwargs or (way.op == _ATTENTION and _returns_probabilities(args, kwargs)):
+        return False
+    first = None
+    for one in (*args, *kwargs.values()):
+        for x in one if isinstance(one, (list, tuple)) else (one,):
+            if not isinstance(x, Tensor):
+                continue
+            if x.dtype in _LEFT_ALONE or is_irregular(x):
+                return False
+            first = x if first is None else first
+    return first is not None and first.device.type in way.devices and is_torchs_own(first)
+
+
+def _returns_probabilities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether multi_head_attention_forward makes them itself, by a softmax that torch.autocast writes in fp32."""
+    return len(args) > _OPTIONAL_ARGUMENTS or bool(kwargs.get("need_weights", True))
+
+
+def handed_over(
+    way: HandOver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], weights: WeightCasts
+) -> Any:
+    """Run a call under torch.autocast, its weights cast by the region and kept by nobody else."""
+    if way.weights is not None:
+        args, kwargs = weights.cast_arguments(args, kwargs, way.weights)
+    caches = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        torch.set_autocast_cache_enabled(caches)
