@@ -43,6 +43,7 @@ __all__ = [
     "is_native",
     "is_torchs_own",
     "ready_operand",
+    "torchs_own_device",
 ]
 
 _SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -177,8 +178,13 @@ def is_native(output: Cast | None, *operands: Tensor) -> bool:
 
 def is_torchs_own(x: Tensor) -> bool:
     """Whether 16-bit tensors that lie where x does are computed with by torch's own kernels: on a GPU, or if asked."""
+    return torchs_own_device(x) is not None
+
+
+def torchs_own_device(x: Tensor) -> str | None:
+    """Return the kind of device that x lies on, whose own 16-bit arithmetic is the way; None where it is not."""
     way = forced()
-    return x.is_cuda if way is None else way == "native"
+    return x.device.type if (x.is_cuda if way is None else way == "native") else None
 
 
 def is_in_fp32(x: Tensor) -> bool:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lowp.compat import gradients_of
-from lowp.ops.call import RoleCasts
 from lowp.kernels.products import is_torchs_own
+from lowp.ops.call import RoleCasts
 from lowp.ops.casting import functorch_is_active, is_jit_tracing, native_dtype, shield
 from lowp.ops.generic import finished
 

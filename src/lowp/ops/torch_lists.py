@@ -103,7 +103,7 @@ LISTS: dict[str, dict[str, tuple[str, ...]]] = {
 _COMPOSITES = {
     "cuda": {
         "lower_precision_fp": ("multi_head_attention_forward", "__rmatmul__", "lstm", "gru", "rnn_tanh", "rnn_relu"),
-        "fp32": ("cross_entropy",),
+        "fp32": ("cross_entropy", "linalg_norm"),
         "promote": ("cat", "stack", "where"),  # they promote by themselves, in the same kernel
     },
     "cpu": {"lower_precision_fp": ("multi_head_attention_forward", "__rmatmul__"), "fp32": ("cross_entropy",)},

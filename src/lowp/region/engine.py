@@ -34,7 +34,7 @@ from lowp.ops.observed import observed
 from lowp.ops.observing import Observer, Watch, everywhere
 from lowp.ops.table import Row
 from lowp.policy import Policy, Rule
-from lowp.region.handover import HandOver, hand_over, handed_over, is_handed_over
+from lowp.region.handover import HandOver, device_of, hand_over, handed_over
 from lowp.region.paths import ModulePath
 from lowp.region.report import Report
 from lowp.region.weights import HANDS_OUT, RUNS_HOOKS, WeightCasts
@@ -259,7 +259,7 @@ class Engine(TorchFunctionMode):
         if plan is None or not self.is_ours(args, kwargs):
             return func(*args, **(kwargs or {}))
         way = plan.way
-        if way is not None and not (self.observers or everywhere) and is_handed_over(way, args, kwargs or {}):
+        if way is not None and not (self.observers or everywhere) and device_of(way, args, kwargs or {}) is not None:
             if self.resting is None or not self.rests():
                 return self._handed_over(plan, way, func, args, kwargs or {})
         with _DisableAutocast():
@@ -280,8 +280,8 @@ class Engine(TorchFunctionMode):
             )
         if kept is None:
             return func(*args, **kwargs)
-        if kept.way is not None and is_handed_over(kept.way, args, kwargs):
-            with torch.autocast(next(iter(kept.way.devices)), self.dtype, cache_enabled=False):
+        if kept.way is not None and (device := device_of(kept.way, args, kwargs)) is not None:
+            with torch.autocast(device, self.dtype, cache_enabled=False):
                 return func(*args, **kwargs)
         with torch.autocast(self.devices[-1], enabled=False):
             if kept.run is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.kernels.products import is_torchs_own
+from lowp.kernels.products import torchs_own_device
 from lowp.ops.casting import is_irregular, native_dtype
 from lowp.ops.generic import is_in_place
 from lowp.ops.short import one_dtype
@@ -24,7 +24,7 @@ from lowp.ops.torch_lists import devices_that_agree
 from lowp.policy import Rule
 from lowp.region.weights import WeightCasts
 
-__all__ = ["HandOver", "hand_over", "handed_over", "is_handed_over"]
+__all__ = ["HandOver", "device_of", "hand_over", "handed_over"]
 
 _LEFT_ALONE = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
 _ATTENTION = "multi_head_attention_forward"
@@ -62,21 +62,25 @@ def _agrees(row: Row, rule: Rule | None, dtype: torch.dtype) -> bool:
     return row.op_class == "wide" and reads_fp32 and all(one is None for one in others)
 
 
-def is_handed_over(way: HandOver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call is torch's: its tensors are strided, of up to 32 bits, and torch's arithmetic is the way."""
-    if args and isinstance(args[0], Tensor) and not is_torchs_own(args[0]):  # first of all: every call of a CPU's
-        return False
-    if "out" in kwargs or (way.op == _ATTENTION and _returns_probabilities(args, kwargs)):
-        return False
+def device_of(way: HandOver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return the kind of device whose torch.autocast runs this call; None where the call stays with its own runner.
+
+    Its tensors are strided and of up to 32 bits, and torch's own arithmetic is the way where they lie.
+    """
+    if args and isinstance(args[0], Tensor) and torchs_own_device(args[0]) is None:  # first of all: every CPU's call
+        return None
+    if kwargs.get("out") is not None or (way.op == _ATTENTION and _returns_probabilities(args, kwargs)):
+        return None
     first = None
     for one in (*args, *kwargs.values()):
         for x in one if isinstance(one, (list, tuple)) else (one,):
             if not isinstance(x, Tensor):
                 continue
             if x.dtype in _LEFT_ALONE or is_irregular(x):
-                return False
+                return None
             first = x if first is None else first
-    return first is not None and first.device.type in way.devices and is_torchs_own(first)
+    device = None if first is None else torchs_own_device(first)
+    return device if device in way.devices else None
 
 
 def _returns_probabilities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
