@@ -49,6 +49,37 @@ def test_onnxruntime_gives_the_answers_of_the_int8_model_at_any_batch(tmp_path: 
     assert {"embedding.codes", "convolution.codes", "head.codes"} <= int8
 
 
+class Block(nn.Module):
+    """Convolutions of one dimension and in groups, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = nn.Conv1d(4, 16, 3, padding="same", padding_mode="circular")
+        self.grouped = nn.Conv2d(16, 32, (1, 3), padding=(0, 1), groups=2)
+        self.depthwise = nn.Conv2d(32, 32, (1, 3), padding=(0, 1), groups=32)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of x [N, 4, 12]."""
+        x = self.depthwise(self.grouped(self.lines(x)[:, :, None])).squeeze(2).transpose(1, 2)
+        return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+
+def test_onnxruntime_and_torch_export_give_the_answers_of_groups_lines_and_attention(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Block().eval(), torch.randn(8, 4, 12)
+    served = lowp.quantize_model(model, "int8", [x])
+    assert lowp.inference.kept(served) == {}
+    wanted = served(x)
+    export_onnx(served, (x,), tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+    exported = torch.export.export(served, (x,)).module()(x)
+    for answer in (found, exported):  # the attention's own products are fp32 there, of bytes here
+        assert (answer - wanted).norm() < 0.02 * wanted.norm()
+    torch.testing.assert_close(found, exported, rtol=1e-3, atol=1e-3)
+
+
 def test_layers_of_other_formats_are_exported_in_fp32(tmp_path: Path) -> None:
     x = torch.randn(4, 32)
     served = lowp.quantize_model(nn.Sequential(nn.Linear(32, 8)), "int4")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,9 @@ import lowp
 from lowp import kernels
 from lowp.errors import InvalidInput, UnknownName
 from lowp.inference import attention, footprint, kept
-from lowp.inference.modules import Int8, ServedConv2d, ServedLinear
+from lowp.inference.convolutions import ServedConvolution
+from lowp.inference.modules import Int8, ServedLinear
+from lowp.kernels import byte_products
 from lowp.recipes.data.digits import TRAINING, read_digits
 
 # relative error of the output, of a network with random weights: about the error of the format
@@ -94,6 +96,17 @@ def test_the_packed_state_is_saved_and_loaded() -> None:
     assert torch.equal(other(x), served(x))
 
 
+def test_weights_that_were_packed_for_another_processor_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(40, 33), nn.Embedding(20, 12)), torch.randn(3, 40)
+    here = lowp.quantize_model(model, "int8", [x], forward=lambda one, batch: one[0](batch))
+    monkeypatch.setattr(byte_products, "multiplies_bytes", lambda: here[0].weight.memory.ndim == 4)
+    there = lowp.quantize_model(model, "int8", [x * 2], forward=lambda one, batch: one[0](batch))
+    assert there[0].weight.memory.ndim != here[0].weight.memory.ndim
+    there.load_state_dict(here.state_dict())
+    assert torch.equal(there[0](x), here[0](x))
+    assert torch.equal(there[1](torch.arange(20)), here[1](torch.arange(20)))
+
+
 def test_embeddings_give_the_rows_of_their_format() -> None:
     model, indices = nn.Embedding(50, 13), torch.randint(0, 50, (3, 4))
     for format in ("int8", "int4", "bf16"):
@@ -113,9 +126,11 @@ def test_multihead_attention_is_served_with_its_masks() -> None:
     model, x = nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, 7, 32)
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[1, 5:] = True
-    served = lowp.quantize_model(model, "int8", [(x, x, x)])
     causal = torch.ones(7, 7, dtype=torch.bool).triu(1)
-    for given in ({}, {"key_padding_mask": padding}, {"attn_mask": causal}):
+    masks: list[dict[str, Any]] = [{}, {"key_padding_mask": padding}, {"attn_mask": causal}]
+    served = lowp.quantize_model(model, "int8", [dict(query=x, key=x, value=x, **given) for given in masks])
+    assert isinstance(model.out_proj, nn.Linear)  # the model itself was not opened
+    for given in masks:
         assert _error(served(x, x, x, **given)[0], model(x, x, x, **given)[0]) < 0.06
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     assert _error(lowp.quantize_model(layer, "int8")(x), layer(x)) < 0.03
@@ -141,10 +156,41 @@ def test_a_percentile_and_the_least_error_leave_outliers_outside() -> None:
 
 
 def test_what_cannot_be_served_is_kept_and_told() -> None:
-    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 3, padding="same"), nn.Conv2d(4, 4, 1))
-    served = lowp.quantize_model(model, "int8", keep=["2"])
-    assert kept(served) == {"0": "2 groups", "1": "padding same", "2": "asked for (keep)"}
-    assert not any(isinstance(module, ServedConv2d) for module in served.modules())
+    model = nn.Sequential(nn.ConvTranspose2d(4, 4, 3), nn.Conv2d(4, 4, 1), nn.Linear(4, 4).double(), nn.BatchNorm2d(4))
+    reasons = {"0": "ConvTranspose2d has no packed form", "1": "asked for (keep)"}
+    reasons["2"] = "its parameters are neither fp32, fp16 nor bf16"
+    assert kept(lowp.quantize_model(model, "int8", keep=["1"])) == reasons
+
+
+CONVOLUTIONS = {
+    "depthwise": (nn.Conv2d(8, 8, 3, padding=1, groups=8), (8, 9, 7)),
+    "two groups of 16": (nn.Conv2d(6, 32, (3, 2), stride=2, groups=2), (6, 9, 7)),
+    "same, even kernel": (nn.Conv2d(4, 5, 4, padding="same"), (4, 9, 7)),
+    "circular": (nn.Conv2d(4, 5, 3, padding=(1, 2), padding_mode="circular"), (4, 9, 7)),
+    "of one dimension": (nn.Conv1d(4, 6, 5, stride=2, padding=3, dilation=2), (4, 21)),
+    "of one dimension, in groups, reflected": (
+        nn.Conv1d(4, 6, 5, padding=2, groups=2, padding_mode="reflect"),
+        (4, 21),
+    ),
+    "of one dimension, same": (nn.Conv1d(3, 16, 2, padding="same"), (3, 21)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_every_convolution_is_served_with_the_same_numbers_eager_and_by_definition(kind: str) -> None:
+    model, shape = CONVOLUTIONS[kind]
+    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(1))
+    for format in ("int8", "int4", "bf16"):
+        served = lowp.quantize_model(model, format, [x])
+        found = served(x)
+        assert _error(found, model(x)) < NEAR[format]
+        torch.testing.assert_close(served(x[0]), found[0], rtol=0 if format == "int8" else 1e-5, atol=1e-6)
+        layer = cast(ServedConvolution, served)
+        wanted = layer.geometry.convolved(layer.weight.rounded(layer.image(x)), layer.dense(), layer._bias())
+        torch.testing.assert_close(found, wanted.reshape(found.shape), rtol=1e-5, atol=1e-5)
+        with kernels.use("reference"):
+            torch.testing.assert_close(served(x), found, rtol=0 if format == "int8" else 1e-5, atol=1e-6)
 
 
 def test_a_not_a_number_stays_one_in_a_dynamic_range() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +11,11 @@ from torch import Tensor, nn
 
 from lowp import kernels
 from lowp.inference.calibration import BITS, check_bits, range_of
-from lowp.inference.modules import ServedLinear, Weight
 from lowp.kernels import byte_products
 from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
 
-__all__ = ["ServedAttention", "attention"]
+__all__ = ["ServedAttention", "attention", "projections"]
 
 
 def attention(
@@ -59,20 +59,23 @@ def _product(left: Tensor, right: Tensor, highest: int) -> Tensor:
     return torch.stack(found).reshape(*batch, left.shape[-2], right.shape[-2])
 
 
+def projections(module: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor | None]]:
+    """Weight and bias of query, key, value and output."""
+    biases = [None] * 3 if module.in_proj_bias is None else list(module.in_proj_bias.chunk(3))
+    weights = [*module.in_proj_weight.chunk(3), module.out_proj.weight]
+    return list(zip(weights, [*biases, module.out_proj.bias], strict=True))
+
+
 class ServedAttention(nn.Module):
-    """`nn.MultiheadAttention` of one width with packed projections, and attention in bytes."""
+    """`nn.MultiheadAttention` of one width with a layer for each projection, and attention in bytes."""
 
     in_proj_bias = None  # what tells nn.TransformerEncoderLayer not to take its fused kernel
     _qkv_same_embed_dim = False
 
-    def __init__(self, projections: list[Weight], old: nn.MultiheadAttention, bits: int, bytewise: bool) -> None:
+    def __init__(self, layers: Sequence[nn.Module], old: nn.MultiheadAttention, bits: int, bytewise: bool) -> None:
         super().__init__()
-        width = old.embed_dim
-        biases = [None] * 3 if old.in_proj_bias is None else list(old.in_proj_bias.chunk(3))
-        biases.append(old.out_proj.bias)
-        query, key, value, out = (ServedLinear(one, bias) for one, bias in zip(projections, biases, strict=True))
-        self.query, self.key, self.value, self.out = query, key, value, out
-        self.embed_dim, self.num_heads, self.batch_first = width, old.num_heads, old.batch_first
+        self.query, self.key, self.value, self.out = layers
+        self.embed_dim, self.num_heads, self.batch_first = old.embed_dim, old.num_heads, old.batch_first
         self.bits, self.bytewise = bits, bytewise
 
     def forward(

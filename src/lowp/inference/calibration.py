@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ def range_of(low: float, high: float, highest: int) -> Range:
     if not (math.isfinite(low) and math.isfinite(high)):
         return Range(math.nan, 0, highest)
     low, high = min(low, 0.0), max(high, 0.0)
-    scale = float(torch.tensor((high - low) / highest, dtype=torch.float32, device="cpu"))
+    scale = array("f", [(high - low) / highest])[0]  # rounded to fp32
     if scale == 0 or not math.isfinite(scale):
         return Range(1.0 if scale == 0 else math.nan, 0, highest)
     return Range(scale, min(max(round(-low / scale), 0), highest), highest)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lowp import files
 from lowp.errors import InvalidInput, Unavailable
 from lowp.inference.attention import ServedAttention
-from lowp.inference.modules import Int8, Served, ServedConv2d, ServedEmbedding, ServedLinear
+from lowp.inference.convolutions import ServedConvolution
+from lowp.inference.modules import Int8, Served, ServedEmbedding, ServedLinear
 
 __all__ = ["export_onnx"]
 
@@ -81,7 +82,7 @@ def _layer(name: str, module: Served) -> nn.Module:
     weight = module.weight
     if isinstance(module, ServedEmbedding):
         return _Embedding(module)
-    assert isinstance(module, (ServedLinear, ServedConv2d))
+    assert isinstance(module, (ServedLinear, ServedConvolution))
     if isinstance(weight, Int8):
         if weight.dynamic:
             raise InvalidInput(
@@ -95,12 +96,11 @@ def _layer(name: str, module: Served) -> nn.Module:
 class _QuantizedLayer(nn.Module):
     """An int8 layer as QuantizeLinear and DequantizeLinear around a product of fp32."""
 
-    def __init__(self, module: ServedLinear | ServedConv2d, weight: Int8) -> None:
+    def __init__(self, module: ServedLinear | ServedConvolution, weight: Int8) -> None:
         super().__init__()
-        codes, self.geometry = weight.codes(), None
-        if isinstance(module, ServedConv2d):
-            self.geometry = module.geometry
-            codes = codes.reshape(weight.n, *module.geometry["kernel"], -1).permute(0, 3, 1, 2)
+        codes, self.convolution = weight.codes(), None
+        if isinstance(module, ServedConvolution):
+            self.convolution, codes = _shell(module), module.dense(codes)
         self.register_buffer("codes", codes.contiguous())
         self.register_buffer("scales", weight.get_buffer("scales")[: weight.n].clone())
         self.register_buffer("zeros", torch.zeros(weight.n, dtype=torch.int8, device="cpu"))
@@ -113,6 +113,7 @@ class _QuantizedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As the served layer."""
+        x = x if self.convolution is None else self.convolution.image(x)
         symbolic: Any = torch.onnx.ops.symbolic
         bounded = x.clamp(self.low, self.high)
         given = (self.get_buffer("input_scale"), self.get_buffer("input_zero"))
@@ -125,29 +126,37 @@ class _QuantizedLayer(nn.Module):
             "DequantizeLinear", of_weight, attributes, dtype=torch.float32, shape=codes.shape, version=OPSET
         )
         bias = self._buffers["bias"]
-        if self.geometry is None:
-            return F.linear(values, weight, bias)
-        others = (self.geometry["stride"], self.geometry["padding"], self.geometry["dilation"])
-        return F.conv2d(values, weight, bias, *others)
+        return _product(values, weight, bias, self.convolution)
 
 
 class _PlainLayer(nn.Module):
     """A layer of another format: the values of its weight, in fp32."""
 
-    def __init__(self, module: ServedLinear | ServedConv2d) -> None:
+    def __init__(self, module: ServedLinear | ServedConvolution) -> None:
         super().__init__()
-        self.geometry = module.geometry if isinstance(module, ServedConv2d) else None
-        weight = module.dense() if isinstance(module, ServedConv2d) else module.weight.values()
+        self.convolution = _shell(module) if isinstance(module, ServedConvolution) else None
+        weight = module.dense() if isinstance(module, ServedConvolution) else module.weight.values()
         self.register_buffer("weight", weight.contiguous())
         self.register_buffer("bias", module._bias())
 
     def forward(self, x: Tensor) -> Tensor:
         """In fp32."""
-        weight, bias = self.get_buffer("weight"), self._buffers["bias"]
-        if self.geometry is None:
-            return F.linear(x, weight, bias)
-        others = (self.geometry["stride"], self.geometry["padding"], self.geometry["dilation"])
-        return F.conv2d(x, weight, bias, *others)
+        x = x if self.convolution is None else self.convolution.image(x)
+        return _product(x, self.get_buffer("weight"), self._buffers["bias"], self.convolution)
+
+
+def _shell(module: ServedConvolution) -> ServedConvolution:
+    """The layer without what it holds: its geometry alone."""
+    shell = copy.copy(module)
+    shell._modules, shell._buffers = {}, {}
+    return shell
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, convolution: ServedConvolution | None) -> Tensor:
+    if convolution is None:
+        return F.linear(x, weight, bias)
+    result = convolution.geometry.convolved(x, weight, bias)
+    return result[:, :, 0] if convolution.dimensions == 1 else result
 
 
 class _Embedding(nn.Module):

@@ -44,7 +44,7 @@ def footprint(
 
     with ExitStack() as stack, torch.no_grad():
         for module in model.modules():
-            if isinstance(module, (nn.Linear, nn.Conv2d)) or (
+            if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) or (
                 isinstance(module, Served) and not isinstance(module, ServedEmbedding)
             ):
                 stack.callback(module.register_forward_hook(after).remove)
@@ -68,7 +68,7 @@ def _energy(format: Format) -> float:
 def _multiply_adds(module: nn.Module, result: Tensor) -> int:
     if isinstance(module, Served):
         return result.numel() * module.weight.k
-    assert isinstance(module, (nn.Linear, nn.Conv2d))
+    assert isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d))
     return result.numel() * module.weight[0].numel()
 
 

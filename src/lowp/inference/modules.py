@@ -14,13 +14,14 @@ from lowp import kernels
 from lowp.casts import Cast
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 from lowp.inference.calibration import Range, range_of
-from lowp.kernels import byte_products, scaled
-from lowp.kernels.byte_products import Bytes, Nibbles, Panels, Signs
+from lowp.kernels import byte_products, few_bits, scaled
+from lowp.kernels.byte_products import Bytes, Panels
+from lowp.kernels.few_bits import Nibbles, Signs
 from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
 from lowp.portable.stored import Errors, Packed, store, stored_dtype, unpack
 
-__all__ = ["Int8", "Nibble", "Served", "ServedConv2d", "ServedEmbedding", "ServedLinear", "Sign", "Stored", "packed"]
+__all__ = ["Int8", "Nibble", "Served", "ServedEmbedding", "ServedLinear", "Sign", "Stored", "packed"]
 
 
 class Weight(nn.Module, ABC):
@@ -57,11 +58,13 @@ class _Bytewise(Weight):
     def range(self, x: Tensor) -> Range:
         """Where the activations lie."""
         if not self.dynamic:
-            return Range(float(self.get_buffer("input_scale")), int(self.get_buffer("input_zero")), self.highest)
+            scale, zero = self._buffers["input_scale"], self._buffers["input_zero"]
+            assert scale is not None and zero is not None
+            return Range(scale.item(), int(zero.item()), self.highest)
         if not x.numel():
             return Range(1.0, 0, self.highest)
         low, high = torch.aminmax(x)
-        return range_of(float(low), float(high), self.highest)
+        return range_of(low.item(), high.item(), self.highest)
 
     def rounded(self, rows: Tensor) -> Tensor:
         """Quantised and back, in operations of torch."""
@@ -90,12 +93,27 @@ class Int8(_Bytewise):
 
     def panels(self) -> Panels:
         """The packed weight."""
-        named = {name: getattr(self, name) for name in ("memory", "ways", "sums", "scales")}
-        return Panels(**named, n=self.n, k=self.k, highest=self.highest)
+        held: Any = self._buffers
+        return Panels(held["memory"], held["ways"], held["sums"], held["scales"], self.n, self.k, self.highest)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """As every module; weights that were packed for another processor are packed for this one."""
+        given = {name: state_dict.get(prefix + name) for name in ("memory", "ways", "sums", "scales")}
+        if all(isinstance(one, Tensor) for one in given.values()) and given["memory"].ndim != self.panels().memory.ndim:
+            packed = byte_products.repacked(Panels(**given, n=self.n, k=self.k, highest=self.highest))
+            state_dict = {**state_dict, **{prefix + name: getattr(packed, name) for name in given}}
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def codes(self) -> Tensor:
         """The weight in int8 [n, k]."""
         return byte_products.unpacked(self.panels())
+
+    def part(self, first: int, count: int) -> Panels:
+        """The packed weight of some rows, whose number is a multiple of 16, as their first is."""
+        whole = self.panels()
+        panels, rows = (slice(first // unit, (first + count) // unit) for unit in (byte_products.PANEL, 1))
+        memory = whole.memory[panels] if whole.memory.ndim == 4 else whole.memory[rows]
+        return Panels(memory, whole.ways[panels], whole.sums[rows], whole.scales[rows], count, self.k, self.highest)
 
     def values(self) -> Tensor:
         """The codes times the scale of their row."""
@@ -116,7 +134,7 @@ class Nibble(Weight):
         table = None
         if isinstance(cast.element, FloatFormat):
             table = torch.tensor(list(cast.element.values()), dtype=torch.float32, device="cpu")
-        made = byte_products.pack_nibbles(codes, scales, self.group, table)
+        made = few_bits.pack_nibbles(codes, scales, self.group, table)
         self.register_buffer("memory", made.memory)
         self.register_buffer("scales", made.scales)
         self.register_buffer("table", table)
@@ -128,7 +146,7 @@ class Nibble(Weight):
 
     def values(self) -> Tensor:
         """The values of the codes times the scales of their groups."""
-        return byte_products.nibble_values(self.nibbles())
+        return few_bits.nibble_values(self.nibbles())
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """In fp32 by the packed weight."""
@@ -168,7 +186,7 @@ class Sign(_Bytewise):
 
     def __init__(self, weight: Tensor, over: Range | None, highest: int) -> None:
         super().__init__(weight, over, highest)
-        found = byte_products.signs(weight.detach().float())
+        found = few_bits.signs(weight.detach().float())
         self.register_buffer("memory", found.memory)
         self.register_buffer("scales", found.scales)
 
@@ -178,7 +196,7 @@ class Sign(_Bytewise):
 
     def values(self) -> Tensor:
         """The signs times the scale of their row."""
-        return byte_products.sign_values(self.signs()) * self.get_buffer("scales")[:, None]
+        return few_bits.sign_values(self.signs()) * self.get_buffer("scales")[:, None]
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """By counting bits."""
@@ -249,48 +267,13 @@ class ServedLinear(Served):
         return f"{self.weight.k}, {self.weight.n}"
 
 
-class ServedConv2d(Served):
-    """`nn.Conv2d` without groups with a packed weight, whose columns are in the order kernel row, column, channel."""
-
-    def __init__(self, weight: Weight, bias: Tensor | None, channels: int, geometry: dict[str, Any]) -> None:
-        super().__init__(weight, bias)
-        self.channels, self.geometry = channels, geometry
-
-    def dense(self) -> Tensor:
-        """The weight in fp32 as `nn.Conv2d` has it."""
-        return self.weight.values().reshape(self.weight.n, *self.geometry["kernel"], -1).permute(0, 3, 1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the convolution of x [batch, channels, height, width], laid out with channels last."""
-        single = x.ndim == 3
-        x = x[None] if single else x
-        result = self._convolved(x).to(x.dtype)
-        return result[0] if single else result
-
-    def _convolved(self, x: Tensor) -> Tensor:
-        geometry = self.geometry
-        bytewise = isinstance(self.weight, Int8) and not torch.compiler.is_compiling() and is_eager(x)
-        if not bytewise:
-            rounded = self.weight.rounded(x.float())
-            others = (geometry["stride"], geometry["padding"], geometry["dilation"])
-            return F.conv2d(rounded, self.dense(), self._bias(), *others)
-        assert isinstance(self.weight, Int8)
-        batch, channels, height, width = x.shape
-        lines = x.detach().float().permute(0, 2, 3, 1).reshape(batch * height * width, channels)
-        flat = self.weight.bytes(lines.reshape(1, -1))
-        image = flat._replace(payload=flat.payload[0, : lines.numel()])
-        rows, high, wide = byte_products.windows(image, (batch, height, width, channels), geometry)
-        result = contract_packed((rows, self.weight.panels()), self._bias())
-        return result.reshape(batch, high, wide, self.weight.n).permute(0, 3, 1, 2)
-
-
 class ServedEmbedding(Served):
     """`nn.Embedding` whose rows are stored in few bits; only the rows that are asked for are made fp32."""
 
     def forward(self, indices: Tensor) -> Tensor:
         """Return the rows at `indices`, in fp32."""
         weight = self.weight
-        if isinstance(weight, Int8):
+        if isinstance(weight, Int8) and weight.panels().memory.ndim == 4:
             codes = weight.get_buffer("memory")
             panel, place = indices // byte_products.PANEL, indices % byte_products.PANEL
             rows = codes[panel, :, place].flatten(-2)[..., : weight.k]

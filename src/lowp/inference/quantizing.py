@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,13 +15,15 @@ from lowp import casts
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, ScaledFormat
-from lowp.inference.attention import ServedAttention
+from lowp.inference.attention import ServedAttention, projections
 from lowp.inference.calibration import BITS, Range, Seen, check_bits
-from lowp.inference.modules import ServedConv2d, ServedEmbedding, ServedLinear, packed
+from lowp.inference.convolutions import ServedConvolution, matrix_of
+from lowp.inference.modules import ServedEmbedding, ServedLinear, packed
 
 __all__ = ["kept", "quantize_model"]
 
 _KEPT = "_lowp_kept"
+_ROLES = ("query", "key", "value", "out")
 
 
 def quantize_model(
@@ -37,14 +39,14 @@ def quantize_model(
 ) -> nn.Module:
     """Return a copy of a trained model for inference, whose layers hold their weights in `format`.
 
-    Linear, Conv2d (without groups), Embedding and MultiheadAttention layers are replaced; `kept` tells which were not,
-    and why. ``int8``: a scale a row (an output channel) of the weight, products of bytes in int32. Activations are
-    quantised over a range of their own layer: found from `calibration_data`, by ``maximum``, ``percentile`` (the
-    middle 99.99 %) or ``error`` (least squared error), or without data anew from every tensor. They have 7 `bits`,
-    whose sums of pairs always fit 16 bits, or 8. ``int4``, ``mxfp4``, ``nvfp4``, ``e2m1``, ``ternary`` and others of up
-    to 4 bits: packed weights times fp32 activations. ``binary``: signs, times
-    activations in bytes, by counting bits. Every other format:
-    weights in its dtype or packed, multiplied in fp32 as the values they stand for.
+    Linear, Conv1d, Conv2d, Embedding and MultiheadAttention layers are replaced; `kept` tells which layers with weights
+    were not, and why. ``int8``: a scale a row (an output channel) of the weight, products of bytes in int32.
+    Activations are quantised over a range of their own layer: found from `calibration_data`, by ``maximum``,
+    ``percentile`` (the middle 99.99 %) or ``error`` (least squared error), or without data anew from every tensor. They
+    have 7 `bits`, whose sums of pairs always fit 16 bits, or 8. ``int4``,
+    ``mxfp4``, ``nvfp4``, ``e2m1``, ``ternary`` and others of up to 4 bits: packed weights times fp32 activations.
+    ``binary``: signs, times activations in bytes, by counting bits. Every other format: weights in its dtype or packed,
+    multiplied in fp32 as the values they stand for.
 
     `calibration_data` gives batches, of which at least one is needed: a tensor is handed to the model, a tuple or list
     as arguments, a dictionary as keywords; or `forward(model, batch)` runs one. `keep` has patterns of module names to
@@ -62,6 +64,7 @@ def quantize_model(
         if not any(fnmatchcase(name, pattern) for name, _ in served.named_modules()):
             raise InvalidInput(f"no module is called {pattern}; layers are {', '.join(names) or 'none'}")
     reasons = {name: "asked for (keep)" for name in names if any(fnmatchcase(name, one) for one in patterns)}
+    reasons |= {name: f"{type(module).__name__} has no packed form" for name, module in _others(served, names)}
     chosen = {name: module for name, module in names.items() if name not in reasons}
     ranges: dict[str, Range] = {}
     if calibration_data is not None:
@@ -104,7 +107,15 @@ def _check_format(cast: Cast) -> None:
 
 
 def _is_replaced(module: nn.Module) -> bool:
-    return type(module) in (nn.Linear, nn.Conv2d, nn.Embedding, nn.MultiheadAttention)
+    return type(module) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding, nn.MultiheadAttention)
+
+
+def _others(model: nn.Module, names: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Layers that are not replaced and have a weight matrix of their own."""
+    inside = {id(one) for module in names.values() for one in module.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in inside and any(one.ndim > 1 for one in module.parameters(recurse=False)):
+            yield name, module
 
 
 def _places(chosen: Mapping[str, nn.Module]) -> dict[str, list[tuple[str, str]]]:
@@ -126,11 +137,6 @@ def _unfit(module: nn.Module) -> str:
         return "its parameters are neither fp32, fp16 nor bf16"
     if not all(bool(parameter.isfinite().all()) for parameter in module.parameters()):
         return "its parameters are not finite"
-    if isinstance(module, nn.Conv2d):
-        if module.groups != 1:
-            return f"{module.groups} groups"
-        if module.padding_mode != "zeros" or isinstance(module.padding, str):
-            return f"padding {module.padding_mode if isinstance(module.padding, tuple) else module.padding}"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "max_norm writes its weight in the forward pass"
     if isinstance(module, nn.MultiheadAttention):
@@ -158,26 +164,46 @@ def _calibrated(
     batches = 0
     with ExitStack() as stack, torch.no_grad():
         for name, module in chosen.items():
-            hook = module.register_forward_pre_hook(_hook(name, module, watch), with_kwargs=True)
-            stack.callback(hook.remove)
+            if isinstance(module, nn.MultiheadAttention) and not _unfit(module):
+                model, watched = _opened(model, name, module, stack)
+            else:
+                watched = {name: module}
+            for place, layer in watched.items():
+                hook = layer.register_forward_pre_hook(_hook(place, watch), with_kwargs=True)
+                stack.callback(hook.remove)
         for batch in data:
             _run(model, batch, forward)
             batches += 1
     if not batches:
         raise InvalidInput("calibration_data gave no batch: give one, or leave it out for dynamic ranges")
-    if not seen and any(isinstance(module, (nn.Linear, nn.Conv2d)) for module in chosen.values()):
+    if not seen and any(isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) for module in chosen.values()):
         raise InvalidInput("no layer was called while calibrating: give batches, or forward=, that run the model")
     return {name: one.range(highest) for name, one in seen.items() if one.anything}
 
 
-def _hook(name: str, module: nn.Module, watch: Callable[[str, Any], None]) -> Callable[..., None]:
+def _opened(
+    model: nn.Module, name: str, module: nn.MultiheadAttention, stack: ExitStack
+) -> tuple[nn.Module, dict[str, nn.Module]]:
+    """Put four plain layers in the place of an attention, which torch computes in one, until the stack is left."""
+    layers = []
+    for weight, bias in projections(module):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        layer.weight = nn.Parameter(weight.detach())
+        layer.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
+        layers.append(layer)
+    opened = ServedAttention(layers, module, BITS, False)
+    watched: dict[str, nn.Module] = {f"{name}.{role}": layer for role, layer in zip(_ROLES, layers, strict=True)}
+    if name == "":
+        return opened, watched
+    ((parent, attribute),) = _places({name: module})[name]
+    setattr(_module_at(model, parent), attribute, opened)
+    stack.callback(setattr, _module_at(model, parent), attribute, module)
+    return model, watched
+
+
+def _hook(name: str, watch: Callable[[str, Any], None]) -> Callable[..., None]:
     def before(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if isinstance(module, nn.MultiheadAttention):
-            given = dict(zip(("query", "key", "value"), arguments, strict=False)) | keywords
-            for role in ("query", "key", "value"):
-                watch(f"{name}.{role}", given.get(role))
-        else:
-            watch(name, arguments[0] if arguments else next(iter(keywords.values()), None))
+        watch(name, arguments[0] if arguments else next(iter(keywords.values()), None))
 
     return before
 
@@ -204,18 +230,10 @@ def _made(
     if isinstance(module, nn.Embedding):
         return ServedEmbedding(packed(module.weight, cast, None, highest), None)
     if isinstance(module, nn.MultiheadAttention):
-        weights = [*module.in_proj_weight.chunk(3), module.out_proj.weight]
-        roles = ("query", "key", "value", "out")
-        made = [
-            packed(one, cast, ranges.get(f"{name}.{role}"), highest) for role, one in zip(roles, weights, strict=True)
+        layers = [
+            ServedLinear(packed(weight, cast, ranges.get(f"{name}.{role}"), highest), bias)
+            for role, (weight, bias) in zip(_ROLES, projections(module), strict=True)
         ]
-        return ServedAttention(made, module, bits, bytewise and str(cast) == "int8")
-    assert isinstance(module, nn.Conv2d)
-    weight = module.weight.detach().permute(0, 2, 3, 1).flatten(1)
-    geometry = {
-        "kernel": tuple(module.kernel_size),
-        "stride": tuple(module.stride),
-        "padding": tuple(module.padding),
-        "dilation": tuple(module.dilation),
-    }
-    return ServedConv2d(packed(weight, cast, ranges.get(name), highest), module.bias, module.in_channels, geometry)
+        return ServedAttention(layers, module, bits, bytewise and str(cast) == "int8")
+    assert isinstance(module, (nn.Conv1d, nn.Conv2d))
+    return ServedConvolution(packed(matrix_of(module), cast, ranges.get(name), highest), module)

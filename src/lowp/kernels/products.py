@@ -27,9 +27,10 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import Unavailable
 from lowp.formats import FORMATS
-from lowp.kernels import byte_products
-from lowp.kernels.byte_products import Bytes, Nibbles, Panels, Signs
+from lowp.kernels import byte_products, few_bits
+from lowp.kernels.byte_products import Bytes, Panels
 from lowp.kernels.dispatch import forced
+from lowp.kernels.few_bits import Nibbles, Signs
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas
 from lowp.policy import Accumulation
@@ -152,9 +153,9 @@ def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
         return byte_products.multiply(left, right, bias)
     if isinstance(right, Signs):
         assert isinstance(left, (Bytes, Signs))
-        return byte_products.multiply_signs(left, right, bias)
+        return few_bits.multiply_signs(left, right, bias)
     assert isinstance(left, Tensor)
-    return byte_products.multiply_nibbles(left, right, bias)
+    return few_bits.multiply_nibbles(left, right, bias)
 
 
 def _in_dtype(form: Any, slot: int, operands: tuple[Tensor, ...], bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,8 @@
 namespace lowp {
 namespace {
 
-constexpr int64_t kRows = 96;  // rows of activations that meet a panel while it is in the cache
+constexpr int64_t kFew = 6;     // rows up to which finding the centres costs more than they save
+constexpr int64_t kRows = 192;  // rows of activations that meet a panel while it is in the cache
 
 int64_t up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
@@ -35,27 +36,63 @@ int32_t reach(const int32_t* weights, int count) {
 // The widest way for 32 elements of 16 columns; `at` gives an element.
 template <class At>
 Way way_of(At at, int64_t begin, int64_t end, int32_t highest) {
-  Way way = kFour;
+  bool four = true, two = true, centred = highest < 128;
   for (int64_t j = 0; j < kPanel; j++)
     for (int64_t k = begin; k < end; k += kEight)
       for (int64_t t = 0; t < 4; t += 2) {
-        const int32_t four[] = {at(j, k + t), at(j, k + t + 1), at(j, k + 4 + t), at(j, k + 5 + t)};
-        const int32_t first = reach(four, 2), second = reach(four + 2, 2);
-        if (std::max(first, second) * highest > 32767) return kOne;
-        if (reach(four, 4) * highest > 32767) way = kTwo;
+        const int32_t some[] = {at(j, k + t), at(j, k + t + 1), at(j, k + 4 + t), at(j, k + 5 + t)};
+        four &= reach(some, 4) * highest <= 32767;
+        two &= std::max(reach(some, 2), reach(some + 2, 2)) * highest <= 32767;
+        centred &= *std::min_element(some, some + 4) > -128;
       }
-  return way;
+  return four ? kFour : centred ? kCentred : two ? kTwo : kOne;
 }
 
-void multiply_block(const ByteKernels& run, const uint8_t* a, int64_t rows, int64_t depth, const int8_t* panel,
-                    const uint8_t* ways, int32_t* sums) {
-  std::fill(sums, sums + up(rows, kTriple) * kPanel, 0);
-  for (int64_t k = 0; k < depth; k += kDepth)
-    for (int64_t i = 0; i < rows; i += kTriple) {
-      const uint8_t* three[kTriple];
-      for (int64_t t = 0; t < kTriple; t++) three[t] = a + std::min(i + t, rows - 1) * depth + k;
-      run.multiply(three, panel + k * kPanel, ways + k / kChunk, std::min(kDepth, depth - k), sums + i * kPanel);
+// The left matrix of a product.
+struct Rows {
+  const uint8_t* bytes;
+  int64_t count, depth;
+};
+
+// A panel of the right matrix, and what its sums begin with.
+struct Panel {
+  const int8_t* weights;
+  const uint8_t* ways;
+  int32_t starts[kPanel];
+  int64_t columns;  // 16, less in the last one
+};
+
+// out[count][stride] = finished sums of rows times a panel, by blocks of depth.
+void multiply_block(const ByteKernels& run, const Rows& a, const Panel& panel, const Finish& to, float* out,
+                    int64_t stride) {
+  alignas(64) int32_t sums[kRows * kPanel];
+  alignas(64) int16_t centres[kDepth / kEight * 2 * kPanel];
+  for (int64_t k = 0; k < a.depth; k += kDepth) {
+    const int64_t depth = std::min(kDepth, a.depth - k);
+    const int8_t* weights = panel.weights + k * kPanel;
+    const uint8_t* ways = panel.ways + k / kChunk;
+    int32_t starts[kPanel] = {};
+    if (k == 0) std::copy(panel.starts, panel.starts + kPanel, starts);
+    const bool centred = a.count > kFew;
+    if (centred) run.centre(weights, ways, depth, centres, starts);
+    for (int64_t i = 0; i < a.count; i += kTriple) {
+      const int64_t count = std::min(kTriple, a.count - i);
+      const uint8_t* rows[kTriple];
+      int32_t* some = sums + i * kPanel;
+      for (int64_t t = 0; t < count; t++) {
+        rows[t] = a.bytes + (i + t) * a.depth + k;
+        for (int64_t j = 0; j < kPanel; j++) some[t * kPanel + j] = starts[j] + (k ? some[t * kPanel + j] : 0);
+      }
+      run.multiply(rows, count, weights, centred ? centres : nullptr, ways, depth, some);
+      if (k + depth < a.depth) continue;
+      for (int64_t t = 0; t < count; t++) {
+        float line[kPanel];
+        float* target = out + (i + t) * stride;
+        run.finish(some + t * kPanel, to, panel.columns == kPanel ? target : line);
+        if (panel.columns < kPanel) std::copy(line, line + panel.columns, target);
+      }
     }
+  }
 }
 
 }  // namespace
@@ -111,18 +148,16 @@ LOWP_EXPORT void lowp_bytes_multiply(int level, const uint8_t* a, int64_t m, int
   const int64_t chunks = up(depth, kChunk) / kChunk, width = up(n, kPanel) / kPanel, blocks = up(m, kRows) / kRows;
   if (m * n * depth < (1 << 18)) threads = 1;
   parallel_for(width * blocks, 1, threads, [&](int64_t begin, int64_t end) {
-    alignas(64) int32_t sums[kRows * kPanel];
-    float line[kPanel];
     for (int64_t task = begin; task < end; task++) {
-      const int64_t block = task / width, p = task % width, first = block * kRows, rows = std::min(kRows, m - first);
-      multiply_block(run, a + first * depth, rows, depth, panels + p * depth * kPanel, ways + p * chunks, sums);
-      const int64_t column = p * kPanel, columns = std::min(kPanel, n - column);
-      const Finish to{column_scales + column, column_sums + column, bias ? bias + column : nullptr};
-      for (int64_t i = 0; i < rows; i++) {
-        float* target = out + (first + i) * n + column;
-        run.finish(sums + i * kPanel, row_scale, zero, to, columns == kPanel ? target : line);
-        if (columns < kPanel) std::copy(line, line + columns, target);
+      const int64_t p = task % width, first = task / width * kRows, column = p * kPanel;
+      Panel panel{panels + p * depth * kPanel, ways + p * chunks, {}, std::min(kPanel, n - column)};
+      Finish to{{}, {}, bias != nullptr};
+      for (int64_t j = 0; j < kPanel; j++) {
+        panel.starts[j] = -zero * column_sums[column + j];
+        to.scales[j] = row_scale * column_scales[column + j];
+        if (bias) to.bias[j] = bias[column + j];
       }
+      multiply_block(run, {a + first * depth, std::min(kRows, m - first), depth}, panel, to, out + first * n + column, n);
     }
   });
 }
@@ -185,13 +220,28 @@ LOWP_EXPORT void lowp_nibbles_multiply(int level, const float* x, int64_t m, con
   });
 }
 
+// Every bit of bytes x [rows][depth] as words: out [places][rows][words], of `length` bytes each, filled up with zeros.
+LOWP_EXPORT void lowp_bits_planes(const uint8_t* x, int64_t rows, int64_t depth, int64_t length, int64_t places,
+                                  uint64_t* out) {
+  const int64_t words = up(length, 64) / 64;
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t w = 0; w < words; w++) {
+      const uint8_t* from = x + i * depth + 64 * w;
+      const int64_t count = std::min<int64_t>(64, length - 64 * w);
+      uint64_t found[8] = {};
+      for (int64_t t = 0; t < count; t++)
+        for (int64_t place = 0; place < 8; place++) found[place] |= uint64_t{from[t]} >> place << 63 >> (63 - t);
+      for (int64_t place = 0; place < places; place++) out[(place * rows + i) * words + w] = found[place];
+    }
+}
+
 // out[m][n] = length - 2 * (bits that differ in rows of a and b): the product of rows of +1 (bit 0) and -1 (bit 1).
 LOWP_EXPORT void lowp_bits_multiply(int level, const uint64_t* a, int64_t m, const uint64_t* b, int64_t n, int64_t words,
                                     int64_t length, int32_t* out, int threads) {
   const ByteKernels& run = kernels(level);
-  parallel_for(m, 1, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++)
-      for (int64_t j = 0; j < n; j++)
+  parallel_for(n, 16, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t j = begin; j < end; j++)
+      for (int64_t i = 0; i < m; i++)
         out[i * n + j] = static_cast<int32_t>(length - 2 * run.differing(a + i * words, b + j * words, words));
   });
 }

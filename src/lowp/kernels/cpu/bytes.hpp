@@ -3,7 +3,9 @@
 // A panel is 16 columns of the right matrix: for every 8 elements of depth two groups of [16 columns][4 elements]. A
 // chunk is 32 elements of depth. While a panel is packed, every chunk is given the widest way that is PROVEN not to leave
 // 16 bits, for activations up to `highest` (127 or 255): the products of four elements added up, of two, or one by one.
-// No sum ever saturates; the ways differ in speed alone.
+// Four products of a byte up to 127, less 64, and a weight are at most 4 * 64 * 127 = 32,512: there every weight has a
+// centred way, which adds up four and takes 64 times the weights off, modulo 2^16. No sum ever saturates; the ways differ
+// in speed alone.
 #pragma once
 #include <cstdint>
 
@@ -15,21 +17,25 @@ constexpr int64_t kChunk = 32;        // depth of one way
 constexpr int64_t kDepth = 1024;      // depth taken at once: a panel of it (16 KiB) stays in the first-level cache
 constexpr int64_t kTriple = 3;        // rows taken at once
 constexpr int64_t kQuad = 4;          // rows of 4-bit codes taken at once
-enum Way : uint8_t { kFour = 0, kTwo = 1, kOne = 2 };
+enum Way : uint8_t { kFour = 0, kTwo = 1, kOne = 2, kCentred = 3 };
 
-// What is made of a row of sums: (sum - zero * column_sum) * (row_scale * column_scale) + bias.
+// What is made of a row of sums of a panel: sum * scale + bias.
 struct Finish {
-  const float* column_scales;   // 16 of a panel
-  const int32_t* column_sums;
-  const float* bias;            // or null
+  float scales[kPanel];
+  float bias[kPanel];
+  bool biased;
 };
 
 struct ByteKernels {
   // out = clamp(round(x / scale) + zero, 0, highest), to nearest even; NaN becomes 0.
   void (*quantize)(const float* x, int64_t count, float scale, int32_t zero, int32_t highest, uint8_t* out);
-  // sums[3][16] += rows x panel over `depth` elements, a multiple of 8.
-  void (*multiply)(const uint8_t* const* rows, const int8_t* panel, const uint8_t* ways, int64_t depth, int32_t* sums);
-  void (*finish)(const int32_t* sums, float row_scale, int32_t zero, const Finish& to, float* out);
+  // What a panel's centred chunks take off, [depth / 8][16][2], and its sum over depth, added to sums[16].
+  void (*centre)(const int8_t* panel, const uint8_t* ways, int64_t depth, int16_t* centres, int32_t* sums);
+  // sums[count][16] += rows x panel - centres over `depth` elements, a multiple of 8, of 1 to 3 rows. Without centres
+  // nothing is taken off: the products of two elements of such chunks fit 16 bits, too.
+  void (*multiply)(const uint8_t* const* rows, int64_t count, const int8_t* panel, const int16_t* centres,
+                   const uint8_t* ways, int64_t depth, int32_t* sums);
+  void (*finish)(const int32_t* sums, const Finish& to, float* out);
   // Four rows of 4-bit codes times x. A block of 64 is eight words of 32 bits: element 8 s + l is nibble s of word l. The
   // values are two's complement, or by a table of 16. A scale every `group`: 16, 32 or 64 elements.
   void (*nibbles)(const uint8_t* const* codes, const float* table, const float* const* scales, int64_t blocks,

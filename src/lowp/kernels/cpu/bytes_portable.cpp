@@ -1,7 +1,7 @@
 // The byte products in plain C++: every machine has them, and the others are tested against them, bit for bit.
 #include <cmath>
 
-#include "bytes.hpp"
+#include "bytes_lanes.hpp"
 
 namespace lowp {
 namespace {
@@ -16,57 +16,33 @@ void quantize(const float* x, int64_t count, float scale, int32_t zero, int32_t 
   }
 }
 
-void multiply(const uint8_t* const* rows, const int8_t* panel, const uint8_t*, int64_t depth, int32_t* sums) {
+void centre(const int8_t*, const uint8_t*, int64_t, int16_t*, int32_t*) {}  // sums of 32 bits need none
+
+void multiply(const uint8_t* const* rows, int64_t count, const int8_t* panel, const int16_t*, const uint8_t*,
+              int64_t depth, int32_t* sums) {
   for (int64_t k = 0; k < depth; k += 4, panel += 4 * kPanel)
-    for (int64_t i = 0; i < kTriple; i++)
+    for (int64_t i = 0; i < count; i++)
       for (int64_t j = 0; j < kPanel; j++)
         for (int64_t t = 0; t < 4; t++) sums[i * kPanel + j] += int32_t{rows[i][k + t]} * int32_t{panel[4 * j + t]};
 }
 
-void finish(const int32_t* sums, float row_scale, int32_t zero, const Finish& to, float* out) {
-  for (int64_t j = 0; j < kPanel; j++) {
-    const float value = static_cast<float>(sums[j] - zero * to.column_sums[j]) * (row_scale * to.column_scales[j]);
-    out[j] = to.bias ? value + to.bias[j] : value;
+struct Lookup {
+  const float* table;
+  void values(const Words& words, int place, Floats& found) const {
+    for (int lane = 0; lane < kLanes; lane++) found[lane] = table[words[lane] >> (4 * place) & 15];
   }
-}
-
-float value_of(const uint8_t* block, int64_t k, const float* table) {
-  const int code = block[k % 8 * 4 + k / 16] >> (4 * (k / 8 % 2)) & 15;
-  return table ? table[code] : static_cast<float>(code < 8 ? code : code - 16);
-}
-
-// Eight sums, as a vector of eight lanes takes them; the order is part of what is computed.
-float row_of_nibbles(const uint8_t* codes, const float* table, const float* scales, int64_t blocks, int64_t group,
-                     const float* x) {
-  float total[8] = {};
-  for (int64_t block = 0; block < blocks; block++, codes += 32, x += 64)
-    for (int64_t first = 0; first < 64; first += group, scales++) {
-      float sum[8] = {};
-      for (int64_t k = first; k < first + group; k++) {
-        const float product = value_of(codes, k, table) * x[k];
-        sum[k % 8] = sum[k % 8] + product;
-      }
-      for (int lane = 0; lane < 8; lane++) {
-        const float product = sum[lane] * *scales;
-        total[lane] = total[lane] + product;
-      }
-    }
-  return ((total[0] + total[4]) + (total[2] + total[6])) + ((total[1] + total[5]) + (total[3] + total[7]));
-}
+};
 
 void nibbles(const uint8_t* const* codes, const float* table, const float* const* scales, int64_t blocks, int64_t group,
              const float* x, float* out) {
-  for (int64_t j = 0; j < kQuad; j++) out[j] = row_of_nibbles(codes[j], table, scales[j], blocks, group, x);
-}
-
-int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < words; i++) count += __builtin_popcountll(a[i] ^ b[i]);
-  return count;
+  if (table)
+    sum_groups(codes, Lookup{table}, scales, blocks, group, x, out);
+  else
+    sum_groups(codes, Complement{}, scales, blocks, group, x, out);
 }
 
 }  // namespace
 
-const ByteKernels kPortableBytes = {quantize, multiply, finish, nibbles, differing};
+const ByteKernels kPortableBytes = {quantize, centre, multiply, finish, nibbles, differing};
 
 }  // namespace lowp
