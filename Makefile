@@ -44,7 +44,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/lint-imports
 
 pytest: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -m "slow and not gpu"

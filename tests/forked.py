@@ -32,10 +32,10 @@ class Forked:
     """A running process, with as much of subprocess.Popen as the tests use."""
 
     def __init__(self, arguments: tuple[str, ...], cwd: Path | None, environment: Mapping[str, str] | None) -> None:
-        context = _context()
-        readers, writers = zip(*(context.Pipe(duplex=False) for _ in range(2)), strict=True)
+        forking = context()
+        readers, writers = zip(*(forking.Pipe(duplex=False) for _ in range(2)), strict=True)
         folder, variables = str(cwd or Path.cwd()), dict(os.environ if environment is None else environment)
-        self._process = context.Process(target=_become, args=(*writers, arguments, folder, variables))
+        self._process = forking.Process(target=_become, args=(*writers, arguments, folder, variables))
         self._process.start()
         for writer in writers:
             writer.close()
@@ -98,7 +98,7 @@ def run(
 
 def begin() -> None:
     """Start the server, where it does not run yet, for processes of lowp's own that would start one that has less."""
-    _context()
+    context()
     forkserver.ensure_running()
 
 
@@ -106,14 +106,15 @@ def ranks(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> 
     """Call `work(rank, *arguments)` in processes of their own; what one of them raises is raised here."""
     from torch.multiprocessing import start_processes
 
-    _context()
+    context()
     start_processes(work, arguments, count, start_method="forkserver")
 
 
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    return context
+def context() -> Any:
+    """Return the context of multiprocessing whose processes are forked off the server."""
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload(_PRELOADED)
+    return forking
 
 
 def _file(reader: Connection) -> IO[str]:

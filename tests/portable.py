@@ -46,7 +46,7 @@ def configurations() -> dict[str, dict[str, str]]:
 def main(arguments: Sequence[str]) -> int:
     """Run the named configurations, or all; the number of those that failed."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    options = arguments[end + 1 :] or ["-n", "2"]
+    options = arguments[end + 1 :] or ["-n", "2", "--dist", "worksteal"]
     every = configurations()
     chosen = arguments[:end] or list(every)
     if unknown := [name for name in chosen if name not in every]:

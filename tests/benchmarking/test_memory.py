@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch import nn
@@ -57,6 +58,7 @@ def test_more_examples_take_more_activations_and_no_more_weights() -> None:
 
 @pytest.mark.skipif(not process_memory.is_known(), reason="this system does not tell how large a process was")
 def test_a_fresh_process_grows_by_what_a_step_takes() -> None:
+    forked.begin()
     split = memory_of(FP32, DATA, 8192)
     growth = process_memory.process_growth(FP32, DATA, 8192, 1)
     assert growth is not None and 0.8 * split.allocated < growth < 2 * split.allocated

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 
 import lowp as package
@@ -90,14 +92,19 @@ def test_a_recipe_is_profiled_verified_and_searched(lowp: Callable[..., Any], tm
     assert Record.load(out).complete and package.Policy.load(policy).name == "8-bit"
 
 
-def test_a_script_is_profiled_with_its_own_arguments(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_script_is_profiled_with_its_own_arguments(
+    lowp: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(command: list[str], env: Mapping[str, str]) -> int:
+        ran = forked.run(*command[1:], environment=env)
+        print(ran.stdout, ran.stderr)
+        return ran.returncode
+
     script, out = tmp_path / "train.py", tmp_path / "run.json"
     script.write_text(SCRIPT)
-    from lowp.cli import main
-
-    code = main(["profile", "--max-overhead", "none", "--out", str(out), str(script), "0.1", "--html"])
-    told = capfd.readouterr().out
-    assert code == 0 and f"trained ['{script}', '0.1', '--html']" in told and "VERDICT" in told
+    monkeypatch.setattr("lowp.launch.profiling.subprocess", SimpleNamespace(call=call))
+    result = lowp("profile", "--max-overhead", "none", "--out", str(out), str(script), "0.1", "--html")
+    assert result.code == 0 and f"trained ['{script}', '0.1', '--html']" in result.out and "VERDICT" in result.out
     assert Record.load(out).sampled == [0, 1, 2, 4]
 
 

@@ -68,7 +68,7 @@ def nearest_even_codes(format: FloatFormat, x: np.ndarray) -> np.ndarray:
         return x.astype(dtype).view(np.uint16 if format.bits == 16 else np.uint8)
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 13], ids=["all", "every 13th"])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 31], ids=["all", "every 31st"])
 @pytest.mark.parametrize("format", SMALL_FLOATS, ids=str)
 def test_nearest_even_agrees_with_ml_dtypes_on_every_code_midpoint_and_neighbour(
     format: FloatFormat, every: int
@@ -93,8 +93,7 @@ def test_nearest_even_agrees_with_torch(name: str) -> None:
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "e5m2": torch.float8_e5m2, "e4m3fn": torch.float8_e4m3fn}
     format = FORMATS[name]
     assert isinstance(format, FloatFormat)
-    x = edges(format)
-    x = x[:: 11 if format.bits == 16 else 1]
+    x = edges(format, 23 if format.bits == 16 else 1)
     # torch 2.12 and later saturate e4m3fn, the others go to infinity
     cast = parse(f"{name}:saturate" if name == "e4m3fn" else name)
     expected = torch.from_numpy(x).to(dtypes[name]).double().tolist()
@@ -147,7 +146,8 @@ def test_rounding_with_few_random_bits_agrees_with_gfloat(mode: str, bits: int) 
         info, cast = GFLOAT_FORMATS[name], parse(f"{name}:{mode}-{bits}:saturate")
         format = cast.format
         assert isinstance(format, FloatFormat)
-        for index, value in enumerate(np.concatenate([edges(format), edges(format) * np.float32(1.0371094)]).tolist()):
+        some = edges(format, 3)
+        for index, value in enumerate(np.concatenate([some, some * np.float32(1.0371094)]).tolist()):
             drawn = index * 37 % steps  # gfloat adds the number where lowp compares with it: counted from the other end
             random = Fraction(steps - 1 - drawn, steps)
             expected = gfloat.round_float(

@@ -47,11 +47,12 @@ def graphs(found: list[int]) -> Callable[..., object]:
 # -- compile ----------------------------------------------------------------------------------------------------------
 def test_inductor_does_not_delete_a_cast() -> None:
     # there and back by torch's dtypes is deleted (pytorch issues 185337 and 176565): every bit is compared
-    for text in ("fp16", "bf16"):
-        x = inputs(parse(text).element, torch.float32, random=1000)
+    texts = ("fp16", "bf16")
+    x = torch.cat([inputs(parse(text).element, torch.float32, random=1000) for text in texts])
+    both = compiled(lambda x: [quantize(x, text) * 1.0 for text in texts])(x)
+    for text, found in zip(texts, both, strict=True):  # type: ignore[call-overload]
         wanted = quantize(x, text)
-        found = compiled(lambda x, text=text: quantize(x, text) * 1.0)(x)
-        assert torch.equal(bits(found), bits(wanted * 1.0))  # type: ignore[arg-type]
+        assert torch.equal(bits(found), bits(wanted * 1.0))
         assert not torch.equal(wanted.nan_to_num(), x.nan_to_num())
 
 

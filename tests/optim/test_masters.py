@@ -39,7 +39,9 @@ COMPILED: dict[str, Callable[..., torch.optim.Optimizer]] = {
 } | {"lowp's own": lambda params: SGD(params, lr=0.1, momentum=0.9, storage="bf16", split=True)}
 
 
-@pytest.mark.parametrize("kind", COMPILED)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in ("split", "none"))) for k in COMPILED]
+)
 def test_a_step_that_is_compiled_is_the_step(kind: str) -> None:
     plain, compiled = _model(), _model()
     optimizers = COMPILED[kind](plain.parameters()), COMPILED[kind](compiled.parameters())

@@ -9,8 +9,10 @@ import stat
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -71,7 +73,8 @@ def test_a_comparison_says_what_its_runs_showed() -> None:
     assert fp16["statistics"]["loss_scale"]["values"] == [8.0, 8.0]
 
 
-def test_two_processes_train_the_same_bits_as_one() -> None:
+def test_two_processes_train_the_same_bits_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowp.recipes.runs.multiprocessing", SimpleNamespace(get_context=lambda _: forked.context()))
     rows = variants_of(TINY, ["fp16"])
     with threads_of(1):
         alone = done(Study(rows, [0], samples=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +120,20 @@ def test_one_seed_gives_the_same_batches_in_every_precision() -> None:
     assert orders[0][0] != orders[0][4]  # the second epoch has an order of its own
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16-storage", "fp16-naive", "e4m3fn"])
-@pytest.mark.parametrize("steps", [0, 4, 9, 13])
+@cache
+def run_whole(precision: str) -> Training:
+    training = begin(precision)
+    assert training.run()
+    return training
+
+
+# before the first step, within an epoch, between two, and within another
+STOPS = [("fp16", steps) for steps in (0, 4, 9, 13)] + [(one, 13) for one in PRECISIONS if one != "fp16"]
+
+
+@pytest.mark.parametrize(("precision", "steps"), STOPS)
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(precision: str, steps: int, tmp_path: Path) -> None:
-    whole = begin(precision)
-    assert whole.run()
-    part = begin(precision)
+    whole, part = run_whole(precision), begin(precision)
     assert not part.run(stop=StopAfter(steps))
     part.save(tmp_path / "run.pt")
     torch.manual_seed(99)
@@ -136,8 +145,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(precision: str, steps: 
 
 
 def test_a_run_that_was_stopped_in_memory_goes_on_too() -> None:
-    whole, part = begin(), begin()
-    whole.run()
+    whole, part = run_whole("fp16"), begin()
     assert not part.run(stop=StopAfter(5))
     assert part.run()
     assert same_bits(whole, part)

@@ -126,23 +126,27 @@ document.title = window.errors || 'without errors';
 """
 
 
+@pytest.fixture(scope="module")
+def moved(record: Record, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page in a browser, after its controls have been moved."""
+    return dump(report(record, tmp_path_factory.mktemp("moved"), MOVED))
+
+
 @browser
-def test_the_slider_moves_the_figures_and_the_limits(record: Record, tmp_path: Path) -> None:
+def test_the_slider_moves_the_figures_and_the_limits(moved: str) -> None:
     import html
     import json
 
-    text = dump(report(record, tmp_path, MOVED))
-    found = re.search(r'data-told="([^"]*)"', text)
-    assert found is not None, text[-500:]
-    at_rest, moved, in_bf16 = json.loads(html.unescape(found[1]))
+    found = re.search(r'data-told="([^"]*)"', moved)
+    assert found is not None, moved[-500:]
+    at_rest, after, in_bf16 = json.loads(html.unescape(found[1]))
     assert ", 0 of their tensors overflow" in at_rest[0]
-    assert ", 0 of their tensors overflow" not in moved[0] and moved[1] != at_rest[1]
-    assert moved[2] == "2 to the power of 40"
+    assert ", 0 of their tensors overflow" not in after[0] and after[1] != at_rest[1]
+    assert after[2] == "2 to the power of 40"
     assert ", 0 of their tensors overflow" in in_bf16[0]
 
 
 @browser
-def test_heat_maps_have_a_row_a_layer(record: Record, tmp_path: Path) -> None:
-    text = dump(report(record, tmp_path))
-    assert len(re.findall(r"<rect ", text)) > 50
-    assert "0 linear: " in text
+def test_heat_maps_have_a_row_a_layer(moved: str) -> None:
+    assert len(re.findall(r"<rect ", moved)) > 50
+    assert "0 linear: " in moved
