@@ -10,6 +10,7 @@ from torch.optim.adamw import adamw
 
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
+from lowp.kernels import updates
 from lowp.optim.blockwise import BlockwiseOptimizer
 from lowp.optim.torch_options import refuse_others
 
@@ -56,7 +57,12 @@ class AdamW(BlockwiseOptimizer):
     def update_block(
         self, weight: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
     ) -> None:
-        """torch's own update on one fp32 block."""
+        """torch's own update on one fp32 block; where the device has a kernel, that formula as the kernel rounds."""
+        if updates.has_kernels(weight.device):
+            numbers = _numbers(group)
+            (rate,) = updates.rates(step.reshape(1), numbers)
+            updates.adamw_block(weight, gradient, moments["exp_avg"], moments["exp_avg_sq"], rate, numbers)
+            return
         adamw(
             [weight],
             [gradient],
@@ -75,3 +81,13 @@ class AdamW(BlockwiseOptimizer):
             eps=group["eps"],
             maximize=group["maximize"],
         )
+
+    def update_together(self, columns: updates.Columns, group: dict[str, Any]) -> None:
+        """The same formula on what is stored, in one kernel."""
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        updates.adamw(columns, _numbers(group), grad_scale, found_inf)
+
+
+def _numbers(group: dict[str, Any]) -> updates.AdamW:
+    beta1, beta2 = group["betas"]
+    return updates.AdamW(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])

@@ -13,6 +13,7 @@ from lowp import casts, kernels
 from lowp.casts import Cast
 from lowp.compat import uncompiled
 from lowp.errors import InvalidInput
+from lowp.kernels import updates
 from lowp.ops.observing import tell_of_weight
 from lowp.optim.model_state import Attachment, StoredModel, attach, own
 from lowp.optim.shards import local, shard_of
@@ -26,6 +27,7 @@ from lowp.optim.state_dicts import (
     with_saving_hooks,
 )
 from lowp.optim.storage import Storage, check_seed, seed_of
+from lowp.optim.together import by_kernel, columns_of, count_step
 from lowp.optim.zero import refuse_to_convert
 
 # 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache
@@ -94,10 +96,27 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        together = self._step_together()
         for index, (group, parameter) in enumerate(self._parameters()):
-            if parameter.grad is not None:
+            if parameter.grad is not None and id(parameter) not in together:
                 self._step_parameter(index, group, parameter)
         return loss
+
+    def update_together(self, columns: updates.Columns, group: dict[str, Any]) -> None:
+        """Update what is stored of many parameters of one group by one kernel, as `update_block` does each."""
+        raise TypeError(f"{type(self).__name__} does not say how it updates parameters together")
+
+    def _step_together(self) -> set[int]:
+        """Step the parameters that one kernel takes at once, where the device has it; return which these are."""
+        stepped: set[int] = set()
+        for group in self.param_groups:
+            for members in by_kernel(group["params"], self.storage, self.moments, self.state, self._start):
+                self.update_together(columns_of(members, self.state, self.moments), group)
+                found_inf = getattr(self, "found_inf", None)
+                for parameter in members:
+                    count_step(self.state[parameter], found_inf)
+                stepped.update(map(id, members))
+        return stepped
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
         for group in self.param_groups:
@@ -134,8 +153,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             )
         if stored.data_ptr() != here.data_ptr():
             here.copy_(stored.view(here.shape))
-        found_inf = getattr(self, "found_inf", None)
-        state["step"] = before + (1 if found_inf is None else 1 - found_inf.reshape(()).to(before.device).clamp(max=1))
+        count_step(state, getattr(self, "found_inf", None))
 
     def _step_block(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
+from lowp.kernels import updates
 from lowp.optim.blockwise import BlockwiseOptimizer
 from lowp.optim.torch_options import refuse_others
 
@@ -64,8 +65,13 @@ class SGD(BlockwiseOptimizer):
     ) -> None:
         """torch's own update on one fp32 block; the first step's momentum is the gradient, as torch's is.
 
-        Whether it is the first is decided on the device, since a step that was skipped does not count.
+        Whether it is the first is decided on the device, since a step that was skipped does not count. Where the
+        device has a kernel, the same formula, as the kernel rounds.
         """
+        if updates.has_kernels(weight.device):
+            (rate,) = updates.rates(step.reshape(1), _numbers(group))
+            updates.sgd_block(weight, gradient, moments.get("momentum_buffer"), rate, _numbers(group))
+            return
         if group["maximize"]:
             gradient = -gradient
         if group["weight_decay"]:
@@ -80,3 +86,13 @@ class SGD(BlockwiseOptimizer):
             weight.sub_(gradient * rate)  # a rate on the device is not read
         else:
             weight.add_(gradient, alpha=-float(rate))
+
+    def update_together(self, columns: updates.Columns, group: dict[str, Any]) -> None:
+        """The same formula on what is stored, in one kernel."""
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        updates.sgd(columns, _numbers(group), grad_scale, found_inf)
+
+
+def _numbers(group: dict[str, Any]) -> updates.Sgd:
+    names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    return updates.Sgd(*(group[name] for name in names))

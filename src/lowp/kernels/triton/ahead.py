@@ -16,8 +16,8 @@ from triton.compiler import ASTSource
 
 from lowp.casts import Cast, parse
 from lowp.kernels.triton.device import casts, codes, counts
-from lowp.kernels.triton.launch import BLOCK, ROUNDS
-from lowp.kernels.triton.plans import DTYPES, INTEGER_NAMES, Codes, Numbers, layout, plan
+from lowp.kernels.triton.launch import BLOCK, ROUNDS, WIDE_BLOCK
+from lowp.kernels.triton.plans import DTYPES, INTEGER_NAMES, Codes, Numbers, exact, is_direct, layout, plan
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -56,7 +56,9 @@ def compiled(configuration: Configuration, capability: int) -> Compiled:
     }
     source = ASTSource(configuration.kernel, signature, constants, aligned)
     target = GPUTarget("cuda", capability, 32)
-    binary = triton.compile(source, target=target, options={"num_warps": configuration.warps})
+    binary = triton.compile(
+        source, target=target, options={"num_warps": configuration.warps, "enable_fp_fusion": False}
+    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -80,10 +82,11 @@ def quantize(cast: Cast, dtype: torch.dtype) -> Configuration:
     form, numbers = plan(cast, dtype)
     pointer = f"*{INTEGER_NAMES[dtype.itemsize]}"
     types = {"x": pointer, "out": pointer, "seed": "*i64", "count": "i32", "skipped": "i32", "first": "i64"}
-    constants = {"DTYPE": DTYPES[dtype], "FORM": form, "TAIL": False, "BLOCK": BLOCK}
+    constants = {"DTYPE": DTYPES[dtype], "FORM": form, "EXACT": exact(form), "TAIL": False}
+    constants["BLOCK"] = block = WIDE_BLOCK if form.wide else BLOCK
     arguments = types | {"numbers": _typed(form.wide, numbers)}
     return Configuration(
-        f"quantize {cast} {DTYPES[dtype]}", casts.quantize, arguments, constants, BLOCK, 2 * dtype.itemsize
+        f"quantize {cast} {DTYPES[dtype]}", casts.quantize, arguments, constants, block, 2 * dtype.itemsize
     )
 
 
@@ -95,9 +98,10 @@ def encode(cast: Cast, dtype: torch.dtype) -> Configuration:
     types = {"x": f"*{INTEGER_NAMES[dtype.itemsize]}", "out": f"*{INTEGER_NAMES[size]}", "seed": "*i64", "nans": "*i32"}
     types |= {"count": "i32", "skipped": "i32", "first": "i64"}
     arguments = types | {"numbers": _typed(form.wide, numbers), "codes": _typed(form.wide, places)}
-    constants = {"DTYPE": DTYPES[dtype], "FORM": form, "LAYOUT": shape, "TAIL": False, "BLOCK": BLOCK}
+    constants = {"DTYPE": DTYPES[dtype], "FORM": form, "EXACT": exact(form), "LAYOUT": shape, "TAIL": False}
+    constants |= {"DIRECT": is_direct(form, shape), "BLOCK": (block := WIDE_BLOCK if form.wide else BLOCK)}
     return Configuration(
-        f"encode {cast} {DTYPES[dtype]}", codes.encode, arguments, constants, BLOCK, dtype.itemsize + size
+        f"encode {cast} {DTYPES[dtype]}", codes.encode, arguments, constants, block, dtype.itemsize + size
     )
 
 

@@ -9,8 +9,8 @@ from lowp.casts import Cast
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.philox import Seed, drawn
 from lowp.kernels.triton.device import casts, codes, counts
-from lowp.kernels.triton.launch import BLOCK, ROUNDS, launch, programs_for
-from lowp.kernels.triton.plans import DTYPES, layout, plan
+from lowp.kernels.triton.launch import BLOCK, ROUNDS, WIDE_BLOCK, launch, programs_for
+from lowp.kernels.triton.plans import DTYPES, exact, is_direct, layout, plan
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -29,7 +29,7 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
         casts.quantize,
         x,
         count + skipped,
-        BLOCK,
+        WIDE_BLOCK if form.wide else BLOCK,
         integers(source),
         integers(target),
         key,
@@ -39,6 +39,7 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
         numbers,
         DTYPES[x.dtype],
         form,
+        exact(form),
         (count + skipped) % 16 != 0,
     )
     if target is not out:
@@ -60,7 +61,7 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
         codes.encode,
         x,
         count + skipped,
-        BLOCK,
+        WIDE_BLOCK if form.wide else BLOCK,
         integers(x.contiguous()),
         integers(target),
         key,
@@ -72,7 +73,9 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
         places,
         DTYPES[x.dtype],
         form,
+        exact(form),
         shape,
+        is_direct(form, shape),
         (count + skipped) % 16 != 0,
     )
     if target is not out:

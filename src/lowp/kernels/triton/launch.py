@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 Kernel = Any  # what triton.jit makes: triton has no types
 BLOCK = 2048  # elements of a program
+WIDE_BLOCK = 512  # the same, of 64-bit arithmetic
 ROUNDS = 8  # blocks that a program counts before it writes what it found
 INTERPRETED_BLOCK = 1 << 17  # the interpreter's time goes by operations: few and long ones
 
@@ -24,12 +25,17 @@ INTERPRETED_BLOCK = 1 << 17  # the interpreter's time goes by operations: few an
 def launch(kernel: Kernel, like: Tensor, count: int, block: int, *arguments: Any, warps: int = 4) -> None:
     """Run a kernel over `count` elements, `block` to a program, where `like` lies; BLOCK is its last argument."""
     block = block_for(like, count, block)
-    grid = (-(-count // block),)
-    if like.is_cpu:
-        interpret(kernel, grid, *arguments, block)
+    run(kernel, (-(-count // block),), *arguments, block, warps=warps)
+
+
+def run(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, warps: int = 4) -> None:
+    """Run a kernel where its first argument lies. Products and sums are rounded each: none are fused."""
+    device = arguments[0].device
+    if device.type == "cpu":
+        interpret(kernel, grid, *arguments)
         return
-    with torch.get_device_module(like.device).device(like.device):
-        kernel[grid](*arguments, block, num_warps=warps)
+    with torch.get_device_module(device).device(device):
+        kernel[grid](*arguments, num_warps=warps, enable_fp_fusion=False)
 
 
 def block_for(like: Tensor, count: int, block: int) -> int:

@@ -31,6 +31,7 @@ class Form(NamedTuple):
     cuts: bool  # normal numbers lose bits, or all numbers do below 2**mantissa_bits (integers)
     varying: bool  # the format has another smallest normal number than the carrier: small numbers lose more bits
     by_addition: bool  # nearest-even in fp32's own addition
+    by_noise: bool  # stochastic by adding noise to fp32's bits
     by_code: bool  # "even" is the parity of the exponent field
     flush: bool
     has_zero: bool
@@ -89,6 +90,9 @@ class Codes(NamedTuple):
     sign_place: int
     infinity_code: int
     nan_code: int
+    most: int  # the code of the largest finite number, or the largest integer
+    least: int  # the magnitude of the smallest integer
+    beyond: int  # the code of what is too large, where the cast does not saturate
 
 
 class Plan(NamedTuple):
@@ -120,6 +124,7 @@ def _form(cast: Cast, p: Parameters) -> Form:
         cuts=p.dropped > 0 or varying,
         varying=varying,
         by_addition=even and not wide and p.dropped < p.carrier.mantissa_bits and anchored,
+        by_noise=cast.is_stochastic and not wide and _adds_noise(cast),
         by_code=p.parity_offset is not None,
         flush=p.flush_below != 0,
         has_zero=element.has_zero,
@@ -127,6 +132,18 @@ def _form(cast: Cast, p: Parameters) -> Form:
         minus_zero=isinstance(element, FloatFormat) and element.has_minus_zero,
         two_ends=p.minimum != p.maximum,
         binary=isinstance(element, IntFormat) and element.bits == 1,
+    )
+
+
+def exact(form: Form) -> Form:
+    """Return the form whose stochastic rounding compares all 160 bits, of every number."""
+    return form._replace(by_noise=False)
+
+
+def _adds_noise(cast: Cast) -> bool:
+    """Whether 32 bits of noise decide as the draw does: but for ties to even, and a 33rd bit that rounds half up."""
+    return cast.rounding is Rounding.STOCHASTIC or (
+        cast.rounding is Rounding.STOCHASTIC_B and cast.random_bits is not None and cast.random_bits < 32
     )
 
 
@@ -164,7 +181,7 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
     anchor = (mantissa_bits + bias) << mantissa_bits
     if isinstance(format, IntFormat):
         shape = Layout(wide, True, False, True, True, True, False, False, "none")
-        return shape, Codes(0, 0, 0, 0, 0, anchor, p.quantum, 0, 0, 0, 0)
+        return shape, Codes(0, 0, 0, 0, 0, anchor, p.quantum, 0, 0, 0, 0, format.maximum, -format.minimum, 0)
     varying, nan = p.min_exponent + bias > 1, format.nan_code
     all_ones = (1 << (format.bits - format.signed)) - 1
     infinity = format.infinity_code
@@ -185,8 +202,17 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
         sign_place=format.bits - 1,
         infinity_code=infinity or 0,
         nan_code=_signed64(nan or 0),
+        most=(infinity or (all_ones + (kind != "above"))) - 1,
+        least=0,
+        beyond=infinity or _signed64(nan or 0),
     )
     return shape, codes
+
+
+def is_direct(form: Form, shape: Layout) -> bool:
+    """Whether codes come at once out of the bits of fp32: to nearest even, into a signed format with subnormals."""
+    is_plain = form.by_addition and form.signed and not form.flush and form.has_zero and not shape.wide
+    return is_plain and form.overflow == "saturate" if shape.integer else is_plain and form.cuts
 
 
 def _signed64(code: int) -> int:

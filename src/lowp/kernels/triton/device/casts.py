@@ -1,49 +1,53 @@
-"""The kernels of plain casts: values, codes, and values of codes."""
+"""The kernel of plain casts: values."""
 
 import triton
 import triton.language as tl
 
 from lowp.kernels.triton.device.bits import read, write
-from lowp.kernels.triton.device.rounding import cast
+from lowp.kernels.triton.device.rounding import cast, is_undecided
 
 
 @triton.jit
 def _quantize(
-    x, out, seed, offsets, mask, first, numbers, DTYPE: tl.constexpr, FORM: tl.constexpr, COUNT: tl.constexpr
-):
-    magnitude, sign = read(x, offsets, mask, DTYPE, FORM.wide)
-    magnitude, sign = cast(magnitude, sign, first, seed, numbers, FORM, COUNT)
-    write(out, offsets, mask, magnitude, sign, DTYPE, FORM.wide)
+    x, out, seed, start, skipped, end, first, numbers, DTYPE: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """Cast the COUNT places from `start` on that lie in `skipped` .. `end`; `first` is the logical index of place 0."""
+    places = start + tl.arange(0, COUNT)
+    mask = (places >= skipped) & (places < end)
+    magnitude, sign = read(x, places - skipped, mask, DTYPE, FORM.wide)
+    if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
+        if is_undecided(magnitude, first + start, seed, numbers, FORM, COUNT):
+            # so seldom that few registers count more than time: in small pieces, and with all bits
+            PIECE: tl.constexpr = 128 if COUNT > 128 else COUNT
+            for piece in range(0, COUNT, PIECE):
+                few = start + piece + tl.arange(0, PIECE)
+                inside = (few >= skipped) & (few < end)
+                size, side = read(x, few - skipped, inside, DTYPE, FORM.wide)
+                size, side = cast(size, side, first + start + piece, seed, numbers, EXACT, PIECE)
+                write(out, few - skipped, inside, size, side, DTYPE, FORM.wide)
+        else:
+            magnitude, sign = cast(magnitude, sign, first + start, seed, numbers, FORM, COUNT)
+            write(out, places - skipped, mask, magnitude, sign, DTYPE, FORM.wide)
+    else:
+        magnitude, sign = cast(magnitude, sign, first + start, seed, numbers, FORM, COUNT)
+        write(out, places - skipped, mask, magnitude, sign, DTYPE, FORM.wide)
 
 
 @triton.jit(do_not_specialize=["count", "first", "numbers"])
 def quantize(
-    x,
-    out,
-    seed,
-    count,
-    skipped,
-    first,
-    numbers,
-    DTYPE: tl.constexpr,
-    FORM: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, out, seed, count, skipped, first, numbers, DTYPE: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr,
+    TAIL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write the values of `count` numbers, the first of which has the logical index `first` + `skipped`.
 
     `first` is a multiple of 4. What ends with a vector of 16 is known to; the rest has a turn of its own (TAIL).
     """
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    whole = (count + skipped) // 16 * 16
+    end = count + skipped
+    whole = end // 16 * 16
     key = tl.load(seed) if FORM.random_bits > 0 else 0
-    places = start + tl.arange(0, BLOCK)
-    mask = places < whole
-    if skipped > 0:
-        mask = mask & (places >= skipped)
-    _quantize(x, out, key, places - skipped, mask, first + start, numbers, DTYPE, FORM, BLOCK)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    _quantize(x, out, key, start, skipped, whole, first, numbers, DTYPE, FORM, EXACT, BLOCK)
     if TAIL:
         if tl.program_id(0) == tl.num_programs(0) - 1:
-            places = whole + tl.arange(0, 16)
-            mask = (places < count + skipped) & (places >= skipped)
-            _quantize(x, out, key, places - skipped, mask, first + whole, numbers, DTYPE, FORM, 16)
+            _quantize(x, out, key, whole, skipped, end, first, numbers, DTYPE, FORM, EXACT, 16)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from lowp.kernels.triton.device.bits import read, write
-from lowp.kernels.triton.device.rounding import cast, infinity_bits, quiet_bit
+from lowp.kernels.triton.device.rounding import cast, infinity_bits, is_undecided, quiet_bit
 
 
 @triton.jit
@@ -44,52 +44,97 @@ def encoded(magnitude, sign, codes, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def direct(magnitude, sign, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return the codes of numbers of fp32 to nearest even, without their values in between, and which are NaN.
+
+    What overflows does so in the code: its exponent field has room for it in 32 bits.
+    """
+    is_nan = magnitude > infinity_bits(False)
+    # the mantissa of a sum with 2**23 quanta counts quanta
+    anchor = (magnitude & 0) + numbers.anchor
+    anchored = magnitude.to(tl.float32, bitcast=True) + anchor.to(tl.float32, bitcast=True)
+    small = anchored.to(tl.int32, bitcast=True) - anchor
+    if LAYOUT.integer:
+        size = tl.minimum(small, tl.where(sign != 0, codes.least, codes.most))
+        code = tl.where(sign != 0, -size, size)
+    else:
+        odd = (magnitude >> codes.dropped) & 1
+        code = ((magnitude + numbers.below_half + odd) >> codes.dropped) - codes.offset
+        if LAYOUT.varying:
+            code = tl.where(magnitude < codes.smallest_normal, small, code)
+        if FORM.overflow == "saturate":
+            code = tl.minimum(code, codes.most)
+        else:
+            code = tl.where(code > codes.most, codes.beyond, code)
+        if LAYOUT.infinity and FORM.overflow == "nan":
+            code = tl.where(code > codes.most, codes.nan_code, code)
+        if LAYOUT.nan == "above":
+            code = tl.where(is_nan, codes.nan_code, code)
+        side = (sign.to(tl.uint32, bitcast=True) >> (31 - codes.sign_place).to(tl.uint32)).to(tl.int32, bitcast=True)
+        if LAYOUT.minus_zero:
+            code = code | side
+        else:
+            code = tl.where((code == 0) | (code == codes.nan_code), code, code | side)
+        if LAYOUT.nan == "minus-zero":
+            code = tl.where(is_nan, codes.nan_code, code)
+    if LAYOUT.nan == "none":
+        code = tl.where(is_nan, 0, code)
+    return code, is_nan
+
+
+@triton.jit
 def _encode(
-    x, out, seed, offsets, mask, first, numbers, codes, DTYPE: tl.constexpr, FORM: tl.constexpr, LAYOUT: tl.constexpr,
-    COUNT: tl.constexpr,
+    x, out, seed, start, skipped, end, first, numbers, codes, DTYPE: tl.constexpr, FORM: tl.constexpr,
+    LAYOUT: tl.constexpr, DIRECT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    magnitude, sign = read(x, offsets, mask, DTYPE, FORM.wide)
-    magnitude, sign = cast(magnitude, sign, first, seed, numbers, FORM, COUNT)
-    code, is_nan = encoded(magnitude, sign, codes, LAYOUT)
-    tl.store(out + offsets, code.to(out.dtype.element_ty), mask=mask)
-    return tl.reduce((is_nan & mask).to(tl.int32), 0, tl.standard._sum_combine)
+    places = start + tl.arange(0, COUNT)
+    mask = (places >= skipped) & (places < end)
+    magnitude, sign = read(x, places - skipped, mask, DTYPE, FORM.wide)
+    if DIRECT:
+        code, is_nan = direct(magnitude, sign, numbers, codes, FORM, LAYOUT)
+    else:
+        magnitude, sign = cast(magnitude, sign, first + start, seed, numbers, FORM, COUNT)
+        code, is_nan = encoded(magnitude, sign, codes, LAYOUT)
+    tl.store(out + (places - skipped), code.to(out.dtype.element_ty), mask=mask)
+    return is_nan & mask
+
+
+@triton.jit
+def _encode_exactly(
+    x, out, seed, start, skipped, end, first, numbers, codes, DTYPE: tl.constexpr, FORM: tl.constexpr,
+    LAYOUT: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Encode again, in small pieces and with all bits, what holds a draw that 32 bits do not decide."""
+    places = start + tl.arange(0, COUNT)
+    mask = (places >= skipped) & (places < end)
+    magnitude, _sign = read(x, places - skipped, mask, DTYPE, FORM.wide)
+    PIECE: tl.constexpr = 128 if COUNT > 128 else COUNT
+    if is_undecided(magnitude, first + start, seed, numbers, FORM, COUNT):
+        for piece in range(0, COUNT, PIECE):
+            _encode(x, out, seed, start + piece, skipped, end, first, numbers, codes, DTYPE, FORM, LAYOUT, False, PIECE)
 
 
 @triton.jit(do_not_specialize=["count", "first", "numbers", "codes"])
 def encode(
-    x,
-    out,
-    seed,
-    nans,
-    count,
-    skipped,
-    first,
-    numbers,
-    codes,
-    DTYPE: tl.constexpr,
-    FORM: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, out, seed, nans, count, skipped, first, numbers, codes, DTYPE: tl.constexpr, FORM: tl.constexpr,
+    EXACT: tl.constexpr, LAYOUT: tl.constexpr, DIRECT: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write the codes of `count` numbers, as `casts.quantize` writes values; add up NaNs that have none in `nans`."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    whole = (count + skipped) // 16 * 16
+    end = count + skipped
+    whole = end // 16 * 16
     key = tl.load(seed) if FORM.random_bits > 0 else 0
-    places = start + tl.arange(0, BLOCK)
-    mask = places < whole
-    if skipped > 0:
-        mask = mask & (places >= skipped)
-    lost = _encode(x, out, key, places - skipped, mask, first + start, numbers, codes, DTYPE, FORM, LAYOUT, BLOCK)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    is_nan = _encode(x, out, key, start, skipped, whole, first, numbers, codes, DTYPE, FORM, LAYOUT, DIRECT, BLOCK)
+    if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
+        _encode_exactly(x, out, key, start, skipped, whole, first, numbers, codes, DTYPE, EXACT, LAYOUT, BLOCK)
     if LAYOUT.nan == "none":
-        tl.atomic_add(nans, lost)
+        if tl.reduce(is_nan.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
+            tl.atomic_add(nans, tl.reduce(is_nan.to(tl.int32), 0, tl.standard._sum_combine))
     if TAIL:
         if tl.program_id(0) == tl.num_programs(0) - 1:
-            places = whole + tl.arange(0, 16)
-            mask = (places < count + skipped) & (places >= skipped)
-            lost = _encode(x, out, key, places - skipped, mask, first + whole, numbers, codes, DTYPE, FORM, LAYOUT, 16)
+            lost = _encode(x, out, key, whole, skipped, end, first, numbers, codes, DTYPE, EXACT, LAYOUT, DIRECT, 16)
             if LAYOUT.nan == "none":
-                tl.atomic_add(nans, lost)
+                tl.atomic_add(nans, tl.reduce(lost.to(tl.int32), 0, tl.standard._sum_combine))
 
 
 @triton.jit

@@ -60,6 +60,8 @@ def _rounded(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: t
         # nearest-even: half a unit less one, and one more where the last kept bit is odd
         odd = (magnitude >> numbers.dropped) & 1
         rounded = (magnitude + numbers.below_half + odd) & ~((one << numbers.dropped) - 1)
+    elif FORM.by_noise:
+        rounded = _noisy(magnitude, first, seed, numbers, FORM, COUNT)
     else:
         rounded = _stepped(magnitude, sign, first, seed, numbers, FORM, COUNT)
     if FORM.by_addition and FORM.varying:
@@ -139,6 +141,58 @@ def _overflowed(rounded, magnitude, sign, numbers, FORM: tl.constexpr):
 
 
 # -- stochastic -------------------------------------------------------------------------------------------------------
+@triton.jit
+def compared(word, FORM: tl.constexpr):
+    """Return the number of 32 bits that the fraction has to exceed: the word drawn, or its first N bits and what
+    stands for all that may follow them: ones where the fraction is cut (0.N11...), 011... where it is rounded half up.
+    """
+    if FORM.random_bits < 32:
+        ONES: tl.constexpr = (1 << (32 - FORM.random_bits)) - 1
+        word = word | ONES
+        if FORM.rounding == "stochastic-b":
+            word = word ^ (1 << (31 - FORM.random_bits))
+    return word
+
+
+@triton.jit
+def _noisy(magnitude, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
+    """Do `_rounded` of fp32 by adding noise below the place where a number is cut: the carry is the step.
+
+    rest > w >> (32 - shift), of the word w, is rest + (~w >> (32 - shift)) >= 2**shift. A number of less than half a
+    quantum or so has no place for it (shift above 23): what the format would keep of it is compared.
+    """
+    word = compared(first_words(first, seed, COUNT), FORM)
+    if FORM.varying:
+        field = tl.maximum(magnitude >> 23, 1)
+        shift = numbers.dropped + tl.maximum(numbers.low_field - field, 0)
+        inside = tl.minimum(shift, 23)
+        rounded = _carried(magnitude, word, inside)
+        digit = (magnitude - ((field - 1) << 23)) >> tl.minimum(tl.maximum(shift - 32, 0), 31)
+        drawn = word >> tl.minimum(tl.maximum(32 - shift, 0), 31).to(tl.uint32)
+        step = tl.where(digit.to(tl.uint32) > drawn, numbers.quantum, 0)
+        rounded = tl.where(shift > 23, step, rounded)
+    else:
+        rounded = _carried(magnitude, word, (magnitude & 0) + numbers.dropped)
+    return rounded
+
+
+@triton.jit
+def _carried(magnitude, word, places):
+    noise = ((word ^ 0xFFFFFFFF) >> 1) >> (31 - places).to(tl.uint32)
+    step = (magnitude & 0) + 1 << places
+    return (magnitude + noise.to(tl.int32)) & -step
+
+
+@triton.jit
+def is_undecided(magnitude, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
+    """Return whether any number equals, in the bits that `_noisy` compares, the word drawn: one in 2**32 does."""
+    field = tl.maximum(magnitude >> 23, 1)
+    shift = numbers.dropped + tl.maximum(numbers.low_field - field, 0)
+    digit = (magnitude - ((field - 1) << 23)) >> tl.minimum(tl.maximum(shift - 32, 0), 31)
+    equal = (digit.to(tl.uint32) == first_words(first, seed, COUNT)) & (shift > 32)
+    return tl.reduce(equal.to(tl.int32), 0, tl.standard._elementwise_max) > 0
+
+
 @triton.jit
 def _drawn(rest, shift, first, seed, FORM: tl.constexpr, COUNT: tl.constexpr):
     """Return whether a uniform number is below rest / 2**shift, compared over 160 (or N) bits."""

@@ -1,0 +1,225 @@
+"""Steps of optimizers over all parameters in one launch: weight, moments and gradient read once, written once.
+
+Each operation is one rounding to nearest in fp32: nothing is fused, so that every device has the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from lowp.kernels.triton.device.bits import read
+
+
+@triton.jit
+def _pointer(table, tensor, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the address in a column of a tensor's row as a pointer."""
+    address = tl.load(table + tensor * COLUMNS + COLUMN)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address.to(tl.pointer_type(TYPE))
+
+
+@triton.jit
+def _weight(half, remainder, places, mask, SPLIT: tl.constexpr):
+    """Return an fp32 weight: as it is, or joined of a bf16 half and a remainder.
+
+    half * 2**16 + remainder, remainder in -32768 .. 32767
+    """
+    if SPLIT:
+        upper = tl.load(half + places, mask=mask, other=0).to(tl.int32)
+        bits = (upper << 16) + tl.load(remainder + places, mask=mask, other=0).to(tl.int32)
+    else:
+        bits = tl.load(half + places, mask=mask, other=0)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store(half, remainder, places, mask, weight, SPLIT: tl.constexpr):
+    """Write a weight as `_weight` finds it: the half is the nearest bf16, ties away from zero; of a NaN some NaN."""
+    bits = weight.to(tl.int32, bitcast=True)
+    if SPLIT:
+        upper = (bits + 0x8000) >> 16
+        rest = bits - (upper << 16)
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        upper = tl.where(is_nan, (bits >> 16) | 0x40, upper)
+        tl.store(half + places, upper.to(tl.int16), mask=mask)
+        tl.store(remainder + places, tl.where(is_nan, 0, rest).to(tl.int16), mask=mask)
+    else:
+        tl.store(half + places, bits, mask=mask)
+
+
+@triton.jit
+def _gradient(pointer, inverse, places, mask, DTYPE: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr):
+    magnitude, sign = read(pointer, places, mask, DTYPE, False)
+    gradient = (magnitude | sign).to(tl.float32, bitcast=True)
+    if SCALED:
+        gradient = gradient * tl.load(inverse)
+    if MAXIMIZE:
+        gradient = -gradient
+    return gradient
+
+
+@triton.jit
+def _adamw_block(
+    weights, rests, grads, averages, squares, inverse, rates, places, mask, form, DTYPE: tl.constexpr,
+    SPLIT: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr, NEAR: tl.constexpr,
+):  # fmt: skip
+    weight = _weight(weights, rests, places, mask, SPLIT)
+    gradient = _gradient(grads, inverse, places, mask, DTYPE, SCALED, MAXIMIZE)
+    average = tl.load(averages + places, mask=mask, other=0.0)
+    square = tl.load(squares + places, mask=mask, other=0.0)
+    weight = weight * tl.load(rates)  # 1 - lr * weight decay
+    if NEAR:
+        average = average + form.first * (gradient - average)
+    else:
+        average = gradient - (gradient - average) * form.rest
+    square = square * form.beta2 + (form.second * gradient) * gradient
+    divisor = tl.div_rn(tl.sqrt_rn(square), tl.load(rates + 2)) + form.epsilon
+    weight = weight + tl.div_rn(tl.load(rates + 1) * average, divisor)
+    _store(weights, rests, places, mask, weight, SPLIT)
+    tl.store(averages + places, average, mask=mask)
+    tl.store(squares + places, square, mask=mask)
+
+
+@triton.jit
+def adamw(
+    table, chunks, rates, inverse, skip, form, DTYPE: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
+    MAXIMIZE: tl.constexpr, NEAR: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Step one chunk of one parameter, unless `skip` holds a number above zero.
+
+    table: int64 [parameters, 6], the addresses of weight, remainder, gradient and moments, and the elements;
+    chunks: int32 [programs, 2], parameter and chunk; rates: fp32 [parameters, 4], see `lowp.kernels.updates.rates`.
+    """
+    if tl.load(skip) <= 0:
+        tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
+        first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+        NUMBER: tl.constexpr = tl.int16 if SPLIT else tl.int32
+        GRADIENT: tl.constexpr = tl.int32 if DTYPE == "fp32" else tl.int16
+        weights = _pointer(table, tensor, 0, 6, NUMBER, ALIGNED)
+        rests = _pointer(table, tensor, 1, 6, tl.int16, ALIGNED)
+        grads = _pointer(table, tensor, 2, 6, GRADIENT, ALIGNED)
+        averages = _pointer(table, tensor, 3, 6, tl.float32, ALIGNED)
+        squares = _pointer(table, tensor, 4, 6, tl.float32, ALIGNED)
+        count = tl.load(table + tensor * 6 + 5)
+        whole = count // 16 * 16
+        for start in range(0, CHUNK, BLOCK):
+            places = first + start + tl.arange(0, BLOCK)
+            _adamw_block(
+                weights, rests, grads, averages, squares, inverse, rates + 4 * tensor, places, places < whole, form,
+                DTYPE, SPLIT, SCALED, MAXIMIZE, NEAR,
+            )  # fmt: skip
+        if first + CHUNK >= count:  # the last chunk: what lies behind the last vector of 16
+            places = whole + tl.arange(0, 16)
+            _adamw_block(
+                weights, rests, grads, averages, squares, inverse, rates + 4 * tensor, places, places < count, form,
+                DTYPE, SPLIT, SCALED, MAXIMIZE, NEAR,
+            )  # fmt: skip
+
+
+@triton.jit
+def _sgd_block(
+    weights, rests, grads, buffers, inverse, rates, places, mask, form, DTYPE: tl.constexpr, SPLIT: tl.constexpr,
+    SCALED: tl.constexpr, MAXIMIZE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr,
+):  # fmt: skip
+    weight = _weight(weights, rests, places, mask, SPLIT)
+    gradient = _gradient(grads, inverse, places, mask, DTYPE, SCALED, MAXIMIZE)
+    if DECAY:
+        gradient = gradient + weight * form.decay
+    if MOMENTUM:
+        buffer = tl.load(buffers + places, mask=mask, other=0.0)
+        moved = buffer * form.momentum + gradient * form.undamped
+        buffer = tl.where(tl.load(rates + 1) > 0, moved, gradient)  # the first momentum is the gradient
+        tl.store(buffers + places, buffer, mask=mask)
+        if NESTEROV:
+            gradient = gradient + buffer * form.momentum
+        else:
+            gradient = buffer
+    weight = weight + gradient * tl.load(rates)
+    _store(weights, rests, places, mask, weight, SPLIT)
+
+
+@triton.jit
+def sgd(
+    table, chunks, rates, inverse, skip, form, DTYPE: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
+    MAXIMIZE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr,
+    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `adamw`, of one moment; rates: minus the rate, and the steps that were taken before."""
+    if tl.load(skip) <= 0:
+        tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
+        first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+        NUMBER: tl.constexpr = tl.int16 if SPLIT else tl.int32
+        GRADIENT: tl.constexpr = tl.int32 if DTYPE == "fp32" else tl.int16
+        weights = _pointer(table, tensor, 0, 6, NUMBER, ALIGNED)
+        rests = _pointer(table, tensor, 1, 6, tl.int16, ALIGNED)
+        grads = _pointer(table, tensor, 2, 6, GRADIENT, ALIGNED)
+        buffers = _pointer(table, tensor, 3, 6, tl.float32, ALIGNED)
+        count = tl.load(table + tensor * 6 + 5)
+        whole = count // 16 * 16
+        for start in range(0, CHUNK, BLOCK):
+            places = first + start + tl.arange(0, BLOCK)
+            _sgd_block(
+                weights, rests, grads, buffers, inverse, rates + 4 * tensor, places, places < whole, form,
+                DTYPE, SPLIT, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, DECAY,
+            )  # fmt: skip
+        if first + CHUNK >= count:
+            places = whole + tl.arange(0, 16)
+            _sgd_block(
+                weights, rests, grads, buffers, inverse, rates + 4 * tensor, places, places < count, form,
+                DTYPE, SPLIT, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, DECAY,
+            )  # fmt: skip
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+@triton.jit
+def _check_block(grads, inverse, places, mask, DTYPE: tl.constexpr, UNSCALE: tl.constexpr):
+    magnitude, sign = read(grads, places, mask, DTYPE, False)
+    value = (magnitude | sign).to(tl.float32, bitcast=True)
+    bad = tl.reduce((magnitude >= 0x7F800000).to(tl.int32), 0, tl.standard._elementwise_max)
+    if UNSCALE:
+        value = value * tl.load(inverse)
+        bits = value.to(tl.int32, bitcast=True)
+        if DTYPE == "fp32":
+            tl.store(grads + places, bits, mask=mask)
+        elif DTYPE == "fp16":
+            tl.store(grads + places, value.to(tl.float16).to(tl.int16, bitcast=True), mask=mask)
+        else:
+            half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            half = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, half)
+            tl.store(grads + places, half.to(tl.int16), mask=mask)
+    field = tl.where((magnitude == 0) | (magnitude >= 0x7F800000), 255, magnitude >> 23)
+    wide = tl.where(magnitude >= 0x7F800000, 0.0, value).to(tl.float64)
+    return bad, tl.reduce(wide * wide, 0, tl.standard._sum_combine), tl.histogram(field, 256, mask=mask)
+
+
+@triton.jit
+def check(
+    table, chunks, inverse, found, energies, histogram, DTYPE: tl.constexpr, UNSCALE: tl.constexpr,
+    COUNTS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Unscale one chunk of one gradient; say whether it holds an infinity or a NaN; its energy, and its exponents.
+
+    table: int64 [gradients, 2], address and elements. found: fp32, set to 1. energies: fp64 [programs], the sum of
+    squares of what is finite. histogram: int32 [256], by the exponent field of fp32, what is finite and not zero.
+    """
+    tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
+    first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    NUMBER: tl.constexpr = tl.int32 if DTYPE == "fp32" else tl.int16
+    grads = _pointer(table, tensor, 0, 2, NUMBER, ALIGNED)
+    count = tl.load(table + tensor * 2 + 1)
+    whole = count // 16 * 16
+    places = whole + tl.arange(0, 16)
+    mask = (places < count) & (first + CHUNK >= count)  # the last chunk: what lies behind the last vector of 16
+    bad, energy, bins = _check_block(grads, inverse, places, mask, DTYPE, UNSCALE)
+    for start in range(0, CHUNK, BLOCK):
+        places = first + start + tl.arange(0, BLOCK)
+        worse, more, others = _check_block(grads, inverse, places, places < whole, DTYPE, UNSCALE)
+        bad = tl.maximum(bad, worse)
+        energy += more
+        bins += others
+    if bad > 0:
+        tl.store(found, 1.0)
+    tl.store(energies + tl.program_id(0), energy)
+    if COUNTS:
+        field = tl.arange(0, 256)
+        tl.atomic_add(histogram + field, tl.where(field == 255, 0, bins))

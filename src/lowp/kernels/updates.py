@@ -1,0 +1,176 @@
+"""Steps of optimizers and checks of gradients that run as one kernel over many tensors, where a device has it.
+
+The functions in torch's operations are the definition: one rounding to nearest an operation, nothing fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.errors import Unavailable
+from lowp.kernels import dispatch, triton
+
+__all__ = [
+    "AdamW",
+    "Checked",
+    "Columns",
+    "Sgd",
+    "adamw",
+    "adamw_block",
+    "check",
+    "has_kernels",
+    "rates",
+    "sgd",
+    "sgd_block",
+]
+
+
+class AdamW(NamedTuple):
+    """AdamW's numbers that do not change by step; the rate may be a tensor on the device."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    maximize: bool
+
+
+class Sgd(NamedTuple):
+    """SGD's numbers that do not change by step; the rate may be a tensor on the device."""
+
+    lr: float | Tensor
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+
+
+class Columns(NamedTuple):
+    """The tensors of a step, one of each for a parameter: bf16 halves and int16 remainders, or fp32 weights alone."""
+
+    weights: Sequence[Tensor]
+    remainders: Sequence[Tensor] | None
+    gradients: Sequence[Tensor]
+    moments: Sequence[Sequence[Tensor]]
+    steps: Sequence[Tensor]  # 0-d fp32, how many were taken before
+
+
+class Checked(NamedTuple):
+    """What one pass over gradients found, on their device: nothing waits for it."""
+
+    squares: Tensor  # fp64, 0-d: of what is finite
+    histogram: Tensor | None  # int32 [256], by the exponent field of fp32, of what is finite and not zero
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether steps on this device are one kernel: where casts are Triton's, by choice or by `use`."""
+    return dispatch.implementation(device) is triton
+
+
+def rates(steps: Tensor, numbers: AdamW | Sgd) -> Tensor:
+    """Return what a step is to each parameter, fp32 [parameters, 4], of the steps taken before: computed in fp64.
+
+    AdamW: 1 - lr * weight decay, -lr / (1 - beta1**step), sqrt(1 - beta2**step). SGD: -lr, and the steps before.
+    """
+    before = steps.to(torch.float64)
+    rate = torch.as_tensor(numbers.lr, dtype=torch.float64, device=steps.device)
+    if isinstance(numbers, Sgd):
+        found: tuple[Tensor, ...] = (-rate.expand_as(before), before)
+    else:
+        taken = before + 1
+        size = -rate / (1 - numbers.beta1**taken)
+        found = ((1 - rate * numbers.weight_decay).expand_as(before), size, (1 - numbers.beta2**taken).sqrt())
+    table = torch.zeros(len(before), 4, dtype=torch.float32, device=steps.device)
+    table[:, : len(found)] = torch.stack(found, 1)
+    return table
+
+
+def adamw(columns: Columns, numbers: AdamW, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """Step AdamW on parameters whose gradients have one dtype; a step with `found_inf` above zero changes nothing.
+
+    Source: Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2. Gradients are divided by `grad_scale`.
+    """
+    from lowp.kernels.triton import steps
+
+    moves = steps.Moves(1 - numbers.beta1, numbers.beta1, numbers.beta2, 1 - numbers.beta2, numbers.epsilon)
+    table = rates(torch.stack(list(columns.steps)), numbers)
+    steps.adamw(
+        _by_column(columns), table, _inverse(grad_scale), found_inf, moves, _is_split(columns), numbers.maximize
+    )
+
+
+def sgd(columns: Columns, numbers: Sgd, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """Step SGD, as `adamw`; the first momentum is the gradient."""
+    from lowp.kernels.triton import steps
+
+    momentum = steps.Momentum(numbers.momentum, 1 - numbers.dampening, numbers.weight_decay)
+    table = rates(torch.stack(list(columns.steps)), numbers)
+    skip, inverse = found_inf, _inverse(grad_scale)
+    flags = (_is_split(columns), numbers.maximize, numbers.nesterov)
+    steps.sgd(_by_column(columns), table, inverse, skip, momentum, *flags)
+
+
+def check(
+    gradients: Sequence[Tensor], found_inf: Tensor, inverse: Tensor | None = None, histogram: bool = False
+) -> Checked:
+    """Multiply gradients of one dtype by `inverse` in place, set `found_inf` to 1 for what is not finite, and look.
+
+    In one pass, and nothing waits for the device. Raises Unavailable where there is no such kernel.
+    """
+    from lowp.kernels.triton import steps
+
+    if not has_kernels(found_inf.device):
+        raise Unavailable(f"no kernel checks gradients on {found_inf.device}: lowp.kernels.use('triton') has one")
+    bins = torch.zeros(256, dtype=torch.int32, device=found_inf.device) if histogram else None
+    return Checked(steps.check(gradients, inverse, found_inf, bins), bins)
+
+
+def _is_split(columns: Columns) -> bool:
+    return columns.remainders is not None
+
+
+def _by_column(columns: Columns) -> list[Sequence[Tensor]]:
+    """Return five columns; what is missing is the weights again, which are not looked at there."""
+    rests = columns.weights if columns.remainders is None else columns.remainders
+    moments = [*columns.moments, *[columns.weights] * (2 - len(columns.moments))]
+    return [columns.weights, rests, columns.gradients, *moments]
+
+
+def _inverse(grad_scale: Tensor | None) -> Tensor | None:
+    return None if grad_scale is None else grad_scale.double().reciprocal().float()
+
+
+# -- the definition ---------------------------------------------------------------------------------------------------
+def adamw_block(
+    weight: Tensor, gradient: Tensor, average: Tensor, square: Tensor, rate: Tensor, numbers: AdamW
+) -> None:
+    """Update an fp32 weight and its moments in place; `rate` is the parameter's row of `rates`."""
+    first, second = 1 - numbers.beta1, 1 - numbers.beta2
+    gradient = -gradient if numbers.maximize else gradient
+    weight.mul_(rate[0])
+    if first < 0.5:
+        average.add_((gradient - average).mul_(first))
+    else:
+        average.copy_(gradient - (gradient - average).mul_(numbers.beta1))
+    square.mul_(numbers.beta2).add_(gradient.mul(second).mul_(gradient))
+    root = square.double().sqrt().float()  # rounded to nearest, which torch's fp32 root on a CPU is not
+    divisor = root.div_(rate[2]).add_(numbers.epsilon)
+    weight.add_(average.mul(rate[1]).div_(divisor))
+
+
+def sgd_block(weight: Tensor, gradient: Tensor, buffer: Tensor | None, rate: Tensor, numbers: Sgd) -> None:
+    """Update an fp32 weight and its momentum in place; `rate` is the parameter's row of `rates`."""
+    gradient = -gradient if numbers.maximize else gradient
+    if numbers.weight_decay:
+        gradient = gradient + weight.mul(numbers.weight_decay)
+    if buffer is not None:
+        moved = buffer.mul(numbers.momentum).add_(gradient.mul(1 - numbers.dampening))
+        buffer.copy_(torch.where(rate[1] > 0, moved, gradient))
+        gradient = gradient + buffer.mul(numbers.momentum) if numbers.nesterov else buffer
+    weight.add_(gradient.mul(rate[0]))

@@ -1,0 +1,71 @@
+"""Which parameters one kernel steps at once, and what it is given of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lowp.kernels import updates
+from lowp.ops.observing import everywhere
+from lowp.optim.shards import is_sharded
+from lowp.optim.storage import Storage
+
+State = Mapping[Tensor, dict[str, Tensor]]
+_GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def by_kernel(
+    parameters: Sequence[Tensor],
+    storage: Storage,
+    moments: Sequence[str],
+    state: State,
+    start: Callable[[Tensor, dict[str, Tensor]], None],
+) -> Iterator[list[Tensor]]:
+    """Yield the parameters of a group that are stepped together, by device and by their gradients' dtype.
+
+    Those in split storage or plain fp32, contiguous and whole, with fp32 moments, while nobody observes. `start` makes
+    the state of one that has none.
+    """
+    if (storage.cast is not None and storage.kind != "split") or everywhere:
+        return
+    dtype = torch.float32 if storage.cast is None else torch.bfloat16
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or not updates.has_kernels(parameter.device) or not _is_plain(parameter, gradient, dtype):
+            continue
+        if "step" not in state[parameter]:
+            start(parameter, state[parameter])
+        kept = [state[parameter][name] for name in moments if name in state[parameter]]
+        if len(kept) == len(moments) and all(one.dtype is torch.float32 and one.is_contiguous() for one in kept):
+            groups[parameter.device, gradient.dtype].append(parameter)
+    yield from groups.values()
+
+
+def _is_plain(parameter: Tensor, gradient: Tensor, dtype: torch.dtype) -> bool:
+    if is_sharded(parameter) or gradient.is_sparse or gradient.dtype not in _GRADIENTS or parameter.numel() == 0:
+        return False
+    return parameter.is_contiguous() and gradient.is_contiguous() and parameter.dtype is dtype
+
+
+def columns_of(parameters: Sequence[Tensor], state: State, moments: Sequence[str]) -> updates.Columns:
+    """Return what the kernel is given: weights, remainders, gradients, moments and steps."""
+    states = [state[parameter] for parameter in parameters]
+    split = "remainder" in states[0]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return updates.Columns(
+        [parameter.detach() for parameter in parameters],
+        [one["remainder"] for one in states] if split else None,
+        [gradient.detach() for gradient in gradients],
+        [[one[name] for one in states] for name in moments],
+        [one["step"] for one in states],
+    )
+
+
+def count_step(state: dict[str, Tensor], found_inf: Tensor | None) -> None:
+    """Count a step of a parameter on its device, unless a gradient was not finite."""
+    before = state["step"]
+    state["step"] = before + (1 if found_inf is None else 1 - found_inf.reshape(()).to(before.device).clamp(max=1))
