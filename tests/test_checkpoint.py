@@ -370,7 +370,7 @@ def test_whatever_is_edited_is_loaded_whole_or_refused_and_nothing_changes(tmp_p
     lowp.save(path, **parts)
     whole, generator = torch.load(path, weights_only=True), random.Random(kind)
     places, refused = list(_places(whole))[1:], 0
-    for _ in range(30):
+    for _ in range(15):
         content, place = copy.deepcopy(whole), generator.choice(places)
         entry = content
         for key in place[:-1]:
@@ -386,7 +386,7 @@ def test_whatever_is_edited_is_loaded_whole_or_refused_and_nothing_changes(tmp_p
         else:  # a number in place of a number
             torch.save(whole, path)
             lowp.load(path, **parts)
-    assert refused > 10
+    assert refused > 5
 
 
 def test_a_policy_of_any_name_comes_back(tmp_path: Path) -> None:
