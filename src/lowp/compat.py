@@ -125,6 +125,17 @@ def gradients_of(
     return found
 
 
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model within DataParallel, DistributedDataParallel and compiled modules."""
+    while True:
+        if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = inner
+        else:
+            return model
+
+
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -196,6 +198,28 @@ def test_masters_are_told_as_they_are_stored_in_few_bits(seen: list[Observation]
     optimizer.step()
     told = [(one.path, one.role, one.phase, str(one.cast), one.tensor.dtype) for one in seen]
     assert told == [(f"parameter {index}", "weight", "step", "bf16", torch.float32) for index in (0, 1)]
+
+
+@pytest.mark.parametrize("make", [lowp.optim.AdamW, lowp.optim.SGD, torch.optim.SGD])
+@pytest.mark.parametrize("how", ["given", "prepared", "attached", "number"])
+def test_stored_weights_are_told_whole_and_by_name(seen: list[Observation], make: Any, how: str) -> None:
+    model = nn.Linear(300, 300)  # more elements than a block of lowp's optimizers
+    optimizer = make(model.named_parameters() if how == "given" else model.parameters(), lr=0.1)
+    if how == "prepared":
+        precision = lowp.Precision("bf16-storage", masters="split")
+        model, optimizer = precision.prepare(model, optimizer)
+    elif make is torch.optim.SGD:
+        optimizer = lowp.MasterWeights(optimizer, storage="bf16")
+    if how == "attached":
+        optimizer.attach(model)
+    optimizer = copy.deepcopy((model, optimizer))[1]
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    names = ["parameter 0", "parameter 1"] if how == "number" else ["weight", "bias"]
+    assert [(one.path, one.role, one.phase) for one in seen] == [(name, "weight", "step") for name in names]
+    masters = [optimizer.master(parameter) for parameter in optimizer.param_groups[0]["params"]]
+    assert all(torch.equal(one.tensor, master) for one, master in zip(seen, masters, strict=True))
 
 
 def test_an_observer_of_a_region_hears_of_that_region_alone_until_it_ends() -> None:

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowp.errors import LowpError
 from lowp.grad_scaler.gradients import parameters_of
+from lowp.optim.names import given_names
 
 
 class NonFiniteGradients(LowpError, FloatingPointError):
@@ -82,12 +83,11 @@ class Names:
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the name of each parameter of an optimizer, or its place and shape where it has none."""
-        names = []
+        names, given = [], given_names(optimizer)
         for number, group in enumerate(optimizer.param_groups):
-            given = group.get("param_names")
             for place, parameter in enumerate(group["params"]):
                 fallback = f"param_groups[{number}]['params'][{place}], shape {tuple(parameter.shape)}"
-                names.append(self._names.get(parameter) or (given[place] if given else fallback))
+                names.append(self._names.get(parameter) or given.get(parameter, fallback))
         return names
 
     def backward_order(self, optimizer: torch.optim.Optimizer) -> list[int]:

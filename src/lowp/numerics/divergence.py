@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowp.compat import private
-from lowp.numerics.modes import Paths, local, put_on, take_off, tensors_in, unwrapped
+from lowp.compat import private, unwrapped
+from lowp.numerics.modes import Paths, local, put_on, take_off, tensors_in
 from lowp.numerics.record import StepSeen
 from lowp.numerics.replay import Event, Trace, state_of, tracing
 from lowp.region import entries

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowp.compat import private
+from lowp.compat import private, unwrapped
 from lowp.ops import table
 from lowp.ops.table import Row
 
@@ -165,14 +165,3 @@ class Paths:
     def clear(self) -> None:
         """Be outside of every module."""
         self._stack.clear()
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model within DataParallel, DistributedDataParallel and compiled modules."""
-    while True:
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model

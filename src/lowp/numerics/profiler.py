@@ -20,13 +20,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowp import distributed
+from lowp.compat import unwrapped
 from lowp.errors import InvalidInput, Misuse
 from lowp.grad_scaler import GradScaler
 from lowp.numerics.advice import window_of
 from lowp.numerics.divergence import Fault
 from lowp.numerics.guard import Guard
 from lowp.numerics.identity import header_of
-from lowp.numerics.modes import Paths, depth, in_backward, put_on, take_off, unwrapped
+from lowp.numerics.modes import Paths, depth, in_backward, put_on, take_off
 from lowp.numerics.record import Journal, Part, Record, StepSeen
 from lowp.numerics.sampling import Budget, parse_share
 from lowp.numerics.watching import Watch

@@ -104,13 +104,6 @@ class Watch(NamedTuple):
             y.register_hook(lambda gradient: self(gradient, role, cast))  # type: ignore[no-untyped-call]
 
 
-def tell_of_weight(master: Tensor, index: int | None, cast: Cast | None) -> None:
-    """Tell who observes everywhere of a weight that an optimizer stores, which has no name for it; or of a part."""
-    if everywhere and cast is not None:
-        name = "" if index is None else f"parameter {index}"
-        Watch((everywhere,), name, "step", "step")(master, "weight", cast, "step")
-
-
 def step(name: str) -> Watch | None:
     """Return the watch of an optimizer's step of one parameter; None where nobody observes."""
     return Watch((everywhere,), name, "step", "step") if everywhere else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import Tensor
@@ -11,8 +10,7 @@ from torch.optim.adamw import adamw
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.kernels import updates
-from lowp.optim.blockwise import BlockwiseOptimizer
-from lowp.optim.torch_options import refuse_others
+from lowp.optim.blockwise import BlockwiseOptimizer, KeptState
 
 
 class AdamW(BlockwiseOptimizer):
@@ -45,14 +43,13 @@ class AdamW(BlockwiseOptimizer):
         seed: int = 0,
         **others: Any,
     ) -> None:
-        refuse_others("lowp.optim.AdamW", others, inspect.signature(AdamW).parameters)
         if lr < 0 or eps < 0 or weight_decay < 0:
             raise InvalidInput(f"lr={lr}, eps={eps}, weight_decay={weight_decay}: none may be negative")
         if not all(0 <= beta < 1 for beta in betas):
             raise InvalidInput(f"betas={betas}: both lie in [0, 1)")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        kind = "split" if split and storage is not None else masters
-        super().__init__(params, defaults, storage=storage, kind=kind, moment_storage=moments, seed=seed)
+        kept = KeptState(storage, split, masters, moments, seed)
+        super().__init__(params, defaults, kept, others)
 
     def update_block(
         self, weight: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,8 @@ from lowp.casts import Cast
 from lowp.compat import uncompiled
 from lowp.errors import InvalidInput
 from lowp.kernels import updates
-from lowp.ops.observing import tell_of_weight
 from lowp.optim.model_state import Attachment, StoredModel, attach, own
+from lowp.optim.names import ParameterNames
 from lowp.optim.shards import local, shard_of
 from lowp.optim.state_dicts import (
     MASTER_WEIGHT,
@@ -28,13 +29,24 @@ from lowp.optim.state_dicts import (
 )
 from lowp.optim.storage import Storage, check_seed, seed_of
 from lowp.optim.together import by_kernel, columns_of, count_step
+from lowp.optim.torch_options import refuse_others
 from lowp.optim.zero import refuse_to_convert
 
 # 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache
 BLOCK = 1 << 16
 _KEPT = (MASTER_WEIGHT, "remainder")  # the entries of a parameter's state that belong to its storage
-_COPIED = ("storage", "moment_cast", "moments", "seed")  # what a copy has beside what torch's optimizers have
+_COPIED = ("storage", "moment_cast", "moments", "names", "seed")  # what a copy has beside what torch's optimizers have
 _STOCHASTIC_BF16 = "bf16:stochastic"  # nearest would stall: 0.001 of a second moment is below half a bf16 ulp
+
+
+class KeptState(NamedTuple):
+    """How an optimizer keeps weights and moments: the arguments that its users give, unchecked."""
+
+    storage: str | Cast | None
+    split: bool
+    masters: str
+    moments: str | Cast
+    seed: int
 
 
 class BlockwiseOptimizer(torch.optim.Optimizer):
@@ -55,18 +67,18 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self,
         params: Any,
         defaults: dict[str, Any],
-        *,
-        storage: str | Cast | None,
-        kind: str,
-        moment_storage: str | Cast,
-        seed: int,
+        kept: KeptState,
+        others: Mapping[str, Any],
     ) -> None:
-        self.storage = Storage.parse(storage, kind)
-        self.moment_cast = casts.parse(moment_storage)
+        refuse_others(f"lowp.optim.{type(self).__name__}", others, inspect.signature(type(self)).parameters)
+        kind = "split" if kept.split and kept.storage is not None else kept.masters
+        self.storage = Storage.parse(kept.storage, kind)
+        self.moment_cast = casts.parse(kept.moments)
         if str(self.moment_cast) not in ("fp32", "bf16"):
-            raise InvalidInput(f"moments are kept in fp32 or bf16, not {moment_storage}")
-        check_seed(seed)
-        self.seed = seed
+            raise InvalidInput(f"moments={kept.moments}: give fp32 or bf16")
+        check_seed(kept.seed)
+        self.seed = kept.seed
+        self.names = ParameterNames()
         self._step_supports_amp_scaling = True
         super().__init__(params, defaults)
 
@@ -135,12 +147,14 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         if "step" not in state:
             self._start(parameter, state)
         before = state["step"]
+        watch = self.names.watches([parameter], self).get(parameter) if self.storage.cast is not None else None
         # flat views of what this rank holds; what is not contiguous (channels_last) is copied into its logical order
         # and back
         here = local(parameter).detach()
         stored = here.reshape(-1)
         gradient = local(gradient).reshape(-1)
         parts = {name: local(value).view(-1) for name, value in state.items() if name != "step"}
+        seen = None if watch is None else torch.empty_like(stored, dtype=torch.float32)
         for number, start in enumerate(range(0, stored.numel(), BLOCK)):
             block = slice(start, start + BLOCK)
             self._step_block(
@@ -150,7 +164,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 before.clone(),
                 group,
                 seed_of(self.seed, before, index, number),
+                None if seen is None else seen[block],
             )
+        if watch is not None and seen is not None:
+            watch(seen.view(here.shape), "weight", self.storage.cast, "step")
         if stored.data_ptr() != here.data_ptr():
             here.copy_(stored.view(here.shape))
         count_step(state, getattr(self, "found_inf", None))
@@ -163,8 +180,12 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         step: Tensor,
         group: dict[str, Any],
         seed: int | Tensor,
+        seen: Tensor | None,
     ) -> None:
-        """One block: into fp32, `update_block`, back into storage, all unless a gradient somewhere was non-finite."""
+        """One block: into fp32, `update_block`, back into storage, all unless a gradient somewhere was non-finite.
+
+        `seen` gets the fp32 weights before they are stored, where an observer is told of them.
+        """
         weight = self.storage.load(stored, kept)
         moments = {name: kept[name].to(torch.float32) for name in self.moments if name in kept}
         gradient = gradient.to(torch.float32)
@@ -178,7 +199,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             weight.copy_(torch.where(skip, old[0], weight))
             for name, value in moments.items():
                 value.copy_(torch.where(skip, old[1][name], value))
-        tell_of_weight(weight, None, self.storage.cast)
+        if seen is not None:
+            seen.copy_(weight)
         self.storage.save(stored, kept, weight, seed)
         for slot, (name, value) in enumerate(moments.items(), 1):
             if kept[name].dtype != torch.float32:
@@ -211,6 +233,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def attach(self, model: nn.Module) -> Attachment:
         """Make `model.state_dict()` give the fp32 masters, and `model.load_state_dict()` set them."""
+        self.names.add(model)
         mine = {parameter for _, parameter in self._parameters()}
         names = [name for name, one in model.named_parameters(remove_duplicate=False) if one in mine]
         return attach(model, StoredModel(self.storage, names, self))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from lowp.exponents import SharedExponents
 from lowp.kernels.mantissas import Mantissas, values
 from lowp.ops.observing import everywhere, step
 from lowp.optim.model_state import Attachment, StoredModel, attach, own
+from lowp.optim.names import given_names
 from lowp.optim.shards import is_sharded
 from lowp.optim.state_dicts import entries_by_parameter, with_loading_hooks, with_saving_hooks
 from lowp.optim.storage import Storage
@@ -30,7 +31,38 @@ _VERSION = 1
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
 
 
-_ROLES = frozenset({"weight", "update", "buffer"})
+class _Site(NamedTuple):
+    """One tensor that a step writes: its role for observers, and what of which parameter it is.
+
+    Printed it is the place of its exponent, ``weight of 0.bias``.
+    """
+
+    role: str
+    part: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.part} of {self.name}"
+
+
+def _weight(name: str) -> _Site:
+    return _Site("weight", "weight", name)
+
+
+def _gradient(name: str) -> _Site:
+    return _Site("weight gradient", "gradient", name)
+
+
+def _update(name: str) -> _Site:
+    return _Site("update", "update", name)
+
+
+def _buffer(name: str) -> _Site:
+    return _Site("buffer", "buffer", name)
+
+
+def _state(key: str, name: str) -> _Site:
+    return _Site("optimizer state", key, name)
 
 
 def refuse_shards(cast: Cast, parameters: Iterable[Tensor]) -> None:
@@ -43,14 +75,6 @@ def refuse_shards(cast: Cast, parameters: Iterable[Tensor]) -> None:
         )
 
 
-def _tell(x: Tensor, place: str, cast: Cast) -> None:
-    """Tell observers of what a step writes: the role and the parameter are in the name of its place."""
-    role, _, name = place.partition(" of ")
-    watch = step(name)
-    if watch is not None:
-        watch(x, {"gradient": "weight gradient"}.get(role, role if role in _ROLES else "optimizer state"), cast, "step")
-
-
 class FlexWeights(torch.optim.Optimizer):
     """Lets any torch optimizer train parameters that are int16 under shared exponents, without masters.
 
@@ -58,8 +82,8 @@ class FlexWeights(torch.optim.Optimizer):
     the inner optimizer computes in fp32 on such values; then the update is written, the weight as the sum of the old
     one and the update, and every floating-point tensor of the optimizer's state with more than one element; of means
     of squares (Adam's second moment) it is the root that is in the format, see `_written_square`. Gradients that are
-    sums (accumulated, averaged over ranks, clipped) are written first. `names` gives the parameters' names; those in
-    `written` have been written before under these.
+    sums (accumulated, averaged over ranks, clipped) are written first. `names` gives the parameters' names, in place of
+    those that the optimizer was given; the parameters in `stored` hold values of the format already.
 
     `param_groups`, `state` and `state_dict` are the inner optimizer's; the exponents are kept by `exponents`.
     """
@@ -70,18 +94,18 @@ class FlexWeights(torch.optim.Optimizer):
         cast: Cast,
         exponents: SharedExponents,
         names: Mapping[Tensor, str] | None = None,
-        written: Container[Tensor] = (),
+        stored: Container[Tensor] = (),
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"FlexWeights wraps a torch optimizer, not {type(optimizer).__name__}")
         self.inner = optimizer
         self.cast, self.exponents = cast, exponents
-        self._names: dict[Tensor, str] = dict(names or {})
+        self._names: dict[Tensor, str] = {**given_names(optimizer), **(names or {})}
         self._buffers: dict[str, tuple[Callable[[], nn.Module | None], str]] = {}
         # groups, state and defaults ARE the inner optimizer's, so only the hooks of the base class are set up
         super().__setstate__({"defaults": optimizer.defaults})
         self._adopted: set[Tensor] = set()
-        self._adopt(written)
+        self._adopt(stored)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -122,7 +146,7 @@ class FlexWeights(torch.optim.Optimizer):
         for parameter in self._parameters():
             if parameter.grad is not None:
                 name = self._names[parameter]
-                known = self.exponents.mantissas(parameter, self.cast, f"weight of {name}")
+                known = self.exponents.mantissas(parameter, self.cast, str(_weight(name)))
                 before[parameter] = parameter.detach().clone() if known is None else known
         result = self.inner.step()
         for parameter, old in before.items():
@@ -131,12 +155,12 @@ class FlexWeights(torch.optim.Optimizer):
             for key, value in self.inner.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
                     if key in SQUARES:
-                        value.copy_(self._written_square(value, f"{key} of {name}"))
+                        value.copy_(self._written_square(value, _state(key, name)))
                     else:
-                        self._write_(value, f"{key} of {name}")
+                        self._write_(value, _state(key, name))
         for name, (module, key) in self._buffers.items():
             if isinstance(buffer := getattr(module(), key, None), Tensor):
-                buffer.copy_(self._written(buffer, f"buffer of {name}", unless_exact=True))
+                buffer.copy_(self._written(buffer, _buffer(name), unless_exact=True))
         return result
 
     @torch.no_grad()
@@ -145,16 +169,16 @@ class FlexWeights(torch.optim.Optimizer):
         for parameter in self._parameters():
             gradient = parameter.grad
             if gradient is not None and not gradient.is_sparse:
-                self._write_(gradient, f"gradient of {self._names[parameter]}", unless_exact=True)
+                self._write_(gradient, _gradient(self._names[parameter]), unless_exact=True)
 
     def _write_step(self, parameter: Tensor, old: Tensor | Mantissas) -> None:
         """Write the update of a parameter, and the parameter as the sum of what it was and the update."""
-        weight, moved = (f"{role} of {self._names[parameter]}" for role in ("weight", "update"))
+        weight, moved = _weight(self._names[parameter]), _update(self._names[parameter])
         if isinstance(old, Mantissas):
-            if not everywhere and self.exponents.write_step(parameter, old, self.cast, moved, weight):
+            if not everywhere and self.exponents.write_step(parameter, old, self.cast, str(moved), str(weight)):
                 return
             old = values(old.payload, old.exponent)
-        self.exponents.admit(old, self.cast, weight)
+        self.exponents.admit(old, self.cast, str(weight))
         update = self._written(parameter.double() - old.double(), moved)
         parameter.copy_(self._written(old.double() + update.double(), weight))
 
@@ -176,9 +200,9 @@ class FlexWeights(torch.optim.Optimizer):
         with torch.no_grad():
             for parameter in values:
                 if parameter in self._adopted:
-                    place = f"weight of {self._names[parameter]}"
-                    self.exponents.admit(parameter, self.cast, place)
-                    parameter.copy_(self._written(parameter, place, unless_exact=True))
+                    site = _weight(self._names[parameter])
+                    self.exponents.admit(parameter, self.cast, str(site))
+                    parameter.copy_(self._written(parameter, site, unless_exact=True))
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's dictionary; the weights are in the model's, the exponents in the precision's."""
@@ -202,7 +226,7 @@ class FlexWeights(torch.optim.Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.inner.param_groups for parameter in group["params"]]
 
-    def _adopt(self, written: Container[Tensor] = ()) -> None:
+    def _adopt(self, stored: Container[Tensor] = ()) -> None:
         refuse_shards(self.cast, self._parameters())
         with torch.no_grad():
             for parameter in self._parameters():
@@ -211,26 +235,30 @@ class FlexWeights(torch.optim.Optimizer):
                 if parameter.dtype is not torch.float32 or parameter.is_sparse:
                     raise InvalidInput(f"a {parameter.dtype} parameter cannot be stored in {self.cast}: give fp32 ones")
                 name = self._names.setdefault(parameter, f"parameter {len(self._adopted)}")
-                # one that was written may have been sent by another rank since: what is in the format stays as it is
-                parameter.copy_(self._written(parameter, f"weight of {name}", unless_exact=parameter in written))
+                # a stored one may have been sent by another rank since: what is in the format stays as it is
+                parameter.copy_(self._written(parameter, _weight(name), unless_exact=parameter in stored))
                 self._adopted.add(parameter)
             own(self, self._adopted)
 
-    def _written(self, x: Tensor, place: str, unless_exact: bool = False) -> Tensor:
-        _tell(x, place, self.cast)
-        return self.exponents.write(x, self.cast, place, unless_exact=unless_exact)
+    def _tell(self, x: Tensor, site: _Site) -> None:
+        if (watch := step(site.name)) is not None:
+            watch(x, site.role, self.cast, "step")
 
-    def _write_(self, x: Tensor, place: str, unless_exact: bool = False) -> None:
+    def _written(self, x: Tensor, site: _Site, unless_exact: bool = False) -> Tensor:
+        self._tell(x, site)
+        return self.exponents.write(x, self.cast, str(site), unless_exact=unless_exact)
+
+    def _write_(self, x: Tensor, site: _Site, unless_exact: bool = False) -> None:
         """Write a tensor in place."""
         if x.dtype is torch.float32 and not unless_exact:
-            _tell(x, place, self.cast)
-            self.exponents.write_(x, self.cast, place)
+            self._tell(x, site)
+            self.exponents.write_(x, self.cast, str(site))
             return
-        result = self._written(x, place, unless_exact)
+        result = self._written(x, site, unless_exact)
         if result is not x:
             x.copy_(result)
 
-    def _written_square(self, x: Tensor, place: str) -> Tensor:
+    def _written_square(self, x: Tensor, site: _Site) -> Tensor:
         """Return x, which is not negative, as the squares of values of the format; what is not zero does not become so.
 
         Squares span twice the binary places that gradients do, more than 15: written as they are, most would be zero,
@@ -238,8 +266,8 @@ class FlexWeights(torch.optim.Optimizer):
         half a unit becomes a unit: the denominator of a small gradient may be too large, and never vanishes.
         """
         root = x.double().sqrt()
-        written = self._written(root, place)
-        return torch.where((root > 0) & (written == 0), self.exponents.unit(place), written).square()
+        written = self._written(root, site)
+        return torch.where((root > 0) & (written == 0), self.exponents.unit(str(site)), written).square()
 
     def __getstate__(self) -> dict[str, Any]:
         hooks = [name for name in self.__dict__ if name.startswith("_optimizer_")]  # as torch's: not copied

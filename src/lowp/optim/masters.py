@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from lowp.casts import Cast
 from lowp.compat import uncompiled
 from lowp.errors import InvalidInput
-from lowp.ops.observing import tell_of_weight
+from lowp.ops.observing import Watch
 from lowp.optim.model_state import Attachment, StoredModel, attach, own
+from lowp.optim.names import ParameterNames
 from lowp.optim.shards import is_sharded, local
 from lowp.optim.state_dicts import (
     MASTER_WEIGHT,
@@ -70,6 +71,7 @@ class MasterWeights(torch.optim.Optimizer):
         self.storage = Storage.parse(storage, kind)
         self.seed = seed
         self.steps = 0
+        self.names = ParameterNames()
         self._kept: dict[Tensor, dict[str, Tensor]] = {}
         self._masters: dict[Tensor, nn.Parameter] = {}
         # groups, state and defaults ARE the inner optimizer's, so only the hooks of the base class are set up
@@ -116,6 +118,7 @@ class MasterWeights(torch.optim.Optimizer):
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the masters from the parameters' gradients and write them back, rounded to the storage format."""
+        told = {} if self.storage.cast is None else self.names.watches(self._masters, self)
         amp = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         with self._on_masters():
             for name, value in amp.items():
@@ -127,7 +130,7 @@ class MasterWeights(torch.optim.Optimizer):
                 for name in amp:
                     delattr(self.inner, name)
             self.steps += 1
-            self._write_back()
+            self._write_back(told)
         return result
 
     # -- masters --------------------------------------------------------------------------------------------------
@@ -146,6 +149,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def attach(self, model: nn.Module) -> Attachment:
         """Make `model.state_dict()` give fp32 masters, and `model.load_state_dict()` set them."""
+        self.names.add(model)
         names = [name for name, one in model.named_parameters(remove_duplicate=False) if one in self._kept]
         return attach(model, StoredModel(self.storage, names, self))
 
@@ -216,12 +220,13 @@ class MasterWeights(torch.optim.Optimizer):
             else:
                 master.grad = parameter.grad.detach().to(torch.float32)
 
-    def _write_back(self) -> None:
+    def _write_back(self, told: Mapping[Tensor, Watch]) -> None:
         with torch.no_grad():
             for index, (parameter, master) in enumerate(self._masters.items()):
                 seed = seed_of(self.seed, self.steps, index)
                 kept = {name: local(value) for name, value in self._kept[parameter].items()}
-                tell_of_weight(local(master.detach()), index, self.storage.cast)
+                if parameter in told:
+                    told[parameter](local(master.detach()), "weight", self.storage.cast, "step")
                 self.storage.save(local(parameter), kept, local(master.detach()), seed)
 
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:

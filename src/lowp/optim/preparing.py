@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lowp import distributed
 from lowp.casts import Cast
+from lowp.compat import unwrapped
 from lowp.errors import InvalidInput
 from lowp.exponents import SharedExponents
 from lowp.optim.blockwise import BlockwiseOptimizer
@@ -49,7 +50,7 @@ class MasterStorage:
         for parameter in left:
             if is_sharded(parameter):
                 self.storage.adopt(parameter, {})  # which says what to do
-        inner = _unwrapped(model)
+        inner = unwrapped(model)
         if all(found() is not inner for found, _ in self._models):
             stored = StoredModel(self.storage)
             stored.store(inner, keep=self.storage.kind in ("fp32", "split"))
@@ -77,6 +78,7 @@ class MasterStorage:
         for model, stored in self._living():
             names = [name for name, one in model.named_parameters(remove_duplicate=False) if owner_of(one) is keeper]
             if names:
+                keeper.names.add(model)
                 stored.names.update(names)
                 stored.owners.append(keeper)
                 keeper.set_masters(stored.claim(model, parameters_of(keeper)))
@@ -85,7 +87,7 @@ class MasterStorage:
     def release(self, model: nn.Module) -> None:
         """Let go of the fp32 values of a model's parameters that no optimizer has claimed."""
         for found, stored in self._living():
-            if found is _unwrapped(model):
+            if found is unwrapped(model):
                 stored.unclaimed.clear()
 
     def _living(self) -> Iterator[tuple[nn.Module, StoredModel]]:
@@ -116,11 +118,11 @@ class FlexStorage:
     def model(self, model: nn.Module) -> None:
         """Write the parameters, in place, under exponents that belong to their names."""
         refuse_shards(self.cast, model.parameters())
-        new = {one: name for name, one in _unwrapped(model).named_parameters() if one not in self._names}
+        new = {one: name for name, one in unwrapped(model).named_parameters() if one not in self._names}
         if not new:
             return
         prefix = f"model {len(self._models) + 1}: " if self._models else ""
-        self._models.append(weakref.ref(_unwrapped(model)))
+        self._models.append(weakref.ref(unwrapped(model)))
         with torch.no_grad():
             for parameter, name in new.items():
                 self._names[parameter] = prefix + name
@@ -133,7 +135,7 @@ class FlexStorage:
         if isinstance(optimizer, FlexWeights):
             return optimizer
         mine = {one: self._names[one] for one in parameters_of(optimizer) if one in self._names}
-        wrapped = FlexWeights(optimizer, self.cast, self.exponents, mine, written=mine)
+        wrapped = FlexWeights(optimizer, self.cast, self.exponents, mine, stored=mine)
         for reference in self._models:
             model = reference()
             if model is not None and any(one in mine for one in model.parameters()):
@@ -151,17 +153,6 @@ class FlexStorage:
 
 
 Preparation: TypeAlias = MasterStorage | FlexStorage
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model within DataParallel, DistributedDataParallel and compiled modules."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def agree_on_masters(optimizers: Sequence[Optimizer]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.kernels import updates
-from lowp.optim.blockwise import BlockwiseOptimizer
-from lowp.optim.torch_options import refuse_others
+from lowp.optim.blockwise import BlockwiseOptimizer, KeptState
 
 
 class SGD(BlockwiseOptimizer):
@@ -41,7 +39,6 @@ class SGD(BlockwiseOptimizer):
         seed: int = 0,
         **others: Any,
     ) -> None:
-        refuse_others("lowp.optim.SGD", others, inspect.signature(SGD).parameters)
         if lr < 0 or momentum < 0 or weight_decay < 0:
             raise InvalidInput(f"lr={lr}, momentum={momentum}, weight_decay={weight_decay}: none may be negative")
         if nesterov and (momentum <= 0 or dampening != 0):
@@ -51,8 +48,8 @@ class SGD(BlockwiseOptimizer):
             **{"nesterov": nesterov, "maximize": maximize},
         }
         self.moments = ("momentum_buffer",) if momentum else ()
-        kind = "split" if split and storage is not None else masters
-        super().__init__(params, defaults, storage=storage, kind=kind, moment_storage=moments, seed=seed)
+        kept = KeptState(storage, split, masters, moments, seed)
+        super().__init__(params, defaults, kept, others)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which may have a momentum where the others have none."""

@@ -8,6 +8,7 @@ took 20 minutes in place of 55.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from lowp.errors import Unavailable
 from lowp.recipes.data.tweets import VOCABULARY_NAMES, drawn_tweets, read_tweets, span_data
 from lowp.recipes.data.wordpiece import VOCABULARY, WordPiece
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, linear_decay, tokens_of
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, adamw_where, linear_decay, tokens_of
 
 PIECES = 30_522  # of bert-base-uncased; a smaller vocabulary uses the first of them
 
@@ -104,15 +105,8 @@ def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     return {"overlap": overlap / count, "exact": exact / count, "loss": summed / count}
 
 
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW; weights decay by 0.001, biases and layer normalisations not at all."""
-    plain = [parameter for name, parameter in model.named_parameters() if _decays(name)]
-    others = [parameter for name, parameter in model.named_parameters() if not _decays(name)]
-    groups = [{"params": plain, "weight_decay": 0.001}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=learning_rate)
-
-
-def _decays(name: str) -> bool:
+def _decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a weight decays: not biases and layer normalisations."""
     return not name.endswith("bias") and "LayerNorm" not in name
 
 
@@ -132,7 +126,7 @@ BERT = Recipe(
     make_model=make_model,
     loss=loss,
     evaluate=evaluate,
-    make_optimizer=make_optimizer,
+    make_optimizer=partial(adamw_where, _decays, weight_decay=0.001),
     schedule=linear_decay,
     unit="tokens",
     units=tokens_of,

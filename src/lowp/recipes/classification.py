@@ -12,13 +12,24 @@ from torch import Tensor, nn
 
 from lowp.recipes.recipe import Metric, Recipe, linear_decay, sgd_with_momentum
 
-__all__ = ["classifier", "evaluate", "loss", "perceptron_layers"]
+__all__ = ["classifier", "evaluate", "guesses", "loss", "perceptron_layers"]
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
     """Cross-entropy, averaged over the batch."""
     images, labels = batch
     return nn.functional.cross_entropy(model(images), labels)
+
+
+def guesses(batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """``accuracy`` and the mean cross-entropy (``loss``) over all batches of scores [N, classes] and classes [N]."""
+    summed, right, count = 0.0, 0, 0
+    for scores, classes in batches:
+        scores = scores.float()
+        summed += float(nn.functional.cross_entropy(scores, classes, reduction="sum"))
+        right += int((scores.argmax(1) == classes).sum())
+        count += len(classes)
+    return {"accuracy": right / count, "loss": summed / count}
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:

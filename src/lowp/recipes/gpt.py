@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from lowp.recipes.classification import guesses
 from lowp.recipes.data.text import pythons_text, read_passages, text_data
 from lowp.recipes.networks.gpt import GPT
-from lowp.recipes.recipe import Data, Metric, Recipe, Size, one_cycle, tokens_of
+from lowp.recipes.recipe import Data, Metric, Recipe, Size, adamw_where, one_cycle, tokens_of
 
 
 def load(size: Size, path: Path | None) -> Data:
@@ -41,22 +42,13 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     """``bits_per_byte``, the share of bytes guessed (``accuracy``), and the cross-entropy."""
-    summed, right, count = 0.0, 0, 0
-    for text, following in batches:
-        scores = model(text).float().flatten(0, 1)
-        summed += float(nn.functional.cross_entropy(scores, following.flatten(), reduction="sum"))
-        right += int((scores.argmax(1) == following.flatten()).sum())
-        count += following.numel()
-    mean = summed / count
-    return {"bits_per_byte": mean / math.log(2), "accuracy": right / count, "loss": mean}
+    measured = guesses((model(text).flatten(0, 1), following.flatten()) for text, following in batches)
+    return {"bits_per_byte": measured["loss"] / math.log(2), **measured}
 
 
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW; matrices decay by 0.1, and biases and normalisations not at all."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
+def _decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a weight decays: matrices, not biases and normalisations."""
+    return parameter.dim() > 1
 
 
 GPT_RECIPE = Recipe(
@@ -85,7 +77,7 @@ GPT_RECIPE = Recipe(
     make_model=make_model,
     loss=loss,
     evaluate=evaluate,
-    make_optimizer=make_optimizer,
+    make_optimizer=partial(adamw_where, _decays, weight_decay=0.1, betas=(0.9, 0.95)),
     schedule=one_cycle,
     clip=1.0,
     unit="tokens",

@@ -163,6 +163,23 @@ def adam(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=learning_rate)
 
 
+def adamw_where(
+    decays: Callable[[str, nn.Parameter], bool],
+    model: nn.Module,
+    learning_rate: float,
+    *,
+    weight_decay: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+) -> torch.optim.Optimizer:
+    """AdamW with weight decay for the parameters of which `decays(name, parameter)` holds, and none for the others."""
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [one for name, one in named if decays(name, one) == chosen], "weight_decay": decay}
+        for chosen, decay in ((True, weight_decay), (False, 0.0))
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+
+
 def sgd_with_momentum(
     model: nn.Module, learning_rate: float, momentum: float = 0.9, weight_decay: float = 0.0
 ) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowp.recipes.classification import guesses
 from lowp.recipes.data.words import drawn_words, read_words
 from lowp.recipes.recipe import Data, Metric, Recipe, Size, adam, constant
 
@@ -53,13 +54,8 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     """``nats_per_word``, the cross-entropy of the next word, and the share of words guessed (``accuracy``)."""
-    summed, right, count = 0.0, 0, 0
-    for words, following in batches:
-        scores = model(words).float()
-        summed += float(nn.functional.cross_entropy(scores, following, reduction="sum"))
-        right += int((scores.argmax(1) == following).sum())
-        count += following.numel()
-    return {"nats_per_word": summed / count, "accuracy": right / count, "loss": summed / count}
+    measured = guesses((model(words), following) for words, following in batches)
+    return {"nats_per_word": measured["loss"], **measured}
 
 
 WORDS = Recipe(

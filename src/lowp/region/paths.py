@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lowp.compat import unwrapped
+
 __all__ = ["ModulePath"]
 
 
@@ -57,7 +59,7 @@ class ModulePath:
             self.settle(frame)
         if not self.running and (self._outermost is None or self._outermost() is not module):
             self._outermost = weakref.ref(module)
-            self._names = {id(one): name for name, one in _unwrapped(module).named_modules()}
+            self._names = {id(one): name for name, one in unwrapped(module).named_modules()}
         self.running.append(_Running(self._names.get(id(module), self.current), id(module), frame))
 
     def leave(self, module: nn.Module) -> None:
@@ -84,14 +86,3 @@ def _is_below(wanted: FrameType, frame: FrameType) -> bool:
     while below is not None and below is not wanted:
         below = below.f_back
     return below is not None
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return the model within DataParallel, DistributedDataParallel and compiled modules."""
-    while True:
-        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            module = module.module
-        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
-            module = inner
-        else:
-            return module
