@@ -128,23 +128,23 @@ REFUSED = {
     "bf61": "unknown format 'bf61'; did you mean bf16",
     "fp16:nearest": "fp16:nearest: unknown rounding, overflow or scaling 'nearest'; did you mean nearest-even",
     "fp16:up:down": "fp16:up:down: rounding is given twice",
-    "e4m3fn:inf": "e4m3fn cannot overflow to inf: possible is nan, saturate",
-    "e2m1:nan": "e2m1 cannot overflow to nan: possible is saturate",
-    "mxfp8:inf": "mxfp8 cannot overflow to inf: possible is saturate",
-    "fp16:current": "fp16 has no shared scale, so scaling current means nothing: leave it out",
+    "e4m3fn:inf": "e4m3fn cannot overflow to inf; allowed: nan, saturate",
+    "e2m1:nan": "e2m1 cannot overflow to nan; allowed: saturate",
+    "mxfp8:inf": "mxfp8 cannot overflow to inf; allowed: saturate",
+    "fp16:current": "fp16 has no shared scale: omit the scaling current",
     "fp16:stochastic-0": "stochastic rounding takes 1 to 32 random bits, not 0",
     "fp16:stochastic-33": "stochastic rounding takes 1 to 32 random bits, not 33",
-    "fp16:stochastic-b": "stochastic-b is a rounding with so many random bits: give them, such as stochastic-b-8",
+    "fp16:stochastic-b": "stochastic-b needs a number of random bits, such as stochastic-b-8",
     "fp16:stochastic-d-8": "did you mean stochastic",
     "mxfp8:static(200)": "mxfp8 has scales from 2^-127 to 2^127: static(200) is none, static(127) is",
     "mxint8:static(-200)": "mxint8 has scales from 2^-133 to 2^121: static(-200) is none, static(-133) is",
     "flex16+5:static(99)": "flex16+5 has scales from 2^-31 to 2^0: static(99) is none, static(0) is",
-    "dfp16:static": "scaling static with exponent None: static(-8) takes one, others none",
+    "dfp16:static": "scaling static with exponent None: only static takes an exponent, as in static(-8)",
     "dfp16:delayed(3)": "scaling delayed with exponent 3",
     "dfp16:delayed(window=0)": "a window of 0 maxima is empty: give 1 or more",
     "dfp16:delayed(window=x)": "'window=x' is no whole number, as in delayed(window=8)",
     "dfp16:delayed(size=3)": "unknown scaling argument 'size'",
-    "dfp16:current(headroom=-1)": "-1 bits of headroom are impossible: give 0 or more",
+    "dfp16:current(headroom=-1)": "-1 bits of headroom are not possible: give 0 to 64",
     "fp16:": "unknown rounding, overflow or scaling ''",
 }
 
@@ -156,7 +156,7 @@ def test_what_is_no_cast_is_refused(text: str) -> None:
 
 
 def test_what_is_no_cast_at_all_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match=r"a cast is given as text \(e4m3fn:stochastic\), Cast or format, not float"):
+    with pytest.raises(TypeError, match=r"a cast must be text \(e4m3fn:stochastic\), a Cast or a format, not float"):
         parse(1.5)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="unknown rounding 'nearest'; did you mean nearest-"):
         Cast("fp16", "nearest")  # type: ignore[arg-type]

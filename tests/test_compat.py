@@ -34,7 +34,7 @@ def test_another_torch_is_refused(version: str) -> None:
 
 
 def test_a_version_that_is_none_is_refused() -> None:
-    with pytest.raises(Unavailable, match="calls itself 'unknown', which is no version"):
+    with pytest.raises(Unavailable, match="has the version 'unknown', which cannot be read"):
         compat.check_torch("unknown")
 
 

@@ -30,14 +30,14 @@ def test_a_device_a_pipe_and_a_folder_are_never_replaced(tmp_path: Path) -> None
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/null")
     for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/null")):
-        with pytest.raises(InvalidInput, match="is a device, a pipe or a socket, which a file would replace"):
+        with pytest.raises(InvalidInput, match="is a device, a pipe or a socket and is not replaced"):
             write(path)
         with pytest.raises(InvalidInput, match="is a device, a pipe or a socket"):
             files.check_target(path)
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
     with pytest.raises(InvalidInput, match="is a folder: give a file in it"):
         write(tmp_path)
-    with pytest.raises(InvalidInput, match=r"there is no folder .*: make it first"):
+    with pytest.raises(InvalidInput, match=r"there is no folder .*: create it first"):
         write(tmp_path / "no" / "file")
     assert names(tmp_path) == ["link", "pipe"]
 

@@ -104,15 +104,15 @@ def test_an_accumulation_prints_as_it_is_read(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[[rule]]\nops = 3\n", "rule 1: ops is a list of names"),
+        ("[[rule]]\nops = 3\n", "rule 1: ops must be a list of names"),
         ("[[rule]]\ninput = 'bf61'\n", "rule 1: unknown format 'bf61'; did you mean bf16"),
         ("[[rule]]\nimput = 'bf16'\n", "rule 1: unknown key 'imput'; did you mean input"),
         ("[[rule]]\naccumulate = 'fp16/x'\n", "after the slash comes the block length"),
-        ("[[rule]]\naccumulate = 'fp32/8'\n", "fp16 and bf16 take a block"),
+        ("[[rule]]\naccumulate = 'fp32/8'\n", "fp16 and bf16 need a block"),
         ("[[rule]]\ninput = 16\n", 'input is given as text, as in input = "fp16"'),
         ("table = 'lowp-2'\n", "unknown op table 'lowp-2'; did you mean lowp-1"),
         ("tabel = 'lowp-1'\n", "unknown key 'tabel'; did you mean table"),
-        ("rule = 3\n", r"rules are given as \[\[rule\]\] tables"),
+        ("rule = 3\n", r"rules must be \[\[rule\]\] tables"),
         ("rule = [", "is not TOML"),
         ("parameters = 'fp61'\n", "unknown format 'fp61'"),
     ],
@@ -130,8 +130,8 @@ def test_a_wrong_file_is_explained(text: str, expected: str, tmp_path: Path) -> 
     [
         ("a = " + "[" * 100_000, "is not TOML: its values are nested too deeply"),
         ("a = " + "{b=" * 50_000, "is not TOML: its values are nested too deeply"),
-        (".".join("a" * 100_000) + " = 1", "a line has 99999 dots outside strings, and a policy has no dotted keys"),
-        ("[" + ".".join(['"a.b"'] * 30_000) + "]", "a line has 29999 dots outside strings, and a policy has no dotted"),
+        (".".join("a" * 100_000) + " = 1", "a line has 99999 dots outside strings, but a policy has no dotted keys"),
+        ("[" + ".".join(['"a.b"'] * 30_000) + "]", "a line has 29999 dots outside strings, but a policy has no dotted"),
         ("# " + "x" * 300_000, r"is 300,002 bytes long, and a policy has 262,144 at most: is it another file\?"),
         ("a = " + "9" * 10_000, "is not TOML: Exceeds the limit"),
     ],
@@ -154,12 +154,12 @@ def test_paths_with_dots_are_no_dotted_keys() -> None:
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(InvalidInput, match=r"binary\.toml is no text in UTF-8, as TOML is"):
+    with pytest.raises(InvalidInput, match=r"binary\.toml is not UTF-8 text, which TOML requires"):
         Policy.load(tmp_path / "binary.toml")
 
 
 def test_names_that_no_file_could_hold_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="the name of a policy is text that can be written"):
+    with pytest.raises(InvalidInput, match="the name of a policy must be valid Unicode text"):
         Policy(name="\ud800")
     with pytest.raises(InvalidInput, match="where and ops of a rule is given as text, not 3"):
         Rule(where=3)  # type: ignore[arg-type]

@@ -311,10 +311,10 @@ def test_a_torch_file_of_several_states_wants_to_know_which() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("in.pt", "in.pt", "fp16"), "is the checkpoint that is read"),
-        (("in.pt", "in.safetensors", "fp16"), "is there already: give --overwrite"),
-        (("in.pt", "out.onnx", "fp16"), "ends in none of .safetensors, .pt"),
-        (("in.pt", ".", "fp16"), "takes shards, and in.pt has none"),
+        (("in.pt", "in.pt", "fp16"), "is the input checkpoint"),
+        (("in.pt", "in.safetensors", "fp16"), "already exists: give --overwrite"),
+        (("in.pt", "out.onnx", "fp16"), "has none of the endings .safetensors, .pt"),
+        (("in.pt", ".", "fp16"), "is for shards, but in.pt has none"),
         (("in.pt", "out.pt", "fp15"), "unknown format 'fp15'"),
         (("in.pt", "out.pt", "int8:delayed"), "a delayed scale follows from a training"),
     ],

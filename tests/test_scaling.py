@@ -204,8 +204,8 @@ def test_an_adaptive_scale_waits_after_an_overflow() -> None:
         (lambda: DynamicLossScale(backoff_factor=0.0), "backoff factor must be < 1.0 and larger than 0, not 0.0"),
         (lambda: DynamicLossScale(growth_interval=0), "growth_interval must be a number of steps from 1"),
         (lambda: DynamicLossScale(hysteresis=0), "hysteresis must be a number of steps from 1"),
-        (lambda: AdaptiveLossScale(target_underflow=1.0), "target_underflow is a share"),
-        (lambda: AdaptiveLossScale(format="mxfp8"), "not against 'mxfp8', which shares a scale"),
+        (lambda: AdaptiveLossScale(target_underflow=1.0), "target_underflow must be a share"),
+        (lambda: AdaptiveLossScale(format="mxfp8"), "not for 'mxfp8', which shares a scale"),
         (lambda: AdaptiveLossScale(format="fp61"), "did you mean fp64, fp16"),
     ],
 )

@@ -80,8 +80,8 @@ HOSTILE = {
     "e5m2b" + "9" * 6000: "'e5m2b999999999999999'... is no format: it has 6005 characters, and 300 is the most",
     "i" + "9" * 290: "bits are not possible: give 1 to 32",
     "binary99999999999p3se": "give 1 to 11 exponent bits",
-    "i8@fp32/" + "1" + "0" * 20: "a block of 100000000000000000000 neighbours is too long: give up to 1048576, or row",
-    "i8@2^-99999..0/tensor": "leaves fp64, which scales are computed in: give exponents from -1022 to 1023",
+    "i8@fp32/" + "1" + "0" * 20: "a block of 100000000000000000000 elements is too long: give at most 1048576, or row",
+    "i8@2^-99999..0/tensor": "exceeds fp64, in which scales are computed: give exponents from -1022 to 1023",
     "e8m0@" * 50 + "/32": "is not ELEMENT@SCALE/SCOPE",
     "@" * 100_000: "has 100000 characters",
     "e٣m٢": "unknown format",
@@ -99,7 +99,7 @@ HOSTILE_CASTS = {
     "fp16:" + "up:" * 1000: "is no cast: it has 3005 characters",
     "fp16:stochastic-" + "9" * 200: "stochastic rounding takes 1 to 32 random bits",
     "dfp16:delayed(window=99999999999)": "a window of 99999999999 maxima is too long: give up to 65536",
-    "dfp16:autoflex(headroom=1000)": "1000 bits of headroom are impossible: give 0 or more, up to 64",
+    "dfp16:autoflex(headroom=1000)": "1000 bits of headroom are not possible: give 0 to 64",
     "dfp16:delayed(window=3,window=4)": "window is given twice",
 }
 

@@ -74,7 +74,7 @@ def test_a_forgotten_backward_of_the_precision_is_named(call: str, first: bool) 
     if not first:
         _step(training)
     _loss(model, precision).backward()
-    with pytest.raises(Misuse, match=rf"{call}\(\) without precision.backward\(loss\) since the last step: .* divide"):
+    with pytest.raises(Misuse, match=rf"{call}\(\) needs precision.backward\(loss\) since the last step: .* divide"):
         getattr(precision, call)(optimizer)
 
 
@@ -173,10 +173,10 @@ def test_a_skipped_first_step_of_fused_sgd_leaves_no_uninitialised_momentum(
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"accumulate": 16}, "accumulate=16: an accumulator is text, a format and a block of products: fp16/16"),
+        ({"accumulate": 16}, "accumulate=16: give a format and a block of products as text: fp16/16"),
         ({"loss_scale": 2**70}, "must be finite and lie between its floor 1.0 and its ceiling"),
-        ({"seed": "x"}, "seed='x': a seed is a whole number"),
-        ({"seed": 1.5}, "seed=1.5: a seed is a whole number"),
+        ({"seed": "x"}, "seed='x': give a whole number"),
+        ({"seed": 1.5}, "seed=1.5: give a whole number"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], text: str) -> None:

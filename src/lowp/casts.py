@@ -94,20 +94,21 @@ class ScalingSpec:
             if (value := getattr(self, name)) is not None or name != "exponent":
                 object.__setattr__(self, name, checks.whole_number(f"scaling {self.kind}: its {name}", value))
         if self.window < 1:
-            raise InvalidInput(f"scaling {self.kind}: a window of {self.window} maxima is empty: give 1 or more")
+            raise InvalidInput(f"scaling {self.kind}: a window of {self.window} maxima is not possible: give 1 or more")
         if self.window > LONGEST_WINDOW:
             raise InvalidInput(
                 f"scaling {self.kind}: a window of {self.window} maxima is too long: give up to {LONGEST_WINDOW}"
             )
         if not 0 <= self.headroom <= MOST_HEADROOM:
             raise InvalidInput(
-                f"scaling {self.kind}: {self.headroom} bits of headroom are impossible: give 0 or more, up to "
-                f"{MOST_HEADROOM}"
+                f"scaling {self.kind}: {self.headroom} bits of headroom are not possible: give 0 to {MOST_HEADROOM}"
             )
         if self.words not in (1, 2):
-            raise InvalidInput(f"scaling {self.kind}: {self.words} words are impossible: give 1 or 2")
+            raise InvalidInput(f"scaling {self.kind}: {self.words} words are not possible: give 1 or 2")
         if (self.kind == "static") != (self.exponent is not None):
-            raise InvalidInput(f"scaling {self.kind} with exponent {self.exponent}: static(-8) takes one, others none")
+            raise InvalidInput(
+                f"scaling {self.kind} with exponent {self.exponent}: only static takes an exponent, as in static(-8)"
+            )
 
     def __str__(self) -> str:
         given = []
@@ -155,7 +156,7 @@ class Cast:
             set_(self, "overflow", possible[0])
         elif self.overflow not in possible:
             raise InvalidInput(
-                f"{self.format} cannot overflow to {self.overflow}: possible is {', '.join(str(o) for o in possible)}"
+                f"{self.format} cannot overflow to {self.overflow}; allowed: {', '.join(str(o) for o in possible)}"
             )
         set_(self, "overflow", Overflow(self.overflow))
         if isinstance(self.scaling, str):
@@ -165,17 +166,15 @@ class Cast:
             set_(self, "scaling", self.scaling or ScalingSpec("current"))
             _check_static(self.format, self.scaling.exponent if self.scaling else None)
         elif self.scaling is not None:
-            raise InvalidInput(
-                f"{self.format} has no shared scale, so scaling {self.scaling} means nothing: leave it out"
-            )
+            raise InvalidInput(f"{self.format} has no shared scale: omit the scaling {self.scaling}")
         self._check_random_bits()
 
     def _check_random_bits(self) -> None:
         if self.random_bits is None:
             if self.rounding in (Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C):
                 raise InvalidInput(
-                    f"{self.rounding} is a rounding with so many random bits: give them, such as {self.rounding}-8 "
-                    "(without a limit it is stochastic)"
+                    f"{self.rounding} needs a number of random bits, such as {self.rounding}-8 "
+                    "(stochastic has no limit)"
                 )
             return
         object.__setattr__(self, "random_bits", checks.whole_number("random_bits", self.random_bits))
@@ -224,7 +223,8 @@ def _check_static(format: ScaledFormat, exponent: int | None) -> None:
     if exponent is not None and not lowest <= exponent <= highest:
         near = min(max(exponent, lowest), highest)
         raise InvalidInput(
-            f"{format} has scales from 2^{lowest} to 2^{highest}: static({exponent}) is none, static({near}) is"
+            f"{format} has scales from 2^{lowest} to 2^{highest}, so static({exponent}) is not possible: "
+            f"the nearest is static({near})"
         )
 
 
@@ -254,7 +254,7 @@ def parse(text: str | Cast | Format) -> Cast:
         return text
     if not isinstance(text, str):
         if not isinstance(text, (FloatFormat, IntFormat, ScaledFormat)):
-            raise TypeError(f"a cast is given as text (e4m3fn:stochastic), Cast or format, not {type(text).__name__}")
+            raise TypeError(f"a cast must be text (e4m3fn:stochastic), a Cast or a format, not {type(text).__name__}")
         return Cast(text)
     head, *words = checks.spelling("cast", text).split(":")
     head, *named_words = NAMED.get(head, head).split(":")
@@ -292,7 +292,7 @@ def _scaling(kind: str, arguments: str | None, text: str) -> ScalingSpec:
             given[name] = int(value)
         except ValueError:
             raise InvalidInput(
-                f"{text}: {argument!r} is no whole number, as in delayed(window=8) or static(-8)"
+                f"{text}: {argument!r} is not a whole number: give one, as in delayed(window=8) or static(-8)"
             ) from None
     if bad := given.keys() - {"window", "headroom", "exponent", "words"}:
         raise InvalidInput(f"{text}: " + unknown("scaling argument", min(bad), ["window", "headroom", "words"]))

@@ -77,20 +77,18 @@ def check_replaceable(path: Path) -> None:
         try:
             read(target)
         except InvalidCheckpoint as error:
-            raise InvalidInput(f"{error}; it was left as it is: give another name, or remove it first") from None
+            raise InvalidInput(f"{error}; the file was not changed: give another name, or remove it first") from None
 
 
 def _check_parts(parts: Mapping[str, Stateful]) -> None:
     for name, part in parts.items():
         if name in _OWN:
             raise InvalidInput(
-                f"{name}= is an entry of lowp's own in a checkpoint: give the part another name (whether load restores "
-                "the random generators is said by rng_state=)"
+                f"{name}= is a reserved entry of a checkpoint: give the part another name (rng_state= "
+                "of lowp.load decides whether the random generators are restored)"
             )
         if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
-            raise InvalidInput(
-                f"{name}= is a {type(part).__name__}, which has no state_dict: give it in extra= instead"
-            )
+            raise InvalidInput(f"{name}= is a {type(part).__name__}, which has no state_dict: pass it in extra=")
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -170,21 +168,24 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
             content = torch.load(file, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise InvalidCheckpoint(
-            f"{path} asks for objects that are not plain tensors and numbers, and was not opened: load it where you "
-            f"trust it and save its state_dict ({_first_line(error)})"
+            f"{path} asks for objects that are not plain tensors and numbers, and was not opened: "
+            f"if you trust it, load it with torch.load "
+            f"and save its state_dict ({_first_line(error)})"
         ) from None
     except Exception as error:  # whatever an edited file makes the unpickler stumble over
         if "map_location" in str(error):
-            raise InvalidCheckpoint(f"{path} needs a device that is not here: give map_location='cpu'") from error
-        raise InvalidCheckpoint(f"{path} is damaged or no torch file: {_first_line(error)}") from None
+            raise InvalidCheckpoint(
+                f"{path} needs a device that this machine does not have: give map_location='cpu'"
+            ) from error
+        raise InvalidCheckpoint(f"{path} is damaged or not a torch file: {_first_line(error)}") from None
     if not isinstance(content, dict) or KEY not in content:
         raise InvalidCheckpoint(
-            f"{path} is a torch file, but no checkpoint of lowp.save: read its weights with lowp.load(path)"
+            f"{path} is a torch file, but not a checkpoint of lowp.save: read its weights with lowp.load(path)"
         )
     if type(content[KEY]) is not int or content[KEY] != VERSION:
         raise InvalidCheckpoint(f"{path} has version {brief(content[KEY])}, and this lowp reads version {VERSION}")
     if not all(isinstance(name, str) for name in content):
-        raise InvalidCheckpoint(f"{path} is damaged or no torch file: its entries have no names")
+        raise InvalidCheckpoint(f"{path} is damaged or not a torch file: its entries have no names")
     return content
 
 
@@ -229,8 +230,8 @@ def _check_plain(value: Any, place: str) -> None:
             _check_plain(item, f"{place}[{index}]")
     elif type(value) not in _PLAIN and not isinstance(value, torch.Tensor):
         raise InvalidInput(
-            f"checkpoint{place} is a {type(value).__module__}.{type(value).__qualname__}, which only unpickling could "
-            "read back: give numbers, text, tensors, lists or dictionaries"
+            f"checkpoint{place} is a {type(value).__module__}.{type(value).__qualname__}, which only pickle could "
+            "restore: give numbers, text, tensors, lists or dictionaries"
         )
 
 

@@ -37,7 +37,7 @@ def check_torch(version: str) -> None:
     match = re.match(r"(\d+)\.(\d+)", version)
     wanted = f"lowp supports torch >={_dotted(TORCH_MINIMUM)},<{_dotted(TORCH_LIMIT)}"
     if match is None:
-        raise Unavailable(f"{wanted}; this torch calls itself {version!r}, which is no version")
+        raise Unavailable(f"{wanted}; this torch has the version {version!r}, which cannot be read")
     found = (int(match[1]), int(match[2]))
     if not TORCH_MINIMUM <= found < TORCH_LIMIT:
         raise Unavailable(f"{wanted}; this is torch {version}. Install one with: pip install 'torch==2.13.*'")

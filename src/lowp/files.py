@@ -33,9 +33,9 @@ def target_of(path: Path) -> Path:
         raise InvalidInput(f"{path} is a folder: give a file in it, such as {path / 'run'}")
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
-        raise InvalidInput(f"{path}: there is no folder {path.parent}: make it first")
+        raise InvalidInput(f"{path}: there is no folder {path.parent}: create it first")
     if os.path.lexists(target) and not stat.S_ISREG(os.lstat(target).st_mode):
-        raise InvalidInput(f"{path} is a device, a pipe or a socket, which a file would replace: give a file's name")
+        raise InvalidInput(f"{path} is a device, a pipe or a socket and is not replaced: give the name of a file")
     return target
 
 

@@ -56,8 +56,8 @@ class Accumulation:
             raise UnknownName(unknown("accumulator", self.format, self.FORMATS))
         if (self.format in ("fp16", "bf16")) != (self.block > 0):
             raise InvalidInput(
-                f"accumulator {self.format} with block {self.block}: fp16 and bf16 take a block of 1 or more products "
-                "(fp16/16), the others none"
+                f"accumulator {self.format} with block {self.block}: fp16 and bf16 need a block of 1 or more products "
+                "(fp16/16), the other formats have no block"
             )
 
     @classmethod
@@ -67,7 +67,7 @@ class Accumulation:
             return text
         if not isinstance(text, str):
             raise InvalidInput(
-                f"accumulate={text!r}: an accumulator is text, a format and a block of products: fp16/16, bf16/128, "
+                f"accumulate={text!r}: give a format and a block of products as text: fp16/16, bf16/128, "
                 "fp32, int32 or exact"
             )
         format, slash, block = text.strip().lower().partition("/")
@@ -206,7 +206,7 @@ class Policy:
         rules = data.pop("rule", [])
         _known_keys(data, ("name", "table", "parameters"), source)
         if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
-            raise InvalidInput(f"{source}: rules are given as [[rule]] tables")
+            raise InvalidInput(f"{source}: rules must be [[rule]] tables")
         try:
             given = _strings(data)
             parameters = casts.parse(given["parameters"]) if "parameters" in given else None
@@ -220,14 +220,16 @@ class Policy:
         """A policy from a TOML file."""
         path = Path(path)
         if not path.is_file():
-            raise InvalidInput(f"no policy file {path}: give a TOML file, as `lowp policy show fp16 --toml` prints one")
+            raise InvalidInput(
+                f"there is no policy file {path}: give a TOML file, as `lowp policy show fp16 --toml` prints one"
+            )
         size = path.stat().st_size
         if size > _LONGEST_TEXT:
             raise InvalidInput(_too_long(path, size))
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise InvalidInput(f"{path} is no text in UTF-8, as TOML is: {error}") from None
+            raise InvalidInput(f"{path} is not UTF-8 text, which TOML requires: {error}") from None
         return cls.from_toml(text, str(path))
 
     def __str__(self) -> str:
@@ -245,7 +247,7 @@ def _read_toml(text: str) -> dict[str, Any]:
     """
     dots = max((line.count(".") for line in _STRING.sub("", text).splitlines()), default=0)
     if dots > _MOST_DOTS:
-        raise ValueError(f"a line has {dots} dots outside strings, and a policy has no dotted keys")
+        raise ValueError(f"a line has {dots} dots outside strings, but a policy has no dotted keys")
     # the standard library's reader, or before Python 3.11 the package that it was taken from
     reader = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
@@ -279,9 +281,9 @@ def _carried(role: str, cast: Cast) -> Cast:
 def _check_text(value: object, what: str) -> None:
     """Raise InvalidInput for what no file could hold: a policy is saved in every checkpoint."""
     if not isinstance(value, str):
-        raise InvalidInput(f"{what} is given as text, not {brief(value)}")
+        raise InvalidInput(f"{what} must be text, not {brief(value)}")
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise InvalidInput(f"{what} is text that can be written, not {brief(value)}: it has half a character")
+        raise InvalidInput(f"{what} must be valid Unicode text, not {brief(value)}: it has an unpaired surrogate")
 
 
 def _rule_values(rule: Rule) -> dict[str, Any]:
@@ -300,7 +302,7 @@ def _rule(data: Mapping[str, object], index: int) -> Rule:
     if isinstance(ops, str):
         ops = (ops,)
     if not isinstance(ops, (list, tuple)) or not all(isinstance(op, str) for op in ops):
-        raise InvalidInput(f'{place}: ops is a list of names, as in ["linear", "conv*"], not {ops!r}')
+        raise InvalidInput(f'{place}: ops must be a list of names, as in ["linear", "conv*"], not {ops!r}')
     try:
         return Rule.of(*ops, **_strings({key: value for key, value in data.items() if key != "ops"}))
     except ValueError as error:
@@ -311,7 +313,7 @@ def _strings(data: Mapping[str, object]) -> dict[str, str]:
     strings = {}
     for key, value in data.items():
         if not isinstance(value, str):
-            raise InvalidInput(f'{key} is given as text, as in {key} = "fp16", not {value!r}')
+            raise InvalidInput(f'{key} must be text, as in {key} = "fp16", not {value!r}')
         strings[key] = value
     return strings
 

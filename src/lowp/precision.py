@@ -72,17 +72,18 @@ class Precision:
             preset = replace(preset, policy=_accumulating(preset.policy, Accumulation.parse(accumulate)))
         if is_flexpoint(preset.policy.parameters) and preset.masters.kind != "none":
             raise InvalidInput(
-                f"masters={preset.masters}: in {preset.policy.parameters} weights and updates have exponents of their "
-                "own and no masters: leave masters out, or use dfp16, whose parameters are fp32"
+                f"masters={preset.masters}: in {preset.policy.parameters} weights and updates have their "
+                "own exponents and no masters: omit masters, or use dfp16, whose parameters are fp32"
             )
         if preset.masters.kind != "none" and preset.policy.parameters is None:
             raise InvalidInput(
-                f"masters={preset.masters} keep the fp32 value of parameters in few bits, but {preset.name} leaves the "
+                f"masters={preset.masters} keeps the fp32 value of parameters in few bits, but {preset.name} "
+                f"leaves the "
                 f"parameters in fp32: use {_stored(preset)}, or a policy with parameters="
             )
         if preset.masters.kind == "split" and str(preset.policy.parameters) != "bf16":
             raise InvalidInput(
-                f"masters=split are a bf16 half and its remainder, and {preset.name} stores parameters in "
+                f"masters=split needs parameters in bf16, but {preset.name} stores parameters in "
                 f"{preset.policy.parameters}: use bf16-storage, or masters='fp32'"
             )
         check_seed(seed)
@@ -223,7 +224,7 @@ class Precision:
     def _require_backward(self, what: str) -> None:
         if self.scaler.is_enabled() and not self.scaler.has_scaled:
             raise Misuse(
-                f"{what}() without precision.backward(loss) since the last step: gradients of loss.backward() are not "
+                f"{what}() needs precision.backward(loss) since the last step: gradients of loss.backward() are not "
                 f"multiplied by the loss scale, and {what}() would divide them by it. Call precision.backward(loss); "
                 "with several optimizers give all of them to one call, precision.step(first, second)"
             )
@@ -319,16 +320,21 @@ class Precision:
     def _check(self, state: dict[str, Any]) -> None:
         """Raise InvalidInput for a state that cannot be continued from; changes nothing."""
         if not isinstance(state, dict):
-            raise InvalidInput(f"a precision's state is a dictionary as state_dict() gives, not {type(state).__name__}")
+            raise InvalidInput(
+                f"a precision's state must be a dictionary from state_dict(), not {type(state).__name__}"
+            )
         if state.get("version") != _VERSION:
             raise InvalidInput(
-                f"a precision's state of version {brief(state.get('version'))}: this lowp reads {_VERSION}"
+                f"a precision's state of version {brief(state.get('version'))} cannot be read: "
+                f"this lowp reads {_VERSION}"
             )
         missing = [name for name in _ENTRIES if name not in state]
         if missing:
-            raise InvalidInput(f"a precision's state needs {', '.join(_ENTRIES)}; missing: {', '.join(missing)}")
+            raise InvalidInput(f"a precision's state must have {', '.join(_ENTRIES)}; missing: {', '.join(missing)}")
         if not isinstance(state["policy"], str):
-            raise InvalidInput(f"the policy of a precision's state is TOML text, not {type(state['policy']).__name__}")
+            raise InvalidInput(
+                f"the policy of a precision's state must be TOML text, not {type(state['policy']).__name__}"
+            )
         if Policy.from_toml(state["policy"], "the checkpoint's policy") != self.policy:
             raise InvalidInput(
                 f"the checkpoint was trained in {state['name']} and this run is in {self.preset.name}: use "
@@ -343,12 +349,12 @@ class Precision:
         for name in ("steps", "skipped_steps"):
             if type(state[name]) is not int or not 0 <= state[name] < 2**63:
                 raise InvalidInput(
-                    f"a precision's state with {name}={brief(state[name])}: a number of steps is 0 or more"
+                    f"a precision's state with {name}={brief(state[name])}: give a number of steps, 0 or more"
                 )
         if self.exponents is not None and state.get("exponents") is None:
-            raise InvalidInput(f"a precision's state without exponents: {self.preset.name} cannot go on without them")
+            raise InvalidInput(f"a precision's state has no exponents, which {self.preset.name} needs")
         if type(state["seed"]) is not int:
-            raise InvalidInput(f"a precision's state with seed={brief(state['seed'])}: a seed is a whole number")
+            raise InvalidInput(f"a precision's state with seed={brief(state['seed'])}: give a whole number")
         check_rng_states(state["random"])
 
     # -- parts ----------------------------------------------------------------------------------------------------

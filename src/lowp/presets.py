@@ -59,10 +59,10 @@ class LossScale:
             scale = float(inner)
         except ValueError:
             raise InvalidInput(
-                f"loss scale {text!r} is not one: give none, a number such as 128, dynamic, or dynamic(1024)"
+                f"loss scale {text!r} is not valid: give none, a number such as 128, dynamic, or dynamic(1024)"
             ) from None
         if not 0 < scale < float("inf"):
-            raise InvalidInput(f"loss scale {text!r}: a scale is a finite number above zero, for example 128")
+            raise InvalidInput(f"loss scale {text!r}: give a finite number above zero, for example 128")
         if inner is not word:
             return cls("dynamic", scale, floor=min(1.0, scale))
         return cls("static", scale, floor=min(1.0, scale))

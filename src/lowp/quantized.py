@@ -35,7 +35,7 @@ class Quantized:
 
     def __post_init__(self) -> None:
         if self.cast.scaling is None:
-            raise InvalidInput(f"{self.cast} has no shared scale: keep its codes as a plain tensor")
+            raise InvalidInput(f"{self.cast} has no shared scale: store its codes in a plain tensor")
 
     @property
     def shape(self) -> torch.Size:
@@ -57,7 +57,9 @@ class Quantized:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Quantized:
         """Return the same on another device. For another dtype, dequantize and convert the values."""
         if isinstance(device, torch.dtype):
-            raise InvalidInput(f"a Quantized moves to a device, not to {device}: convert what lowp.dequantize gives")
+            raise InvalidInput(
+                f"a Quantized can be moved to a device, not to {device}: convert the result of lowp.dequantize"
+            )
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def detach(self) -> Quantized:

@@ -36,7 +36,7 @@ def check_rng_states(states: Any) -> None:
         torch.Generator().set_state(states["torch"].cpu())
         cuda = states["cuda"]
         if not isinstance(cuda, (list, tuple)) or not all(getattr(one, "dtype", None) is torch.uint8 for one in cuda):
-            raise TypeError("the entry 'cuda' is no list of states")
+            raise TypeError("the entry 'cuda' is not a list of states")
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise InvalidInput(
             f"these are not the states of random generators that rng_states() gives ({type(error).__name__}: "

@@ -53,7 +53,7 @@ class UnscaledSteps:
         if guard.too_many():
             raise NonFiniteGradients(
                 f"{text}, as were the {guard.patience - 1} steps before it: look at the inputs, the learning rate and "
-                "the loss, or keep that op in fp32 by a rule of its own"
+                "the loss, or add a rule that keeps that op in fp32"
             )
         warnings.warn(text, UserWarning, stacklevel=4)
         return True
@@ -70,7 +70,7 @@ class UnscaledSteps:
         if bad is not None and guard.turned_bad(bad):
             warnings.warn(
                 f"step {number}: the loss or a gradient is infinite or NaN, and {self.name} has no loss scale that "
-                "skips such steps: the weights may not be finite from here on. Go back to a checkpoint with a smaller "
+                "skips such steps: the weights may no longer be finite. Resume an earlier checkpoint with a smaller "
                 f"learning rate, look at the inputs, or skip such steps: Precision({self.name!r}, "
                 "loss_scale='dynamic')",
                 UserWarning,
@@ -90,7 +90,7 @@ class UnscaledSteps:
             raise NonFiniteGradients(f"{text}, and weights for {guard.patience} steps in a row: {advice}")
         if not self._told_beyond:
             self._told_beyond = True
-            warnings.warn(f"{text}. If that goes on, {advice}", UserWarning, stacklevel=5)
+            warnings.warn(f"{text}. If this continues, {advice}", UserWarning, stacklevel=5)
 
 
 def _smallest_gradient_is_bad(optimizers: Optimizers) -> Tensor | None:

@@ -221,10 +221,10 @@ def test_sizes_are_read(text: str, size: int) -> None:
 @pytest.mark.parametrize("text", ["2 gigs", "", "3", "800", "GB", "-2GB", "two GB", "2GB2"])
 def test_a_bad_size_explains_itself(text: str) -> None:
     with pytest.raises(
-        InvalidInput, match=r"is no size: give a number and a unit, such as 2GB or 512MiB; units: KB, MB"
+        InvalidInput, match=r"is not a size: give a number and a unit, such as 2GB or 512MiB; units: KB, MB"
     ):
         bytes_from(text)
-    with pytest.raises(InvalidInput, match=r"--memory '0.1B' is nothing: give at least one byte"):
+    with pytest.raises(InvalidInput, match=r"--memory '0.1B' is not possible: give at least one byte"):
         bytes_from("0.1B")
 
 

@@ -96,7 +96,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(lowp: Callable[..., Any]) 
     done = sum(len(row["runs"]) for row in document["variants"])
     assert 1 <= done < 9 and not document["complete"]
     refused = lowp(*arguments)
-    assert refused.code == 2 and "give --resume to go on with them, or another --out" in refused.err
+    assert refused.code == 2 and "give --resume to continue it, or another --out" in refused.err
     other = lowp(*arguments, "--epochs", "3", "--resume")
     assert other.code == 2 and "runs that this command does not ask for" in other.err
     assert json.loads(Path("compare-digits.json").read_text()) == document
@@ -125,7 +125,7 @@ def test_without_matplotlib_the_json_is_written_and_it_says_so(
         (("digits", "--timing", "-1"), "--timing -1: give seconds, 0 or more"),
         (("digits", "--loss-scale", "8,zero"), "loss scale 'zero' is not one"),
         (("digits", "--sweep", "exponent=9..2,mantissa=2"), "exponent=9..2 runs backwards"),
-        (("digits", "--sweep", "exponent=3,mantissa=2", "--precision", "fp16"), "leave --precision out"),
+        (("digits", "--sweep", "exponent=3,mantissa=2", "--precision", "fp16"), "omit --precision"),
         (("digits", "--sweep", "exponent=3,mantissa=2", "--loss-scale", "1,8"), "a sweep takes one"),
         (("digits", "--out", "no/run.json"), "no/run.json: there is no folder no"),
         (("digits", "--out", "run.txt"), "give a name that ends in .json"),

@@ -76,7 +76,7 @@ def test_the_figures_are_listed_with_what_they_train(lowp: Lowp) -> None:
     [
         (("autoflx",), "unknown figure 'autoflx'; did you mean autoflex?"),
         (("autoflex", "--steps", "0"), "--steps 0: give 1 or more"),
-        (("autoflex", "--precision", "bf16"), "bf16 has no shared exponents that are predicted: use flex16+5"),
+        (("autoflex", "--precision", "bf16"), "bf16 has no predicted shared exponents: use flex16+5"),
         (("autoflex", "--steps", "1", "--layer", "7"), "unknown layer '7'; allowed: 0, 2"),
         (("autoflex", "--out", "a.bmp"), "unknown kind of picture '.bmp'"),
     ],
@@ -147,7 +147,7 @@ def test_the_numbers_are_those_of_the_run_that_was_asked_for(lowp: Lowp, folder:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "no figure is named; allowed: autoflex, flex-window, updates"),
+        ((), "the name of a figure is missing; allowed: autoflex, flex-window, updates"),
         (
             ("updates", "--steps", "4"),
             "updates takes no --steps; allowed: --size, --seed, --data, --recipe, ",
@@ -156,8 +156,8 @@ def test_the_numbers_are_those_of_the_run_that_was_asked_for(lowp: Lowp, folder:
         (("curves", "--seed", "1"), "curves takes no --seed; allowed: "),
         (("curves", "--seeds", "0"), "--seeds 0: give 1 or more"),
         (("cost", "--formats", "fp32,fp61"), "unknown format 'fp61'"),
-        (("cost", "--formats", ","), "--formats names none: give some, such as fp32,bf16,e4m3fn,int8"),
-        (("loss-scaling", "--scale", "1"), "--scale 1: it changes nothing: give a number such as 256, or dynamic"),
+        (("cost", "--formats", ","), "--formats is empty: give formats, such as fp32,bf16,e4m3fn,int8"),
+        (("loss-scaling", "--scale", "1"), "--scale 1: has no effect: give a number such as 256, or dynamic"),
         (("loss-scaling", "--scale", "big"), "loss scale 'big' is not one"),
         (("stall", "--precision", "bf16"), "bf16 does not store its parameters in a float format of few bits: use"),
         (("stall", "--layer", "relu"), "unknown layer 'relu'; allowed: 0, 2, 4"),
@@ -166,10 +166,10 @@ def test_the_numbers_are_those_of_the_run_that_was_asked_for(lowp: Lowp, folder:
         (("curves", "--from", "cost.json"), "holds a figure-cost of version 1, not a comparison of version 1"),
         (
             ("cost", "--from", "broken.json"),
-            "is not as lowp wrote it (KeyError: 'formats'): make it again",
+            "has been changed since lowp wrote it (KeyError: 'formats'): create it again",
         ),
         (("cost", "--from", "text.json"), "text.json cannot be read as results of lowp"),
-        (("cost", "--from", "cost.json", "--formats", "fp32"), "--formats is for recording: leave one of them out"),
+        (("cost", "--from", "cost.json", "--formats", "fp32"), "--formats is for recording: omit one of them"),
     ],
 )
 def test_what_cannot_be_recorded_or_drawn_again_is_said(
@@ -177,7 +177,7 @@ def test_what_cannot_be_recorded_or_drawn_again_is_said(
 ) -> None:
     (folder / "cost.json").write_text('{"lowp_results": 1, "kind": "figure-cost", "formats": []}')
     (folder / "broken.json").write_text('{"lowp_results": 1, "kind": "figure-cost"}')
-    (folder / "text.json").write_text("no results")
+    (folder / "text.json").write_text("does not contain results")
     result = lowp("figure", *arguments, "--out", "new.png")
     assert (result.code, result.out) == (2, "") and text in result.err, result.err
     assert len(list(folder.iterdir())) == 3

@@ -120,13 +120,13 @@ def test_where_two_runs_part_is_told(lowp: Callable[..., Any], digits: Path, tmp
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((), "what is to be profiled?"),
+        ((), "nothing to profile"),
         (("no-recipe",), "unknown recipe"),
         (("none.json",), "there is no profile none.json"),
         (("none.py",), "there is no script 'none.py'"),
         (("digits", "--max-overhead", "much"), "give a share of the time"),
         (("digits", "--steps", "0"), "--steps 0: give 1 or more"),
-        (("digits", "--bits", "99"), "operands have 2 to 16 bits"),
+        (("digits", "--bits", "99"), "give 2 to 16, the bits of an operand"),
         (("digits", "--out", "/"), "is a folder"),
     ],
 )

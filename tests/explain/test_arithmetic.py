@@ -100,7 +100,7 @@ def test_the_result_may_have_another_format() -> None:
 
 
 def test_sums_of_shared_scales_say_what_is_possible() -> None:
-    with pytest.raises(InvalidInput, match="possible here are formats without a shared scale, such as i16"):
+    with pytest.raises(InvalidInput, match="give a format without a shared scale, such as i16"):
         add("1", "2", "flex16+5")
 
 

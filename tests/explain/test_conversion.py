@@ -56,10 +56,10 @@ def test_a_shared_scale_is_given_or_chosen() -> None:
     ("to", "given", "text"),
     [
         ("flex16+5", {"exponent": 1}, "flex16+5 has shared exponents from -31 to 0, not 1"),
-        ("fp16", {"exponent": 1}, "fp16 has no shared scale: leave --exponent and --scale out"),
+        ("fp16", {"exponent": 1}, "fp16 has no shared scale: omit --exponent and --scale"),
         ("int8", {"scale": Fraction(-1)}, "a scale of -1 is not possible: give a positive number"),
-        ("int8", {"scale": Fraction(1), "exponent": 0}, "say the same thing: give one of them"),
-        ("int8-affine", {}, "one number cannot show it"),
+        ("int8", {"scale": Fraction(1), "exponent": 0}, "both set the shared scale: give one of them"),
+        ("int8-affine", {}, "it cannot be shown for one number"),
         ("fp16", {"via": "flex16+5"}, "give a format without a shared scale"),
     ],
 )
@@ -99,13 +99,13 @@ def test_a_number_is_read_exactly() -> None:
 @pytest.mark.parametrize(
     ("text", "source", "words"),
     [
-        ("1.2.3", None, "'1.2.3' is no number: give a decimal (1.125, -3e-5), a fraction (1/3)"),
+        ("1.2.3", None, "'1.2.3' is not a number: give a decimal (1.125, -3e-5), a fraction (1/3)"),
         ("", None, "'' is no number"),
         ("1/0", None, "divides by zero"),
         ("1e99999", None, "an exponent beyond 2000 is outside every format"),
         ("0b0101", "fp16", "'0b0101' has 4 bits, and fp16 has 16: give all of them"),
         ("bits:0x10000", "fp16", "0x10000 has more than the 16 bits of fp16"),
-        ("0b0101", None, "say of which format, for example --from fp16"),
+        ("0b0101", None, "give its format, for example --from fp16"),
         ("0b0101", "flex16+5", "a code has a value only with its shared scale"),
         ("1" * 3000, None, "a number of 3000 characters is too long"),
     ],
@@ -142,5 +142,5 @@ def test_every_explanation_is_plain_data() -> None:
     data = json.loads(json.dumps(as_json(convert("1.12156456132", "fp16"))))
     assert data["result"] == "1.12109375"
     assert data["outcomes"][0]["rounded"]["bits"] == "0 01111 0001111100"
-    with pytest.raises(TypeError, match="int is no explanation"):
+    with pytest.raises(TypeError, match="int is not an explanation of lowp"):
         render(1)

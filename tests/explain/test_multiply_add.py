@@ -62,7 +62,7 @@ def test_specials_pass_through_the_tensor_core() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (("1 2; 3", "1; 2", None), "A has rows of 2 + 1 numbers: give 1 to 4 rows of as many numbers each"),
+        (("1 2; 3", "1; 2", None), "A has rows of 2 + 1 numbers: give 1 to 4 rows of the same length"),
         (("1 2", "1 2", None), "A is 1 x 2 and B 1 x 2: A needs as many columns as B rows"),
         (("1", "1", "1 2"), "C is 1 x 2, and A B is 1 x 1: they must agree"),
         (("1", None, None), "needs both --a and --b"),

@@ -200,7 +200,7 @@ def test_a_state_of_another_kind_is_refused_and_changes_nothing() -> None:
     with pytest.raises(InvalidInput, match="shared exponents of version 7: this lowp reads 1"):
         exponents.load_state_dict({**good, "version": 7})
     broken = {**good["groups"][0], "places": ["output of x", "output of y"]}
-    with pytest.raises(InvalidInput, match="are not whole"):
+    with pytest.raises(InvalidInput, match="are incomplete"):
         exponents.load_state_dict({**good, "groups": [broken]})
     assert exponents.places() == ["output of x"]
 

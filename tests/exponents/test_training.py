@@ -227,9 +227,9 @@ def test_several_optimizers_and_models_share_one_precision() -> None:
 
 def test_what_cannot_be_is_refused_in_words() -> None:
     run = Run()
-    with pytest.raises(Misuse, match="optimizers that need one \\(LBFGS\\) train with fp32 parameters"):
+    with pytest.raises(Misuse, match="train optimizers that need one \\(LBFGS\\) with fp32 parameters"):
         run.optimizer.step(lambda: 0.0)
-    with pytest.raises(InvalidInput, match="weights and updates have exponents of their own and no masters"):
+    with pytest.raises(InvalidInput, match="weights and updates have their own exponents and no masters"):
         Precision("flex16+5", masters="fp32")
     half = nn.Linear(2, 2).half()
     with pytest.raises(InvalidInput, match=r"a torch\.float16 parameter cannot be stored in flex16\+5:autoflex"):

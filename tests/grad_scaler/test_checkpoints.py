@@ -59,7 +59,7 @@ def test_a_resumed_scaler_goes_on_as_the_one_that_was_saved() -> None:
         ({"backoff_factor": 1.5}, AssertionError, "backoff factor must be < 1.0"),
         ({"growth_interval": "often"}, ValueError, "growth_interval must be a number of steps"),
         ({"_growth_tracker": -1}, ValueError, "_growth_tracker=-1"),
-        ({"lowp": [1]}, ValueError, "entry 'lowp' is a dictionary of counters"),
+        ({"lowp": [1]}, ValueError, "entry 'lowp' of the loaded state must be a dictionary of counters"),
         ({"lowp": {"steps": "x"}}, ValueError, "steps='x'"),
         ({"scale": None, "growth_factor": None}, KeyError, "missing: scale, growth_factor"),
     ],

@@ -93,7 +93,7 @@ def test_what_cannot_be_exported_is_refused_and_writes_nothing(tmp_path: Path) -
     path, x = tmp_path / "model.onnx", torch.randn(2, 4)
     with pytest.raises(InvalidInput, match=r"layer 0 has no range for its input.*calibration_data"):
         export_onnx(lowp.quantize_model(nn.Sequential(nn.Linear(4, 4)), "int8"), (x,), path)
-    with pytest.raises(InvalidInput, match="has no served layer"):
+    with pytest.raises(InvalidInput, match="has no quantized layer"):
         export_onnx(nn.Linear(4, 4), (x,), path)
     with pytest.raises(InvalidInput, match="there is no folder"):
         export_onnx(nn.Linear(4, 4), (x,), tmp_path / "none" / "model.onnx")

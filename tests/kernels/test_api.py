@@ -151,7 +151,7 @@ def test_an_offset_is_an_index() -> None:
 def test_masked_arrays_are_refused() -> None:
     masked = np.ma.array([1.0, 2.0], mask=[False, True])
     for call in (quantize, encode):
-        with pytest.raises(TypeError, match=r"lowp does not look at the mask of a masked array: give x\.filled\(0\)"):
+        with pytest.raises(TypeError, match=r"lowp does not support masked arrays: give x\.filled\(0\)"):
             call(masked, "fp16")
     with pytest.raises(TypeError, match=r"or x\.compressed\(\) to lowp\.statistics"):
         statistics(masked)
@@ -204,7 +204,7 @@ def test_numpy_arrays_come_back_as_numpy_arrays() -> None:
 def test_a_dtype_that_torch_has_not_is_named() -> None:
     for dtype in (np.longdouble, object, ml_dtypes.float8_e4m3fn):
         array = np.ones(2, dtype=dtype)
-        with pytest.raises(TypeError, match=f"torch has no numbers of {array.dtype}: convert the array first, for"):
+        with pytest.raises(TypeError, match=f"torch has no dtype for {array.dtype}: convert the array first, for"):
             quantize(array, "fp16")
 
 
@@ -215,9 +215,9 @@ def test_codes_of_arrays_decode_to_dtypes_of_numpy() -> None:
         assert found.dtype == dtype
         assert found.astype(np.float32).tolist() == [1.5, -0.875]
     assert decode(codes, "e4m3fn", dtype=torch.float16).dtype == np.float16
-    with pytest.raises(TypeError, match=r"NumPy has no bfloat16: take ml_dtypes\.bfloat16, numpy\.float32 or"):
+    with pytest.raises(TypeError, match=r"NumPy has no bfloat16: use ml_dtypes\.bfloat16, numpy\.float32 or"):
         decode(codes, "e4m3fn", dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match=r"torch has no numbers of .*: take numpy\.float64, float32 or float16"):
+    with pytest.raises(TypeError, match=r"torch has no dtype for .*: use numpy\.float64, float32 or float16"):
         decode(codes, "e4m3fn", dtype=np.dtype("S4"))
 
 
@@ -251,7 +251,7 @@ def test_numpy_in_place_and_out() -> None:
     backwards = np.zeros(2, dtype=np.float32)[::-1]
     with pytest.raises(ValueError, match="out is an array that torch cannot write: read-only, byte-swapped"):
         quantize(x, "e5m2", out=backwards)
-    with pytest.raises(TypeError, match="out is an array where x is one, not Tensor"):
+    with pytest.raises(TypeError, match="out must be an array if x is one, not Tensor"):
         quantize(x, "e5m2", out=torch.zeros(2))
 
 
@@ -409,18 +409,34 @@ REFUSED = [
         ValueError,
         "torch.float32 cannot hold every result exactly: convert to float64",
     ),
-    (dict(x=torch.ones(2), cast="fp16", seed=1.5), TypeError, "a seed is an int or a 0-d int64 tensor, not float"),
+    (dict(x=torch.ones(2), cast="fp16", seed=1.5), TypeError, "a seed must be an int or a 0-d int64 tensor, not float"),
     (dict(x=torch.ones(2), cast="fp16", seed=torch.ones(2)), TypeError, "not 1-d torch.float32"),
     (dict(x=torch.ones(2), cast="fp16", out=torch.ones(3)), ValueError, "out has shape (3,) and x (2,)"),
     (dict(x=torch.ones(2), cast="fp16", out=torch.ones(2).double()), ValueError, "out has dtype torch.float64 and x"),
     (dict(x=torch.ones(2), cast="fp16", out=torch.ones(2, device="meta")), ValueError, "out has device meta and x cpu"),
-    (dict(x=torch.ones(2), cast="fp16", out=[0]), TypeError, "out is a tensor where x is one, not list"),
+    (dict(x=torch.ones(2), cast="fp16", out=[0]), TypeError, "out must be a tensor if x is one, not list"),
     (dict(x=torch.ones(2), cast="fp16", scale=2.0), ValueError, "fp16 has no shared scale"),
-    (dict(x=torch.ones(2), cast="mxfp8", scale=0.3), ValueError, "scale 0.3 is no value of its scale's format, e8m0"),
-    (dict(x=torch.ones(2), cast="int8", scale=0.0), ValueError, "fp32: give positive numbers that it has"),
-    (dict(x=torch.ones(2), cast="int8", scale=torch.nan), ValueError, "scale nan is no value of its scale's format"),
-    (dict(x=torch.ones(2), cast="int8-affine", scale=(-1.0, 3)), ValueError, "scale -1.0 is no value of its scale's"),
-    (dict(x=torch.ones(2), cast="flex16+5", scale=4.0), ValueError, "no value of its scale's format, 2^-31..0"),
+    (
+        dict(x=torch.ones(2), cast="mxfp8", scale=0.3),
+        ValueError,
+        "scale 0.3 is not a number of the format of its scale, e8m0",
+    ),
+    (dict(x=torch.ones(2), cast="int8", scale=0.0), ValueError, "fp32: give positive numbers of that format"),
+    (
+        dict(x=torch.ones(2), cast="int8", scale=torch.nan),
+        ValueError,
+        "scale nan is not a number of the format of its scale",
+    ),
+    (
+        dict(x=torch.ones(2), cast="int8-affine", scale=(-1.0, 3)),
+        ValueError,
+        "scale -1.0 is not a number of the format of its scale",
+    ),
+    (
+        dict(x=torch.ones(2), cast="flex16+5", scale=4.0),
+        ValueError,
+        "not a number of the format of its scale, 2^-31..0",
+    ),
     (dict(x=torch.ones(2), cast="int8", scale=torch.ones(3)), ValueError, "takes one number"),
     (dict(x=torch.ones(2, 3), cast="int8", scale=torch.ones(3)), ValueError, "a tensor (2, 3) takes shape (2,)"),
     (dict(x=torch.ones(2), cast="int8", scale="big"), TypeError, "scale is a number or a tensor, not str"),
@@ -429,7 +445,7 @@ REFUSED = [
     (
         dict(x=torch.ones(2), cast="flex16+5:autoflex"),
         ValueError,
-        "or lowp.quantize with scale=, found from those tensors",
+        "or lowp.quantize with scale= computed from those tensors",
     ),
 ]
 

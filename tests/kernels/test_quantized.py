@@ -199,7 +199,7 @@ def in_every_implementation(call: Callable[[], Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("kind", ["delayed", "autoflex", "frozen", "reactive"])
 def test_a_scale_from_tensors_before_is_asked_for_in_words(kind: str) -> None:
     x = torch.tensor([3.0, -1.0])
-    text = f"dfp16:{kind}: a {kind} scale follows from tensors seen before, and a cast remembers none: use current "
+    text = f"dfp16:{kind}: a {kind} scale depends on earlier tensors, which a cast does not record: use current "
     with pytest.raises(InvalidInput, match=re.escape(text)):
         quantize(x, f"dfp16:{kind}")
     assert torch.equal(quantize(x, f"dfp16:{kind}", scale=2.0**-13), x)
@@ -227,7 +227,7 @@ def test_the_scale_code_that_is_none_is_nan() -> None:
     q = encode(torch.ones(1, 32), "mxint8")
     q.scale.fill_(255)
     assert dequantize(q).isnan().all()
-    with pytest.raises(InvalidInput, match="is no value of its scale's format"):
+    with pytest.raises(InvalidInput, match="is not a number of the format of its scale"):
         encode(torch.ones(1, 32), "mxint8", scale=math.nan)
 
 
@@ -302,5 +302,5 @@ def test_a_quantized_moves_and_detaches() -> None:
 
 
 def test_a_quantized_needs_a_shared_scale() -> None:
-    with pytest.raises(InvalidInput, match="fp16 has no shared scale: keep its codes as a plain tensor"):
+    with pytest.raises(InvalidInput, match="fp16 has no shared scale: store its codes in a plain tensor"):
         Quantized(torch.zeros(2), torch.ones(()), parse("fp16"))

@@ -66,7 +66,7 @@ def test_the_number_of_words_is_part_of_a_cast() -> None:
     assert str(parse("dfp16:current(words=2)")) == "dfp16"
     assert words.has_low_word(DFP) and not words.has_low_word(parse("dfp16:current(words=1)"))
     assert not words.has_low_word(parse("dfp16:stochastic")) and not words.has_low_word(parse("bf16"))
-    with pytest.raises(InvalidInput, match="3 words are impossible: give 1 or 2"):
+    with pytest.raises(InvalidInput, match="3 words are not possible: give 1 or 2"):
         parse("dfp16:current(words=3)")
 
 

@@ -78,15 +78,15 @@ def test_ctrl_c_reaches_the_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((), "which script?"),
+        ((), "the script is missing"),
         (("--precision", "bf17", "s.py"), "unknown precision 'bf17'"),
         (("nothere.py",), "there is no script 'nothere.py' here"),
-        (("--lr", "0.1", "s.py"), "'--lr' is no option of lowp run; those of the script stand behind its name"),
+        (("--lr", "0.1", "s.py"), "'--lr' is not an option of lowp run: give options of the script after its name"),
         (("--precision", "bf16-storage", "s.py"), "use --precision bf16"),
         (("-m",), "-m needs the name of a module"),
         (("--report", "no/where.json", "s.py"), "there is no folder no"),
-        (("--report", "/dev/null", "s.py"), "/dev/null is a device, a pipe or a socket, which a file would replace"),
-        (("--report", "s.py", "s.py"), "s.py is no report of lowp run and was left as it is"),
+        (("--report", "/dev/null", "s.py"), "/dev/null is a device, a pipe or a socket and is not replaced"),
+        (("--report", "s.py", "s.py"), "s.py is not a report of lowp run and was not changed"),
     ],
 )
 def test_bad_input_is_an_error_in_words(tmp_path: Path, options: tuple[str, ...], said: str) -> None:

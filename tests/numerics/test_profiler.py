@@ -195,7 +195,7 @@ def test_a_profile_is_entered_once() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with profile:
         train(model, optimizer, 1)
-    with pytest.raises(Misuse, match="make a new one"), profile:
+    with pytest.raises(Misuse, match="create a new one"), profile:
         pass
 
 

@@ -60,7 +60,7 @@ def test_a_spectrum_comes_back_from_json() -> None:
 
 @pytest.mark.parametrize("change", [{"bins": [-1]}, {"significant": [1]}, {"count": None}, {"first_bin": 9999}])
 def test_a_damaged_spectrum_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(InvalidInput, match="a spectrum that is none"):
+    with pytest.raises(InvalidInput, match="an invalid spectrum"):
         Spectrum.read({**Spectrum.of(torch.ones(3)).document(), **change})
 
 

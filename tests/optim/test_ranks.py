@@ -237,7 +237,7 @@ def test_what_cannot_be_sharded_says_what_to_do(result: Any) -> None:
     for late, flex, split in result(shards_that_are_refused):
         assert "convert the model before it is sharded, precision.prepare_model(model), then fully_shard" in late
         assert "an exponent belongs to the whole tensor. Use DistributedDataParallel" in flex
-        assert "no masters of kind split here: give kind='fp32', or use lowp.optim.AdamW" in split
+        assert "cannot have masters of kind split: give kind='fp32', or use lowp.optim.AdamW" in split
 
 
 def test_zero_redundancy_takes_a_converted_model_and_refuses_another(result: Any) -> None:

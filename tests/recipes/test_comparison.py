@@ -114,7 +114,7 @@ def test_a_study_that_was_stopped_goes_on_and_is_the_same_in_the_end(tmp_path: P
 def test_runs_of_another_plan_are_not_taken_over(tmp_path: Path) -> None:
     results.write(tmp_path / "run.json", done(Study(variants_of(TINY, ["bf16"]), [0], samples=0)))
     other = Study(variants_of(Settings("digits", epochs=3), ["bf16"]), [0], samples=0)
-    with pytest.raises(InvalidInput, match=r"holds runs that this command does not ask for \(fp32, seed 0\)"):
+    with pytest.raises(InvalidInput, match=r"contains runs that this command does not ask for \(fp32, seed 0\)"):
         other.resume(tmp_path / "run.json")
     assert not other.runs
 
@@ -143,7 +143,9 @@ def test_results_that_were_edited_are_not_taken_over(edit: Callable[[Any], objec
     edit(document)
     results.write(tmp_path / "run.json", document)
     other = Study(variants_of(TINY, []), [0], samples=0)
-    with pytest.raises(InvalidInput, match=r"run\.json is not as lowp wrote it \(.*\): make it again, or give another"):
+    with pytest.raises(
+        InvalidInput, match=r"run\.json has been changed since lowp wrote it \(.*\): create it again, or give another"
+    ):
         other.resume(tmp_path / "run.json")
     assert not other.runs
 
@@ -158,7 +160,7 @@ def test_a_grid_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("exponent=9..2,mantissa=2..3", "exponent=9..2 runs backwards; did you mean exponent=2..9"),
+        ("exponent=9..2,mantissa=2..3", "exponent=9..2 has its larger end first; did you mean exponent=2..9"),
         ("exponent=2..9,mantissa=2..3", "a sweep takes 2 to 8 exponent bits"),
         ("exponent=1..3,mantissa=2", "a sweep takes 2 to 8 exponent bits"),
         ("exponent=2..8,mantissa=2..24", "a sweep takes at most 23 mantissa bits"),
@@ -222,7 +224,7 @@ def test_what_could_not_be_written_is_noticed(tmp_path: Path) -> None:
     ("text", "error"),
     [
         ("", "cannot be read as results"),
-        ("[1]", "holds no results of lowp"),
+        ("[1]", "does not contain results of lowp"),
         ('{"lowp_results": 9, "kind": "comparison"}', "holds a comparison of version 9, not a comparison of version 1"),
         ('{"lowp_results": 1, "kind": "sweep"}', "holds a sweep of version 1, not a comparison"),
     ],

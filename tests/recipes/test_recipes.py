@@ -65,7 +65,7 @@ def test_the_digits_are_the_real_ones_and_held_back_examples_are_not_trained_on(
 
 
 def test_the_digits_take_no_path() -> None:
-    with pytest.raises(InvalidInput, match=r"digits takes no --data .*somewhere"):
+    with pytest.raises(InvalidInput, match=r"digits does not take --data .*somewhere"):
         get("digits").load(get("digits").size(), Path("somewhere"))
 
 

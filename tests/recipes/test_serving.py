@@ -47,8 +47,8 @@ def test_every_format_is_served_or_says_why_not(lowp: Callable[..., Any]) -> Non
     [
         (("--inference", "int9"), "unknown format 'int9'"),
         (("--inference", "e8m0"), "no negative numbers"),
-        (("--inference", "int8", "--precision", "fp16"), "leave --precision, --sweep out"),
-        (("--recover",), "give these too"),
+        (("--inference", "int8", "--precision", "fp16"), "omit --precision and --sweep"),
+        (("--recover",), "give --inference too"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_training(

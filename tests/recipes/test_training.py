@@ -161,9 +161,7 @@ def test_a_checkpoint_opens_with_plain_torch(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_other_settings_is_not_gone_on_with(tmp_path: Path) -> None:
     begin("fp16").save(tmp_path / "run.pt")
-    with pytest.raises(
-        InvalidInput, match="was trained with precision fp16, and precision bf16 was asked for: leave it"
-    ):
+    with pytest.raises(InvalidInput, match="was trained with precision fp16, but precision bf16 was given: omit it"):
         Training.resume(tmp_path / "run.pt", {"precision": "bf16"})
     assert Training.resume(tmp_path / "run.pt", {"precision": "fp16", "seed": None}).settings.seed == 0
 
@@ -216,7 +214,7 @@ def test_no_module_is_imported_because_a_checkpoint_names_it(tmp_path: Path, mon
     monkeypatch.setattr(training, "get", lambda name: pytest.fail(f"{name} was looked up"))
     for given in ({}, {"recipe": "digits"}):
         with pytest.raises(
-            InvalidInput, match=r"'strange_module:RECIPE', which is none of lowp's, and nothing is import"
+            InvalidInput, match=r"'strange_module:RECIPE', which is not one of lowp's; a module is not import"
         ):
             Training.resume(path, given)
 
@@ -239,7 +237,7 @@ def test_an_edited_training_is_named(tmp_path: Path, name: str, value: object, t
     content = torch.load(path, weights_only=True)
     content["extra"][name] = value
     torch.save(content, path)
-    with pytest.raises(InvalidCheckpoint, match=f"is a checkpoint of `lowp train` that was edited: {text}"):
+    with pytest.raises(InvalidCheckpoint, match=f"is a checkpoint of `lowp train` that has been edited: {text}"):
         Training.resume(path)
 
 
@@ -250,5 +248,5 @@ def test_an_edited_setting_is_named(tmp_path: Path, name: str, value: object) ->
     content = torch.load(path, weights_only=True)
     content["extra"]["settings"][name] = value
     torch.save(content, path)
-    with pytest.raises(InvalidCheckpoint, match=f"that was edited: its setting {name} is {value!r}"):
+    with pytest.raises(InvalidCheckpoint, match=f"that has been edited: its setting {name} is {value!r}"):
         Training.resume(path)

@@ -376,7 +376,7 @@ def test_a_torch_region_entered_within_itself_restores_what_it_saw() -> None:
         (lambda: autocast("cpu", strict=True), "strict=True needs a policy"),
         (lambda: autocast("gone.toml"), "no policy file gone.toml"),
         (lambda: autocast(Policy((Rule.of("lineer", input="fp16"),))), "unknown op 'lineer'; did you mean linear"),
-        (lambda: autocast(presets.PRESETS["fp16"], dtype=HALF), "leave dtype out"),
+        (lambda: autocast(presets.PRESETS["fp16"], dtype=HALF), "omit dtype"),
     ],
 )
 def test_wrong_input_is_explained(arguments: Callable[[], Any], text: str) -> None:

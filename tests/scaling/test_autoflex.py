@@ -164,7 +164,7 @@ def test_a_state_goes_through_a_checkpoint_and_grows() -> None:
     grown = scaling.extend(loaded, 2)
     assert torch.equal(grown.exponent[:3], state.exponent)
     assert grown.started.tolist() == [True] * 3 + [False] * 2
-    with pytest.raises(InvalidInput, match="remembers \\(3, 16\\) maxima, and this one 8"):
+    with pytest.raises(InvalidInput, match="has \\(3, 16\\) maxima, but this Autoflex has 8"):
         load_state_dict(Autoflex(window=8), state_dict(state))
     with pytest.raises(InvalidInput, match="lacks history"):
         load_state_dict(scaling, {name: value for name, value in state_dict(state).items() if name != "history"})
@@ -173,5 +173,5 @@ def test_a_state_goes_through_a_checkpoint_and_grows() -> None:
 def test_impossible_settings_are_named() -> None:
     with pytest.raises(InvalidInput, match="allowed are 4 to 16 bits"):
         Autoflex(bits=32)
-    with pytest.raises(InvalidInput, match="headroom is a number of bits"):
+    with pytest.raises(InvalidInput, match="give headroom as a number of bits"):
         Autoflex(headroom=-1)

@@ -334,8 +334,8 @@ BAD_POLICIES = [
     ({"a_elem_format_bp_os": "fp8_e5m2"}, "must agree: a_elem_format_bp_os fp8_e5m2, a_elem_format_bp_ex fp8_e4m3"),
     ({"w_elem_format_bp": "fp4"}, "must agree: w_elem_format fp8_e4m3, w_elem_format_bp fp4"),
     ({"round_grad_weight": "even"}, "must agree: round_output nearest, round_grad_input nearest, round_grad_weight"),
-    ({"mx_flush_fp32_subnorms": True}, "cannot say mx_specs"),
-    ({"vec_use_exp2": True}, "cannot say mx_specs"),
+    ({"mx_flush_fp32_subnorms": True}, "cannot express mx_specs"),
+    ({"vec_use_exp2": True}, "cannot express mx_specs"),
 ]
 
 

@@ -235,8 +235,8 @@ ERRORS = [
     (lambda: FixedPoint(8, 4, clamp="no"), "clamp is True or False, not 'no'"),  # type: ignore[arg-type]
     (lambda: fixed_point_quantize(X, 0, 4), "wl is a whole number from 1 to 64, not 0"),
     (lambda: block_quantize(X, 1), "wl is a whole number from 2 to 32, not 1"),
-    (lambda: block_quantize(X, 8, 2), r"dim 2 is no dimension of a tensor \(2, 2\): give -1 to 1"),
-    (lambda: quantizer("fp16"), "a number is FloatingPoint, FixedPoint, BlockFloatingPoint or None, not str"),  # type: ignore[arg-type]
+    (lambda: block_quantize(X, 8, 2), r"dim 2 is not a dimension of a tensor \(2, 2\): give -1 to 1"),
+    (lambda: quantizer("fp16"), "a number must be FloatingPoint, FixedPoint, BlockFloatingPoint or None, not str"),  # type: ignore[arg-type]
     (lambda: quantizer(FloatingPoint(5, 2), clamping_grad_zero=True), "clamping_grad_zero needs a FixedPoint"),
     (lambda: float_quantize(X.bfloat16() * 3.14, 5, 10, "up"), "cannot hold every result exactly"),
 ]

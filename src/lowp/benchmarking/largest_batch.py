@@ -115,9 +115,9 @@ def bytes_from(text: str, option: str = "--memory") -> int:
     if match is None or unit not in _UNITS:
         known = "KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)"
         raise InvalidInput(
-            f"{option} {text!r} is no size: give a number and a unit, such as 2GB or 512MiB; units: {known}"
+            f"{option} {text!r} is not a size: give a number and a unit, such as 2GB or 512MiB; units: {known}"
         )
     size = int(float(match[1]) * _UNITS[unit])
     if size < 1:
-        raise InvalidInput(f"{option} {text!r} is nothing: give at least one byte, such as 2GB or 512MiB")
+        raise InvalidInput(f"{option} {text!r} is not possible: give at least one byte, such as 2GB or 512MiB")
     return size

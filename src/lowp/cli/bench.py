@@ -95,11 +95,15 @@ def _settings(arguments: argparse.Namespace, names: list[str]) -> list[Settings]
     for name in names:
         get(name)
     if arguments.data is not None and len(names) > 1:
-        raise InvalidInput(f"--data {arguments.data} is for one recipe, not for {', '.join(names)}: run them apart")
+        raise InvalidInput(
+            f"--data {arguments.data} is for one recipe, not for {', '.join(names)}: run them one at a time"
+        )
     if arguments.out is not None and arguments.out.suffix != ".json":
         raise InvalidInput(f"--out {arguments.out}: the numbers are written as JSON: give a name that ends in .json")
     if arguments.device is not None and arguments.device.partition(":")[0] in ("mps", "xpu", "meta"):
-        raise InvalidInput(f"--device {arguments.device}: memory is measured on cpu and cuda alone: give one of these")
+        raise InvalidInput(
+            f"--device {arguments.device}: memory can be measured on cpu and cuda only: give one of these"
+        )
     given = {"size": arguments.size, "batch": arguments.batch, "device": arguments.device, "data": arguments.data}
     named = {name: value for name, value in given.items() if value is not None}
     return [Settings(name, **named).filled() for name in names]

@@ -125,11 +125,11 @@ def _check(arguments: argparse.Namespace) -> None:
     if not 0 <= arguments.timing < 3600:
         raise InvalidInput(f"--timing {arguments.timing:g}: give seconds, 0 or more")
     if arguments.sweep is not None and arguments.precision is not None:
-        raise InvalidInput("--sweep trains the formats of its grid: leave --precision out")
+        raise InvalidInput("--sweep trains the formats of its grid: omit --precision")
     if arguments.recover and arguments.inference is None:
-        raise InvalidInput("--recover trains for the formats of --inference: give these too")
+        raise InvalidInput("--recover trains for the formats of --inference: give --inference too")
     if arguments.inference is not None and (arguments.precision or arguments.sweep or arguments.loss_scale):
-        raise InvalidInput("--inference trains in fp32 and serves in its formats: leave --precision, --sweep out")
+        raise InvalidInput("--inference trains in fp32 and serves in its formats: omit --precision and --sweep")
     if arguments.out is not None and arguments.out.suffix != ".json":
         raise InvalidInput(f"--out {arguments.out}: the numbers are written as JSON: give a name that ends in .json")
 
@@ -144,7 +144,7 @@ def _study(arguments: argparse.Namespace) -> Study:
     if arguments.sweep is not None:
         if len(scales) > 1:
             raise InvalidInput(
-                f"--loss-scale {arguments.loss_scale}: a sweep takes one; without it there is no loss scale"
+                f"--loss-scale {arguments.loss_scale}: a sweep takes a single loss scale, or none without this option"
             )
         grid = Grid.parse(arguments.sweep)
         settings = run_options.filled({**named, "loss_scale": scales[0] if scales else None})
@@ -173,8 +173,7 @@ def _take_over(study: Study, out: Path, resume: bool) -> None:
             return  # results of another kind or version: complete, and lowp's own, as was checked
         if not earlier.get("complete"):
             raise InvalidInput(
-                f"{out} holds the runs of an interrupted {study.kind}: "
-                "give --resume to go on with them, or another --out"
+                f"{out} holds the runs of an interrupted {study.kind}: give --resume to continue it, or another --out"
             )
 
 

@@ -106,7 +106,7 @@ def _explanation(arguments: argparse.Namespace) -> object:
     is_update = arguments.weight is not None or arguments.gradient is not None
     asked = [name for name, given in (("a number", text), ("--weight", is_update), ("--fma", arguments.fma)) if given]
     if len(asked) > 1:
-        raise InvalidInput(f"{' and '.join(asked)} are different questions: give one of them")
+        raise InvalidInput(f"{' and '.join(asked)} cannot be combined: give one of them")
     if not asked:
         raise InvalidInput(
             "nothing to explain: give a number and --to (lowp explain 0.1 --to fp16), an operation and --in "
@@ -130,10 +130,10 @@ def _update(arguments: argparse.Namespace) -> object:
             raise InvalidInput(f"a weight update needs --weight and --gradient: --{name} is missing")
     cast = arguments.within or arguments.to
     if cast is None:
-        raise InvalidInput("say in which format the weight is updated, for example --in fp16")
+        raise InvalidInput("the format of the weight is missing: give it, for example --in fp16")
     rate = arguments.learning_rate
     if rate is not None and arguments.minus:
-        raise InvalidInput("--learning-rate makes the update - R x gradient already: leave --minus out")
+        raise InvalidInput("--learning-rate already makes the update - R x gradient: omit --minus")
     weight, gradient = (
         parse_number(getattr(arguments, name), _element_format(cast), arguments.bits) for name in ("weight", "gradient")
     )
@@ -152,12 +152,8 @@ def _number(text: str, arguments: argparse.Namespace) -> object:
     target = arguments.to or arguments.within
     random = None if arguments.random is None else _fraction(arguments.random, "--random")
     if target is None:
-        option = (
-            "in which format to calculate, for example --in fp16"
-            if parts
-            else "into which format, for example --to fp16"
-        )
-        raise InvalidInput(f"{text}: say {option}; `lowp formats` lists them")
+        option = "--in, for example --in fp16" if parts else "--to, for example --to fp16"
+        raise InvalidInput(f"{text}: the format is missing: give {option}; `lowp formats` lists the formats")
     source = arguments.source or _element_format(arguments.within or target)
     if parts:
         left, operator, right = parts

@@ -155,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(_listed()))
         return 0
     if arguments.name is None:
-        raise InvalidInput(f"no figure is named; allowed: {', '.join(FIGURES)}")
+        raise InvalidInput(f"the name of a figure is missing; allowed: {', '.join(FIGURES)}")
     if arguments.name not in FIGURES:
         raise UnknownName(unknown("figure", arguments.name, FIGURES))
     figure = FIGURES[arguments.name]
@@ -200,7 +200,7 @@ def _given(arguments: argparse.Namespace, figure: Figure) -> dict[str, Any]:
     ]
     if refused:
         allowed = ", ".join(f"--{options[name]}" for name in takes)
-        raise InvalidInput(f"{arguments.name} takes no --{refused[0]}; allowed: {allowed}, --from, --out")
+        raise InvalidInput(f"{arguments.name} does not take --{refused[0]}; allowed: {allowed}, --from, --out")
     for name in ("steps", "seeds"):
         if found.get(name) is not None and found[name] < 1:
             raise InvalidInput(f"--{name} {found[name]}: give 1 or more")
@@ -246,7 +246,7 @@ def _redraw(arguments: argparse.Namespace, figure: Figure, given: Mapping[str, A
 
     if given:
         option = next(iter(_SPELLED.get(name, name) for name in given))
-        raise InvalidInput(f"--from draws what was recorded, and --{option} is for recording: leave one of them out")
+        raise InvalidInput(f"--from draws a recorded file, and --{option} is for recording: omit one of them")
     try:
         document = results.read(arguments.source, figure.kind)
     except InvalidInput as error:

@@ -39,7 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UnknownName(unknown("action", arguments.action, ACTIONS))
     if arguments.action == "list":
         if arguments.name is not None:
-            raise InvalidInput(f"lowp policy list takes no name; lowp policy show {arguments.name} shows one")
+            raise InvalidInput(
+                f"lowp policy list does not take a name: lowp policy show {arguments.name} shows one policy"
+            )
         print(_listed())
         return 0
     if arguments.name is None:

@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.diff is not None:
         return _difference(arguments)
     if not arguments.script:
-        raise InvalidInput("what is to be profiled? A recipe (lowp profile digits), a script, or a record run.json")
+        raise InvalidInput("nothing to profile: give a recipe (lowp profile digits), a script, or a record run.json")
     name = arguments.script[0]
     _check(arguments)
     if _is_script(name):
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         for option in ("verify", "bits"):
             if getattr(arguments, option):
-                raise InvalidInput(f"--{option} trains a recipe: give the recipe in place of {name}")
+                raise InvalidInput(f"--{option} trains a recipe: give a recipe instead of {name}")
         return _told(Record.load(name), arguments, "lowp run --policy policy.toml train.py")
     return _recipe(name, arguments)
 
@@ -114,7 +114,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.steps < 1:
         raise InvalidInput(f"--steps {arguments.steps}: give 1 or more")
     if arguments.bits is not None and not 2 <= arguments.bits <= 16:
-        raise InvalidInput(f"--bits {arguments.bits}: operands have 2 to 16 bits")
+        raise InvalidInput(f"--bits {arguments.bits}: give 2 to 16, the bits of an operand")
 
 
 def _difference(arguments: argparse.Namespace) -> int:

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         from lowp.launch import comparison
 
         if arguments.report is not None:
-            raise InvalidInput("--report is of one run and --compare makes several: give one of them")
+            raise InvalidInput("--report is for one run and --compare for several: give one of them")
         names = listed(arguments.compare)
         return comparison.run(command, [(name, _environment(name, arguments)) for name in names])
     environment = _environment(arguments.policy or arguments.precision or "bf16", arguments)
@@ -81,12 +81,12 @@ def _command(script: list[str]) -> list[str]:
 
     script = script[1:] if script[:1] == ["--"] else script
     if not script:
-        raise InvalidInput("which script? For example: lowp run --precision bf16 train.py --lr 0.1")
+        raise InvalidInput("the script is missing. For example: lowp run --precision bf16 train.py --lr 0.1")
     if script[0] == "-m":
         if len(script) == 1:
             raise InvalidInput("-m needs the name of a module: lowp run --precision bf16 -m package.train")
     elif script[0].startswith("-"):
-        raise InvalidInput(f"{script[0]!r} is no option of lowp run; those of the script stand behind its name")
+        raise InvalidInput(f"{script[0]!r} is not an option of lowp run: give options of the script after its name")
     elif not os.path.exists(script[0]):
         raise InvalidInput(f"there is no script {script[0]!r} here ({os.getcwd()})")
     return [sys.executable, *script]
@@ -107,7 +107,7 @@ def _environment(precision: str, arguments: argparse.Namespace) -> dict[str, str
     if preset.masters.kind != "none" or preset.name == "fp16-naive":
         plain = preset.name.removesuffix("-storage").removesuffix("-naive")
         raise InvalidInput(
-            f"{preset.name} stores the parameters in few bits, and a script that lowp has not seen may look at them: "
+            f"{preset.name} stores the parameters in few bits, which may break a script that reads them: "
             f"use --precision {plain}, which computes the same in fp32 parameters"
         )
     if arguments.report is not None:

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from lowp.recipes.training import threads_of
 
     if arguments.resume and arguments.overwrite:
-        raise InvalidInput("--resume goes on with a checkpoint and --overwrite replaces it: give one of them")
+        raise InvalidInput("--resume continues a checkpoint and --overwrite replaces it: give one of them")
     recipe = get(arguments.recipe)
     named = run_options.given(arguments)
     own = {"precision": arguments.precision, "loss_scale": arguments.loss_scale, "seed": arguments.seed}

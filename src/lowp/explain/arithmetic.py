@@ -126,8 +126,8 @@ def evaluate(
     for each in (cast, target):
         if isinstance(each.format, ScaledFormat):
             raise InvalidInput(
-                f"{each.format} numbers share a scale, so a {OPERATORS[operator]} is one of their tensors: "
-                f"possible here are formats without a shared scale, such as {each.element}, and flex_arithmetic for "
+                f"{each.format} numbers share a scale, so a {OPERATORS[operator]} is defined for tensors only: "
+                f"give a format without a shared scale, such as {each.element}, or use flex_arithmetic for "
                 "the mantissas of flex16+5 and dfp16; "
                 f"--to {each.format} shows one number"
             )

@@ -151,12 +151,14 @@ def _through_fp32(number: Number, result: Rounded) -> Rounded | None:
 def _scale(number: Number, cast: Cast, exponent: int | None, scale: Fraction | None) -> SharedScale | None:
     if not isinstance(cast.format, ScaledFormat):
         if exponent is not None or scale is not None:
-            raise InvalidInput(f"{cast.format} has no shared scale: leave --exponent and --scale out")
+            raise InvalidInput(f"{cast.format} has no shared scale: omit --exponent and --scale")
         return None
     if cast.format.affine:
-        raise InvalidInput(f"{cast.format} needs a tensor's smallest and largest value: one number cannot show it")
+        raise InvalidInput(
+            f"{cast.format} needs the smallest and the largest value of a tensor: it cannot be shown for one number"
+        )
     if exponent is not None and scale is not None:
-        raise InvalidInput("--exponent and --scale say the same thing: give one of them")
+        raise InvalidInput("--exponent and --scale both set the shared scale: give one of them")
     low, high = _exponents(cast.format)
     if exponent is not None:
         if not low <= exponent <= high:

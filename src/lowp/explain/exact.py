@@ -140,7 +140,7 @@ def round_exact(value: Number | Fraction | float | int | str, cast: AnyCast, ran
     """
     number, cast = Number.of(value), parse_cast(cast)
     if isinstance(cast.format, ScaledFormat):
-        raise InvalidInput(f"{cast}: one number has no {cast.format} value without its shared scale: use convert")
+        raise InvalidInput(f"{cast}: the value of one number depends on the shared scale: use convert")
     if random is not None and not 0 <= random < 1:
         raise InvalidInput(f"the random number {random} is outside [0, 1)")
     if isinstance(cast.format, IntFormat):

@@ -162,7 +162,7 @@ def flex_arithmetic(
     Raises InvalidInput for a quotient, which the format's arithmetic does not have.
     """
     if operator not in "+-*":
-        raise InvalidInput(f"{cast.format} has products, sums and differences of mantissas, but no {operator}")
+        raise InvalidInput(f"{cast.format} supports +, - and * of mantissas, not {operator}")
     first, second = (flex_number(one, cast, exponent) for one in (left, right))
     if operator == "*":
         return flex_product(first, second, cast)
@@ -174,13 +174,15 @@ def flex_number(value: Operand, cast: Cast, exponent: int | None = None) -> Flex
     conversion = convert(value, cast, exponent=exponent)
     scale, element = conversion.scale, conversion.rounded.result
     if scale is None or scale.exponent is None or not conversion.given.is_finite:
-        raise InvalidInput(f"{conversion.given} is no number of {cast.format}, which has neither infinity nor NaN")
+        raise InvalidInput(f"{conversion.given} is not a number of {cast.format}, which has no infinity and no NaN")
     return FlexNumber(int(element.value), scale.exponent)
 
 
 def _parts(cast: Cast) -> tuple[ScaledFormat, int, bool]:
     if not is_flex(cast):
-        raise InvalidInput(f"{cast.format} is not integers under one power of two: possible are flex16+5 and dfp16")
+        raise InvalidInput(
+            f"{cast.format} is not a format of integers with one power of two; allowed: flex16+5 and dfp16"
+        )
     format = cast.format
     assert isinstance(format, ScaledFormat) and isinstance(format.element, IntFormat)
     return format, format.element.bits, format.element.symmetric

@@ -157,7 +157,7 @@ def parse_matrix(given: str | Matrix, name: str = "the matrix") -> Matrix:
     if len(lengths) != 1 or not 1 <= len(given) <= SIZE or not 1 <= max(lengths) <= SIZE:
         shape = " + ".join(str(len(row)) for row in given) or "no"
         raise InvalidInput(
-            f"{name} has rows of {shape} numbers: give 1 to {SIZE} rows of as many numbers each, 1 to {SIZE}, "
+            f"{name} has rows of {shape} numbers: give 1 to {SIZE} rows of the same length, 1 to {SIZE} numbers, "
             "as in '1 2; 3 4'"
         )
     return given

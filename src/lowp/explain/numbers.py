@@ -46,7 +46,7 @@ class Number:
             return cls(abs(Fraction(value)), negative)
         if isinstance(value, (int, Fraction)):
             return cls(abs(Fraction(value)), value < 0)
-        raise TypeError(f"a number is given as text, float, int or Fraction, not as {type(value).__name__}")
+        raise TypeError(f"a number must be text, float, int or Fraction, not {type(value).__name__}")
 
     @property
     def is_finite(self) -> bool:
@@ -103,12 +103,12 @@ def parse_number(text: str, source: Format | str | None = None, bits: bool = Fal
         return _from_bits(given, source)
     if bits:
         raise InvalidInput(
-            f"{text!r} is no bit pattern: give zeros and ones (0 01111 0001111100) or hexadecimal (0x3c7c)"
+            f"{text!r} is not a bit pattern: give zeros and ones (0 01111 0001111100) or hexadecimal (0x3c7c)"
         )
     negative = given.startswith("-")
     body = given.lstrip("+-") if re.fullmatch(NUMBER, given) else ""
     if not body:
-        raise InvalidInput(f"{text!r} is no number: give {FORMS}")
+        raise InvalidInput(f"{text!r} is not a number: give {FORMS}")
     if body[0] in "in":
         return Number(Fraction(0), negative, body[:3])
     return Number(_magnitude(body, text), negative)
@@ -124,7 +124,7 @@ def _magnitude(body: str, text: str) -> Fraction:
     if "/" in body:
         numerator, denominator = map(int, body.split("/"))
         if denominator == 0:
-            raise InvalidInput(f"{text!r} divides by zero: give inf or nan if that is meant")
+            raise InvalidInput(f"{text!r} divides by zero: give inf or nan instead")
         return Fraction(numerator, denominator)
     digits, _, power = body.replace("_", "").partition("e")
     return Fraction(digits) * _power(10, power or "0", text)
@@ -139,7 +139,7 @@ def _power(base: int, exponent: str, text: str) -> Fraction:
 
 def _from_bits(given: str, source: Format | str | None) -> Number:
     if source is None:
-        raise InvalidInput(f"{given!r} is a bit pattern: say of which format, for example --from fp16")
+        raise InvalidInput(f"{given!r} is a bit pattern: give its format, for example --from fp16")
     format = parse_format(source)
     if not isinstance(format, (FloatFormat, IntFormat)):
         raise InvalidInput(

@@ -34,7 +34,7 @@ from lowp.formats import FloatFormat, IntFormat
 @singledispatch
 def render(explanation: object) -> str:
     """The explanation as text of several lines, without a newline at the end."""
-    raise TypeError(f"{type(explanation).__name__} is no explanation")
+    raise TypeError(f"{type(explanation).__name__} is not an explanation of lowp.explain")
 
 
 render.register(WeightUpdate, render_update)

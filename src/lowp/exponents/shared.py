@@ -244,7 +244,9 @@ class SharedExponents:
         for group in self._groups.values():
             if place in group.names:
                 return int(group.state.exponent[group.names[place]])
-        raise InvalidInput(f"nothing was written at {place!r}; places are named as in {self.places()[:3]}")
+        raise InvalidInput(
+            f"nothing has been recorded at the place {place!r}; places have names such as {self.places()[:3]}"
+        )
 
     def unit(self, place: str) -> Tensor:
         """2 ** exponent of the last write at a place in this step, fp32 and 0-d, on its device without a wait for it.
@@ -306,9 +308,13 @@ class SharedExponents:
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
         """Go on from `state_dict`; raises InvalidInput, with nothing changed, for one of another kind."""
         if not isinstance(state, Mapping) or not isinstance(state.get("groups", []), list):
-            raise InvalidInput(f"the state of shared exponents is a dictionary with groups, not {type(state).__name__}")
+            raise InvalidInput(
+                f"the state of shared exponents must be a dictionary with groups, not {type(state).__name__}"
+            )
         if state.get("version") != _VERSION:
-            raise InvalidInput(f"shared exponents of version {state.get('version')!r}: this lowp reads {_VERSION}")
+            raise InvalidInput(
+                f"shared exponents of version {state.get('version')!r} cannot be read: this lowp reads {_VERSION}"
+            )
         groups = {}
         for saved in state["groups"]:
             cast = casts.parse(saved["cast"])
@@ -334,7 +340,7 @@ def _check_whole(group: ExponentTable, saved: Mapping[str, Any]) -> None:
         whole = whole and isinstance(found, Mapping) and set(found) == set(own)
         whole = whole and all(_is_alike(found[name], own[name], len(names)) for name in own)
     if not whole:
-        raise InvalidInput(f"the shared exponents of {group.cast} in this checkpoint are not whole")
+        raise InvalidInput(f"the shared exponents of {group.cast} in this checkpoint are incomplete")
 
 
 def _is_alike(found: object, own: Tensor, length: int) -> bool:

@@ -35,7 +35,7 @@ def scaling_of(cast: Cast) -> Autoflex | Reactive:
     spec, format = cast.scaling, cast.format
     if not has_mantissas(cast) or spec is None or spec.kind in ("current", "delayed"):
         raise InvalidInput(
-            f"{cast}: exponents that belong to places are for int16 under one power of two, with the scaling autoflex, "
+            f"{cast}: shared exponents need int16 with one power of two and the scaling autoflex, "
             "frozen, reactive or static(E), as in flex16+5:autoflex"
         )
     assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)

@@ -12,7 +12,9 @@ LONGEST = 300  # characters of a spelled format or cast: more is no spelling, an
 def spelling(kind: str, text: str) -> str:
     """The text, stripped and in lower case; raises InvalidInput for one that is too long to be a spelling."""
     if len(text) > LONGEST:
-        raise InvalidInput(f"{text[:20]!r}... is no {kind}: it has {len(text)} characters, and {LONGEST} is the most")
+        raise InvalidInput(
+            f"{text[:20]!r}... is not a {kind}: it has {len(text)} characters; at most {LONGEST} are allowed"
+        )
     return text.strip().lower()
 
 

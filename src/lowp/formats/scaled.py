@@ -25,7 +25,7 @@ class PowerOfTwo:
             object.__setattr__(self, name, checks.whole_number(f"the {name} of a scale", getattr(self, name)))
         if not LOWEST_SCALE <= self.min_exponent or not self.max_exponent <= HIGHEST_SCALE:
             raise InvalidInput(
-                f"a scale of {self} leaves fp64, which scales are computed in: give exponents from {LOWEST_SCALE} to "
+                f"a scale of {self} exceeds fp64, in which scales are computed: give exponents from {LOWEST_SCALE} to "
                 f"{HIGHEST_SCALE}"
             )
         if not self.min_exponent <= self.max_exponent:
@@ -57,9 +57,11 @@ class Scope:
             raise UnknownName(unknown("scope", self.kind, ("tensor", "row", "channel", "block")))
         object.__setattr__(self, "size", checks.whole_number(f"the size of scope {self.kind}", self.size))
         if self.size > LONGEST_BLOCK:
-            raise InvalidInput(f"a block of {self.size} neighbours is too long: give up to {LONGEST_BLOCK}, or row")
+            raise InvalidInput(f"a block of {self.size} elements is too long: give at most {LONGEST_BLOCK}, or row")
         if (self.kind == "block") != (self.size > 0):
-            raise InvalidInput(f"scope {self.kind} of size {self.size}: a block has a size of 1 or more, others none")
+            raise InvalidInput(
+                f"scope {self.kind} of size {self.size}: a block needs a size of 1 or more, other scopes have none"
+            )
 
     def __str__(self) -> str:
         return str(self.size) if self.kind == "block" else self.kind

@@ -97,7 +97,7 @@ def parse(text: str | Format) -> Format:
     if isinstance(text, (FloatFormat, IntFormat, ScaledFormat)):
         return text
     if not isinstance(text, str):
-        raise TypeError(f"a format is given as text (fp16, e5m7) or as one of FORMATS, not {type(text).__name__}")
+        raise TypeError(f"a format must be text (fp16, e5m7) or one of FORMATS, not {type(text).__name__}")
     name = checks.spelling("format", text)
     name = ALIASES.get(name, name)
     if name in FORMATS:
@@ -111,9 +111,11 @@ def parse(text: str | Format) -> Format:
     if match := _INT.fullmatch(name):
         return IntFormat(name, int(match[1]), bool(match[2]))
     if name in _WIDTHS:
-        raise UnknownName(f"unknown format {text!r}: that is a width, which several formats have: {_WIDTHS[name]}")
+        raise UnknownName(f"unknown format {text!r}: several formats have this width: {_WIDTHS[name]}")
     if name == "bf16-trunc":
-        raise InvalidInput("bf16-trunc is a cast, not a format: give it where a cast is asked for, or bf16 here")
+        raise InvalidInput(
+            "bf16-trunc is a cast, not a format: give bf16 here, or use bf16-trunc where a cast is allowed"
+        )
     raise UnknownName(
         unknown("format", text, [*FORMATS, *ALIASES], shown=FORMATS)
         + "; or spell one out, such as e5m7, e4m3b11fnuz, i6s, e2m1@e8m0/32"
@@ -153,7 +155,7 @@ def _parse_scaled(name: str) -> ScaledFormat:
         )
     element = parse(element_text)
     if isinstance(element, ScaledFormat):
-        raise InvalidInput(f"{name}: the element {element} has a shared scale already: give a float or integer format")
+        raise InvalidInput(f"{name}: the element {element} already has a shared scale: give a float or integer format")
     if match := _POWER.fullmatch(scale_texts[0]):
         scale: FloatFormat | PowerOfTwo = PowerOfTwo(int(match[1]), int(match[2]))
     else:

@@ -77,8 +77,8 @@ class FloatFormat:
             )
         if self.specials is Specials.IEEE and self.mantissa_bits == 0:
             raise InvalidInput(
-                f"{self.name}: with no mantissa bit an infinity and a NaN would share one code: "
-                "add a mantissa bit (e5m1) or say what is special (e5m0fn, e5m0nuz, e5m0finite)"
+                f"{self.name}: without a mantissa bit infinity and NaN would have the same code: "
+                "add a mantissa bit (e5m1) or choose the special values (e5m0fn, e5m0nuz, e5m0finite)"
             )
         if self._largest_code < 1 << self.mantissa_bits and self.has_zero:
             raise InvalidInput(
@@ -251,7 +251,7 @@ class FloatFormat:
     def fields(self, code: int) -> tuple[int, int, int]:
         """Sign, exponent field and mantissa field of a bit pattern."""
         if not 0 <= checks.whole_number(f"a code of {self}", code) < 1 << self.bits:
-            raise InvalidInput(f"{code:#x} is no code of {self}: codes go from 0 to {(1 << self.bits) - 1:#x}")
+            raise InvalidInput(f"{code:#x} is not a code of {self}: codes are 0 to {(1 << self.bits) - 1:#x}")
         mantissa = code & ((1 << self.mantissa_bits) - 1)
         exponent = (code >> self.mantissa_bits) & ((1 << self.exponent_bits) - 1)
         return (code >> (self.bits - 1)) if self.signed else 0, exponent, mantissa

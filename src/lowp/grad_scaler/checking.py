@@ -75,7 +75,7 @@ class Checks(ScalerState):
         stage = self._per_optimizer_states[id(optimizer)]
         if stage["stage"] is OptState.UNSCALED:
             raise Misuse(
-                "unscale_() has already been called on this optimizer since the last update(). Call it once a step, "
+                "unscale_() has already been called on this optimizer since the last update(). Call it once per step, "
                 "after the last backward, or leave it to step()"
             )
         if stage["stage"] is OptState.STEPPED:

@@ -43,5 +43,5 @@ def _refuse_scaled(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
             raise Misuse(
                 f"optimizer.step() would apply gradients that are multiplied by the loss scale "
                 f"{scaler.get_scale():g}: call precision.step(optimizer), which divides them by it and skips the step "
-                "where one is not finite, or precision.unscale_(optimizer) before"
+                "if one is not finite, or precision.unscale_(optimizer) first"
             )

@@ -155,7 +155,9 @@ class Loaded(NamedTuple):
 def read_state(state: Mapping[str, Any], scaling: LossScaling) -> Loaded:
     """Read torch's or lowp's state dict for a scaler with this loss scale; raise for what it cannot hold."""
     if not isinstance(state, Mapping):
-        raise InvalidInput(f"a scaler's state is a dictionary as state_dict() returns it, not a {type(state).__name__}")
+        raise InvalidInput(
+            f"the state of a scaler must be a dictionary from state_dict(), not a {type(state).__name__}"
+        )
     if len(state) == 0:
         raise Misuse(
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
@@ -169,10 +171,10 @@ def read_state(state: Mapping[str, Any], scaling: LossScaling) -> Loaded:
         scaling = dataclasses.replace(scaling, **{name: state[name] for name in _ENTRIES[1:4]})
     own = state.get("lowp", {})
     if not isinstance(own, Mapping):
-        raise InvalidInput(f"the loaded state's entry 'lowp' is a dictionary of counters, not {own!r}")
+        raise InvalidInput(f"the entry 'lowp' of the loaded state must be a dictionary of counters, not {own!r}")
     counters = {"_growth_tracker": state["_growth_tracker"], **own}
     for name, value in counters.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-            raise InvalidInput(f"the loaded state has {name}={value!r}; a number of steps is needed, 0 or more")
+            raise InvalidInput(f"the loaded state has {name}={value!r}; give a number of steps, 0 or more")
     overflows, stuck, steps = (own.get(name, 0) for name in ("overflows", "stuck", "steps"))
     return Loaded(scaling, scale, state["_growth_tracker"], overflows, stuck, steps)

@@ -257,8 +257,8 @@ class GradScaler(Checks):
     def _raise_stuck(self) -> None:
         known = self.nonfinite
         raise NonFiniteGradients(
-            f"{self._patience} steps in a row were skipped with the loss scale at {self.get_scale():.6g}, from where "
-            f"it does not fall: {known or 'no gradient of this rank was seen to overflow'}. A smaller scale cannot "
+            f"{self._patience} steps in a row were skipped with the loss scale at {self.get_scale():.6g}, its "
+            f"floor: {known or 'no gradient of this rank was seen to overflow'}. A smaller scale cannot "
             "help: look at that module's inputs and weights, at the learning rate and at the loss, or keep it in fp32"
         )
 

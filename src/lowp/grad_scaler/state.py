@@ -99,7 +99,7 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
     def begin_with(self, scale: float) -> None:
         """Take this scale, in place of the one that was given, for the first step; raises Misuse after `scale()`."""
         if self._scale is not None:
-            raise Misuse("begin_with() is for the first step: use update(new_scale) from then on")
+            raise Misuse("begin_with() is for the first step: use update(new_scale) for later steps")
         self._init_scale = self._scaling.check(scale, "the loss scale to begin with")
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:

@@ -33,7 +33,7 @@ class Range(NamedTuple):
 def check_bits(bits: int) -> int:
     """The largest byte of activations of so many bits: 127 of 7, 255 of 8."""
     if bits not in (7, 8):
-        raise InvalidInput(f"activations have 7 or 8 bits, not {bits}")
+        raise InvalidInput(f"activations must have 7 or 8 bits, not {bits}")
     return (1 << bits) - 1
 
 
@@ -71,7 +71,7 @@ class Seen:
             return
         low, high = (float(one) for one in torch.aminmax(x))
         if not (math.isfinite(low) and math.isfinite(high)):
-            raise InvalidInput("calibration met NaN or infinite activations: give data that the model is finite on")
+            raise InvalidInput("calibration found NaN or infinite activations: give data for which the model is finite")
         self._low, self._high = min(self._low, low), max(self._high, high)
         if self._method != "maximum":
             self._sample.append(x[:: self._stride].clone())

@@ -74,7 +74,7 @@ def _exportable(model: nn.Module) -> nn.Module:
         parent, _, attribute = name.rpartition(".")
         setattr(copied.get_submodule(parent) if parent else copied, attribute, made)
     if not found:
-        raise InvalidInput("the model has no served layer: export what lowp.quantize_model returns")
+        raise InvalidInput("the model has no quantized layer: export the result of lowp.quantize_model")
     return copied
 
 

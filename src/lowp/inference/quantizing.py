@@ -62,7 +62,7 @@ def quantize_model(
     patterns = tuple(keep)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name, _ in served.named_modules()):
-            raise InvalidInput(f"no module is called {pattern}; layers are {', '.join(names) or 'none'}")
+            raise InvalidInput(f"no module is named {pattern}; layers are {', '.join(names) or 'none'}")
     reasons = {name: "asked for (keep)" for name in names if any(fnmatchcase(name, one) for one in patterns)}
     reasons |= {name: f"{type(module).__name__} has no packed form" for name, module in _others(served, names)}
     chosen = {name: module for name, module in names.items() if name not in reasons}
@@ -91,7 +91,7 @@ def kept(model: nn.Module) -> Mapping[str, str]:
     """The layers that `quantize_model` left as they were, and why."""
     found = getattr(model, _KEPT, None)
     if found is None:
-        raise InvalidInput("kept takes a model that lowp.quantize_model has made")
+        raise InvalidInput("kept needs a model from lowp.quantize_model")
     reasons: Mapping[str, str] = found
     return reasons
 
@@ -101,9 +101,9 @@ def _check_format(cast: Cast) -> None:
     if isinstance(element, FloatFormat) and not element.signed:
         raise InvalidInput(f"{cast} has no negative numbers, which weights need: give a signed format")
     if cast.scaling is not None and cast.scaling.kind not in ("current", "static"):
-        raise InvalidInput(f"{cast}: a {cast.scaling.kind} scale follows from a training; weights have their own")
+        raise InvalidInput(f"{cast}: a {cast.scaling.kind} scale depends on earlier tensors: give a cast without it")
     if isinstance(cast.format, ScaledFormat) and cast.format.scope.kind == "channel":
-        raise InvalidInput(f"{cast}: weights are rows here, whose scope is row, not channel")
+        raise InvalidInput(f"{cast}: the scope of weights must be row, not channel")
 
 
 def _is_replaced(module: nn.Module) -> bool:
@@ -175,9 +175,9 @@ def _calibrated(
             _run(model, batch, forward)
             batches += 1
     if not batches:
-        raise InvalidInput("calibration_data gave no batch: give one, or leave it out for dynamic ranges")
+        raise InvalidInput("calibration_data has no batch: give one, or omit it for dynamic ranges")
     if not seen and any(isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) for module in chosen.values()):
-        raise InvalidInput("no layer was called while calibrating: give batches, or forward=, that run the model")
+        raise InvalidInput("no layer was called during calibration: give batches, or forward=, that run the model")
     return {name: one.range(highest) for name, one in seen.items() if one.anything}
 
 

@@ -20,7 +20,7 @@ def to_array(x: Any) -> np.ndarray[Any, Any]:
     """Return the NumPy array that `x` is or hands out."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
-            "lowp does not look at the mask of a masked array: give x.filled(0) or x.data and put the mask on the "
+            "lowp does not support masked arrays: give x.filled(0) or x.data and put the mask on the "
             "result, or x.compressed() to lowp.statistics"
         )
     return np.asarray(x.asnumpy() if hasattr(x, "asnumpy") else x)
@@ -43,7 +43,7 @@ def to_tensor(array: np.ndarray[Any, Any], writing: bool = False) -> Tensor:
         return torch.from_numpy(array)
     except TypeError:
         raise TypeError(
-            f"torch has no numbers of {array.dtype}: convert the array first, for example with x.astype(numpy.float32)"
+            f"torch has no dtype for {array.dtype}: convert the array first, for example with x.astype(numpy.float32)"
         ) from None
 
 
@@ -53,7 +53,7 @@ def to_dtype(dtype: Any) -> torch.dtype:
         return dtype
     found = getattr(torch, np.dtype(dtype).name, None)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"torch has no numbers of {np.dtype(dtype)}: take numpy.float64, float32 or float16")
+        raise TypeError(f"torch has no dtype for {np.dtype(dtype)}: use numpy.float64, float32 or float16")
     return found
 
 
@@ -62,5 +62,5 @@ def to_numpy(x: Tensor, dtype: Any) -> np.ndarray[Any, Any]:
     if x.dtype != torch.bfloat16:
         return x.numpy()
     if isinstance(dtype, torch.dtype):
-        raise TypeError("NumPy has no bfloat16: take ml_dtypes.bfloat16, numpy.float32 or numpy.float64")
+        raise TypeError("NumPy has no bfloat16: use ml_dtypes.bfloat16, numpy.float32 or numpy.float64")
     return x.view(torch.uint16).numpy().view(dtype)

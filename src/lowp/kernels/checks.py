@@ -62,17 +62,17 @@ def check_seed(x: Tensor, seed: int | Tensor) -> int | Tensor:
         raise TypeError(f"lowp takes strided tensors, not {x.layout}: give x.to_dense(), or its values")
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.ndim != 0:
-            raise TypeError(f"a seed is an int or a 0-d int64 tensor, not {seed.ndim}-d {seed.dtype}")
+            raise TypeError(f"a seed must be an int or a 0-d int64 tensor, not {seed.ndim}-d {seed.dtype}")
         return seed
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TypeError(f"a seed is an int or a 0-d int64 tensor, not {type(seed).__name__}")
+        raise TypeError(f"a seed must be an int or a 0-d int64 tensor, not {type(seed).__name__}")
     return whole_number("a seed", seed)
 
 
 def check_packed(packed: object) -> None:
     """Raise TypeError for what is neither True nor False."""
     if not isinstance(packed, bool):
-        raise TypeError(f"packed is True or False, not {type(packed).__name__}")
+        raise TypeError(f"packed must be True or False, not {type(packed).__name__}")
 
 
 def draw(x: Tensor, seed: int | Tensor, offset: Any) -> Seed:
@@ -90,7 +90,7 @@ def scales(scale: Any, cast: Cast, x: Tensor) -> scaled.Scales | None:
         return None
     if cast.scaling is None:
         raise InvalidInput(
-            f"{cast} has no shared scale, so scale= means nothing: name one, such as {cast.format.spelling}@fp32/tensor"
+            f"{cast} has no shared scale for scale=: use a format with one, such as {cast.format.spelling}@fp32/tensor"
         )
     return scaled.given(scale, cast, x)
 
@@ -98,7 +98,7 @@ def scales(scale: Any, cast: Cast, x: Tensor) -> scaled.Scales | None:
 def check_out(x: Tensor, out: Any) -> None:
     """Raise for an `out` that cannot take the result: of another shape, dtype or device, or followed by autograd."""
     if not isinstance(out, Tensor):
-        raise TypeError(f"out is a tensor where x is one, not {type(out).__name__}")
+        raise TypeError(f"out must be a tensor if x is one, not {type(out).__name__}")
     for name in ("shape", "dtype", "device"):
         wanted, found = getattr(x, name), getattr(out, name)
         if wanted != found:
@@ -112,7 +112,7 @@ def check_out(x: Tensor, out: Any) -> None:
             )
         raise Misuse(
             "quantize with out= has no gradient, but one of its tensors requires grad: "
-            "leave out= away (the gradient then passes straight through), or call it under torch.no_grad()"
+            "omit out= (the gradient then passes straight through), or call it under torch.no_grad()"
         )
 
 

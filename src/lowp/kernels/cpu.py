@@ -108,8 +108,8 @@ def library() -> ctypes.CDLL | None:
     except (OSError, AttributeError) as error:
         reason = "it was not built" if not PATH.exists() else str(error)
         warnings.warn(
-            f"lowp's C++ library {PATH} is not used ({reason}); torch operations give the same bits, slower. "
-            "Install lowp with a C++ compiler (GCC or Clang) to have it",
+            f"lowp's C++ library {PATH} is not used ({reason}); torch operations give the same bits, more slowly. "
+            "Install lowp with a C++ compiler (GCC or Clang) to build it",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -336,7 +336,7 @@ def loaded() -> ctypes.CDLL:
     """Return the library; raise Unavailable where it is not there."""
     found = library()
     if found is None:
-        raise Unavailable("lowp's C++ library is not there; the bitwise and reference kernels are")
+        raise Unavailable("lowp's C++ library is not available; the bitwise and reference kernels are")
     return found
 
 

@@ -154,7 +154,7 @@ def decode(
             return _with_arrays(decode, codes, format, dtype=dtype, packed=packed, length=length)
         checks.check_packed(packed)
         if length is not None and not packed:
-            raise InvalidInput("length is that of a packed row: give packed=True, or leave it out")
+            raise InvalidInput("length is the length of a packed row: give packed=True, or omit it")
         if length is not None:
             length = whole_number("length, how many codes a row holds", length)
         if dtype not in CARRIERS:
@@ -214,7 +214,7 @@ def _with_arrays(function: Any, x: Any, *arguments: Any, **named: Any) -> Any:
     out = named.get("out")
     if out is not None:
         if not arrays.is_array(out):
-            raise TypeError(f"out is an array where x is one, not {type(out).__name__}")
+            raise TypeError(f"out must be an array if x is one, not {type(out).__name__}")
         named["out"] = arrays.to_tensor(out, writing=True)
     if arrays.is_array(named.get("scale")):
         named["scale"] = arrays.to_tensor(arrays.to_array(named["scale"]))

@@ -51,7 +51,7 @@ def length_of(packed: Tensor, format: FloatFormat | IntFormat, length: int | Non
     """Return how many codes of a packed row are asked for; raise ValueError where it does not hold them."""
     whole = format.bits in (8, 16, 32, 64)
     if not whole and (packed.dtype != torch.uint8 or packed.ndim == 0):
-        raise InvalidInput(f"packed codes of {format} are rows of torch.uint8, not {packed.ndim}-d {packed.dtype}")
+        raise InvalidInput(f"packed codes of {format} must be rows of torch.uint8, not {packed.ndim}-d {packed.dtype}")
     size = packed.shape[-1] if packed.ndim else 1
     fitting = size if whole else size * 8 // format.bits
     if length is not None and not 0 <= length <= fitting:

@@ -98,8 +98,8 @@ def choose(x: Tensor, cast: Cast) -> Scales:
         return Scales(two_to_the(exponent))
     if scaling.kind != "current":
         raise InvalidInput(
-            f"{cast}: a {scaling.kind} scale follows from tensors seen before, and a cast remembers none: use current "
-            "scaling, or lowp.quantize with scale=, found from those tensors (lowp.statistics(x).maximum)"
+            f"{cast}: a {scaling.kind} scale depends on earlier tensors, which a cast does not record: use current "
+            "scaling, or lowp.quantize with scale= computed from those tensors (lowp.statistics(x).maximum)"
         )
     if format.affine:
         return _affine(x, format)
@@ -257,7 +257,7 @@ def given(scale: object, cast: Cast, x: Tensor) -> Scales:
     """
     format = scaled_format(cast)
     if format.outer is not None:
-        raise InvalidInput(f"{cast}: its two levels of scale are always current: leave scale= out")
+        raise InvalidInput(f"{cast}: its two levels of scale are always computed from the tensor: omit scale=")
     zero_point = None
     if format.affine:
         if not isinstance(scale, tuple) or len(scale) != 2:
@@ -270,8 +270,8 @@ def given(scale: object, cast: Cast, x: Tensor) -> Scales:
         found = widen(found.to(torch.float32))
     if not found.is_cuda and not bool(_is_scale(found, format.scale).all()):
         raise InvalidInput(
-            f"{cast}: scale {scale} is no value of its scale's format, {format.scale}: "
-            "give positive numbers that it has"
+            f"{cast}: scale {scale} is not a number of the format of its scale, {format.scale}: "
+            "give positive numbers of that format"
         )
     return Scales(found, zero_point)
 
@@ -281,17 +281,20 @@ def _check_zero_point(zero_point: Tensor, given: object, cast: Cast) -> None:
     if zero_point.is_cuda or bool(((zero_point >= element.minimum) & (zero_point <= element.maximum)).all()):
         return
     raise InvalidInput(
-        f"{cast}: zero point {given} is no {element}: give whole numbers from {element.minimum} to {element.maximum}"
+        f"{cast}: zero point {given} is not a number of {element}: "
+        f"give whole numbers from {element.minimum} to {element.maximum}"
     )
 
 
 def _given(scale: object, name: str, cast: Cast, x: Tensor) -> Tensor:
     if isinstance(scale, bool) or not isinstance(scale, (int, float, Tensor)):
-        raise TypeError(f"{cast}: {name} is a number or a tensor, not {type(scale).__name__}")
+        raise TypeError(f"{cast}: {name} must be a number or a tensor, not {type(scale).__name__}")
     shape = group_shape(x.shape, scaled_format(cast).scope)
     if isinstance(scale, Tensor):
         if scale.is_meta or scale.layout is not torch.strided or scale.is_complex():
-            raise TypeError(f"{cast}: {name} is a strided tensor of real numbers, not {scale.layout} {scale.dtype}")
+            raise TypeError(
+                f"{cast}: {name} must be a strided tensor of real numbers, not {scale.layout} {scale.dtype}"
+            )
         if scale.dtype not in CARRIERS:
             scale = scale.to(torch.float64)
         found = widen(scale.detach().to(x.device))

@@ -126,4 +126,4 @@ def check_report(path: Path) -> None:
     except (OSError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or found.get("kind") != _KIND:
-        raise InvalidInput(f"{path} is no report of lowp run and was left as it is: give another name")
+        raise InvalidInput(f"{path} is not a report of lowp run and was not changed: give another name")

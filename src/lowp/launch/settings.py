@@ -46,8 +46,8 @@ class Settings:
             return cls(**{**given, "precision": precision})
         except (ValueError, TypeError):
             raise InvalidInput(
-                f"{RUN} is set by `lowp run` for the processes that it starts, and {text[:80]!r} is not of it: "
-                f"unset {RUN}; {PRECISION} alone says which precision to train in"
+                f"{RUN} is set by `lowp run` for the processes that it starts, and {text[:80]!r} was not set by it: "
+                f"unset {RUN}; {PRECISION} sets the precision"
             ) from None
 
     def to_environment(self) -> dict[str, str]:

@@ -45,7 +45,7 @@ def difference(first: Record, second: Record) -> Difference | None:
     steps = sorted(set(first.part.prints) & set(second.part.prints))
     if not steps:
         raise InvalidInput(
-            "no step was looked at in both runs: profile both with the same --max-overhead, best with none"
+            "no step was recorded in both runs: profile both with the same --max-overhead, preferably none"
         )
     equal = 0
     for step in steps:

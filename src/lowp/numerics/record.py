@@ -238,11 +238,11 @@ class Record:
         """Read a record, or what a killed run has left of one; raises InvalidInput for any other file."""
         path = Path(path)
         if not path.is_file():
-            raise InvalidInput(f"there is no profile {path}: lowp profile RECIPE --out {path} writes one")
+            raise InvalidInput(f"there is no profile {path}: create one with lowp profile RECIPE --out {path}")
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            raise InvalidInput(f"{path} is no profile: it is not text") from None
+            raise InvalidInput(f"{path} is not a profile: it is not text") from None
         try:
             return cls._read(text, path)
         except InvalidInput as error:
@@ -314,7 +314,7 @@ def _check_head(head: Any) -> None:
     if not isinstance(head, dict) or head.get("kind") != KIND:
         kind = head.get("kind") if isinstance(head, dict) else None
         told = f"it calls itself {kind!r}" if kind else "it does not say so"
-        raise InvalidInput(f"that is no profile ({told}): give a file that lowp profile or profile.save has written")
+        raise InvalidInput(f"this is not a profile ({told}): give a file written by lowp profile or profile.save")
     if head.get("version") != VERSION:
         raise InvalidInput(
             f"the profile has version {head.get('version')!r} and this lowp reads version {VERSION}: "

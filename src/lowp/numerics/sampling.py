@@ -28,7 +28,7 @@ def parse_share(text: str | float | None) -> float | None:
     except ValueError:
         share = math.nan
     if not 0 < share <= 10:
-        raise InvalidInput(f"an overhead of {text!r} is none: give a share of the time such as 3% or 0.03, or none")
+        raise InvalidInput(f"max_overhead={text!r} is not valid: give a share of the time such as 3% or 0.03, or none")
     return share
 
 

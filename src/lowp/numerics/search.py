@@ -44,7 +44,7 @@ def cheapest(record: Record, bits: int, what: str = "area", least_signal: float 
     """
     record.require_content()
     if what not in ("area", "bytes"):
-        raise InvalidInput(f"what is to be made small is area or bytes, not {what!r}")
+        raise InvalidInput(f"the cost must be area or bytes, not {what!r}")
     choices = [formats.parse(f"{name}@fp32/tensor") for name in CANDIDATES if formats.parse(name).bits <= bits]
     choices.sort(key=lambda format: _cost(format, what))
     layers, spent, whole = {}, 0.0, 0.0

@@ -140,9 +140,9 @@ class Spectrum:
             significant = np.asarray(document["significant"], np.int64)
             numbers = {name: float(document[name]) if name in _REALS else int(document[name]) for name in _NUMBERS}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise InvalidInput(f"it holds a spectrum that is none: {error!r}") from None
+            raise InvalidInput(f"it contains an invalid spectrum: {error!r}") from None
         if significant.shape != (LONGEST + 1,) or bins.min() < 0 or any(not number >= 0 for number in numbers.values()):
-            raise InvalidInput("it holds a spectrum that is none: its counts are not those of numbers")
+            raise InvalidInput("it contains an invalid spectrum: its counts are not those of numbers")
         return cls(bins, significant, **numbers)  # type: ignore[arg-type]
 
 

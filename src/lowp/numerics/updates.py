@@ -88,7 +88,7 @@ class Updates:
             energy = np.asarray(document["gradient_energy"], np.float64)
             none, count = int(document["none"]), int(document["count"])
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-            raise InvalidInput(f"it holds updates that are none: {error!r}") from None
+            raise InvalidInput(f"it contains invalid updates: {error!r}") from None
         if energy.shape != (ROWS,) or joint.min() < 0:
-            raise InvalidInput("it holds updates that are none: their counts are not those of numbers")
+            raise InvalidInput("it contains invalid updates: their counts are not those of numbers")
         return cls(joint, energy, none, count)

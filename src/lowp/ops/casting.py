@@ -218,8 +218,8 @@ def _with_values(x: Tensor, to: Cast, seed: Tensor | int) -> Tensor:
     """
     if _has_groups(to):
         raise InvalidInput(
-            f"{to} rounds strided tensors, not one of layout {x.layout}: convert it with to_dense(), or leave the op "
-            "out by a rule without casts"
+            f"{to} rounds strided tensors, not one of layout {x.layout}: convert it with to_dense(), or exempt the op "
+            "by a rule without casts"
         )
     if x.layout is torch.sparse_coo:
         x = x.coalesce()

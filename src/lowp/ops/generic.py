@@ -132,7 +132,7 @@ def refused(call: Call) -> Any:
     if call.op in call.rule.ops:
         return wide(call)
     raise Misuse(
-        f"{call.op} inside a low-precision region is unsafe: a sigmoid rounded to 16 bits is 0 or 1 too soon. Use "
+        f"{call.op} inside a low-precision region is unsafe: a sigmoid rounded to 16 bits becomes 0 or 1. Use "
         "torch.nn.functional.binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss, which take the logits; or "
         f"compute the sigmoid in fp32 as well, by a rule for both, Rule.of('sigmoid', {call.op!r}, input='fp32'), or "
         "outside of the region from the logits in fp32"

@@ -44,9 +44,9 @@ class AdamW(BlockwiseOptimizer):
         **others: Any,
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0:
-            raise InvalidInput(f"lr={lr}, eps={eps}, weight_decay={weight_decay}: none may be negative")
+            raise InvalidInput(f"lr={lr}, eps={eps}, weight_decay={weight_decay}: give numbers of 0 or more")
         if not all(0 <= beta < 1 for beta in betas):
-            raise InvalidInput(f"betas={betas}: both lie in [0, 1)")
+            raise InvalidInput(f"betas={betas}: give two numbers in [0, 1)")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         kept = KeptState(storage, split, masters, moments, seed)
         super().__init__(params, defaults, kept, others)

@@ -86,14 +86,14 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self, weight: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
     ) -> None:
         """Update an fp32 block of a weight and its moments in place; `step` counts this step, from 1."""
-        raise TypeError(f"{type(self).__name__} does not say how it updates a block")
+        raise TypeError(f"{type(self).__name__} does not define update_block")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are converted to the storage format in place."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point():
-                raise InvalidInput(f"a {parameter.dtype} parameter cannot be trained: leave it out of the optimizer")
+                raise InvalidInput(f"a {parameter.dtype} parameter cannot be trained: omit it from the optimizer")
             if parameter.dtype is not self.storage.dtype and self.storage.cast is not None:
                 refuse_to_convert(str(self.storage.cast))
             self.storage.adopt(parameter, self.state[parameter])
@@ -140,8 +140,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         assert gradient is not None
         if gradient.is_sparse:
             raise InvalidInput(
-                f"{type(self).__name__} takes no sparse gradients: use sparse=False in the embedding, or torch's "
-                "SparseAdam or SGD inside lowp.MasterWeights"
+                f"{type(self).__name__} does not support sparse gradients: use sparse=False in the embedding, "
+                "or torch's SparseAdam or SGD inside lowp.MasterWeights"
             )
         state = self.state[parameter]
         if "step" not in state:
@@ -305,8 +305,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         for index, (parameter, entry) in enumerate(saved.items()):
             if "step" not in entry and any(name in entry for name in _KEPT):
                 raise InvalidInput(
-                    f"the state of parameter {index} has masters and no step, as torch.distributed.checkpoint leaves "
-                    "it when it flattens into an optimizer that has none yet: call optimizer.state_dict() before"
+                    f"the state of parameter {index} has masters but no step, as torch.distributed.checkpoint leaves "
+                    "it if the optimizer had no state: call optimizer.state_dict() before loading"
                 )
             for name in self.moments:
                 check_shape(entry.get(name), parameter, f"{name} of parameter {index}")
@@ -314,7 +314,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             if isinstance(step, Tensor) and step.numel() == 1:
                 continue
             if isinstance(step, bool) or not isinstance(step, (int, float)):
-                raise InvalidInput(f"the step of parameter {index} is a number, not {type(step).__name__}")
+                raise InvalidInput(f"the step of parameter {index} must be a number, not {type(step).__name__}")
         return saved
 
     def __getstate__(self) -> dict[str, Any]:

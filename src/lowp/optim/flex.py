@@ -132,13 +132,13 @@ class FlexWeights(torch.optim.Optimizer):
         """Step the inner optimizer and write update, weights and state. Raises Misuse for a closure."""
         if closure is not None:
             raise Misuse(
-                "a closure would see weights that are in no format yet: optimizers that need one (LBFGS) train with "
+                "a closure would read weights that are not rounded yet: train optimizers that need one (LBFGS) with "
                 "fp32 parameters, as in Precision('dfp16')"
             )
         sparse = [self._names[one] for one in self._parameters() if one.grad is not None and one.grad.is_sparse]
         if sparse:
             raise InvalidInput(
-                f"the gradient of {sparse[0]} is sparse, and {self.cast} writes whole tensors: make the embedding with "
+                f"the gradient of {sparse[0]} is sparse, which {self.cast} does not support: create the embedding with "
                 "sparse=False, or train in dfp16, whose optimizer is fp32"
             )
         before: dict[Tensor, Tensor | Mantissas] = {}
@@ -220,7 +220,7 @@ class FlexWeights(torch.optim.Optimizer):
         saved = state.pop("flex_weights", {"version": _VERSION})
         if not isinstance(saved, Mapping) or saved.get("version") != _VERSION:
             version = saved.get("version") if isinstance(saved, Mapping) else saved
-            raise InvalidInput(f"flex weights of version {version}: this lowp reads version {_VERSION}")
+            raise InvalidInput(f"flex weights of version {version} cannot be read: this lowp reads version {_VERSION}")
         self.inner.load_state_dict(state)
 
     def _parameters(self) -> list[Tensor]:
@@ -233,7 +233,9 @@ class FlexWeights(torch.optim.Optimizer):
                 if parameter in self._adopted:
                     continue
                 if parameter.dtype is not torch.float32 or parameter.is_sparse:
-                    raise InvalidInput(f"a {parameter.dtype} parameter cannot be stored in {self.cast}: give fp32 ones")
+                    raise InvalidInput(
+                        f"a {parameter.dtype} parameter cannot be stored in {self.cast}: give fp32 parameters"
+                    )
                 name = self._names.setdefault(parameter, f"parameter {len(self._adopted)}")
                 # a stored one may have been sent by another rank since: what is in the format stays as it is
                 parameter.copy_(self._written(parameter, _weight(name), unless_exact=parameter in stored))

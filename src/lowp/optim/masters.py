@@ -57,14 +57,15 @@ class MasterWeights(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         if isinstance(optimizer, MasterWeights):
-            raise InvalidInput("the optimizer has master weights already: wrap the optimizer that is inside it")
+            raise InvalidInput("the optimizer already has master weights: wrap its inner optimizer instead")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"MasterWeights wraps a torch optimizer, not {type(optimizer).__name__}")
         if is_zero(optimizer):
             raise InvalidInput(
-                "a ZeroRedundancyOptimizer cannot be wrapped, since each rank steps its own share: convert the model "
-                "first, precision.prepare_model(model), and give ZeroRedundancyOptimizer(model.parameters(), "
-                "optimizer_class=lowp.optim.AdamW), which keeps masters for its share"
+                "a ZeroRedundancyOptimizer cannot be wrapped, because each rank steps only its own share: "
+                "convert the model first, precision.prepare_model(model), and give "
+                "ZeroRedundancyOptimizer(model.parameters(), optimizer_class=lowp.optim.AdamW), which keeps masters "
+                "for its share"
             )
         check_seed(seed)
         self.inner = optimizer
@@ -137,7 +138,7 @@ class MasterWeights(torch.optim.Optimizer):
     def master(self, parameter: Tensor) -> Tensor:
         """The fp32 value behind a stored parameter."""
         if parameter not in self._kept:
-            raise InvalidInput(f"a tensor of shape {tuple(parameter.shape)} is no parameter of this optimizer")
+            raise InvalidInput(f"a tensor of shape {tuple(parameter.shape)} is not a parameter of this optimizer")
         return self.storage.load_whole(parameter, self._kept[parameter])
 
     def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
@@ -175,10 +176,10 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _adopt_one(self, parameter: Tensor) -> None:
         if not parameter.is_floating_point() or parameter.is_sparse:
-            raise InvalidInput(f"a {parameter.dtype} parameter cannot have fp32 masters: leave it out")
+            raise InvalidInput(f"a {parameter.dtype} parameter cannot have fp32 masters: omit it")
         if is_sharded(parameter) and self.storage.kind != "fp32":
             raise InvalidInput(
-                f"a sharded parameter (DTensor) has no masters of kind {self.storage.kind} here: give kind='fp32', or "
+                f"a sharded parameter (DTensor) cannot have masters of kind {self.storage.kind}: give kind='fp32', or "
                 "use lowp.optim.AdamW or SGD, which keep every kind on shards"
             )
         kept: dict[str, Tensor] = {}
@@ -275,7 +276,7 @@ class MasterWeights(torch.optim.Optimizer):
         saved = entries_by_parameter(self, state_dict)
         counters = [[entry[name] for name in _COUNTERS] for entry in saved.values() if _COUNTERS[0] in entry]
         if not all(type(value) is int for pair in counters for value in pair):
-            raise InvalidInput(f"{' and '.join(_COUNTERS)} of a parameter's state are whole numbers; these are not")
+            raise InvalidInput(f"{' and '.join(_COUNTERS)} of a parameter's state must be whole numbers")
         plain = {
             key: {name: value for name, value in entry.items() if name not in _OF_MASTERS}
             for key, entry in state_dict["state"].items()

@@ -63,8 +63,8 @@ class MasterStorage:
             if isinstance(module, (nn.parallel.DistributedDataParallel, fsdp)):
                 kind = type(module).__name__
                 raise InvalidInput(
-                    f"the parameters of a {kind} cannot be converted to {self.storage.cast} any more, since it holds "
-                    f"on to them: call precision.prepare_model(model) first, then {kind}(model), then "
+                    f"the parameters of a {kind} can no longer be converted to {self.storage.cast}, because it holds "
+                    f"references to them: call precision.prepare_model(model) first, then {kind}(model), then "
                     "precision.prepare_optimizer(optimizer)"
                 )
 
@@ -108,7 +108,7 @@ class FlexStorage:
     def __init__(self, cast: Cast, exponents: SharedExponents | None) -> None:
         if exponents is None:
             raise InvalidInput(
-                f"parameters={cast} needs a rule that writes results in the same way, such as "
+                f"parameters={cast} needs a rule that rounds results in the same way, such as "
                 f"Rule.of(output={str(cast)!r})"
             )
         self.cast, self.exponents = cast, exponents

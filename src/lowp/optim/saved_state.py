@@ -57,7 +57,7 @@ def check_saved(part: Any, saved: Any, kind: object, present: Mapping[str, Any])
     """
     own = kind_of(part)
     if own is not None and kind is not None and kind != own:
-        raise InvalidInput(f"it was saved from {kind}, and this is {own}: load it into the same class")
+        raise InvalidInput(f"it was saved from {kind}, but this optimizer is {own}: load it into the same class")
     if isinstance(part, Optimizer):
         _check_optimizer(part, saved)
     elif isinstance(part, LRScheduler):
@@ -86,9 +86,9 @@ def _check_optimizer(optimizer: Optimizer, saved: Any) -> None:
     has_masters = any(isinstance(entry, Mapping) and MASTER_WEIGHT in entry for entry in saved["state"].values())
     for index, entry in saved["state"].items():
         if index not in parameters:
-            raise InvalidInput(f"it has a state of parameter {index!r}, and there are {len(parameters)} parameters")
+            raise InvalidInput(f"it has a state of parameter {index!r}, but there are {len(parameters)} parameters")
         if not isinstance(entry, Mapping):
-            raise InvalidInput(f"the state of parameter {index} is a dictionary, not {type(entry).__name__}")
+            raise InvalidInput(f"the state of parameter {index} must be a dictionary, not {type(entry).__name__}")
         if has_masters and MASTER_WEIGHT not in entry:
             raise InvalidInput(f"the state of parameter {index} lacks {MASTER_WEIGHT}, which others have")
         if is_torch_s and type(inner).__name__ in _REQUIRED:
@@ -99,17 +99,19 @@ def _check_optimizer(optimizer: Optimizer, saved: Any) -> None:
 def _parameters_by_saved_index(optimizer: Optimizer, groups: Any) -> dict[Any, Tensor]:
     """The parameters that the indices of a saved state stand for: torch counts through the groups."""
     if not isinstance(groups, (list, tuple)) or not all(isinstance(group, Mapping) for group in groups):
-        raise InvalidInput("the entry 'param_groups' of an optimizer's state is a list of dictionaries")
+        raise InvalidInput("the entry 'param_groups' of an optimizer's state must be a list of dictionaries")
     listed = [group.get("params") for group in groups]
     if not all(isinstance(one, (list, tuple)) and all(type(index) in (int, str) for index in one) for one in listed):
-        raise InvalidInput("each group of an optimizer's state has params, a list of indices or names")
+        raise InvalidInput("each group of an optimizer's state must have params, a list of indices or names")
     sizes = [len(one) for one in listed]
     own = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != own:
-        raise InvalidInput(f"it has groups of {_listed(sizes)} parameters, and this optimizer of {_listed(own)}")
+        raise InvalidInput(
+            f"it has groups of {_listed(sizes)} parameters, but this optimizer has groups of {_listed(own)}"
+        )
     indices = [index for one in listed for index in one]
     if len(set(indices)) < len(indices):
-        raise InvalidInput("a parameter is in an optimizer's state twice")
+        raise InvalidInput("a parameter appears twice in an optimizer's state")
     present = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return dict(zip(indices, present, strict=True))
 
@@ -119,19 +121,19 @@ def _check_options(own: Mapping[str, Any], group: Mapping[str, Any], place: str)
     for name, value in own.items():
         if isinstance(value, bool) or name in _SWITCHES:
             if not isinstance(group.get(name), (bool, type(None))):
-                raise InvalidInput(f"{place} has {name}={brief(group[name])}: True or False is needed")
+                raise InvalidInput(f"{place} has {name}={brief(group[name])}: give True or False")
         elif _is_number(value) and not _is_number(group.get(name)):
-            raise InvalidInput(f"{place} has {name}={brief(group.get(name))}: a finite number is needed")
+            raise InvalidInput(f"{place} has {name}={brief(group.get(name))}: give a finite number")
         elif isinstance(value, (list, tuple)) and value and all(map(_is_number, value)):
             given = group.get(name)
             if not isinstance(given, (list, tuple)) or len(given) != len(value) or not all(map(_is_number, given)):
-                raise InvalidInput(f"{place} has {name}={brief(given)}: {len(value)} finite numbers are needed")
+                raise InvalidInput(f"{place} has {name}={brief(given)}: {len(value)} finite numbers must be given")
 
 
 def _check_betas(group: Mapping[str, Any], place: str) -> None:
     betas = group.get("betas")
     if betas is not None and not all(0 <= beta < 1 for beta in betas):
-        raise InvalidInput(f"{place} has betas={brief(betas)}: each is at least 0 and below 1")
+        raise InvalidInput(f"{place} has betas={brief(betas)}: each must be at least 0 and below 1")
 
 
 def _required_by_options(inner: Optimizer, index: object, groups: Any) -> tuple[str, ...]:
@@ -146,17 +148,17 @@ def _check_moments(entry: Mapping[Any, Any], parameter: Tensor, index: object, r
         raise InvalidInput(f"the state of parameter {index} lacks {', '.join(missing)}")
     for name, value in entry.items():
         if name == "step" and not (_is_number(value) and value >= 0):
-            raise InvalidInput(f"the step of parameter {index} is a number of 0 or more, not {brief(value)}")
+            raise InvalidInput(f"the step of parameter {index} must be a number of 0 or more, not {brief(value)}")
         if name in _OF_MASTERS[1:] and not (type(value) is int and set(_OF_MASTERS) <= set(entry)):
             raise InvalidInput(
-                f"{name} of parameter {index} is a whole number beside {MASTER_WEIGHT}, not {brief(value)}"
+                f"{name} of parameter {index} must be a whole number if there is a {MASTER_WEIGHT}, not {brief(value)}"
             )
         is_moment = (name in required and name != "step") or (name in _OPTIONAL and value is not None)
         of_elements = is_moment or (isinstance(value, Tensor) and value.dim() > 0)
         if of_elements and not (isinstance(value, Tensor) and _fits(value, parameter)):
             raise InvalidInput(
-                f"{name} of parameter {index} is a floating-point tensor of shape {tuple(parameter.shape)}, not "
-                f"{_described(value)}: the state belongs to another model or another order of parameters"
+                f"{name} of parameter {index} must be a floating-point tensor of shape {tuple(parameter.shape)}, not "
+                f"{_described(value)}: the state belongs to another model or a different order of parameters"
             )
 
 
@@ -167,21 +169,21 @@ def _fits(value: Tensor, parameter: Tensor) -> bool:
 # -- schedulers and models --------------------------------------------------------------------------------------------
 def _check_scheduler(saved: Any, present: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping) or "last_epoch" not in saved:
-        raise InvalidInput("a scheduler's state is a dictionary as state_dict() gives it, with last_epoch")
+        raise InvalidInput("a scheduler's state must be a dictionary from state_dict() with last_epoch")
     _check_options({name: value for name, value in present.items() if name in saved}, saved, "it")
 
 
 def _check_model(saved: Any, present: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
-        raise InvalidInput(f"a model's state is a dictionary as state_dict() gives it, not {type(saved).__name__}")
+        raise InvalidInput(f"a model's state must be a dictionary from state_dict(), not {type(saved).__name__}")
     for name, value in present.items():
         given = saved.get(name)
         if not isinstance(value, Tensor) or name not in saved:
             continue  # torch names what is missing
         if not isinstance(given, Tensor):
-            raise InvalidInput(f"{name} is {_described(value)}, not {type(given).__name__}")
+            raise InvalidInput(f"{name} must be {_described(value)}, not {type(given).__name__}")
         if given.is_floating_point() != value.is_floating_point() or given.is_complex() != value.is_complex():
-            raise InvalidInput(f"{name} is {_described(value)}, not {_described(given)}: its numbers would change")
+            raise InvalidInput(f"{name} must be {_described(value)}, not {_described(given)}: its numbers would change")
 
 
 # -- words ------------------------------------------------------------------------------------------------------------

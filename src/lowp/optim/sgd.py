@@ -40,9 +40,9 @@ class SGD(BlockwiseOptimizer):
         **others: Any,
     ) -> None:
         if lr < 0 or momentum < 0 or weight_decay < 0:
-            raise InvalidInput(f"lr={lr}, momentum={momentum}, weight_decay={weight_decay}: none may be negative")
+            raise InvalidInput(f"lr={lr}, momentum={momentum}, weight_decay={weight_decay}: give numbers of 0 or more")
         if nesterov and (momentum <= 0 or dampening != 0):
-            raise InvalidInput("nesterov momentum needs a momentum above zero and no dampening")
+            raise InvalidInput("nesterov=True needs a momentum above zero and dampening=0")
         defaults = {
             **{"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay},
             **{"nesterov": nesterov, "maximize": maximize},

@@ -43,12 +43,14 @@ def with_loading_hooks(optimizer: Any, state: Any, load: Callable[[dict[str, Any
 
 def require_optimizer_state(state: Any) -> None:
     if not isinstance(state, Mapping):
-        raise InvalidInput(f"an optimizer's state is a dictionary as state_dict() gives it, not {type(state).__name__}")
+        raise InvalidInput(f"an optimizer's state must be a dictionary from state_dict(), not {type(state).__name__}")
     missing = [name for name in ("state", "param_groups") if name not in state]
     if missing:
-        raise InvalidInput(f"an optimizer's state needs state and param_groups; missing: {', '.join(missing)}")
+        raise InvalidInput(f"an optimizer's state must have state and param_groups; missing: {', '.join(missing)}")
     if not isinstance(state["state"], Mapping):
-        raise InvalidInput(f"the entry 'state' of an optimizer's state is a dictionary, not {brief(state['state'])}")
+        raise InvalidInput(
+            f"the entry 'state' of an optimizer's state must be a dictionary, not {brief(state['state'])}"
+        )
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -74,13 +76,13 @@ def entries_by_parameter(optimizer: Optimizer, state: Mapping[str, Any]) -> dict
     if [len(group) for group in saved] != lengths:
         raise InvalidInput(
             f"the saved optimizer has groups of {[len(group) for group in saved]} parameters and this one of {lengths}:"
-            " it belongs to another model or another order of parameters"
+            " it belongs to another model or a different order of parameters"
         )
     found: dict[Tensor, Mapping[str, Any]] = {}
     for key, parameter in zip(chain.from_iterable(saved), parameters_of(optimizer), strict=True):
         entry = state["state"].get(key, {})
         if not isinstance(entry, Mapping):
-            raise InvalidInput(f"the state of parameter {key} is a dictionary, not {type(entry).__name__}")
+            raise InvalidInput(f"the state of parameter {key} must be a dictionary, not {type(entry).__name__}")
         check_shape(entry.get(MASTER_WEIGHT), parameter, f"{MASTER_WEIGHT} of parameter {key}")
         found[parameter] = entry
     return found
@@ -92,6 +94,6 @@ def check_shape(value: Any, parameter: Tensor, what: str) -> None:
         return
     given = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise InvalidInput(
-        f"{what} is a tensor of shape {tuple(parameter.shape)}, not {given}: the state belongs to another model or "
-        "another order of parameters"
+        f"{what} must be a tensor of shape {tuple(parameter.shape)}, not {given}: the state belongs to "
+        "another model or a different order of parameters"
     )

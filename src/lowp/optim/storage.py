@@ -40,8 +40,8 @@ class Storage:
             raise InvalidInput(f"parameters cannot be stored in {self.cast}: give a float format, such as bf16")
         if self.kind == "split" and (self.cast is None or str(self.cast) != "bf16"):
             raise InvalidInput(
-                f"split masters are a bf16 half and its remainder, so the storage is bf16, not {self.cast or 'fp32'}: "
-                "give storage='bf16', or keep fp32 masters (split=False)"
+                f"split masters consist of bf16 and a remainder, so the storage must be bf16, "
+                f"not {self.cast or 'fp32'}: give storage='bf16', or keep fp32 masters (split=False)"
             )
 
     @classmethod
@@ -139,7 +139,7 @@ def _put(state: dict[str, Tensor], key: str, value: Tensor) -> None:
 def check_seed(seed: object) -> None:
     """Raise InvalidInput for a seed that is no whole number."""
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InvalidInput(f"seed={seed!r}: a seed is a whole number, such as 0")
+        raise InvalidInput(f"seed={seed!r}: give a whole number, such as 0")
 
 
 def seed_of(seed: int | Tensor, step: int | Tensor, tensor: int, slot: int = 0) -> int | Tensor:

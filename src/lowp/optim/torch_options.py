@@ -33,4 +33,4 @@ def refuse_others(kind: str, others: Mapping[str, Any], known: Iterable[str]) ->
             allowed = [one for one in known if one not in ("params", "others")]
             raise TypeError(unknown(f"argument of {kind}", name, allowed))
         if value:
-            raise InvalidInput(f"{kind} takes no {name}={value}: {_INSTEAD[name]}")
+            raise InvalidInput(f"{kind} does not take {name}={value}: {_INSTEAD[name]}")

@@ -92,7 +92,7 @@ def convert(
     """
     cast, out = casts.parse(to), Path(target)
     if cast.scaling is not None and cast.scaling.kind not in ("current", "static"):
-        raise InvalidInput(f"{cast}: a {cast.scaling.kind} scale follows from a training; a file has its own: current")
+        raise InvalidInput(f"{cast}: a {cast.scaling.kind} scale depends on earlier tensors: give current scaling")
     job = _Job(cast, tuple(keep), seed, done)
     with open_source(source, entry) as opened:
         shards = _shards(opened, out)
@@ -118,9 +118,11 @@ def _shards(source: Source, out: Path) -> list[str]:
         return []
     if not out.is_dir():
         allowed = ", ".join((".safetensors", *TORCH_SUFFIXES))
-        raise InvalidInput(f"{out} ends in none of {allowed}, and is no folder (for shards): give one of these")
+        raise InvalidInput(
+            f"{out} has none of the endings {allowed}, and is not a folder (for shards): give one of these"
+        )
     if not isinstance(source, ShardedSource):
-        raise InvalidInput(f"{out} is a folder, which takes shards, and {source.path} has none: give a file in it")
+        raise InvalidInput(f"{out} is a folder, which is for shards, but {source.path} has none: give a file in it")
     return [Path(name).with_suffix(".safetensors").name for name in dict.fromkeys(map(source.file_of, source.names()))]
 
 
@@ -134,16 +136,16 @@ def _check_targets(source: Source, targets: list[Path], overwrite: bool) -> None
     own = {source.path, *(source.path.parent / source.file_of(name) for name in source.names())}
     for target in targets:
         if any(files.same_file(target, one) for one in own):
-            raise InvalidInput(f"{target} is the checkpoint that is read: give another file")
+            raise InvalidInput(f"{target} is the input checkpoint: give another file")
         files.check_target(target)
         if target.exists() and not overwrite:
-            raise InvalidInput(f"{target} is there already: give --overwrite (overwrite=True), or another file")
+            raise InvalidInput(f"{target} already exists: give --overwrite (overwrite=True), or another file")
 
 
 def _check_patterns(patterns: tuple[str, ...], names: list[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise InvalidInput(f"no tensor is called {pattern}; the first are {', '.join(names[:5])}")
+            raise InvalidInput(f"no tensor is named {pattern}; the first are {', '.join(names[:5])}")
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

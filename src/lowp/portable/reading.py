@@ -38,7 +38,7 @@ def load(
     or made for another model or optimizer; nothing in a file is ever executed.
     """
     if dtype is not None and dtype not in CARRIERS:
-        raise InvalidInput(f"weights are read in {', '.join(map(str, CARRIERS))}, not in {brief(dtype)}")
+        raise InvalidInput(f"weights can be read as {', '.join(map(str, CARRIERS))}, not as {brief(dtype)}")
     if parts or (dtype is None and _is_of_a_run(Path(path))):
         if dtype is not None:
             raise InvalidInput(f"dtype={dtype} is for weights without parts: {', '.join(parts)} decide what they hold")

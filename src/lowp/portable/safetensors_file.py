@@ -53,13 +53,13 @@ def read_header(file: IO[bytes], path: Path) -> tuple[dict[str, Entry], dict[str
     file.seek(0)
     length = _LENGTH.unpack(file.read(8))[0] if size >= 8 else -1
     if not 2 <= length <= min(size - 8, LONGEST_HEADER):
-        raise _invalid(path, "it is cut short, or no safetensors file")
+        raise _invalid(path, "it is truncated, or not a safetensors file")
     try:
         header = json.loads(file.read(length).decode(), object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError) as error:
-        raise _invalid(path, f"its header is no JSON: {brief(str(error))}") from None
+        raise _invalid(path, f"its header is not JSON: {brief(str(error))}") from None
     if not isinstance(header, dict):
-        raise _invalid(path, "its header is no JSON object")
+        raise _invalid(path, "its header is not a JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _invalid(path, "its metadata is not text by name")
@@ -70,27 +70,27 @@ def read_header(file: IO[bytes], path: Path) -> tuple[dict[str, Entry], dict[str
             raise _invalid(path, f"the bytes of {brief(name)} overlap others, or leave a gap")
         reached = entry.stop
     if reached != size:
-        raise _invalid(path, f"its header tells of {reached:,} bytes, and it has {size:,}: it is cut or was added to")
+        raise _invalid(path, f"its header declares {reached:,} bytes, but it has {size:,}: it is truncated or extended")
     return entries, metadata
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name appears twice")
     return found
 
 
 def _entry(path: Path, name: str, given: Any, first: int) -> Entry:
     if not isinstance(given, dict):
-        raise _invalid(path, f"what it tells of {brief(name)} is no JSON object")
+        raise _invalid(path, f"its entry {brief(name)} is not a JSON object")
     shape: Any = given.get("shape")
     offsets: Any = given.get("data_offsets")
     dtype = DTYPES.get(given["dtype"]) if isinstance(given.get("dtype"), str) else None
     if dtype is None:
-        raise _invalid(path, f"{brief(name)} has dtype {brief(given.get('dtype'))}; read are {', '.join(DTYPES)}")
+        raise _invalid(path, f"{brief(name)} has dtype {brief(given.get('dtype'))}; allowed: {', '.join(DTYPES)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise _invalid(path, f"{brief(name)} has no shape or no place: {brief(given)}")
+        raise _invalid(path, f"{brief(name)} has no shape or no offsets: {brief(given)}")
     start, stop = offsets
     if math.prod(shape) * dtype.itemsize != stop - start:
         raise _invalid(path, f"{brief(name)} of shape {brief(tuple(shape))} does not fill its {stop - start:,} bytes")
@@ -111,7 +111,7 @@ def read_tensor(file: IO[bytes], entry: Entry) -> Tensor:
     file.seek(entry.start)
     memory: Any = raw.numpy()
     if raw.numel() and file.readinto(memory) != raw.numel():  # type: ignore[attr-defined]
-        raise InvalidCheckpoint(f"{file.name} was cut while it was read")
+        raise InvalidCheckpoint(f"{file.name} was truncated while it was read")
     return raw.view(entry.dtype).reshape(entry.shape)
 
 
@@ -142,7 +142,9 @@ class Spool:
             raise InvalidInput(f"two tensors would be called {name}: rename one of them first")
         dtype = pieces[0].dtype
         if dtype not in NAMES:
-            raise InvalidInput(f"{name} is {dtype}, which no safetensors file holds: {', '.join(NAMES.values())}")
+            raise InvalidInput(
+                f"{name} is {dtype}, which safetensors files do not support; allowed: {', '.join(NAMES.values())}"
+            )
         width = dtype.itemsize
         if width not in self._parts:
             self._parts[width] = self._stack.enter_context(tempfile.TemporaryFile(dir=self._folder))

@@ -134,7 +134,9 @@ class ShardedSource(Source):
             self._packed.update(shard._packed)
         missing = [name for name, file in weight_map.items() if name not in set(self._shards[file].raw_names())]
         if missing:
-            raise InvalidCheckpoint(f"{self.path} is damaged: {brief(missing[0])} is not where its index says")
+            raise InvalidCheckpoint(
+                f"{self.path} is damaged: {brief(missing[0])} is not in the file that its index names"
+            )
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -162,19 +164,21 @@ class ShardedSource(Source):
 
 def _read_index(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _LONGEST_INDEX:
-        raise InvalidCheckpoint(f"{path} is no index of shards: it has {path.stat().st_size:,} bytes")
+        raise InvalidCheckpoint(f"{path} is not an index of shards: it has {path.stat().st_size:,} bytes")
     try:
         index = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise InvalidCheckpoint(f"{path} is no index of shards: {brief(str(error))}") from None
+        raise InvalidCheckpoint(f"{path} is not an index of shards: {brief(str(error))}") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise InvalidCheckpoint(f"{path} is no index of shards: it has no weight_map")
+        raise InvalidCheckpoint(f"{path} is not an index of shards: it has no weight_map")
     for file in weight_map.values():
         if not isinstance(file, str) or Path(file).name != file or file.endswith(INDEX) or "\\" in file or "\0" in file:
-            raise InvalidCheckpoint(f"{path} names {brief(file)}, which is no file beside it: nothing was opened")
+            raise InvalidCheckpoint(
+                f"{path} names {brief(file)}, which is not a file in the same folder: nothing was opened"
+            )
         if not (path.parent / file).is_file():
-            raise InvalidCheckpoint(f"{path} names {file}, which is not there: give all its files")
+            raise InvalidCheckpoint(f"{path} names {file}, which does not exist: all files of the index are needed")
     return {"metadata": index.get("metadata") or {}, "weight_map": weight_map}
 
 
@@ -205,7 +209,9 @@ class TorchSource(Source):
         """Its pages are read when they are used."""
         found = self._state[name].detach()
         if found.layout is not torch.strided or found.is_quantized or found.is_meta:
-            raise InvalidInput(f"{self.path}: {name} is a {found.layout} tensor on {found.device}: give dense numbers")
+            raise InvalidInput(
+                f"{self.path}: {name} is a {found.layout} tensor on {found.device}: give dense CPU tensors"
+            )
         return found
 
 
@@ -221,17 +227,18 @@ def read_torch(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
     except pickle.UnpicklingError as error:
         raise InvalidCheckpoint(
-            f"{path} asks for objects that are not plain tensors and numbers, or is no torch file, and was not opened: "
-            f"load it where you trust it and save its state_dict ({brief(str(error).splitlines()[0])})"
+            f"{path} asks for objects that are not plain tensors and numbers, or is not a torch file, and "
+            f"was not opened: "
+            f"if you trust it, load it with torch.load and save its state_dict ({brief(str(error).splitlines()[0])})"
         ) from None
     except Exception as error:
-        raise InvalidCheckpoint(f"{path} is damaged or no torch file: {brief(str(error))}") from None
+        raise InvalidCheckpoint(f"{path} is damaged or not a torch file: {brief(str(error))}") from None
 
 
 def _state_of(path: Path, content: Any, entry: str | None) -> Mapping[str, Any]:
     """The state_dict that a file is, or holds under `entry` or one of the usual names."""
     if not isinstance(content, dict):
-        raise InvalidCheckpoint(f"{path} holds a {type(content).__name__}, no state_dict")
+        raise InvalidCheckpoint(f"{path} holds a {type(content).__name__}, not a state_dict")
     if entry is not None:
         if not isinstance(content.get(entry), dict):
             dictionaries = [str(name) for name, value in content.items() if isinstance(value, dict)]
@@ -241,12 +248,12 @@ def _state_of(path: Path, content: Any, entry: str | None) -> Mapping[str, Any]:
         held = [name for name in _STATE_ENTRIES if isinstance(content.get(name), dict)]
         if len(held) != 1:
             raise InvalidCheckpoint(
-                f"{path} holds {', '.join(brief(name) for name in content) or 'nothing'}, and none of these is plainly "
-                "the state_dict: name its entry (--entry, entry=)"
+                f"{path} holds {', '.join(brief(name) for name in content) or 'nothing'}, and it is not clear which is "
+                "the state_dict: give its entry (--entry, entry=)"
             )
         content = content[held[0]]
     if not all(isinstance(name, str) for name in content):
-        raise InvalidCheckpoint(f"{path} holds tensors whose names are no text")
+        raise InvalidCheckpoint(f"{path} holds tensors whose names are not text")
     return cast("Mapping[str, Any]", content)
 
 
@@ -274,5 +281,5 @@ def _in_folder(folder: Path) -> Path:
     found = sorted(folder.glob(f"*{INDEX}")) or sorted(folder.glob("*.safetensors"))
     if len(found) != 1:
         names = ", ".join(one.name for one in found) or "no index and no safetensors file"
-        raise InvalidCheckpoint(f"{folder} holds {names}: name the one file that is meant")
+        raise InvalidCheckpoint(f"{folder} contains {names}: give one of these files")
     return found[0]

@@ -67,7 +67,7 @@ class Packed:
                 raise ValueError(f"a shape of {shape}")
             return Packed(casts.parse(given["cast"]), shape, dtypes[given["dtype"]])
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidInput(f"what the file says of a packed tensor is not cast, shape and dtype: {error}") from None
+            raise InvalidInput(f"the description of a packed tensor must be cast, shape and dtype: {error}") from None
 
 
 @dataclass

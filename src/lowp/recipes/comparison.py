@@ -68,7 +68,7 @@ class Study:
         self, variants: Sequence[Variant], seeds: Sequence[int], *, kind: str = "comparison", samples: int = 8
     ) -> None:
         if not seeds:
-            raise InvalidInput("seeds 0: give 1 or more; 3 show how far runs of one precision are apart")
+            raise InvalidInput("seeds 0: give 1 or more; 3 or more show the scatter of the runs")
         self.variants = list(variants)
         self.seeds = list(seeds)
         self.kind = kind
@@ -119,7 +119,8 @@ class Study:
                     key = (row["label"], run["seed"])
                     if wanted.get(key) != run["settings"] or document["samples"] != self.samples:
                         raise InvalidInput(
-                            f"{path} holds runs that this command does not ask for ({_name(*key)}): repeat the command "
+                            f"{path} contains runs that this command does not ask for ({_name(*key)}): "
+                            f"repeat the command "
                             f"as it was ({document['command']}), or name another --out"
                         )
                     found[key] = self._checked({**run, "history": [_with_nan(record) for record in run["history"]]})
@@ -132,7 +133,7 @@ class Study:
         numbers += [run[name] for name in ("skipped_steps", "loss_scale") if run[name] is not None]
         is_number = all(isinstance(one, (int, float)) for one in numbers)
         if not is_number or not isinstance(run["failure"], (str, type(None))):
-            raise TypeError(f"the run of seed {run['seed']} has text where numbers are, or the other way round")
+            raise TypeError(f"the run of seed {run['seed']} has text in place of numbers, or numbers in place of text")
         return run
 
     # -- what it showed -----------------------------------------------------------------------------------------------

@@ -102,9 +102,9 @@ def check_writable(path: Path) -> None:
         return
     if path.suffix.lower() in PICTURES:
         if not _is_picture(target, path.suffix.lower()):
-            raise InvalidInput(f"{path} is no picture of lowp's and was left as it is: give another name")
+            raise InvalidInput(f"{path} is not a picture made by lowp and was not changed: give another name")
     elif not _is_results(target):
-        raise InvalidInput(f"{path} is no file of lowp's results and was left as it is: give another name")
+        raise InvalidInput(f"{path} is not a file of lowp's results and was not changed: give another name")
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ def read(path: Path, kind: str) -> dict[str, Any]:
     except (ValueError, OSError, RecursionError) as error:
         raise InvalidInput(f"{path} cannot be read as results of lowp: {error}") from None
     if not isinstance(document, dict) or _MARK not in document:
-        raise InvalidInput(f"{path} holds no results of lowp")
+        raise InvalidInput(f"{path} does not contain results of lowp")
     if document[_MARK] != VERSION or document.get("kind") != kind:
         raise InvalidInput(
             f"{path} holds a {document.get('kind')} of version {document[_MARK]}, not a {kind} of version {VERSION}"
@@ -143,7 +143,8 @@ def reading(path: Path) -> Iterator[None]:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise InvalidInput(
-            f"{path} is not as lowp wrote it ({type(error).__name__}: {error}): make it again, or give another file"
+            f"{path} has been changed since lowp wrote it ({type(error).__name__}: {error}): "
+            f"create it again, or give another file"
         ) from error
 
 

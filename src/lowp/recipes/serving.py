@@ -36,7 +36,7 @@ class Serving:
 
     def __init__(self, settings: Settings, formats: Sequence[str], recover: bool = False) -> None:
         if settings.precision != "fp32":
-            raise InvalidInput(f"--inference serves a model that is trained in fp32, not in {settings.precision}")
+            raise InvalidInput(f"--inference needs a model that is trained in fp32, not in {settings.precision}")
         for format in formats:
             quantize_model(nn.Linear(1, 1), format)  # raises for what cannot be served, before any work
         self.settings, self.recover = settings.filled(), recover

@@ -48,12 +48,12 @@ class Grid(NamedTuple):
             first, last = int(match[1]), int(match[2] or match[1])
             if first > last:
                 raise InvalidInput(
-                    f"sweep {text!r}: {part.strip()} runs backwards; did you mean {name}={last}..{first}?"
+                    f"sweep {text!r}: {part.strip()} has its larger end first; did you mean {name}={last}..{first}?"
                 )
             ranges[name] = tuple(range(first, last + 1)) if last - first < 100 else (first, last)
         missing = [name for name in ("exponent", "mantissa") if name not in ranges]
         if missing:
-            raise InvalidInput(f"sweep {text!r}: it has no {missing[0]}; give both ranges, as in {_EXAMPLE}")
+            raise InvalidInput(f"sweep {text!r}: {missing[0]} is missing; give both ranges, as in {_EXAMPLE}")
         grid = cls(ranges["exponent"], ranges["mantissa"], subnormals)
         if grid.exponents[0] < 2 or grid.exponents[-1] > 8:
             raise InvalidInput(f"sweep {text!r}: a sweep takes 2 to 8 exponent bits, as in {_EXAMPLE}")

@@ -90,7 +90,7 @@ def _check_device(name: str) -> None:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InvalidInput(f"device {name!r} is none that torch knows: give cpu, cuda or cuda:1") from None
+        raise InvalidInput(f"device {name!r} is not a device of torch: give cpu, cuda or cuda:1") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise Unavailable(f"device {name}: this machine has {torch.cuda.device_count()} CUDA devices; cpu always works")
 
@@ -270,15 +270,15 @@ class Training:
         settings = Settings(**extra["settings"])
         if settings.recipe not in RECIPES and (given or {}).get("recipe") != settings.recipe:
             raise InvalidInput(
-                f"{path} was trained with the recipe {settings.recipe!r}, which is none of lowp's, and nothing is "
-                f"imported because a file names it. If you know it, name it: lowp train {settings.recipe} --resume"
+                f"{path} was trained with the recipe {settings.recipe!r}, which is not one of lowp's; a module is not "
+                f"imported because a file names it. If you trust it, run: lowp train {settings.recipe} --resume"
             )
         for name, value in (given or {}).items():
             if value is not None and value != getattr(settings, name):
                 word = name.replace("_", " ")
                 raise InvalidInput(
-                    f"{path} was trained with {word} {getattr(settings, name)}, and {word} {value} was asked for: "
-                    "leave it out to go on, or name another --checkpoint to begin anew"
+                    f"{path} was trained with {word} {getattr(settings, name)}, but {word} {value} was given: "
+                    "omit it to continue, or give another --checkpoint to start a new run"
                 )
         training = cls(settings)
         parts: dict[str, Any] = {"model": training.model, "optimizer": training.optimizer}
@@ -294,11 +294,9 @@ def read_extra(path: Path) -> dict[str, Any]:
     """What `Training.save` wrote beside the states; raises InvalidCheckpoint for a file that is not its own."""
     extra = checkpoint.read(path).get("extra")
     if not isinstance(extra, dict) or extra.get("kind") != _KIND:
-        raise checkpoint.InvalidCheckpoint(
-            f"{path} is a checkpoint of lowp, but not of `lowp train`: read it with lowp.load"
-        )
+        raise checkpoint.InvalidCheckpoint(f"{path} is a checkpoint of lowp, but not of `lowp train`: use lowp.load")
     if wrong := _wrong_entry(extra):
-        raise checkpoint.InvalidCheckpoint(f"{path} is a checkpoint of `lowp train` that was edited: {wrong}")
+        raise checkpoint.InvalidCheckpoint(f"{path} is a checkpoint of `lowp train` that has been edited: {wrong}")
     return extra
 
 

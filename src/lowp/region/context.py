@@ -102,7 +102,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         if device_type is not None and precision is not None:
             raise InvalidInput(
                 f"autocast takes a precision ({precision!r}) or torch's device_type ({device_type!r}), not both: "
-                "under a precision of lowp's the rules hold on every device"
+                "the rules of a lowp precision apply on every device"
             )
         device = device_type if device_type is not None else "cuda" if precision is None else precision
         if device_type is None and not _is_torch_spelling(device, dtype):
@@ -122,7 +122,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         strict: bool = False,
     ) -> None:
         if dtype is not None:
-            raise InvalidInput(f"autocast({precision!r}, dtype={dtype}): a precision says its formats: leave dtype out")
+            raise InvalidInput(f"autocast({precision!r}, dtype={dtype}): a precision defines its formats: omit dtype")
         super().__init__()
         self.preset = presets.parse(table.TORCH_POLICIES.get(str(precision), precision))
         self.policy = self.preset.policy
@@ -167,7 +167,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function, which runs in this region."""
         if not callable(function):
-            raise InvalidInput(f"as a decorator {self!r} takes a function, not {type(function).__name__}")
+            raise InvalidInput(f"as a decorator {self!r} needs a function, not {type(function).__name__}")
 
         return decorated(self, function)
 
@@ -237,8 +237,8 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
             return
         _told_unrounded.add(self.policy)
         warnings.warn(
-            f"{self!r} has rounded no contraction: {', '.join(self._rulebook.left_alone)} stays as it is, as under "
-            "torch.autocast. Convert the model and its inputs with float(), or leave the region out",
+            f"{self!r} has rounded no contraction: {', '.join(self._rulebook.left_alone)} are not rounded, as under "
+            "torch.autocast. Convert the model and its inputs with float(), or omit the region",
             UserWarning,
             stacklevel=4,
         )
@@ -256,7 +256,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
             + f". Ops under a rule so far: {', '.join(report.ops) or 'none'}"
         )
         if self._rulebook.strict:
-            raise InvalidInput(text + ". Mend its ops or where, or leave out strict=True")
+            raise InvalidInput(text + ". Correct its ops or where, or omit strict=True")
         if self.policy not in _warned:
             _warned.add(self.policy)
             warnings.warn(text, UserWarning, stacklevel=4)

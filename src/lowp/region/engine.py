@@ -127,9 +127,9 @@ class Rulebook:
         self._unseen[name] = None
         if self.strict:
             raise InvalidInput(
-                f"no rule of policy {self.policy.name or 'unnamed'} speaks of the contraction {name}: add one, such as "
-                f"Rule.of({name.partition(' ')[0]!r}, input=..., weight=...), or one without casts to leave it as it "
-                "is, or leave out strict=True"
+                f"no rule of policy {self.policy.name or 'unnamed'} matches the contraction {name}: add one, such as "
+                f"Rule.of({name.partition(' ')[0]!r}, input=..., weight=...), or one without casts to leave it "
+                "unrounded, or omit strict=True"
             )
 
     def note(self, op: str, first: Tensor | None) -> None:
@@ -145,8 +145,8 @@ class Rulebook:
         self.left_alone[f"{op} in {kind}"] = None
         if self.strict:
             raise InvalidInput(
-                f"policy {self.policy.name or 'unnamed'} rounds {op}, but its operands are {kind}, which stays as it "
-                "is, as under torch.autocast: convert the model and its inputs with float(), or leave out strict=True"
+                f"policy {self.policy.name or 'unnamed'} rounds {op}, but its operands are {kind}, which is not "
+                "rounded, as under torch.autocast: convert the model and its inputs with float(), or omit strict=True"
             )
 
     def widen(self, function: Callable[..., Any], path: str, device: str) -> Plan:
@@ -275,8 +275,8 @@ class Engine(TorchFunctionMode):
         kept: Plan | None = getattr(self.traced.kept, _kept(self.traced, func, self.path.current))
         if func is _checkpoint_operator:
             raise Unavailable(
-                "torch.compile does not follow a region into a checkpoint: compile the function that is checkpointed, "
-                "or leave out fullgraph=True, so that the checkpoint runs outside the compiled graph"
+                "torch.compile does not follow a region into a checkpoint: compile the checkpointed function, "
+                "or omit fullgraph=True, so that the checkpoint runs outside the compiled graph"
             )
         if kept is None:
             return func(*args, **kwargs)

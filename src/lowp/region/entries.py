@@ -94,7 +94,7 @@ def find(region: object) -> Entry:
     settle()
     found = next((one for one in reversed(_local.entries) if one.region is region and not one.is_parked), None)
     if found is None:
-        raise Misuse(f"{region!r} is left in a thread or a task that has not entered it, or twice")
+        raise Misuse(f"{region!r} was left in a thread or task that has not entered it, or was left twice")
     return found
 
 
@@ -217,9 +217,10 @@ def check_generators(entry: Entry) -> None:
     for outer in _local.entries[: _local.entries.index(entry)]:
         if outer.frame is not None and not is_suspended(outer.frame):
             raise Misuse(
-                f"{outer.frame.f_code.co_name}() goes on in {outer.region!r} while {entry.frame.f_code.co_name}() has "
+                f"{outer.frame.f_code.co_name}() continued in {outer.region!r} while {entry.frame.f_code.co_name}() "
+                f"has "
                 f"entered {entry.region!r} later and is suspended in it: regions belong to a thread, not to a "
-                "generator. Leave the region before yield, or decorate the generator with it: then it is in force only "
+                "generator. Leave the region before yield, or decorate the generator with it: then it applies only "
                 "while the generator runs"
             )
 

@@ -52,9 +52,7 @@ def to_tensorboard(record: Record, folder: Path) -> None:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise Unavailable(
-            "TensorBoard's files are written by the package tensorboard: pip install tensorboard"
-        ) from None
+        raise Unavailable("writing TensorBoard files needs the package tensorboard: pip install tensorboard") from None
     with SummaryWriter(str(folder)) as writer:
         for key, seen in record.tensors.items():
             present = [(place - 127, int(count)) for place, count in enumerate(seen.octaves) if count]

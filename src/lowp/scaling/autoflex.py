@@ -81,7 +81,7 @@ class Autoflex:
                 f"{self.max_exponent}: allowed are 4 to 16 bits, a window of 1 or more, the smaller exponent first"
             )
         if min(self.headroom, self.warm_headroom, self.start_headroom) < 0:
-            raise InvalidInput("Autoflex: headroom is a number of bits, 0 or more")
+            raise InvalidInput("Autoflex: give headroom as a number of bits, 0 or more")
 
     @property
     def limit(self) -> int:
@@ -225,11 +225,11 @@ def load_state_dict(
     """The state from such a dictionary; raises InvalidInput for one of another window or with entries missing."""
     names = AutoflexState._fields
     if missing := [name for name in names if name not in saved]:
-        raise InvalidInput(f"the state of Autoflex lacks {', '.join(missing)}: it was written by something else")
+        raise InvalidInput(f"the state of Autoflex has no {', '.join(missing)}: it is not a state of Autoflex")
     state = AutoflexState(*(saved[name].to(device) for name in names))
     if state.history.shape != (len(state.exponent), scaling.window):
         raise InvalidInput(
-            f"the state of Autoflex remembers {tuple(state.history.shape)} maxima, and this one {scaling.window} an "
-            "entry: use the window that it was trained with"
+            f"the state of Autoflex has {tuple(state.history.shape)} maxima, but this Autoflex has "
+            f"{scaling.window} per entry: use the window that it was trained with"
         )
     return state

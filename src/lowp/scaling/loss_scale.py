@@ -74,7 +74,7 @@ class LossScaling:
         if not self.floor <= number <= self.ceiling:
             raise InvalidLossScale(
                 f"{what} cannot be {value!r}: allowed is a finite number from the floor {self.floor:.8g} to the "
-                f"ceiling {self.ceiling:.8g}. Powers of two lose no bit; 65536 is a usual start for fp16"
+                f"ceiling {self.ceiling:.8g}. Powers of two are exact; 65536 is common for fp16"
             )
         return number
 
@@ -181,8 +181,8 @@ class AdaptiveLossScale(DynamicLossScale):
         super().__post_init__()
         if not 0.0 <= self.target_underflow < 1.0:
             raise InvalidLossScale(
-                f"target_underflow is a share of the gradients from 0 to below 1, not {self.target_underflow!r}; "
-                "1e-3 lets one in a thousand be flushed"
+                f"target_underflow must be a share of the gradients from 0 to below 1, not {self.target_underflow!r}; "
+                "1e-3 allows one in a thousand to be flushed"
             )
         flush_field(self.format)
 
@@ -257,7 +257,7 @@ def _float_format(name: str) -> FloatFormat:
     number_format = parse(name)
     if not isinstance(number_format, FloatFormat):
         raise InvalidInput(
-            f"underflow is measured against a floating-point format such as fp16 or e5m2, not against {name!r}, "
+            f"underflow can be measured for a floating-point format such as fp16 or e5m2, not for {name!r}, "
             "which shares a scale"
         )
     return number_format

@@ -374,7 +374,7 @@ def _expressible(specs: Specs, backward: bool) -> None:
     """Raise InvalidInput for specs that say more than one rule can."""
     for key in ("softmax_exp2", "vec_use_exp2", "vec_use_recip", "mx_flush_fp32_subnorms"):
         if specs[key]:
-            raise InvalidInput(f"a policy cannot say mx_specs[{key!r}]: set it to False")
+            raise InvalidInput(f"a policy cannot express mx_specs[{key!r}]: set it to False")
     together = [
         ("w_elem_format", "w_elem_format_bp"),
         ("a_elem_format", "a_elem_format_bp_ex"),
@@ -386,4 +386,6 @@ def _expressible(specs: Specs, backward: bool) -> None:
     for keys in together if backward else ():
         if len({_element(specs[key]) if specs[key] and key in _FORMAT_KEYS else specs[key] for key in keys}) > 1:
             given = ", ".join(f"{key} {specs[key]}" for key in keys)
-            raise InvalidInput(f"a rule rounds an operand alike in all products, so these must agree: {given}")
+            raise InvalidInput(
+                f"a rule rounds an operand in the same way in all products, so these must agree: {given}"
+            )

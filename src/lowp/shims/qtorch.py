@@ -85,7 +85,7 @@ class FloatingPoint(Number):
         """The format in lowp's terms. Raises InvalidInput for one exponent bit, which makes evenly spaced numbers."""
         if self.exp == 1:
             raise InvalidInput(
-                f"{self} is no FloatFormat but evenly spaced: FixedPoint({self.man + 2}, {self.man - 1})"
+                f"{self} is evenly spaced and not a FloatFormat: use FixedPoint({self.man + 2}, {self.man - 1})"
             )
         specials = Specials.IEEE if self.exp == 8 else Specials.FINITE
         return FloatFormat(f"e{self.exp}m{self.man}", self.exp, self.man, specials)
@@ -160,7 +160,9 @@ class BlockFloatingPoint(Number):
         """Return x rounded to the number; the gradient passes straight through."""
         mode = _rounding(rounding)
         if self.dim >= x.dim():
-            raise InvalidInput(f"dim {self.dim} is no dimension of a tensor {tuple(x.shape)}: give -1 to {x.dim() - 1}")
+            raise InvalidInput(
+                f"dim {self.dim} is not a dimension of a tensor {tuple(x.shape)}: give -1 to {x.dim() - 1}"
+            )
         scope = "tensor" if self.dim == -1 else "channel"
         cast, seed = f"i{self.wl}s@2^-1022..1023/{scope}:{mode}", _seed(mode, seed)
         if self.dim <= 0:
@@ -231,7 +233,7 @@ def quantizer(
     for number in (forward_number, backward_number):
         if number is not None and not isinstance(number, Number):
             raise InvalidInput(
-                f"a number is FloatingPoint, FixedPoint, BlockFloatingPoint or None, not {type(number).__name__}"
+                f"a number must be FloatingPoint, FixedPoint, BlockFloatingPoint or None, not {type(number).__name__}"
             )
     _rounding(forward_rounding), _rounding(backward_rounding)
     if clamping_grad_zero and not (
@@ -239,7 +241,7 @@ def quantizer(
     ):
         raise InvalidInput(
             f"clamping_grad_zero needs a FixedPoint that clamps as forward_number, not {forward_number}: "
-            "only there is it known what was clamped"
+            "only then the clamped values are known"
         )
     hooks = tuple(backward_hooks)
 
@@ -302,7 +304,7 @@ def _seed(mode: str, seed: Seed) -> int | Tensor:
 
 def _tensor(x: object) -> Tensor:
     if not isinstance(x, Tensor):
-        raise TypeError(f"x is a floating-point tensor, not {type(x).__name__}")
+        raise TypeError(f"x must be a floating-point tensor, not {type(x).__name__}")
     return x
 
 

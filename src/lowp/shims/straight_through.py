@@ -32,7 +32,7 @@ def straight_through(x: Tensor, forward: Rounder, backward: Rounder | None = Non
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         given = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"x is a floating-point tensor, not {given}")
+        raise TypeError(f"x must be a floating-point tensor, not {given}")
     result: Tensor = _StraightThrough.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return result
 
@@ -45,5 +45,5 @@ def drawn_seed(seed: int | Tensor | None) -> int | Tensor:
 def whole_number(name: str, value: object, lowest: int, highest: int) -> int:
     """Return a whole number between two limits, or raise InvalidInput."""
     if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
-        raise InvalidInput(f"{name} is a whole number from {lowest} to {highest}, not {value!r}")
+        raise InvalidInput(f"{name} must be a whole number from {lowest} to {highest}, not {value!r}")
     return value

@@ -90,22 +90,24 @@ class Dangerous:
 
 def test_a_pickle_that_would_run_code_is_refused_and_does_not_run_it(tmp_path: Path) -> None:
     (tmp_path / "data_batch_1").write_bytes(pickle.dumps({"data": Dangerous(tmp_path / "run"), "labels": [1]}))
-    with pytest.raises(InvalidInput, match=r"data_batch_1 is no batch of CIFAR-10: .*it asks for .*, which no batch"):
+    with pytest.raises(
+        InvalidInput, match=r"data_batch_1 is not a batch of CIFAR-10: .*it asks for .*, which no batch"
+    ):
         read_cifar10(tmp_path)
     assert not (tmp_path / "run").exists()
 
 
 BROKEN: dict[str, tuple[str, bytes, str]] = {
-    "cut binary": ("data_batch_1.bin", b"\x00" * 3000, "has 3,000 bytes, which is no multiple of 3,073"),
+    "cut binary": ("data_batch_1.bin", b"\x00" * 3000, "has 3,000 bytes, which is not a multiple of 3,073"),
     "label 10": ("data_batch_1.bin", b"\x0a" * 3073, "has labels that are not 0 to 9"),
-    "cut pickle": ("data_batch_1", pickle.dumps({"data": 1})[:-3], "is no batch of CIFAR-10"),
-    "numbers": ("data_batch_1", pickle.dumps({"data": 1, "labels": [1]}), "its data is no array"),
+    "cut pickle": ("data_batch_1", pickle.dumps({"data": 1})[:-3], "is not a batch of CIFAR-10"),
+    "numbers": ("data_batch_1", pickle.dumps({"data": 1, "labels": [1]}), "its data is not an array"),
     "floats": (
         "data_batch_1",
         pickle.dumps({"data": np.zeros((1, 3072)), "labels": [1]}, 2),
         "an array that is not of bytes",
     ),
-    "no zip": ("cifar10.npz", b"PK\x03\x04 but no more", "is no .npz"),
+    "no zip": ("cifar10.npz", b"PK\x03\x04 but no more", "is not an .npz file"),
     "bad gzip": ("cifar10.npz.gz", b"\x1f\x8b\x08\x00 but no more", "cannot be read"),
 }
 

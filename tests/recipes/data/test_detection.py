@@ -84,7 +84,7 @@ def test_boxes_are_mirrored_with_their_picture(tmp_path: Path) -> None:
 
 BROKEN: dict[str, tuple[dict[str, bytes | None], str]] = {
     "no picture": ({"JPEGImages__000001_dot_jpg": None}, r"looked for JPEGImages/000001\.jpg in"),
-    "bad picture": ({"JPEGImages__000001_dot_jpg": b"none"}, r"000001\.jpg is no picture that can be read"),
+    "bad picture": ({"JPEGImages__000001_dot_jpg": b"none"}, r"000001\.jpg cannot be read as a picture"),
     "no set": ({"ImageSets__Main__test_dot_txt": None}, r"looked for ImageSets/Main/test\.txt or ImageSets/Main/val"),
     "empty set": ({"ImageSets__Main__test_dot_txt": b"\n"}, r"has no pictures in ImageSets/Main/test\.txt"),
     "bad xml": ({"Annotations__000001_dot_xml": b"<annotation>"}, "an annotation of 000001 that cannot be read"),
@@ -108,10 +108,10 @@ def test_too_many_classes_no_set_and_no_zip_file_are_refused(tmp_path: Path) -> 
     with pytest.raises(InvalidInput, match=r"looked for ImageSets or \*VOC\*\.zip or .*; it holds nothing"):
         read_voc(tmp_path, 16, 20)
     (tmp_path / "VOC.zip").write_bytes(b"none")
-    with pytest.raises(InvalidInput, match=r"VOC\.zip is no zip file"):
+    with pytest.raises(InvalidInput, match=r"VOC\.zip is not a zip file"):
         read_voc(tmp_path, 16, 20)
     (tmp_path / "VOC.zip").unlink()
-    with pytest.raises(InvalidInput, match="has 2 classes, and this size of the network tells 1 apart"):
+    with pytest.raises(InvalidInput, match="has 2 classes, but this size of the network has 1"):
         read_voc(write(tmp_path), 16, 1)
 
 

@@ -94,7 +94,7 @@ def test_folders_with_too_many_classes_or_broken_pictures_are_refused(tmp_path: 
         read_folders(tmp_path, side=16, classes=1)
     (tmp_path / "train" / "n0" / "0.png").write_bytes(b"no picture")
     data = read_folders(tmp_path, side=16, classes=10)
-    with pytest.raises(InvalidInput, match=r"0\.png is no picture that can be read"):
+    with pytest.raises(InvalidInput, match=r"0\.png cannot be read as a picture"):
         data.training.batch(torch.tensor([0]))
     with pytest.raises(InvalidInput, match=r"looked for train in .*nowhere; it is not there"):
         read_folders(tmp_path / "nowhere", side=16, classes=10)

@@ -45,11 +45,11 @@ def test_the_four_files_give_images_and_labels(packed: bool, tmp_path: Path) -> 
 BROKEN: dict[str, tuple[str, bytes, str]] = {
     "no idx": ("train-images-idx3-ubyte", b"hello world, no idx at all", "begins with 68 65 6c 6c, and an idx file"),
     "empty": ("train-images-idx3-ubyte", b"", "begins with nothing"),
-    "cut": ("t10k-images-idx3-ubyte", idx(FILES["t10k-images-idx3-ubyte"])[:-1], "says it has 3x28x28 values and has"),
+    "cut": ("t10k-images-idx3-ubyte", idx(FILES["t10k-images-idx3-ubyte"])[:-1], "declares 3x28x28 values but has"),
     "huge": (
         "t10k-labels-idx1-ubyte",
         bytes([0, 0, 8, 1]) + b"\xff" * 4 + b"1",
-        "says it has 4294967295 values and has 1",
+        "declares 4294967295 values but has 1",
     ),
     "labels": ("t10k-labels-idx1-ubyte", idx(np.array([1, 2], np.uint8)), "has 2 labels for 3 images"),
     "label 10": ("t10k-labels-idx1-ubyte", idx(np.array([1, 2, 10], np.uint8)), "has labels that are not 0 to 9"),

@@ -21,10 +21,10 @@ def test_the_first_two_fields_of_a_line_are_a_pair(name: str, tmp_path: Path) ->
 def test_a_line_without_a_tab_and_a_file_without_pairs_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "pairs.txt"
     file.write_text("a\tb\nno tab here\n")
-    with pytest.raises(InvalidInput, match=r"no two texts parted by a tab in line 2: 'no tab here'\. Get it again"):
+    with pytest.raises(InvalidInput, match=r"no two texts separated by a tab in line 2: 'no tab here'\. Get it again"):
         read_pairs(tmp_path)
     file.write_text("a\tb\n")
-    with pytest.raises(InvalidInput, match=r"has 1 pairs of texts, and 2 or more are needed"):
+    with pytest.raises(InvalidInput, match=r"has 1 pairs of texts, but 2 or more are needed"):
         read_pairs(tmp_path)
     file.unlink()
     with pytest.raises(InvalidInput, match=r"parallel text: looked for \*\.tsv or \*\.txt in .*; it holds nothing"):

@@ -95,10 +95,13 @@ def test_the_drawn_sales_have_the_statistics_of_the_real_ones() -> None:
 BROKEN: dict[str, tuple[dict[str, str], str]] = {
     "no column": ({"train": "Store,Date\n1,2015-01-01\n"}, r"train\.csv has no column Sales, Promo, StateHoliday"),
     "empty": ({"train": ""}, "has no column Store, .*; it has nothing"),
-    "cut line": ({"train": train_csv() + "1,2"}, "has 9 columns, and line 142 has not"),
-    "no number": ({"train": train_csv().replace(",5000,", ",many,", 1)}, "a value in Sales that is no number: .*many"),
+    "cut line": ({"train": train_csv() + "1,2"}, "has 9 columns, but line 142 has a different number"),
+    "no number": (
+        {"train": train_csv().replace(",5000,", ",many,", 1)},
+        "a value in Sales that is not a number: .*many",
+    ),
     "infinite": ({"store": STORE_CSV.replace("1270", "inf")}, "a value in CompetitionDistance that is not finite"),
-    "no date": ({"train": train_csv().replace("2015-04-02", "yesterday")}, "has a date that is none: .*yesterday"),
+    "no date": ({"train": train_csv().replace("2015-04-02", "yesterday")}, "has an invalid date: .*yesterday"),
     "letter": ({"store": STORE_CSV.replace('"c"', '"x"')}, "has 'x' in StoreType, which allows 'a', 'b', 'c', 'd'"),
     "shop": ({"train": train_csv() + '7,1,2015-04-01,1,1,1,0,"0","0"'}, r"names shops that store\.csv has not"),
     "order": ({"store": STORE_CSV.replace("2,", "5,", 1)}, "does not number its shops 1, 2, 3"),

@@ -39,13 +39,13 @@ def test_missing_or_too_many_classes_and_broken_masks_are_refused(tmp_path: Path
     ):
         read_masked(tmp_path, 12, 4, 9)
     write(tmp_path)
-    with pytest.raises(InvalidInput, match="has 3 values in its masks, and the network tells 2 apart"):
+    with pytest.raises(InvalidInput, match="has 3 values in its masks, but the network has 2 classes"):
         read_masked(tmp_path, 12, 4, 2)
     Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(tmp_path / "masks" / "3.png")
     with pytest.raises(InvalidInput, match=r"3\.png has 3 values a pixel"):
         read_masked(tmp_path, 12, 4, 9)
     (tmp_path / "masks" / "3.png").write_bytes(b"none")
-    with pytest.raises(InvalidInput, match=r"3\.png is no picture that can be read"):
+    with pytest.raises(InvalidInput, match=r"3\.png cannot be read as a picture"):
         read_masked(tmp_path, 12, 4, 9)
     (tmp_path / "masks" / "3.png").unlink()
     with pytest.raises(InvalidInput, match=r"looked for 3\.png in .*masks"):

@@ -121,7 +121,7 @@ def test_a_broken_file_is_named_with_what_is_wrong_with_it(case: str, tmp_path: 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_bytes(b"text\xff")
-    with pytest.raises(InvalidInput, match=r"train\.csv is no text in UTF-8: byte 4 is 0xff"):
+    with pytest.raises(InvalidInput, match=r"train\.csv is not UTF-8 text: byte 4 is 0xff"):
         read_tweets(tmp_path)
 
 

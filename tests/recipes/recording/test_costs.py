@@ -30,5 +30,5 @@ def test_every_format_has_its_costs_and_how_they_were_found() -> None:
 def test_an_unknown_format_or_none_is_refused() -> None:
     with pytest.raises(UnknownName, match="unknown format 'fp61'; did you mean"):
         record_cost(["fp32", "fp61"])
-    with pytest.raises(InvalidInput, match="--formats names none: give some, such as"):
+    with pytest.raises(InvalidInput, match="--formats is empty: give formats, such as"):
         record_cost([])

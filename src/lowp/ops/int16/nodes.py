@@ -111,7 +111,7 @@ def rounded_gradient(gradient: Tensor, site: PlaceSite, role: str, unless_exact:
     """Return a gradient written under a role; differentiable where a graph of the backward is asked for."""
     if is_irregular(gradient):
         raise Misuse(
-            f"a gradient is sparse ({gradient.layout}), and shared exponents are written for whole tensors: make the "
+            f"a gradient is sparse ({gradient.layout}), and shared exponents need dense tensors: create the "
             "embedding with sparse=False, or train in dfp16, which leaves its gradient in fp32"
         )
     if torch.is_grad_enabled() and gradient.requires_grad:

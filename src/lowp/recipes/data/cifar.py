@@ -65,14 +65,14 @@ def _from_npz(path: Path) -> tuple[Part, Part]:
                 raise CIFAR10.broken(path, f"has no {', '.join(missing)}; it holds {', '.join(arrays) or 'nothing'}")
             return tuple(_part(path, arrays[f"x_{which}"], arrays[f"y_{which}"]) for which in ("train", "test"))  # type: ignore[return-value]
     except (zipfile.BadZipFile, OSError, EOFError) as error:
-        raise CIFAR10.broken(path, f"is no .npz: {error}") from None
+        raise CIFAR10.broken(path, f"is not an .npz file: {error}") from None
 
 
 def _from_binary(path: Path) -> Part:
     """Rows of a label and 3072 values (the published "binary version")."""
     raw = np.frombuffer(read_bytes(CIFAR10, path), np.uint8)
     if len(raw) % (1 + _VALUES) or not len(raw):
-        raise CIFAR10.broken(path, f"has {len(raw):,} bytes, which is no multiple of {1 + _VALUES:,}")
+        raise CIFAR10.broken(path, f"has {len(raw):,} bytes, which is not a multiple of {1 + _VALUES:,}")
     rows = raw.reshape(-1, 1 + _VALUES)
     return _part(path, rows[:, 1:], rows[:, 0])
 
@@ -84,10 +84,10 @@ def _from_pickle(path: Path) -> Part:
         values, labels = content["data"], content["labels"]
         pixels = values.values() if isinstance(values, _Array) else None
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise CIFAR10.broken(path, f"is no batch of CIFAR-10: {error!r}") from None
+        raise CIFAR10.broken(path, f"is not a batch of CIFAR-10: {error!r}") from None
     if pixels is None or not isinstance(labels, list) or not all(isinstance(label, int) for label in labels):
         raise CIFAR10.broken(
-            path, "is no batch of CIFAR-10: its data is no array or its labels are no list of integers"
+            path, "is not a batch of CIFAR-10: its data is not an array or its labels are not a list of integers"
         )
     return _part(path, pixels, np.asarray(labels))
 

@@ -131,7 +131,7 @@ def read_voc(path: Path, side: int, classes: int) -> Data:
     found = sorted({label for rows in objects.values() for label, _, _ in rows})
     labels = VOC_CLASSES if set(found) <= set(VOC_CLASSES) and classes >= len(VOC_CLASSES) else found
     if not 0 < len(found) <= classes:
-        raise VOC.broken(path, f"has {len(found)} classes, and this size of the network tells {classes} apart")
+        raise VOC.broken(path, f"has {len(found)} classes, but this size of the network has {classes}")
     parts = []
     for part in names:
         images = torch.stack([picture_tensor(files.picture(name).resize((side, side))) for name in part])
@@ -168,7 +168,7 @@ class _Files:
         try:
             self.zip = zipfile.ZipFile(packed)
         except (zipfile.BadZipFile, OSError) as error:
-            raise VOC.broken(packed, f"is no zip file: {error}") from None
+            raise VOC.broken(packed, f"is not a zip file: {error}") from None
         inside = [name for name in self.zip.namelist() if "ImageSets/Main/" in name]
         if not inside:
             raise VOC.missing(packed, ["ImageSets/Main"])

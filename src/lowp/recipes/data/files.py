@@ -87,5 +87,5 @@ def read_text(published: Published, path: Path) -> str:
         return read_bytes(published, path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise published.broken(
-            path, f"is no text in UTF-8: byte {error.start} is {error.object[error.start]:#x}"
+            path, f"is not UTF-8 text: byte {error.start} is {error.object[error.start]:#x}"
         ) from None

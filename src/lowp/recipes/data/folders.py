@@ -68,7 +68,7 @@ def open_picture(published: Published, source: Path | Any, name: object = None) 
             return picture.convert("RGB")
     except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
         path = Path(str(source if name is None else name))
-        raise published.broken(path, f"is no picture that can be read: {error}") from None
+        raise published.broken(path, f"cannot be read as a picture: {error}") from None
 
 
 def picture_tensor(picture: Any) -> Tensor:

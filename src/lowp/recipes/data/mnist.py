@@ -50,12 +50,12 @@ def read_idx(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
     if len(raw) < 4 + 4 * dimensions or raw[:4] != bytes([0, 0, _BYTES, dimensions]):
         wanted = bytes([0, 0, _BYTES, dimensions]).hex(" ")
         raise MNIST.broken(
-            path, f"begins with {raw[:4].hex(' ') or 'nothing'}, and an idx file of this kind with {wanted}"
+            path, f"begins with {raw[:4].hex(' ') or 'nothing'}, but an idx file of this kind begins with {wanted}"
         )
     shape = struct.unpack(f">{dimensions}I", raw[4 : 4 + 4 * dimensions])
     content = np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions)
     if content.size != int(np.prod(shape, dtype=np.int64)):
-        raise MNIST.broken(path, f"says it has {'x'.join(map(str, shape))} values and has {content.size:,}")
+        raise MNIST.broken(path, f"declares {'x'.join(map(str, shape))} values but has {content.size:,}")
     array: npt.NDArray[np.uint8] = content.reshape(shape).copy()
     return array
 

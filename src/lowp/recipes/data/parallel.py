@@ -32,11 +32,11 @@ def read_pairs(path: Path) -> list[Pair]:
     for number, line in enumerate(read_text(PARALLEL, file).splitlines(), 1):
         fields = line.split("\t")
         if line and (len(fields) < 2 or not fields[0] or not fields[1]):
-            raise PARALLEL.broken(file, f"has no two texts parted by a tab in line {number}: {line[:40]!r}")
+            raise PARALLEL.broken(file, f"has no two texts separated by a tab in line {number}: {line[:40]!r}")
         if line:
             pairs.append((fields[0], fields[1]))
     if len(pairs) < 2:
-        raise PARALLEL.broken(file, f"has {len(pairs)} pairs of texts, and 2 or more are needed")
+        raise PARALLEL.broken(file, f"has {len(pairs)} pairs of texts, but 2 or more are needed")
     return pairs
 
 

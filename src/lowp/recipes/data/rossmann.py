@@ -104,12 +104,12 @@ def read_tables(path: Path) -> Tables:
         name: _numbers(daily_at, name, daily[name]).astype(int) for name in ("Store", "Sales", "Promo", "SchoolHoliday")
     }
     if daily_columns["Store"].min() < 1 or daily_columns["Store"].max() > len(order):
-        raise ROSSMANN.broken(daily_at, f"names shops that {shops_at.name} has not")
+        raise ROSSMANN.broken(daily_at, f"names shops that are not in {shops_at.name}")
     daily_columns["StateHoliday"] = np.array([value not in ("", "0") for value in daily["StateHoliday"]]).astype(int)
     try:
         daily_columns["Date"] = np.array(daily["Date"], dtype="datetime64[D]")
     except ValueError as error:
-        raise ROSSMANN.broken(daily_at, f"has a date that is none: {error}") from None
+        raise ROSSMANN.broken(daily_at, f"has an invalid date: {error}") from None
     return Tables(daily_columns, shop_columns, f"Rossmann's sales from {daily_at.parent}")
 
 
@@ -133,10 +133,12 @@ def _columns(path: Path, wanted: Sequence[str]) -> dict[str, list[str]]:
             raise ROSSMANN.broken(path, f"has no column {', '.join(missing)}; it has {', '.join(names) or 'nothing'}")
         rows = [row for row in reader if row]
     except csv.Error as error:
-        raise ROSSMANN.broken(path, f"is no CSV: {error}") from None
+        raise ROSSMANN.broken(path, f"is not CSV: {error}") from None
     bad = next((number for number, row in enumerate(rows, 2) if len(row) != len(names)), None)
     if bad is not None or not rows:
-        raise ROSSMANN.broken(path, f"has {len(names)} columns, and line {bad} has not" if bad else "has no rows")
+        raise ROSSMANN.broken(
+            path, f"has {len(names)} columns, but line {bad} has a different number" if bad else "has no rows"
+        )
     turned = list(zip(*rows, strict=True))
     return {name: list(turned[names.index(name)]) for name in wanted}
 
@@ -146,7 +148,7 @@ def _numbers(path: Path, name: str, values: Sequence[str]) -> Column:
     try:
         numbers = np.array([float(value) if value else 0.0 for value in values])
     except ValueError as error:
-        raise ROSSMANN.broken(path, f"has a value in {name} that is no number: {error}") from None
+        raise ROSSMANN.broken(path, f"has a value in {name} that is not a number: {error}") from None
     if not np.isfinite(numbers).all():
         raise ROSSMANN.broken(path, f"has a value in {name} that is not finite")
     return numbers

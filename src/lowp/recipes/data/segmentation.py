@@ -101,9 +101,9 @@ def _mask(path: Path, side: int) -> npt.NDArray[Any]:
         with Image.open(path) as picture:
             values = np.array(picture)
     except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise MASKED.broken(path, f"is no picture that can be read: {error}") from None
+        raise MASKED.broken(path, f"cannot be read as a picture: {error}") from None
     if values.ndim != 2:
-        raise MASKED.broken(path, f"has {values.shape[-1]} values a pixel, and a mask has one, its class")
+        raise MASKED.broken(path, f"has {values.shape[-1]} values a pixel, but a mask has one, the class")
     rows, columns = (((np.arange(side) + 0.5) * length / side).astype(int) for length in values.shape)
     picked: npt.NDArray[Any] = values[rows[:, None], columns[None, :]]
     return picked
@@ -114,5 +114,5 @@ def _numbered(folder: Path, masks: Sequence[npt.NDArray[Any]], classes: int) -> 
     stacked = np.stack(masks)
     values, numbers = np.unique(stacked, return_inverse=True)
     if len(values) > classes:
-        raise MASKED.broken(folder, f"has {len(values)} values in its masks, and the network tells {classes} apart")
+        raise MASKED.broken(folder, f"has {len(values)} values in its masks, but the network has {classes} classes")
     return torch.from_numpy(numbers.reshape(stacked.shape).astype(np.uint8))

@@ -71,7 +71,7 @@ def read_tweets(path: Path) -> list[Tweet]:
             if part and start >= 0:
                 tweets.append(Tweet(text, sentiment, start, start + len(part)))
     except csv.Error as error:
-        raise TWEETS.broken(file, f"is no CSV: {error}") from None
+        raise TWEETS.broken(file, f"is not CSV: {error}") from None
     if not tweets:
         raise TWEETS.broken(file, "has no row with a text and a part of it")
     return tweets

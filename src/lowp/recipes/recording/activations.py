@@ -56,7 +56,7 @@ def record_loss_scaling(
     """
     scale = LossScale.parse("none" if settings.loss_scale is None else settings.loss_scale)
     if scale.kind == "none":
-        raise InvalidInput(f"--scale {settings.loss_scale}: it changes nothing: give a number such as 256, or dynamic")
+        raise InvalidInput(f"--scale {settings.loss_scale} has no effect: give a number such as 256, or dynamic")
     training = Training(settings)
     observer = _Watched(training, scaled=True)
     train(training, observer, stop, told)

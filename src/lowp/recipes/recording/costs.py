@@ -22,7 +22,7 @@ def record_cost(
 ) -> dict[str, Any]:
     """Energy and area of a multiplication and an addition, and energy of a read; raises UnknownName for a format."""
     if not formats:
-        raise InvalidInput("--formats names none: give some, such as fp32,bf16,e4m3fn,int8")
+        raise InvalidInput("--formats is empty: give formats, such as fp32,bf16,e4m3fn,int8")
     return {
         **results.header("figure-cost", results.command_line()),
         "source": SOURCE,

@@ -142,7 +142,7 @@ def _begun(settings: Settings) -> tuple[Training, SharedExponents]:
     exponents = training.precision.exponents
     if exponents is None:
         raise InvalidInput(
-            f"{settings.precision} has no shared exponents that are predicted: use flex16+5, or one beside it, such as "
+            f"{settings.precision} has no predicted shared exponents: use flex16+5 or a variant, such as "
             "flex16+5:frozen"
         )
     return training, exponents
