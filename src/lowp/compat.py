@@ -125,6 +125,13 @@ def gradients_of(
     return found
 
 
+@constant_when_compiled
+def accelerator() -> str | None:
+    """Return the kind of accelerator that this machine has; None where it has none, whatever torch was built for."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model within DataParallel, DistributedDataParallel and compiled modules."""
     while True:

@@ -126,7 +126,7 @@ def test_without_matplotlib_the_json_is_written_and_it_says_so(
         (("digits", "--loss-scale", "8,zero"), "loss scale 'zero' is not one"),
         (("digits", "--sweep", "exponent=9..2,mantissa=2"), "exponent=9..2 runs backwards"),
         (("digits", "--sweep", "exponent=3,mantissa=2", "--precision", "fp16"), "omit --precision"),
-        (("digits", "--sweep", "exponent=3,mantissa=2", "--loss-scale", "1,8"), "a sweep takes one"),
+        (("digits", "--sweep", "exponent=3,mantissa=2", "--loss-scale", "1,8"), "a sweep takes a single loss scale"),
         (("digits", "--out", "no/run.json"), "no/run.json: there is no folder no"),
         (("digits", "--out", "run.txt"), "give a name that ends in .json"),
         (("digits", "--out", "mine.json"), "mine.json is no file of lowp's results and was left as it is"),

@@ -42,6 +42,16 @@ def test_a_number_as_first_argument_is_the_scale() -> None:
     assert GradScaler(128.0, growth_factor=3.0).get_growth_factor() == 3.0
 
 
+def test_a_torch_built_for_cuda_on_a_machine_without_a_gpu_scales_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built_for_cuda(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    scaler = GradScaler()
+    assert scaler.is_enabled() and scaler.get_scale() == 65536
+
+
 def test_cuda_that_is_not_there_warns_and_disables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.warns(UserWarning, match="torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling"):

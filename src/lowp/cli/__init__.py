@@ -21,10 +21,10 @@ COMMANDS: dict[str, str] = {
     "policy": "list the policies, print one with its op table, check a policy file",
     "recipes": "list the networks that can be trained",
     "train": "train one recipe in one precision, with checkpoints",
-    "compare": "train one recipe in several precisions, and say which converge as fp32",
+    "compare": "train one recipe in several precisions, and report which converge as fp32",
     "bench": "measure time and memory of training steps beside fp32 and torch.amp",
     "convert": "write a checkpoint in another number format",
-    "profile": "watch a training, and say what every format would do to it",
+    "profile": "profile a training, and predict what every format would do to it",
     "run": "train an unmodified PyTorch script in a precision",
     "figure": "draw a figure of the literature from a real run",
 }
@@ -32,7 +32,7 @@ COMMANDS: dict[str, str] = {
 _HELP_HEAD = (
     "usage: lowp COMMAND [arguments]",
     "",
-    "Train neural networks in few bits, and see what each bit does.",
+    "Train neural networks in low precision.",
     "",
     "commands:",
 )
@@ -40,7 +40,7 @@ _HELP_TAIL = (
     "",
     "options:",
     "  --help     this text; `lowp COMMAND --help` for one command",
-    "  --version  the version; with --verbose also what this processor means for lowp, and how to choose otherwise",
+    "  --version  the version; with --verbose also the processor's features and the kernels chosen for it",
 )
 
 EXIT_ERROR = 2

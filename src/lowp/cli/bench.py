@@ -6,8 +6,8 @@
   lowp bench bert --size full --device cuda
 
 The rows take turns in one process: fp32 (on a GPU with TF32 off and on), torch.amp in fp16 and bf16, and lowp in each
---precision. A row whose step takes very long gets few steps, and says so. Every number goes to a JSON file with how it
-was measured, and a picture lies beside it. After Ctrl-C the file holds what was measured.
+--precision. A row whose steps take very long gets few of them, and is marked. All numbers are written to a JSON file
+with how they were measured, and a picture beside it. After Ctrl-C the file contains the measurements so far.
 """
 
 from __future__ import annotations
@@ -32,23 +32,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="one or more; `lowp recipes` lists them")
     parser.add_argument(
-        "--precision", default=DEFAULT, metavar="LIST", help=f"presets, formats, policy files; {DEFAULT} if not given"
+        "--precision", default=DEFAULT, metavar="LIST", help=f"presets, formats, policy files (default: {DEFAULT})"
     )
-    parser.add_argument("--no-torch-amp", action="store_true", help="leave torch.autocast and its GradScaler out")
+    parser.add_argument("--no-torch-amp", action="store_true", help="omit torch.autocast and its GradScaler")
     parser.add_argument(
-        "--seconds", type=float, default=_SECONDS, metavar="S", help=f"timed steps of each row ({_SECONDS:g})"
+        "--seconds",
+        type=float,
+        default=_SECONDS,
+        metavar="S",
+        help=f"seconds of timed steps for each row (default: {_SECONDS:g})",
     )
     parser.add_argument("--memory", metavar="SIZE", help="find the largest batch that fits: 2GB, 512MiB ...")
-    parser.add_argument("--size", help="the recipe's size: cpu (the default) or full")
-    parser.add_argument("--batch", type=int, help="examples a step, in place of the recipe's")
-    parser.add_argument("--device", help="cpu (the default), cuda, cuda:1 ...")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads, in place of what suits the recipe")
-    parser.add_argument("--data", metavar="DIR", help="the real data set, where the recipe takes one")
+    parser.add_argument("--size", help="size of the recipe: cpu (default) or full")
+    parser.add_argument("--batch", type=int, help="batch size (default: the recipe's)")
+    parser.add_argument("--device", help="cpu (default), cuda, cuda:1 ...")
     parser.add_argument(
-        "--out", metavar="FILE.json", type=Path, help="bench-RECIPE.json if not given, bench.json for several"
+        "--threads", type=int, metavar="N", help="number of CPU threads (default: chosen by the recipe)"
     )
-    parser.add_argument("--plot", metavar="FILE", type=Path, help=".png, .svg or .pdf; beside the JSON if not given")
-    parser.add_argument("--notes", action="store_true", help="print how each number was measured, too; the file has it")
+    parser.add_argument("--data", metavar="DIR", help="folder or file of the real data set")
+    parser.add_argument(
+        "--out",
+        metavar="FILE.json",
+        type=Path,
+        help="output file (default: bench-RECIPE.json, or bench.json for several recipes)",
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help=".png, .svg or .pdf file of the picture (default: beside the JSON file)",
+    )
+    parser.add_argument("--notes", action="store_true", help="also print how each number was measured")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Train one recipe in several precisions with several seeds, and say which converge as fp32 does.
+"""Train one recipe in several precisions with several seeds, and report which converge as fp32 does.
 
   lowp compare digits --precision fp32,fp16,bf16,bf16-tpu,e4m3fn
   lowp compare digits-hard --precision fp16,fp16-naive
@@ -6,9 +6,9 @@
   lowp compare digits --sweep exponent=3..8,mantissa=2..10
   lowp compare digits --inference fp16,bf16,int8,int4,mxfp4,ternary,binary --recover
 
-fp32 is always trained too, first, as what the others are compared with. One seed gives the same initial weights and
-batches in every precision. Every number goes to a JSON file, the curves to a picture beside it. After Ctrl-C the
-file holds the runs that were done, and --resume goes on with them.
+fp32 is always trained first; the other precisions are compared with it. One seed gives the same initial weights and
+batches in every precision. All numbers are written to a JSON file, the curves to a picture beside it. After Ctrl-C the
+file contains the finished runs, and --resume continues with the others.
 """
 
 from __future__ import annotations
@@ -34,32 +34,44 @@ _SEEDS, _SEEDS_OF_A_SWEEP = 3, 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     run_options.add_run_arguments(parser)
-    parser.add_argument("--precision", metavar="LIST", help=f"presets, formats, policy files; {DEFAULT} if not given")
+    parser.add_argument("--precision", metavar="LIST", help=f"presets, formats, policy files (default: {DEFAULT})")
     parser.add_argument(
-        "--seeds", type=int, metavar="N", help=f"runs of each: {_SEEDS}, of a sweep {_SEEDS_OF_A_SWEEP}"
+        "--seeds",
+        type=int,
+        metavar="N",
+        help=f"runs of each precision (default: {_SEEDS}; {_SEEDS_OF_A_SWEEP} in a sweep)",
     )
     parser.add_argument(
-        "--loss-scale", metavar="LIST", help="none, numbers, dynamic: a row for each; fp16 if no precision"
+        "--loss-scale", metavar="LIST", help="list of none, numbers, dynamic: a row for each, in fp16 by default"
     )
     parser.add_argument(
-        "--sweep", metavar="GRID", help="exponent=3..8,mantissa=2..10[,subnormals=no]: every eXmY, half the epochs"
+        "--sweep",
+        metavar="GRID",
+        help="exponent=3..8,mantissa=2..10[,subnormals=no]: train every eXmY with half the epochs",
     )
     parser.add_argument(
-        "--out", metavar="FILE.json", type=Path, help="compare-RECIPE.json or sweep-RECIPE.json if not given"
+        "--out", metavar="FILE.json", type=Path, help="output file (default: compare-RECIPE.json or sweep-RECIPE.json)"
     )
     parser.add_argument(
-        "--inference", metavar="LIST", help="train in fp32, and serve in these formats: int8,int4,binary"
+        "--inference", metavar="LIST", help="train in fp32 and evaluate in these formats: int8,int4,binary"
     )
-    parser.add_argument("--recover", action="store_true", help="with --inference: also train for each of its formats")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help=".png, .svg or .pdf; beside the JSON if not given")
-    parser.add_argument("--resume", action="store_true", help="go on with the runs that the JSON file holds")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes to train in; chosen by the work if not given")
+    parser.add_argument("--recover", action="store_true", help="with --inference: also train for each format")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help=".png, .svg or .pdf file of the picture (default: beside the JSON file)",
+    )
+    parser.add_argument("--resume", action="store_true", help="continue with the runs in the JSON file")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="number of processes (default: chosen by the size of the work)"
+    )
     parser.add_argument(
         "--timing",
         type=float,
         default=1.5,
         metavar="SECONDS",
-        help="time a step for so long a precision; 0: no time, no memory",
+        help="seconds to time steps of each precision; 0: measure no time and memory",
     )
 
 

@@ -1,4 +1,4 @@
-"""Write a checkpoint in another number format, and say what that did to every tensor.
+"""Convert a checkpoint to another number format, and report the errors of every tensor.
 
   lowp convert model.safetensors model-bf16.safetensors --to bf16
   lowp convert run.pt model-int4.safetensors --to int4 --keep "*embedding*"
@@ -6,8 +6,8 @@
 
 IN is a safetensors file, the index or the folder of one in shards, or a torch file, of which nothing is executed. OUT
 is a .safetensors file, a torch file (.pt, .pth, .bin, .ckpt), or a folder for shards. Formats that torch has a dtype
-for are stored in it, and open anywhere; others are packed with their scales, and lowp.load gives their values. Tensors
-are read one at a time. OUT is written beside its place and renamed when it is whole.
+for are stored in that dtype; others are packed with their scales, and lowp.load returns their values. Tensors
+are read one at a time. OUT is written under a temporary name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="IN", type=Path, help="a checkpoint: file, index of shards, or folder")
     parser.add_argument("target", metavar="OUT", type=Path, help="a file, or a folder for shards")
     parser.add_argument("--to", metavar="FORMAT", required=True, help="a format or a cast: bf16, int8, e4m3fn:saturate")
-    parser.add_argument(
-        "--keep", metavar="PATTERN", action="append", default=[], help="leave these tensors as they are"
-    )
+    parser.add_argument("--keep", metavar="PATTERN", action="append", default=[], help="do not convert these tensors")
     parser.add_argument("--entry", metavar="NAME", help="the entry of a torch file that is the state_dict")
-    parser.add_argument("--seed", type=int, default=0, help="of stochastic rounding; 0 if not given")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT where it is there already")
-    parser.add_argument("--report", metavar="FILE.json", type=Path, help="write what the table shows here too")
+    parser.add_argument("--seed", type=int, default=0, help="seed of stochastic rounding (default: 0)")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--report", metavar="FILE.json", type=Path, help="also write the table to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:

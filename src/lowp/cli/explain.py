@@ -10,8 +10,8 @@
 Numbers: decimal (1.125, -3e-5), fraction (1/3), power of two (2^-25), hex float (0x1.8p3), inf, nan, -0, or a bit
 pattern, most significant bit first: 0b0 01111 0001111100 or bits:0x3c7c (0x3c7c alone is the number 15484,
 and with --from fp16 the bits).
-Operators: + - * / with a number of --in on both sides (1 / 3 with blanks divides, 1/3 is the number one third).
-Formats: any row of `lowp formats`, or spelled (e5m7), with rounding and overflow: e4m3fn:toward-zero:saturate.
+Operators: + - * / between two numbers (1 / 3 with blanks is a division, 1/3 is the number one third).
+Formats: a format of `lowp formats` or a spelled one (e5m7), with rounding and overflow: e4m3fn:toward-zero:saturate.
 
 A weight update is weight + gradient; with --minus weight - gradient, with --learning-rate R weight - R x gradient.
 """
@@ -50,13 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # a negative number is a number, in every spelling that numbers have here: -1e-5, -inf, -1/3, -0x1p3, -2^-25
     parser._negative_number_matcher = re.compile(r"^-(\d|\.\d|inf|nan).*$")
     parser.add_argument("number", nargs="*", help="a number, or two with an operator between them")
-    parser.add_argument("--to", metavar="CAST", help="the format a number goes into: fp16, e4m3fn:toward-zero:saturate")
-    parser.add_argument("--in", dest="within", metavar="CAST", help="the format that an operation or update is done in")
-    parser.add_argument("--from", dest="source", metavar="FORMAT", help="the format whose bit pattern the number is")
-    parser.add_argument(
-        "--bits", action="store_true", help="numbers are bit patterns: 0x3c7c is not 15484 but its bits"
-    )
-    parser.add_argument("--via", metavar="CAST", help="a cast before --to: shows what rounding twice does")
+    parser.add_argument("--to", metavar="CAST", help="the format to convert to: fp16, e4m3fn:toward-zero:saturate")
+    parser.add_argument("--in", dest="within", metavar="CAST", help="the format of an operation or a weight update")
+    parser.add_argument("--from", dest="source", metavar="FORMAT", help="the format of a bit pattern")
+    parser.add_argument("--bits", action="store_true", help="read numbers as bit patterns, such as 0x3c7c")
+    parser.add_argument("--via", metavar="CAST", help="a cast before --to, to show double rounding")
     parser.add_argument("--exponent", type=int, metavar="E", help="the shared scale 2^E of flex16+5, dfp16, mxfp8 ...")
     parser.add_argument("--rescale", type=int, metavar="E", help="move a flex16+5 number to the shared scale 2^E")
     parser.add_argument("--scale", metavar="NUMBER", help="the shared scale of int8, nvfp4 ...")
@@ -64,19 +62,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     update = parser.add_argument_group("a weight update")
     update.add_argument("--weight", metavar="NUMBER")
     update.add_argument("--gradient", metavar="NUMBER")
-    update.add_argument("--steps", type=int, default=1, metavar="N", help="how often the update is repeated (1)")
+    update.add_argument("--steps", type=int, default=1, metavar="N", help="number of updates (default: 1)")
     update.add_argument("--learning-rate", metavar="R", help="the update is - R x gradient")
     update.add_argument("--minus", action="store_true", help="the update is - gradient")
     fma = parser.add_argument_group("the tensor core's D = A B + C")
     fma.add_argument("--fma", action="store_true", help="explain D = A B + C on matrices of up to 4 x 4")
     for name in ("a", "b", "c"):
-        fma.add_argument(f"--{name}", metavar="ROWS", help="such as '1 2; 3 4' (without any: an example)")
-    fma.add_argument("--accumulate", default="fp32", metavar="FORMAT", help="the accumulator: fp32 or fp16 (fp32)")
-    fma.add_argument("--order", default="tensor-core", metavar="ORDER", help=f"{' or '.join(ORDERS)} (tensor-core)")
-    fma.add_argument("--element", metavar="I,J", help="the element of D shown in full, from 1,1")
-    parser.add_argument("--worked", action="store_true", help="run the worked cases, each with a title")
-    parser.add_argument("--json", action="store_true", help="the same facts for machines")
-    parser.add_argument("--plain", action="store_true", help="no colour on a terminal, either")
+        fma.add_argument(
+            f"--{name}", metavar="ROWS", help="rows of the matrix, such as '1 2; 3 4' (default: an example)"
+        )
+    fma.add_argument("--accumulate", default="fp32", metavar="FORMAT", help="the accumulator: fp32 (default) or fp16")
+    fma.add_argument(
+        "--order", default="tensor-core", metavar="ORDER", help=f"{' or '.join(ORDERS)} (default: tensor-core)"
+    )
+    fma.add_argument("--element", metavar="I,J", help="the element of D to show in full, counted from 1,1")
+    parser.add_argument("--worked", action="store_true", help="print all worked cases")
+    parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    parser.add_argument("--plain", action="store_true", help="print without colour")
 
 
 def run(arguments: argparse.Namespace) -> int:

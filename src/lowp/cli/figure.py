@@ -1,6 +1,6 @@
 """Draw a figure of the literature from a real run, with its numbers as JSON beside it.
 
-lowp figure --list                         the figures, and what each is trained on unless told otherwise
+lowp figure --list                         the figures, and what each trains by default
 lowp figure updates                        which updates are too small for their weights in bf16 and fp16
 lowp figure loss-scaling --scale dynamic
 lowp figure autoflex --recipe cifar10-mlp --data DIR --steps 400 --out autoflex.svg
@@ -128,21 +128,31 @@ _SPELLED = {"loss_scale": "scale", "precisions": "precision"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("name", nargs="?", help=f"the figure: {', '.join(FIGURES)}")
+    parser.add_argument("name", nargs="?", help=f"name of the figure: {', '.join(FIGURES)}")
     parser.add_argument("--list", action="store_true", help="list the figures")
-    parser.add_argument("--from", dest="source", metavar="FILE.json", type=Path, help="draw what this file has")
-    parser.add_argument("--recipe", help="the network that is trained, in place of the figure's own")
-    parser.add_argument("--size", help="the recipe's size: cpu (the default) or full")
-    parser.add_argument("--precision", help="in place of the figure's own; of curves a list, beside fp32")
-    parser.add_argument("--epochs", type=int, metavar="N", help="epochs, in place of the recipe's")
-    parser.add_argument("--steps", type=int, metavar="N", help="training steps, of autoflex and flex-window (400)")
-    parser.add_argument("--layer", metavar="PATH", help="the module whose tensors are drawn; the first if not given")
-    parser.add_argument("--scale", metavar="SCALE", help="of loss-scaling: a number, dynamic or dynamic(1024) (256)")
-    parser.add_argument("--formats", metavar="LIST", help="of cost: named formats, or spelled ones such as e5m7")
-    parser.add_argument("--seed", type=int, metavar="N", help="of weights and batches (0)")
-    parser.add_argument("--seeds", type=int, metavar="N", help="of curves: runs of each precision (3)")
-    parser.add_argument("--data", metavar="DIR", help="the real data set, where the recipe takes one")
-    parser.add_argument("--out", metavar="FILE", type=Path, help=".png, .svg or .pdf; figure-NAME.png if not given")
+    parser.add_argument(
+        "--from", dest="source", metavar="FILE.json", type=Path, help="draw a recorded file without training"
+    )
+    parser.add_argument("--recipe", help="the recipe to train (default: the figure's)")
+    parser.add_argument("--size", help="size of the recipe: cpu (default) or full")
+    parser.add_argument(
+        "--precision", help="the precision (default: the figure's); for curves a list of precisions besides fp32"
+    )
+    parser.add_argument("--epochs", type=int, metavar="N", help="number of epochs (default: the recipe's)")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="for autoflex and flex-window: number of training steps (default: 400)"
+    )
+    parser.add_argument(
+        "--layer", metavar="PATH", help="path of the module whose tensors are drawn (default: the first)"
+    )
+    parser.add_argument(
+        "--scale", metavar="SCALE", help="for loss-scaling: a number, dynamic or dynamic(1024) (default: 256)"
+    )
+    parser.add_argument("--formats", metavar="LIST", help="for cost: list of formats, such as fp16,e5m7")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the weights and batches (default: 0)")
+    parser.add_argument("--seeds", type=int, metavar="N", help="for curves: runs of each precision (default: 3)")
+    parser.add_argument("--data", metavar="DIR", help="folder or file of the real data set")
+    parser.add_argument("--out", metavar="FILE", type=Path, help=".png, .svg or .pdf file (default: figure-NAME.png)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,9 +6,9 @@
   lowp policy show torch-2.13-cpu --ops
   lowp policy check my.toml
 
-A policy is a list of rules, the first match winning: which ops, in which modules, and the format of each operand. The
-printed TOML is what `lowp.autocast("my.toml")`, `lowp train digits --precision my.toml` and
-`lowp run --policy my.toml script.py` take.
+A policy is a list of rules that give the format of each operand by op and module; the first match applies. The
+printed TOML file can be given to `lowp.autocast("my.toml")`, `lowp train digits --precision my.toml` and
+`lowp run --policy my.toml script.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `lowp policy`."""
     parser.add_argument("action", metavar="list|show|check", help="what to do")
     parser.add_argument("name", nargs="?", help="a preset, a format, torch-2.13-cpu, torch-2.13-cuda or a file (.toml)")
-    parser.add_argument("--toml", action="store_true", help="show it as the file that autocast reads")
-    parser.add_argument("--ops", action="store_true", help="show the op table, too: which op is of which class")
+    parser.add_argument("--toml", action="store_true", help="print it as a policy file for autocast")
+    parser.add_argument("--ops", action="store_true", help="also print the class of each op")
 
 
 def run(arguments: argparse.Namespace) -> int:

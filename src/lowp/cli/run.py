@@ -6,9 +6,9 @@
   lowp run --precision bf16 -m torch.distributed.run --nproc-per-node 2 train.py
   lowp run --compare fp32,bf16,fp16,flex16+5 train.py
 
-The script runs as `python train.py --lr 0.1` would run it; its modules compute in the precision, its losses,
-gradients and checkpoints are fp32, and one line on standard error tells at the end what was done. Arguments of lowp
-stand before the script. LOWP_PRECISION=bf16 in the environment does the same for launchers that own the command line.
+The script runs as under `python train.py --lr 0.1`. Its modules compute in the precision; its losses,
+gradients and checkpoints are fp32. At the end one line on standard error reports the run. Options of lowp
+stand before the script. LOWP_PRECISION=bf16 in the environment does the same for launchers with their own command line.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ _FLAGS = ("--strict", "--override", "--help", "-h")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--precision", help="a preset or a format such as e5m7; bf16 if not given")
+    which.add_argument("--precision", help="a preset or a format such as e5m7 (default: bf16)")
     which.add_argument("--policy", metavar="FILE.toml", help="a policy file")
-    which.add_argument("--compare", metavar="LIST", help="run the script once in each of these, side by side")
-    parser.add_argument("--loss-scale", metavar="SCALE", help="none, a number, or dynamic, in place of the precision's")
-    parser.add_argument("--strict", action="store_true", help="end the script where it cannot run in the precision")
-    parser.add_argument(
-        "--override", action="store_true", help="take the place of the script's own autocast and GradScaler"
-    )
-    parser.add_argument("--report", metavar="FILE.json", type=Path, help="write what was done here")
+    which.add_argument("--compare", metavar="LIST", help="run the script once in each of these precisions and compare")
+    parser.add_argument("--loss-scale", metavar="SCALE", help="none, a number, or dynamic (default: the precision's)")
+    parser.add_argument("--strict", action="store_true", help="end the script if something cannot run in the precision")
+    parser.add_argument("--override", action="store_true", help="replace the script's own autocast and GradScaler")
+    parser.add_argument("--report", metavar="FILE.json", type=Path, help="write a report of the run to this file")
     parser.usage = "lowp run [arguments] script.py | -m module [arguments of the script]"
 
 

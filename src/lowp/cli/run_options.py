@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the recipe and what changes its defaults."""
     parser.add_argument("recipe", help="a recipe of `lowp recipes`, or your own as module:NAME")
-    parser.add_argument("--size", help="the recipe's size: cpu (the default) or full")
-    parser.add_argument("--epochs", type=int, help="epochs, in place of the recipe's")
-    parser.add_argument("--batch", type=int, help="examples a step, in place of the recipe's")
-    parser.add_argument("--lr", type=float, help="learning rate, in place of the recipe's")
-    parser.add_argument("--accumulate", metavar="FORMAT", help="how contractions sum up: fp32, fp16/16, bf16/128 ...")
-    parser.add_argument("--device", help="cpu (the default), cuda, cuda:1 ...")
-    parser.add_argument("--data", metavar="DIR", help="the real data set, where the recipe takes one")
+    parser.add_argument("--size", help="size of the recipe: cpu (default) or full")
+    parser.add_argument("--epochs", type=int, help="number of epochs (default: the recipe's)")
+    parser.add_argument("--batch", type=int, help="batch size (default: the recipe's)")
+    parser.add_argument("--lr", type=float, help="learning rate (default: the recipe's)")
+    parser.add_argument(
+        "--accumulate", metavar="FORMAT", help="accumulation of contractions: fp32, fp16/16, bf16/128 ..."
+    )
+    parser.add_argument("--device", help="cpu (default), cuda, cuda:1 ...")
+    parser.add_argument("--data", metavar="DIR", help="folder or file of the real data set")
 
 
 def given(arguments: argparse.Namespace) -> dict[str, Any]:

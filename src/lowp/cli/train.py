@@ -3,7 +3,7 @@
   lowp train digits --precision fp16
   lowp train digits --precision fp16 --resume
 
-A run that was stopped, by Ctrl-C or kill -9, goes on with --resume as if it had not been, to the bit.
+A run that was stopped by Ctrl-C or kill -9 continues with --resume, with the bits of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     run_options.add_run_arguments(parser)
-    parser.add_argument("--precision", help="a preset, a format such as e5m7, or a policy file; fp32 if not given")
-    parser.add_argument("--loss-scale", metavar="SCALE", help="none, a number, or dynamic, in place of the precision's")
-    parser.add_argument("--seed", type=int, help="decides the initial weights and the batches; 0 if not given")
-    parser.add_argument("--checkpoint", metavar="FILE", type=Path, help="RECIPE-PRECISION-seedN.pt if not given")
-    parser.add_argument("--resume", action="store_true", help="go on with the run that the checkpoint holds")
-    parser.add_argument("--overwrite", action="store_true", help="begin anew though the checkpoint holds a run")
-    parser.add_argument("--out", metavar="FILE.json", type=Path, help="write every number of the run here")
+    parser.add_argument("--precision", help="a preset, a format such as e5m7, or a policy file (default: fp32)")
+    parser.add_argument("--loss-scale", metavar="SCALE", help="none, a number, or dynamic (default: the precision's)")
+    parser.add_argument("--seed", type=int, help="seed of the initial weights and batches (default: 0)")
+    parser.add_argument(
+        "--checkpoint", metavar="FILE", type=Path, help="checkpoint file (default: RECIPE-PRECISION-seedN.pt)"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue the run in the checkpoint")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="start a new run and replace the one in the checkpoint"
+    )
+    parser.add_argument("--out", metavar="FILE.json", type=Path, help="write all numbers of the run to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lowp.compat import accelerator
 from lowp.distributed import resolve
 from lowp.errors import InvalidInput, Misuse, unknown
 from lowp.presets import LossScale
@@ -113,11 +114,10 @@ class Options:
         return AdaptiveLossScale(self.init_scale, **moves, target_underflow=self.target_underflow)
 
     def device_type(self) -> str:
-        """Return the kind of device: the one given, else the accelerator that torch has, else the CPU."""
+        """Return the kind of device: the one given, else the accelerator of this machine, else the CPU."""
         if self.device is not None:
             return torch.device(self.device).type
-        accelerator = torch.accelerator.current_accelerator()
-        return "cpu" if accelerator is None else accelerator.type
+        return accelerator() or "cpu"
 
     def usable(self, stacklevel: int) -> bool:
         """Return whether the scaler is enabled; warn as torch does where CUDA was asked for and is not there."""

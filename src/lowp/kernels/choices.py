@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lowp.compat import accelerator
 from lowp.kernels import cpu
 from lowp.kernels.dispatch import forced, uses_library
 
@@ -37,8 +38,7 @@ def choices() -> dict[str, str]:
 
 def _processor() -> str:
     """What torch and this library know of the processor, of the threads and of accelerators."""
-    accelerator = torch.accelerator.current_accelerator()
     return (
         f"torch uses {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads; "
-        f"{'no accelerator' if accelerator is None else f'accelerator {accelerator}'}"
+        f"{f'accelerator {kind}' if (kind := accelerator()) else 'no accelerator'}"
     )

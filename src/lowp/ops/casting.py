@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowp import kernels
 from lowp.casts import Cast, Overflow, Rounding
-from lowp.compat import constant_when_compiled, private
+from lowp.compat import accelerator, constant_when_compiled, private
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, ScaledFormat, Specials
 from lowp.kernels.functions import quantize_finite
@@ -355,8 +355,7 @@ def functorch_is_active() -> bool:
 def shield() -> AbstractContextManager[object]:
     """Keep function modes and torch.autocast away from what runs inside: a backward may be called within a region."""
     if torch.compiler.is_compiling():
-        accelerator = torch.accelerator.current_accelerator()
-        return torch.autocast("cpu" if accelerator is None else accelerator.type, enabled=False)
+        return torch.autocast(accelerator() or "cpu", enabled=False)
     return _Shield()
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from lowp.compat import constant_when_compiled, private
+from lowp.compat import accelerator, constant_when_compiled, private
 from lowp.errors import Misuse
 from lowp.region.engine import Engine
 from lowp.region.frames import is_coroutine, is_suspended
@@ -254,8 +254,8 @@ def _answer_for_who_asks() -> None:
 @cache
 def devices() -> tuple[str, ...]:
     """Return the devices whose torch.autocast tells of a region: the CPU, CUDA (the default) and the one present."""
-    accelerator = torch.accelerator.current_accelerator()
-    names = ["cpu", "cuda", *([] if accelerator is None else [accelerator.type])]
+    kind = accelerator()
+    names = ["cpu", "cuda", *([] if kind is None else [kind])]
     return tuple(dict.fromkeys(name for name in names if torch.amp.is_autocast_available(name)))
 
 
