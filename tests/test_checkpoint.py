@@ -80,7 +80,7 @@ def test_other_files_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(InvalidCheckpoint, match="there is no checkpoint"):
         lowp.load(tmp_path / "none.pt")
     torch.save({"weight": torch.ones(2)}, tmp_path / "torch.pt")
-    with pytest.raises(InvalidCheckpoint, match=r"no checkpoint of lowp\.save: read its weights"):
+    with pytest.raises(InvalidCheckpoint, match=r"not a checkpoint of lowp\.save: read its weights"):
         lowp.load(tmp_path / "torch.pt", model=_model())
     assert torch.equal(lowp.load(tmp_path / "torch.pt")["weight"], torch.ones(2))
     torch.save({"lowp_checkpoint": 99}, tmp_path / "new.pt")
@@ -106,7 +106,7 @@ def test_a_part_that_does_not_fit_leaves_the_others_as_they_were(tmp_path: Path)
         ("random", None, "holds model, precision, but no random"),
         ("extra", None, "holds model, precision, but no extra"),
         ("random", {"torch": torch.zeros(3)}, "is damaged, and nothing was loaded: these are not the states of random"),
-        ("random", {"cuda": torch.zeros(0)}, "is damaged, and nothing was loaded: .* 'cuda' is no list of states"),
+        ("random", {"cuda": torch.zeros(0)}, "is damaged, and nothing was loaded: .* 'cuda' is not a list of states"),
         ("lowp_checkpoint", torch.ones(8, 8), "has version tensor.* and this lowp reads version 1"),
         ("random", 3, "is damaged, and nothing was loaded: these are not the states of random generators"),
         ("precision", {"steps": -1}, "does not fit precision, .* steps=-1: give a number of steps, 0 or more"),
@@ -115,7 +115,7 @@ def test_a_part_that_does_not_fit_leaves_the_others_as_they_were(tmp_path: Path)
         ("precision", {"policy": 7}, "does not fit precision, .* must be TOML text, not int"),
         ("precision", {"random": None}, "does not fit precision, .* not the states of random generators"),
         ("precision", {"scaler": {"scale": 1.0}}, "does not fit precision, and nothing was loaded: .*missing: growth"),
-        ("precision", 5, "does not fit precision, .* a precision's state is a dictionary"),
+        ("precision", 5, "does not fit precision, .* a precision's state must be a dictionary"),
     ],
 )
 def test_a_tampered_checkpoint_is_refused_and_changes_nothing(
@@ -144,7 +144,7 @@ def test_an_entry_that_a_part_misses_is_named(tmp_path: Path) -> None:
     del content["optimizer"]["param_groups"]
     torch.save(content, tmp_path / "a.pt")
     with pytest.raises(
-        InvalidCheckpoint, match=r"nothing was loaded: an optimizer's state needs .*; missing: param_groups"
+        InvalidCheckpoint, match=r"nothing was loaded: an optimizer's state must have .*; missing: param_groups"
     ):
         lowp.load(tmp_path / "a.pt", optimizer=optimizer)
 
@@ -265,21 +265,25 @@ def parts() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("place", "value", "text"),
     [
-        (_MOMENT, torch.zeros(2), "exp_avg of parameter 0 is a floating-point tensor of shape .3, 4., not a tensor of"),
+        (
+            _MOMENT,
+            torch.zeros(2),
+            "exp_avg of parameter 0 must be a floating-point tensor of shape .3, 4., not a tensor of",
+        ),
         (
             _MOMENT,
             torch.zeros(3, 4).long(),
-            "exp_avg of parameter 0 is a floating-point tensor .*, not a tensor of int64",
+            "exp_avg of parameter 0 must be a floating-point tensor .*, not a tensor of int64",
         ),
-        (_MOMENT, 3, "exp_avg of parameter 0 is a floating-point tensor of shape .3, 4., not int"),
+        (_MOMENT, 3, "exp_avg of parameter 0 must be a floating-point tensor of shape .3, 4., not int"),
         (
             _MOMENT[:3],
             {"step": 1.0, "master_weight": torch.zeros(3, 4)},
             "the state of parameter 0 lacks exp_avg, exp_avg_sq",
         ),
         (_MOMENT[:3], 3, "the state of parameter 0 is a dictionary, not int"),
-        (("optimizer", "state", 0, "step"), -1, "the step of parameter 0 is a number of 0 or more, not -1"),
-        (("optimizer", "state", 9), {}, "it has a state of parameter 9, and there are 4 parameters"),
+        (("optimizer", "state", 0, "step"), -1, "the step of parameter 0 must be a number of 0 or more, not -1"),
+        (("optimizer", "state", 9), {}, "it has a state of parameter 9, but there are 4 parameters"),
         (("optimizer", "param_groups", 0, "lr"), "fast", "parameter group 0 has lr='fast': give a finite number"),
         (
             ("optimizer", "param_groups", 0, "betas"),
@@ -292,18 +296,34 @@ def parts() -> dict[str, Any]:
             r"parameter group 0 has betas=\(0.9, 3\): each must be at least 0 and below 1",
         ),
         (("optimizer", "param_groups", 0, "amsgrad"), True, "the state of parameter 0 lacks max_exp_avg_sq"),
-        (("optimizer", "param_groups", 0, "params"), [0, 1], "it has groups of 2 parameters, and this optimizer of 4"),
+        (
+            ("optimizer", "param_groups", 0, "params"),
+            [0, 1],
+            "it has groups of 2 parameters, but this optimizer has groups of 4",
+        ),
         (("optimizer", "param_groups", 0, "params"), [0, 1, 2, 2], "a parameter appears twice in an optimizer's state"),
-        (("optimizer", "param_groups"), 3, "'param_groups' of an optimizer's state is a list of dictionaries"),
-        ((*_MOMENT[:3], "master_weight"), torch.zeros(3), "master_weight of parameter 0 is a floating-point tensor of"),
-        ((*_MOMENT[:3], "master_weight"), [1], "master_weight of parameter 0 is a floating-point tensor .*, not list"),
+        (("optimizer", "param_groups"), 3, "'param_groups' of an optimizer's state must be a list of dictionaries"),
+        (
+            (*_MOMENT[:3], "master_weight"),
+            torch.zeros(3),
+            "master_weight of parameter 0 must be a floating-point tensor of",
+        ),
+        (
+            (*_MOMENT[:3], "master_weight"),
+            [1],
+            "master_weight of parameter 0 must be a floating-point tensor .*, not list",
+        ),
         (
             (*_MOMENT[:3], "master_seed"),
             "x",
             "master_seed of parameter 0 must be a whole number if there is a master_weight, not 'x'",
         ),
         (_MOMENT[:3], {}, "the state of parameter 0 lacks master_weight, which others have"),
-        (("kinds", "optimizer"), "SGD", "it was saved from SGD, and this is AdamW: load it into the same class"),
+        (
+            ("kinds", "optimizer"),
+            "SGD",
+            "it was saved from SGD, but this optimizer is AdamW: load it into the same class",
+        ),
         (("kinds",), 3, "its entry 'kinds' is a dictionary, not 3"),
         (("extra",), 3, "its entry 'extra' is a dictionary, not 3"),
         (("scheduler", "gamma"), None, "it has gamma=None: give a finite number"),
@@ -442,7 +462,7 @@ def test_an_optimizer_of_another_class_is_refused_and_of_the_same_name_is_not(tm
     model = _model()
     lowp.save(tmp_path / "a.pt", optimizer=torch.optim.AdamW(model.parameters()))
     with pytest.raises(
-        InvalidCheckpoint, match="it was saved from AdamW, and this is SGD: load it into the same class"
+        InvalidCheckpoint, match="it was saved from AdamW, but this optimizer is SGD: load it into the same class"
     ):
         lowp.load(tmp_path / "a.pt", optimizer=torch.optim.SGD(model.parameters(), 0.1))
     lowp.load(tmp_path / "a.pt", optimizer=lowp.MasterWeights(torch.optim.AdamW(model.parameters())))
@@ -476,7 +496,7 @@ def test_what_could_not_be_read_back_is_refused_when_saving(tmp_path: Path) -> N
     before = (tmp_path / "a.pt").read_bytes()
     with pytest.raises(InvalidInput, match=r"checkpoint\['extra'\]\['loss'\] is a numpy\.float64"):
         lowp.save(tmp_path / "a.pt", model=_model(), extra={"loss": np.float64(0.5)})
-    with pytest.raises(InvalidInput, match="has no state_dict: give it in extra="):
+    with pytest.raises(InvalidInput, match="has no state_dict: pass it in extra="):
         lowp.save(tmp_path / "a.pt", epoch=3)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="there is no folder"):
         lowp.save(tmp_path / "missing" / "a.pt", model=_model())

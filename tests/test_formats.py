@@ -147,7 +147,7 @@ def test_what_has_no_code_is_refused() -> None:
             fp16.encode(value)
     with pytest.raises(InvalidInput, match="e2m1 has no code for NaN"):
         e2m1.encode(math.nan)
-    with pytest.raises(InvalidInput, match="0x10 is no code of e2m1: codes go from 0 to 0xf"):
+    with pytest.raises(InvalidInput, match="0x10 is not a code of e2m1: codes are 0 to 0xf"):
         e2m1.decode(16)
 
 
@@ -204,7 +204,7 @@ REFUSED = {
     "mxfp8@e8m0/32": "the element mxfp8 has a shared scale already",
     "i8@fp32/rows": "unknown scope 'rows'; did you mean row?",
     "i8@2^3..1/row": "is empty: give the smaller exponent first",
-    "i8@fp32/0": "a block has a size of 1 or more",
+    "i8@fp32/0": "a block needs a size of 1 or more",
     "e4m3fn@fp32/row/affine": "a zero point needs an integer element",
     "i8@fp32@fp32/tensor": "an outer scale adds nothing",
 }
@@ -218,7 +218,7 @@ def test_what_is_no_format_is_refused(text: str) -> None:
 
 def test_what_is_neither_text_nor_a_format_is_refused() -> None:
     for other, kind in ((3, "int"), (None, "NoneType"), (torch.float16, "dtype")):
-        with pytest.raises(TypeError, match=f"a format is given as text .fp16, e5m7. or as one of FORMATS, not {kind}"):
+        with pytest.raises(TypeError, match=f"a format must be text .fp16, e5m7. or one of FORMATS, not {kind}"):
             formats.parse(other)  # type: ignore[arg-type]
 
 

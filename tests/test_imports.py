@@ -122,8 +122,8 @@ def test_every_package_that_is_imported_is_declared_and_the_other_way_round(repo
             elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
                 imported |= {one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and one.value}
     packages = {name.partition(".")[0] for name in imported if isinstance(name, str)} - {"lowp"}
-    # triton comes with torch's builds for GPUs, sitecustomize is the user's
-    foreign = packages - set(sys.stdlib_module_names) - {"", "sitecustomize", "triton"}
+    # triton comes with torch's builds for GPUs, sitecustomize is the user's, tomllib is Python's own from 3.11 on
+    foreign = packages - set(sys.stdlib_module_names) - {"", "sitecustomize", "tomllib", "triton"}
     with (repository / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]
@@ -133,10 +133,10 @@ def test_every_package_that_is_imported_is_declared_and_the_other_way_round(repo
 
 
 def test_before_python_3_11_the_reader_of_toml_is_tomli() -> None:
-    script = "import sys, tomllib; sys.modules['tomli'] = tomllib; sys.modules['tomllib'] = None; "
-    script += (
-        "sys.version_info = (3, 10, 0); import lowp.policy; print(lowp.policy.Policy.from_toml('name = \"a\"').name)"
-    )
+    script = "import lowp.policy; print(lowp.policy.Policy.from_toml('name = \"a\"').name)"
+    if sys.version_info >= (3, 11):  # as on Python 3.10
+        without = "import sys, tomllib; sys.modules['tomli'] = tomllib; sys.modules['tomllib'] = None; "
+        script = f"{without}sys.version_info = (3, 10, 0); {script}"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout == "a\n"
 

@@ -109,7 +109,7 @@ def test_an_accumulation_prints_as_it_is_read(text: str) -> None:
         ("[[rule]]\nimput = 'bf16'\n", "rule 1: unknown key 'imput'; did you mean input"),
         ("[[rule]]\naccumulate = 'fp16/x'\n", "after the slash comes the block length"),
         ("[[rule]]\naccumulate = 'fp32/8'\n", "fp16 and bf16 need a block"),
-        ("[[rule]]\ninput = 16\n", 'input is given as text, as in input = "fp16"'),
+        ("[[rule]]\ninput = 16\n", 'input must be text, as in input = "fp16"'),
         ("table = 'lowp-2'\n", "unknown op table 'lowp-2'; did you mean lowp-1"),
         ("tabel = 'lowp-1'\n", "unknown key 'tabel'; did you mean table"),
         ("rule = 3\n", r"rules must be \[\[rule\]\] tables"),
@@ -161,7 +161,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 def test_names_that_no_file_could_hold_are_refused() -> None:
     with pytest.raises(InvalidInput, match="the name of a policy must be valid Unicode text"):
         Policy(name="\ud800")
-    with pytest.raises(InvalidInput, match="where and ops of a rule is given as text, not 3"):
+    with pytest.raises(InvalidInput, match="where and ops of a rule must be text, not 3"):
         Rule(where=3)  # type: ignore[arg-type]
 
 

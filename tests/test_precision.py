@@ -220,7 +220,7 @@ def test_misuse_is_named() -> None:
         lowp.Precision("fp61")
     with pytest.raises(InvalidInput, match="leaves the parameters in fp32"):
         lowp.Precision("fp16", masters="fp32")
-    with pytest.raises(InvalidInput, match="a scale is a finite number above zero"):
+    with pytest.raises(InvalidInput, match="give a finite number above zero"):
         lowp.Precision("fp16", loss_scale=0)
     with pytest.raises(Misuse, match="needs the optimizers to step"):
         lowp.Precision("fp16").step()

@@ -119,7 +119,7 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
         ),
         (("digits", "--out", "no/run.json"), "no/run.json: there is no folder no"),
         (("digits", "--out", "run.txt"), "give a name that ends in .json"),
-        (("digits", "--out", "mine.json"), "mine.json is no file of lowp's results and was left as it is"),
+        (("digits", "--out", "mine.json"), "mine.json is not a file of lowp's results and was not changed"),
         (("digits", "--plot", "run.gif"), "unknown kind of picture '.gif'; allowed: .png, .svg, .pdf"),
     ],
 )

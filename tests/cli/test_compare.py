@@ -129,7 +129,7 @@ def test_without_matplotlib_the_json_is_written_and_it_says_so(
         (("digits", "--sweep", "exponent=3,mantissa=2", "--loss-scale", "1,8"), "a sweep takes a single loss scale"),
         (("digits", "--out", "no/run.json"), "no/run.json: there is no folder no"),
         (("digits", "--out", "run.txt"), "give a name that ends in .json"),
-        (("digits", "--out", "mine.json"), "mine.json is no file of lowp's results and was left as it is"),
+        (("digits", "--out", "mine.json"), "mine.json is not a file of lowp's results and was not changed"),
         (("digits", "--plot", "run.gif"), "unknown kind of picture '.gif'; allowed: .png, .svg, .pdf"),
         (("digits", "--plot", "no/run.png"), "there is no folder no"),
         (("digits", "--resume", "--out", "new.json"), "there is no file new.json"),

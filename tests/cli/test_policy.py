@@ -79,7 +79,7 @@ def test_a_rule_that_is_never_reached_is_told(lowp: Command, tmp_path: Path) -> 
         (("shwo",), "unknown action 'shwo'; did you mean show?"),
         (("show",), "lowp policy show needs a name or a file, such as fp16"),
         (("check",), "such as my.toml"),
-        (("list", "fp16"), "takes no name"),
+        (("list", "fp16"), "does not take a name"),
         (("show", "fp61"), "unknown precision 'fp61'; did you mean"),
         (("show", "torch-2.13"), "torch-2.13-cpu"),
         (("check", "gone.toml"), "no policy file gone.toml"),

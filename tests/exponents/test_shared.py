@@ -249,7 +249,7 @@ def test_the_writes_of_an_accelerator_are_those_of_the_cpu(monkeypatch: pytest.M
 
 
 def test_a_place_that_was_never_written_is_not_known() -> None:
-    with pytest.raises(InvalidInput, match="nothing was written at 'weight of x'"):
+    with pytest.raises(InvalidInput, match="nothing has been recorded at the place 'weight of x'"):
         SharedExponents().exponent("weight of x")
 
 

@@ -76,7 +76,7 @@ def test_a_bad_state_is_refused_and_changes_nothing(change: dict[str, Any], kind
 def test_an_empty_state_and_no_dictionary_are_refused() -> None:
     with pytest.raises(RuntimeError, match="source state dict is empty, possibly because it was saved from a disabled"):
         GradScaler("cpu").load_state_dict({})
-    with pytest.raises(ValueError, match="a scaler's state is a dictionary"):
+    with pytest.raises(ValueError, match="the state of a scaler must be a dictionary"):
         GradScaler("cpu").load_state_dict([1.0])  # type: ignore[arg-type]
 
 

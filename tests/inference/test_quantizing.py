@@ -205,9 +205,9 @@ def test_a_not_a_number_stays_one_in_a_dynamic_range() -> None:
         ({"format": "int8", "bits": 6}, "7 or 8 bits, not 6"),
         ({"format": "e8m0"}, "no negative numbers"),
         ({"format": "int8", "calibration_data": []}, "has no batch"),
-        ({"format": "int8", "keep": ["head"]}, "no module is called head"),
+        ({"format": "int8", "keep": ["head"]}, "no module is named head"),
         ({"format": "int8", "calibration_data": [torch.full((1, 8), torch.inf)]}, "NaN or infinite activations"),
-        ({"format": "int8:delayed"}, "a delayed scale follows from a training"),
+        ({"format": "int8:delayed"}, "a delayed scale depends on earlier tensors"),
         ({"format": "int9"}, "unknown format"),
     ],
 )

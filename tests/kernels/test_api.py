@@ -398,7 +398,7 @@ REFUSED = [
     (dict(x=torch.eye(2).to_sparse(), cast="fp16"), TypeError, "lowp takes strided tensors, not torch.sparse_coo"),
     (dict(x=torch.ones(2), cast="bf61"), ValueError, "unknown format 'bf61'; did you mean bf16"),
     (dict(x=torch.ones(2), cast="fp16:nearest"), ValueError, "did you mean nearest-even"),
-    (dict(x=torch.ones(2), cast=3), TypeError, "a cast is given as text"),
+    (dict(x=torch.ones(2), cast=3), TypeError, "a cast must be text"),
     (
         dict(x=torch.ones(2, dtype=torch.float16), cast="bf16"),
         ValueError,
@@ -439,7 +439,7 @@ REFUSED = [
     ),
     (dict(x=torch.ones(2), cast="int8", scale=torch.ones(3)), ValueError, "takes one number"),
     (dict(x=torch.ones(2, 3), cast="int8", scale=torch.ones(3)), ValueError, "a tensor (2, 3) takes shape (2,)"),
-    (dict(x=torch.ones(2), cast="int8", scale="big"), TypeError, "scale is a number or a tensor, not str"),
+    (dict(x=torch.ones(2), cast="int8", scale="big"), TypeError, "scale must be a number or a tensor, not str"),
     (dict(x=torch.ones(2), cast="int8-affine", scale=2.0), ValueError, "is affine: give scale=(scale, zero_point)"),
     (dict(x=torch.ones(2), cast="nvfp4", scale=2.0), ValueError, "two levels of scale are always current"),
     (
@@ -485,7 +485,7 @@ def test_other_functions_refuse_alike() -> None:
         InvalidInput, match=r"mxfp8 needs its scales: give what lowp.encode returned to lowp.dequantize"
     ):
         decode(torch.zeros(2, dtype=torch.uint8), "mxfp8")
-    with pytest.raises(InvalidInput, match=r"length is that of a packed row: give packed=True"):
+    with pytest.raises(InvalidInput, match=r"length is the length of a packed row: give packed=True"):
         decode(torch.zeros(2, dtype=torch.uint8), "e2m1", length=2)
     with pytest.raises(InvalidInput, match=r"a row of 2 bytes holds 4 codes of e2m1, not 5"):
         decode(torch.zeros(2, dtype=torch.uint8), "e2m1", packed=True, length=5)

@@ -295,7 +295,7 @@ def test_a_quantized_moves_and_detaches() -> None:
     assert (moved.shape, moved.cast) == (q.shape, q.cast)
     assert torch.equal(dequantize(q.detach()), dequantize(q))
     assert repr(q) == "Quantized(nvfp4, 2x40, 90 bytes, torch.float32, cpu)"
-    with pytest.raises(InvalidInput, match=r"moves to a device, not to torch.float16"):
+    with pytest.raises(InvalidInput, match=r"can be moved to a device, not to torch.float16"):
         q.to(torch.float16)  # type: ignore[arg-type]
     with pytest.raises(AttributeError):
         q.payload = q.scale  # type: ignore[misc]

@@ -50,7 +50,7 @@ def test_runs_of_other_models_cannot_be_compared() -> None:
         difference(run(), other)
     empty = run()
     empty.part.prints.clear()
-    with pytest.raises(InvalidInput, match="no step was looked at in both runs"):
+    with pytest.raises(InvalidInput, match="no step was recorded in both runs"):
         difference(run(), empty)
 
 

@@ -200,7 +200,7 @@ def test_a_profile_is_entered_once() -> None:
 
 
 def test_what_is_no_model_or_optimizer_is_refused() -> None:
-    with pytest.raises(TypeError, match="a torch module, not of int"):
+    with pytest.raises(TypeError, match="a torch module, not int"):
         lowp.profile(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a torch optimizer, not str"):
         lowp.profile(network(), "SGD")  # type: ignore[arg-type]

@@ -161,7 +161,7 @@ def test_bad_input_is_named() -> None:
     weight = nn.Parameter(torch.ones(4))
     with pytest.raises(InvalidInput, match="moments=fp16: give fp32 or bf16"):
         AdamW([weight], moments="fp16")
-    with pytest.raises(InvalidInput, match="both lie in"):
+    with pytest.raises(InvalidInput, match="give two numbers in"):
         AdamW([weight], betas=(1.0, 0.9))
     with pytest.raises(InvalidInput, match="nesterov=True needs"):
         SGD([weight], nesterov=True)
@@ -263,11 +263,15 @@ def test_sgd_updates_a_block_without_reading_anything(options: dict[str, Any]) -
 @pytest.mark.parametrize(
     "name, value, text",
     [
-        ("exp_avg", torch.zeros(7), r"exp_avg of parameter 1 is a tensor of shape \(70001,\), not of shape \(7,\)"),
-        ("exp_avg_sq", torch.zeros(1), r"exp_avg_sq of parameter 1 is a tensor .* not of shape \(1,\)"),
-        ("exp_avg", "x", "exp_avg of parameter 1 is a tensor .* not str"),
+        (
+            "exp_avg",
+            torch.zeros(7),
+            r"exp_avg of parameter 1 must be a tensor of shape \(70001,\), not of shape \(7,\)",
+        ),
+        ("exp_avg_sq", torch.zeros(1), r"exp_avg_sq of parameter 1 must be a tensor .* not of shape \(1,\)"),
+        ("exp_avg", "x", "exp_avg of parameter 1 must be a tensor .* not str"),
         ("master_weight", torch.zeros(()), r"master_weight of parameter 1 .* a different order of parameters"),
-        ("step", "x", "the step of parameter 1 is a number, not str"),
+        ("step", "x", "the step of parameter 1 must be a number, not str"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name: str, value: object, text: str) -> None:
@@ -288,7 +292,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name: str, val
 @pytest.mark.parametrize(
     "state, text",
     [
-        (3, "an optimizer's state is a dictionary as state_dict"),
+        (3, "an optimizer's state must be a dictionary from state_dict"),
         ({"state": {}}, "missing: param_groups"),
         ({"state": "x", "param_groups": []}, "the entry 'state' of an optimizer's state must be a dictionary, not 'x'"),
     ],

@@ -67,7 +67,7 @@ def test_a_flat_state_for_an_optimizer_without_any_is_refused_in_words() -> None
     model, optimizer = _training("adamw", 0)
     weights, state = get_state_dict(model, optimizer, options=options)
     other, fresh = _training("adamw", 1)
-    with pytest.raises(InvalidInput, match=r"masters and no step, .* call optimizer.state_dict\(\) before"):
+    with pytest.raises(InvalidInput, match=r"masters but no step, .* call optimizer.state_dict\(\) before"):
         set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=state, options=options)
 
 

@@ -194,7 +194,7 @@ def test_schedulers_closures_and_clipping_work() -> None:
 def test_what_cannot_have_masters_is_named() -> None:
     weight = nn.Parameter(torch.ones(2))
     inner = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    with pytest.raises(InvalidInput, match="split masters are a bf16 half"):
+    with pytest.raises(InvalidInput, match="split masters consist of bf16"):
         MasterWeights(inner, "fp16", kind="split")
     with pytest.raises(InvalidInput, match="unknown kind of master weights 'spilt'; did you mean split"):
         MasterWeights(inner, "bf16", kind="spilt")
@@ -203,7 +203,7 @@ def test_what_cannot_have_masters_is_named() -> None:
     with pytest.raises(TypeError, match="wraps a torch optimizer"):
         MasterWeights([weight])  # type: ignore[arg-type]
     wrapped = MasterWeights(torch.optim.SGD([weight], lr=0.1))
-    with pytest.raises(InvalidInput, match="has master weights already"):
+    with pytest.raises(InvalidInput, match="already has master weights"):
         MasterWeights(wrapped)
 
 

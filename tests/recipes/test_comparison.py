@@ -207,7 +207,7 @@ def test_what_could_not_be_written_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "photo.png").write_bytes(b"\x89PNG of a camera")
     (tmp_path / "mine.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
     for name in ("mine.json", "photo.png", "mine.svg"):
-        with pytest.raises(InvalidInput, match=r"is no (file|picture) of lowp's.* and was left as it is"):
+        with pytest.raises(InvalidInput, match=r"is not a (file|picture) (of|made by) lowp.* and was not changed"):
             results.check_writable(tmp_path / name)
     deep = tmp_path / "deep.json"
     deep.write_text("[" * 100_000)

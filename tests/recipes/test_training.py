@@ -186,9 +186,9 @@ def test_weights_that_are_no_numbers_end_a_run() -> None:
         ({"batch": -1}, InvalidInput, "batch -1: give 1 or more"),
         ({"learning_rate": float("nan")}, InvalidInput, "learning rate nan: give a finite number above zero"),
         ({"seed": -1}, InvalidInput, "seed -1: give 0 to"),
-        ({"loss_scale": "0"}, InvalidInput, "loss scale '0': a scale is a finite number above zero"),
+        ({"loss_scale": "0"}, InvalidInput, "loss scale '0': give a finite number above zero"),
         ({"precision": "fp61"}, InvalidInput, "unknown precision 'fp61'; did you mean"),
-        ({"device": "gpu"}, InvalidInput, "device 'gpu' is none that torch knows"),
+        ({"device": "gpu"}, InvalidInput, "device 'gpu' is not a device of torch"),
         ({"device": "cuda:99"}, Unavailable, "device cuda:99: this machine has"),
     ],
 )

@@ -138,7 +138,7 @@ def test_embeddings_with_sparse_gradients_train_and_shared_exponents_refuse_them
         with autocast(precision):
             loss = table(torch.tensor([[0, 1], [1, 1]])).float().sum()
         if precision == "flex16+5":
-            with pytest.raises(Misuse, match=r"a gradient is sparse .* make the embedding with sparse=False"):
+            with pytest.raises(Misuse, match=r"a gradient is sparse .* create the embedding with sparse=False"):
                 loss.backward()
         else:
             loss.backward()

@@ -80,8 +80,8 @@ BAD_SPECS = [
     ({"w_elem_format": "fp8_e4m"}, r"unknown MX element format 'fp8_e4m'; did you mean fp8_e4m3"),
     ({"round_output": "evn"}, r"unknown rounding of mx_specs 'evn'; did you mean even\?"),
     ({"shared_exp_method": "maximum"}, "unknown shared_exp_method 'maximum'"),
-    ({"block_size": -1}, r"mx_specs\['block_size'\] is a whole number from 0"),
-    ({"bfloat": "16"}, r"mx_specs\['bfloat'\] is a whole number"),
+    ({"block_size": -1}, r"mx_specs\['block_size'\] must be a whole number from 0"),
+    ({"bfloat": "16"}, r"mx_specs\['bfloat'\] must be a whole number"),
     ({"custom_cuda": 1}, r"mx_specs\['custom_cuda'\] is True or False, not 1"),
 ]
 

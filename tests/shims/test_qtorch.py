@@ -229,12 +229,12 @@ def test_text_of_numbers_is_that_of_qpytorch() -> None:
 X = torch.ones(2, 2)
 ERRORS = [
     (lambda: float_quantize(X, 5, 2, "nearset"), r"unknown rounding 'nearset'; did you mean nearest"),
-    (lambda: float_quantize(X, 9, 2), "exp is a whole number from 1 to 8, not 9"),
-    (lambda: float_quantize(X, 5, 0), "man is a whole number from 1 to 23, not 0"),
-    (lambda: FixedPoint(8, 0), "fl is a whole number from 1 to 1000, not 0"),
+    (lambda: float_quantize(X, 9, 2), "exp must be a whole number from 1 to 8, not 9"),
+    (lambda: float_quantize(X, 5, 0), "man must be a whole number from 1 to 23, not 0"),
+    (lambda: FixedPoint(8, 0), "fl must be a whole number from 1 to 1000, not 0"),
     (lambda: FixedPoint(8, 4, clamp="no"), "clamp is True or False, not 'no'"),  # type: ignore[arg-type]
-    (lambda: fixed_point_quantize(X, 0, 4), "wl is a whole number from 1 to 64, not 0"),
-    (lambda: block_quantize(X, 1), "wl is a whole number from 2 to 32, not 1"),
+    (lambda: fixed_point_quantize(X, 0, 4), "wl must be a whole number from 1 to 64, not 0"),
+    (lambda: block_quantize(X, 1), "wl must be a whole number from 2 to 32, not 1"),
     (lambda: block_quantize(X, 8, 2), r"dim 2 is not a dimension of a tensor \(2, 2\): give -1 to 1"),
     (lambda: quantizer("fp16"), "a number must be FloatingPoint, FixedPoint, BlockFloatingPoint or None, not str"),  # type: ignore[arg-type]
     (lambda: quantizer(FloatingPoint(5, 2), clamping_grad_zero=True), "clamping_grad_zero needs a FixedPoint"),

@@ -60,14 +60,14 @@ class Profiler:
         title: str = "",
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"a profile needs a torch module, not a {type(model).__name__}")
+            raise TypeError(f"a profile needs a torch module, not {type(model).__name__}")
         if getattr(model, "_compiled_call_impl", None) is not None:
             raise InvalidInput(
                 "the model was compiled in place by model.compile(), within which nothing can be watched: profile it "
                 "before that, or compile it by torch.compile(model) and give what that returns"
             )
         if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise TypeError(f"a profile needs a torch optimizer, not a {type(optimizer).__name__}")
+            raise TypeError(f"a profile needs a torch optimizer, not {type(optimizer).__name__}")
         self.model, self.optimizer = model, optimizer
         self.budget = Budget(parse_share(max_overhead))
         self.step = 0

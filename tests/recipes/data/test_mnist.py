@@ -43,7 +43,7 @@ def test_the_four_files_give_images_and_labels(packed: bool, tmp_path: Path) -> 
 
 
 BROKEN: dict[str, tuple[str, bytes, str]] = {
-    "no idx": ("train-images-idx3-ubyte", b"hello world, no idx at all", "begins with 68 65 6c 6c, and an idx file"),
+    "no idx": ("train-images-idx3-ubyte", b"hello world, no idx at all", "begins with 68 65 6c 6c, but an idx file"),
     "empty": ("train-images-idx3-ubyte", b"", "begins with nothing"),
     "cut": ("t10k-images-idx3-ubyte", idx(FILES["t10k-images-idx3-ubyte"])[:-1], "declares 3x28x28 values but has"),
     "huge": (
