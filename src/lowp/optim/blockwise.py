@@ -116,7 +116,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def update_together(self, columns: updates.Columns, group: dict[str, Any]) -> None:
         """Update what is stored of many parameters of one group by one kernel, as `update_block` does each."""
-        raise TypeError(f"{type(self).__name__} does not say how it updates parameters together")
+        raise TypeError(f"{type(self).__name__} does not define update_together")
 
     def _step_together(self) -> set[int]:
         """Step the parameters that one kernel takes at once, where the device has it; return which these are."""
