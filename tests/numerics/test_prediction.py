@@ -15,7 +15,7 @@ from lowp.numerics.prediction import Window, effect, lost_updates, scale_window,
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.updates import Updates
 
-FORMATS = ["fp16", "bf16", "bf16-tpu", "e5m2", "e4m3fn", "e4m3fnuz", "tf32", "e5m7", "e6m9"]
+FORMATS = ["fp16", "bf16", "bf16-tpu", "e5m2", "e4m3fn", "e4m3fnuz", "tf32", "e5m7", "e6m9", "e3m4"]
 
 
 def tensors() -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from lowp.numerics.updates import Updates
 NUMBERS = [0.0, -0.0, 1.0, 1.25, -2.0, 3e-5, 1e-42, 65504.0]
 
 
-def test_a_spectrum_counts_each_number_in_its_sixteenth_of_an_octave() -> None:
+def test_a_spectrum_counts_each_number_in_its_32nd_of_an_octave() -> None:
     seen = Spectrum.of(torch.tensor(NUMBERS))
     assert (seen.count, seen.zeros, seen.nonzero, seen.maximum) == (8, 2, 6, 65504.0)
     assert seen.bins[127 * PARTS] == 1 and seen.bins[127 * PARTS + PARTS // 4] == 1 and seen.bins[128 * PARTS] == 1

@@ -4,7 +4,7 @@
   lowp profile gpt --steps 60 --html report.html --policy policy.toml
   lowp profile --max-overhead 5% --out run.json train.py --lr 0.1
   lowp profile run.json --html report.html
-  lowp profile --diff a.json b.json
+  lowp profile --diff a.json b.json --html both.html
 
 The training runs in fp32, some of its steps are looked at in full, and the time that this adds is measured and held to
 --max-overhead. The record is JSON; verdict, findings, policy and report are made from it, and can be made again from
@@ -19,22 +19,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lowp.numerics.advice import Advice
     from lowp.numerics.record import Record
 
 _VALUED = {
     "--out", "--html", "--policy", "--csv", "--tensorboard", "--max-overhead", "--steps", "--size", "--epochs",
     "--batch", "--lr", "--seed", "--data", "--bits", "--cost", "--least-signal", "--device", "--precision",
 }  # fmt: skip
-_STEPS = 100
 _VERIFIED = 40  # steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.usage = "lowp profile [arguments] RECIPE | run.json | script.py [arguments of the script] | --diff A B"
-    parser.add_argument("--diff", nargs=2, metavar=("A.json", "B.json"), type=Path, help="where two runs part")
+    parser.add_argument("--diff", nargs=2, metavar=("A.json", "B.json"), type=Path, help="where two runs part; --html shows both")
     parser.add_argument(
-        "--max-overhead", metavar="SHARE", help="time that may be added, or none (3%% of a script's, none for a recipe)"
+        "--max-overhead", metavar="SHARE", default="3%", help="time that looking at steps may add, or none (3%%)"
     )
     parser.add_argument(
         "--out", metavar="FILE.json", type=Path, help="write the record here, a line a step while it runs"
@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", metavar="FILE.toml", type=Path, help="write the advised policy here")
     parser.add_argument("--csv", metavar="FILE.csv", type=Path, help="write a line a tensor here")
     parser.add_argument("--tensorboard", metavar="DIR", type=Path, help="write histograms for TensorBoard here")
-    parser.add_argument("--steps", type=int, default=_STEPS, help=f"steps of a recipe ({_STEPS})")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps of a recipe (100, and on until 4 were looked at, for a minute)"
+    )
     parser.add_argument("--precision", metavar="NAME", help="tell what this precision or policy file would do")
     parser.add_argument("--verify", action="store_true", help="run the advised policy beside fp32, and tell the error")
     parser.add_argument("--bits", type=int, metavar="N", help="search the cheapest policy with operands of N bits")
@@ -103,26 +105,30 @@ def _check(arguments: argparse.Namespace) -> None:
     from lowp.errors import InvalidInput
     from lowp.numerics.sampling import parse_share
 
-    if arguments.max_overhead is None:  # a recipe is trained here for its profile alone
-        arguments.max_overhead = "3%" if _is_script(" ".join(arguments.script[:1])) else "none"
     parse_share(arguments.max_overhead)
     if arguments.precision is not None:
         presets.parse(arguments.precision)
     for path in (arguments.out, arguments.html, arguments.policy, arguments.csv):
         if path is not None:
             files.check_target(path)
-    if arguments.steps < 1:
+    if arguments.steps is not None and arguments.steps < 1:
         raise InvalidInput(f"--steps {arguments.steps}: give 1 or more")
     if arguments.bits is not None and not 2 <= arguments.bits <= 16:
         raise InvalidInput(f"--bits {arguments.bits}: give 2 to 16, the bits of an operand")
 
 
 def _difference(arguments: argparse.Namespace) -> int:
+    from lowp import files
+    from lowp.numerics.advice import advise
     from lowp.numerics.difference import difference
     from lowp.numerics.record import Record
 
+    if arguments.html is not None:
+        files.check_target(arguments.html)
     first, second = (Record.load(path) for path in arguments.diff)
     found = difference(first, second)
+    if arguments.html is not None:
+        _write_page(arguments.html, first, advise(first), second)
     if found is None:
         print(f"{arguments.diff[0]} and {arguments.diff[1]} are equal to the bit in every step that both looked at")
         return 0
@@ -164,7 +170,7 @@ def _verified(settings: Any, record: Record, arguments: argparse.Namespace) -> i
         if arguments.policy is not None:
             with files.replacing(arguments.policy) as file:
                 file.write(policy.to_toml().encode())
-    result = verified(settings, record, policy, min(arguments.steps, _VERIFIED))
+    result = verified(settings, record, policy, min(arguments.steps or _VERIFIED, _VERIFIED))
     print(result)
     return 0 if result.holds else 1
 
@@ -202,11 +208,7 @@ def _told(record: Record, arguments: argparse.Namespace, next_command: str) -> i
     if arguments.precision is not None:
         _told_of(record, arguments.precision, advice.window.recommended)
     if arguments.html is not None:
-        from lowp.report.profile_html import page
-
-        with files.replacing(arguments.html) as file:
-            file.write(page(record, advice).encode())
-        print(f"report: {arguments.html}")
+        _write_page(arguments.html, record, advice)
     if arguments.csv is not None or arguments.tensorboard is not None:
         from lowp.report import profile_exports as exports
 
@@ -215,6 +217,15 @@ def _told(record: Record, arguments: argparse.Namespace, next_command: str) -> i
         if arguments.tensorboard is not None:
             exports.to_tensorboard(record, arguments.tensorboard)
     return 0
+
+
+def _write_page(path: Path, record: Record, advice: Advice, other: Record | None = None) -> None:
+    from lowp import files
+    from lowp.report.profile_html import page
+
+    with files.replacing(path) as file:
+        file.write(page(record, advice, other).encode())
+    print(f"report: {path}")
 
 
 def _told_of(record: Record, name: str, recommended: int) -> None:

@@ -26,7 +26,7 @@ __all__ = [
     "count_updates",
 ]
 
-PARTS = 16  # bins of an octave: one for each value of the four bits after the leading one
+PARTS = 32  # bins of an octave: one for each value of the five bits after the leading one
 LONGEST = 24  # bits of a significand of fp32
 ROWS = 96  # exponents of weights, and of updates
 LOWEST_WEIGHT, LOWEST_UPDATE = -70, -80  # the exponents of the first row and column; smaller ones are counted there
@@ -36,7 +36,7 @@ _CELLS = ROWS * ROWS * 3
 
 
 class TensorCounts(NamedTuple):
-    """Of the finite numbers that are not zero: `bins` int64 [4096], `significant` int64 [25]; and of all of them.
+    """Of the finite numbers that are not zero: `bins` int64 [8192], `significant` int64 [25]; and of all of them.
 
     `checksum` is the sum of the bits of the fp32 numbers, read as integers with a sign.
     """
@@ -65,15 +65,15 @@ def count_tensor(x: Tensor, scale: float = 1.0) -> TensorCounts:
 
 
 def _counted(x: Tensor, scale: float) -> TensorCounts:
-    counts = np.empty(_BINS + LONGEST + 5, np.int64)
-    reals = np.empty(2)
+    counts = np.empty(_BINS + LONGEST + 7, np.int64)  # SpectrumSeen of cpu/cast.hpp
     failed = cpu.loaded().lowp_spectrum(
-        cpu.CARRIERS[x.dtype], cpu.address(x), x.numel(), scale, cpu.threads(), _pointer(counts), _pointer(reals)
+        cpu.CARRIERS[x.dtype], cpu.address(x), x.numel(), scale, cpu.threads(), _pointer(counts)
     )
     if failed:
         raise MemoryError(f"no memory for the partial sums of {x.numel()} elements")
-    zeros, nan, inf, checksum = counts[-4:].tolist()
-    return TensorCounts(counts[:_BINS], counts[_BINS:-4], zeros, nan, inf, float(reals[0]), float(reals[1]), checksum)
+    zeros, nan, inf, checksum = counts[-6:-2].tolist()
+    maximum, squares = counts[-2:].view(np.float64).tolist()
+    return TensorCounts(counts[:_BINS], counts[_BINS:-6], zeros, nan, inf, maximum, squares, checksum)
 
 
 def _pointer(array: NDArray[np.int64] | NDArray[np.float64]) -> int:
@@ -87,7 +87,7 @@ def _counted_by_torch(flat: Tensor, scale: float) -> TensorCounts:
     finite, present = magnitude < 0x7F800000, magnitude != 0
     nan = magnitude > 0x7F800000
     kept = torch.where(finite & present, magnitude, 0x7F800000)  # whatever is not counted
-    bins = torch.bincount(kept >> 19, minlength=_BINS)
+    bins = torch.bincount(kept >> 18, minlength=_BINS)
     fraction = kept & 0x7FFFFF
     # the lowest bit that is set is a power of two, whose exponent tells how many zeros end the significand
     lowest = (fraction & -fraction).float().view(torch.int32) >> 23

@@ -1,4 +1,8 @@
-"""`lowp profile script.py`: the first model that an unmodified script trains is watched, in its own process."""
+"""`lowp profile script.py`: the first model that an unmodified script trains is watched, in its own processes.
+
+Each process that trains writes a record of its own, so that nothing is asked of a process group that may have ended; the
+command merges them when all have ended.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ PROFILE = "LOWP_PROFILE"
 
 
 def profile_script(script: Sequence[str], max_overhead: str, out: Path | None) -> tuple[int, Path]:
-    """Run a script as Python would, under the profiler; return its exit code and the file of the record.
+    """Run a script as Python would, under the profiler; return its exit code and the file of the record of all ranks.
 
     Raises InvalidInput where there is no such script.
     """
@@ -31,8 +35,8 @@ def profile_script(script: Sequence[str], max_overhead: str, out: Path | None) -
     if list(script) == ["-m"]:
         raise InvalidInput("-m needs the name of a module: lowp profile -m package.train")
     path = Path(tempfile.gettempdir()) / f"lowp-profile-{secrets.token_hex(8)}.json" if out is None else out.resolve()
-    if path.exists():
-        path.unlink()  # what is there afterwards is of this run
+    for old in (path, *path.parent.glob(_part(path, "*").name)):
+        old.unlink(missing_ok=True)  # what is there afterwards is of this run
     site = str(Path(__file__).resolve().parent / "site")
     paths = [site, os.environ.get("PYTHONPATH", "")]
     environment = {
@@ -42,14 +46,49 @@ def profile_script(script: Sequence[str], max_overhead: str, out: Path | None) -
         "PYTHONPATH": os.pathsep.join(one for one in paths if one),
     }
     sys.stdout.flush()
-    return subprocess.call([sys.executable, *script], env=environment), path
+    code = subprocess.call([sys.executable, *script], env=environment)
+    _merge(path)
+    return code, path
+
+
+def _part(path: Path, process: int | str) -> Path:
+    """The file of a process that was not the first to train."""
+    return path.with_name(f"{path.stem}.process-{process}{path.suffix}")
+
+
+def _merge(path: Path) -> None:
+    """Take what the other processes have seen into the record of the first, and remove their files.
+
+    Processes that trained another model keep theirs, and are told of.
+    """
+    from lowp.numerics.record import Record
+
+    parts = sorted(path.parent.glob(_part(path, "*").name))
+    if not parts:
+        return
+    record = Record.load(path)
+    for one in parts:
+        other = Record.load(one)
+        if other.header.get("fingerprint") != record.header.get("fingerprint"):
+            print(f"lowp profile: another process trained another model: {one}", file=sys.stderr)
+        elif not other.is_empty:
+            record = record.merge(other)
+            one.unlink()
+    record.save(path)
+
+
+def _own_path(path: Path) -> Path:
+    """The file of this process: that of the record itself for the first one that asks."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    except FileExistsError:
+        return _part(path, os.getpid())
+    return path
 
 
 def start() -> None:
     """Begin in this process, where torch has just been imported: wait for the first model that is trained."""
     settings = json.loads(os.environ[PROFILE])
-    if int(os.environ.get("RANK", 0)):
-        return  # of several ranks, the first is watched
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     from lowp.numerics.profiler import Profiler
@@ -61,7 +100,8 @@ def start() -> None:
         if not trains or not any(one.requires_grad for one in module.parameters()):
             return
         handle.remove()
-        profiler = Profiler(module, out=settings["out"], max_overhead=settings["max_overhead"], title=settings["title"])
+        out = _own_path(Path(settings["out"]))
+        profiler = Profiler(module, out=out, max_overhead=settings["max_overhead"], title=settings["title"])
         profiler.__enter__()
         profiler.begin_within(module, args)
         atexit.register(_end, profiler, os.getpid())
@@ -73,6 +113,7 @@ def _end(profiler: Any, process: int) -> None:
     if os.getpid() != process:
         return
     try:
-        profiler.__exit__(None, None, None)
+        profiler.end()
+        profiler.record.require_content()
     except LowpError as error:
         print(f"lowp profile: {error}", file=sys.stderr)

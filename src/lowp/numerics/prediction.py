@@ -241,9 +241,9 @@ def _edges(
     counts = weights.bins.astype(np.float64).reshape(256, PARTS)[exponents + _BIAS]
     with np.errstate(invalid="ignore", divide="ignore"):
         share = np.nan_to_num(counts / counts.sum(1, keepdims=True))
-    width = min(PARTS * 2.0**-precision, 1.0)
-    normal = exponents >= lowest
-    return share[:, -1] * width * normal, share[:, 0] * width * (exponents > lowest)
+    # half a spacing at either end of an octave, in bins; of a bin that it cuts, the part
+    within = np.clip(PARTS * 2.0**-precision - np.arange(PARTS), 0, 1)
+    return share[:, ::-1] @ within * (exponents >= lowest), share @ within * (exponents > lowest)
 
 
 # -- the loss scale ---------------------------------------------------------------------------------------------------

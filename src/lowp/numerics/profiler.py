@@ -117,6 +117,19 @@ class Profiler:
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._stop()
+        if self._journal is not None and (kind is None or self._part.tensors):
+            self.save(self._journal.path)
+        if kind is None:
+            self.record.require_content()
+
+    def end(self) -> None:
+        """End as the context does, but write what this rank alone has seen: others may have ended before."""
+        self._stop()
+        if self._journal is not None:
+            self.record.save(self._journal.path)
+
+    def _stop(self) -> None:
         for end in self._ends:
             end()
         self._drop_watch()
@@ -124,10 +137,6 @@ class Profiler:
         self.budget.end()
         if self._journal is not None:
             self._journal.close()
-            if kind is None or self._part.tensors:
-                self.save(self._journal.path)
-        if kind is None:
-            self.record.require_content()
 
     def begin_within(self, module: nn.Module, args: Any) -> None:
         """Take a call of the model that runs already for the first."""

@@ -29,10 +29,10 @@ def _zeros(length: int) -> Counts:
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """How many numbers of a tensor are in each sixteenth of an octave. ``a + b`` is that of both together.
+    """How many numbers of a tensor are in each 32nd of an octave. ``a + b`` is that of both together.
 
-    `bins`: int64 [4096]; bin 16 (e + 127) + i counts the numbers with 2^e (1 + i/16) <= |x| < 2^e (1 + (i + 1)/16), the
-    first 16 everything below 2^-126 but zeros, the last 16 nothing. `significant`: int64 [25]; how many numbers need so
+    `bins`: int64 [8192]; bin 32 (e + 127) + i counts the numbers with 2^e (1 + i/32) <= |x| < 2^e (1 + (i + 1)/32), the
+    first 32 everything below 2^-126 but zeros, the last 32 nothing. `significant`: int64 [25]; how many numbers need so
     many bits of significand, the leading one included. `maximum` is the largest finite |x|, `sum_squares` the energy of
     the finite numbers, `tensors` how many were added up.
     """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,20 @@ from lowp.recipes.training import Settings, Training, load_data, threads_of
 
 __all__ = ["Verified", "profiled", "verified"]
 
+_STEPS, _LOOKS, _SECONDS = 100, 4, 60.0  # what a profile without a number of steps takes
 _CLOSE = 0.1  # of the loss that training has taken away, by which a policy may end above fp32
 
 
-def profiled(settings: Settings, steps: int, max_overhead: str | float | None, out: Path | None = None) -> Record:
-    """Train a recipe for some steps under the profiler and return what it saw."""
+def profiled(
+    settings: Settings, steps: int | None, max_overhead: str | float | None, out: Path | None = None
+) -> Record:
+    """Train a recipe for some steps under the profiler and return what it saw.
+
+    Without a number of steps it trains until the budget has paid for a few looks: 100 steps at least, and beyond those
+    for a minute at most.
+    """
     training = Training(settings)
+    begun = time.perf_counter()
     with threads_of(training.recipe.threads):
         profiler = Profiler(
             training.model,
@@ -38,12 +48,18 @@ def profiled(settings: Settings, steps: int, max_overhead: str | float | None, o
             max_overhead=max_overhead,
             title=f"{training.recipe.name}, {training.settings.precision}",
         )
+
+        def is_enough(taken: int) -> bool:
+            if steps is not None:
+                return taken >= steps
+            return taken >= _STEPS and (profiler.budget.taken >= _LOOKS or time.perf_counter() - begun > _SECONDS)
+
         with profiler:
-            _run(training, steps)
+            _run(training, is_enough)
     return profiler.record
 
 
-def _run(training: Training, steps: int) -> list[float]:
+def _run(training: Training, is_enough: Callable[[int], bool]) -> list[float]:
     """Take steps of a training, over as many epochs as they need, without evaluations; return the losses."""
     losses: list[torch.Tensor] = []
     step = training.step
@@ -55,8 +71,8 @@ def _run(training: Training, steps: int) -> list[float]:
 
     training.step = noted  # type: ignore[method-assign]
     training.history.append({"loss": math.nan, "epoch": 0})  # no evaluation of the model before training
-    while len(losses) < steps:
-        if training._run_epoch(lambda: len(losses) >= steps, None):
+    while not is_enough(len(losses)):
+        if training._run_epoch(lambda: is_enough(len(losses)), None):
             training.epoch, training.step_of_epoch = training.epoch + 1, 0
         if training.epoch >= training.epochs:
             break
@@ -98,12 +114,12 @@ def verified(settings: Settings, record: Record, policy: Policy, steps: int) -> 
     ends, skipped = [], 0
     training = Training(settings, data)
     with threads_of(training.recipe.threads):
-        losses = _run(training, steps)
+        losses = _run(training, lambda taken: taken >= steps)
         ends.append(_last(losses))
         errors = _errors(training)
         precision = Precision(policy, loss_scale=scale if narrow else None, seed=settings.seed)
         tried = Training(replace(settings, precision="fp32"), data, precision)
-        ends.append(_last(_run(tried, steps)))
+        ends.append(_last(_run(tried, lambda taken: taken >= steps)))
         skipped = tried.precision.skipped_steps
     return Verified(len(losses), (ends[0], ends[1]), losses[0], skipped, errors)
 

@@ -40,7 +40,9 @@ def headline(record: Record) -> str:
     parts += [f"{len(record.tensors)} tensors", f"{len(record.sampled)} sampled step{'s'[: len(record.sampled) != 1]}"]
     overhead = sampling.get("overhead")
     if overhead is not None:
-        parts.append(f"overhead {100 * overhead:.1f} %")
+        budget = sampling.get("max_overhead")
+        over = f", above {100 * budget:g} %: one look costs that much here" if budget and overhead > budget else ""
+        parts.append(f"overhead {100 * overhead:.1f} %{over}")
     if not record.complete:
         parts.append("the run did not end")
     return " · ".join(parts)

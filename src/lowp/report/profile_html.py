@@ -14,6 +14,7 @@ from typing import Any
 
 from lowp.formats import FORMATS, FloatFormat
 from lowp.numerics.advice import Advice
+from lowp.numerics.difference import difference
 from lowp.numerics.record import Record
 from lowp.report.profile import headline, verdict_line
 
@@ -295,7 +296,12 @@ def _policy(advice: Advice) -> str:
 
 
 def _comparison(record: Record, other: Record) -> str:
-    """Two runs side by side: the largest number and the root mean square of each tensor."""
+    """Two runs side by side: where they part, and the largest number and the root mean square of each tensor.
+
+    Raises InvalidInput for runs of different models, or that have no step in common.
+    """
+    found = difference(record, other)
+    parted = "Equal to the bit in every step that both looked at." if found is None else f"First difference: {found}."
     rows = [
         (
             str(key),
@@ -309,7 +315,8 @@ def _comparison(record: Record, other: Record) -> str:
     ][: 3 * _MOST_ROWS]
     names = [str(one.header.get("title", "")) for one in (record, other)]
     head = ("tensor", f"largest: {names[0]}", f"largest: {names[1]}", f"rms: {names[0]}", f"rms: {names[1]}")
-    return f'<section id="comparison"><h2>Two runs</h2>{_table("Side by side", head, rows)}</section>'
+    table = _table("Side by side", head, rows)
+    return f'<section id="comparison"><h2>Two runs</h2><p>{escape(parted)}</p>{table}</section>'
 
 
 def _method(record: Record) -> str:

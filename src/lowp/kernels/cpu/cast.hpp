@@ -78,20 +78,21 @@ struct Statistics {
   double maximum;
 };
 
-inline constexpr int kSpectrumShift = 19;                       // leaves the exponent and four bits of the fraction
+inline constexpr int kSpectrumShift = 18;                       // leaves the exponent and five bits of the fraction
 inline constexpr int kSpectrumBins = 1 << (31 - kSpectrumShift);
 inline constexpr int kSignificant = 25;                         // bits that a number may need, and none
 inline constexpr int kUpdateRows = 96;                          // exponents of weights, and of updates
 inline constexpr int kLowestWeight = -70, kLowestUpdate = -80;  // smaller ones are counted there
 inline constexpr int kUpdateCells = kUpdateRows * kUpdateRows * 3;
 
-// What the profiler counts of a tensor.
+// What the profiler counts of a tensor: of the finite numbers that are not zero, and of all. The caller's memory has this
+// layout.
 struct SpectrumSeen {
   int64_t bins[kSpectrumBins];
   int64_t significant[kSignificant];
   int64_t zeros, nans, infinities;
   int64_t checksum;  // the sum of the bits, as integers with a sign
-  double maximum;
+  double maximum, sum_squares;
 };
 
 // A weight before a step, what the step adds to it, and its gradient or null.

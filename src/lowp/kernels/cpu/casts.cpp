@@ -290,26 +290,24 @@ LOWP_EXPORT int lowp_statistics(int type, const void* x, int64_t count, int thre
   return 0;
 }
 
-// What the profiler records of x / scale. counts: 4096 bins of a sixteenth of an octave and 25 lengths of significands,
-// of the finite numbers that are not zero; zeros, NaN, infinities, the sum of the bits. reals: largest finite |x|, sum
-// of squares. Not for fp64. Returns 0, or 1 without memory.
-LOWP_EXPORT int lowp_spectrum(int type, const void* x, int64_t count, double scale, int threads, int64_t* counts,
-                              double* reals) {
+// What the profiler records of x / scale: bins are of a 32nd of an octave, the energy is that of the finite numbers. Not
+// for fp64. Returns 0, or 1 without memory.
+LOWP_EXPORT int lowp_spectrum(int type, const void* x, int64_t count, double scale, int threads, void* seen) {
   const Task task{nullptr, x, nullptr, type, type, 0, false};
   const Kernels& kernel = kernels();
   const PartialSums partial(count);
   if (partial.sums == nullptr) return 1;
-  SpectrumSeen all{};
-  gather(count, kSumBlock, threads, &all, [&](SpectrumSeen* part, int64_t begin, int64_t end) {
-    kernel.spectrum(task, static_cast<float>(scale), part, partial.sums, begin, end);
-  });
-  all.bins[0] -= all.zeros, all.significant[1] -= all.zeros;
-  for (int bin = 0; bin < kSpectrumBins; ++bin) counts[bin] = all.bins[bin];
-  counts += kSpectrumBins;
-  for (int length = 0; length < kSignificant; ++length) counts[length] = all.significant[length];
-  counts += kSignificant;
-  counts[0] = all.zeros, counts[1] = all.nans, counts[2] = all.infinities, counts[3] = all.checksum;
-  reals[0] = all.maximum, reals[1] = partial.total();
+  SpectrumSeen* const all = static_cast<SpectrumSeen*>(seen);
+  std::memset(all, 0, sizeof *all);
+  if (enough_threads(count, threads) == 1) {
+    kernel.spectrum(task, static_cast<float>(scale), all, partial.sums, 0, count);
+  } else {
+    gather(count, kSumBlock, threads, all, [&](SpectrumSeen* part, int64_t begin, int64_t end) {
+      kernel.spectrum(task, static_cast<float>(scale), part, partial.sums, begin, end);
+    });
+  }
+  all->bins[0] -= all->zeros, all->significant[1] -= all->zeros;
+  all->sum_squares = partial.total();
   return 0;
 }
 

@@ -1,6 +1,8 @@
 // What the profiler records of a tensor, and of the update of a weight, in one read. Included once per instruction set.
 #pragma once
 
+#include <new>
+
 #include "statistics.hpp"
 
 namespace lowp {
@@ -35,11 +37,6 @@ struct SpectrumTables {
     held += count;
   }
 
-  void add_finite(const uint32_t* bits, int64_t count) {
-    for (int64_t i = 0; i < count; ++i)
-      if ((bits[i] & 0x7fffffff) < 0x7f800000) add(bits + i, 1);
-  }
-
   void move_to(SpectrumSeen* seen) {
     for (int bin = 0; bin < kSpectrumBins; ++bin) seen->bins[bin] += int64_t{bins[0][bin]} + bins[1][bin];
     for (int length = 0; length < kSignificant; ++length)
@@ -47,6 +44,16 @@ struct SpectrumTables {
     *this = SpectrumTables();
   }
 };
+
+// Of a few numbers, or of some that are not finite: without the tables.
+static void add_finite(const uint32_t* bits, int64_t count, SpectrumSeen* seen) {
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t magnitude = bits[i] & 0x7fffffff;
+    if (magnitude >= 0x7f800000) continue;
+    ++seen->bins[magnitude >> kSpectrumShift];
+    ++seen->significant[significant_bits(magnitude)];
+  }
+}
 
 static inline int64_t sum_of_bits(const uint32_t* bits, int64_t count) {
   int64_t sum = 0;
@@ -60,7 +67,8 @@ static void spectrum(const Task& task, float scale, SpectrumSeen* seen, double* 
                      int64_t end) {
   const ExactArithmetic exact;
   alignas(64) uint32_t buffer[kSumBlock];
-  SpectrumTables tables;
+  const bool few = end - begin <= kSumBlock;
+  SpectrumTables* const tables = few ? nullptr : new (std::nothrow) SpectrumTables;
   for (int64_t first = begin; first < end; first += kSumBlock) {
     const int64_t count = end - first < kSumBlock ? end - first : kSumBlock;
     const uint32_t* bits = load<F32>(task.in, task.in_type, first, count, buffer);
@@ -71,17 +79,18 @@ static void spectrum(const Task& task, float scale, SpectrumSeen* seen, double* 
     }
     Statistics kinds{};
     count_kinds<F32>(bits, count, &kinds);
-    if (kinds.nans + kinds.infinities)
-      tables.add_finite(bits, count);
+    if (tables == nullptr || kinds.nans + kinds.infinities)
+      add_finite(bits, count, seen);
     else
-      tables.add(bits, count);
-    if (tables.held > int64_t{1} << 30) tables.move_to(seen);
+      tables->add(bits, count);
+    if (tables != nullptr && tables->held > int64_t{1} << 30) tables->move_to(seen);
     seen->zeros += kinds.zeros, seen->nans += kinds.nans, seen->infinities += kinds.infinities;
     if (kinds.maximum > seen->maximum) seen->maximum = kinds.maximum;
     seen->checksum += sum_of_bits(bits, count);
     partial_sums[first / kSumBlock] = sum_of_squares(bits, count);
   }
-  tables.move_to(seen);
+  if (tables != nullptr) tables->move_to(seen);
+  delete tables;
 }
 
 // Where an exponent is counted: its field less `lowest`, as far as there are rows.
