@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import forked
@@ -18,12 +20,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import lowp
 from lowp import distributed
 from lowp.errors import InvalidInput
 from lowp.grad_scaler import GradScaler
+from lowp.numerics.record import Key, Record
 from lowp.precision import Precision
 
 RANKS = 2
+INPUT = Key("", "linear", "input", "forward")
 Report = list[tuple[float, bool, float]]  # a step: the scale after it, whether it stepped, the sum of the weights
 
 
@@ -218,6 +223,25 @@ def first_scales(rank: int) -> dict[str, Any]:
     return found
 
 
+def profiles(rank: int) -> list[Any]:
+    """Profile a step under DDP; return the ranks of the file that the first writes, and its counts beside a rank's."""
+    found: list[Any] = []
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    with tempfile.TemporaryDirectory() as folder:
+        with lowp.profile(model, optimizer, max_overhead=None) as profile:
+            model(torch.randn(3 + rank, 4)).square().mean().backward()
+            optimizer.step()
+        file = Path(folder) / "run.json"
+        profile.save(file)
+        if file.exists():
+            record = Record.load(file)
+            found = [record.header["ranks"], record.tensors[INPUT].count, record.tensors[INPUT].maximum]
+    return [found, profile.record.tensors[INPUT].count, profile.record.tensors[INPUT].maximum]
+
+
 JOBS = {
     job.__name__: job
     for job in (
@@ -229,6 +253,7 @@ JOBS = {
         fully_sharded,
         maxima,
         first_scales,
+        profiles,
     )
 }
 
@@ -247,6 +272,12 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[int]
         return found
 
     return of
+
+
+def test_the_first_rank_saves_what_all_have_profiled(result: Any) -> None:
+    (merged, *first), (nothing, *second) = result(profiles)
+    assert (first[0], second[0], nothing) == (12, 16, [])
+    assert merged == [2, 28, max(first[1], second[1])]
 
 
 def test_ranks_agree_when_the_input_of_one_overflows(result: Any) -> None:

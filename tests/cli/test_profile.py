@@ -13,7 +13,7 @@ import pytest
 
 import lowp as package
 from lowp.cli.profile import split
-from lowp.numerics.record import Record
+from lowp.numerics.record import Key, Record
 
 SCRIPT = """
 import sys, torch
@@ -66,8 +66,16 @@ def test_tensorboard_gets_histograms_or_says_what_is_missing(
         import tensorboard  # type: ignore[import-not-found,import-untyped]  # noqa: F401
     except ImportError:
         assert result.code == 2 and "pip install tensorboard" in result.err
-    else:
-        assert any((tmp_path / "board").iterdir())
+        return
+    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-not-found,import-untyped]
+        EventAccumulator,
+    )
+
+    assert result.code == 0, result.err
+    written = EventAccumulator(str(tmp_path / "board"))
+    written.Reload()
+    assert len(written.Tags()["histograms"]) == len(Record.load(digits).tensors)
+    assert len(written.Scalars("loss")) == 4
 
 
 def test_a_recipe_is_profiled_verified_and_searched(lowp: Callable[..., Any], tmp_path: Path) -> None:
@@ -108,13 +116,58 @@ def test_a_script_is_profiled_with_its_own_arguments(
     assert Record.load(out).sampled == [0, 1, 2, 4]
 
 
+RANKS = """
+import os, torch
+import torch.distributed as ranks
+from torch import nn
+file = "file://" + os.environ["MEETING"]
+ranks.init_process_group("gloo", init_method=file, rank=int(os.environ["RANK"]), world_size=2)
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+if os.environ.get("COMPILED"):
+    model = torch.compile(model, backend="eager")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(6, 4)).square().mean().backward()
+    optimizer.step()
+ranks.destroy_process_group()
+"""
+BOTH = """
+import os, subprocess, sys
+here = [subprocess.Popen([sys.executable, sys.argv[1]], env={**os.environ, "RANK": str(rank)}) for rank in range(2)]
+sys.exit(max(one.wait() for one in here))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["", "1"])
+def test_the_ranks_of_a_script_are_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], compiled: str
+) -> None:
+    from lowp.cli import main
+
+    (tmp_path / "both.py").write_text(BOTH)
+    (tmp_path / "rank.py").write_text(RANKS)
+    monkeypatch.setenv("MEETING", str(tmp_path / "meeting"))
+    monkeypatch.setenv("COMPILED", compiled)
+    out = tmp_path / "run.json"
+    arguments = ["--max-overhead", "none", "--out", str(out), str(tmp_path / "both.py"), str(tmp_path / "rank.py")]
+    assert main(["profile", *arguments]) == 0, capfd.readouterr().err
+    record = Record.load(out)
+    assert record.header["ranks"] == 2 and record.complete and not list(tmp_path.glob("run.process-*"))
+    assert record.tensors[Key("", "linear", "input", "forward")].count == 2 * 3 * 6 * 4
+
+
 def test_where_two_runs_part_is_told(lowp: Callable[..., Any], digits: Path, tmp_path: Path) -> None:
     assert lowp("profile", "--diff", str(digits), str(digits)).code == 0
     other = json.loads(digits.read_text())
     other["prints"]["1"][3][4] = "0"
     (tmp_path / "other.json").write_text(json.dumps(other))
-    result = lowp("profile", "--diff", str(digits), str(tmp_path / "other.json"))
-    assert result.code == 1 and "the runs part at step 1" in result.out
+    page = tmp_path / "both.html"
+    result = lowp("profile", "--diff", str(digits), str(tmp_path / "other.json"), "--html", str(page))
+    assert result.code == 1 and "the runs part at step 1" in result.out and str(page) in result.out
+    assert "Two runs" in page.read_text() and "First difference: the runs part at step 1" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,12 @@
-"""A whole policy on a record: each tensor under its rule's cast for its role; and records of several ranks."""
+"""A whole policy on a record: each tensor under its rule's cast for its role."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
-from numerics.small import network, recorded, train
+from numerics.small import recorded
 
 import lowp
-from lowp import distributed, presets
+from lowp import presets
 from lowp.numerics.policies import effects, worst
 from lowp.numerics.prediction import effect
 from lowp.numerics.record import Key, Record
@@ -39,20 +36,3 @@ def test_rules_of_modules_and_the_policy_of_fp32_are_followed(record: Record) ->
     policy = lowp.Policy((lowp.Rule.of("linear", where="3", weight="e2m1"),))
     assert set(effects(record, policy)) == {Key("3", "weight", "weight", "step")}
     assert not effects(record, presets.PRESETS["fp32"].policy)
-
-
-def test_the_first_rank_saves_what_all_have_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with lowp.profile(model, optimizer, max_overhead=None) as profile:
-        train(model, optimizer, 1)
-    monkeypatch.setattr(distributed, "has_other_ranks", lambda: True)
-    monkeypatch.setattr(distributed, "world", lambda: None)
-    monkeypatch.setattr(distributed, "gather", lambda value, group: [value, value])
-    profile.save(tmp_path / "run.json")
-    merged = Record.load(tmp_path / "run.json")
-    key = Key("0", "linear", "input", "forward")
-    assert merged.tensors[key].count == 2 * profile.record.tensors[key].count and merged.header["ranks"] == 2
-    monkeypatch.setattr(distributed, "rank", lambda: 1)
-    profile.save(tmp_path / "other.json")
-    assert not (tmp_path / "other.json").exists()
