@@ -32,7 +32,9 @@ _VERIFIED = 40  # steps
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.usage = "lowp profile [arguments] RECIPE | run.json | script.py [arguments of the script] | --diff A B"
-    parser.add_argument("--diff", nargs=2, metavar=("A.json", "B.json"), type=Path, help="where two runs part; --html shows both")
+    parser.add_argument(
+        "--diff", nargs=2, metavar=("A.json", "B.json"), type=Path, help="where two runs part; --html shows both"
+    )
     parser.add_argument(
         "--max-overhead", metavar="SHARE", default="3%", help="time that looking at steps may add, or none (3%%)"
     )

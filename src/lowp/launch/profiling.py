@@ -1,7 +1,7 @@
 """`lowp profile script.py`: the first model that an unmodified script trains is watched, in its own processes.
 
-Each process that trains writes a record of its own, so that nothing is asked of a process group that may have ended; the
-command merges them when all have ended.
+Each process that trains writes a record of its own, so that nothing is asked of a process group that may have ended;
+the command merges them when all have ended.
 """
 
 from __future__ import annotations
