@@ -1,0 +1,151 @@
+"""A training step on CUDA waits for nothing: no number is read by the host, and nothing is copied to it.
+
+Run on fake CUDA tensors, which have no numbers that could be read, and on CPU tensors under a mode that refuses reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from gpu.fake_cuda import fake_cuda, on_cuda
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lowp
+from lowp import kernels
+from lowp.step_guard import LateNumber
+
+_READS = frozenset("_local_scalar_dense item is_nonzero nonzero masked_select equal unique_dim _unique2".split())
+
+
+class HostReads(TorchDispatchMode):
+    """Refuses what needs the numbers of a device on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if name in _READS:
+            raise AssertionError(f"{name} waits for the device")
+        result = func(*args, **(kwargs or {}))
+        given, written = _tensors((args, kwargs)), _tensors(result)
+        if any(x.is_cuda for x in given) and any(x.is_cpu for x in written):
+            raise AssertionError(f"{name} copies to the host")
+        return result
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+@pytest.fixture(autouse=True)
+def _as_with_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the scaler believe in CUDA; what arrives later, and is waited for by nobody, does not arrive here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(LateNumber, "send", lambda self, value: None)
+    with kernels.use("bitwise"):
+        yield
+
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "torch, fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "AdamW, split": lambda p: lowp.optim.AdamW(p),
+    "AdamW, fp32 masters": lambda p: lowp.optim.AdamW(p, split=False),
+    "AdamW, stochastic": lambda p: lowp.optim.AdamW(p, split=False, masters="stochastic", moments="bf16"),
+    "AdamW, fp32": lambda p: lowp.optim.AdamW(p, storage=None),
+    "SGD": lambda p: lowp.optim.SGD(p, lr=0.1, momentum=0.9),
+    "MasterWeights, bf16": lambda p: lowp.MasterWeights(torch.optim.AdamW(p, fused=True), "bf16"),
+    "MasterWeights, fp16": lambda p: lowp.MasterWeights(torch.optim.AdamW(p, fused=True), "fp16"),
+    "MasterWeights, split": lambda p: lowp.MasterWeights(torch.optim.AdamW(p, fused=True), "bf16", kind="split"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("way", ["alone", "scaled", "unscaled before"])
+def test_two_steps_of_an_optimizer_read_nothing(name: str, way: str) -> None:
+    with fake_cuda(), HostReads():
+        parameters = [nn.Parameter(torch.empty(shape, device="cuda")) for shape in ((3, 4), (4,))]
+        optimizer, scaler = OPTIMIZERS[name](parameters), lowp.GradScaler("cuda")
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            if way == "alone":
+                optimizer.step()
+                continue
+            scaler.scale(torch.empty((), device="cuda"))
+            if way == "unscaled before":
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(parameters, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("preset", ["fp16", "bf16", "bf16-storage", "fp16-storage"])
+def test_a_step_of_a_precision_reads_nothing(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = "dynamic(1024)" if preset.startswith("fp16") else None  # without a number its start is searched for
+    empty = _network()
+    with fake_cuda():
+        model = on_cuda(empty)
+        parameters = list(model.parameters())
+
+        def backward(loss: Tensor, **options: Any) -> None:
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+
+        monkeypatch.setattr(Tensor, "backward", backward)
+        monkeypatch.setattr(torch, "equal", lambda one, other: True)  # asked once, while a model is prepared
+        precision = lowp.Precision(preset, loss_scale=scale)
+        model, optimizer = precision.prepare(model, torch.optim.AdamW(parameters, fused=True))
+        with HostReads():
+            for _ in range(3):
+                with precision.autocast():
+                    loss = model(torch.empty(2, 4, device="cuda")).float().mean()
+                precision.backward(loss)
+                precision.step(optimizer)
+        assert precision.stepped.shape == ()
+
+
+def _network() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_on_real_numbers_a_step_is_skipped_without_a_read(bad: bool) -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    optimizer, scaler = torch.optim.AdamW(parameters, lr=0.1, fused=True), lowp.GradScaler("cpu", init_scale=4.0)
+    with HostReads():
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, float("inf") if bad and len(parameter) == 2 else 8.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+    assert bool(scaler.stepped) is not bad
+    assert all(bool((parameter == 1).all()) is bad for parameter in parameters)
+    assert scaler.get_scale() == (2.0 if bad else 4.0)
+
+
+def test_another_optimizer_of_torchs_costs_the_one_read_that_torchs_own_scaler_makes() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), lowp.GradScaler("cpu")
+    parameter.grad = torch.ones(3)
+    scaler.scale(torch.ones(()))
+    reads: list[str] = []
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            reads.append(func._schema.name.partition("::")[2])
+            return func(*args, **(kwargs or {}))
+
+    asked: list[object] = []
+    plain = Tensor.tolist
+    with Counted(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "tolist", lambda self: (asked.append(self), plain(self))[1])
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(asked) == 1 and not _READS & set(reads) - {"_local_scalar_dense"}
