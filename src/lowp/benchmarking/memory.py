@@ -34,7 +34,7 @@ from lowp.recipes.recipe import Data
 from lowp.recipes.training import Training, moved
 from lowp.region import autocast
 
-__all__ = ["METHODS", "PARTS", "Split", "batch_of", "memory_of", "warm_up"]
+__all__ = ["METHODS", "PARTS", "Split", "batch_of", "memory_of", "peaks_of", "warm_up"]
 
 # A row a part: its name in tables, and what it is. The order is that of the bars of a picture, from the bottom.
 PARTS: dict[str, str] = {
@@ -115,6 +115,25 @@ def memory_of(contender: Contender, data: Data, batch: int) -> Split:
         events = json.loads(trace.read_text())["traceEvents"]
     found = _split(events, marks, device, batch)
     return taken.corrected(found)
+
+
+def peaks_of(contender: Contender, data: Data, batch: int) -> tuple[int, int | None]:
+    """Return what a step has allocated and reserved at its highest, as the device's allocator tells, without a split.
+
+    Reserved is None where the device does not tell.
+    """
+    taken = _Taken(torch.device(contender.settings.device))
+    if taken.device is None:
+        split = memory_of(contender, data, batch)
+        return split.allocated, split.reserved
+    training = begin(contender, data)
+    training.model.train()
+    examples = batch_of(training, batch)
+    warm_up(training, contender, examples)
+    taken.begin()
+    step_of(training, contender, examples)
+    taken.end()
+    return taken.allocated, taken.reserved
 
 
 def _steps(contender: Contender, data: Data, batch: int, marks: _Marks, taken: _Taken) -> None:

@@ -20,6 +20,7 @@ from lowp.kernels.floats import (
     CARRIERS,
     Carrier,
     from_integer_parts,
+    has_fp64,
     integer_parts,
     narrow,
     sign_and_magnitude,
@@ -53,10 +54,11 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
 def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
     """Write the codes of the values into `out`; return how many NaNs had no code (theirs is zero)."""
     element = cast.element
-    rounded = quantized(widen(x), cast, seed)  # fp64: codes exist also where the dtype of x cannot hold the values
+    # codes exist also where the dtype of x cannot hold the values
+    rounded = quantized(widen(x) if x.dtype == torch.float64 or _needs_fp64(cast) else widen16(x), cast, seed)
     is_nan = rounded.isnan()
     if isinstance(element, IntFormat):
-        codes = torch.where(is_nan, 0.0, rounded).to(torch.int64)
+        codes = torch.where(is_nan, 0.0, rounded).to(CARRIERS[rounded.dtype].integer)
     else:
         codes = _codes(rounded, is_nan, element)
     out.copy_(_wrap(codes, out.dtype))
@@ -79,7 +81,8 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     histogram = torch.zeros(256, dtype=torch.int64, device=x.device)
     histogram = histogram.scatter_add(0, bins, torch.ones_like(bins))
     known = torch.where(finite, magnitude, 0)
-    wide = widen(known.view(x.dtype))
+    wide = known.view(x.dtype)
+    wide = widen(wide) if has_fp64(x.device.type) else wide
     largest = wide.amax() if x.numel() else wide.sum()
     infinite = magnitude == carrier.infinity
     return histogram, largest, (wide * wide).sum(), zero.sum(), (~finite & ~infinite).sum(), infinite.sum()
@@ -103,20 +106,22 @@ def apply(x: Tensor, cast: Cast, prepared: Parameters, seed: Seed = 0) -> Tensor
 def decoded(codes: Tensor, format: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
     """Return the values of the codes, exactly, in `dtype`."""
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[codes.dtype.itemsize]
-    code = codes.view(signed).to(torch.int64)
+    is_wide = dtype == torch.float64 or _needs_fp64(Cast(format)) or codes.dtype == torch.uint64
+    wide = torch.float64 if is_wide else torch.float32
+    code = codes.view(signed).to(CARRIERS[wide].integer)
     if isinstance(format, IntFormat):
-        return narrow(code.to(torch.float64), dtype)
+        return narrow(code.to(wide), dtype)
     mantissa = code & ((1 << format.mantissa_bits) - 1)
     field = (code >> format.mantissa_bits) & ((1 << format.exponent_bits) - 1)
     negative = ((code >> (format.bits - 1)) & 1 == 1) if format.signed else torch.zeros_like(code, dtype=torch.bool)
-    hidden = torch.where((field > 0) | (not format.has_zero), 1 << format.mantissa_bits, 0)
+    hidden = torch.where((field > 0) | (not format.has_zero), 1 << format.mantissa_bits, torch.zeros_like(code))
     significand = torch.where((field == 0) & format.has_zero & (not format.subnormals), 0, mantissa | hidden)
     exponent = (field - format.bias).clamp(min=format.min_exponent) - format.mantissa_bits
-    value = from_integer_parts(significand, exponent)
+    value = from_integer_parts(significand, exponent, wide)
     value = _specials_decoded(value, code, format)
     negative = negative & ~(value.isnan() & (not format.has_minus_zero))
     _, magnitude = sign_and_magnitude(value)
-    return narrow(with_sign(magnitude, negative, torch.float64), dtype)
+    return narrow(with_sign(magnitude, negative, wide), dtype)
 
 
 def _specials_decoded(value: Tensor, code: Tensor, format: FloatFormat) -> Tensor:
@@ -349,14 +354,18 @@ def _drawn_binary(x: Tensor, minus: Tensor, cast: Cast, seed: Seed) -> Tensor:
 
 
 def _codes(rounded: Tensor, is_nan: Tensor, format: FloatFormat) -> Tensor:
-    """Return the int64 codes of fp64 values of a format; zero for a NaN that has none."""
+    """Return the codes of fp64 or fp32 values of a format, in integers of their width; zero for a NaN that has none."""
+    carrier = CARRIERS[rounded.dtype]
     negative, magnitude = sign_and_magnitude(rounded)
-    _, significand, exponent = integer_parts(rounded)
-    cut = 52 - format.mantissa_bits
-    normal = (magnitude >> cut) - ((1023 - format.bias) << format.mantissa_bits)
-    subnormal = significand >> (format.min_exponent - format.mantissa_bits - exponent).clamp(0, 63)
-    is_normal = magnitude >= CARRIERS[torch.float64].bits(format.smallest_normal)
-    codes = torch.where(is_normal, normal, subnormal)
+    field = magnitude >> carrier.mantissa_bits
+    hidden = 1 << carrier.mantissa_bits
+    significand = torch.where(field > 0, (magnitude & (hidden - 1)) | hidden, magnitude)
+    exponent = field.clamp(min=1) - (carrier.bias + carrier.mantissa_bits)
+    cut = carrier.mantissa_bits - format.mantissa_bits
+    normal = (magnitude >> cut) - ((carrier.bias - format.bias) << format.mantissa_bits)
+    places = (format.min_exponent - format.mantissa_bits - exponent).clamp(0, 8 * rounded.dtype.itemsize - 1)
+    is_normal = magnitude >= carrier.bits(format.smallest_normal)
+    codes = torch.where(is_normal, normal, significand >> places)
     if format.infinity_code is not None:
         codes = torch.where(rounded.isinf(), format.infinity_code, codes)
     if format.nan_code is None:
@@ -369,11 +378,12 @@ def _codes(rounded: Tensor, is_nan: Tensor, format: FloatFormat) -> Tensor:
 
 
 def _signed_codes(codes: Tensor, negative: Tensor, format: FloatFormat) -> Tensor:
-    sign = 1 << (format.bits - 1) if format.bits < 64 else -(1 << 63)
+    width = 8 * codes.dtype.itemsize
+    sign = 1 << (format.bits - 1) if format.bits < width else -(1 << (width - 1))
     return torch.where(negative, codes | sign, codes) if format.signed else codes
 
 
 def _wrap(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return int64 codes modulo the width of `dtype`, in `dtype`, signed or not."""
+    """Return codes modulo the width of `dtype`, in `dtype`, signed or not."""
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     return codes.to(signed).view(dtype)

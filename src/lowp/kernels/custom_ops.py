@@ -18,6 +18,7 @@ from lowp.compat import constant_when_compiled
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, IntFormat
 from lowp.kernels import checks, dispatch, packing, run, scaled, tracing
+from lowp.kernels.floats import home
 from lowp.kernels.philox import Draw, Seed, drawn
 from lowp.kernels.scaled import Scales
 from lowp.quantized import Quantized
@@ -114,7 +115,7 @@ def _tensors(scale: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
 def _tensor(scale: Any, x: Tensor) -> Tensor | None:
     if scale is None or isinstance(scale, Tensor):
         return scale
-    return torch.tensor(scale, dtype=torch.float64, device=x.device)
+    return torch.tensor(scale, dtype=torch.float64, device=home(x.device))
 
 
 # -- operators --------------------------------------------------------------------------------------------------------

@@ -7,10 +7,13 @@ is the canonical quiet one: sign | 0x7fc00000 in fp32, and likewise in the other
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lowp.compat import constant_when_compiled
 
 
 class Carrier(NamedTuple):
@@ -133,14 +136,38 @@ def integer_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return negative, significand, field.clamp(min=1) - 1075
 
 
-def from_integer_parts(significand: Tensor, exponent: Tensor) -> Tensor:
-    """Return significand * 2**exponent in fp64, for int64 significands up to 2**53 and results that fp64 holds.
+def from_integer_parts(significand: Tensor, exponent: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return significand * 2**exponent in fp64 or fp32, for integers of that width and results that the dtype holds.
 
-    A result of 2**1024 or more is infinity.
+    Significands have no more bits than the dtype's own. A result of 2**(largest exponent + 1) or more is infinity.
     """
-    normalised = significand.to(torch.float64)  # exact
-    leading = (normalised.view(torch.int64) >> 52) - 1023 + exponent
-    normal = normalised.view(torch.int64) + (exponent << 52)
-    subnormal = significand << (exponent + 1074).clamp(0, 62)
-    bits = torch.where(leading > 1023, 0x7FF << 52, torch.where(leading < -1022, subnormal, normal))
-    return torch.where(significand == 0, 0, bits).view(torch.float64)
+    carrier = CARRIERS[dtype]
+    normalised = significand.to(dtype).view(carrier.integer)  # exact
+    leading = (normalised >> carrier.mantissa_bits) - carrier.bias + exponent
+    normal = normalised + (exponent << carrier.mantissa_bits)
+    smallest = carrier.bias + carrier.mantissa_bits - 1
+    subnormal = significand << (exponent + smallest).clamp(0, 8 * dtype.itemsize - 2)
+    bits = torch.where(leading < 1 - carrier.bias, subnormal, normal)
+    bits = torch.where(leading > carrier.bias, carrier.infinity, bits)
+    return torch.where(significand == 0, 0, bits).view(dtype)
+
+
+@constant_when_compiled
+def has_fp64(device: str) -> bool:
+    """Whether a type of device computes in fp64: Apple's GPUs do not, nor some of Intel's."""
+    return _tried_fp64(device)
+
+
+@functools.cache
+def _tried_fp64(device: str) -> bool:
+    if device in ("cpu", "cuda", "meta"):
+        return True
+    try:
+        return bool((torch.ones((), dtype=torch.float64, device=device) + 1 == 2).item())
+    except (RuntimeError, TypeError):
+        return False
+
+
+def home(device: torch.device) -> torch.device:
+    """Return where numbers of a device are computed in fp64: there, or on the CPU where it has none."""
+    return device if has_fp64(device.type) else torch.device("cpu")

@@ -1,6 +1,7 @@
 """From the public functions' tensors to what an implementation takes: layout, aliasing, shared scales.
 
-Each function is given the implementation to run. Tensors are plain here: no gradients, no modes.
+Each function is given the implementation to run. Tensors are plain here: no gradients, no modes. Shared scales are
+computed in fp64; for devices without it, on the CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels import cpu, cpu_mantissas, packing, scaled
-from lowp.kernels.floats import narrow, widen
+from lowp.kernels.floats import home, narrow, widen
 from lowp.kernels.philox import Seed
 from lowp.kernels.scaled import Scales
 from lowp.quantized import Quantized
@@ -27,7 +28,7 @@ def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, s
     """Return the values that `cast` makes of `x`, with x's strides where x is dense."""
     x = _readable(x)
     if cast.scaling is not None:
-        values = _quantize_scaled(module, x, cast, scales, seed)
+        values = _quantize_scaled(module, x.to(home(x.device)), cast, scales, seed).to(x.device)
         return values if x.is_contiguous() else torch.empty_like(x).copy_(values)
     out = torch.empty_like(x)
     if x.is_contiguous() or module is not cpu:
@@ -92,7 +93,8 @@ def encode_scaled(
 ) -> Quantized:
     """Return codes and scales; raise ValueError for NaNs that neither can hold. A number alone is not packed."""
     packed = packed and x.ndim > 0
-    x, format = _readable(x), scaled.scaled_format(cast)
+    device = x.device
+    x, format = _readable(x).to(home(device)), scaled.scaled_format(cast)
     scales = scaled.choose(x, cast) if scales is None else scales
     wide = widen(x)
     element = scaled.elements(wide, cast, scales, _element_cast(module, seed))
@@ -103,13 +105,17 @@ def encode_scaled(
     length = None
     if packed and payload.dtype == torch.uint8 and format.element.bits != 8:
         length = x.shape[-1]
-    return Quantized(payload, scaled.keep(scales.scale, format), cast, outer, zero_point, x.dtype, length)
+    kept = scaled.keep(scales.scale, format)
+    found = Quantized(payload, kept, cast, outer, zero_point, x.dtype, length)
+    return found if x.device == device else found.to(device)
 
 
 def dequantize(module: ModuleType, q: Quantized) -> Tensor:
     """Return the values of a Quantized."""
     format = q.cast.format
     assert isinstance(format, ScaledFormat)
+    if (there := home(q.device)) != q.device:
+        return dequantize(module, q.to(there)).to(q.device)
     codes = q.payload if q.length is None else packing.unpack(q.payload, format.element, q.length)
     element = decode(module, codes, format.element, torch.float64)
     zero_point = None if q.zero_point is None else q.zero_point.to(torch.float64)

@@ -17,7 +17,7 @@ from lowp.casts import Cast, Overflow
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat, Scope
 from lowp.kernels import bitwise
-from lowp.kernels.floats import CARRIERS, integer_parts, narrow, sign_and_magnitude, two_to_the, widen
+from lowp.kernels.floats import CARRIERS, home, integer_parts, narrow, sign_and_magnitude, two_to_the, widen
 
 FP32 = FORMATS["fp32"]
 assert isinstance(FP32, FloatFormat)
@@ -296,10 +296,10 @@ def _given(scale: object, name: str, cast: Cast, x: Tensor) -> Tensor:
                 f"{cast}: {name} must be a strided tensor of real numbers, not {scale.layout} {scale.dtype}"
             )
         if scale.dtype not in CARRIERS:
-            scale = scale.to(torch.float64)
-        found = widen(scale.detach().to(x.device))
+            scale = scale.to(home(scale.device)).to(torch.float64)
+        found = widen(scale.detach().to(home(x.device)))
     else:
-        found = torch.tensor(float(scale), dtype=torch.float64, device=x.device)
+        found = torch.tensor(float(scale), dtype=torch.float64, device=home(x.device))
     count = 1
     for size in shape:
         count *= size

@@ -16,7 +16,8 @@ class Statistics:
 
     `exponent_histogram`: int64 [256], by the exponent field of fp32: bin e + 127 counts the finite numbers with
     floor(log2 |x|) = e, bin 0 zeros and everything below 2**-126, bin 254 everything from 2**127 on, bin 255 NaNs and
-    infinities. `extremes`: fp64 [2], the largest finite |x| and the sum of squares of the finite numbers.
+    infinities. `extremes`: fp64 [2] (fp32 where a device has no other), the largest finite |x| and the sum of squares
+    of the finite numbers.
     `counts`: int64 [3], zeros, NaNs, infinities. `count`: how many elements there were.
     """
 

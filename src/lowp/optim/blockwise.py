@@ -191,7 +191,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         gradient = gradient.to(torch.float32)
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if grad_scale is not None:
-            gradient = gradient * grad_scale.double().reciprocal().float()
+            gradient = gradient * _inverse(grad_scale)
         old = None if found_inf is None else (weight.clone(), {name: value.clone() for name, value in moments.items()})
         self.update_block(weight, gradient, moments, step, group)
         if old is not None and found_inf is not None:
@@ -325,3 +325,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._step_supports_amp_scaling = True
         own(self, parameters_of(self))
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """Return 1 / scale, in fp64 and rounded once; Apple's GPUs have no fp64."""
+    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
