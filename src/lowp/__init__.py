@@ -32,6 +32,7 @@ _PUBLIC = {
     "dequantize": "lowp.kernels:dequantize",
     "encode": "lowp.kernels:encode",
     "format": "lowp.formats:parse",
+    "inference": "lowp.inference",
     "load": "lowp.portable:load",
     "observe": "lowp.ops.observing:observe",
     "optim": "lowp.optim",

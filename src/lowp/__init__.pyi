@@ -4,7 +4,7 @@ import numpy as _numpy
 import torch as _torch
 from numpy.typing import NDArray as _NDArray
 
-from lowp import optim
+from lowp import inference, optim
 from lowp.casts import Cast
 from lowp.checkpoint import InvalidCheckpoint, save
 from lowp.errors import InvalidInput, LowpError, Misuse, NotWritten, Unavailable, UnknownName
@@ -144,6 +144,7 @@ __all__ = [
     "dequantize",
     "encode",
     "format",
+    "inference",
     "load",
     "observe",
     "optim",

@@ -75,8 +75,15 @@ def test_weights_take_a_quarter_of_the_bytes() -> None:
     size = sum(one.numel() * one.element_size() for one in served.buffers())
     assert size / sum(one.numel() * 4 for one in model.parameters()) < 0.27
     assert not list(served.parameters())
-    size = sum(one.numel() * one.element_size() for one in lowp.quantize_model(model, "int4").buffers())
-    assert size / sum(one.numel() * 4 for one in model.parameters()) < 0.17
+    for format, most in (("int4", 0.17), ("ternary", 0.068), ("binary", 0.036)):
+        size = sum(one.numel() * one.element_size() for one in lowp.quantize_model(model, format).buffers())
+        assert size / sum(one.numel() * 4 for one in model.parameters()) < most
+
+
+def test_ternary_weights_are_nearer_than_binary_ones() -> None:
+    model, x = _network(), _images()
+    ternary, binary = (_error(lowp.quantize_model(model, one)(x), model(x)) for one in ("ternary", "binary"))
+    assert ternary < 0.85 * binary
 
 
 def test_the_model_that_was_given_is_left_as_it_was() -> None:

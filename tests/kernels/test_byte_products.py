@@ -122,6 +122,21 @@ def test_signs_are_multiplied_by_counting_bits(length: int) -> None:
         assert torch.equal(few_bits.multiply_signs(a, b), wanted)
 
 
+@pytest.mark.parametrize("rows", [1, 4, 20])
+def test_ternary_rows_are_half_the_sum_of_two_rows_of_signs(rows: int) -> None:
+    torch.manual_seed(0)
+    numbers, scales, bias = torch.randint(-1, 2, (9, 75)), torch.rand(9), torch.randn(9)
+    b = few_bits.trits(numbers, scales)
+    assert b.memory.numel() * 64 == 2 * 9 * 128
+    assert torch.equal(few_bits.sign_values(b), numbers.float())
+    a = byte_products.to_bytes(torch.randn(rows, 75) * 40, 1.0, 31, 127)
+    sums = (a.payload[:, :75].double() - 31) @ numbers.double().t()
+    wanted = sums.float() * scales + bias
+    assert torch.equal(few_bits.multiply_signs(a, b, bias), wanted)
+    with kernels.use("reference"):
+        assert torch.equal(few_bits.multiply_signs(a, b, bias), wanted)
+
+
 @pytest.mark.parametrize("highest", [127, 255])
 def test_bytes_are_multiplied_by_signs_bit_by_bit(highest: int) -> None:
     torch.manual_seed(0)

@@ -61,7 +61,7 @@ def footprint(
 
 def _energy(format: Format) -> float:
     """Picojoules of a multiply-add: integers are added up in 32 bits, floats in fp32."""
-    integer = str(format) in ("int8", "binary")
+    integer = str(format) in ("int8", "ternary", "binary")
     return cost(format).multiply_energy.value + (0.1 if integer else cost(FORMATS["fp32"]).add_energy.value)
 
 
@@ -78,7 +78,7 @@ def _format_of(module: nn.Module) -> Format:
     if isinstance(weight, Int8):
         return FORMATS["int8"]
     if isinstance(weight, Sign):
-        return FORMATS["binary"]
+        return FORMATS["ternary" if weight.ternary else "binary"]
     if isinstance(weight, Nibble) or weight is None:
         return FORMATS["fp32"]
     return casts.parse("fp32").format

@@ -125,7 +125,7 @@ class Int8(_Bytewise):
 
 
 class Nibble(Weight):
-    """4 bits and less under scales of blocks: e2m1, mxfp4, nvfp4, int4, ternary; activations stay in fp32."""
+    """4 bits and less under scales of blocks: e2m1, mxfp4, nvfp4, int4; activations stay in fp32."""
 
     def __init__(self, weight: Tensor, cast: Cast) -> None:
         super().__init__()
@@ -182,17 +182,22 @@ def _nibbles_of(weight: Tensor, cast: Cast) -> tuple[Tensor, Tensor, int]:
 
 
 class Sign(_Bytewise):
-    """Binary: signs and the mean magnitude of each row, times activations in bytes, whose bits are counted."""
+    """Binary or ternary: a bit or two a weight, a scale a row, times activations in bytes, whose bits are counted."""
 
-    def __init__(self, weight: Tensor, over: Range | None, highest: int) -> None:
+    def __init__(self, weight: Tensor, cast: Cast, over: Range | None, highest: int) -> None:
         super().__init__(weight, over, highest)
-        found = few_bits.signs(weight.detach().float())
+        self.ternary = cast.element.bits == 2
+        if self.ternary:
+            codes = kernels.encode(weight.detach().float(), cast)
+            found = few_bits.trits(codes.payload, codes.scale)
+        else:
+            found = few_bits.signs(weight.detach().float())
         self.register_buffer("memory", found.memory)
         self.register_buffer("scales", found.scales)
 
     def signs(self) -> Signs:
         """The packed weight."""
-        return Signs(self.get_buffer("memory"), self.get_buffer("scales"), self.k)
+        return Signs(self.get_buffer("memory"), self.get_buffer("scales"), self.k, self.ternary)
 
     def values(self) -> Tensor:
         """The signs times the scale of their row."""
@@ -231,8 +236,8 @@ def packed(weight: Tensor, cast: Cast, over: Range | None, highest: int) -> Weig
     element = cast.element
     if str(cast) == "int8":
         return Int8(weight, over, highest)
-    if str(cast) == "binary":
-        return Sign(weight, over, highest)
+    if str(cast) in ("binary", "ternary"):
+        return Sign(weight, cast, over, highest)
     if is_nibble(cast) and element.bits > 1:
         return Nibble(weight, cast)
     return Stored(weight, cast)

@@ -43,10 +43,10 @@ def quantize_model(
     were not, and why. ``int8``: a scale a row (an output channel) of the weight, products of bytes in int32.
     Activations are quantised over a range of their own layer: found from `calibration_data`, by ``maximum``,
     ``percentile`` (the middle 99.99 %) or ``error`` (least squared error), or without data anew from every tensor. They
-    have 7 `bits`, whose sums of pairs always fit 16 bits, or 8. ``int4``,
-    ``mxfp4``, ``nvfp4``, ``e2m1``, ``ternary`` and others of up to 4 bits: packed weights times fp32 activations.
-    ``binary``: signs, times activations in bytes, by counting bits. Every other format: weights in its dtype or packed,
-    multiplied in fp32 as the values they stand for.
+    have 7 `bits`, whose sums of pairs always fit 16 bits, or 8. ``int4``, ``mxfp4``, ``nvfp4``, ``e2m1`` and others of
+    up to 4 bits: packed weights times fp32 activations. ``ternary`` and ``binary``: two bits and one, times activations
+    in bytes, by counting bits. Every other format: weights in its dtype or packed, multiplied in fp32 as the values
+    they stand for.
 
     `calibration_data` gives batches, of which at least one is needed: a tensor is handed to the model, a tuple or list
     as arguments, a dictionary as keywords; or `forward(model, batch)` runs one. `keep` has patterns of module names to

@@ -15,6 +15,8 @@ def training_policy(format: str | Cast | Format) -> Policy:
 
     Every contraction reads its weight rounded to the format, and with int8 its input too; gradients pass straight
     through the rounding (Bengio et al. 2013, arXiv 1308.3432) to weights that stay fp32, and stay fp32 themselves.
+    Where a format clips, weights beyond half a step above its largest value get no gradient (Hubara et al. 2016, arXiv
+    1609.07061): in ternary and binary, whose scale is a mean and not the maximum.
     """
     cast = casts.parse(format)
     rounded = cast if str(cast) == "int8" else None

@@ -16,7 +16,7 @@ from lowp.kernels import cpu
 from lowp.kernels.byte_products import EIGHT, Bytes, chosen_level, library, on_cpu, up
 from lowp.kernels.dispatch import uses_library
 
-__all__ = ["Nibbles", "Signs", "multiply_nibbles", "multiply_signs", "pack_nibbles", "signs"]
+__all__ = ["Nibbles", "Signs", "multiply_nibbles", "multiply_signs", "pack_nibbles", "signs", "trits"]
 
 BLOCK, FEW = 64, 8  # codes of a block, as in cpu/bytes.hpp; rows that are streamed past packed weights
 
@@ -33,11 +33,15 @@ class Nibbles(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """Rows of +1 and -1 as bits (1 is -1), 64 to a word, and what each row is multiplied by."""
+    """Rows of +1 and -1 as bits (1 is -1), 64 to a word, and what each row is multiplied by.
 
-    memory: Tensor  # int64 [rows, words]
+    Ternary rows, of +1, 0 and -1, are half the sum of two such rows: one has +1 for 0, the other -1.
+    """
+
+    memory: Tensor  # int64 [rows, words]; of ternary rows all of one kind, then all of the other
     scales: Tensor  # fp32 [rows]
     length: int
+    ternary: bool = False
 
 
 # -- 4 bits -----------------------------------------------------------------------------------------------------------
@@ -102,8 +106,13 @@ def signs(x: Tensor) -> Signs:
     return Signs(_words(on_cpu(x, "x") < 0), x.double().abs().mean(1).float(), x.shape[1])
 
 
+def trits(numbers: Tensor, scales: Tensor) -> Signs:
+    """Rows [rows, k] of whole numbers from -1 to 1 as ternary rows, and what each is multiplied by."""
+    return Signs(_words(torch.cat((on_cpu(numbers, "x") < 0, numbers <= 0))), scales.float(), numbers.shape[1], True)
+
+
 def multiply_signs(a: Bytes | Signs, b: Signs, bias: Tensor | None = None, level: int | None = None) -> Tensor:
-    """Return a @ b.T (+ bias) in fp32, of signs or bytes by signs: sums are counts of bits, exact, then scaled.
+    """Return a @ b.T (+ bias) in fp32, of signs or bytes by signs or ternary rows: counts of bits, exact, then scaled.
 
     A byte is the sum of its bits: bit i counts 2**i times the half of (sum of b - product of b with the bit as a sign).
     """
@@ -111,7 +120,7 @@ def multiply_signs(a: Bytes | Signs, b: Signs, bias: Tensor | None = None, level
         if a.length != b.length:
             raise InvalidInput(f"rows of {a.length} signs do not fit rows of {b.length}")
         scales = a.scales[:, None] * b.scales
-        result = _counted(a.memory, b, level).float() * scales
+        result = _halved(_counted(a.memory, b, level), b).float() * scales
     else:
         rows = a.payload.shape[0]
         if a.payload.shape[1] != up(b.length, EIGHT):
@@ -125,8 +134,16 @@ def multiply_signs(a: Bytes | Signs, b: Signs, bias: Tensor | None = None, level
         sums = _counted(torch.zeros(1, b.memory.shape[1], dtype=torch.int64, device="cpu"), b, level)[0]  # of +1 alone
         weights = (1 << torch.arange(places, dtype=torch.int32, device="cpu"))[:, None, None]
         exact = ((sums - products) // 2 * weights).sum(0, dtype=torch.int32) - a.zero * sums
-        result = exact.float() * (torch.tensor(a.scale, device="cpu") * b.scales)
+        result = _halved(exact, b).float() * (torch.tensor(a.scale, device="cpu") * b.scales)
     return result if bias is None else result + bias.float()
+
+
+def _halved(sums: Tensor, b: Signs) -> Tensor:
+    """The products with ternary rows, of those with both of their rows."""
+    if not b.ternary:
+        return sums
+    first, second = sums.chunk(2, -1)
+    return (first + second) // 2
 
 
 def _planes(a: Bytes, length: int, places: int) -> Tensor:
@@ -143,7 +160,7 @@ def _planes(a: Bytes, length: int, places: int) -> Tensor:
 def _counted(a: Tensor, b: Signs, level: int | None) -> Tensor:
     """The products of rows of signs, in int32."""
     if not uses_library():
-        left, right = (sign_values(Signs(one, b.scales, b.length)) for one in (a, b.memory))
+        left, right = (sign_values(Signs(one, b.scales, b.length)) for one in (a, b.memory))  # row by row
         return (left.double() @ right.double().t()).to(torch.int32)
     sums = torch.empty(a.shape[0], b.memory.shape[0], dtype=torch.int32, device="cpu")
     library().lowp_bits_multiply(
@@ -169,6 +186,10 @@ def _words(negative: Tensor) -> Tensor:
 
 
 def sign_values(s: Signs) -> Tensor:
-    """The signs in fp32 [rows, length], without their scales."""
+    """The signs in fp32 [rows, length], or the numbers of ternary rows, without their scales."""
     bits = s.memory.view(torch.uint8)[..., None] >> torch.arange(8, dtype=torch.uint8, device="cpu") & 1
-    return 1.0 - 2.0 * bits.reshape(s.memory.shape[0], -1)[:, : s.length].float()
+    values = 1.0 - 2.0 * bits.reshape(s.memory.shape[0], -1)[:, : s.length].float()
+    if not s.ternary:
+        return values
+    first, second = values.chunk(2)
+    return (first + second) / 2

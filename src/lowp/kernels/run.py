@@ -144,7 +144,7 @@ def _current_number(x: Tensor, cast: Cast) -> float | None:
     """
     format, scaling = cast.format, cast.scaling
     assert isinstance(format, ScaledFormat) and scaling is not None
-    if format.scope.kind != "tensor" or format.scale != scaled.FP32 or format.affine or format.element.bits == 1:
+    if format.scope.kind != "tensor" or format.scale != scaled.FP32 or format.affine or format.element.bits <= 2:
         return None
     assert isinstance(format.scale, FloatFormat)
     if scaling.kind != "current" or x.dtype is not torch.float32 or x.numel() == 0:

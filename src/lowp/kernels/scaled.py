@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, Overflow
 from lowp.errors import InvalidInput
-from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat, Scope
+from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope
 from lowp.kernels import bitwise
 from lowp.kernels.floats import CARRIERS, home, integer_parts, narrow, sign_and_magnitude, two_to_the, widen
 
@@ -88,7 +88,8 @@ def choose(x: Tensor, cast: Cast) -> Scales:
     """Return the scales of the tensor `x` (any float dtype) under current or static scaling.
 
     Sources: OCP MX 1.0 section 6.3 (e8m0); Das et al. 2018, arXiv 1802.00930, section 3.1 (one power of two a tensor);
-    Rastegari et al. 2016, arXiv 1603.05279, equation 6 (binary: the mean magnitude).
+    Rastegari et al. 2016, arXiv 1603.05279, equation 6 (binary: the mean magnitude); Li et al. 2016, arXiv 1605.04711,
+    equations 5 and 6 (ternary: the mean of the magnitudes above 0.7 of their mean).
     """
     format, scaling = scaled_format(cast), cast.scaling
     assert scaling is not None
@@ -105,6 +106,8 @@ def choose(x: Tensor, cast: Cast) -> Scales:
         return _affine(x, format)
     if isinstance(format.element, IntFormat) and format.element.bits == 1:
         return Scales(_mean_magnitude(x, format.scope))
+    if is_ternary(format):
+        return Scales(_mean_of_large(x, format.scope))
     magnitude, infinity = sign_and_magnitude(x)[1], CARRIERS[x.dtype].infinity
     finite = torch.where(magnitude < infinity, magnitude, 0)  # as integers they are in the order of the numbers
     largest = widen(_maximum(fold(finite, format.scope)).view(x.dtype))
@@ -166,6 +169,23 @@ def _mean_magnitude(x: Tensor, scope: Scope) -> Tensor:
     finite = torch.where(x.isfinite(), widen(x), 0.0)
     count = fold(x.isfinite().to(torch.float64), scope).sum(-1)
     mean = fold(finite.abs(), scope).sum(-1) / count.clamp(min=1)
+    return _rounded_scale(mean, FP32)  # type: ignore[arg-type]
+
+
+def is_ternary(format: Format) -> bool:
+    """Whether a scaled format has -1, 0 and 1 under scales of any fraction, which are then not the maximum."""
+    if not isinstance(format, ScaledFormat) or format.affine or format.scale != FP32:
+        return False
+    element = format.element
+    return isinstance(element, IntFormat) and element.bits == 2 and element.symmetric
+
+
+def _mean_of_large(x: Tensor, scope: Scope) -> Tensor:
+    """The best scale of -1, 0 and 1 for numbers between uniform and normal: nearest rounding cuts at about its half."""
+    folded = fold(torch.where(x.isfinite(), widen(x), 0.0).abs(), scope)
+    count = fold(x.isfinite().to(torch.float64), scope).sum(-1, keepdim=True)
+    large = folded > 0.7 * folded.sum(-1, keepdim=True) / count.clamp(min=1)
+    mean = torch.where(large, folded, 0.0).sum(-1) / large.sum(-1).clamp(min=1)
     return _rounded_scale(mean, FP32)  # type: ignore[arg-type]
 
 

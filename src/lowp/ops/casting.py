@@ -6,6 +6,7 @@ a contraction, whose carrier is the smallest torch dtype that holds the format: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -18,7 +19,7 @@ from lowp import kernels
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.compat import accelerator, constant_when_compiled, private
 from lowp.errors import InvalidInput
-from lowp.formats import FORMATS, FloatFormat, ScaledFormat, Specials
+from lowp.formats import FORMATS, FloatFormat, IntFormat, ScaledFormat, Specials
 from lowp.kernels.functions import quantize_finite
 
 __all__ = ["Operand", "carried", "carrier_dtype", "operand", "rounded", "shield", "with_tangents"]
@@ -150,7 +151,11 @@ def with_tangents(function: type[torch.autograd.Function]) -> Callable[..., Any]
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Round to a cast's values in the dtype asked for; gradients and tangents pass as they are (Bengio et al. 2013)."""
+    """Round to a cast's values in the dtype asked for; gradients and tangents pass as they are (Bengio et al. 2013).
+
+    Where a format clips, by a scale that is not the maximum's, what lies outside gets no gradient (Hubara et al. 2016,
+    arXiv 1609.07061, equation 6).
+    """
 
     @staticmethod
     def forward(x: Tensor, to: Cast, dtype: torch.dtype, seed: Tensor | int, axis: int) -> Tensor:
@@ -158,15 +163,20 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.dtype, ctx.result_dtype = inputs[0].dtype, inputs[2]
+        x, to = inputs[:2]
+        ctx.dtype, ctx.result_dtype = x.dtype, inputs[2]
+        if (steps := _clipped_beyond(to)) is not None:
+            outside = x.detach().abs() > steps * output.detach().abs().to(x.dtype).masked_fill(output == 0, math.inf)
+            ctx.save_for_backward(outside)
+            ctx.save_for_forward(outside)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient.to(ctx.dtype), None, None, None, None
+        return _inside(ctx, gradient).to(ctx.dtype), None, None, None, None
 
     @staticmethod
     def tangent(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return tangent.to(ctx.result_dtype)
+        return _inside(ctx, tangent).to(ctx.result_dtype)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
@@ -178,7 +188,25 @@ class _StraightThrough(torch.autograd.Function):
         return _straight_through(x, to, dtype, seed, axis), 0
 
 
+def _inside(ctx: Any, gradient: Tensor) -> Tensor:
+    """A gradient or tangent without what belongs to numbers that were clipped."""
+    return gradient.masked_fill(*ctx.saved_tensors, 0.0) if ctx.saved_tensors else gradient
+
+
 _straight_through = with_tangents(_StraightThrough)
+
+
+@_constant
+def _clipped_beyond(to: Cast) -> float | None:
+    """How many times its value a number is that was clipped: beyond half a step above the largest value of a format.
+
+    None for formats whose scale is that of the maximum, which clips nothing: all but ternary (steps of 1) and binary
+    (of 2).
+    """
+    element = to.element
+    if not isinstance(to.format, ScaledFormat) or not isinstance(element, IntFormat) or element.maximum != 1:
+        return None
+    return 1.5 if element.minimum == -1 and element.bits == 2 else 2.0 if element.bits == 1 else None
 
 
 def _quantized(x: Tensor, to: Cast, seed: Tensor | int, axis: int) -> Tensor:
