@@ -190,7 +190,8 @@ class _StraightThrough(torch.autograd.Function):
 
 def _inside(ctx: Any, gradient: Tensor) -> Tensor:
     """A gradient or tangent without what belongs to numbers that were clipped."""
-    return gradient.masked_fill(*ctx.saved_tensors, 0.0) if ctx.saved_tensors else gradient
+    saved: tuple[Tensor, ...] = ctx.saved_tensors
+    return gradient.masked_fill(saved[0], 0.0) if saved else gradient
 
 
 _straight_through = with_tangents(_StraightThrough)
