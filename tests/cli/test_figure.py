@@ -102,11 +102,34 @@ def test_every_figure_of_words_is_tried_here() -> None:
     assert set(TINY) == {name for name, figure in FIGURES.items() if figure.words is not None}
 
 
+RECORDED: dict[str, tuple[Path, str]] = {}
+
+
+@pytest.fixture
+def recorded(
+    lowp: Lowp, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], tuple[Path, str]]:
+    """Return a function that goes to where a figure is recorded, once for all tests: the folder, and what was told."""
+
+    def go(name: str) -> tuple[Path, str]:
+        if name not in RECORDED:
+            folder = tmp_path_factory.mktemp(name)
+            monkeypatch.chdir(folder)
+            result = lowp("figure", name, *TINY[name], "--out", "first.png")
+            assert result.code == 0, result.err
+            RECORDED[name] = folder, result.out
+        monkeypatch.chdir(RECORDED[name][0])
+        return RECORDED[name]
+
+    return go
+
+
 @pytest.mark.parametrize("name", TINY)
-def test_a_figure_is_recorded_told_and_drawn_again_from_its_file(lowp: Lowp, folder: Path, name: str) -> None:
-    first = lowp("figure", name, *TINY[name], "--out", "first.png")
-    assert first.code == 0, first.err
-    *words, last = first.out.splitlines()
+def test_a_figure_is_recorded_told_and_drawn_again_from_its_file(
+    lowp: Lowp, recorded: Callable[[str], tuple[Path, str]], name: str
+) -> None:
+    folder, told = recorded(name)
+    *words, last = told.splitlines()
     assert words and last == "written: first.json, first.png"
     document = json.loads((folder / "first.json").read_text())
     assert document["kind"] == FIGURES[name].kind and document["command"]
@@ -130,16 +153,14 @@ def test_curves_are_drawn_from_a_comparison(lowp: Lowp, folder: Path) -> None:
     assert (folder / "c.svg").read_text().startswith("<?xml")
 
 
-def test_the_numbers_are_those_of_the_run_that_was_asked_for(lowp: Lowp, folder: Path) -> None:
-    assert lowp("figure", "loss-scaling", *TINY["loss-scaling"], "--out", "a.png").code == 0
-    document = json.loads((folder / "a.json").read_text())
+def test_the_numbers_are_those_of_the_run_that_was_asked_for(recorded: Callable[[str], tuple[Path, str]]) -> None:
+    document = json.loads((recorded("loss-scaling")[0] / "first.json").read_text())
     assert (document["recipe"], document["epochs"], document["scale"]) == ("digits", 1, "dynamic")
     assert (
         document["scales"] == [[0, document["last_scale"]]]
         and document["before"]["below"] >= document["after"]["below"]
     )
-    assert lowp("figure", "curves", *TINY["curves"], "--out", "b.png").code == 0
-    curves = json.loads((folder / "b.json").read_text())
+    curves = json.loads((recorded("curves")[0] / "first.json").read_text())
     assert [row["label"] for row in curves["variants"]] == ["fp32", "bf16"]
     assert all(0 < run["history"][-1]["top5"] <= 1 for row in curves["variants"] for run in row["runs"])
 
