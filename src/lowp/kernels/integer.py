@@ -102,7 +102,8 @@ def matmul_exact(
     copy. `dtype`: int16 (mantissas, saturated at -32768 or, `symmetric`, -32767, and at 32767; for operands of
     exponents Ea, Eb and a result of exponent E, `exponent` is Ea + Eb - E), float32, float64, or int64 (the integer
     sums; `exponent` must be 0). `exponent` is an integer or a 0-d integer tensor, -900 to 900. `kernel` forces one of
-    avx512, avx2, neon, portable, reference (default: reference inside `lowp.kernels.use` of reference or bitwise, else
+    avx512, avx2, neon, portable, reference, triton (in its interpreter: int8 tensor cores in the making; convolutions
+    are reference's) (default: reference inside `lowp.kernels.use` of reference or bitwise, triton inside its own, else
     what `cpu.select` or LOWP_CPU_ISA say, or the best of this machine). A depth of 0 gives zeros.
 
     Raises InvalidInput for other dtypes, devices, shapes or a depth above 2^32, Unavailable for a kernel that this
@@ -181,7 +182,7 @@ def _output(exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, 
             f"int64 holds the sums as they are, so exponent must be 0, not {power}; use float64 to scale"
         )
     chosen = kernel or _forced_kernel() or cpu.asked()
-    if chosen and chosen not in KERNELS:
+    if chosen and chosen not in (*KERNELS, "triton"):
         raise InvalidInput(unknown("integer kernel", chosen, KERNELS))
     lowest = -32767 if symmetric else -32768
     return Output(torch.float32 if dtype is None else dtype, dtype is None, power, lowest, chosen)
@@ -192,7 +193,7 @@ def _forced_kernel() -> str | None:
     name = dispatch.forced()
     if name == "native":
         raise Unavailable("native has no integer products; cpu, bitwise and reference have them")
-    return "reference" if name in ("reference", "bitwise") else None
+    return "reference" if name in ("reference", "bitwise") else "triton" if name == "triton" else None
 
 
 def _check_operands(a: Tensor, b: Tensor) -> None:

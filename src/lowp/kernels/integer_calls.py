@@ -112,6 +112,8 @@ def _batched(x: Tensor) -> Tensor:
 
 
 def _matmul(left: Tensor, right: Tensor, output: Output) -> Seen:
+    if output.kernel == "triton":
+        return _matmul_by_triton(left, right, output)
     library = None if output.kernel == "reference" else cpu.library()
     if library is None:
         _check_reference(output)
@@ -131,8 +133,23 @@ def _matmul(left: Tensor, right: Tensor, output: Output) -> Seen:
     return _called(library.lowp_integer_matmul, output, result, addresses)
 
 
+def _matmul_by_triton(left: Tensor, right: Tensor, output: Output) -> Seen:
+    """Run the kernel and wait for what it saw."""
+    from lowp.kernels.triton import products
+
+    a, b = _batched(left), _batched(right)
+    scale = torch.full((), 2.0**output.exponent, dtype=torch.float64, device=left.device)
+    values, found = products.matmul(a, b, scale, output.dtype, output.chained, output.lowest)
+    seen = _nothing_seen(values.reshape(*left.shape[:-1], right.shape[-1]))
+    if output.chained:
+        seen.largest[0] = float(values.abs().max()) if values.numel() else 0.0
+    else:
+        seen.integers[:] = array("q", found.tolist())
+    return seen
+
+
 def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: Output) -> Seen:
-    library = None if output.kernel == "reference" else cpu.library()
+    library = None if output.kernel in ("reference", "triton") else cpu.library()
     if library is None:
         _check_reference(output)
         sums = integer_reference.convolution(product, a, b, shape, output.chained)
@@ -165,7 +182,7 @@ def _called(function: Callable[..., int], output: Output, result: Tensor, operan
 
 
 def _check_reference(output: Output) -> None:
-    if output.kernel not in ("", "reference"):
+    if output.kernel not in ("", "reference", "triton"):
         raise Unavailable(f"{output.kernel} needs lowp's C++ library, which is not loaded; reference runs without it")
 
 

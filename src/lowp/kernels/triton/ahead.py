@@ -15,9 +15,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lowp.casts import Cast, parse
-from lowp.kernels.triton.device import casts, codes, counts
+from lowp.kernels.triton import steps
+from lowp.kernels.triton.device import casts, codes, counts, products, updates
 from lowp.kernels.triton.launch import BLOCK, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, INTEGER_NAMES, Codes, Numbers, exact, is_direct, layout, plan
+from lowp.kernels.triton.steps import Momentum, Moves
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -52,7 +54,7 @@ def compiled(configuration: Configuration, capability: int) -> Compiled:
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
-        if str(signature[name]).startswith("*") or name in ALIGNED
+        if str(signature[name]).startswith("*") or (name in ALIGNED and signature[name] == "i32")
     }
     source = ASTSource(configuration.kernel, signature, constants, aligned)
     target = GPUTarget("cuda", capability, 32)
@@ -69,7 +71,8 @@ def compiled(configuration: Configuration, capability: int) -> Compiled:
 
 
 # arguments that are 0, or a multiple of 16, in all but rare calls: Triton compiles others apart
-ALIGNED = ("skipped",)
+ALIGNED = ("skipped", "m", "n", "depth", "along_m", "along_n", "along_bk", "batch_a", "batch_b")
+UNIT_STRIDES = ("along_ak", "along_bk")  # of operands whose depth lies together
 
 
 def _asked(path: str, question: str) -> str:
@@ -124,6 +127,35 @@ def statistics(dtype: torch.dtype) -> Configuration:
     return Configuration(
         f"statistics {DTYPES[dtype]}", counts.statistics, types, constants, BLOCK * ROUNDS, dtype.itemsize
     )
+
+
+def product(kind: str, tile: tuple[int, int, int, int]) -> Configuration:
+    """Return the kernel of int16 products: rows, columns, depth and warps of a program; elements are those written."""
+    rows, columns, depth, warps = tile
+    out = {"int64": "*i64", "fp64": "*fp64", "int16": "*i16"}.get(kind, "*fp32")
+    types = {"a": "*i16", "b": "*i16", "out": out, "seen": "*i64", "scale": "*fp64"}
+    sizes = ("m", "n", "depth", "batch_a", "along_m", "along_ak", "batch_b", "along_bk", "along_n")
+    arguments = types | {name: "i32" for name in sizes if name not in UNIT_STRIDES}
+    constants = {"KIND": kind, "LOWEST": -32768, "ROWS": rows, "COLUMNS": columns, "DEPTH": depth}
+    constants |= dict.fromkeys(UNIT_STRIDES, 1)
+    return Configuration(f"product {kind}", products.matmul, arguments, constants, rows * columns, 0, warps)
+
+
+def step(name: str, **flags: Any) -> Configuration:
+    """Return the kernel of an optimizer's step (adamw, sgd) or of a check of gradients."""
+    kernel = getattr(updates, name)
+    types: dict[str, Any] = {"table": "*i64", "chunks": "*i32", "inverse": "*fp32"}
+    if name == "check":
+        types |= {"found": "*fp32", "energies": "*fp64", "histogram": "*i32"}
+    else:
+        form = Moves if name == "adamw" else Momentum
+        types |= {"rates": "*fp32", "skip": "*fp32", "form": form(*["fp32"] * len(form._fields))}  # type: ignore[arg-type]
+    constants = flags | {"ALIGNED": True, "CHUNK": steps.BLOCK * steps.ROUNDS, "BLOCK": steps.BLOCK}
+    gradient = 4 if flags["DTYPE"] == "fp32" else 2
+    moments = {"adamw": 2, "sgd": int(flags.get("MOMENTUM", False)), "check": 0}[name]
+    traffic = gradient * (2 if flags.get("UNSCALE") else 1) + 8 * moments + (0 if name == "check" else 8)
+    text = f"{name} {' '.join(f'{key.lower()}={value}' for key, value in flags.items())}"
+    return Configuration(text, kernel, types, constants, steps.BLOCK, traffic)
 
 
 def code_bytes(cast: Cast) -> int:

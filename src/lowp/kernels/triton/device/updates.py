@@ -208,9 +208,9 @@ def check(
     grads = _pointer(table, tensor, 0, 2, NUMBER, ALIGNED)
     count = tl.load(table + tensor * 2 + 1)
     whole = count // 16 * 16
-    places = whole + tl.arange(0, 16)
-    mask = (places < count) & (first + CHUNK >= count)  # the last chunk: what lies behind the last vector of 16
-    bad, energy, bins = _check_block(grads, inverse, places, mask, DTYPE, UNSCALE)
+    last = whole + tl.arange(0, 16)
+    mask = (last < count) & (first + CHUNK >= count)  # the last chunk: what lies behind the last vector of 16
+    bad, energy, bins = _check_block(grads, inverse, last, mask, DTYPE, UNSCALE)
     for start in range(0, CHUNK, BLOCK):
         places = first + start + tl.arange(0, BLOCK)
         worse, more, others = _check_block(grads, inverse, places, places < whole, DTYPE, UNSCALE)

@@ -1,0 +1,74 @@
+"""Exact and chained products of int16 matrices, in pieces of a depth whose sums of digits int32 holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowp.kernels.triton.device import products
+from lowp.kernels.triton.launch import run
+
+DEPTH = 1 << 15  # of one launch, beyond which a sum of products of digits might leave int32
+TILE = (128, 64, 64, 8)  # rows, columns, depth and warps of a program
+_KINDS = {torch.int64: "int64", torch.float64: "fp64", torch.float32: "fp32", torch.int16: "int16"}
+
+
+def matmul(
+    left: Tensor, right: Tensor, scale: Tensor, dtype: torch.dtype, chained: bool, lowest: int
+) -> tuple[Tensor, Tensor]:
+    """Return [batch, m, k] @ [batch, k, n] times `scale`, and what was seen, on the device: nothing waits for it.
+
+    scale: fp64, 0-d, a power of two. A result of int16 is rounded to nearest even and saturated at `lowest` and 32767.
+    Seen, int64 [3]: how many saturated, the largest |mantissa|, the largest |sum|; zeros of a chained product.
+    """
+    batch, m, depth = left.shape
+    n = right.shape[2]
+    result = torch.zeros(batch, m, n, dtype=dtype, device=left.device)
+    seen = torch.zeros(3, dtype=torch.int64, device=left.device)
+    if not result.numel() or not depth:
+        return result, seen
+    if depth > DEPTH and not chained:
+        return _in_pieces(left, right, scale, dtype, lowest)
+    rows, columns, inner, warps = _tile(left, m, n, depth)
+    grid = (-(-m // rows), -(-n // columns), batch)
+    kind = "chained" if chained else _KINDS[dtype]
+    strides = (left.stride(0), left.stride(1), left.stride(2), right.stride(0), right.stride(1), right.stride(2))
+    arguments = (left, right, result, seen, scale, m, n, depth, *strides, kind, lowest, rows, columns, inner)
+    run(products.matmul, grid, *arguments, warps=warps)
+    return result, seen
+
+
+def _tile(left: Tensor, m: int, n: int, depth: int) -> tuple[int, int, int, int]:
+    if not left.is_cpu:
+        return TILE
+    size = (min(64, max(16, 1 << (one - 1).bit_length())) for one in (m, n))
+    return (*size, min(256, max(16, 1 << (depth - 1).bit_length())), 4)  # type: ignore[return-value]
+
+
+def _in_pieces(left: Tensor, right: Tensor, scale: Tensor, dtype: torch.dtype, lowest: int) -> tuple[Tensor, Tensor]:
+    """Sum pieces of the depth in int64, and round once."""
+    total = torch.zeros(left.shape[0], left.shape[1], right.shape[2], dtype=torch.int64, device=left.device)
+    for start in range(0, left.shape[2], DEPTH):
+        piece = slice(start, start + DEPTH)
+        total += matmul(left[:, :, piece], right[:, piece], scale, torch.int64, False, lowest)[0]
+    seen = torch.zeros(3, dtype=torch.int64, device=left.device)
+    seen[2] = total.abs().max()
+    if dtype is torch.int64:
+        return total, seen
+    if dtype is not torch.int16:
+        return _times(total, scale, dtype), seen
+    value = _times(total, scale, torch.float64).clamp(-65536, 65536).round()
+    kept = value.clamp(lowest, 32767)
+    seen[0], seen[1] = (kept != value).sum(), kept.abs().max().to(torch.int64)
+    return kept.to(torch.int16), seen
+
+
+def _times(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return sums times a power of two, rounded once: where fp64 does not hold them, to odd there first."""
+    near = total.double()
+    missed = total - near.clamp(max=2.0**63 - 1024).to(torch.int64)
+    bits = near.view(torch.int64)
+    even = bits & 1 == 0
+    toward_zero = (missed < 0) == (total > 0)
+    odd = torch.where((missed != 0) & even, bits + torch.where(toward_zero, -1, 1), bits).view(torch.float64)
+    return ((near if dtype is torch.float64 else odd) * scale).to(dtype)
