@@ -12,10 +12,10 @@ from lowp.kernels.triton.device.bits import read
 @triton.jit
 def _pointer(table, tensor, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the address in a column of a tensor's row as a pointer."""
-    address = tl.load(table + tensor * COLUMNS + COLUMN)
+    pointer = tl.load(table + tensor * COLUMNS + COLUMN).to(tl.pointer_type(TYPE))
     if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(TYPE))
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
