@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lowp.compat import private, unwrapped
-from lowp.numerics.modes import Paths, local, put_on, take_off, tensors_in
+from lowp.numerics.modes import Paths, local, put_on, source_line, take_off, tensors_in
 from lowp.numerics.record import StepSeen
 from lowp.numerics.replay import Event, Trace, state_of, tracing
 from lowp.region import entries
@@ -72,7 +72,7 @@ class Moment(TorchFunctionMode):
         self.model: nn.Module | None = None
         self.given: tuple[Any, Any] = ((), {})
         self.output: Any = None
-        self.tape: list[tuple[Callable[..., Any], Any, Any, Any]] = []
+        self.tape: list[tuple[Callable[..., Any], Any, Any, Any, str]] = []
         self.random: list[Tensor] = []
         self.autocast: list[tuple[str, bool, torch.dtype]] = []
         self.region: Any = None
@@ -123,7 +123,7 @@ class Moment(TorchFunctionMode):
             self.on_backward(args[0])
             return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        self.tape.append((func, args, kwargs or {}, result))
+        self.tape.append((func, args, kwargs or {}, result, source_line()))
         return result
 
 
@@ -206,9 +206,9 @@ class Diagnosis:
 
     def _own_inputs(self) -> list[Tensor]:
         """What the loss reads beside the model's output: targets, masks."""
-        made = {id(one) for _, _, _, result in self._moment.tape for one in tensors_in(result)}
+        made = {id(one) for _, _, _, result, _ in self._moment.tape for one in tensors_in(result)}
         made |= {id(one) for one in tensors_in(self._moment.output)} | set(self._names)
-        read = [one for _, args, kwargs, _ in self._moment.tape for one in tensors_in((args, kwargs))]
+        read = [one for _, args, kwargs, _, _ in self._moment.tape for one in tensors_in((args, kwargs))]
         return [one for one in {id(one): one for one in read}.values() if id(one) not in made and one.grad_fn is None]
 
     def _loss_again(self, output: Any) -> Tensor | None:
@@ -217,13 +217,15 @@ class Diagnosis:
         new: dict[int, Any] = {}
         for old, one in zip(tensors_in(moment.output), tensors_in(output), strict=False):
             new[id(old)] = one
-        for func, args, kwargs, result in moment.tape:
+        for func, args, kwargs, result, line in moment.tape:
             given, named = _tree_map(lambda x: new.get(id(x), x) if isinstance(x, Tensor) else x, (args, kwargs))
             if func is torch.Tensor.backward or not tensors_in(result):
                 continue
+            self._trace.line = line
             again = func(*given, **named)
             for old, one in zip(tensors_in(result), tensors_in(again), strict=False):
                 new[id(old)] = one
+        self._trace.line = ""
         if moment.loss is None:
             return None
         found = new.get(id(moment.loss))

@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from lowp.compat import private
-from lowp.numerics.modes import Paths, local, op_of, source_line, tensors_in
+from lowp.numerics.modes import Paths, local, source_line, tensors_in
 from lowp.ops.table import name_of
 
 __all__ = ["Event", "Place", "Trace", "ranges_of", "state_of", "tracing"]
@@ -101,6 +101,7 @@ class Trace:
         self.paths = paths
         self.events: list[Event] = []
         self.current: Place | None = None
+        self.line = ""  # of what is computed again from a tape; '' where the user's own code runs
         self._bad: dict[int, tuple[Event, Tensor]] = {}  # by address; the tensor is kept, so that no other gets it
 
     def event_of(self, x: Tensor) -> Event | None:
@@ -225,9 +226,9 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         """Run a call and mark what it made."""
         kwargs = kwargs or {}
-        if func is Tensor.backward or op_of(func) is None:
+        if func is Tensor.backward:
             return func(*args, **kwargs)
-        trace, line = self.trace, source_line()
+        trace, line = self.trace, self.trace.line or source_line()
         given = tensors_in((args, kwargs))
         for one in given:
             trace.came_in(one)
@@ -241,6 +242,24 @@ class _Calls(TorchFunctionMode):
             trace.current = before
         trace.mark(result, place)
         return result
+
+
+@contextmanager
+def _functions(trace: Trace) -> Iterator[None]:
+    """Mark what Functions of the user's have made with the line that called them, which no mode sees."""
+    plain = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        place = Place(cls.__name__, trace.paths.current, source_line())
+        result = plain.__func__(cls, *args, **kwargs)
+        trace.mark(result, place)
+        return result
+
+    setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch.autograd.Function, "apply", plain)  # noqa: B010
 
 
 @contextmanager
@@ -259,6 +278,7 @@ def tracing(trace: Trace, model: nn.Module) -> Iterator[None]:
         trace.give(buffer, f"buffer {name}")
     with ExitStack() as stack:
         stack.callback(paths.follow(left=left))
+        stack.enter_context(_functions(trace))
         stack.enter_context(_Operations(trace))
         stack.enter_context(_Calls(trace))
         yield
