@@ -157,11 +157,11 @@ def with_torchao(fault: str) -> tuple[str, bool]:
         watched(torch.randn(5, 8))
     found = extract_results_from_loggers(watched)
     bad = [
-        str(summary)[:200]
-        for summary in found.values()
-        if not all(torch.isfinite(one).all() for one in summary[1] if isinstance(one, torch.Tensor))
+        f"{node} of {list(stack.values())[-1][0]}"
+        for node, stack, tensors in found.values()
+        if not all(torch.isfinite(one).all() for one in tensors if isinstance(one, torch.Tensor))
     ]
-    return f"{len(found)} nodes kept, of which not finite: {bad[:1]}", False
+    return f"{len(found)} nodes kept, of which not finite: {bad[:2]}", False
 
 
 def with_msprobe(fault: str) -> tuple[str, bool]:

@@ -21,11 +21,13 @@ from lowp.numerics.updates import Updates
 from lowp.policy import Policy
 from lowp.precision import Precision
 from lowp.presets import LossScale
+from lowp.recipes.sensitivity import Confirmed, confirmed
 from lowp.recipes.training import Settings, Training, load_data, threads_of
 
 __all__ = ["Verified", "profiled", "verified"]
 
 _STEPS, _LOOKS, _SECONDS = 100, 4, 60.0  # what a profile without a number of steps takes
+_CAST_ALONE = "bf16"
 _CLOSE = 0.1  # of the loss that training has taken away, by which a policy may end above fp32
 
 
@@ -88,6 +90,7 @@ class Verified:
     first: float
     skipped: int
     errors: dict[str, float]
+    layers: tuple[Confirmed, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -99,9 +102,11 @@ class Verified:
         plain, policy = self.losses
         told = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
         word = "as fp32" if self.holds else "NOT as fp32"
+        layers = "".join(f"\n  {one}" for one in self.layers)
+        alone = f"\nhow far the loss moves where one layer alone is cast to {_CAST_ALONE}:{layers}" if layers else ""
         return (
             f"verified over {self.steps} steps: loss {policy:.4f} beside {plain:.4f} in fp32, {word}; "
-            f"{self.skipped} steps skipped\nerror of the predictions: {told}"
+            f"{self.skipped} steps skipped\nerror of the predictions: {told}{alone}"
         )
 
 
@@ -117,11 +122,12 @@ def verified(settings: Settings, record: Record, policy: Policy, steps: int) -> 
         losses = _run(training, lambda taken: taken >= steps)
         ends.append(_last(losses))
         errors = _errors(training)
+        layers = tuple(confirmed(training, _CAST_ALONE))
         precision = Precision(policy, loss_scale=scale if narrow else None, seed=settings.seed)
         tried = Training(replace(settings, precision="fp32"), data, precision)
         ends.append(_last(_run(tried, lambda taken: taken >= steps)))
         skipped = tried.precision.skipped_steps
-    return Verified(len(losses), (ends[0], ends[1]), losses[0], skipped, errors)
+    return Verified(len(losses), (ends[0], ends[1]), losses[0], skipped, errors, layers)
 
 
 def _last(losses: list[float]) -> float:
