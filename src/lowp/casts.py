@@ -130,13 +130,13 @@ _STOCHASTIC_BITS = re.compile(r"(stochastic(?:-[abc])?)-(\d+)", re.ASCII)
 @hashed_once
 @dataclass(frozen=True)
 class Cast:
-    """One rounding into `format`: a value that can be hashed, compared, printed and read back by `parse`.
+    """A rounding to `format`: a frozen value that can be hashed, compared, printed, and read by `parse`.
 
     `format` and `rounding` may be given as text: ``Cast("e4m3fn", "stochastic", random_bits=8)``.
-    `overflow=None` means the format's own: infinity where it has one, else NaN, else saturation (integers and MX
+    `overflow=None` is the default of the format: infinity if it has one, else NaN, else saturation (integers and MX
     elements). `random_bits` limits stochastic rounding to that many random bits, 1 to 32 (None: 160, unbiased); the
     roundings stochastic-b and stochastic-c need it.
-    `scaling` is for formats with a shared scale, ``current`` if not given.
+    `scaling` is for formats with a shared scale (default: ``current``).
     """
 
     format: Format

@@ -30,7 +30,7 @@ _OWN = (KEY, "kinds", "random", "extra")  # entries that are no part of the call
 
 
 class InvalidCheckpoint(LowpError, ValueError):
-    """A file that is no checkpoint of lowp, is damaged, hostile, or of a version or model that does not fit."""
+    """A file that is not a checkpoint of lowp, is damaged or hostile, or has another version or model."""
 
 
 class Stateful(Protocol):
@@ -47,10 +47,10 @@ class Stateful(Protocol):
 def save(path: str | Path, *, extra: Mapping[str, Any] | None = None, **parts: Stateful) -> None:
     """Write the states of `parts` (model=, optimizer=, precision=, scheduler= …) and the random states to `path`.
 
-    The file is written beside `path`, synchronised to the disk and renamed: at any moment `path` is the old checkpoint
-    or the new one, also after a power cut or kill -9; a file that is replaced keeps its mode. `extra` holds plain
-    values of the caller's (epoch, history). Raises InvalidInput for a part without `state_dict`, values that could not
-    be read back, or a path that is no regular file; NotWritten where the disk is full.
+    The file is written under a temporary name, synchronised to the disk and renamed: at any time `path` is the old
+    checkpoint or the new one, even after a power failure or kill -9. A file that is replaced keeps its mode. `extra`
+    holds plain values of the caller (epoch, history). Raises InvalidInput for a part without `state_dict`, for values
+    that could not be read back, or if `path` is not a regular file; NotWritten if the disk is full.
     """
     _check_parts(parts)
     content = {

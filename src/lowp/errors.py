@@ -11,27 +11,27 @@ from collections.abc import Iterable
 
 
 class LowpError(Exception):
-    """The base of every error that lowp raises on purpose."""
+    """Base class of all errors of lowp."""
 
 
 class InvalidInput(LowpError, ValueError):
-    """A value that lowp cannot take: out of range, malformed, or in contradiction with another."""
+    """An invalid value: out of range, malformed, or in contradiction with another value."""
 
 
 class UnknownName(InvalidInput):
-    """A name that is in no table of formats, presets, ops or the like; the text lists the near names first."""
+    """An unknown name of a format, preset, op or other item; the text lists similar names first."""
 
 
 class Unavailable(LowpError, RuntimeError):
-    """Something that this machine, this torch or this kernel does not have; the text names what does."""
+    """A feature that this machine, this version of torch or this kernel does not have; the text names alternatives."""
 
 
 class NotWritten(LowpError, OSError):
-    """A file that the system would not write, such as on a full disk; what was there before is still there."""
+    """A file that could not be written, for example because the disk is full; an existing file is unchanged."""
 
 
 class Misuse(LowpError, RuntimeError):
-    """Calls in an order that has no meaning, such as unscaling the same gradients twice."""
+    """A call in the wrong order, such as unscaling the same gradients twice."""
 
 
 def brief(value: object, longest: int = 60) -> str:

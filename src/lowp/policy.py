@@ -84,10 +84,10 @@ class Rule:
     """The casts for ops named `ops` in modules whose path matches `where`.
 
     `ops` holds op names (``linear``), classes (``contraction``) or patterns (``conv*``); empty means every op. `where`
-    is a pattern over the module's path in which ``*`` matches anything (``layer4.*``, ``*.head``; ``*`` is everywhere).
+    is a pattern over the module's path in which ``*`` matches anything (``layer4.*``, ``*.head``; ``*`` for all).
     Roles: `input` and `weight` are the operands of the forward product, `grad` the incoming gradient as an operand of
-    the two backward products, `output` what each of the three products (or any other op) is rounded to when written.
-    None leaves a tensor as it is. Casts may be given as text.
+    the two backward products, `output` the result of each of the three products, or of any other op. None leaves a
+    tensor unchanged. Casts may be given as text.
     """
 
     ops: tuple[str, ...] = ()
@@ -143,10 +143,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Policy:
-    """Rules, the first match winning; the op table that classifies ops; the format the parameters are stored in.
+    """A list of rules, of which the first match applies; the op table; and the format that stores the parameters.
 
-    `parameters` None leaves the parameters as they are (fp32). `table` is named and versioned: ``lowp-1`` is the same
-    on every device; ``torch-2.13-cpu`` and ``torch-2.13-cuda`` are torch's own lists.
+    `parameters=None` leaves the parameters unchanged (fp32). `table` is the op table: ``lowp-1`` is the same on
+    every device; ``torch-2.13-cpu`` and ``torch-2.13-cuda`` are torch's own lists.
     """
 
     rules: tuple[Rule, ...] = ()

@@ -38,7 +38,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 class Precision:
-    """Trains a model in a precision: five lines beside plain PyTorch.
+    """Trains a model in a precision, with five additional lines in a PyTorch loop.
 
         precision = lowp.Precision("fp16")
         model, optimizer = precision.prepare(model, optimizer)
@@ -49,8 +49,8 @@ class Precision:
 
     `precision` is a preset (``fp16``, ``bf16-storage``, ``fp8`` …), any format for contraction operands and their
     gradients (``e5m7``), a `Policy`, a `Preset`, or the path of a policy file. `loss_scale` (``none``, a number,
-    ``dynamic``), `masters` (``fp32``, ``split``, ``stochastic``, ``none``) and `accumulate` (``fp16/16``) take the
-    place of the preset's own. `strict` raises where a rule is never used or a contraction is met by no rule.
+    ``dynamic``), `masters` (``fp32``, ``split``, ``stochastic``, ``none``) and `accumulate` (``fp16/16``) replace
+    those of the preset. `strict=True` raises if a rule is never used or a contraction is matched by no rule.
     """
 
     def __init__(

@@ -14,15 +14,15 @@ from lowp.errors import InvalidInput
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """What `lowp.encode` makes of a tensor under a format with a shared scale: value = element * scale (* outer).
+    """A tensor encoded by `lowp.encode` in a format with a shared scale: value = element * scale (* outer).
 
     `payload` holds the elements: codes (uint8, uint16) of a float element, two's complement (int8, int16) of an integer
     element; with `length` set, bit-packed uint8 whose rows hold `length` elements.
     `scale` holds one scale a group, in the group's shape (tensor: 0-d; row: x.shape[:-1]; channel: x.shape[:1]; block:
     the last dimension counts blocks). fp32 scales are float32 values; e8m0 and other float formats are codes; powers of
-    two are their exponents, as a 0-d int32 for scope tensor and as uint8 or uint16 above the smallest exponent else.
+    two are their exponents: a 0-d int32 for scope tensor, else uint8 or uint16 above the smallest exponent.
     `outer` is the fp32 scale of the whole tensor (nvfp4); `zero_point` is subtracted from the elements (affine).
-    `dtype` is that of the tensor that was encoded, and of what `dequantize` gives.
+    `dtype` is the dtype of the encoded tensor and of the result of `dequantize`.
     """
 
     payload: Tensor

@@ -83,7 +83,7 @@ _POWER = re.compile(r"2\^(-?\d+)\.\.(-?\d+)", re.ASCII)
 
 
 def parse(text: str | Format) -> Format:
-    """A format by name (``fp16``), or spelled out.
+    """Return a format by its name (``fp16``) or its spelling.
 
     Floating point: ``eXmY`` (``ueXmY`` without a sign), then optionally ``bN`` (bias), one of ``fn fnuz nuz finite``
     (specials; IEEE without), ``ftz`` (no subnormals): ``e5m7``, ``e4m3b11fnuz``, ``e8m7ftz``. X is 1 to 11, Y 0 to 52,
@@ -92,7 +92,7 @@ def parse(text: str | Format) -> Format:
     ``ELEMENT@SCALE/SCOPE``, with SCALE a float format or ``2^-31..0`` and SCOPE ``tensor``, ``row``, ``channel`` or a
     block's length; ``/affine`` adds a zero point: ``e4m3fn@e8m0/32``, ``i8s@fp32/row``, ``i8@fp32/tensor/affine``.
 
-    Raises ValueError with the near names for any other text, TypeError for what is neither text nor a format.
+    Raises ValueError, with similar names, for any other text; TypeError if `text` is neither text nor a format.
     """
     if isinstance(text, (FloatFormat, IntFormat, ScaledFormat)):
         return text

@@ -18,7 +18,7 @@ from lowp.optim.names import given_names
 
 
 class NonFiniteGradients(LowpError, FloatingPointError):
-    """Gradients stay infinite or NaN although the loss scale is at its floor; the text names where they begin."""
+    """Gradients remain infinite or NaN with the loss scale at its floor; the text names the first of them."""
 
 
 @dataclass(frozen=True)

@@ -24,22 +24,22 @@ from lowp.step_guard import StepGuard
 
 
 class GradScaler(Checks):
-    """Scale losses so that small gradients survive, skip steps that overflow, and move the scale; as torch.amp's.
+    """Scale the loss so that small gradients are not flushed, skip steps that overflow, and adapt the scale.
 
-    Takes the place of torch.amp.GradScaler(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-    and of torch.cuda.amp.GradScaler(init_scale, ...), told apart by a number as first argument; isinstance holds for
-    both. Without a device it is the accelerator's, or the CPU's where there is none. By keyword:
+    Replaces torch.amp.GradScaler(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled) and
+    torch.cuda.amp.GradScaler(init_scale, ...), which is recognised by a number as its first argument; isinstance holds
+    for both. The default device is the accelerator of this machine, or the CPU. By keyword:
 
     * loss_scale: a number (static), "dynamic", or a `lowp.scaling` object; `dynamic=False` keeps init_scale.
-    * floor, ceiling: what the scale never leaves; by default the normal fp32 numbers, so it is never 0, inf or NaN.
-    * hysteresis: the scale backs off at that many overflows since it last grew (1: at once).
-    * target_underflow: grow when more than this share of the gradients would be flushed by fp16, by what is needed.
-    * sample_interval: steps between two looks at the exponents of the gradients (0: none).
+    * floor, ceiling: bounds of the scale; by default the normal fp32 numbers, so it is never 0, inf or NaN.
+    * hysteresis: number of overflows since the last growth after which the scale is reduced (1: at once).
+    * target_underflow: grow as needed if fp16 would flush more than this share of the gradients.
+    * sample_interval: steps between two measurements of the exponents of the gradients (0: none).
     * patience: steps in a row that may overflow with the scale at its floor before NonFiniteGradients is raised.
     * process_group: the ranks that skip together: "auto" (all, once torch.distributed is initialised), a group, or None
-      (this rank alone: for scalers that not every rank steps). One all-reduce of one number an optimizer and step.
+      (this rank alone, for scalers that only some ranks step). One all-reduce of one number per optimizer and step.
 
-    Beside torch: `stepped`, `stepped_for(optimizer)`, `nonfinite`, `underflow`, `watch(model)`, `protect(model)`.
+    Not in torch: `stepped`, `stepped_for(optimizer)`, `nonfinite`, `underflow`, `watch(model)`, `protect(model)`.
     Optimizers with `_step_supports_amp_scaling` (torch's fused ones, lowp's own) are stepped without waiting for the
     device; for others one read decides. An optimizer with `allows_fp16_gradients` may hold fp16 parameters.
     """

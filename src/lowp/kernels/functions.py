@@ -36,7 +36,7 @@ def quantize(
     offset: int = 0,
     out: Any = None,
 ) -> Any:
-    """Return the values that a cast makes of `x`, in x's own dtype; a format alone rounds to nearest even.
+    """Round `x` to the values of a format, in the dtype of x; a format without a rounding means nearest even.
 
     x: torch tensor or NumPy array of float64, float32, float16 or bfloat16, of any shape and strides. `scale` is for
     formats with a shared scale whose scale is not current: one number a group, (scale, zero_point) if affine. `seed`
@@ -46,7 +46,7 @@ def quantize(
 
     NaN stays NaN, with its sign; the sign of a zero stays where the format has -0. Gradients pass through unchanged.
     Raises ValueError for an unknown cast, an `out` of another shape, dtype or device, and for a dtype that cannot hold
-    every result (float16 for bf16); TypeError for what is no floating-point tensor.
+    every result (float16 for bf16); TypeError if x is not a floating-point tensor.
     """
     if is_compiling():
         return custom_ops.quantize(x, cast, scale, seed if offset == 0 else Draw(seed, offset), out)
@@ -113,7 +113,7 @@ def encode(
     offset: int = 0,
     packed: bool = False,
 ) -> Any:
-    """Return the codes of the values that a cast makes of `x`; a `Quantized` for formats with a shared scale.
+    """Round `x` and return the codes of the values; for formats with a shared scale a `Quantized`.
 
     Codes of float formats have the smallest unsigned dtype (uint8, uint16, uint32, uint64), those of integers are two's
     complement (int8, int16, int32). `packed` puts codes that fill no whole bytes side by side along the last dimension,
@@ -173,7 +173,7 @@ def decode(
 
 
 def dequantize(q: Quantized) -> Tensor:
-    """Return the values of what `lowp.encode` made under a format with a shared scale, in the dtype that it had."""
+    """Return the values of a `Quantized` from `lowp.encode`, in the dtype of the encoded tensor."""
     if not isinstance(q, Quantized):
         raise TypeError(f"dequantize takes a Quantized, not {type(q).__name__}: plain codes go to lowp.decode")
     return run.dequantize(implementation(q.device, "decode"), q.detach())

@@ -21,15 +21,15 @@ __all__ = ["Observation", "Observer", "Watch", "everywhere", "listed", "observe"
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """One tensor of a training step: in which role which op of which module reads or writes it, and how it is cast.
+    """One tensor that an op of a training step reads or writes: module path, op, role, phase and cast.
 
-    `phase` is ``forward``, ``backward`` or ``step``. Roles of the forward pass: ``input`` and ``weight`` (what is read;
-    a parameter is a weight wherever it stands), ``output``. Of the backward pass: ``grad``, the incoming gradient of
-    the output, and what a product or a norm writes, ``input gradient``, ``weight gradient``, ``bias gradient``. Of a
-    step: ``weight gradient``, ``update``, ``weight`` and ``optimizer state``, where `path` is the parameter's name.
+    `phase` is ``forward``, ``backward`` or ``step``. Roles of the forward pass: ``input``, ``weight`` (a parameter in
+    any position) and ``output``. Of the backward pass: ``grad``, the gradient of the output, and the results of a
+    product or norm, ``input gradient``, ``weight gradient``, ``bias gradient``. Of an optimizer's step: ``weight
+    gradient``, ``update``, ``weight`` and ``optimizer state``, where `path` is the name of the parameter.
 
-    `tensor` is the tensor before it was cast, outside the graph; of a device's native product, which rounds by itself,
-    what it has written. `cast` is None where nothing is rounded.
+    `tensor` is the tensor before the cast, detached from the graph; for a native product of a device, which rounds its
+    own result, the rounded one. `cast` is None if nothing is rounded.
     """
 
     path: str
@@ -49,8 +49,8 @@ everywhere: list[Observer] = []  # who observes all regions and all steps of low
 def observe(callback: Observer) -> Callable[[], None]:
     """Call `callback` with an Observation of every tensor in every region, and in the steps of lowp's optimizers.
 
-    From the next entry of a region on; returns what ends it. Observing changes no bit of the training, and costs
-    nothing once it has ended.
+    Takes effect at the next entry of a region. Returns a function that ends it. Observing changes no bit of the
+    training, and costs nothing after it has ended.
     """
     return listed(everywhere, callback)
 

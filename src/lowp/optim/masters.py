@@ -35,15 +35,15 @@ _OF_MASTERS = (MASTER_WEIGHT, "remainder", *_COUNTERS)  # what the inner optimiz
 class MasterWeights(torch.optim.Optimizer):
     """Stores an optimizer's parameters in few bits and lets the optimizer update fp32 master weights.
 
-    `storage` is the format (``bf16``, ``fp16``, or any float format, which is carried in fp32); `kind` what is kept:
-    ``fp32`` (a copy), ``split`` (bf16 and a 16-bit remainder, 4 bytes in all), ``stochastic`` (nothing, the update is
-    rounded stochastically from `seed` and the step, alike on all ranks) or ``none`` (rounded to nearest: updates below
-    half an ulp are lost). The parameters are converted in place when the wrapper is made.
+    `storage` is the format: ``bf16``, ``fp16``, or any float format, which is carried in fp32. `kind` is the kind of
+    master weights: ``fp32`` (a copy), ``split`` (bf16 and a 16-bit remainder, 4 bytes in all), ``stochastic`` (none;
+    the update is rounded stochastically from `seed` and the step, identically on all ranks) or ``none`` (rounded to
+    nearest, so that updates below half an ulp are lost). The parameters are converted in place by the constructor.
 
-    The wrapper is an optimizer: its `param_groups` are the inner optimizer's, hold the model's parameters, and are what
-    schedulers, clipping and loss scalers work on. Gradients may come in the storage format or in fp32. `attach(model)`
-    makes `model.state_dict()` give and take fp32. Closures work; sparse gradients go where the inner optimizer takes
-    them.
+    The wrapper is an optimizer. Its `param_groups` are those of the inner optimizer and hold the model's parameters, so
+    that schedulers, clipping and loss scalers work on them. Gradients may be in the storage format or in fp32.
+    `attach(model)` makes `model.state_dict()` return, and `load_state_dict` take, fp32. Closures are supported, and
+    sparse gradients if the inner optimizer supports them.
 
     Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
     """

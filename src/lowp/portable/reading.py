@@ -24,11 +24,11 @@ def load(
     dtype: torch.dtype | None = None,
     **parts: Stateful,
 ) -> dict[str, Any]:
-    """Read a checkpoint of `lowp.save` into `parts` and return its `extra`; or a file of weights as a state_dict.
+    """Load a checkpoint of `lowp.save` into `parts` and return its `extra`, or a file of weights as a state_dict.
 
-    With parts (model=, optimizer= …), and for a checkpoint without `dtype`: all or nothing. Every checksum is compared,
-    every part is checked to be there and of the kind that was saved, and if one refuses its state the others get theirs
-    back. `rng_state=False` leaves all random generators alone.
+    With parts (model=, optimizer= …), and for a checkpoint without `dtype`, loading succeeds as a whole or changes
+    nothing: every checksum is verified, every part must be in the file and of the class that was saved, and if one part
+    rejects its state the others are restored. `rng_state=False` does not restore the random generators.
 
     Without parts, files that `lowp convert` wrote, safetensors files (alone, or by the index of their shards or their
     folder) and torch files give their tensors by name: floating-point ones in `dtype` (float32 if not given) whatever

@@ -69,13 +69,13 @@ class _Regions(type):
 
 
 class autocast(TorchFunctionMode, metaclass=_Regions):
-    """Run ops in the number formats that a policy says: ``with lowp.autocast("fp16"): ...``, or as a decorator.
+    """Run ops in the number formats of a policy: ``with lowp.autocast("fp16"): ...``, or as a decorator.
 
     `precision` is a preset (``fp16``), any format (``e5m7``: operands and gradients of contractions in it), a Policy,
     a Preset, the path of a policy file (.toml), or ``torch-2.13-cpu`` or ``torch-2.13-cuda``, torch's lists as rules.
     An inner region replaces the outer one; ``lowp.autocast("fp32")`` and ``enabled=False`` switch it off. `strict`
-    raises InvalidInput for a contraction that no rule speaks of, and on leaving for a rule of the user's that nothing
-    matched. Within, `torch.is_autocast_enabled` is true and `torch.get_autocast_dtype` is the dtype that contractions
+    raises InvalidInput for a contraction that no rule matches, and on leaving for a rule of the user's that matched
+    nothing. Within, `torch.is_autocast_enabled` is true and `torch.get_autocast_dtype` is the dtype that contractions
     write; a nested ``torch.autocast(enabled=False)`` is honoured.
 
     torch's own spellings, ``lowp.autocast("cuda", dtype=torch.float16)`` and ``lowp.autocast()`` as in
