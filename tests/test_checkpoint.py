@@ -281,7 +281,7 @@ def parts() -> dict[str, Any]:
             {"step": 1.0, "master_weight": torch.zeros(3, 4)},
             "the state of parameter 0 lacks exp_avg, exp_avg_sq",
         ),
-        (_MOMENT[:3], 3, "the state of parameter 0 is a dictionary, not int"),
+        (_MOMENT[:3], 3, "the state of parameter 0 must be a dictionary, not int"),
         (("optimizer", "state", 0, "step"), -1, "the step of parameter 0 must be a number of 0 or more, not -1"),
         (("optimizer", "state", 9), {}, "it has a state of parameter 9, but there are 4 parameters"),
         (("optimizer", "param_groups", 0, "lr"), "fast", "parameter group 0 has lr='fast': give a finite number"),

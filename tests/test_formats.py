@@ -201,7 +201,7 @@ REFUSED = {
     "bf16-trunc": "bf16-trunc is a cast, not a format",
     "e4m3fn@e8m0": "is not ELEMENT@SCALE/SCOPE",
     "e4m3fn@i8/32": "a scale is a float format (e8m0, fp32) or a power of two",
-    "mxfp8@e8m0/32": "the element mxfp8 has a shared scale already",
+    "mxfp8@e8m0/32": "the element mxfp8 already has a shared scale",
     "i8@fp32/rows": "unknown scope 'rows'; did you mean row?",
     "i8@2^3..1/row": "is empty: give the smaller exponent first",
     "i8@fp32/0": "a block needs a size of 1 or more",

@@ -77,7 +77,7 @@ HOSTILE = {
     "e10000000000m1": "give 1 to 11 exponent bits",
     "e10000000000m1b" + "9" * 200: "give 1 to 11 exponent bits",
     "e5m2b" + "9" * 200: "its range 2**-",
-    "e5m2b" + "9" * 6000: "'e5m2b999999999999999'... is no format: it has 6005 characters, and 300 is the most",
+    "e5m2b" + "9" * 6000: "'e5m2b999999999999999'... is not a format: it has 6005 characters; at most 300 are allowed",
     "i" + "9" * 290: "bits are not possible: give 1 to 32",
     "binary99999999999p3se": "give 1 to 11 exponent bits",
     "i8@fp32/" + "1" + "0" * 20: "a block of 100000000000000000000 elements is too long: give at most 1048576, or row",
@@ -96,7 +96,7 @@ def test_hostile_spellings_are_refused_in_words(text: str) -> None:
 
 
 HOSTILE_CASTS = {
-    "fp16:" + "up:" * 1000: "is no cast: it has 3005 characters",
+    "fp16:" + "up:" * 1000: "is not a cast: it has 3005 characters",
     "fp16:stochastic-" + "9" * 200: "stochastic rounding takes 1 to 32 random bits",
     "dfp16:delayed(window=99999999999)": "a window of 99999999999 maxima is too long: give up to 65536",
     "dfp16:autoflex(headroom=1000)": "1000 bits of headroom are not possible: give 0 to 64",

@@ -170,7 +170,7 @@ def test_a_run_whose_weights_are_no_numbers_keeps_its_last_good_checkpoint(lowp:
         (("digits", "--epochs", "0"), "epochs 0: give 1 or more"),
         (("digits", "--lr", "-1"), "learning rate -1.0: give a finite number above zero"),
         (("digits", "--size", "tiny"), "unknown size of digits 'tiny'; allowed: cpu, full"),
-        (("digits", "--loss-scale", "big"), "loss scale 'big' is not one"),
+        (("digits", "--loss-scale", "big"), "loss scale 'big' is not valid"),
         (("digits", "--checkpoint", "no/run.pt"), "no/run.pt: there is no folder no: create it first"),
         (("digits", "--resume", "--checkpoint", "no.pt"), "there is no checkpoint no.pt"),
         (("digits", "--resume", "--overwrite"), "--resume continues a checkpoint and --overwrite replaces it"),

@@ -100,7 +100,7 @@ def test_a_number_is_read_exactly() -> None:
     ("text", "source", "words"),
     [
         ("1.2.3", None, "'1.2.3' is not a number: give a decimal (1.125, -3e-5), a fraction (1/3)"),
-        ("", None, "'' is no number"),
+        ("", None, "'' is not a number"),
         ("1/0", None, "divides by zero"),
         ("1e99999", None, "an exponent beyond 2000 is outside every format"),
         ("0b0101", "fp16", "'0b0101' has 4 bits, and fp16 has 16: give all of them"),

@@ -105,9 +105,12 @@ def test_the_same_as_plain_data() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: flex_arithmetic("/", "1", "2", FLEX), "supports +, - and * of mantissas, not /"),
+        (lambda: flex_arithmetic("/", "1", "2", FLEX), "of mantissas, not /"),
         (lambda: flex_arithmetic("+", "nan", "2", FLEX), "which has no infinity and no NaN"),
-        (lambda: flex_sum(FlexNumber(1, 0), FlexNumber(1, 0), parse("fp16")), "fp16 is not integers under one power"),
+        (
+            lambda: flex_sum(FlexNumber(1, 0), FlexNumber(1, 0), parse("fp16")),
+            "fp16 is not a format of integers with one power",
+        ),
     ],
 )
 def test_what_the_arithmetic_lacks_is_said(call: object, text: str) -> None:

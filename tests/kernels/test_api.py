@@ -441,7 +441,11 @@ REFUSED = [
     (dict(x=torch.ones(2, 3), cast="int8", scale=torch.ones(3)), ValueError, "a tensor (2, 3) takes shape (2,)"),
     (dict(x=torch.ones(2), cast="int8", scale="big"), TypeError, "scale must be a number or a tensor, not str"),
     (dict(x=torch.ones(2), cast="int8-affine", scale=2.0), ValueError, "is affine: give scale=(scale, zero_point)"),
-    (dict(x=torch.ones(2), cast="nvfp4", scale=2.0), ValueError, "two levels of scale are always current"),
+    (
+        dict(x=torch.ones(2), cast="nvfp4", scale=2.0),
+        ValueError,
+        "two levels of scale are always computed from the tensor",
+    ),
     (
         dict(x=torch.ones(2), cast="flex16+5:autoflex"),
         ValueError,

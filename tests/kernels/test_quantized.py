@@ -212,7 +212,10 @@ def test_zero_points_are_those_of_the_element() -> None:
         assert found.tolist() == [[0.0, -2.0, 0.0]]
     for offset in (300, 128, -129, torch.tensor([[math.nan]])):
         for name in available():
-            with use(name), pytest.raises(InvalidInput, match="is no i8: give whole numbers from -128 to 127"):
+            with (
+                use(name),
+                pytest.raises(InvalidInput, match="is not a number of i8: give whole numbers from -128 to 127"),
+            ):
                 quantize(x, "int8-affine", scale=(0.25, offset))
 
 

@@ -178,9 +178,9 @@ def test_bad_input_is_named() -> None:
         (
             AdamW,
             {"fused": True},
-            r"lowp.optim.AdamW takes no fused=True: there is one implementation .* leave it",
+            r"lowp.optim.AdamW does not take fused=True: there is one implementation .* leave it",
         ),
-        (SGD, {"foreach": True}, "lowp.optim.SGD takes no foreach=True: there is one implementation here"),
+        (SGD, {"foreach": True}, "lowp.optim.SGD does not take foreach=True: there is one implementation here"),
         (AdamW, {"amsgrad": True}, r"wrap torch's optimizer, lowp.MasterWeights\(torch.optim.AdamW\(params, amsgrad"),
         (SGD, {"differentiable": True}, "use torch's optimizer on fp32 parameters"),
         (AdamW, {"capturable": True}, "on the device already: leave it out"),

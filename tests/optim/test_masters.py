@@ -219,8 +219,8 @@ def test_a_format_that_torch_does_not_have_is_stored_by_value() -> None:
 @pytest.mark.parametrize(
     "change, text",
     [
-        ({"master_weight": torch.ones(2)}, "master_weight of parameter 1 is a tensor .* belongs to another model"),
-        ({"master_weight": "x"}, "master_weight of parameter 1 is a tensor .* not str"),
+        ({"master_weight": torch.ones(2)}, "master_weight of parameter 1 must be a tensor .* belongs to another model"),
+        ({"master_weight": "x"}, "master_weight of parameter 1 must be a tensor .* not str"),
         ({"master_steps": 1.5}, "master_steps and master_seed of a parameter's state must be whole numbers"),
         ({"master_seed": "x"}, "master_steps and master_seed of a parameter's state must be whole numbers"),
     ],

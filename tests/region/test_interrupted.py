@@ -168,7 +168,7 @@ def steps(precision: str) -> Iterator[torch.dtype]:
 def test_generators_that_alternate_in_regions_are_refused_in_words() -> None:
     first, second = steps("fp16"), steps("bf16")
     assert (next(first), next(second)) == (HALF, BRAIN)
-    with pytest.raises(Misuse, match=r"steps\(\) goes on in autocast\('fp16'\) while steps\(\) has entered .*'bf16'"):
+    with pytest.raises(Misuse, match=r"steps\(\) continued in autocast\('fp16'\) while steps\(\) has entered .*'bf16'"):
         next(first)
     second.close()
     assert product() is FULL
@@ -334,7 +334,7 @@ def test_a_generator_that_asks_while_a_later_one_waits_in_its_region_is_refused(
 
     first, second = asks("fp16"), asks("bf16")
     assert (next(first), next(second)) == ((True, HALF), (True, BRAIN))
-    with pytest.raises(Misuse, match=r"asks\(\) goes on in autocast\('fp16'\) while asks\(\) has entered"):
+    with pytest.raises(Misuse, match=r"asks\(\) continued in autocast\('fp16'\) while asks\(\) has entered"):
         next(first)
     second.close()
     assert not switches()[0]

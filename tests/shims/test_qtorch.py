@@ -87,7 +87,7 @@ def test_one_exponent_bit_is_evenly_spaced() -> None:
     limit = 4 - unit
     wanted = [math.copysign(evenly_spaced(v, unit, -limit, limit), v) for v in x.tolist()]
     assert same(found, wanted)
-    with pytest.raises(ValueError, match=r"evenly spaced: FixedPoint\(5, 2\)"):
+    with pytest.raises(ValueError, match=r"evenly spaced and not a FloatFormat: use FixedPoint\(5, 2\)"):
         _ = FloatingPoint(1, 3).format
 
 

@@ -103,7 +103,7 @@ BROKEN: dict[str, tuple[dict[str, str], str]] = {
     "infinite": ({"store": STORE_CSV.replace("1270", "inf")}, "a value in CompetitionDistance that is not finite"),
     "no date": ({"train": train_csv().replace("2015-04-02", "yesterday")}, "has an invalid date: .*yesterday"),
     "letter": ({"store": STORE_CSV.replace('"c"', '"x"')}, "has 'x' in StoreType, which allows 'a', 'b', 'c', 'd'"),
-    "shop": ({"train": train_csv() + '7,1,2015-04-01,1,1,1,0,"0","0"'}, r"names shops that store\.csv has not"),
+    "shop": ({"train": train_csv() + '7,1,2015-04-01,1,1,1,0,"0","0"'}, r"names shops that are not in store\.csv"),
     "order": ({"store": STORE_CSV.replace("2,", "5,", 1)}, "does not number its shops 1, 2, 3"),
 }
 
