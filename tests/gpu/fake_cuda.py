@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import lowp.region  # noqa: F401  # its constants are no fake tensors: it is loaded before the first of them is made
+
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 _CUDA, _META = 1, 14  # of c10::DeviceType
 

@@ -34,9 +34,12 @@ _forward_mode = cast(Any, private("torch.autograd.forward_ad"))
 _functorch_is_active = cast(Callable[[], bool], private("torch._C._are_functorch_transforms_active"))
 
 
-def draw_seed() -> Tensor:
-    """Return a fresh seed for stochastic rounding, drawn from torch's CPU generator: `torch.manual_seed` repeats it."""
-    return torch.randint(2**62, (), device="cpu")
+def draw_seed(device: torch.device | str = "cpu") -> Tensor:
+    """Return a fresh seed for stochastic rounding, drawn from torch's generator: `torch.manual_seed` repeats it.
+
+    On a device it is drawn by the device's own, so that a captured CUDA graph draws another at each replay.
+    """
+    return torch.randint(2**62, (), device=device)
 
 
 def _constant(function: Callable[[Cast], _Answer]) -> Callable[[Cast], _Answer]:
@@ -295,7 +298,9 @@ def rounded(
         return x
     if is_irregular(x) and x.layout is torch.strided:  # autograd cannot ask such a tensor for its sizes
         return torch.nested.as_nested_tensor([rounded(one, to, seed, axis, dtype) for one in x.unbind()])
-    drawn = seed() if to.rounding.is_stochastic else 0
+    drawn: Tensor | int = 0
+    if to.rounding.is_stochastic:
+        drawn = draw_seed(x.device) if seed is draw_seed else seed()
     if not (x.requires_grad and torch.is_grad_enabled()) and not functorch_is_active():
         return _quantized(x, to, drawn, axis).to(wanted)  # what has no graph needs no node
     return cast(Tensor, _straight_through(x, to, wanted, drawn, axis))

@@ -1,0 +1,91 @@
+"""A step that is captured once and replayed: nothing that changes from step to step is kept in Python.
+
+A CUDA graph replays the operations that were captured, on the same memory. Traced to a graph of operations on the CPU,
+a step shows the same: whatever Python computed while it was traced is a constant of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from gpu.fake_cuda import fake_cuda
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import lowp
+from lowp import kernels
+from lowp.ops.casting import draw_seed
+from lowp.optim.storage import seed_of
+
+Step = Callable[[Tensor], Tensor]
+
+
+def _training(preset: str) -> tuple[nn.Module, lowp.GradScaler, Step]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+    scaler = lowp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, sample_interval=0)
+
+    def step(x: Tensor) -> Tensor:
+        with lowp.autocast(preset):
+            loss = model(x).float().square().mean()
+        gradients = torch.autograd.grad(scaler.scale(loss), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    return model, scaler, step
+
+
+@pytest.mark.parametrize("preset", ["fp16", "bf16"])
+def test_a_step_that_was_traced_once_trains_as_the_eager_one_with_skips_and_scales(preset: str) -> None:
+    torch.manual_seed(1)
+    batches = [torch.randn(3, 4) for _ in range(6)]
+    batches[3] = batches[3] * torch.inf
+    model, scaler, step = _training(preset)
+    expected = [step(x) for x in batches]
+    other, other_scaler, other_step = _training(preset)
+    found = [other_step(batches[0])]
+    replay = make_fx(other_step)(batches[1].clone())  # which takes this step, too
+    found += [expected[1], *(replay(x) for x in batches[2:])]
+    assert torch.equal(torch.stack(found).nan_to_num(7), torch.stack(expected).nan_to_num(7))
+    assert scaler.get_scale() == other_scaler.get_scale() != 2.0**10
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+
+
+def test_replayed_with_the_same_tensors_it_does_the_same() -> None:
+    _, _, step = _training("fp16")
+    x = torch.randn(3, 4)
+    step(x)
+    forward = make_fx(lambda x, seed: lowp.quantize(x, "e4m3fn:stochastic", seed=seed))(x, torch.tensor(5))
+    assert torch.equal(forward(x, torch.tensor(5)), forward(x, torch.tensor(5)))
+    assert torch.equal(forward(x * 8, torch.tensor(9)), lowp.quantize(x * 8, "e4m3fn:stochastic", seed=9))
+
+
+def test_seeds_are_drawn_on_the_device_that_they_are_for() -> None:
+    with fake_cuda(), kernels.use("bitwise"):
+        assert draw_seed("cuda").is_cuda
+        step = torch.empty((), device="cuda")
+        assert isinstance(seed_of(1, step, 2), Tensor) and seed_of(1, step, 2).is_cuda  # type: ignore[union-attr]
+
+
+def test_a_drawn_seed_is_a_node_of_the_graph_and_no_constant_of_it() -> None:
+    x = torch.full((512,), 1.001)
+    replay = make_fx(lambda x: lowp.quantize(x, "bf16:stochastic", seed=draw_seed()))(x)
+    assert not torch.equal(replay(x), replay(x))
+
+
+def test_a_stochastic_region_draws_anew_at_each_replay() -> None:
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        with lowp.autocast("bf16:stochastic"):
+            return x @ w
+
+    x, w = torch.randn(8, 64), torch.randn(64, 8)
+    replay = make_fx(forward)(x, w)
+    assert not torch.equal(replay(x, w), replay(x, w))
