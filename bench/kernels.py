@@ -25,7 +25,7 @@ from torch import Tensor
 
 import lowp
 from lowp.casts import Rounding, parse
-from lowp.kernels import cpu, cpu_mantissas
+from lowp.kernels import cpu
 
 ELEMENTS = 1 << 24
 NEAREST = ("fp16", "bf16", "bf16-tpu", "e4m3fn", "e4m3fn:saturate", "e5m2", "e4m3fnuz", "e8m0", "e3m2", "e2m1", "tf32")
@@ -45,7 +45,7 @@ def ours(x: Tensor, out: Tensor) -> Candidates:
     candidates["lowp fp16 in place"] = lambda: lowp.quantize(own, "fp16", out=own)
     candidates["lowp encode e4m3fn"] = lambda: cpu.encode(x, fp8, 0, codes)
     candidates["lowp decode e4m3fn"] = lambda: cpu.decode(codes, fp8.element, out)
-    candidates["lowp int16 and maximum"] = lambda: cpu_mantissas.to_int16(
+    candidates["lowp int16 and maximum"] = lambda: mantissas.to_int16(
         x, -12, False, Rounding.NEAREST_EVEN, 0, mantissas
     )
     candidates["lowp statistics"] = lambda: lowp.statistics(x)

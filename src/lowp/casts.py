@@ -43,7 +43,7 @@ class Rounding(TextEnum):
     STOCHASTIC_B = "stochastic-b"
     STOCHASTIC_C = "stochastic-c"
 
-    @property
+    @functools.cached_property
     def is_stochastic(self) -> bool:
         """Whether a random number decides."""
         return self in (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C)
@@ -183,7 +183,7 @@ class Cast:
         if not 1 <= self.random_bits <= 32:
             raise InvalidInput(f"stochastic rounding takes 1 to 32 random bits, not {self.random_bits}")
 
-    @property
+    @functools.cached_property
     def element(self) -> FloatFormat | IntFormat:
         """The format of one element: the format itself, or that under a shared scale."""
         return self.format.element if isinstance(self.format, ScaledFormat) else self.format
@@ -193,7 +193,7 @@ class Cast:
         """This cast for one element whose scale has been divided out."""
         return _element_cast(self)
 
-    @property
+    @functools.cached_property
     def is_stochastic(self) -> bool:
         """Whether the result depends on a seed."""
         return self.rounding.is_stochastic

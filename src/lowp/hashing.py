@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, TypeVar
 
 __all__ = ["hashed_once"]
@@ -12,7 +13,8 @@ _Class = TypeVar("_Class", bound=type)
 def hashed_once(cls: _Class) -> _Class:
     """Let the instances of a frozen dataclass remember their hash: a class decorator, above `dataclass`.
 
-    Copies and pickles do not take it along, since the hash of a text differs from process to process.
+    Copies and pickles take neither it nor other properties that were found once, since the hash of a text differs from
+    process to process.
     """
     computed: Any = cls.__hash__
 
@@ -23,7 +25,7 @@ def hashed_once(cls: _Class) -> _Class:
         return int(found)
 
     def __getstate__(self: Any) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+        return {field.name: self.__dict__[field.name] for field in fields(self)}
 
     setattr(cls, "__hash__", __hash__)  # noqa: B010
     setattr(cls, "__getstate__", __getstate__)  # noqa: B010

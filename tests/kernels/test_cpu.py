@@ -21,7 +21,7 @@ from lowp import kernels
 from lowp.casts import Cast, Rounding, parse
 from lowp.errors import Unavailable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels import bitwise, checks, cpu, cpu_mantissas, integer, reference
+from lowp.kernels import bitwise, checks, cpu, integer, mantissas, reference
 
 SEED = 0x0123_4567_89AB_CDEF
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -161,7 +161,7 @@ def test_empty_tensors_are_left_alone() -> None:
     empty = torch.empty(0)
     assert quantized(empty, parse("fp16")).shape == (0,)
     assert cpu.statistics(empty)[1:] == (0.0, 0.0, 0, 0, 0)
-    assert cpu_mantissas.to_int16(empty, 0, True, Rounding.NEAREST_EVEN, 0, empty.to(torch.int16)) == (0, 0, 0, False)
+    assert mantissas.to_int16(empty, 0, True, Rounding.NEAREST_EVEN, 0, empty.to(torch.int16)) == (0, 0, 0, False)
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -426,7 +426,7 @@ def test_int16_mantissas_are_the_rounded_saturated_multiples(dtype: torch.dtype)
                 for name in SETS:
                     cpu.select(name)
                     out = torch.empty(x.shape, dtype=torch.int16)
-                    seen = cpu_mantissas.to_int16(x, exponent, symmetric, rounding, SEED, out, bits)
+                    seen = mantissas.to_int16(x, exponent, symmetric, rounding, SEED, out, bits)
                     assert torch.equal(out, wanted), (exponent, rounding)
                     largest = int(wanted[x.isfinite()].to(torch.int32).abs().max())  # infinities stay outside
                     assert seen == (largest, int(far.sum()), int((~x.isfinite()).sum()), True)

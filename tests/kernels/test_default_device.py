@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import lowp
 from lowp.casts import Rounding, parse
-from lowp.kernels import available, cpu, cpu_mantissas, dequantize, integer, mantissas, use
+from lowp.kernels import available, cpu, dequantize, integer, mantissas, spectra, use, writes
 from lowp.kernels.integer import ConvolutionShape
 
 X = torch.linspace(-3, 3, 120).reshape(3, 40)
@@ -77,7 +77,7 @@ def under_exponents() -> object:
         mantissas.exact_mantissas(values, cast, -13),
         mantissas.current_exponent(X, cast),
         mantissas.exact_exponent(X, cast),
-        mantissas.write_(X.clone(), cast, -13),
+        writes.write_(X.clone(), cast, -13),
         written.payload,
         values,
     ]
@@ -91,12 +91,14 @@ def library_functions() -> object:
         cpu.quantize_statistics(X, parse("e4m3fn"), 0, out, before),
         cpu.random_words(3, 5, 7),
         cpu.random_block(3, (1, 2, 3, 4)),
-        cpu_mantissas.to_int16(X, -13, True, Rounding.NEAREST_EVEN, 0, old),
-        cpu_mantissas.grid(X, lowest=True),
-        cpu_mantissas.exact_int16(X.round(), 0, old),
-        cpu_mantissas.is_int16(X, old, 0, cpu_mantissas.Rows(1, X.numel(), X.numel())),
-        cpu_mantissas.rounds_to_int16(X, old, -13, cpu_mantissas.Rows(1, X.numel(), X.numel()), True),
-        cpu_mantissas.step_int16(weight, old, (0, -13, -13), True),
+        mantissas.to_int16(X, -13, True, Rounding.NEAREST_EVEN, 0, old),
+        mantissas.grid(X, lowest=True),
+        mantissas.exact_int16(X.round(), 0, old),
+        mantissas.is_int16(X, old, 0, mantissas.Rows(1, X.numel(), X.numel())),
+        mantissas.rounds_to_int16(X, old, -13, mantissas.Rows(1, X.numel(), X.numel()), True),
+        mantissas.step_int16(weight, old, (0, -13, -13), True),
+        spectra.count_tensor(X),
+        spectra.count_updates(X, before, weight),
         *(out, weight, old),
     ]
 

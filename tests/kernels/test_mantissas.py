@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from lowp.casts import parse
-from lowp.kernels import cpu, cpu_mantissas
+from lowp.kernels import cpu, mantissas
 from lowp.kernels.mantissas import (
     current_exponent,
     exact_exponent,
     exact_mantissas,
     to_mantissas,
     values,
-    write_,
     written,
 )
+from lowp.kernels.writes import write_
 
 FLEX = parse("flex16+5")
 needs_library = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
@@ -113,7 +113,7 @@ def test_a_step_writes_the_update_and_then_the_weight(instructions: str | None) 
         moved[1, 3] = math.nan
         update, update_values = written(moved.double() - before.double(), FLEX, -21)
         weight, expected = written(before.double() + update_values.double(), FLEX, -14)
-        seen = cpu_mantissas.step_int16(moved, old.payload, (-13, -21, -14), False)
+        seen = mantissas.step_int16(moved, old.payload, (-13, -21, -14), False)
     finally:
         cpu.select(None)
     assert torch.equal(moved.nan_to_num(), expected.nan_to_num()) and moved[1, 3].isnan()
@@ -125,5 +125,5 @@ def test_a_step_writes_the_update_and_then_the_weight(instructions: str | None) 
 @needs_library
 def test_a_step_without_effect_tells_so() -> None:
     old = torch.zeros(10, dtype=torch.int16)
-    update, weight = cpu_mantissas.step_int16(torch.full((10,), 1e-9), old, (-14, -20, -14), False)
+    update, weight = mantissas.step_int16(torch.full((10,), 1e-9), old, (-14, -20, -14), False)
     assert (update.largest, update.any, weight.any) == (0, True, False)

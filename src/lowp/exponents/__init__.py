@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from lowp.exponents.classes import CLASSES, Summary, class_of
-from lowp.exponents.places import PlaceSite, Spots, Trail
-from lowp.exponents.shared import SharedExponents
+from lowp.exponents.places import CLASSES, PlaceSite, Spots, Trail, class_of
+from lowp.exponents.shared import SharedExponents, Summary
 from lowp.exponents.table import Flush, scaling_of
 
 __all__ = [

@@ -10,6 +10,8 @@ generated ones, and once more while the generator is trained. What tells them ap
   passes, as many as there may be;
 * whether the gradient goes on to what the outermost module was given (``differentiable input``), as it does through a
   discriminator to a generator.
+
+A place's name also tells to which class its tensors belong: weights, activations, gradients, updates.
 """
 
 from __future__ import annotations
@@ -28,12 +30,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowp.casts import Cast
 from lowp.formats import IntFormat
+from lowp.kernels import words
 from lowp.kernels.integer import Exact
 
 if TYPE_CHECKING:
     from lowp.exponents.shared import SharedExponents
 
-__all__ = ["Passes", "PlaceSite", "Spots", "Tell", "Trail"]
+__all__ = [
+    "CLASSES",
+    "Passes",
+    "PlaceSite",
+    "Spots",
+    "Tell",
+    "Trail",
+    "class_of",
+    "features_axis",
+    "is_of_optimizer",
+    "is_result",
+]
 
 LAST_PASS = 4
 Tell = Callable[[Tensor, str, Cast], None]
@@ -155,6 +169,16 @@ class Spots:
         number = count.passes.get(root, 1)
         return f"{where}{f' #{met}' if met > 1 else ''}{f', pass {number}' if number > 1 else ''}{mark}"
 
+    def site(
+        self,
+        exponents: SharedExponents,
+        cast: Cast,
+        where: tuple[nn.Module | None, str, str],
+        tell: Tell | None = None,
+    ) -> PlaceSite:
+        """Return the site of an op that runs now, `where` within a model: its outermost module, its path, its name."""
+        return PlaceSite(exponents, cast, self.spot(*where), self.training, self.trail, tell)
+
     @property
     def training(self) -> bool:
         """Whether what is written now belongs to a training step."""
@@ -202,7 +226,8 @@ class PlaceSite:
         if trail is not None and trail.is_repeated and place in trail.exponents:
             return self._exponents.write_again(x, self._cast, place, trail.exponents[place], unless_exact)
         result = self._exponents.write(x, self._cast, place, training=self._training, unless_exact=unless_exact)
-        self._note(trail, place)
+        if trail is not None:
+            self._note(trail, place)
         return result
 
     def exponent_of_sum(self, role: str) -> int | None:
@@ -216,7 +241,8 @@ class PlaceSite:
         """Write an exact sum from its mantissas under `exponent_of_sum`."""
         place = f"{role} of {self._where}"
         result = self._exponents.write_sum(found, self._cast, place)
-        self._note(None if role.endswith("gradient") else self._trail, place)
+        if self._trail is not None and not role.endswith("gradient"):
+            self._note(self._trail, place)
         return result
 
     @property
@@ -225,8 +251,8 @@ class PlaceSite:
         element = self._cast.element
         return isinstance(element, IntFormat) and element.symmetric
 
-    def _note(self, trail: Trail | None, place: str) -> None:
-        if trail is not None and not trail.is_repeated:
+    def _note(self, trail: Trail, place: str) -> None:
+        if not trail.is_repeated:
             exponent = self._exponents.written_exponent(self._cast, place)
             if exponent is not None:
                 trail.exponents[place] = exponent
@@ -238,3 +264,52 @@ class PlaceSite:
             return self
         where = f"{self._where}, product {number + 1}"
         return PlaceSite(self._exponents, self._cast, where, self._training, self._trail, self._tell)
+
+
+# -- classes ------------------------------------------------------------------------------------------------------
+
+CLASSES = ("weights", "activations", "activation gradients", "weight gradients", "updates", "optimizer state")
+_CLASS_OF_ROLE = {
+    "weight": "weights",
+    "buffer": "activations",
+    "update": "updates",
+    "gradient": "weight gradients",
+    "weight gradient": "weight gradients",
+    "bias gradient": "weight gradients",
+    "output": "activations",
+}
+
+
+def class_of(place: str) -> str:
+    """The class of tensors that a place belongs to: weights, activations, updates ..."""
+    role = place.partition(" of ")[0].rstrip(" 0123456789")
+    if role in _CLASS_OF_ROLE:
+        return _CLASS_OF_ROLE[role]
+    return "activation gradients" if role.endswith("gradient") else "optimizer state"
+
+
+def is_of_optimizer(place: str) -> bool:
+    """Whether a moment is written, which divides or is divided: one of many features always takes both words."""
+    return class_of(place) == "optimizer state"
+
+
+def features_axis(place: str, x: Tensor) -> int | None:
+    """The axis along which a gradient or a tensor of the optimizer has enough features that one word may lose some.
+
+    Of parameters the first; of activations the longest but the first, which is that of examples.
+    """
+    if x.dim() == 0 or max(x.shape) < words.FEATURES:
+        return None
+    kind = class_of(place)
+    if kind in ("weight gradients", "optimizer state"):
+        axis = 0
+    elif kind == "activation gradients" and x.dim() > 1:
+        axis = max(range(1, x.dim()), key=lambda one: x.shape[one])
+    else:
+        return None
+    return axis if x.shape[axis] >= words.FEATURES else None
+
+
+def is_result(place: str) -> bool:
+    """Whether a place is one of results of the forward pass."""
+    return place.startswith("output of ")

@@ -11,7 +11,9 @@ Source: Koester et al. 2017, arXiv 1711.02213, section 3.3 and algorithms 1 and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +22,15 @@ from torch import Tensor
 from lowp import casts, distributed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
-from lowp.exponents.classes import CLASSES, Summary, class_of, features_axis, is_of_optimizer, is_result
-from lowp.exponents.places import Passes, PlaceSite, Spots, Tell
+from lowp.exponents.places import (
+    CLASSES,
+    Passes,
+    Spots,
+    class_of,
+    features_axis,
+    is_of_optimizer,
+    is_result,
+)
 from lowp.exponents.ranks import AgreedPlaces
 from lowp.exponents.table import COUNTS, ExponentTable, Flush
 from lowp.kernels import payloads, words
@@ -29,9 +38,29 @@ from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, exact_mantissas
 
-__all__ = ["SharedExponents"]
+__all__ = ["SharedExponents", "Summary"]
 
 _VERSION = 1
+
+
+@dataclass
+class Summary:
+    """Sums over writes; `raises_needed`: maxima that the exponent of the write before could not have held."""
+
+    places: int = 0
+    writes: int = 0
+    saturated: int = 0
+    moved: int = 0
+    nonfinite: int = 0
+    raises_needed: int = 0
+    raises_in_time: int = 0
+    measured: int = 0
+    headroom_sum: float = 0.0
+
+    @property
+    def headroom_bits(self) -> float:
+        """The mean of log2(32768 / Γ) over the writes that were not all zero."""
+        return self.headroom_sum / self.measured if self.measured else math.nan
 
 
 class SharedExponents:
@@ -60,8 +89,9 @@ class SharedExponents:
         if not training:
             return group.write_apart(x, place)
         index = self._begun(group, place)
-        result, nonfinite = group.write(x, index, is_result(place))
-        result = self._with_low_word(group, x, result, place)
+        result, nonfinite = group.write(x, index, place)
+        if max(x.shape, default=0) >= words.FEATURES:
+            result = self._with_low_word(group, x, result, place)
         if not isinstance(nonfinite, Tensor) and nonfinite and place not in self._faults:
             self._faults.append(place)
         for listener in self._listeners:
@@ -138,10 +168,13 @@ class SharedExponents:
         return exact_mantissas(x, cast, group.exponents[group.names[place]])
 
     def _group(self, cast: Cast, device: torch.device) -> ExponentTable:
-        group = self._groups.get(cast)
-        if group is None:
-            group = self._groups[cast] = ExponentTable(cast, device)
-        return group
+        for group in self._groups.values():  # one or two
+            if group.cast is cast:
+                return group
+        found = self._groups.get(cast)
+        if found is None:
+            found = self._groups[cast] = ExponentTable(cast, device)
+        return found
 
     def _begun(self, group: ExponentTable, place: str) -> int:
         """The entry of a place, ready for a write of training."""
@@ -177,12 +210,6 @@ class SharedExponents:
     def spots(self) -> Spots:
         """The spots of an entry of a region that begins."""
         return Spots(self._passes)
-
-    def site(self, cast: Cast, where: str, spots: Spots | None = None, tell: Tell | None = None) -> PlaceSite:
-        """The site of one op at one spot of the step; `tell` is called with what it writes, its role and its cast."""
-        if spots is None:
-            return PlaceSite(self, cast, where, torch.is_grad_enabled(), None, tell)
-        return PlaceSite(self, cast, where, spots.training, spots.trail, tell)
 
     # -- steps ----------------------------------------------------------------------------------------------------
     def flush(self) -> None:

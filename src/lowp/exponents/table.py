@@ -10,21 +10,13 @@ from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.errors import InvalidInput
+from lowp.exponents.places import is_result
 from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels import payloads, words
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
-from lowp.kernels.mantissas import (
-    Mantissas,
-    Seen,
-    current_exponent,
-    has_mantissas,
-    seen_of,
-    values,
-    write,
-    write_,
-    write_step,
-)
+from lowp.kernels.mantissas import Mantissas, current_exponent, has_mantissas, values
+from lowp.kernels.writes import Seen, seen_of, write, write_, write_step
 from lowp.scaling import Autoflex, AutoflexState, Reactive, Written
 
 __all__ = ["COUNTS", "ExponentTable", "Flush", "current", "scaling_of"]
@@ -67,6 +59,7 @@ class ExponentTable:
 
     def __init__(self, cast: Cast, device: torch.device) -> None:
         self.cast, self.scaling, self.device = cast, scaling_of(cast), device
+        self.has_integer_kernels = has_integer_kernels(device)
         self.names: dict[str, int] = {}
         self.state: Any = self.scaling.init(device, 0)
         self.counts = {name: torch.zeros(0, dtype=torch.float64, device=device) for name in COUNTS}
@@ -89,17 +82,17 @@ class ExponentTable:
         return found
 
     # -- one write ------------------------------------------------------------------------------------------------
-    def write(self, x: Tensor, index: int, infinities: bool = False) -> tuple[Tensor, Any]:
+    def write(self, x: Tensor, index: int, place: str = "") -> tuple[Tensor, Any]:
         """Return x as values of the format under the entry's exponent, and whether anything in it is not finite.
 
-        Notes what was seen. What is not finite stays as it is; where `infinities` are values like others, the entry
-        learns from the rest.
+        Notes what was seen. What is not finite stays as it is; where infinities are values like others, as in results,
+        the entry learns from the rest.
         """
         if not self.started[index]:
             self._start(x, index)
         result, seen = self._written(x, self.exponent_of(index))
         nonfinite = seen.nonfinite
-        if infinities and (isinstance(nonfinite, Tensor) or nonfinite):
+        if (isinstance(nonfinite, Tensor) or nonfinite) and is_result(place):
             nan = x.isnan().any()
             seen = seen._replace(nonfinite=nan if isinstance(nonfinite, Tensor) else bool(nan))
         self._note(index, seen)
@@ -107,7 +100,7 @@ class ExponentTable:
 
     def exponent_of(self, index: int) -> int | Tensor:
         """The exponent of an entry's next write: a number on a CPU, a 0-d tensor on an accelerator."""
-        return self.exponents[index] if has_integer_kernels(self.device) else self.state.exponent[index].clone()
+        return self.exponents[index] if self.has_integer_kernels else self.state.exponent[index].clone()
 
     def low_word(self, x: Tensor, high: Tensor, index: int, axis: int | None) -> Tensor | None:
         """Return the value of the second word of x, which was written as `high` just now; None where it needs none.
@@ -150,7 +143,7 @@ class ExponentTable:
     def is_plain(self) -> bool:
         """Whether writes on a CPU are rounded to nearest even and counted by no more than their maximum."""
         return (
-            has_integer_kernels(self.device)
+            self.has_integer_kernels
             and self.cast.rounding is Rounding.NEAREST_EVEN
             and not isinstance(self.scaling, Reactive)
         )
@@ -232,13 +225,13 @@ class ExponentTable:
         return not isinstance(self.scaling, Autoflex) or self.scaling.adapt
 
     def _start(self, x: Tensor, index: int) -> None:
-        maximum = _largest(x)
+        maximum = _largest(x, self.has_integer_kernels)
         one = type(self.state)(*(part[index : index + 1] for part in self.state))
         begun = self.scaling.start(one, maximum.reshape(1).to(self.device))
         for part, new in zip(self.state, begun, strict=True):
             part[index : index + 1] = new
         self.before[index : index + 1] = begun.exponent
-        if has_integer_kernels(x):
+        if self.has_integer_kernels:
             self.exponents[index], self.started[index] = int(begun.exponent), bool(begun.started)
 
     def _note(self, index: int, seen: Seen) -> None:
@@ -334,18 +327,18 @@ class ExponentTable:
 
     def _learn(self) -> None:
         """Take the new exponents over for kernels that take numbers; an accelerator is asked only about beginners."""
-        if has_integer_kernels(self.device):
+        if self.has_integer_kernels:
             self.exponents = self.state.exponent.tolist()
             self.started = self.state.started.tolist()
         elif not all(self.started):
             self.started = self.state.started.tolist()
 
 
-def _largest(x: Tensor) -> Tensor:
-    """The largest |x| of what is finite, 0 where nothing is."""
+def _largest(x: Tensor, is_known: bool) -> Tensor:
+    """The largest |x| of what is finite, 0 where nothing is; `is_known`: it costs nothing to ask whether all is."""
     magnitude = x.detach().abs()
     largest = magnitude.amax() if x.numel() else magnitude.new_zeros(())
-    if not has_integer_kernels(x) or not bool(largest.isfinite()):
+    if not is_known or not bool(largest.isfinite()):
         largest = torch.where(magnitude.isfinite(), magnitude, 0.0).amax() if x.numel() else largest
     return largest
 

@@ -99,7 +99,9 @@ def apply(x: Tensor, cast: Cast, prepared: Parameters, seed: Seed = 0) -> Tensor
     x = widen16(x)
     if prepared.carrier.integer.itemsize > x.dtype.itemsize:
         x = widen(x)
-    result = _cast_bits(x, cast, prepared, seed)
+    negative, magnitude = sign_and_magnitude(x)
+    bits, negative = _cast_bits(x, negative, magnitude, cast, prepared, seed)
+    result = with_sign(bits, negative, x.dtype)
     return result if result.dtype == dtype else narrow(result, dtype)
 
 
@@ -172,9 +174,11 @@ def _needs_fp64(cast: Cast) -> bool:
     )
 
 
-def _cast_bits(x: Tensor, cast: Cast, p: Parameters, seed: Seed) -> Tensor:
+def _cast_bits(
+    x: Tensor, negative: Tensor, magnitude: Tensor, cast: Cast, p: Parameters, seed: Seed
+) -> tuple[Tensor, Tensor]:
+    """Return the magnitude bits of the values, and which of them are negative."""
     element, carrier = cast.element, p.carrier
-    negative, magnitude = sign_and_magnitude(x)
     if isinstance(element, IntFormat) and element.bits == 1:
         return _binary(x, negative, magnitude, cast, p, seed)
     rounded = _round(magnitude, negative, cast, p, seed)
@@ -192,7 +196,7 @@ def _cast_bits(x: Tensor, cast: Cast, p: Parameters, seed: Seed) -> Tensor:
         negative = negative & (rounded > carrier.infinity)
     elif isinstance(element, IntFormat) or not element.has_minus_zero:
         negative = negative & (rounded != 0)
-    return with_sign(rounded, negative, x.dtype)
+    return rounded, negative
 
 
 def _round(magnitude: Tensor, negative: Tensor, cast: Cast, p: Parameters, seed: Seed) -> Tensor:
@@ -324,15 +328,17 @@ def _choose(condition: Tensor, yes: int, no: int, like: Tensor) -> Tensor:
     return torch.where(condition, torch.full_like(like, yes), no)
 
 
-def _binary(x: Tensor, negative: Tensor, magnitude: Tensor, cast: Cast, p: Parameters, seed: Seed) -> Tensor:
-    """Return -1 for negative numbers, else +1; stochastic: +1 with probability (x + 1) / 2."""
+def _binary(
+    x: Tensor, negative: Tensor, magnitude: Tensor, cast: Cast, p: Parameters, seed: Seed
+) -> tuple[Tensor, Tensor]:
+    """Return the bits and signs of -1 for negative numbers, else +1; stochastic: +1 with probability (x + 1) / 2."""
     minus = negative & (magnitude != 0)
     if cast.is_stochastic:
         plus = _drawn_binary(x, minus, cast, seed)
         minus = torch.where(magnitude < p.quantum, ~plus, minus)  # from 1 on nothing is drawn
     is_nan = magnitude > p.carrier.infinity
     bits = torch.where(is_nan, p.carrier.nan, torch.full_like(magnitude, p.quantum))
-    return with_sign(bits, torch.where(is_nan, negative, minus), x.dtype)
+    return bits, torch.where(is_nan, negative, minus)
 
 
 def _drawn_binary(x: Tensor, minus: Tensor, cast: Cast, seed: Seed) -> Tensor:

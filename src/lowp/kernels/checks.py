@@ -129,14 +129,32 @@ def element(format: str | Format | Cast) -> FloatFormat | IntFormat:
 def holds(cast: Cast, dtype: torch.dtype) -> bool:
     """Whether `dtype` can hold every result of `cast` on numbers of `dtype`; a 16-bit dtype is tried whole."""
     if cast.scaling is not None:
-        return scaled.fits(cast, dtype)
+        return _fits(scaled.scaled_format(cast), dtype)
     if dtype.itemsize > 2:
         return dtype == torch.float64 or holds_format(cast.element, dtype) or _is_identity_on_fp32(cast)
     both_ways = (Rounding.UP, Rounding.DOWN) if cast.is_stochastic else (cast.rounding,)
     casts = [replace(cast, rounding=mode, random_bits=None) for mode in both_ways]
     with _real_tensors():  # torch.compile may ask, whose tensors have no values
         every = widen(torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype))
-        return all(_survives(every, one, dtype) for one in casts)
+        kernel, values = fastest(every.device), torch.empty_like(every)
+        for one in casts:
+            kernel.quantize(every, one, 0, values)
+            if not bool(((widen(narrow(values, dtype)) == values) | values.isnan()).all()):
+                return False
+    return True
+
+
+def _fits(format: ScaledFormat, dtype: torch.dtype) -> bool:
+    """Whether `dtype` can hold values under shared scales: fp64 always, others with one more rounding.
+
+    16 bits take that rounding under a scale of any fraction, whose products are longer than an element anyway. Under a
+    power of two the value is the element's own digits, and 16 bits have to hold them all.
+    """
+    if dtype in (torch.float64, torch.float32) or not scaled.has_power_of_two(format):
+        return True
+    element = format.element
+    digits = element.precision if isinstance(element, FloatFormat) else max(element.bits - 1, 1)
+    return digits <= CARRIERS[dtype].precision
 
 
 def holds_format(format: FloatFormat | IntFormat, dtype: torch.dtype) -> bool:
@@ -154,11 +172,3 @@ def _is_identity_on_fp32(cast: Cast) -> bool:
     carrier, format = FORMATS["fp32"], cast.element
     contains = isinstance(carrier, FloatFormat) and isinstance(format, FloatFormat) and carrier.fits(format)
     return contains and cast.overflow is not Overflow.SATURATE
-
-
-def _survives(x: Tensor, cast: Cast, dtype: torch.dtype) -> bool:
-    """Whether every value that a cast makes of these fp64 numbers is a number of `dtype`."""
-    values = torch.empty_like(x)
-    fastest(x.device).quantize(x, cast, 0, values)
-    back = widen(narrow(values, dtype))
-    return bool(((back == values) | values.isnan()).all())

@@ -136,6 +136,26 @@ def integer_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return negative, significand, field.clamp(min=1) - 1075
 
 
+def floor_log2(x: Tensor) -> Tensor:
+    """Return floor(log2 x) of positive fp64 numbers, from their bits (int64); zero gives less than any exponent."""
+    _, significand, exponent = integer_parts(x)
+    leading = torch.frexp(significand.to(torch.float64))[1].to(torch.int64) - 1 + exponent
+    return torch.where(significand == 0, -5000, leading)
+
+
+def largest_finite(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest finite |x| along the last dimension, in fp64, and whether all of it is finite."""
+    _, magnitude = sign_and_magnitude(x)
+    infinity = CARRIERS[x.dtype].infinity
+    finite = torch.where(magnitude < infinity, magnitude, 0)  # as integers they are in the order of the numbers
+    return widen(maximum(finite).view(x.dtype)), maximum(magnitude) < infinity
+
+
+def maximum(folded: Tensor) -> Tensor:
+    """Return the maximum along the last dimension, 0 where there is nothing."""
+    return folded.amax(-1) if folded.shape[-1] else folded.sum(-1, dtype=folded.dtype)
+
+
 def from_integer_parts(significand: Tensor, exponent: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return significand * 2**exponent in fp64 or fp32, for integers of that width and results that the dtype holds.
 

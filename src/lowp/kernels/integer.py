@@ -21,14 +21,18 @@ serves where the library was not built, and gives the same bits. All of it is fo
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+import math
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowp.errors import InvalidInput, Unavailable, unknown
-from lowp.kernels import cpu, dispatch, integer_calls
-from lowp.kernels.integer_calls import KINDS, PRODUCTS, Output, Seen, observed
+from lowp.kernels import cpu, integer_reference
+from lowp.kernels.dispatch import forced
 from lowp.kernels.integer_reference import ConvolutionShape
 
 __all__ = [
@@ -47,6 +51,18 @@ __all__ = [
 KERNELS = ("avx512", "avx2", "neon", "portable", "reference")
 LARGEST_DEPTH = 1 << 32  # |sum| <= depth * 2^30 must fit int64
 LARGEST_EXPONENT = 900  # so that no intermediate of fp64 under- or overflows
+KINDS = {torch.int16: 1, torch.float32: 2, torch.float64: 3, torch.int64: 4}
+# A row a product of a convolution, as the C++ library numbers them: its operands, and what it gives.
+PRODUCTS = {
+    "forward": ("input", "weight", "gradient"),
+    "input_gradient": ("gradient", "weight", "input"),
+    "weight_gradient": ("input", "gradient", "weight"),
+}
+Observer = Callable[[int], AbstractContextManager[None]]
+_observers: list[Observer] = []
+_NOBODY = nullcontext()
+# the kernel that is meant by what `lowp.kernels.use` asks for
+_WAYS = {"reference": "reference", "bitwise": "reference", "triton": "triton"}
 
 
 class Exact(NamedTuple):
@@ -69,6 +85,28 @@ class Chained(NamedTuple):
 
     values: Tensor
     largest: float
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Enter `observer(operations)` around each product of this process for a while, in whichever thread it runs.
+
+    The operations are the multiplications and additions of the product. torch's dispatch modes do not see a call into
+    the C++ library, and see other ops where the definition stands in for it.
+    """
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+@contextmanager
+def _told(operations: int) -> Iterator[None]:
+    with ExitStack() as stack:
+        for observer in _observers:
+            stack.enter_context(observer(operations))
+        yield
 
 
 def safe_chain_length(bits: int) -> int:
@@ -110,7 +148,8 @@ def matmul_exact(
     machine lacks.
     """
     left, right = _matrices(a, b, transpose_a, transpose_b)
-    return _exact(integer_calls.matmul(left, right, _output(exponent, dtype, symmetric, kernel)))
+    found, integers, _ = _matmul(left, right, _output(exponent, dtype, symmetric, kernel))
+    return Exact(found, *integers)
 
 
 def matmul_chained(
@@ -127,7 +166,8 @@ def matmul_chained(
     Shapes, `exponent` (here Ea + Eb), `kernel` and errors are those of `matmul_exact`.
     """
     left, right = _matrices(a, b, transpose_a, transpose_b)
-    return _chained(integer_calls.matmul(left, right, _output(exponent, None, False, kernel)))
+    found, _, largest = _matmul(left, right, _output(exponent, None, False, kernel))
+    return Chained(found, largest[0])
 
 
 def convolution_exact(
@@ -148,7 +188,8 @@ def convolution_exact(
     output's gradient. `shape` is `ConvolutionShape.of(...)`, 1 to 3 spatial dimensions. The rest is as in
     `matmul_exact`.
     """
-    return _exact(_convolution(product, a, b, shape, _output(exponent, dtype, symmetric, kernel)))
+    found, integers, _ = _convolution(product, a, b, shape, _output(exponent, dtype, symmetric, kernel))
+    return Exact(found, *integers)
 
 
 def convolution_chained(
@@ -167,11 +208,22 @@ def convolution_chained(
     it, and (image, pixel) for the weight gradient; the last index is fastest. Channels of a group, and in the last
     case the pixels of an image, are padded with a zero to an even number.
     """
-    return _chained(_convolution(product, a, b, shape, _output(exponent, None, False, kernel)))
+    found, _, largest = _convolution(product, a, b, shape, _output(exponent, None, False, kernel))
+    return Chained(found, largest[0])
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
-def _output(exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, kernel: str | None) -> Output:
+class _Output(NamedTuple):
+    """What a product writes: its dtype, exact or chained, times 2^exponent, int16 from `lowest`, by a kernel."""
+
+    dtype: torch.dtype
+    chained: bool
+    exponent: int
+    lowest: int
+    kernel: str
+
+
+def _output(exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, kernel: str | None) -> _Output:
     power = int(exponent)
     if abs(power) > LARGEST_EXPONENT:
         raise InvalidInput(f"exponent {power}; allowed: -{LARGEST_EXPONENT} to {LARGEST_EXPONENT}")
@@ -181,19 +233,14 @@ def _output(exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, 
         raise InvalidInput(
             f"int64 holds the sums as they are, so exponent must be 0, not {power}; use float64 to scale"
         )
-    chosen = kernel or _forced_kernel() or cpu.asked()
+    way = forced()
+    if way == "native" and not kernel:
+        raise Unavailable("native has no integer products; cpu, bitwise and reference have them")
+    chosen = kernel or _WAYS.get(way or "") or cpu.asked()
     if chosen and chosen not in (*KERNELS, "triton"):
         raise InvalidInput(unknown("integer kernel", chosen, KERNELS))
     lowest = -32767 if symmetric else -32768
-    return Output(torch.float32 if dtype is None else dtype, dtype is None, power, lowest, chosen)
-
-
-def _forced_kernel() -> str | None:
-    """Return the kernel that `lowp.kernels.use` asks for: the definition where it asks for torch's operations."""
-    name = dispatch.forced()
-    if name == "native":
-        raise Unavailable("native has no integer products; cpu, bitwise and reference have them")
-    return "reference" if name in ("reference", "bitwise") else "triton" if name == "triton" else None
+    return _Output(torch.float32 if dtype is None else dtype, dtype is None, power, lowest, chosen)
 
 
 def _check_operands(a: Tensor, b: Tensor) -> None:
@@ -237,7 +284,60 @@ def _broadcast(left: torch.Size, right: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: Output) -> Seen:
+# -- calls ------------------------------------------------------------------------------------------------------------
+class _Seen(NamedTuple):
+    """The result, and what was seen: (saturated, largest mantissa, largest sum) of integers, (largest,) of chains."""
+
+    values: Tensor
+    integers: array[int]
+    largest: array[float]
+
+
+def _batched(x: Tensor) -> Tensor:
+    """Return [..., r, c] as [batch, r, c] with one of the last two strides 1 (a copy only where neither is)."""
+    if x.dim() == 2:
+        x = x.unsqueeze(0)
+    elif x.dim() != 3:
+        x = x.reshape(-1, *x.shape[-2:]) if x.numel() else x.new_empty(x.shape[:-2].numel(), *x.shape[-2:])
+    return x if x.stride(1) == 1 or x.stride(2) == 1 else x.contiguous()
+
+
+def _matmul(left: Tensor, right: Tensor, output: _Output) -> _Seen:
+    with _told(2 * math.prod(left.shape) * right.shape[-1]) if _observers else _NOBODY:
+        if output.kernel == "triton":
+            return _matmul_by_triton(left, right, output)
+        library = None if output.kernel == "reference" else cpu.library()
+        if library is None:
+            return _by_definition(integer_reference.matmul(left, right, output.chained), output)
+        result = torch.empty(*left.shape[:-1], right.shape[-1], dtype=output.dtype, device="cpu")
+        a, b = _batched(left), _batched(right)
+        # Where both strides are 1 (a single row or column), the kernels read along the depth.
+        a_depth = 1 if a.shape[2] <= 1 else a.stride(2)
+        a_rows = a.stride(1)
+        if a_depth != 1 and a.shape[1] == 1:
+            a, a_depth, a_rows = a.contiguous(), 1, a.shape[2]
+        m, k, n = a.shape[1], a.shape[2], b.shape[2]
+        sizes = array("q", (a.shape[0], m, n, k))
+        strides = array("q", (a.stride(0), a_rows, a_depth, b.stride(0), b.stride(2), b.stride(1), m * n, n))
+        given = _address(sizes), _address(strides)
+        addresses = (cpu.address(a), cpu.address(b), cpu.address(result), *given)
+        return _called(library.lowp_integer_matmul, output, result, addresses)
+
+
+def _matmul_by_triton(left: Tensor, right: Tensor, output: _Output) -> _Seen:
+    """Run the kernel and wait for what it saw."""
+    from lowp.kernels.triton import products
+
+    a, b = _batched(left), _batched(right)
+    scale = torch.full((), 2.0**output.exponent, dtype=torch.float64, device=left.device)
+    values, found = products.matmul(a, b, scale, output.dtype, output.chained, output.lowest)
+    values = values.reshape(*left.shape[:-1], right.shape[-1])
+    if not output.chained:
+        return _Seen(values, array("q", found.tolist()), array("d", (0.0,)))
+    return _Seen(values, array("q", (0, 0, 0)), array("d", (float(values.abs().max()) if values.numel() else 0.0,)))
+
+
+def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: _Output) -> _Seen:
     if product not in PRODUCTS:
         raise InvalidInput(unknown("product of a convolution", product, tuple(PRODUCTS)))
     _check_operands(a, b)
@@ -246,12 +346,50 @@ def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, ou
         if tuple(operand.shape) != expected:
             raise InvalidInput(f"the {name} has shape {tuple(operand.shape)}; this convolution takes {expected}")
     _check_depth(shape.depth(product))
-    return integer_calls.convolution(product, a, b, shape, output)
+    # each output place meets each weight of its group once, in all three products
+    operations = 2 * shape.output[0] * math.prod(shape.output[2:]) * math.prod(shape.weight)
+    with _told(operations) if _observers else _NOBODY:
+        library = None if output.kernel in ("reference", "triton") else cpu.library()
+        if library is None:
+            return _by_definition(integer_reference.convolution(product, a, b, shape, output.chained), output)
+        result = torch.empty(shape.of_operand(PRODUCTS[product][2]), dtype=output.dtype, device="cpu")
+        a, b = a.contiguous(), b.contiguous()
+        geometry = array("q", shape.numbers())
+        given = _address(geometry)
+        addresses = (cpu.address(a), cpu.address(b), cpu.address(result), given)
+        operands = (list(PRODUCTS).index(product), *addresses)
+        return _called(library.lowp_integer_convolution, output, result, operands)
 
 
-def _exact(seen: Seen) -> Exact:
-    return Exact(seen.values, *seen.integers)
+def _called(function: Callable[..., int], output: _Output, result: Tensor, operands: tuple[Any, ...]) -> _Seen:
+    """Call the library; `operands` are numbers and addresses of memory that the caller keeps."""
+    integers, largest = array("q", (0, 0, 0)), array("d", (0.0,))
+    status = function(
+        output.kernel.encode() or None,
+        *operands,
+        0 if output.chained else KINDS[output.dtype],
+        output.exponent,
+        output.lowest,
+        torch.get_num_threads(),
+        _address(integers),
+        _address(largest),
+    )
+    if status == 1:
+        raise Unavailable(f"this processor has no {output.kernel}; portable and reference run everywhere")
+    if status:
+        raise MemoryError("no memory for the packed operands of an integer product")
+    return _Seen(result, integers, largest)
 
 
-def _chained(seen: Seen) -> Chained:
-    return Chained(seen.values, seen.largest[0])
+def _by_definition(sums: Tensor, output: _Output) -> _Seen:
+    if output.kernel not in ("", "reference", "triton"):
+        raise Unavailable(f"{output.kernel} needs lowp's C++ library, which is not loaded; reference runs without it")
+    if output.chained:
+        result = (sums.double() * 2.0**output.exponent).float()
+        return _Seen(result, array("q", (0, 0, 0)), array("d", (float(result.abs().max()) if sums.numel() else 0.0,)))
+    result, counts = integer_reference.written(sums, output.exponent, output.dtype, output.lowest)
+    return _Seen(result, array("q", counts), array("d", (0.0,)))
+
+
+def _address(numbers: array[int] | array[float]) -> int:
+    return numbers.buffer_info()[0]

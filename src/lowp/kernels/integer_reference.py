@@ -145,6 +145,21 @@ def scaled(sums: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
     return torch.where(sums.abs() <= 1 << 53, once, beyond)
 
 
+def written(sums: Tensor, exponent: int, dtype: torch.dtype, lowest: int) -> tuple[Tensor, tuple[int, int, int]]:
+    """Return int64 sums times 2^exponent in a dtype, rounded once, and (saturated, largest mantissa, largest sum).
+
+    int16 saturates at `lowest` and at 32767; the counts are 0 for other dtypes.
+    """
+    largest = int(sums.abs().max()) if sums.numel() else 0
+    if dtype is not torch.int16:
+        return scaled(sums, exponent, dtype), (0, 0, largest)
+    rounded = shift_rounded(sums, exponent)
+    mantissas = rounded.clamp(lowest, 32767)
+    if not sums.numel():
+        return mantissas.to(torch.int16), (0, 0, 0)
+    return mantissas.to(torch.int16), (int((mantissas != rounded).sum()), int(mantissas.abs().max()), largest)
+
+
 # -- convolution ------------------------------------------------------------------------------------------------------
 def convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, chained: bool) -> Tensor:
     """Return the sums of one of the three products, as `matmul` does."""

@@ -1,18 +1,22 @@
-"""Tensors as int16 mantissas under one shared power of two: what the integer products take."""
+"""Tensors as int16 mantissas under one shared power of two: what the integer products take; see kernels/README.md."""
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple
+import struct
+from array import array
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast
+from lowp.casts import Cast, Rounding
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
-from lowp.kernels import bitwise, cpu_mantissas
+from lowp.kernels import bitwise, cpu
 from lowp.kernels.dispatch import uses_library
 
+_FP32, _WORD = struct.Struct("=f"), struct.Struct("=I")
 _WIDE = IntFormat("wide", 32)  # rounds without saturating what int16 still has to be seen to saturate
 
 
@@ -44,17 +48,29 @@ def current_exponent(x: Tensor, cast: Cast) -> int | None:
 
     0 for zeros and empty tensors, None where the maximum is infinite or NaN. Das et al. 2018, arXiv 1802.00930, sec. 2.
     """
+    return _current_exponent(x.detach(), cast, is_direct(x))
+
+
+def _current_exponent(x: Tensor, cast: Cast, direct: bool) -> int | None:
     if cast.scaling is not None and cast.scaling.exponent is not None:
         return cast.scaling.exponent
     if x.numel() == 0:
         return 0
-    x = x.detach()
-    if _is_direct(x):
-        maximum, _ = cpu_mantissas.grid(x, lowest=False)
+    if direct:
+        maximum, _ = grid(x, lowest=False)
     else:
         low, high = torch.aminmax(x)  # one pass; a norm takes many times as long
         maximum = float(torch.maximum(low.abs(), high.abs()))
     return exponent_of(maximum, cast)
+
+
+def current_mantissas(x: Tensor, cast: Cast, seed: int = 0) -> Mantissas | None:
+    """Return x as mantissas under its own exponent, `current_exponent`; None where x is not finite."""
+    x = readable(x)
+    by_library = x.is_cpu and uses_library()
+    exponent = _current_exponent(x, cast, by_library and x.dtype is torch.float32 and x.data_ptr() % 4 == 0)
+    found = None if exponent is None else _converted(x, cast, exponent, seed, by_library)
+    return None if found is None or found.nonfinite else found
 
 
 def exponent_of(maximum: float, cast: Cast) -> int | None:
@@ -81,14 +97,14 @@ def exact_exponent(x: Tensor, cast: Cast) -> int | None:
     x = x.detach()
     if x.numel() == 0:
         return 0
-    if not _is_direct(x):
+    if not is_direct(x):
         exponent = current_exponent(x, plain)
         if exponent is None:
             return None
         found = to_mantissas(x, plain, exponent)
         same = found.largest <= 32767 and torch.equal(values(found.payload, exponent).to(x.dtype), x)
         return exponent if same else None
-    maximum, lowest = cpu_mantissas.grid(x, lowest=True)
+    maximum, lowest = grid(x, lowest=True)
     exponent = exponent_of(maximum, plain)
     if exponent is None or lowest is None:
         return exponent
@@ -101,7 +117,7 @@ def _is_special(cast: Cast) -> bool:
     return scaling is not None and (scaling.headroom != 0 or scaling.exponent is not None)
 
 
-def _is_direct(x: Tensor) -> bool:
+def is_direct(x: Tensor) -> bool:
     """Whether the C++ library reads the tensor as it lies."""
     return (
         x.dtype is torch.float32
@@ -115,7 +131,7 @@ def _is_direct(x: Tensor) -> bool:
     )
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """Return x outside the graph with its elements side by side in memory, zeros that have none included."""
     x = x.detach()
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x._is_zerotensor() else x.contiguous().resolve_neg()
@@ -126,30 +142,35 @@ def exact_mantissas(x: Tensor, cast: Cast, hint: int) -> Mantissas | None:
 
     None where x is not in the cast's format, or is not contiguous fp32 on a CPU with the C++ library.
     """
-    if not _is_direct(x):
+    if not is_direct(x):
         return None
     payload = torch.empty(x.shape, dtype=torch.int16, device="cpu")
     exponent: int | None = hint
-    largest = cpu_mantissas.exact_int16(x, hint, payload)
+    largest = exact_int16(x, hint, payload)
     if largest is None:
         exponent = exact_exponent(x, cast)
-        largest = None if exponent is None else cpu_mantissas.exact_int16(x, exponent, payload)
+        largest = None if exponent is None else exact_int16(x, exponent, payload)
     return None if largest is None or exponent is None else Mantissas(payload, exponent, largest, 0, 0)
 
 
 def to_mantissas(x: Tensor, cast: Cast, exponent: int, seed: int = 0) -> Mantissas:
     """Write x * 2**-exponent, rounded once and saturated, as int16; x of any float dtype, shape and layout."""
-    assert isinstance(cast.format, ScaledFormat)
-    assert isinstance(cast.format.element, IntFormat)
-    x = _readable(x)
+    return _converted(readable(x), cast, exponent, seed, x.is_cpu and uses_library())
+
+
+def _converted(x: Tensor, cast: Cast, exponent: int, seed: int, by_library: bool) -> Mantissas:
+    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
     payload = torch.empty(x.shape, dtype=torch.int16, device=x.device)
-    if x.device.type == "cpu" and uses_library():
+    if by_library:
         symmetric = cast.format.element.symmetric
-        seen = cpu_mantissas.to_int16(x, exponent, symmetric, cast.rounding, seed, payload, cast.random_bits)
+        seen = to_int16(x, exponent, symmetric, cast.rounding, seed, payload, cast.random_bits)
         return Mantissas(payload, exponent, *seen)
     scaled = torch.ldexp(x.double(), torch.tensor(-exponent, device=x.device))
-    rounded = bitwise.quantized(scaled, Cast(_WIDE, cast.rounding, None, None, cast.random_bits), seed)
-    bounded = rounded.nan_to_num(nan=0.0).clamp(cast.format.element.minimum, cast.format.element.maximum)
+    if cast.rounding is Rounding.NEAREST_EVEN:
+        rounded = scaled.round()
+    else:
+        rounded = bitwise.quantized(scaled, _wide(cast.rounding, cast.random_bits), seed)
+    bounded = rounded.nan_to_num(nan=0.0).clamp(-32767 if cast.format.element.symmetric else -32768, 32767)
     payload.copy_(bounded)
     finite = scaled.isfinite()
     largest = int(torch.where(finite, bounded.abs(), 0.0).max()) if x.numel() else 0
@@ -157,115 +178,169 @@ def to_mantissas(x: Tensor, cast: Cast, exponent: int, seed: int = 0) -> Mantiss
     return Mantissas(payload, exponent, largest, cut, nonfinite, largest > 0 or bool(x.any()))
 
 
-def written(x: Tensor, cast: Cast, exponent: int) -> tuple[Mantissas, Tensor]:
-    """Return x as mantissas, and the values they stand for in fp32; what is not finite stays as it is."""
-    if x.device.type != "cpu" or not uses_library():
-        found = to_mantissas(x, cast, exponent)
-        result = values(found.payload, exponent)
-        return found, torch.where(x.isfinite(), result, x.float()) if found.nonfinite else result
-    payload = torch.empty(x.shape, dtype=torch.int16, device="cpu")
-    result = torch.empty(x.shape, dtype=torch.float32, device="cpu")
-    return Mantissas(payload, exponent, *_write(x, cast, exponent, payload, result)), result
-
-
-class Seen(NamedTuple):
-    """What one write under a shared exponent saw: numbers on a CPU, 0-d tensors on an accelerator."""
-
-    mantissa: Any  # the largest |mantissa| of what is finite
-    nonfinite: Any  # whether anything is infinite or NaN
-    vanished: Any  # whether all that was not zero became zero
-    overflowed: Any  # elements that did not fit
-    crowded: Any  # elements that would not fit under half the unit; 0 on a CPU where they were not asked for
-    elements: Any
-
-
-def write(x: Tensor, cast: Cast, exponent: int | Tensor, crowded: bool = False) -> tuple[Tensor, Seen, Tensor | None]:
-    """Return x as values of the format in fp32 under an exponent, what was seen, and the mantissas if there are some.
-
-    What is not finite stays as it is. An exponent that is a tensor on an accelerator is not waited for; there are no
-    mantissas then.
-    """
-    if isinstance(exponent, Tensor):
-        return *_write_without_waiting(x, cast, exponent), None
-    found, result = written(x, cast, exponent)
-    limit = _limit(cast)
-    close = int((found.payload.abs() > limit // 2).sum()) if crowded else 0
-    return result, seen_of(found, x.numel(), close), None if found.nonfinite else found.payload
-
-
-def seen_of(found: Mantissas | cpu_mantissas.Written, elements: int, crowded: int = 0) -> Seen:
-    """Return what was seen while mantissas were written, as all writes tell it."""
-    vanished = found.largest == 0 and found.nonfinite == 0 and found.any
-    return Seen(found.largest, found.nonfinite > 0, vanished, found.saturated, crowded, elements)
-
-
-def _limit(cast: Cast) -> int:
-    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
-    return int(cast.format.element.maximum)
-
-
-def _write_without_waiting(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Tensor, Seen]:
-    limit = _limit(cast)
-    scaled = torch.ldexp(x.double(), -exponent)
-    finite = scaled.isfinite()
-    rounded = torch.round(scaled)
-    bounded = rounded.clamp(-limit - 1, limit)
-    magnitude = torch.where(finite, bounded.abs(), 0.0)
-    largest = magnitude.amax() if x.numel() else magnitude.new_zeros(())
-    seen = Seen(
-        largest,
-        ~finite.all(),
-        (largest == 0) & (finite & (x != 0)).any() & finite.all(),
-        (finite & (bounded != rounded)).sum(),
-        (magnitude > limit // 2).sum(),
-        torch.full_like(largest, x.numel()),
-    )
-    return torch.where(finite, torch.ldexp(bounded, exponent), x.double()).float(), seen
-
-
-def write_(x: Tensor, cast: Cast, exponent: int) -> cpu_mantissas.Written:
-    """Round x, of fp32, in place to values of the format, but for what is not finite; return what was seen."""
-    if _is_direct(x):
-        seen = _write(x, cast, exponent, None, x)
-        torch.autograd.graph.increment_version(x)
-        return seen
-    found, result = written(x, cast, exponent)
-    x.copy_(result)
-    return cpu_mantissas.Written(*found[2:])
-
-
-def _write(x: Tensor, cast: Cast, exponent: int, payload: Tensor | None, result: Tensor) -> cpu_mantissas.Written:
-    assert isinstance(cast.format, ScaledFormat)
-    assert isinstance(cast.format.element, IntFormat)
-    symmetric = cast.format.element.symmetric
-    x = _readable(x)
-    return cpu_mantissas.to_int16(x, exponent, symmetric, cast.rounding, 0, payload, cast.random_bits, result)
-
-
-def write_step(
-    weight: Tensor, old: Mantissas, exponents: tuple[int, int], cast: Cast
-) -> tuple[cpu_mantissas.Written, cpu_mantissas.Written] | None:
-    """Write what a step has changed of a weight since it had mantissas, and the weight as the sum, in place.
-
-    `old` takes the new mantissas; `exponents` are those of the update and of the weight. Returns what was seen of both;
-    None, with nothing done, where one is to be written after the other.
-    """
-    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
-    if not _is_direct(weight):
-        return None
-    seen = cpu_mantissas.step_int16(weight, old.payload, (old.exponent, *exponents), cast.format.element.symmetric)
-    torch.autograd.graph.increment_version(weight)
-    return seen
-
-
 def values(payload: Tensor, exponent: int) -> Tensor:
     """The values of mantissas in fp32, which holds them exactly unless they leave its range."""
-    if payload.device.type == "cpu" and uses_library():
-        result = torch.empty_like(payload, dtype=torch.float32)
-        if result.stride() != payload.stride():  # it has gaps, or lies on itself
-            payload, result = payload.contiguous(), torch.empty(payload.shape, dtype=torch.float32, device="cpu")
-        cpu_mantissas.from_int16(payload, exponent, result)
-        return result
+    if not (payload.is_cpu and uses_library()):
+        return _defined_values(payload, exponent)
+    result = torch.empty_like(payload, dtype=torch.float32)
+    if result.stride() != payload.stride():  # it has gaps, or lies on itself
+        payload, result = payload.contiguous(), torch.empty(payload.shape, dtype=torch.float32, device="cpu")
+    from_int16(payload, exponent, result)
+    return result
+
+
+def _defined_values(payload: Tensor, exponent: int) -> Tensor:
     if -100 <= exponent <= 100:
         return payload.to(torch.float32) * 2.0**exponent
     return torch.ldexp(payload.double(), torch.tensor(exponent, device=payload.device)).float()
+
+
+def written(x: Tensor, cast: Cast, exponent: int) -> tuple[Mantissas, Tensor]:
+    """Return x as mantissas, and the values they stand for in fp32; what is not finite stays as it is."""
+    x = readable(x)
+    if not (x.is_cpu and uses_library()):
+        found = _converted(x, cast, exponent, 0, False)
+        result = _defined_values(found.payload, exponent)
+        return found, torch.where(x.isfinite(), result, x.float()) if found.nonfinite else result
+    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
+    payload, result = (torch.empty(x.shape, dtype=dtype, device="cpu") for dtype in (torch.int16, torch.float32))
+    symmetric = cast.format.element.symmetric
+    seen = to_int16(x, exponent, symmetric, cast.rounding, 0, payload, cast.random_bits, result)
+    return Mantissas(payload, exponent, *seen), result
+
+
+# -- the C++ kernels: contiguous tensors on the CPU, but where `Rows` says how they lie -------------------------------
+
+
+class Written(NamedTuple):
+    """What was seen while mantissas were written."""
+
+    largest: int  # the largest |mantissa| of what is finite
+    saturated: int  # finite elements that did not fit
+    nonfinite: int  # infinities, which saturate, and NaNs, which become 0
+    any: bool  # whether anything was not zero before it was rounded
+
+
+def to_int16(
+    x: Tensor,
+    exponent: int,
+    symmetric: bool,
+    rounding: Rounding,
+    seed: int,
+    out: Tensor | None,
+    random_bits: int | None = None,
+    result: Tensor | None = None,
+) -> Written:
+    """Write x * 2**-exponent, rounded and saturated, into the int16 tensor `out`, in one pass.
+
+    `symmetric` leaves out -32768. `result`, in fp32, takes what the mantissas stand for, and what is not
+    finite as it is; it may be x, and be asked for alone.
+    """
+    counts = array("q", (0,) * 4)
+    seen, _ = counts.buffer_info()
+    cpu.loaded().lowp_write_int16(
+        _mantissa_parameters(symmetric, rounding, random_bits),
+        cpu.CARRIERS[x.dtype],
+        cpu.address(x),
+        exponent,
+        None if out is None else cpu.address(out),
+        None if result is None else cpu.address(result),
+        x.numel(),
+        seed & cpu.MASK,
+        cpu.threads(),
+        seen,
+    )
+    largest, saturated, nonfinite, any_ = counts
+    return Written(largest, saturated, nonfinite, bool(any_))
+
+
+def from_int16(mantissas: Tensor, exponent: int, out: Tensor) -> None:
+    """Write mantissas * 2**exponent into `out`, fp32: exact unless it leaves the range."""
+    cpu.loaded().lowp_from_int16(cpu.address(mantissas), exponent, cpu.address(out), mantissas.numel(), cpu.threads())
+
+
+def grid(x: Tensor, lowest: bool) -> tuple[float, int | None]:
+    """Return the largest |x| of an fp32 tensor, and with `lowest` the exponent of the lowest bit that is set in it.
+
+    The largest is infinite or NaN if one is. Bits below 2**-126 count as 2**-127; zeros have none, nor have tensors
+    whose lowest bit was not asked for. The search for it ends where the bits are seen not to fit a mantissa of 16: then
+    neither is final.
+    """
+    found = array("q", (0,) * 2)
+    seen, _ = found.buffer_info()
+    cpu.loaded().lowp_grid(cpu.address(x), x.numel(), lowest, cpu.threads(), seen)
+    (maximum,) = _FP32.unpack(_WORD.pack(found[0]))
+    return maximum, None if found[1] == 1000 else found[1] - 127
+
+
+def exact_int16(x: Tensor, exponent: int, out: Tensor) -> int | None:
+    """Write x * 2**-exponent, of fp32, into the int16 tensor `out` and return the largest |mantissa|.
+
+    None where some element is no int16 under this exponent; `out` is then half written. Exponents from -100 to 100.
+    """
+    largest: int = cpu.loaded().lowp_exact_int16(cpu.address(x), exponent, cpu.address(out), x.numel(), cpu.threads())
+    return None if largest < 0 else largest
+
+
+class Rows(NamedTuple):
+    """How elements lie in memory: rows of neighbours, one every `stride` elements."""
+
+    rows: int
+    columns: int
+    stride: int
+
+
+def is_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows) -> bool:
+    """Whether every element of x, of fp32, is its mantissa * 2**exponent; both lie alike. Exponents -100 to 100."""
+    return _same_int16(x, mantissas, lie, exponent, False, 0) == 0
+
+
+def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows, symmetric: bool) -> float | None:
+    """Return the largest |x| of an fp32 tensor if `to_int16` to nearest even would write these mantissas, or None.
+
+    Both lie alike. Exponents from -100 to 100.
+    """
+    found = _same_int16(x, mantissas, lie, exponent, True, -32767 if symmetric else -32768)
+    if found < 0:
+        return None
+    (maximum,) = _FP32.unpack(_WORD.pack(found))
+    return float(maximum)
+
+
+def _same_int16(x: Tensor, mantissas: Tensor, lie: Rows, exponent: int, rounded: bool, lowest: int) -> int:
+    given = (cpu.address(x), cpu.address(mantissas), *lie, exponent, rounded, lowest, cpu.threads())
+    found: int = cpu.loaded().lowp_same_int16(*given)
+    return found
+
+
+def step_int16(
+    weight: Tensor, mantissas: Tensor, exponents: tuple[int, int, int], symmetric: bool
+) -> tuple[Written, Written]:
+    """Write what a step has changed of an fp32 weight, and the weight as the sum: each rounded once, to nearest even.
+
+    `mantissas` are those of the weight before the step, and take the new ones; the weight takes their values. The
+    exponents are those of the old mantissas, the update and the new weight. Returns what was seen of update and weight.
+    """
+    counts, given = array("q", (0,) * 8), array("i", exponents)
+    lowest = -32767 if symmetric else -32768
+    sizes = (lowest, weight.numel(), cpu.threads())
+    cpu.loaded().lowp_step_int16(cpu.address(weight), cpu.address(mantissas), _address(given), *sizes, _address(counts))
+    return _written(*counts[:4]), _written(*counts[4:])
+
+
+def _written(largest: int, saturated: int, nonfinite: int, any_: int) -> Written:
+    return Written(largest, saturated, nonfinite, bool(any_))
+
+
+def _address(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]
+
+
+@functools.cache
+def _wide(rounding: Rounding, random_bits: int | None) -> Cast:
+    return Cast(_WIDE, rounding, None, None, random_bits)
+
+
+@functools.cache
+def _mantissa_parameters(symmetric: bool, rounding: Rounding, random_bits: int | None) -> object:
+    return cpu.parameters(Cast(IntFormat("int16", 16, symmetric), rounding, random_bits=random_bits))

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.formats import Format, IntFormat, ScaledFormat
-from lowp.kernels import cpu_mantissas
+from lowp.kernels import mantissas
 from lowp.kernels.dispatch import uses_library
 from lowp.kernels.mantissas import (
     Mantissas,
-    current_exponent,
+    current_mantissas,
     exact_exponent,
     exact_mantissas,
     exponent_of,
@@ -146,24 +146,23 @@ def is_exact(x: Tensor, cast: Cast) -> bool:
     return found is not None and found.of == cast.format and exact(x, cast) is not None
 
 
-def rounded(x: Tensor, cast: Cast) -> Mantissas | None:
-    """Return x as mantissas by a cast that is not stochastic; None where x is not finite.
+def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0) -> Mantissas | None:
+    """Return x as mantissas by a cast; None where x is not finite, in fp64, or not on a CPU.
 
-    What is computed is kept for results of ops, since other contractions read them too.
+    What is computed is kept for results of ops, since other contractions read them too; but not of stochastic casts.
     """
+    if not x.is_cpu or x.dtype is torch.float64:
+        return None
+    if cast.is_stochastic:
+        return current_mantissas(x, cast, int(seed()))
     found = _find(x)
     if found is not None:
         again = _rounded_again(x, cast, found)
         if again is not None:
             return again
-    exponent = current_exponent(x, cast)
-    if exponent is None:
-        return None
-    result = to_mantissas(x, cast, exponent)
-    if result.nonfinite:  # under an exponent that was given
-        return None
-    if x.grad_fn is not None:
-        keep(x, cast, exponent, result.payload)
+    result = current_mantissas(x, cast)
+    if result is not None and x.grad_fn is not None:
+        keep(x, cast, result.exponent, result.payload)
     return result
 
 
@@ -177,7 +176,7 @@ def _rounded_again(x: Tensor, cast: Cast, found: _Kept) -> Mantissas | None:
     lie = _rows(x)
     if lie is None or abs(found.exponent) > _LARGEST or not uses_library():
         return None
-    maximum = cpu_mantissas.rounds_to_int16(x, payload, found.exponent, lie, _is_symmetric(cast))
+    maximum = mantissas.rounds_to_int16(x, payload, found.exponent, lie, _is_symmetric(cast))
     if maximum is None or not math.isfinite(maximum) or exponent_of(maximum, cast) != found.exponent:
         return None
     return Mantissas(payload, found.exponent, 0, 0, 0)
@@ -207,15 +206,15 @@ def _stands_for(x: Tensor, payload: Tensor, exponent: int) -> bool:
     lie = _rows(x)
     if lie is None or abs(exponent) > _LARGEST or not uses_library():
         return torch.equal(values(payload, exponent), x.detach())
-    return cpu_mantissas.is_int16(x, payload, exponent, lie)
+    return mantissas.is_int16(x, payload, exponent, lie)
 
 
-def _rows(x: Tensor) -> cpu_mantissas.Rows | None:
+def _rows(x: Tensor) -> mantissas.Rows | None:
     """Return how x lies in memory, whatever the order of its dimensions; None for what is not rows of neighbours."""
     if x.data_ptr() % 4:
         return None
     if x.is_contiguous():
-        return cpu_mantissas.Rows(1, x.numel(), x.numel())
+        return mantissas.Rows(1, x.numel(), x.numel())
     dims = sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1 and step > 0)
     merged: list[tuple[int, int]] = []
     for step, size in dims:
@@ -224,9 +223,9 @@ def _rows(x: Tensor) -> cpu_mantissas.Rows | None:
         else:
             merged.append((step, size))
     if len(merged) == 1 and merged[0][0] == 1:
-        return cpu_mantissas.Rows(1, merged[0][1], merged[0][1])
+        return mantissas.Rows(1, merged[0][1], merged[0][1])
     if len(merged) == 2 and merged[0][0] == 1:
-        return cpu_mantissas.Rows(merged[1][1], merged[0][1], merged[1][0])
+        return mantissas.Rows(merged[1][1], merged[0][1], merged[1][0])
     return None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
-from lowp.kernels import cpu, cpu_mantissas, packing, scaled
+from lowp.kernels import cpu, mantissas, packing, scaled
 from lowp.kernels.floats import home, narrow, widen
 from lowp.kernels.philox import Seed
 from lowp.kernels.scaled import Scales
@@ -125,12 +125,10 @@ def dequantize(module: ModuleType, q: Quantized) -> Tensor:
 
 def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
     x = x.contiguous()
-    if module is cpu and scales is None and (scale := _current_number(x, cast)) is not None:
-        out = torch.empty_like(x)
-        table = torch.tensor(((scale,),), dtype=torch.float64, device=x.device)
-        cpu.quantize_scaled(x.view(1, -1), cast, table, seed, out.view(1, -1), 0, None)
-        return out
-    scales = scaled.choose(x, cast) if scales is None else scales
+    if module is cpu and scales is None and (number := _current_number(x, cast)) is not None:
+        scales = Scales(torch.tensor(number, dtype=torch.float64, device=x.device))
+    elif scales is None:
+        scales = scaled.choose(x, cast)
     if module is cpu and x.numel() and x.dtype in (torch.float32, torch.float64):
         return _quantize_scaled_in_one_pass(x, cast, scales, seed)
     wide = widen(x)
@@ -149,7 +147,7 @@ def _current_number(x: Tensor, cast: Cast) -> float | None:
     assert isinstance(format.scale, FloatFormat)
     if scaling.kind != "current" or x.dtype is not torch.float32 or x.numel() == 0:
         return None
-    largest, _ = cpu_mantissas.grid(x, False)
+    largest, _ = mantissas.grid(x, False)
     wanted = largest * 2.0**scaling.headroom / float(format.element.maximum)
     if not wanted < format.scale.maximum:
         return None
@@ -165,7 +163,8 @@ def _quantize_scaled_in_one_pass(x: Tensor, cast: Cast, scales: Scales, seed: Se
     zero_point = None if scales.zero_point is None else scales.zero_point.reshape(rows, -1)
     group = scaled.block_size(scope, table.shape[1]) if scope.kind == "block" else 0
     cpu.quantize_scaled(table, cast, scale, seed, out.reshape(rows, -1), group, zero_point)
-    if bool((scale == 0).any()):  # a block too small for its e4m3 scale: zeros, where the division gives NaN
+    if scales.outer is not None and bool((scale == 0).any()):
+        # a block too small for its e4m3 scale: zeros, where the division gives NaN
         zeros = x * 0.0 if isinstance(cast.element, FloatFormat) and cast.element.has_minus_zero else 0.0
         out = torch.where(scaled.spread(scaled.divisor(scales), x.shape, scope) == 0, zeros, out)
     return out

@@ -17,7 +17,8 @@ from lowp.casts import Cast, Overflow
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope
 from lowp.kernels import bitwise
-from lowp.kernels.floats import CARRIERS, home, integer_parts, narrow, sign_and_magnitude, two_to_the, widen
+from lowp.kernels.dispatch import fastest
+from lowp.kernels.floats import CARRIERS, floor_log2, home, largest_finite, maximum, narrow, two_to_the, widen
 
 FP32 = FORMATS["fp32"]
 assert isinstance(FP32, FloatFormat)
@@ -102,35 +103,21 @@ def choose(x: Tensor, cast: Cast) -> Scales:
             f"{cast}: a {scaling.kind} scale depends on earlier tensors, which a cast does not record: use current "
             "scaling, or lowp.quantize with scale= computed from those tensors (lowp.statistics(x).maximum)"
         )
-    if format.affine:
-        return _affine(x, format)
-    if isinstance(format.element, IntFormat) and format.element.bits == 1:
-        return Scales(_mean_magnitude(x, format.scope))
+    if format.affine or format.element.bits == 1:
+        wide = widen(x)
+        return _affine(wide, format) if format.affine else Scales(_mean_magnitude(wide, format.scope))
     if is_ternary(format):
         return Scales(_mean_of_large(x, format.scope))
-    magnitude, infinity = sign_and_magnitude(x)[1], CARRIERS[x.dtype].infinity
-    finite = torch.where(magnitude < infinity, magnitude, 0)  # as integers they are in the order of the numbers
-    largest = widen(_maximum(fold(finite, format.scope)).view(x.dtype))
+    largest, is_finite = largest_finite(fold(x, format.scope))
     if isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero:
         scale = _power_of_two(largest, format, scaling.headroom)
         outer = None
     else:
-        scale, outer = _ratio(largest * 2.0**scaling.headroom, _maximum(largest.reshape(-1)), format)
+        scale, outer = _ratio(largest * 2.0**scaling.headroom, maximum(largest.reshape(-1)), format)
     if isinstance(format.scale, FloatFormat) and format.scale.bits <= 8 and format.scale.has_nan:
         # a scale of few bits marks a group with a NaN or an infinity by being NaN (OCP MX 1.0 section 6.3)
-        scale = torch.where(_maximum(fold(magnitude, format.scope)) >= infinity, torch.nan, scale)
+        scale = torch.where(is_finite, scale, torch.nan)
     return Scales(scale, None, outer)
-
-
-def _maximum(folded: Tensor) -> Tensor:
-    return folded.amax(-1) if folded.shape[-1] else folded.sum(-1, dtype=folded.dtype)
-
-
-def floor_log2(x: Tensor) -> Tensor:
-    """Return floor(log2 x) of positive fp64 numbers, from their bits (int64); zero gives less than any exponent."""
-    _, significand, exponent = integer_parts(x)
-    leading = torch.frexp(significand.to(torch.float64))[1].to(torch.int64) - 1 + exponent
-    return torch.where(significand == 0, -5000, leading)
 
 
 def _power_of_two(largest: Tensor, format: ScaledFormat, headroom: int) -> Tensor:
@@ -155,18 +142,25 @@ def _ratio(largest: Tensor, of_all: Tensor, format: ScaledFormat) -> tuple[Tenso
     if format.outer is None:
         return _rounded_scale(largest / highest, format.scale), None
     outer = _rounded_scale(of_all / (format.scale.maximum * highest), format.outer)
-    scale = bitwise.quantized(largest / highest / outer, Cast(format.scale, overflow=Overflow.SATURATE))
+    scale = _rounded(largest / highest / outer, Cast(format.scale, overflow=Overflow.SATURATE))
     return scale, outer
+
+
+def _rounded(x: Tensor, cast: Cast) -> Tensor:
+    """Return fp64 numbers rounded by an elementwise cast."""
+    values = torch.empty_like(x, memory_format=torch.contiguous_format)
+    fastest(x.device).quantize(x.contiguous(), cast, 0, values)
+    return values
 
 
 def _rounded_scale(scale: Tensor, format: FloatFormat) -> Tensor:
     """Return a scale in its format: 1 for an all-zero group, else a normal number (a subnormal one would be coarse)."""
-    rounded = bitwise.quantized(scale, Cast(format, overflow=Overflow.SATURATE))
+    rounded = _rounded(scale, Cast(format, overflow=Overflow.SATURATE))
     return torch.where(scale == 0, 1.0, rounded.clamp(min=format.smallest_normal))
 
 
 def _mean_magnitude(x: Tensor, scope: Scope) -> Tensor:
-    finite = torch.where(x.isfinite(), widen(x), 0.0)
+    finite = torch.where(x.isfinite(), x, 0.0)
     count = fold(x.isfinite().to(torch.float64), scope).sum(-1)
     mean = fold(finite.abs(), scope).sum(-1) / count.clamp(min=1)
     return _rounded_scale(mean, FP32)  # type: ignore[arg-type]
@@ -193,8 +187,8 @@ def _affine(x: Tensor, format: ScaledFormat) -> Scales:
     """Return scale = (max - min) / (2**bits - 1) and the zero point that maps min, widened to hold 0, to the lowest."""
     element = format.element
     assert isinstance(element, IntFormat) and isinstance(format.scale, FloatFormat)
-    folded = fold(torch.where(x.isfinite(), widen(x), 0.0), format.scope)
-    highest, lowest = _maximum(folded).clamp(min=0), (-_maximum(-folded)).clamp(max=0)
+    folded = fold(torch.where(x.isfinite(), x, 0.0), format.scope)
+    highest, lowest = maximum(folded).clamp(min=0), (-maximum(-folded)).clamp(max=0)
     scale = _rounded_scale((highest - lowest) / (element.maximum - element.minimum), format.scale)
     zero_point = (element.minimum - lowest / scale).round().clamp(element.minimum, element.maximum)
     return Scales(scale, zero_point)
@@ -230,10 +224,10 @@ def values(element: Tensor, cast: Cast, scales: Scales, dtype: torch.dtype) -> T
     if dtype == torch.float64:
         return narrow(wide, dtype)
     if dtype != torch.float32 and not has_power_of_two(scaled_format(cast)):
-        return narrow(bitwise.quantized(wide, replace(_TO_16_BITS[dtype], overflow=Overflow.SATURATE)), dtype)
-    found = narrow(bitwise.quantized(wide, TO_FP32), torch.float32)
+        return narrow(_rounded(wide, replace(_TO_16_BITS[dtype], overflow=Overflow.SATURATE)), dtype)
+    found = narrow(_rounded(wide, TO_FP32), torch.float32)
     if dtype != torch.float32:
-        rounded = narrow(bitwise.quantized(found, _TO_16_BITS[dtype]), dtype)
+        rounded = narrow(_rounded(found, _TO_16_BITS[dtype]), dtype)
         if not torch.equal(widen(rounded).nan_to_num(), widen(found).nan_to_num()):
             raise InvalidInput(cannot_hold(cast, dtype))
         return rounded
@@ -247,20 +241,6 @@ def cannot_hold(cast: Cast, dtype: torch.dtype) -> str:
     """Return the text for a dtype that results would not fit."""
     wider = "float64" if dtype == torch.float32 else "float32"
     return f"{cast}: {dtype} cannot hold every result exactly: convert to {wider} first"
-
-
-def fits(cast: Cast, dtype: torch.dtype) -> bool:
-    """Whether `dtype` can hold values under this cast: fp64 always, others with one more rounding.
-
-    16 bits take that rounding under a scale of any fraction, whose products are longer than an element anyway. Under a
-    power of two the value is the element's own digits, and 16 bits have to hold them all.
-    """
-    format = scaled_format(cast)
-    if dtype in (torch.float64, torch.float32) or not has_power_of_two(format):
-        return True
-    element = format.element
-    digits = element.precision if isinstance(element, FloatFormat) else max(element.bits - 1, 1)
-    return digits <= CARRIERS[dtype].precision
 
 
 def has_power_of_two(format: ScaledFormat) -> bool:
@@ -317,23 +297,23 @@ def _given(scale: object, name: str, cast: Cast, x: Tensor) -> Tensor:
             )
         if scale.dtype not in CARRIERS:
             scale = scale.to(home(scale.device)).to(torch.float64)
-        found = widen(scale.detach().to(home(x.device)))
+        found = scale.detach().to(home(x.device))
     else:
         found = torch.tensor(float(scale), dtype=torch.float64, device=home(x.device))
     count = 1
     for size in shape:
         count *= size
     if found.numel() == 1:
-        return found.reshape(()).expand(shape)
+        return widen(found.reshape(()).expand(shape))
     if found.numel() != count:
         expected = f"shape {shape}" if shape else "one number"
         raise InvalidInput(f"{cast}: {name} has shape {tuple(found.shape)}; a tensor {tuple(x.shape)} takes {expected}")
-    return found.reshape(shape)
+    return widen(found.reshape(shape))
 
 
 def _is_scale(scale: Tensor, format: FloatFormat | PowerOfTwo) -> Tensor:
     if isinstance(format, FloatFormat) and format.has_zero:
-        return (bitwise.quantized(scale, Cast(format)) == scale) & (scale > 0) & scale.isfinite()
+        return (_rounded(scale, Cast(format)) == scale) & (scale > 0) & scale.isfinite()
     lowest, highest = exponent_range(format)
     exponent = floor_log2(scale)
     inside = (scale > 0) & scale.isfinite() & (exponent >= lowest) & (exponent <= highest)

@@ -24,9 +24,9 @@ from lowp.ops.casting import (
     result_dtype,
     shield,
 )
-from lowp.ops.contraction import check, matmul, runner
+from lowp.ops.contraction import matmul, runner
 from lowp.ops.generic import finished
-from lowp.ops.signature import bound
+from lowp.ops.signature import bound, check
 from lowp.ops.trilinear import OUTPUT
 from lowp.policy import Rule
 

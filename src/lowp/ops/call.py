@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.errors import Unavailable
 from lowp.exponents import PlaceSite
+from lowp.kernels.mantissas import has_mantissas
 from lowp.ops.casting import carried, carrier_dtype, draw_seed, result_dtype, rounded
 from lowp.ops.observing import Watch, role_of
 from lowp.policy import Accumulation, Rule
@@ -43,6 +45,25 @@ class RoleCasts:
         return cast
 
     @property
+    def sums_integers(self) -> bool:
+        """Whether products are sums of integers.
+
+        Raises Unavailable where the rule asks for that and its operands are not int16 under one exponent.
+        """
+        accumulate, rule = self.accumulate, self.rule
+        if accumulate is None or accumulate.format not in ("int32", "exact"):
+            return False
+        if has_mantissas(rule.input) and has_mantissas(rule.weight):
+            return True
+        for role in ("input", "weight"):
+            if not has_mantissas(self.of(role)):
+                raise Unavailable(
+                    f"accumulate={accumulate} sums int16 mantissas, and {role} is {getattr(rule, role) or 'fp32'}: "
+                    "use dfp16 or flex16+5 for the operands, or accumulate in fp32, fp16/n or bf16/n"
+                )
+        return True
+
+    @property
     def gradient_dtype(self) -> torch.dtype:
         """The dtype that gradients are written in."""
         return result_dtype(self.rule.output)
@@ -52,7 +73,7 @@ class RoleCasts:
         to = self.of(role)
         if self.watch is not None:
             self.watch(x, role, to)
-        return rounded(x, to, self.seed, axis, dtype)
+        return x if to is None else rounded(x, to, self.seed, axis, dtype)
 
     def carry(self, x: Tensor, role: str, axis: int = -1) -> Tensor:
         """Return x rounded by its role, in the dtype that carries an operand of a contraction; part of the graph."""

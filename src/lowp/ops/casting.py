@@ -106,19 +106,6 @@ def is_castable(*tensors: Tensor | None) -> bool:
     )
 
 
-def is_ordinary(*tensors: Any) -> bool:
-    """Whether rules apply to all of these, and each of them lies in one strided block, or is None."""
-    compiling = torch.compiler.is_compiling()
-    for one in tensors:
-        if one is None:
-            continue
-        if not isinstance(one, Tensor) or not one.is_floating_point() or one.dtype is torch.float64:
-            return False
-        if not compiling and (one.layout is not torch.strided or one.is_nested or one.is_mkldnn):
-            return False
-    return True
-
-
 def _is_mkldnn(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and x.is_mkldnn
 

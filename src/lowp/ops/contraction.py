@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from lowp.ops.call import Call
-from lowp.ops.casting import is_ordinary
 from lowp.ops.equations import Equation, parse_einsum, parse_tensordot
 from lowp.ops.generic import has_irregular, irregular
 from lowp.ops.observing import role_of
 from lowp.ops.products import contract
 from lowp.ops.short import short_linear
-from lowp.ops.signature import Mismatch, bound, plain, without_out, written
+from lowp.ops.signature import Mismatch, bound, check, plain, require, without_out, written
 from lowp.ops.trilinear import Einsum, Linear
 
 Runner = Callable[[Call], Any]
@@ -34,11 +33,13 @@ def runner(run: Callable[[Call], Any]) -> Runner:
     @wraps(run)
     def outer(call: Call) -> Any:
         try:
+            if "out" not in call.kwargs:
+                return run(call)
             inner, out = without_out(call)
             result = run(inner)
         except Mismatch:
             return irregular(call) if has_irregular((call.args, call.kwargs)) else plain(call)
-        return result if out is None else written(call, result, out)
+        return written(call, result, out)
 
     return outer
 
@@ -285,17 +286,3 @@ def _chained(call: Call, matrices: list[Tensor], split: dict[tuple[int, int], in
     left = _chained(call, matrices, split, first, middle)
     right = _chained(call, matrices, split, middle + 1, last)
     return _pair(call, Equation(("mk", "kn", "mn")), left, right, torch.mm)
-
-
-def check(*tensors: Any) -> None:
-    """Leave the call to the function itself where an operand is no floating-point tensor of up to 32 bits.
-
-    So is one with sparse or nested operands, which the function alone can multiply; their values are rounded before.
-    """
-    require(is_ordinary(*tensors))
-
-
-def require(condition: bool) -> None:
-    """Leave the call to the function itself, which refuses it in its own words."""
-    if not condition:
-        raise Mismatch

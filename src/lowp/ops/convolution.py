@@ -19,9 +19,9 @@ from lowp.kernels import integer
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas
 from lowp.ops.call import Call
-from lowp.ops.contraction import check, require, runner
+from lowp.ops.contraction import runner
 from lowp.ops.products import contract
-from lowp.ops.signature import Mismatch, bound
+from lowp.ops.signature import Mismatch, bound, check, require
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair
 
 Sizes = tuple[int, ...]

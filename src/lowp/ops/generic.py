@@ -120,7 +120,8 @@ def _with_own_bias(call: Call) -> tuple[tuple[Any, ...], Tensor | None]:
 
 def has_irregular(value: Any) -> bool:
     """Whether there is a sparse, nested or MKLDNN tensor among arguments."""
-    return any(is_irregular(x) for x in tensors_of(value))
+    tensors = tensors_of(value)
+    return not torch.compiler.is_compiling() and any(x.layout is not torch.strided or x.is_nested for x in tensors)
 
 
 def refused(call: Call) -> Any:

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.ops.call import Call
-from lowp.ops.contraction import check, require, runner
+from lowp.ops.contraction import runner
 from lowp.ops.fp32 import Computation, Gradients, computed_in_fp32, is_one_kernel
 from lowp.ops.generic import irregular
 from lowp.ops.int16.saved import Fp32Function, Tensors, computed_and_rounded
-from lowp.ops.signature import bound
+from lowp.ops.signature import bound, check, require
 
 
 @dataclass(frozen=True)

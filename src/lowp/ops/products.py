@@ -36,7 +36,7 @@ from lowp.ops.casting import (
     shield,
     with_tangents,
 )
-from lowp.ops.int16.contraction import integer_contraction, is_integer
+from lowp.ops.int16.contraction import integer_contraction
 from lowp.ops.int16.nodes import fp64_contraction
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.policy import Rule
@@ -52,13 +52,13 @@ _OTHERS = {FIRST: (SECOND, OUTPUT), SECOND: (FIRST, OUTPUT), OUTPUT: (FIRST, SEC
 
 def summed(casts: RoleCasts) -> RoleCasts:
     """Return how products of values are rounded and summed; integers that run as such values are summed in fp32."""
-    return replace(casts, accumulate=None) if is_integer(casts.rule) else casts
+    return replace(casts, accumulate=None) if casts.sums_integers else casts
 
 
 def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return the output of a contraction whose operands are cast by the call's rule, each by its role."""
     casts = call.casts
-    if casts.accumulate is not None and is_integer(call.rule):
+    if casts.accumulate is not None and casts.sums_integers:
         if casts.roles == ("input", "weight") or call.rule.input == call.rule.weight:
             result = integer_contraction(form, call, casts, (first, second, bias), _integer_gradients)
             if result is not None:

@@ -68,3 +68,34 @@ def written(call: Call, result: Tensor, out: Tensor | None) -> Tensor:
 def plain(call: Call) -> Any:
     """Return what the function itself makes of the call: for tensors that no rule speaks of, and for its own errors."""
     return call.func(*call.args, **call.kwargs)
+
+
+# -- which calls rules apply to -------------------------------------------------------------------------------------
+
+
+def check(*tensors: Any) -> None:
+    """Leave the call to the function itself where an operand is no floating-point tensor of up to 32 bits.
+
+    So is one with sparse or nested operands, which the function alone can multiply; their values are rounded before.
+    """
+    if not is_ordinary(*tensors):
+        raise Mismatch
+
+
+def require(condition: bool) -> None:
+    """Leave the call to the function itself, which refuses it in its own words."""
+    if not condition:
+        raise Mismatch
+
+
+def is_ordinary(*tensors: Any) -> bool:
+    """Whether rules apply to all of these, and each of them lies in one strided block, or is None."""
+    compiling = torch.compiler.is_compiling()
+    for one in tensors:
+        if one is None:
+            continue
+        if not isinstance(one, Tensor) or not one.is_floating_point() or one.dtype is torch.float64:
+            return False
+        if not compiling and (one.layout is not torch.strided or one.is_nested or one.is_mkldnn):
+            return False
+    return True

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.ops.call import Call
-from lowp.ops.contraction import check, require, runner
+from lowp.ops.contraction import runner
 from lowp.ops.fp32 import Computation, computed_in_fp32
-from lowp.ops.signature import bound
+from lowp.ops.signature import bound, check, require
 
 
 @dataclass(frozen=True)

@@ -344,8 +344,8 @@ class Engine(TorchFunctionMode):
     ) -> Call:
         """Return the call with the site of this op at this spot of the step."""
         assert self.exponents is not None and self.spots is not None and rule.output is not None
-        where = self.spots.spot(self.path.outermost, self.path.current, row.name)
-        site = self.exponents.site(rule.output, where, self.spots, None if watch is None else watch.written)
+        where = self.path.outermost, self.path.current, row.name
+        site = self.spots.site(self.exponents, rule.output, where, None if watch is None else watch.written)
         return Call(row.name, func, args, kwargs, rule, self.weights, draw_seed, site, watch)
 
     def rests(self) -> bool:

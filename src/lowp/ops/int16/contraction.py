@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.errors import Unavailable
 from lowp.exponents import PlaceSite
 from lowp.kernels import payloads, words
-from lowp.kernels.dispatch import has_integer_kernels
-from lowp.kernels.mantissas import Mantissas, current_exponent, has_mantissas, to_mantissas, values
+from lowp.kernels.mantissas import Mantissas, has_mantissas, values
 from lowp.kernels.products import contract, contract_mantissas
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import functorch_is_active, operand, shield
@@ -37,25 +35,9 @@ from lowp.ops.int16.nodes import (
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.policy import Accumulation, Rule
 
-__all__ = ["integer_contraction", "is_integer"]
+__all__ = ["integer_contraction"]
 
 Gradients = Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
-_KINDS = ("int32", "exact")
-
-
-def is_integer(rule: Rule) -> bool:
-    """Whether a rule asks for integer sums; raises Unavailable where its operands are not int16 under one exponent."""
-    if rule.accumulate is None or rule.accumulate.format not in _KINDS:
-        return False
-    if has_mantissas(rule.input) and has_mantissas(rule.weight):
-        return True
-    for role in ("input", "weight"):
-        if not has_mantissas(getattr(rule, role)):
-            raise Unavailable(
-                f"accumulate={rule.accumulate} sums int16 mantissas, and {role} is {getattr(rule, role) or 'fp32'}: "
-                "use dfp16 or flex16+5 for the operands, or accumulate in fp32, fp16/n or bf16/n"
-            )
-    return True
 
 
 def integer_contraction(
@@ -68,17 +50,21 @@ def integer_contraction(
     if functorch_is_active():
         return None
     first, second, bias = tensors
-    a, b = _mantissas(first, casts.of(casts.roles[0]), casts), _mantissas(second, casts.of(casts.roles[1]), casts)
+    to_first, to_second = casts.of(casts.roles[0]), casts.of(casts.roles[1])
+    assert to_first is not None and to_second is not None  # integers are what the rule asks for
+    a = payloads.rounded(first, to_first, casts.seed)
+    b = payloads.rounded(second, to_second, casts.seed)
     if a is None or b is None:
         return None if call.site is None else fp64_contraction(form, call, first, second, bias)
-    casts.tell(first, casts.roles[0])
-    casts.tell(second, casts.roles[1])
-    left, right = (operand(x, one.payload, torch.float32) for x, one in ((first, a), (second, b)))
+    if casts.watch is not None:
+        casts.tell(first, casts.roles[0])
+        casts.tell(second, casts.roles[1])
+    left, right = operand(first, a.payload, torch.float32), operand(second, b.payload, torch.float32)
     apply: Callable[..., Tensor] = _IntegerProduct.apply
     written = None
     if call.site is not None:
-        role_of = gradient_roles()
-        written = _Written(call.site.part(), (role_of(first), role_of(second)))
+        site, role_of = call.site.part(), gradient_roles()
+        written = _Written(site, (role_of(first), role_of(second)))
     return apply(form, (call.op, casts), left.edge, right.edge, bias, a, b, in_fp32, written)
 
 
@@ -90,14 +76,10 @@ class _Written(NamedTuple):
 
 
 def _mantissas(x: Tensor, to: Cast | None, casts: RoleCasts) -> Mantissas | None:
-    """Return x as mantissas, or None where that cannot be: not on the CPU, nothing to round to, or not finite."""
-    if to is None or not has_mantissas(to) or not has_integer_kernels(x) or x.dtype is torch.float64:
+    """Return a gradient as mantissas, or None where that cannot be: nothing to round to, or no finite numbers."""
+    if to is None or not has_mantissas(to):
         return None
-    if to.is_stochastic:
-        exponent = current_exponent(x, to)
-        found = None if exponent is None else to_mantissas(x, to, exponent, int(casts.seed()))
-        return None if found is None or found.nonfinite else found
-    return payloads.rounded(x, to)
+    return payloads.rounded(x, to, casts.seed)
 
 
 class _IntegerProduct(torch.autograd.Function):
@@ -138,11 +120,11 @@ class _IntegerProduct(torch.autograd.Function):
             incoming = None if torch.is_grad_enabled() or written is None else _as_it_came(gradient, casts.rule)
             if written is not None and incoming is None:
                 gradient = rounded_gradient(gradient, written.site, OUTPUT_GRADIENT, torch.is_grad_enabled())
-            elif incoming is not None:
+            elif incoming is not None and casts.watch is not None:
                 casts.tell(gradient, "grad")
             if incoming is None and not torch.is_grad_enabled():
                 incoming = _mantissas(gradient, casts.rule.grad, casts)
-                if written is None and incoming is not None:
+                if written is None and incoming is not None and casts.watch is not None:
                     casts.tell(gradient, "grad")
             if incoming is None:
                 operands = [values(one.payload, one.exponent) for one in saved]
@@ -162,10 +144,12 @@ class _IntegerProduct(torch.autograd.Function):
 def _words(ctx: Any, gradient: Tensor, high: Mantissas) -> list[Mantissas]:
     """Return the gradient as the one word that it was rounded to, or as two where one would lose columns of it."""
     cast = ctx.casts.rule.grad
+    if gradient.shape[-1:] < (words.FEATURES,):
+        return [high]
     if gradient.dim() != 2 and not isinstance(ctx.form, Linear):
         return [high]
     if not words.has_low_word(cast):
-        if not cast.is_stochastic and gradient.shape[-1:] >= (words.FEATURES,):
+        if not cast.is_stochastic:
             value = values(high.payload, high.exponent)
             words.warn_of_loss(gradient, value, cast, f"the gradient of {ctx.op}, {list(gradient.shape)}")
         return [high]
@@ -241,8 +225,8 @@ def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: list[Mantissa
 
 def _value(parts: list[Mantissas]) -> Tensor:
     """Return the words of a tensor in fp32, which holds them."""
-    first, *rest = (values(one.payload, one.exponent) for one in parts)
-    return sum(rest, first)
+    result = values(parts[0].payload, parts[0].exponent)
+    return result if len(parts) == 1 else result + values(parts[1].payload, parts[1].exponent)
 
 
 def _written_gradients(found: Sequence[Tensor | None], written: _Written | None) -> list[Tensor | None]:

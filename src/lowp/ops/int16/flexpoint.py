@@ -32,7 +32,7 @@ from lowp.ops.int16.saved import (
     computed_and_rounded,
 )
 from lowp.ops.observing import role_of
-from lowp.ops.table import Row
+from lowp.ops.table import Row, runner
 
 __all__ = ["again", "by_itself", "divided", "dropped", "fused", "is_flexpoint", "multiplied", "norm"]
 
@@ -51,7 +51,7 @@ def is_flexpoint(cast: Cast | None) -> bool:
 
 def by_itself(row: Row, call: Call) -> Any:
     """Run a contraction that writes each of its products itself, from the exact sum."""
-    return row.run(call.rule)(call)
+    return runner(row.product or row.runner)(call)
 
 
 def norm(row: Row, call: Call) -> Any:

@@ -23,12 +23,12 @@ from lowp.formats import IntFormat, ScaledFormat
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.ops.call import Call
 from lowp.ops.casting import functorch_is_active, shield
-from lowp.ops.contraction import function_name, require
+from lowp.ops.contraction import function_name
 from lowp.ops.int16.pooling import pool
 from lowp.ops.int16.saved import Fp32Function, dropout_function
 from lowp.ops.observed import told
 from lowp.ops.observing import role_of
-from lowp.ops.signature import Mismatch, bound, plain
+from lowp.ops.signature import Mismatch, bound, plain, require
 from lowp.policy import Policy, Rule
 
 __all__ = [

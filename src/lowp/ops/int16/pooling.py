@@ -17,11 +17,10 @@ from torch import Tensor
 from lowp.kernels import payloads
 from lowp.ops.call import Call
 from lowp.ops.casting import shield
-from lowp.ops.contraction import require
 from lowp.ops.generic import tensors_of
 from lowp.ops.observed import told
 from lowp.ops.observing import role_of
-from lowp.ops.signature import Mismatch, bound, plain
+from lowp.ops.signature import Mismatch, bound, plain, require
 from lowp.ops.table import Row
 
 __all__ = ["max_pool2d", "max_pool3d", "pool", "relu", "selecting"]

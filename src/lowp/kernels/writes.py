@@ -1,0 +1,97 @@
+"""Writes under shared exponents: values of the format, the mantissas that stand for them, and what was seen of both."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.formats import IntFormat, ScaledFormat
+from lowp.kernels.mantissas import Mantissas, Written, is_direct, step_int16, to_int16, written
+
+__all__ = ["Seen", "seen_of", "write", "write_", "write_step"]
+
+
+class Seen(NamedTuple):
+    """What one write under a shared exponent saw: numbers on a CPU, 0-d tensors on an accelerator."""
+
+    mantissa: Any  # the largest |mantissa| of what is finite
+    nonfinite: Any  # whether anything is infinite or NaN
+    vanished: Any  # whether all that was not zero became zero
+    overflowed: Any  # elements that did not fit
+    crowded: Any  # elements that would not fit under half the unit; 0 on a CPU where they were not asked for
+    elements: Any
+
+
+def write(x: Tensor, cast: Cast, exponent: int | Tensor, crowded: bool = False) -> tuple[Tensor, Seen, Tensor | None]:
+    """Return x as values of the format in fp32 under an exponent, what was seen, and the mantissas if there are some.
+
+    What is not finite stays as it is. An exponent that is a tensor on an accelerator is not waited for; there are no
+    mantissas then.
+    """
+    if isinstance(exponent, Tensor):
+        return *_write_without_waiting(x, cast, exponent), None
+    found, result = written(x, cast, exponent)
+    close = int((found.payload.abs() > _limit(cast) // 2).sum()) if crowded else 0
+    return result, seen_of(found, x.numel(), close), None if found.nonfinite else found.payload
+
+
+def seen_of(found: Mantissas | Written, elements: int, crowded: int = 0) -> Seen:
+    """Return what was seen while mantissas were written, as all writes tell it."""
+    vanished = found.largest == 0 and found.nonfinite == 0 and found.any
+    return Seen(found.largest, found.nonfinite > 0, vanished, found.saturated, crowded, elements)
+
+
+def _limit(cast: Cast) -> int:
+    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
+    return int(cast.format.element.maximum)
+
+
+def _write_without_waiting(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Tensor, Seen]:
+    limit = _limit(cast)
+    scaled = torch.ldexp(x.double(), -exponent)
+    finite = scaled.isfinite()
+    rounded = torch.round(scaled)
+    bounded = rounded.clamp(-limit - 1, limit)
+    magnitude = torch.where(finite, bounded.abs(), 0.0)
+    largest = magnitude.amax() if x.numel() else magnitude.new_zeros(())
+    seen = Seen(
+        largest,
+        ~finite.all(),
+        (largest == 0) & (finite & (x != 0)).any() & finite.all(),
+        (finite & (bounded != rounded)).sum(),
+        (magnitude > limit // 2).sum(),
+        torch.full_like(largest, x.numel()),
+    )
+    return torch.where(finite, torch.ldexp(bounded, exponent), x.double()).float(), seen
+
+
+def write_(x: Tensor, cast: Cast, exponent: int) -> Written:
+    """Round x, of fp32, in place to values of the format, but for what is not finite; return what was seen."""
+    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
+    if is_direct(x):
+        y, symmetric = x.detach(), cast.format.element.symmetric
+        seen = to_int16(y, exponent, symmetric, cast.rounding, 0, None, cast.random_bits, y)
+        torch.autograd.graph.increment_version(x)
+        return seen
+    found, result = written(x, cast, exponent)
+    x.copy_(result)
+    return Written(*found[2:])
+
+
+def write_step(
+    weight: Tensor, old: Mantissas, exponents: tuple[int, int], cast: Cast
+) -> tuple[Written, Written] | None:
+    """Write what a step has changed of a weight since it had mantissas, and the weight as the sum, in place.
+
+    `old` takes the new mantissas; `exponents` are those of the update and of the weight. Returns what was seen of both;
+    None, with nothing done, where one is to be written after the other.
+    """
+    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
+    if not is_direct(weight):
+        return None
+    seen = step_int16(weight, old.payload, (old.exponent, *exponents), cast.format.element.symmetric)
+    torch.autograd.graph.increment_version(weight)
+    return seen

@@ -1,0 +1,57 @@
+"""What a planned call costs: the functions of lowp that run in one, counted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowp
+from lowp.kernels import cpu
+
+ROOT = str(Path(lowp.__file__).parent)
+# of a linear layer without gradient, with it, and of its backward; a tenth above what they are
+MOST = {
+    "fp16": (42, 36, 46),
+    "bf16": (42, 36, 46),
+    "e5m7": (133, 90, 108),
+    "fp8": (164, 82, 122),
+    "dfp16": (104, 112, 119),
+}
+
+
+def functions_of_lowp(run: Callable[[], object]) -> int:
+    """Return how many calls of lowp's own functions a call is made of."""
+    count = 0
+
+    def see(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(ROOT)
+
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+@pytest.mark.parametrize("precision", MOST)
+def test_a_planned_linear_layer_runs_few_functions(precision: str) -> None:
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    found: list[int] = []
+    results: list[Tensor] = []
+    with lowp.autocast(precision):
+        for _ in range(2):  # the first call is planned
+            with torch.no_grad():
+                found.append(functions_of_lowp(lambda: F.linear(x, layer.weight, layer.bias)))
+            found.append(functions_of_lowp(lambda: results.append(F.linear(x, layer.weight, layer.bias))))
+            found.append(functions_of_lowp(lambda: results.pop().sum().backward()))
+    assert all(count <= most for count, most in zip(found[3:], MOST[precision], strict=True)), found
