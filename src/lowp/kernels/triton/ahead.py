@@ -19,6 +19,7 @@ from lowp.kernels.triton import steps
 from lowp.kernels.triton.device import casts, codes, counts, products, updates
 from lowp.kernels.triton.launch import BLOCK, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, INTEGER_NAMES, Codes, Numbers, exact, is_direct, layout, plan
+from lowp.kernels.triton.products import TILE
 from lowp.kernels.triton.steps import Momentum, Moves
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -68,6 +69,21 @@ def compiled(configuration: Configuration, capability: int) -> Compiled:
     found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]*?);", sass)
     return Compiled(found["REG"], found["STACK"], found["LOCAL"], binary.metadata.shared, "\n".join(lines))
+
+
+def instructions(compiled: Compiled) -> int:
+    """Return how many instructions the machine code has, padding apart."""
+    return sum(not line.strip().startswith("NOP") for line in compiled.sass.splitlines())
+
+
+def usual_path(configuration: Configuration) -> Configuration:
+    """Return the kernel without the branch that compares more than 32 random bits, which one draw in 2**32 takes."""
+    form = configuration.constants.get("FORM")
+    if form is None or form.random_bits <= 32:
+        return configuration
+    usual = form._replace(random_bits=32)
+    constants = configuration.constants | {"FORM": usual, "EXACT": exact(usual)}
+    return configuration._replace(constants=constants)
 
 
 # arguments that are 0, or a multiple of 16, in all but rare calls: Triton compiles others apart
@@ -185,3 +201,13 @@ def configurations() -> Iterator[Configuration]:
     for text in ("e4m3fn", "e5m2", "e2m1", "i8s"):
         yield from (decode(parse(text), dtype) for dtype in (torch.float32, *half))
     yield from (statistics(dtype) for dtype in (torch.float32, *half, torch.float64))
+    for gradient in ("fp32", "bf16", "fp16"):
+        scaled = {"DTYPE": gradient, "SPLIT": True, "SCALED": True, "MAXIMIZE": False}
+        yield step("adamw", **scaled, NEAR=True)
+        yield step("sgd", **scaled, MOMENTUM=True, NESTEROV=False, DECAY=True)
+        yield from (step("check", DTYPE=gradient, UNSCALE=True, COUNTS=counted) for counted in (False, True))
+
+
+def products_of_integers() -> Iterator[Configuration]:
+    """Yield the int16 products, which need tensor cores for int8: compute capability 8.0 and above."""
+    yield from (product(kind, TILE) for kind in ("int16", "int64", "fp32", "fp64", "chained"))
