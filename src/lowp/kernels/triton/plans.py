@@ -1,4 +1,4 @@
-"""A cast as the kernels take it: its form, which is compiled in, and its numbers, which are arguments. No triton.
+"""A cast as the kernels take it: its form, which is compiled in, and its numbers, which are arguments. Loads no triton.
 
 Formats of one form share a compiled kernel: e4m3fn and e5m2 to nearest even differ in numbers alone.
 """
