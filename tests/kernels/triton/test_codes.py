@@ -8,6 +8,7 @@ from exact_casts import FORMATS_TRIED, bits, inputs
 from torch import Tensor
 
 from lowp.casts import Cast, parse
+from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import bitwise, reference, triton
 from lowp.kernels.packing import as_integers
@@ -87,3 +88,17 @@ def test_statistics_are_those_of_the_definition(dtype: torch.dtype, monkeypatch:
 def test_statistics_of_nothing_are_zero() -> None:
     histogram, *numbers = triton.statistics(torch.empty(0))
     assert histogram.sum() == 0 and [float(number) for number in numbers] == [0.0] * 5
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "bf16:stochastic"])
+def test_one_read_casts_and_counts(name: str) -> None:
+    from lowp.kernels.triton import calls
+
+    cast, x = parse(name), inputs(parse("e5m7").element, torch.float32, random=500)
+    wanted, found = torch.empty_like(x), torch.empty_like(x)
+    bitwise.quantize(x, cast, SEED, wanted)
+    seen = calls.quantize_and_count(x, cast, SEED, found)
+    assert torch.equal(bits(found), bits(wanted))
+    assert all(torch.equal(one, other) for one, other in zip(seen, triton.statistics(x), strict=True))
+    with pytest.raises(InvalidInput, match=r"computed in fp64: call lowp.quantize and lowp.statistics"):
+        calls.quantize_and_count(x, parse("e8m0"), SEED, found)

@@ -145,6 +145,17 @@ def statistics(dtype: torch.dtype) -> Configuration:
     )
 
 
+def counted(cast: Cast, dtype: torch.dtype) -> Configuration:
+    """Return the kernel that casts and counts in one read."""
+    form, numbers = plan(cast, dtype)
+    pointer = f"*{INTEGER_NAMES[dtype.itemsize]}"
+    types = {"x": pointer, "out": pointer, "seed": "*i64", "partial": "*i64", "count": "i32"}
+    arguments = types | {"numbers": _typed(form.wide, numbers)}
+    constants = {"DTYPE": DTYPES[dtype], "FORM": exact(form), "BLOCK": BLOCK}
+    text = f"quantize and count {cast} {DTYPES[dtype]}"
+    return Configuration(text, counts.quantize_and_count, arguments, constants, BLOCK, 2 * dtype.itemsize)
+
+
 def product(kind: str, tile: tuple[int, int, int, int]) -> Configuration:
     """Return the kernel of int16 products: rows, columns, depth and warps of a program; elements are those written."""
     rows, columns, depth, warps = tile
@@ -201,6 +212,7 @@ def configurations() -> Iterator[Configuration]:
     for text in ("e4m3fn", "e5m2", "e2m1", "i8s"):
         yield from (decode(parse(text), dtype) for dtype in (torch.float32, *half))
     yield from (statistics(dtype) for dtype in (torch.float32, *half, torch.float64))
+    yield from (counted(parse("e4m3fn"), dtype) for dtype in (torch.float32, *half))
     for gradient in ("fp32", "bf16", "fp16"):
         scaled = {"DTYPE": gradient, "SPLIT": True, "SCALED": True, "MAXIMIZE": False}
         yield step("adamw", **scaled, NEAR=True)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.philox import Seed, drawn
 from lowp.kernels.triton.device import casts, codes, counts
@@ -105,6 +106,25 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     if count:
         arguments = (integers(x.contiguous()), partial, count, DTYPES[x.dtype], rounds)
         launch(counts.statistics, x, -(-count // rounds), BLOCK, *arguments)
+    return merged(partial)
+
+
+def quantize_and_count(
+    x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Write the values that `cast` makes of `x` into `out`, both contiguous, and return x's statistics, in one read.
+
+    In formats that fp32 holds, whose bits are read once; raises ValueError for others.
+    """
+    form, numbers = plan(cast, x.dtype)
+    if form.wide and x.dtype != torch.float64:
+        raise InvalidInput(f"{cast} of {x.dtype} is computed in fp64: call lowp.quantize and lowp.statistics")
+    count = x.numel()
+    partial = torch.zeros(programs_for(x, count, BLOCK), 264, dtype=torch.int64, device=x.device)
+    if count:
+        key, _ = _key(x, seed, form.random_bits > 0)
+        arguments = (integers(x), integers(out), key, partial, count, numbers, DTYPES[x.dtype], exact(form))
+        launch(counts.quantize_and_count, x, count, BLOCK, *arguments)
     return merged(partial)
 
 

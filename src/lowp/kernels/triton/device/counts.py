@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from lowp.kernels.triton.device.bits import read, widened
-from lowp.kernels.triton.device.rounding import infinity_bits
+from lowp.kernels.triton.device.bits import read, widened, write
+from lowp.kernels.triton.device.rounding import cast, infinity_bits
 
 
 @triton.jit
@@ -63,3 +63,19 @@ def statistics(x, partial, count, DTYPE: tl.constexpr, ROUNDS: tl.constexpr, BLO
         nans += nan
         infinities += infinite
     keep(partial, histogram, largest, squares, zeros, nans, infinities)
+
+
+@triton.jit(do_not_specialize=["count", "numbers"])
+def quantize_and_count(
+    x, out, seed, partial, count, numbers, DTYPE: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the values of a cast and count what was cast, in one read; element 0 has the logical index 0."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    places = start + tl.arange(0, BLOCK)
+    mask = places < count
+    magnitude, sign = read(x, places, mask, DTYPE, FORM.wide)
+    histogram, largest, squares, zeros, nans, infinities = tally(magnitude, mask, FORM.wide)
+    keep(partial, histogram, largest, squares, zeros, nans, infinities)
+    key = tl.load(seed) if FORM.random_bits > 0 else 0
+    magnitude, sign = cast(magnitude, sign, start, key, numbers, FORM, BLOCK)
+    write(out, places, mask, magnitude, sign, DTYPE, FORM.wide)
