@@ -19,7 +19,7 @@ from lowp.numerics.updates import Updates
 
 __all__ = ["KIND", "PHASES", "ROLES", "VERSION", "Key", "OpSeen", "Part", "Print", "Record", "StepSeen"]
 
-KIND, VERSION = "lowp profile", 1
+KIND, VERSION = "lowp profile", 2
 ROLES = ("input", "weight", "output", "grad", "weight_grad", "update")
 PHASES = ("forward", "backward", "step")
 
