@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import subprocess
 import sys
 import weakref
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import lowp
 from lowp.checkpoint import InvalidCheckpoint
-from lowp.errors import InvalidInput, NotWritten
+from lowp.errors import InvalidInput, LowpError, NotWritten
 from lowp.portable import convert, converting, safetensors_file
 from lowp.portable.safetensors_file import Spool
 from lowp.portable.sources import open_source
@@ -276,6 +277,43 @@ def test_a_file_cut_anywhere_is_refused() -> None:
         with pytest.raises(InvalidCheckpoint):
             convert("cut.safetensors", "out.safetensors", "fp16")
     assert not Path("out.safetensors").exists()
+
+
+def _edited(content: bytes, draw: random.Random) -> bytes:
+    """A file with a bit, some bytes or its length changed, more or fewer bytes, or cut."""
+    edited, place = bytearray(content), draw.randrange(min(len(content), 1500))
+    kind = draw.randrange(6)
+    if kind == 0:
+        edited[place] ^= 1 << draw.randrange(8)
+    elif kind == 1:
+        edited[place : place + 4] = draw.randbytes(4)
+    elif kind == 2:
+        edited[:8] = draw.randbytes(8)
+    elif kind == 3:
+        edited[place:place] = bytes(draw.choice(b'0123456789[]{}",:-eE.') for _ in range(draw.randint(1, 5)))
+    elif kind == 4:
+        del edited[place : place + draw.randint(1, 8)]
+    else:
+        del edited[draw.randrange(len(edited)) :]
+    return bytes(edited)
+
+
+@pytest.mark.parametrize("name", ["in.safetensors", "packed.safetensors", "in.pt", "packed.pt"])
+def test_a_file_with_random_edits_is_read_or_refused_and_leaves_nothing_behind(name: str) -> None:
+    convert("in.safetensors", "packed.safetensors", "int4")
+    convert("in.pt", "packed.pt", "nvfp4")
+    content, draw, bad = Path(name).read_bytes(), random.Random(name), Path(f"bad{Path(name).suffix}")
+    refused = 0
+    for _ in range(25):
+        bad.write_bytes(_edited(content, draw))
+        before = set(os.listdir())
+        try:
+            convert(bad, "out.safetensors", "bf16")
+        except LowpError:  # of which the command prints one line
+            refused += 1
+        Path("out.safetensors").unlink(missing_ok=True)
+        assert set(os.listdir()) == before
+    assert refused > 12
 
 
 class _Runs:
