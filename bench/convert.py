@@ -3,7 +3,7 @@
 Run: `python bench/convert.py [--gibibytes 2] [--tensor 64] [--shards 4] [--formats bf16,int8,int4]`.
 
 Each conversion is a process of its own; beside its largest resident memory stands that of one that converts a
-checkpoint of one small tensor: the difference is what the conversion needs. Memory that is a file's, mapped, counts too.
+checkpoint of one small tensor: the difference is what the conversion needs. A file's memory, mapped, counts too.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def main() -> None:
             least, _ = peak(folder / "small", folder / f"small-{format}.safetensors", format)
             most, seconds = peak(folder / "large", folder / f"large-{format}.safetensors", format)
             (folder / f"large-{format}.safetensors").unlink()
-            print(f"{format:8} {most:6.0f} MiB at most, {most - least:6.0f} more than for one MiB; {seconds:.0f} s", flush=True)
+            more = most - least
+            print(f"{format:8} {most:6.0f} MiB at most, {more:6.0f} more than for one MiB; {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
