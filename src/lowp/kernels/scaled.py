@@ -103,11 +103,12 @@ def choose(x: Tensor, cast: Cast) -> Scales:
             f"{cast}: a {scaling.kind} scale depends on earlier tensors, which a cast does not record: use current "
             "scaling, or lowp.quantize with scale= computed from those tensors (lowp.statistics(x).maximum)"
         )
-    if format.affine or format.element.bits == 1:
+    if format.affine or format.element.bits == 1 or is_ternary(format):
         wide = widen(x)
-        return _affine(wide, format) if format.affine else Scales(_mean_magnitude(wide, format.scope))
-    if is_ternary(format):
-        return Scales(_mean_of_large(x, format.scope))
+        if format.affine:
+            return _affine(wide, format)
+        mean = _mean_magnitude if format.element.bits == 1 else _mean_of_large
+        return Scales(mean(wide, format.scope))
     largest, is_finite = largest_finite(fold(x, format.scope))
     if isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero:
         scale = _power_of_two(largest, format, scaling.headroom)
@@ -176,7 +177,7 @@ def is_ternary(format: Format) -> bool:
 
 def _mean_of_large(x: Tensor, scope: Scope) -> Tensor:
     """The best scale of -1, 0 and 1 for numbers between uniform and normal: nearest rounding cuts at about its half."""
-    folded = fold(torch.where(x.isfinite(), widen(x), 0.0).abs(), scope)
+    folded = fold(torch.where(x.isfinite(), x, 0.0).abs(), scope)
     count = fold(x.isfinite().to(torch.float64), scope).sum(-1, keepdim=True)
     large = folded > 0.7 * folded.sum(-1, keepdim=True) / count.clamp(min=1)
     mean = torch.where(large, folded, 0.0).sum(-1) / large.sum(-1).clamp(min=1)
