@@ -331,9 +331,9 @@ def parts() -> dict[str, Any]:
         (
             ("model", "0.weight"),
             torch.zeros(3, 4).long(),
-            "0.weight is a tensor of float32, .*its numbers would change",
+            "0.weight must be a tensor of float32, .*its numbers would change",
         ),
-        (("model", "0.weight"), "x", "0.weight is a tensor of float32, shape .3, 4., not str"),
+        (("model", "0.weight"), "x", "0.weight must be a tensor of float32, shape .3, 4., not str"),
         (
             ("precision", "loss_scale"),
             "1024",
