@@ -335,7 +335,7 @@ def test_a_torch_file_that_would_run_code_is_refused() -> None:
 def test_an_index_that_leads_elsewhere_is_refused() -> None:
     for file in ("../in.safetensors", "/etc/passwd", "missing.safetensors", "x.index.json", 3):
         Path("model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-        with pytest.raises(InvalidCheckpoint, match="which (is|does)"):
+        with pytest.raises(InvalidCheckpoint, match=r"which (is|does)"):
             lowp.load("model.safetensors.index.json")
 
 
