@@ -21,7 +21,7 @@ from lowp.kernels.triton.ahead import Configuration
 CAPABILITIES = (75, 80, 90, 100)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # registers a thread, of 255: two programs of four warps and more share a multiprocessor's 65,536
-MOST, MOST_OF_WIDE, MOST_OF_PRODUCTS = 168, 224, 255
+MOST, MOST_OF_WIDE, MOST_OF_PRODUCTS = 200, 240, 255
 
 
 def check(configuration: Configuration, capability: int, most: int) -> ahead.Compiled:
