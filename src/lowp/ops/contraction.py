@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.ops.call import Call
+from lowp.ops.eight_bits import linear_in_fp8
 from lowp.ops.equations import Equation, parse_einsum, parse_tensordot
 from lowp.ops.generic import has_irregular, irregular
 from lowp.ops.observing import role_of
@@ -47,7 +48,7 @@ def runner(run: Callable[[Call], Any]) -> Runner:
 @runner
 def linear(call: Call) -> Tensor:
     """F.linear(input, weight, bias=None)."""
-    if (short := short_linear(call)) is not None:
+    if (short := short_linear(call)) is not None or (short := linear_in_fp8(call)) is not None:
         return short
     x, weight, bias = bound(call, "input", "weight", bias=None)
     check(x, weight, bias)

@@ -1,0 +1,82 @@
+"""Products of fp8 numbers under a scale of the whole tensor, by torch's own: for chips that multiply fp8 (sm_89 on)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.compat import private
+from lowp.formats import FORMATS, ScaledFormat
+from lowp.kernels.dispatch import forced, implementation
+from lowp.kernels.run import encode_scaled
+
+__all__ = ["Eight", "encoded", "is_eight_bits", "multiplied", "multiplies_fp8"]
+
+_scaled_mm = cast(Callable[..., Tensor], private("torch._scaled_mm"))
+_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_NAN = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7E}
+_FIRST_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
+_MULTIPLE = 16  # torch's product takes rows and columns of so many bytes
+
+
+class Eight(NamedTuple):
+    """A matrix of fp8 numbers, and the fp32 scale of them all: value = number * scale."""
+
+    numbers: Tensor
+    scale: Tensor
+
+    @property
+    def values(self) -> Tensor:
+        """The values in fp32, as the cast gives them."""
+        return self.numbers.float() * self.scale
+
+
+def is_eight_bits(to: Cast | None) -> bool:
+    """Whether a cast is to e4m3fn or e5m2 under the fp32 scale of a tensor's own maximum, to nearest."""
+    if to is None or not isinstance(to.format, ScaledFormat) or to.scaling is None or to.is_stochastic:
+        return False
+    format = to.format
+    plain = format.scope.kind == "tensor" and format.scale == FORMATS["fp32"] and format.outer is None
+    return plain and to.scaling.kind == "current" and any(format.element == FORMATS[name] for name in _DTYPES)
+
+
+def multiplies_fp8(x: Tensor) -> bool:
+    """Whether the device that x lies on multiplies fp8 numbers, and no other way is asked for."""
+    return x.is_cuda and forced() is None and _capability(x.device) >= _FIRST_CAPABILITY
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def encoded(x: Tensor, to: Cast) -> Eight:
+    """Return x under a cast; what is infinite or NaN is NaN."""
+    kept = encode_scaled(implementation(x.device, "encode"), x.detach(), to, None, 0, False)
+    dtype = next(dtype for name, dtype in _DTYPES.items() if to.element == FORMATS[name])
+    codes = torch.where(x.isfinite(), kept.payload, _NAN[dtype])
+    return Eight(codes.view(dtype), kept.scale)
+
+
+def multiplied(left: Eight, right: Eight, bias: Tensor | None = None) -> Tensor:
+    """Return left [m, k] times the transpose of right [n, k], plus bias [n], in fp32: summed in fp32, then scaled."""
+    rows, columns = (_filled(one.numbers) for one in (left, right))
+    result = _scaled_mm(
+        rows, columns.t(), scale_a=left.scale, scale_b=right.scale, out_dtype=torch.float32, use_fast_accum=False
+    )
+    result = result[: left.numbers.shape[0], : right.numbers.shape[0]]
+    return result if bias is None else result + bias
+
+
+def _filled(matrix: Tensor) -> Tensor:
+    """Return a contiguous matrix whose sides are filled up with zeros to what torch's product takes."""
+    missing = [-size % _MULTIPLE for size in matrix.shape]
+    if not any(missing):
+        return matrix.contiguous()
+    codes: Any = torch.nn.functional.pad(matrix.view(torch.uint8), (0, missing[1], 0, missing[0]))
+    return cast(Tensor, codes.view(matrix.dtype))
