@@ -34,7 +34,11 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure in the kind that the file's name tells, whole or not at all."""
+    """Write a figure in the kind that the file's name tells, whole or not at all; the bytes are the figure's alone."""
+    from matplotlib import rc_context
+
     check_suffix(path)
-    with files.replacing(path) as file:
-        figure.savefig(file, format=path.suffix[1:].lower())
+    kind = path.suffix[1:].lower()
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    with files.replacing(path) as file, rc_context({"svg.hashsalt": "lowp"}):
+        figure.savefig(file, format=kind, metadata=undated)
