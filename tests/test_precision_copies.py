@@ -38,8 +38,14 @@ def _values(training: tuple[nn.Module, Any, lowp.Precision]) -> dict[str, torch.
     return {name: value.clone() for name, value in training[0].state_dict().items()}
 
 
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("name", PRECISIONS)
+WAYS = [
+    pytest.param(name, how, marks=[pytest.mark.slow] * (how != "deepcopy" and name not in ("fp16", "flex16+5")))
+    for name in PRECISIONS
+    for how in COPIES
+]
+
+
+@pytest.mark.parametrize(("name", "how"), WAYS)
 def test_a_copied_training_goes_on_to_the_bit_and_leaves_the_original_alone(name: str, how: str) -> None:
     training = _training(name)
     _steps(training, 3)

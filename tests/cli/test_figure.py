@@ -126,7 +126,9 @@ def recorded(
     return go
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * ("gradients" in one or one == "stall")) for one in TINY]
+)
 def test_a_figure_is_recorded_told_and_drawn_again_from_its_file(
     lowp: Lowp, recorded: Callable[[str], tuple[Path, str]], name: str
 ) -> None:

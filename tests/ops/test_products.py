@@ -279,9 +279,9 @@ def test_a_tensor_changed_in_place_before_backward_is_noticed() -> None:
     ("name", "rule"),
     [
         ("linear bias", RULES[1]),
-        ("matmul 3x2", RULES[0]),
-        ("matmul 3x2", Rule.of(input="mxfp8", weight="mxfp8")),
-        ("conv2d", RULES[1]),
+        pytest.param("matmul 3x2", RULES[0], marks=pytest.mark.slow),
+        pytest.param("matmul 3x2", Rule.of(input="mxfp8", weight="mxfp8"), marks=pytest.mark.slow),
+        pytest.param("conv2d", RULES[1], marks=pytest.mark.slow),
         ("attention", RULES[0]),
     ],
     ids=str,

@@ -40,6 +40,7 @@ def left(recipe: str, precision: str, loss_scale: str | None = None) -> float:
     return losses[-1] / losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fp16_learns_as_fp32_with_a_loss_scale_and_here_without(recipe: str) -> None:
     exact = left(recipe, "fp32")
@@ -53,6 +54,7 @@ def test_fp16_does_not_learn_where_gradients_are_below_it(recipe: str) -> None:
     assert left(recipe, "fp16", TINY) > left(recipe, "fp32") + LOST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bf16_learns_where_gradients_are_below_fp16(recipe: str) -> None:
     """It has fp32's exponents, and needs no scale."""

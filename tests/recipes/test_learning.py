@@ -104,7 +104,9 @@ def test_the_gradient_of_a_batch_is_that_of_fp32(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", LEARNING)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in ("faster-rcnn", "ssd", "unet"))) for one in LEARNING]
+)
 def test_the_loss_of_one_batch_falls(name: str, precision: str) -> None:
     steps, left = LEARNING[name][3:]
     steps = steps if precision == "fp32" else max(2, steps // 2)

@@ -125,7 +125,9 @@ class InPlace(nn.Module):
 
 
 @compiles
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("dfp16", marks=pytest.mark.slow), "flex16+5"])
+@pytest.mark.parametrize(
+    "precision", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("bf16", "dfp16")), "flex16+5"]
+)
 def test_compiled_modules_that_write_in_place_give_what_they_give_else_and_nothing_is_said(precision: str) -> None:
     torch._dynamo.reset()
     model, x = InPlace(), torch.randn(4, 8)

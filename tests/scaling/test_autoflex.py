@@ -55,6 +55,7 @@ def _by_the_paper(maxima: list[float], window: int = 16) -> list[int]:
 maxima = st.floats(min_value=2.0**-30, max_value=2.0**13)
 
 
+@settings(max_examples=40)
 @given(st.lists(maxima, min_size=1, max_size=40))
 def test_any_sequence_of_maxima_gives_the_exponents_of_the_paper(values: list[float]) -> None:
     assert AS_PUBLISHED.replay(values) == _by_the_paper(values)
