@@ -52,7 +52,7 @@ def multiplies_fp8(x: Tensor) -> bool:
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 def encoded(x: Tensor, to: Cast) -> Eight:
