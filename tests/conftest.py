@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,16 @@ class Result(NamedTuple):
     code: int
     out: str
     err: str
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a mode of torch's on the stack, where it would serve all tests after it."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        assert torch._C._len_torch_function_stack() == 0
+        assert torch._C._len_torch_dispatch_stack() == 0
 
 
 @pytest.fixture

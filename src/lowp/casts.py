@@ -168,6 +168,8 @@ class Cast:
         elif self.scaling is not None:
             raise InvalidInput(f"{self.format} has no shared scale: omit the scaling {self.scaling}")
         self._check_random_bits()
+        # Found now: until Python 3.12 a cached property takes a lock, which torch.compile does not follow.
+        _ = self.element, self.is_stochastic
 
     def _check_random_bits(self) -> None:
         if self.random_bits is None:

@@ -61,7 +61,7 @@ def test_cuda_that_is_not_there_warns_and_disables(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_a_device_it_works_on_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     scaler = GradScaler()
     assert scaler.is_enabled() and scaler.get_scale() == 65536.0
 

@@ -132,7 +132,7 @@ CASES: list[tuple[str, Callable[[Tensor, Tensor], Any], torch.dtype]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*has rounded no contraction. matmul in float64:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*has rounded no contraction.*matmul in float64:UserWarning")
 @pytest.mark.parametrize(("call", "dtype"), [pytest.param(c, d, id=n) for n, c, d in CASES])
 def test_the_type_an_op_writes(call: Callable[[Tensor, Tensor], Any], dtype: torch.dtype) -> None:
     with autocast("fp16"):

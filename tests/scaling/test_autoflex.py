@@ -167,7 +167,7 @@ def test_a_state_goes_through_a_checkpoint_and_grows() -> None:
     assert grown.started.tolist() == [True] * 3 + [False] * 2
     with pytest.raises(InvalidInput, match="has \\(3, 16\\) maxima, but this Autoflex has 8"):
         load_state_dict(Autoflex(window=8), state_dict(state))
-    with pytest.raises(InvalidInput, match="lacks history"):
+    with pytest.raises(InvalidInput, match="has no history: it is not a state of Autoflex"):
         load_state_dict(scaling, {name: value for name, value in state_dict(state).items() if name != "history"})
 
 

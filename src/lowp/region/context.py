@@ -22,12 +22,13 @@ from lowp.presets import Preset
 from lowp.region import entries, steps, threads
 from lowp.region.audit import Audit
 from lowp.region.decorated import decorated
-from lowp.region.engine import Engine, Rulebook
+from lowp.region.engine import Engine
 from lowp.region.entries import Entry
 from lowp.region.frames import suspendable
 from lowp.region.leaving import Leaving
 from lowp.region.paths import ModulePath
 from lowp.region.report import Report
+from lowp.region.rulebook import Rulebook
 from lowp.region.weights import WeightCasts, forget_all
 
 __all__ = ["autocast"]
@@ -237,8 +238,9 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
             return
         _told_unrounded.add(self.policy)
         warnings.warn(
-            f"{self!r} has rounded no contraction: {', '.join(self._rulebook.left_alone)} are not rounded, as under "
-            "torch.autocast. Convert the model and its inputs with float(), or omit the region",
+            f"{self!r} has rounded no contraction: not rounded, as under torch.autocast, are "
+            f"{', '.join(self._rulebook.left_alone)}. Convert the model and its inputs with float(), or omit the "
+            "region",
             UserWarning,
             stacklevel=4,
         )

@@ -1,4 +1,4 @@
-"""The function mode that runs ops by a policy's rules, and what it remembers about which rule speaks of which function.
+"""The function mode that runs ops by a policy's rules.
 
 torch.autocast is switched on around it, so that `torch.is_autocast_enabled` and `torch.get_autocast_dtype` tell the
 truth and a user's nested ``torch.autocast(enabled=False)`` can be seen; every op runs shielded from it.
@@ -10,200 +10,39 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import cache, partial
-from types import FrameType, SimpleNamespace
-from typing import Any, NamedTuple, cast
+from types import FrameType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lowp.casts import Cast
 from lowp.compat import constant_when_compiled, private
-from lowp.errors import InvalidInput, Unavailable
+from lowp.errors import Unavailable
 from lowp.exponents import SharedExponents
-from lowp.formats import ScaledFormat
 from lowp.ops import table
 from lowp.ops.call import Call
-from lowp.ops.casting import draw_seed, functorch_is_active, is_jit_tracing, result_dtype
-from lowp.ops.generic import has_irregular, sixteen_bit
-from lowp.ops.int16 import flexpoint
-from lowp.ops.int16.masks import has_integer_operands
+from lowp.ops.casting import draw_seed, functorch_is_active, is_jit_tracing
+from lowp.ops.generic import has_irregular
 from lowp.ops.observed import observed
 from lowp.ops.observing import Observer, Watch, everywhere
 from lowp.ops.table import Row
-from lowp.policy import Policy, Rule
-from lowp.region.handover import HandOver, device_of, hand_over, handed_over
+from lowp.policy import Rule
+from lowp.region.handover import HandOver, device_of, handed_over
 from lowp.region.paths import ModulePath
-from lowp.region.report import Report
+from lowp.region.rulebook import Plan, Rulebook, traced
 from lowp.region.weights import HANDS_OUT, RUNS_HOOKS, WeightCasts
 
-__all__ = ["Engine", "Rulebook"]
+__all__ = ["Engine"]
 
 _DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
 _tracing = cast(Callable[[], object], private("torch._guards.TracingContext.try_get"))
 _checkpoint_operator = private("torch._higher_order_ops.wrap.tag_activation_checkpoint")
-_NO_RULE = Rule()
-_LEFT_ALONE = frozenset((torch.float64, torch.complex32, torch.complex64, torch.complex128))
-_BACKWARD = ("backward", "grad")
 _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|not implemented for (Half|BFloat16)")
-
-
-class Plan(NamedTuple):
-    """What is done with calls of one function at one path: its row, the rule that speaks of it, the runner."""
-
-    row: Row
-    rule: Rule | None
-    run: Callable[[Call], Any] | None
-    placed: Callable[[Call], Any] | None = None  # the runner where results are written under exponents of places
-    rounds: bool = False  # it is a contraction, and the rule rounds it
-    looks: bool = False  # a cast of the rule looks at the numbers, or draws some: a trace would keep those of one run
-    way: HandOver | None = None  # where torch's own dispatcher carries out the rule
-
-
+# torch's own: those in torch's place answer a generator or coroutine that asks, which costs more
+_is_enabled, _get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+_NO_RULE = Rule()
 _UNKNOWN = Plan(Row("", ""), None, None)
-Plans = dict[Callable[..., Any], "Plan | None"]
-
-
-class Rulebook:
-    """The policy as it applies: a plan for each (function, path), found once; and what was used and what was missed."""
-
-    def __init__(self, policy: Policy, strict: bool) -> None:
-        self.policy, self.strict = policy, strict
-        self._plans: dict[str, Plans] = {}
-        self._used: set[Rule] = set()
-        self._ops: dict[str, None] = {}
-        self._unseen: dict[str, None] = {}
-        self._widened: dict[str, None] = {}
-        self.left_alone: dict[str, None] = {}
-        self.has_rounded = False
-        self.names: dict[tuple[Callable[..., Any], str], str] = {}  # of the plans that compiled code reads from `kept`
-        self.kept = SimpleNamespace()
-        self._refuses = any(sixteen_bit(rule.output) for rule in policy.rules)
-        self._masks = has_integer_operands(policy)
-
-    def plans(self, path: str) -> Plans:
-        """Return the plans found so far at a module path; where no rule asks, one path serves all."""
-        return self._plans.setdefault(path if self.policy.uses_paths else "", {})
-
-    def find(self, function: Callable[..., Any], path: str) -> Plan | None:
-        """Find and keep the plan of a function; None for functions that are never cast nor shielded.
-
-        Raises InvalidInput for a contraction that no rule speaks of, where the region is strict.
-        """
-        plans = self.plans(path)
-        row = table.row_of(function, self.policy.table)
-        if row is None:
-            is_backward = table.name_of(function) in _BACKWARD
-            plans[function] = Plan(Row("backward", "structural"), None, None) if is_backward else None
-            return plans[function]
-        rule = self.policy.match(row.name, row.op_class, path)
-        if row.runner == "generic:refused" and not self._refuses:
-            row = replace(row, runner="generic:wide")
-        always = row.op_class == "promote" or row.runner == "generic:refused"
-        run = row.run(rule) if always or (rule is not None and not rule.is_empty) else None
-        if rule is None and self._masks and row.masked:
-            run = table.runner(row.masked)
-        if rule is not None:
-            self._used.add(rule)
-            self._ops[row.name] = None
-        elif row.is_contraction and self.policy.rules:
-            self.missed(f"{row.name} in {path}" if path else row.name)
-        if rule is not None and rule.output is not None and flexpoint.is_flexpoint(rule.output):
-            # without places, as under torch.compile and torch.func, every tensor has the exponent of its own maximum
-            alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
-            placed = partial(table.runner(row.placed), row)
-            plans[function] = Plan(row, rule, _under(alone, row.run(alone)), placed, row.is_contraction, True)
-        else:
-            rounds = row.is_contraction and rule is not None and not rule.is_empty
-            looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
-            way = hand_over(function, row, rule, self.main_dtype())
-            plans[function] = Plan(row, rule, run, None, rounds, looks, way)
-        return plans[function]
-
-    def missed(self, name: str) -> None:
-        """Note a contraction that no rule spoke of; raise InvalidInput where the region is strict."""
-        self._unseen[name] = None
-        if self.strict:
-            raise InvalidInput(
-                f"no rule of policy {self.policy.name or 'unnamed'} matches the contraction {name}: add one, such as "
-                f"Rule.of({name.partition(' ')[0]!r}, input=..., weight=...), or one without casts to leave it "
-                "unrounded, or omit strict=True"
-            )
-
-    def note(self, op: str, first: Tensor | None) -> None:
-        """Note a contraction under a rule by its first operand: rounded, or left as it is.
-
-        float64, complex and MKLDNN operands are left alone, as under torch.autocast. Raises InvalidInput for such an
-        op where the region is strict.
-        """
-        if first is None or (first.dtype not in _LEFT_ALONE and not first.is_mkldnn):
-            self.has_rounded |= first is not None and first.is_floating_point()
-            return
-        kind = "MKLDNN" if first.is_mkldnn else str(first.dtype).removeprefix("torch.")
-        self.left_alone[f"{op} in {kind}"] = None
-        if self.strict:
-            raise InvalidInput(
-                f"policy {self.policy.name or 'unnamed'} rounds {op}, but its operands are {kind}, which is not "
-                "rounded, as under torch.autocast: convert the model and its inputs with float(), or omit strict=True"
-            )
-
-    def widen(self, function: Callable[..., Any], path: str, device: str) -> Plan:
-        """Note that a function has no 16-bit kernel on a device, and plan it in fp32 from now on."""
-        plan = self.plans(path)[function]
-        assert plan is not None
-        self._widened[f"{plan.row.name} on {device}"] = None
-        given = plan.rule or _NO_RULE
-        rule = replace(given, input=Cast(cast(Any, "fp32")))
-        widened = Plan(replace(plan.row, runner="generic:wide", product=""), rule, table.runner("generic:wide"))
-        self.plans(path)[function] = widened
-        return widened
-
-    def report(self) -> Report:
-        """Return what was used and what was missed so far, here and in code compiled under the same policy."""
-        both = (self, traced(self.policy, self.strict))
-        return Report(
-            self.policy,
-            self.policy.unused(self._used | both[1]._used),
-            tuple(dict.fromkeys(name for one in both for name in one._unseen)),
-            tuple(self._widened),
-            tuple(dict.fromkeys(name for one in both for name in one._ops)),
-            self.strict,
-            tuple(dict.fromkeys(name for one in both for name in one.left_alone)),
-        )
-
-    @property
-    def is_flexpoint(self) -> bool:
-        """Whether any rule's results are written under exponents that belong to places."""
-        return any(flexpoint.is_flexpoint(rule.output) for rule in self.policy.rules)
-
-    @property
-    def has_run(self) -> bool:
-        """Whether any op has been looked up, so that an unused rule means something."""
-        both = (self, traced(self.policy, self.strict))
-        return any(plan is not None for one in both for plans in one._plans.values() for plan in plans.values())
-
-    def main_dtype(self) -> torch.dtype:
-        """Return the dtype that contractions write, which torch.get_autocast_dtype tells."""
-        row = table.TABLES[self.policy.table]["linear"]
-        rule = self.policy.match(row.name, row.op_class)
-        return torch.float32 if rule is None else result_dtype(rule.output)
-
-
-def _under(rule: Rule, run: Callable[[Call], Any]) -> Callable[[Call], Any]:
-    """Return the runner as it carries out another rule than the one that a call comes with."""
-
-    def runner(call: Call) -> Any:
-        return run(call.inner(call.func, call.args, call.kwargs, call.op, rule))
-
-    return runner
-
-
-@cache
-def traced(policy: Policy, strict: bool) -> Rulebook:
-    """Return the one rulebook of a policy under torch.compile, which compiles again for every new object it meets."""
-    return Rulebook(policy, strict)
 
 
 class Engine(TorchFunctionMode):
@@ -383,14 +222,14 @@ class Engine(TorchFunctionMode):
     def is_ours(self, args: Any = (), kwargs: Any = None) -> bool:
         """Whether torch.autocast is as this region set it, at least on the device of the call."""
         for device in self.devices:
-            if not (torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is self.dtype):
+            if not (_is_enabled(device) and _get_dtype(device) is self.dtype):
                 break
         else:
             return True
         first = _first_tensor((args, list((kwargs or {}).values())))
         if first is None or (found := first.device.type) not in self.devices:
             return False
-        return torch.is_autocast_enabled(found) and torch.get_autocast_dtype(found) is self.dtype
+        return _is_enabled(found) and _get_dtype(found) is self.dtype
 
 
 @constant_when_compiled
@@ -400,11 +239,6 @@ def _kept(rulebook: Rulebook, function: Callable[..., Any], path: str) -> str:
     if not hasattr(rulebook.kept, name):
         setattr(rulebook.kept, name, rulebook.find(function, path))
     return name
-
-
-def _looks(rule: Rule) -> bool:
-    casts = (rule.input, rule.weight, rule.grad, rule.output)
-    return any(to is not None and (to.is_stochastic or isinstance(to.format, ScaledFormat)) for to in casts)
 
 
 def _untraceable(op: str) -> str:

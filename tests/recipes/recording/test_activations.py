@@ -70,7 +70,7 @@ def test_a_dynamic_scale_is_the_one_that_the_run_had() -> None:
 
 @pytest.mark.parametrize("scale", ["1", "none", None])
 def test_a_scale_of_one_is_refused(scale: str | None) -> None:
-    with pytest.raises(InvalidInput, match=r"--scale .*: has no effect: give a number such as 256, or dynamic"):
+    with pytest.raises(InvalidInput, match=r"--scale .* has no effect: give a number such as 256, or dynamic"):
         record_loss_scaling(Settings("toy", "fp16", loss_scale=scale).filled())
 
 
