@@ -27,6 +27,8 @@ from typing import IO, Any, NoReturn
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "torch.multiprocessing", "lowp", "lowp.cli"]
 _PRELOADED += ["lowp.recipes.comparison", "lowp.benchmarking.process_memory", "sklearn.datasets"]
 
+_PATIENCE = 300.0  # seconds after which a process that hangs is killed, and its test fails
+
 
 class Forked:
     """A running process, with as much of subprocess.Popen as the tests use."""
@@ -37,6 +39,9 @@ class Forked:
         folder, variables = str(cwd or Path.cwd()), dict(os.environ if environment is None else environment)
         self._process = forking.Process(target=_become, args=(*writers, arguments, folder, variables))
         self._process.start()
+        self._alarm = threading.Timer(_PATIENCE, self._process.kill)
+        self._alarm.daemon = True
+        self._alarm.start()
         for writer in writers:
             writer.close()
         self.stdout, self.stderr = (_file(reader) for reader in readers)
@@ -71,6 +76,7 @@ class Forked:
         if kind is not None:
             self.kill()
         self._process.join()
+        self._alarm.cancel()
         self._code = self._process.exitcode
         self._process.close()
         self.stdout.close()

@@ -1,6 +1,7 @@
 """DDP on two processes by mp.spawn; by torchrun if RANK is set."""
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ def main(rank, world, file):
     if rank == 0:
         print(f"loss {loss.item():.6f} sum {weights.sum().item():.6f}", flush=True)
     dist.destroy_process_group()
+    # torch waits here for gloo's threads while it holds the interpreter's lock, which they want if they still drop a
+    # tensor: give it to them first.
+    time.sleep(0.2)
 
 
 if __name__ == "__main__":
