@@ -144,8 +144,20 @@ def served() -> object:
             model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 64))
         for values in model.parameters():
             values.data = torch.linspace(-1, 1, values.numel(), device="cpu").reshape(values.shape)
-        found.append(lowp.quantize_model(model, format)(x).detach())
+        found += [lowp.quantize_model(model, format)(x).detach(), *by_librarys_products(model, format, x)]
     return found
+
+
+def by_librarys_products(model: torch.nn.Module, format: str, x: Tensor) -> list[Tensor]:
+    """What is served where the library multiplies bytes: on processors that report instructions for it, if asked to."""
+    if cpu.library() is None:
+        return []
+    asked = cpu.asked()
+    cpu.select("portable")
+    try:
+        return [lowp.quantize_model(model, format)(x).detach()]
+    finally:
+        cpu.select(asked or None)
 
 
 @pytest.mark.parametrize(
