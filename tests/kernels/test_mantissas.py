@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import parse
-from lowp.kernels import cpu, mantissas
+from lowp.kernels import cpu, mantissas, words
 from lowp.kernels.mantissas import (
     current_exponent,
     exact_exponent,
@@ -18,7 +18,7 @@ from lowp.kernels.mantissas import (
     values,
     written,
 )
-from lowp.kernels.writes import write_
+from lowp.kernels.writes import write_, write_words_
 
 FLEX = parse("flex16+5")
 needs_library = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
@@ -120,6 +120,34 @@ def test_a_step_writes_the_update_and_then_the_weight(instructions: str | None) 
     assert torch.equal(old.payload, weight.payload)
     assert seen[0] == (update.largest, update.saturated, 1, True)
     assert seen[1] == (weight.largest, weight.saturated, 1, True) and update.saturated > 0
+
+
+@needs_library
+@pytest.mark.parametrize("instructions", [None, "portable"])
+@pytest.mark.parametrize("exponent", [-14, -31])
+def test_two_words_in_place_are_the_first_and_what_it_leaves_in_a_second(
+    instructions: str | None, exponent: int
+) -> None:
+    x = drawn(3, 1000, scale=math.ldexp(0.3, exponent + 16))  # some are cut off
+    x[0, :500] = torch.ldexp(x[0, :500], torch.arange(500) // -12)  # down to what both words lose
+    x[1, 3] = math.inf
+    high, first = written(x, FLEX, exponent)
+    low = words.low_value(x, first, exponent, FLEX)
+    version = x._version
+    cpu.select(instructions)
+    try:
+        seen = write_words_(x, FLEX, exponent, words.LOW_BITS)
+    finally:
+        cpu.select(None)
+    assert torch.equal(x.nan_to_num(), (low + first).nan_to_num())
+    assert seen == high[2:] and high.saturated > 0 and x[1, 3].isnan() and x._version > version
+
+
+def test_two_words_are_left_to_others_where_there_is_no_kernel_for_them() -> None:
+    x = drawn(5, 700)
+    before = x.clone()
+    assert write_words_(x.t(), FLEX, -12, words.LOW_BITS) is None and torch.equal(x, before)
+    assert write_words_(x, parse("flex16+5:down"), -12, words.LOW_BITS) is None and torch.equal(x, before)
 
 
 @needs_library

@@ -138,9 +138,11 @@ class SharedExponents:
             and words.has_low_word(cast)
             and (is_of_optimizer(place) or group.is_coarse(x, index, axis))
         ):
-            x.copy_(self.write(x, cast, place))
-            return
-        group.write_(x, index)
+            if not group.write_words_(x, index):
+                x.copy_(self.write(x, cast, place))
+                return
+        else:
+            group.write_(x, index)
         if group.pending[index].nonfinite is True and place not in self._faults:
             self._faults.append(place)
 

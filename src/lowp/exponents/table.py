@@ -16,7 +16,7 @@ from lowp.kernels import payloads, words
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, current_exponent, has_mantissas, values
-from lowp.kernels.writes import Seen, seen_of, write, write_, write_step
+from lowp.kernels.writes import Seen, seen_of, write, write_, write_step, write_words_
 from lowp.scaling import Autoflex, AutoflexState, Reactive, Written
 
 __all__ = ["COUNTS", "ExponentTable", "Flush", "current", "scaling_of"]
@@ -156,6 +156,17 @@ class ExponentTable:
             self._note(index, seen_of(write_(x, self.cast, self.exponents[index]), x.numel()))
         else:
             x.copy_(self.write(x, index)[0])
+
+    def write_words_(self, x: Tensor, index: int) -> bool:
+        """Write x, of fp32, in place as two words; False, with nothing done, where `write` has to do it."""
+        if not self.is_plain:
+            return False
+        if not self.started[index]:
+            self._start(x, index)
+        seen = write_words_(x, self.cast, self.exponents[index], words.LOW_BITS)
+        if seen is not None:
+            self._note(index, seen_of(seen, x.numel()))
+        return seen is not None
 
     def write_step(self, weight: Tensor, old: Mantissas, update_index: int, index: int) -> bool:
         """Write what a step has changed of a weight, and the weight as the sum, in place; `old` takes the mantissas.

@@ -64,6 +64,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_exact_int16": (c_int64, (c_void_p, c_int, c_void_p, c_int64, c_int)),
     "lowp_same_int16": (c_int64, (c_void_p, c_void_p, *(c_int64,) * 3, *(c_int,) * 4)),
     "lowp_step_int16": (None, (c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int, c_void_p)),
+    "lowp_words_int16": (None, (c_void_p, *(c_int,) * 3, c_int64, c_int, c_void_p)),
     "lowp_statistics": (c_int, (c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p)),
     "lowp_spectrum": (c_int, (c_int, c_void_p, c_int64, c_double, c_int, c_void_p)),
     "lowp_updates": (None, (*(c_void_p,) * 3, c_int64, c_int, c_void_p, c_void_p)),

@@ -328,6 +328,18 @@ def step_int16(
     return _written(*counts[:4]), _written(*counts[4:])
 
 
+def words_int16(x: Tensor, exponent: int, low_bits: int, symmetric: bool) -> Written:
+    """Write x, of fp32, in place as the sum of two words to nearest even, the second `low_bits` lower.
+
+    What is not finite becomes NaN. Returns what was seen of the first words. Exponents from -100 to 100.
+    """
+    counts = array("q", (0,) * 4)
+    lowest = -32767 if symmetric else -32768
+    given = (exponent, low_bits, lowest, x.numel(), cpu.threads(), _address(counts))
+    cpu.loaded().lowp_words_int16(cpu.address(x), *given)
+    return _written(*counts)
+
+
 def _written(largest: int, saturated: int, nonfinite: int, any_: int) -> Written:
     return Written(largest, saturated, nonfinite, bool(any_))
 

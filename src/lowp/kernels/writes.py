@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast
+from lowp.casts import Cast, Rounding
 from lowp.formats import IntFormat, ScaledFormat
-from lowp.kernels.mantissas import Mantissas, Written, is_direct, step_int16, to_int16, written
+from lowp.kernels.mantissas import Mantissas, Written, is_direct, step_int16, to_int16, words_int16, written
 
-__all__ = ["Seen", "seen_of", "write", "write_", "write_step"]
+__all__ = ["Seen", "seen_of", "write", "write_", "write_step", "write_words_"]
 
 
 class Seen(NamedTuple):
@@ -79,6 +79,19 @@ def write_(x: Tensor, cast: Cast, exponent: int) -> Written:
     found, result = written(x, cast, exponent)
     x.copy_(result)
     return Written(*found[2:])
+
+
+def write_words_(x: Tensor, cast: Cast, exponent: int, low_bits: int) -> Written | None:
+    """Write x, of fp32, in place as two words, the second `low_bits` lower, in one pass; return what was seen.
+
+    None, with nothing done, where there is no kernel for it: `write` and `words.low_value` are what it computes.
+    """
+    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
+    if cast.rounding is not Rounding.NEAREST_EVEN or abs(exponent) > 100 or not is_direct(x):
+        return None
+    seen = words_int16(x, exponent, low_bits, cast.format.element.symmetric)
+    torch.autograd.graph.increment_version(x)
+    return seen
 
 
 def write_step(

@@ -153,6 +153,7 @@ struct Kernels {
   bool (*same_int16)(const float* in, const int16_t* mantissas, int exponent, float lower, uint32_t* largest,
                      int64_t begin, int64_t end);
   void (*step_int16)(const Step&, Stepped*, int64_t begin, int64_t end);
+  void (*words_int16)(float* x, int exponent, int low_bits, int lowest, Mantissas*, int64_t begin, int64_t end);
   void (*statistics)(const Task&, Statistics*, double* partial_sums, int64_t begin, int64_t end);
   void (*spectrum)(const Task&, float scale, SpectrumSeen*, double* partial_sums, int64_t begin, int64_t end);
   void (*updates)(const Update&, UpdatesSeen*, double* energy, int64_t begin, int64_t end);

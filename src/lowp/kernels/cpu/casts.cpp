@@ -274,6 +274,18 @@ LOWP_EXPORT void lowp_step_int16(float* weight, int16_t* mantissas, const int* e
   tell(all.weight, counts + 4);
 }
 
+// Writes x of fp32 in place as two words, the second `low_bits` lower. Exponents -100 to 100; counts: those of
+// lowp_write_int16, of the first word.
+LOWP_EXPORT void lowp_words_int16(float* x, int exponent, int low_bits, int lowest, int64_t count, int threads,
+                                  int64_t* counts) {
+  const Kernels& kernel = kernels();
+  Mantissas all{};
+  gather(count, kBlock, threads, &all, [&](Mantissas* part, int64_t begin, int64_t end) {
+    kernel.words_int16(x, exponent, low_bits, lowest, part, begin, end);
+  });
+  tell(all, counts);
+}
+
 // counts: 256 bins, zeros, NaN, infinities; reals: largest finite |x|, sum of squares. Returns 0, or 1 without memory.
 LOWP_EXPORT int lowp_statistics(int type, const void* x, int64_t count, int threads, int64_t* counts, double* reals) {
   const Task task{nullptr, x, nullptr, type, type, 0, false};

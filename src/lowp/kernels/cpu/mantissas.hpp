@@ -121,6 +121,40 @@ static void to_int16(const Task& task, int exponent, float* values, Mantissas* s
   to_int16_in<F64>(task, exponent, values, seen, begin, end);
 }
 
+// Writes x as the sum of two words in place: its mantissa, and that of what is left of x, half a unit at most, on units
+// 2**-low_bits times as large. What is not finite becomes NaN. Noted is what was seen of the first words.
+__attribute__((noinline)) static void add_low_words(float* x, const int16_t* high, int exponent, int low_bits,
+                                                    int64_t count) {
+  constexpr float kMagic = 0x1.8p23;
+  const float unit = power_of_two<F32>(exponent), half = power_of_two<F32>(exponent - 1);
+  const float low_unit = power_of_two<F32>(exponent - low_bits), low_factor = power_of_two<F32>(low_bits - exponent);
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const float first = static_cast<float>(high[i]) * unit;
+    float rest = x[i] - first;
+    rest = rest > half ? half : rest;
+    rest = rest < -half ? -half : rest;
+    const float low = ((rest * low_factor + kMagic) - kMagic) * low_unit;
+    x[i] = (low + first) + (x[i] - x[i]);
+  }
+}
+
+static void words_int16(float* x, int exponent, int low_bits, int lowest, Mantissas* seen, int64_t begin, int64_t end) {
+  const ExactArithmetic exact;
+  lowp_cast cast{};
+  cast.maximum = 32767, cast.minimum = lowest;
+  const float factor = power_of_two<F32>(-exponent);
+  alignas(64) uint32_t rounded[kBlock];
+  alignas(64) int16_t high[kBlock];
+  for (int64_t first = begin; first < end; first += kBlock) {
+    const int64_t count = end - first < kBlock ? end - first : kBlock;
+    const uint32_t* in = reinterpret_cast<const uint32_t*>(x + first);
+    multiply_and_round<F32>(in, rounded, count, factor);
+    write_mantissas<F32>(in, rounded, cast, high, count, seen);
+    add_low_words(x + first, high, exponent, low_bits, count);
+  }
+}
+
 static void from_int16(const int16_t* in, int exponent, float* out, int64_t begin, int64_t end) {
   const ExactArithmetic exact;
   read_mantissas(in + begin, exponent, out + begin, end - begin);
@@ -244,47 +278,85 @@ static bool same_int16(const float* in, const int16_t* mantissas, int exponent, 
 
 // -- a weight and its update ----------------------------------------------------------------------------------------
 
-// value * 2**-exponent as an int16, to nearest even.
-static inline int32_t rounded_once(double value, double factor, double lower, int32_t& saturated) {
+// value * 2**-exponent to nearest even, not yet saturated. Beyond 2**20 everything saturates.
+static inline double rounded_once(double value, double factor) {
   constexpr double kMagic = 0x1.8p52, kFar = 0x1p20;
   double scaled = value * factor;
   scaled = scaled > kFar ? kFar : scaled;
   scaled = scaled < -kFar ? -kFar : scaled;
-  double near = (scaled + kMagic) - kMagic;
-  saturated += (near > 32767.0) | (near < lower);
-  near = near > 32767.0 ? 32767.0 : near;
-  near = near < lower ? lower : near;
-  return static_cast<int32_t>(near);
+  return (scaled + kMagic) - kMagic;
 }
 
-__attribute__((noinline)) static void step_block(const Step& step, float* weight, int16_t* old, int64_t count,
-                                                 Stepped* seen) {
+static inline double saturated(double value, double lower) {
+  value = value > 32767.0 ? 32767.0 : value;
+  return value < lower ? lower : value;
+}
+
+// The update and the new weight as mantissas that are not yet saturated. Of numbers of one width the compiler makes
+// vectors: what is counted is counted afterwards, in integers.
+__attribute__((noinline)) static void step_sums(const Step& step, const float* weight, const int16_t* old,
+                                                int64_t count, int32_t* updates, int32_t* mantissas, Stepped* seen) {
   const double before = power_of_two<F64>(step.old_exponent), lower = step.lowest;
-  const double update_unit = power_of_two<F64>(step.update_exponent), unit = power_of_two<F64>(step.exponent);
+  const double update_unit = power_of_two<F64>(step.update_exponent);
   const double update_factor = power_of_two<F64>(-step.update_exponent), factor = power_of_two<F64>(-step.exponent);
-  int32_t cut_updates = 0, cut = 0, non_finite = 0, largest_update = 0, largest = 0, moves = 0, any = 0;
+  uint64_t moves = 0, any = 0;
   LOWP_VECTOR_LOOP
   for (int64_t i = 0; i < count; ++i) {
-    const bool finite = (bits_of(weight[i]) & Constants<F32>::kMagnitude) < Constants<F32>::kInf;
-    const double was = finite ? old[i] * before : 0.0;
-    const double difference = static_cast<double>(finite ? weight[i] : 0.0f) - was;
-    const int32_t update = rounded_once(difference, update_factor, lower, cut_updates);
-    const double sum = was + update * update_unit;
-    const int32_t mantissa = rounded_once(sum, factor, lower, cut);
-    const int32_t update_size = update < 0 ? -update : update, size = mantissa < 0 ? -mantissa : mantissa;
-    largest_update = update_size > largest_update ? update_size : largest_update;
-    largest = size > largest ? size : largest;
-    moves |= difference != 0;
-    any |= sum != 0;
-    non_finite += !finite;
-    old[i] = static_cast<int16_t>(mantissa);
-    weight[i] = finite ? static_cast<float>(mantissa * unit) : weight[i];
+    const double was = static_cast<double>(old[i]) * before;
+    const double difference = static_cast<double>(weight[i]) - was;
+    const double update = rounded_once(difference, update_factor);
+    const double sum = was + saturated(update, lower) * update_unit;
+    updates[i] = static_cast<int32_t>(update);
+    mantissas[i] = static_cast<int32_t>(rounded_once(sum, factor));
+    moves |= bits_of(difference) & Constants<F64>::kMagnitude;
+    any |= bits_of(sum) & Constants<F64>::kMagnitude;
   }
-  seen->update.maximum = largest_update > seen->update.maximum ? largest_update : seen->update.maximum;
-  seen->weight.maximum = largest > seen->weight.maximum ? largest : seen->weight.maximum;
-  seen->update.saturated += cut_updates, seen->weight.saturated += cut;
-  seen->update.non_finite += non_finite, seen->weight.non_finite += non_finite;
   seen->update.any |= moves != 0, seen->weight.any |= any != 0;
+}
+
+// Saturates mantissas in place and counts.
+__attribute__((noinline)) static void saturate(int32_t* mantissas, int32_t lower, int64_t count, Mantissas* seen) {
+  int32_t cut = 0, largest = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    int32_t mantissa = mantissas[i] > 32767 ? 32767 : mantissas[i];
+    mantissa = mantissa < lower ? lower : mantissa;
+    cut += mantissa != mantissas[i];
+    const int32_t size = mantissa < 0 ? -mantissa : mantissa;
+    largest = size > largest ? size : largest;
+    mantissas[i] = mantissa;
+  }
+  seen->maximum = largest > seen->maximum ? largest : seen->maximum;
+  seen->saturated += cut;
+}
+
+__attribute__((noinline)) static int64_t nonfinite_of(const float* in, int64_t count) {
+  int32_t found = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i)
+    found += (bits_of(in[i]) & Constants<F32>::kMagnitude) >= Constants<F32>::kInf;
+  return found;
+}
+
+// What is not finite counts as 0 that has not moved, and stays as it is.
+static void step_block(const Step& step, float* weight, int16_t* old, int64_t count, Stepped* seen) {
+  alignas(64) uint32_t given[kBlock];
+  alignas(64) int32_t updates[kBlock], mantissas[kBlock];
+  const int64_t nonfinite = nonfinite_of(weight, count);
+  if (nonfinite > 0) {
+    for (int64_t i = 0; i < count; ++i) {
+      given[i] = bits_of(weight[i]);
+      if ((given[i] & Constants<F32>::kMagnitude) >= Constants<F32>::kInf) weight[i] = 0, old[i] = 0;
+    }
+  }
+  step_sums(step, weight, old, count, updates, mantissas, seen);
+  saturate(updates, step.lowest, count, &seen->update);
+  saturate(mantissas, step.lowest, count, &seen->weight);
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) old[i] = static_cast<int16_t>(mantissas[i]);
+  read_mantissas(old, step.exponent, weight, count);
+  seen->update.non_finite += nonfinite, seen->weight.non_finite += nonfinite;
+  if (nonfinite > 0) keep_nonfinite<F32>(given, weight, count);
 }
 
 static void step_int16(const Step& step, Stepped* seen, int64_t begin, int64_t end) {
