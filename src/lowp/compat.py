@@ -90,6 +90,25 @@ def remembered(function: _OneKey) -> _OneKey:
     return cast(_OneKey, look_up)
 
 
+def remembered_by_identity(function: _OneKey) -> _OneKey:
+    """Return a function of one frozen value that keeps its answers by the identity of the value, which it holds.
+
+    For casts and rules, whose hash takes longer than most questions about them.
+    """
+    kept: dict[int, tuple[Any, Any]] = {}
+
+    @functools.wraps(function)
+    def look_up(value: Any) -> Any:
+        found = kept.get(id(value))
+        if found is None:
+            if len(kept) >= _MOST_KEPT:
+                kept.clear()
+            found = kept[id(value)] = value, function(value)
+        return found[1]
+
+    return cast(_OneKey, look_up)
+
+
 def uncompiled(function: _Function) -> _Function:
     """Return the function, which torch.compile leaves as plain Python, with all that it calls: a graph ends before it.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -64,6 +63,16 @@ def test_both_ways_give_the_same_bits(
         assert one.dtype is other.dtype and torch.equal(one, other)
 
 
+@pytest.mark.parametrize("way", ["native", "reference", "bitwise"])
+def test_both_ways_are_one_implementation(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tensors(((5, 300), (3, 300)), torch.float32)
+    with kernels.use(way):
+        fast = results(lowp.autocast("bf16"), given, False)
+        monkeypatch.setattr(contraction, "short_linear", lambda call: None)
+        slow = results(lowp.autocast("bf16"), given, False)
+    assert all(torch.equal(one, other) for one, other in zip(fast, slow, strict=True))
+
+
 def by_rule(**casts: Any) -> Any:
     return lambda: lowp.autocast(Policy((Rule.of("contraction", **casts),)))
 
@@ -81,7 +90,6 @@ ASKED = {
     "a gradient in few bits": by_rule(**{**HALF, "grad": "e5m2"}),
     "blocks": by_rule(**HALF, accumulate="fp16/2"),
     "observers": lambda: observed(lowp.autocast("fp16")),
-    "the definition": lambda: lowp.autocast("fp16"),
 }
 
 
@@ -89,8 +97,7 @@ ASKED = {
 def test_what_else_is_asked_for_goes_the_long_way(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, taken = tensors(SHAPES["matrix"], torch.float32), []
     monkeypatch.setattr(contraction, "short_linear", lambda call: taken.append(short.short_linear(call)))
-    way = kernels.use("reference") if asked == "the definition" else nullcontext()
-    with ASKED[asked](), way:
+    with ASKED[asked]():
         F.linear(*given)  # type: ignore[arg-type]
     assert taken == [None]
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Overflow, Rounding
+from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.philox import Seed, drawn
@@ -228,7 +229,7 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
 def decode(codes: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
     """Write the value of every code (integers of 1, 2, 4 or 8 bytes) into `out`, exactly."""
     loaded().lowp_decode(
-        _block(Cast(format)),
+        _format_parameters(format),
         codes.element_size(),
         address(codes),
         CARRIERS[out.dtype],
@@ -341,22 +342,14 @@ def loaded() -> ctypes.CDLL:
     return found
 
 
-_MOST_BLOCKS = 1024
-_blocks: dict[int, tuple[Cast, object]] = {}  # by the identity of the cast, which is held: hashing one takes longer
+@functools.lru_cache(maxsize=1024)
+def _format_parameters(format: FloatFormat | IntFormat) -> object:
+    return parameters(Cast(format))
 
 
+@remembered_by_identity
 def parameters(cast: Cast) -> object:
     """Return a pointer to the parameter block of a cast; it keeps the block alive."""
-    found = _blocks.get(id(cast))
-    if found is None:
-        if len(_blocks) >= _MOST_BLOCKS:
-            _blocks.clear()
-        found = _blocks[id(cast)] = cast, _block(cast)
-    return found[1]
-
-
-@functools.lru_cache(maxsize=_MOST_BLOCKS)
-def _block(cast: Cast) -> object:
     element = cast.element
     block = _Cast(
         bits=element.bits,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.compat import remembered_by_identity
 from lowp.errors import Unavailable
 from lowp.exponents import PlaceSite
 from lowp.kernels.mantissas import has_mantissas
@@ -98,18 +99,10 @@ class RoleCasts:
             self.watch(x, role, self.of(role))
 
 
-_MOST_PLANNED = 1024
-_plans: dict[int, RoleCasts] = {}  # by the identity of the rule, which they hold
-
-
+@remembered_by_identity
 def _planned(rule: Rule) -> RoleCasts:
     """Return how the tensors of an op under a rule are rounded where nobody observes, made once."""
-    found = _plans.get(id(rule))
-    if found is None:
-        if len(_plans) >= _MOST_PLANNED:
-            _plans.clear()
-        found = _plans[id(rule)] = RoleCasts(rule, rule.accumulate)
-    return found
+    return RoleCasts(rule, rule.accumulate)
 
 
 @dataclass

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from lowp import kernels
 from lowp.casts import Cast, Overflow, Rounding
-from lowp.compat import accelerator, constant_when_compiled, private
+from lowp.compat import accelerator, constant_when_compiled, private, remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, ScaledFormat, Specials
 from lowp.kernels.functions import quantize_finite
@@ -25,7 +24,6 @@ from lowp.kernels.functions import quantize_finite
 __all__ = ["Operand", "carried", "carrier_dtype", "operand", "rounded", "shield", "with_tangents"]
 
 _Answer = TypeVar("_Answer")
-_MOST_ANSWERS = 1024
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
 _DisableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C.DisableTorchFunction"))
@@ -43,22 +41,8 @@ def draw_seed(device: torch.device | str = "cpu") -> Tensor:
 
 
 def _constant(function: Callable[[Cast], _Answer]) -> Callable[[Cast], _Answer]:
-    """Remember a function's answers; torch.compile takes them as constants, without tracing how they are found.
-
-    They are found by the identity of the cast, which is held: its hash takes longer than most of the questions.
-    """
-    answers: dict[int, tuple[Cast, _Answer]] = {}
-
-    @wraps(function)
-    def answer(to: Cast) -> _Answer:
-        found = answers.get(id(to))
-        if found is None:
-            if len(answers) >= _MOST_ANSWERS:
-                answers.clear()
-            found = answers[id(to)] = to, function(to)
-        return found[1]
-
-    return constant_when_compiled(answer)
+    """Remember a function's answers; torch.compile takes them as constants, without tracing how they are found."""
+    return constant_when_compiled(remembered_by_identity(function))
 
 
 @_constant

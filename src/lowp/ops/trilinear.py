@@ -89,6 +89,8 @@ class Linear(Form):
     def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         if slot == OUTPUT:
             return F.linear(left, right, bias)
+        if len(self.first) == len(self.second) == 2:  # matrices already: calls of small ones are felt
+            return right @ left if slot == FIRST else right.t() @ left
         weight, gradient = self._matrix(slot, left, right)
         if slot == FIRST:
             return (gradient @ weight).reshape(self.first)
