@@ -59,13 +59,16 @@ def quantize_into(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | No
 def encode(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, packed: bool) -> Tensor:
     """Return the codes; raise ValueError for NaNs that have none."""
     codes = torch.empty(x.shape, dtype=scaled.code_dtype(cast.element), device=x.device)
-    nans = module.encode(_readable(x).contiguous(), cast, seed, codes)
+    _refuse_nans(module.encode(_readable(x).contiguous(), cast, seed, codes), x, cast.element)
+    return packing.pack(codes, cast.element) if packed else codes
+
+
+def _refuse_nans(nans: int, x: Tensor, element: FloatFormat | IntFormat) -> None:
     if nans:
         raise InvalidInput(
-            f"{nans} of {x.numel()} numbers are NaN, which {cast.format} has no code for: "
+            f"{nans} of {x.numel()} numbers are NaN, which {element} has no code for: "
             "replace them first (torch.nan_to_num), or choose a format with NaN"
         )
-    return packing.pack(codes, cast.element) if packed else codes
 
 
 def decode(module: ModuleType, codes: Tensor, format: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
@@ -95,6 +98,12 @@ def encode_scaled(
     packed = packed and x.ndim > 0
     device = x.device
     x, format = _readable(x).to(home(device)), scaled.scaled_format(cast)
+    fused = getattr(module, "encode_groups", None) if scales is None else None
+    if fused is not None and (made := fused(x, cast, seed)) is not None:
+        payload, kept, outer, nans = made
+        _refuse_nans(nans, x, format.element)
+        payload = packing.pack(payload, format.element) if packed else payload
+        return Quantized(payload, kept, cast, outer, None, x.dtype, _packed_length(payload, x, format, packed))
     scales = scaled.choose(x, cast) if scales is None else scales
     wide = widen(x)
     element = scaled.elements(wide, cast, scales, _element_cast(module, seed))
@@ -102,12 +111,14 @@ def encode_scaled(
     payload = encode(module, torch.where(poisoned, 0.0, element), Cast(format.element), 0, packed)
     zero_point = None if scales.zero_point is None else scales.zero_point.to(torch.int32)
     outer = None if scales.outer is None else narrow(scales.outer, torch.float32)
-    length = None
-    if packed and payload.dtype == torch.uint8 and format.element.bits != 8:
-        length = x.shape[-1]
-    kept = scaled.keep(scales.scale, format)
-    found = Quantized(payload, kept, cast, outer, zero_point, x.dtype, length)
+    length = _packed_length(payload, x, format, packed)
+    found = Quantized(payload, scaled.keep(scales.scale, format), cast, outer, zero_point, x.dtype, length)
     return found if x.device == device else found.to(device)
+
+
+def _packed_length(payload: Tensor, x: Tensor, format: ScaledFormat, packed: bool) -> int | None:
+    """Return how many elements a row of packed codes holds; None where they fill whole bytes."""
+    return x.shape[-1] if packed and payload.dtype == torch.uint8 and format.element.bits != 8 else None
 
 
 def dequantize(module: ModuleType, q: Quantized) -> Tensor:
@@ -125,6 +136,9 @@ def dequantize(module: ModuleType, q: Quantized) -> Tensor:
 
 def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
     x = x.contiguous()
+    fused = getattr(module, "quantize_groups", None) if scales is None else None
+    if fused is not None and (found := fused(x, cast, seed)) is not None:
+        return found  # type: ignore[no-any-return]
     if module is cpu and scales is None and (number := _current_number(x, cast)) is not None:
         scales = Scales(torch.tensor(number, dtype=torch.float64, device=x.device))
     elif scales is None:

@@ -142,9 +142,15 @@ def _ratio(largest: Tensor, of_all: Tensor, format: ScaledFormat) -> tuple[Tenso
     highest = float(format.element.maximum)
     if format.outer is None:
         return _rounded_scale(largest / highest, format.scale), None
-    outer = _rounded_scale(of_all / (format.scale.maximum * highest), format.outer)
+    outer = outer_scale(of_all, format)
     scale = _rounded(largest / highest / outer, Cast(format.scale, overflow=Overflow.SATURATE))
     return scale, outer
+
+
+def outer_scale(largest: Tensor, format: ScaledFormat) -> Tensor:
+    """Return the scale of a whole tensor of this largest finite magnitude, under which its groups have theirs."""
+    assert isinstance(format.scale, FloatFormat) and format.outer is not None
+    return _rounded_scale(largest / (format.scale.maximum * float(format.element.maximum)), format.outer)
 
 
 def _rounded(x: Tensor, cast: Cast) -> Tensor:

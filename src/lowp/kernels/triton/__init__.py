@@ -14,7 +14,16 @@ from lowp.casts import Cast
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.philox import Seed
 
-__all__ = ["DEVICES", "decode", "encode", "is_installed", "quantize", "statistics"]
+__all__ = [
+    "DEVICES",
+    "decode",
+    "encode",
+    "encode_groups",
+    "is_installed",
+    "quantize",
+    "quantize_groups",
+    "statistics",
+]
 
 DEVICES = ("cuda",)  # which ROCm's GPUs are called, too
 
@@ -51,3 +60,17 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     from lowp.kernels.triton import calls
 
     return calls.statistics(x)
+
+
+def quantize_groups(x: Tensor, cast: Cast, seed: Seed) -> Tensor | None:
+    """Return the values of a cast whose scales are found in the same launch; None where no kernel does so."""
+    from lowp.kernels.triton import scaled
+
+    return scaled.quantize_groups(x, cast, seed)
+
+
+def encode_groups(x: Tensor, cast: Cast, seed: Seed) -> tuple[Tensor, Tensor, Tensor | None, int] | None:
+    """Return codes, scales as they are kept, the outer scale, and the NaNs that have no code; or None."""
+    from lowp.kernels.triton import scaled
+
+    return scaled.encode_groups(x, cast, seed)

@@ -15,11 +15,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lowp.casts import Cast, parse
+from lowp.formats import ScaledFormat
 from lowp.kernels.triton import steps
-from lowp.kernels.triton.device import casts, codes, counts, products, updates
+from lowp.kernels.triton.device import casts, codes, counts, products, scaled, updates
 from lowp.kernels.triton.launch import BLOCK, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, INTEGER_NAMES, Codes, Numbers, exact, is_direct, layout, plan
 from lowp.kernels.triton.products import TILE
+from lowp.kernels.triton.scaled import Shared, planned
 from lowp.kernels.triton.steps import Momentum, Moves
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -77,17 +79,21 @@ def instructions(compiled: Compiled) -> int:
 
 
 def usual_path(configuration: Configuration) -> Configuration:
-    """Return the kernel without the branch that compares more than 32 random bits, which one draw in 2**32 takes."""
-    form = configuration.constants.get("FORM")
-    if form is None or form.random_bits <= 32:
-        return configuration
-    usual = form._replace(random_bits=32)
-    constants = configuration.constants | {"FORM": usual, "EXACT": exact(usual)}
+    """Return the kernel without its rare branches: of more than 32 random bits, which one draw in 2**32 takes, and of
+    quotients that are divided again, which one block of fp8 numbers in a few hundred takes.
+    """
+    constants = dict(configuration.constants)
+    form, sharing = constants.get("FORM"), constants.get("SHARING")
+    if form is not None and form.random_bits > 32:
+        constants["FORM"] = usual = form._replace(random_bits=32)
+        constants["EXACT"] = exact(usual)
+    if sharing is not None:
+        constants["SHARING"] = sharing._replace(again=False)
     return configuration._replace(constants=constants)
 
 
 # arguments that are 0, or a multiple of 16, in all but rare calls: Triton compiles others apart
-ALIGNED = ("skipped", "m", "n", "depth", "along_m", "along_n", "along_bk", "batch_a", "batch_b")
+ALIGNED = ("skipped", "total", "length", "m", "n", "depth", "along_m", "along_n", "along_bk", "batch_a", "batch_b")
 UNIT_STRIDES = ("along_ak", "along_bk")  # of operands whose depth lies together
 
 
@@ -156,6 +162,34 @@ def counted(cast: Cast, dtype: torch.dtype) -> Configuration:
     return Configuration(text, counts.quantize_and_count, arguments, constants, BLOCK, 2 * dtype.itemsize)
 
 
+def shared(text: str, dtype: torch.dtype, written_as_codes: bool, row: int = 2048) -> Configuration:
+    """Return the kernel of a cast under the scales of blocks, or of rows of `row` numbers."""
+    cast = parse(text)
+    made = planned(cast, dtype, written_as_codes)
+    assert made is not None and isinstance(cast.format, ScaledFormat)
+    scope, pointer = cast.format.scope, f"*{INTEGER_NAMES[dtype.itemsize]}"
+    size = code_bytes(cast) if written_as_codes else dtype.itemsize
+    kept = "*i32" if not made.sharing.power and not made.sharing.outer else "*i8"
+    types: dict[str, Any] = {"x": pointer, "out": f"*{INTEGER_NAMES[size]}", "scales": kept, "outers": "*fp32"}
+    types |= {"lost": "*i32", "seed": "*i64", "total": "i32", "length": "i32", "first": "i64"}
+    types |= {"numbers": _typed(False, made.numbers), "codes": _typed(False, made.codes)}
+    types |= {"scale_numbers": _typed(False, made.scale_numbers), "scale_codes": _typed(False, made.scale_codes)}
+    types["sharing"] = Shared(*["i32"] * 3, *["fp32"] * 2)  # type: ignore[arg-type]
+    constants: dict[str, Any] = {"DTYPE": DTYPES[dtype], "FORM": made.form, "EXACT": exact(made.form)}
+    constants |= {"LAYOUT": made.layout, "SHARING": made.sharing, "BLOCK": BLOCK}
+    is_block = scope.kind == "block"
+    constants |= {"SIZE": scope.size} if is_block else {"WHOLE": row <= BLOCK}
+    share = scaled_bytes(cast.format, row) if written_as_codes else 0.0
+    name = f"{'encode' if written_as_codes else 'quantize'} {text} {DTYPES[dtype]}"
+    kernel = scaled.blocks if is_block else scaled.rows
+    return Configuration(name, kernel, types, constants, BLOCK, dtype.itemsize + size + share)
+
+
+def scaled_bytes(format: ScaledFormat, row: int) -> float:
+    """Return the bytes of scales that an element has its share of."""
+    return format.scale_bits / 8 / (format.scope.size if format.scope.kind == "block" else row)
+
+
 def product(kind: str, tile: tuple[int, int, int, int]) -> Configuration:
     """Return the kernel of int16 products: rows, columns, depth and warps of a program; elements are those written."""
     rows, columns, depth, warps = tile
@@ -198,6 +232,7 @@ USUAL = (
     *("fp16", "bf16", "bf16-tpu", "e5m2", "e4m3fn", "e4m3fn:saturate", "e2m1", "i8s", "bf16:stochastic"),
     *("e4m3fn:stochastic", "e4m3fn:stochastic-8", "bf16:toward-zero", "e5m2:up", "e4m3fn:nearest-away"),
 )
+SHARED = ("mxfp8", "mxfp8:stochastic", "mxfp4", "nvfp4", "int8", "e4m3fn@fp32/row")
 
 
 def configurations() -> Iterator[Configuration]:
@@ -213,6 +248,8 @@ def configurations() -> Iterator[Configuration]:
         yield from (decode(parse(text), dtype) for dtype in (torch.float32, *half))
     yield from (statistics(dtype) for dtype in (torch.float32, *half, torch.float64))
     yield from (counted(parse("e4m3fn"), dtype) for dtype in (torch.float32, *half))
+    for text in SHARED:
+        yield from (shared(text, dtype, codes) for dtype in (torch.float32, *half) for codes in (False, True))
     for gradient in ("fp32", "bf16", "fp16"):
         scaled = {"DTYPE": gradient, "SPLIT": True, "SCALED": True, "MAXIMIZE": False}
         yield step("adamw", **scaled, NEAR=True)

@@ -24,7 +24,7 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
     form, numbers = plan(cast, x.dtype)
     source = x if x.is_contiguous() else x.contiguous()
     target = out if out.is_contiguous() else torch.empty_like(source)
-    key, first = _key(x, seed, form.random_bits > 0)
+    key, first = key_of(x, seed, form.random_bits > 0)
     skipped = first % 4
     launch(
         casts.quantize,
@@ -56,7 +56,7 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
     shape, places = layout(cast.element, form.wide)
     target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     nans = torch.zeros((), dtype=torch.int32, device=x.device)
-    key, first = _key(x, seed, form.random_bits > 0)
+    key, first = key_of(x, seed, form.random_bits > 0)
     skipped = first % 4
     launch(
         codes.encode,
@@ -122,7 +122,7 @@ def quantize_and_count(
     count = x.numel()
     partial = torch.zeros(programs_for(x, count, BLOCK), 264, dtype=torch.int64, device=x.device)
     if count:
-        key, _ = _key(x, seed, form.random_bits > 0)
+        key, _ = key_of(x, seed, form.random_bits > 0)
         arguments = (integers(x), integers(out), key, partial, count, numbers, DTYPES[x.dtype], exact(form))
         launch(counts.quantize_and_count, x, count, BLOCK, *arguments)
     return merged(partial)
@@ -140,7 +140,7 @@ def integers(x: Tensor) -> Tensor:
     return x.detach().view(INTEGERS[x.dtype.itemsize])
 
 
-def _key(x: Tensor, seed: Seed, draws: bool) -> tuple[Tensor, int]:
+def key_of(x: Tensor, seed: Seed, draws: bool) -> tuple[Tensor, int]:
     """Return the seed as a tensor where x is, and the logical index of x's first element."""
     if not draws:
         return integers(x), 0  # not looked at

@@ -1,0 +1,300 @@
+"""Elements under scales that blocks or rows share: maximum, scale, and values or codes, in one read.
+
+A scale that is a power of two divides fp32 numbers exactly. Any other scale divides them with one rounding, which can
+only matter to a quotient at the middle between two elements; such a one, which is rare, is divided again in fp64.
+"""
+
+import triton
+import triton.language as tl
+
+from lowp.kernels.triton.device.bits import read, widened
+from lowp.kernels.triton.device.codes import encoded
+from lowp.kernels.triton.device.rounding import cast, is_undecided
+
+
+@triton.jit
+def _float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bits(value):
+    return value.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _wide(magnitude):
+    """Return numbers of fp32, given by their bits, in fp64: subnormal ones too, whatever the device flushes."""
+    return widened(magnitude).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _to_odd(wide):
+    """Return positive fp64 numbers as the bits of fp32, to odd: a rounding to 22 bits or less may follow.
+
+    NaN stays NaN; beyond the largest number is the largest.
+    """
+    near = tl.where(wide > 3.4028234663852886e38, 3.4028234663852886e38, wide).to(tl.float32)
+    bits = _bits(near) & 0x7FFFFFFF
+    back = _wide(bits)
+    even = (bits & 1) == 0
+    bits = tl.where(even & (back < wide), bits + 1, bits)
+    bits = tl.where(even & (back > wide), bits - 1, bits)
+    return tl.where(wide != wide, 0x7FC00000, bits)
+
+
+# -- the scale of a group ---------------------------------------------------------------------------------------------
+@triton.jit
+def power_of_two(largest, sharing):
+    """Return the exponent of groups whose largest finite magnitudes are given by their bits.
+
+    Subnormal numbers and zeros count as 2**-127: their scale is the smallest anyway.
+    """
+    exponent = (largest >> 23) - 127 - sharing.top
+    return tl.minimum(tl.maximum(exponent, sharing.lowest), sharing.highest)
+
+
+@triton.jit
+def power_bits(exponent):
+    """Return the bits of 2**exponent in fp32, for -149 to 127: those below -126 are subnormal."""
+    one = (exponent & 0) + 1
+    return tl.where(exponent < -126, one << tl.maximum(exponent + 149, 0), (exponent + 127) << 23)
+
+
+@triton.jit
+def ratio(largest, outer, numbers, sharing, SHARING: tl.constexpr):
+    """Return the bits of largest / element's maximum (/ outer) in the format of the scale, in fp32."""
+    wide = _wide(largest) * sharing.factor / sharing.maximum
+    if SHARING.outer:
+        wide = wide / outer.to(tl.float64)
+        found, _sign = cast(_to_odd(wide), largest & 0, 0, 0, numbers, SHARING.form, 1)
+    else:
+        near = tl.where(wide > 3.4028234663852886e38, 3.4028234663852886e38, wide).to(tl.float32)
+        found = tl.where(largest == 0, 0x3F800000, tl.maximum(_bits(near), 0x00800000))
+    return found
+
+
+# -- elements ---------------------------------------------------------------------------------------------------------
+@triton.jit
+def quotients(magnitude, by, outer, SHARING: tl.constexpr):
+    """Return the bits of magnitudes over scale * outer, rounded to fp32; zeros where that is zero."""
+    divisor = _float(by)
+    if SHARING.outer:
+        divisor = divisor * outer
+    found = _bits(tl.div_rn(_float(magnitude), divisor)) & 0x7FFFFFFF
+    return tl.where(by == 0, tl.where(magnitude > 0x7F800000, magnitude, 0), found)
+
+
+@triton.jit
+def _over_power(magnitude, by, SHARING: tl.constexpr):
+    """Return magnitudes over powers of two, exact but below 2**-126, which every element's middle is far above."""
+    if SHARING.low:  # scales of 2**-133 to 2**121, of which fp32 holds no inverse
+        by = _bits(_float(by) * 64.0)
+    inverse = tl.where(by >= 0x7F000000, 0x00400000, 0x7F000000 - by)
+    inverse = tl.where(by < 0x00800000, 0x7F000000, inverse)
+    quotient = _float(magnitude) * _float(inverse)
+    if SHARING.low:
+        quotient = quotient * 64.0
+    return quotient
+
+
+@triton.jit
+def again(magnitude, by, outer, SHARING: tl.constexpr):
+    """Do `quotients` in fp64, to odd."""
+    divisor = _wide(by)
+    if SHARING.outer:
+        divisor = divisor * outer.to(tl.float64)
+    wide = _wide(magnitude) / tl.where(by == 0, 1.0, divisor)
+    return tl.where(by == 0, tl.where(magnitude > 0x7F800000, magnitude, 0), _to_odd(wide))
+
+
+@triton.jit
+def is_close(quotient, element, by, outer, SHARING: tl.constexpr):
+    """Return whether a quotient is so close to the middle between two elements that its rounding may decide."""
+    low = (quotient + SHARING.tolerance) & ((1 << SHARING.low_bits) - 1)
+    distance = tl.where(element > quotient, element - quotient, quotient - element)
+    close = (low <= 2 * SHARING.tolerance) & (distance > SHARING.tolerance)
+    if SHARING.outer:  # a product below fp32's normal numbers has lost bits
+        product = _bits(_float(by) * outer)
+        close = close | ((product < 0x00800000) & (by != 0))
+    return close
+
+
+@triton.jit
+def elements(
+    magnitude, sign, by, outer, first, seed, numbers, FORM: tl.constexpr, EXACT: tl.constexpr, SHARING: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """Return magnitude and sign of COUNT elements: of numbers over their scales, which `by` has for each."""
+    if SHARING.power:
+        quotient = _bits(_over_power(magnitude, by, SHARING)) & 0x7FFFFFFF
+        element, side = cast(quotient, sign, first, seed, numbers, FORM, COUNT)
+        if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
+            if is_undecided(quotient, first, seed, numbers, FORM, COUNT):
+                element, side = cast(quotient, sign, first, seed, numbers, EXACT, COUNT)
+    else:
+        quotient = quotients(magnitude, by, outer, SHARING)
+        element, side = cast(quotient, sign, first, seed, numbers, FORM, COUNT)
+        close = is_close(quotient, element, by, outer, SHARING)
+        if tl.reduce(close.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
+            if SHARING.again:
+                exact = again(magnitude, by, outer, SHARING)
+                element, side = cast(exact, sign, first, seed, numbers, FORM, COUNT)
+    return element, side
+
+
+@triton.jit
+def put(
+    out, places, mask, element, side, by, outer, codes, DTYPE: tl.constexpr, LAYOUT: tl.constexpr,
+    SHARING: tl.constexpr,
+):  # fmt: skip
+    """Write codes, or the elements times their scales, which overflow to the largest number.
+
+    Return where something was lost: a NaN that has no code, or bits of a value that 16 bits do not hold under a scale
+    that is a power of two. Under another scale values of 16 bits are rounded once.
+    """
+    poisoned = by > 0x7F800000
+    if SHARING.codes:
+        code, is_nan = encoded(tl.where(poisoned, 0, element), tl.where(poisoned, 0, side), codes, LAYOUT)
+        tl.store(out + places, code.to(out.dtype.element_ty), mask=mask)
+        lost = is_nan & mask
+    else:
+        is_nan = poisoned | (element > 0x7F800000)
+        side = tl.where(poisoned, 0, side)
+        if DTYPE == "fp32" or SHARING.power:
+            value = _float(element) * _float(by)
+            if SHARING.outer:
+                value = value * outer
+            bits = tl.minimum(_bits(value) & 0x7FFFFFFF, 0x7F7FFFFF)
+        else:
+            divisor = _wide(by)
+            if SHARING.outer:
+                divisor = divisor * outer.to(tl.float64)
+            bits = _to_odd(_wide(element) * divisor)
+        if DTYPE == "fp32":
+            lost = mask
+            raw = tl.where(is_nan, 0x7FC00000, bits) | side
+        elif DTYPE == "bf16":
+            half = tl.minimum((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7F80 if SHARING.power else 0x7F7F)
+            lost = mask & ((half << 16) != bits) & (is_nan == 0)
+            raw = (tl.where(is_nan, 0x7FC0, half) | (side >> 16)).to(tl.int16)
+        else:
+            half = _float(tl.minimum(bits, 0x47800000)).to(tl.float16)
+            whole = half.to(tl.int16, bitcast=True).to(tl.int32)
+            if not SHARING.power:
+                whole = tl.minimum(whole, 0x7BFF)
+            lost = mask & ((_bits(half.to(tl.float32)) != bits) & (is_nan == 0))
+            raw = (tl.where(is_nan, 0x7E00, whole) | (side >> 16)).to(tl.int16)
+        tl.store(out + places, raw, mask=mask)
+    return lost
+
+
+@triton.jit
+def keep(scales, places, mask, by, exponent, numbers, codes, sharing, SHARING: tl.constexpr):
+    """Write scales as `Quantized` holds them: exponents above the lowest one, fp32 numbers, or codes."""
+    poisoned = by > 0x7F800000
+    if SHARING.power:
+        kept = tl.where(poisoned, 0xFF, exponent - sharing.lowest).to(tl.int8)
+    elif SHARING.outer:
+        code, _ = encoded(by, by & 0, codes, SHARING.layout)
+        kept = code.to(tl.int8)
+    else:
+        kept = by
+    tl.store(scales + places, kept, mask=mask)
+
+
+@triton.jit
+def _scales(largest, highest, outer, numbers, sharing, SHARING: tl.constexpr):
+    """Return the bits of groups' scales in fp32, NaN where they mark what is not finite; and exponents of powers."""
+    if SHARING.power:
+        exponent = power_of_two(largest, sharing)
+        by = power_bits(exponent)
+    else:
+        exponent = largest & 0
+        by = ratio(largest, outer, numbers, sharing, SHARING)
+    if SHARING.marks:
+        by = tl.where(highest >= 0x7F800000, 0x7FC00000, by)
+    return by, exponent
+
+
+@triton.jit(do_not_specialize=["first", "numbers", "codes", "sharing", "scale_numbers", "scale_codes"])
+def blocks(
+    x, out, scales, outers, lost, seed, total, first, numbers, codes, sharing, scale_numbers, scale_codes,
+    DTYPE: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr, SHARING: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Cast `total` numbers, of which SIZE neighbours share a scale; the first has the logical index `first`.
+
+    `scales` takes a scale a group where codes are written, `lost`, int32, adds up what `put` lost.
+    """
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    places = start + tl.arange(0, BLOCK)
+    mask = places < total
+    magnitude, sign = read(x, places, mask, DTYPE, False)
+    table = tl.reshape(magnitude, (BLOCK // SIZE, SIZE))
+    highest = tl.reduce(table, 1, tl.standard._elementwise_max)
+    largest = tl.reduce(tl.where(table < 0x7F800000, table, 0), 1, tl.standard._elementwise_max)
+    outer = tl.load(outers) if SHARING.outer else 1.0
+    key = tl.load(seed) if FORM.random_bits > 0 else 0
+    by, exponent = _scales(largest, highest, outer, scale_numbers, sharing, SHARING)
+    if SHARING.codes:
+        groups = tl.program_id(0).to(tl.int64) * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)
+        keep(scales, groups, groups < total // SIZE, by, exponent, scale_numbers, scale_codes, sharing, SHARING)
+    each = tl.reshape(tl.broadcast_to(by[:, None], (BLOCK // SIZE, SIZE)), (BLOCK,))
+    element, side = elements(magnitude, sign, each, outer, first + start, key, numbers, FORM, EXACT, SHARING, BLOCK)
+    missing = put(out, places, mask, element, side, each, outer, codes, DTYPE, LAYOUT, SHARING)
+    if SHARING.loses:
+        if tl.reduce(missing.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
+            tl.atomic_add(lost, tl.reduce(missing.to(tl.int32), 0, tl.standard._sum_combine))
+
+
+@triton.jit(do_not_specialize=["numbers", "codes", "sharing", "scale_numbers", "scale_codes"])
+def rows(
+    x, out, scales, outers, lost, length, numbers, codes, sharing, scale_numbers, scale_codes, DTYPE: tl.constexpr,
+    FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr, SHARING: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Cast a row of `length` numbers, which share a scale, as `blocks`; WHOLE ones fit one BLOCK and are read once."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * length
+    out += row * length
+    inside = tl.arange(0, BLOCK)
+    magnitude, sign = read(x, inside, inside < length, DTYPE, False)
+    highest = tl.reduce(magnitude, 0, tl.standard._elementwise_max)
+    largest = tl.reduce(tl.where(magnitude < 0x7F800000, magnitude, 0), 0, tl.standard._elementwise_max)
+    if not WHOLE:
+        for start in range(BLOCK, length, BLOCK):
+            more, _side = read(x, start + inside, start + inside < length, DTYPE, False)
+            highest = tl.maximum(highest, tl.reduce(more, 0, tl.standard._elementwise_max))
+            finite = tl.where(more < 0x7F800000, more, 0)
+            largest = tl.maximum(largest, tl.reduce(finite, 0, tl.standard._elementwise_max))
+    outer = tl.load(outers) if SHARING.outer else 1.0
+    by, exponent = _scales(largest, highest, outer, scale_numbers, sharing, SHARING)
+    if SHARING.codes:
+        keep(scales, row, row >= 0, by, exponent, scale_numbers, scale_codes, sharing, SHARING)
+    each = inside * 0 + by
+    if WHOLE:
+        element, side = elements(magnitude, sign, each, outer, 0, 0, numbers, FORM, EXACT, SHARING, BLOCK)
+        missing = put(out, inside, inside < length, element, side, each, outer, codes, DTYPE, LAYOUT, SHARING)
+        if SHARING.loses:
+            if tl.reduce(missing.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
+                tl.atomic_add(lost, tl.reduce(missing.to(tl.int32), 0, tl.standard._sum_combine))
+    else:
+        for start in range(0, length, BLOCK):
+            places = start + inside
+            magnitude, sign = read(x, places, places < length, DTYPE, False)
+            element, side = elements(magnitude, sign, each, outer, 0, 0, numbers, FORM, EXACT, SHARING, BLOCK)
+            missing = put(out, places, places < length, element, side, each, outer, codes, DTYPE, LAYOUT, SHARING)
+            if SHARING.loses:
+                if tl.reduce(missing.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
+                    tl.atomic_add(lost, tl.reduce(missing.to(tl.int32), 0, tl.standard._sum_combine))
+
+
+@triton.jit(do_not_specialize=["count"])
+def largest_of_all(x, partial, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the bits of the largest finite magnitude of every program's block, int32 [programs]."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    magnitude, _sign = read(x, places, places < count, DTYPE, False)
+    finite = tl.where(magnitude < 0x7F800000, magnitude, 0)
+    tl.store(partial + tl.program_id(0), tl.reduce(finite, 0, tl.standard._elementwise_max))

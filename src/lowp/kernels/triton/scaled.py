@@ -1,0 +1,200 @@
+"""Formats whose blocks or rows share a scale: values, or codes and scales, in one launch where a kernel has them."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast, Overflow, Rounding
+from lowp.errors import InvalidInput
+from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
+from lowp.kernels import scaled as definition
+from lowp.kernels.floats import widen
+from lowp.kernels.philox import Seed, drawn
+from lowp.kernels.triton.calls import integers, key_of
+from lowp.kernels.triton.device import scaled
+from lowp.kernels.triton.launch import BLOCK, INTERPRETED_BLOCK, launch, programs_for, run
+from lowp.kernels.triton.plans import DTYPES, Codes, Form, Layout, Numbers, exact, layout, plan
+
+_FP32, _E8M0 = FORMATS["fp32"], FORMATS["e8m0"]
+_NEAREST = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY)
+_MOST_BITS, _WIDEST_RANGE = 8, 60  # of an element, and the exponents within which it lies
+_LOWEST_POWER, _HIGHEST_POWER = -133, 127
+_LONGEST_BLOCK = 512
+
+
+class Sharing(NamedTuple):
+    """How a scale is found and kept: what decides which instructions that takes."""
+
+    power: bool  # a power of two, else the ratio of two maxima
+    low: bool  # a power of two may be below 2**-127, and none is above 2**121
+    outer: bool  # under one more scale of the whole tensor
+    marks: bool  # NaN marks groups with what is not finite
+    codes: bool  # codes and scales are written, else values
+    loses: bool  # something may be lost, and is counted
+    low_bits: int  # of fp32's, which are zero in the middle between two elements
+    tolerance: int  # in the last place of fp32, by which a quotient may be wrong
+    again: bool = (
+        True  # quotients that may be wrong are divided again; not where instructions of all others are counted
+    )
+    form: Form | None = None  # of the scale's own cast
+    layout: Layout | None = None
+
+
+class Shared(NamedTuple):
+    """The numbers of a shared scale."""
+
+    top: int  # the exponent of the largest element, less the headroom
+    lowest: int
+    highest: int
+    maximum: float  # of the elements
+    factor: float  # 2**headroom
+
+
+class Plan(NamedTuple):
+    """A cast under shared scales for tensors of one dtype."""
+
+    form: Form
+    numbers: Numbers
+    layout: Layout
+    codes: Codes
+    sharing: Sharing
+    shared: Shared
+    scale_numbers: Numbers
+    scale_codes: Codes
+
+
+@functools.lru_cache(maxsize=256)
+def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> Plan | None:
+    """Return the plan of a cast, or None where no kernel has it: what is computed in fp64 then, in torch."""
+    format, scaling = cast.format, cast.scaling
+    if not isinstance(format, ScaledFormat) or scaling is None or scaling.kind != "current" or format.affine:
+        return None
+    if dtype is torch.float64 or not _is_small(format.element) or format.scope.kind == "tensor":
+        return None
+    element = format.element
+    top = element.max_exponent if isinstance(element, FloatFormat) else element.maximum.bit_length() - 1
+    shared = Shared(top - scaling.headroom, 0, 0, float(element.maximum), 2.0**scaling.headroom)
+    form, numbers = plan(cast.element_cast, torch.float32)
+    shape, places = layout(element, False)
+    is_power = isinstance(format.scale, PowerOfTwo) or format.scale == _E8M0
+    marks = format.scale == _E8M0 or format.outer is not None
+    loses = not marks and shape.nan == "none" if codes else is_power and dtype is not torch.float32
+    precision = element.mantissa_bits + 1 if isinstance(element, FloatFormat) else element.bits - 1
+    sharing = Sharing(is_power, False, format.outer is not None, marks, codes, loses, 23 - precision, 0)
+    if is_power:
+        lowest, highest = definition.exponent_range(format.scale)
+        is_held = _LOWEST_POWER <= lowest and highest <= _HIGHEST_POWER and highest - lowest < 256
+        is_low = lowest < -127
+        if not is_held or shared.top < 0 or (is_low and (highest > 121 or top < 6)):
+            return None
+        if cast.rounding not in _NEAREST and not cast.is_stochastic:
+            return None
+        shared = shared._replace(lowest=lowest, highest=highest)
+        return Plan(form, numbers, shape, places, sharing._replace(low=is_low), shared, numbers, places)
+    if form.flush or cast.rounding not in _NEAREST:
+        return None
+    if format.outer is None:
+        return Plan(form, numbers, shape, places, sharing, shared, numbers, places) if format.scale == _FP32 else None
+    if format.outer != _FP32 or not isinstance(format.scale, FloatFormat) or not _is_small(format.scale):
+        return None
+    if not format.scale.has_nan:
+        return None
+    scale_form, scale_numbers = plan(Cast(format.scale, overflow=Overflow.SATURATE), torch.float32)
+    scale_layout, scale_codes = layout(format.scale, False)
+    sharing = sharing._replace(tolerance=4, form=scale_form, layout=scale_layout)
+    return Plan(form, numbers, shape, places, sharing, shared, scale_numbers, scale_codes)
+
+
+def _is_small(element: FloatFormat | IntFormat) -> bool:
+    """Whether an element is signed, of 3 to 8 bits, and of a range that fp32's normal numbers hold many times."""
+    if isinstance(element, IntFormat):
+        return 2 < element.bits <= _MOST_BITS
+    in_range = -_WIDEST_RANGE < element.min_exponent - element.mantissa_bits and element.max_exponent < _WIDEST_RANGE
+    return element.signed and element.has_zero and 2 < element.bits <= _MOST_BITS and in_range
+
+
+def quantize_groups(x: Tensor, cast: Cast, seed: Seed) -> Tensor | None:
+    """Return the values that a cast under current scales makes of `x`, contiguous; None where no kernel has it.
+
+    Raises InvalidInput for 16-bit tensors that cannot hold every value under a power of two, which waits for the
+    device.
+    """
+    found = _launched(x, cast, seed, False)
+    if found is None:
+        return None
+    values, _scales, _outer, lost = found
+    if lost is not None and int(lost):
+        raise InvalidInput(definition.cannot_hold(cast, x.dtype))
+    return values
+
+
+def encode_groups(x: Tensor, cast: Cast, seed: Seed) -> tuple[Tensor, Tensor, Tensor | None, int] | None:
+    """Return codes, scales as `Quantized` keeps them, the outer scale, and how many NaNs had no code; or None.
+
+    The device is waited for only where neither elements nor scales have a NaN.
+    """
+    found = _launched(x, cast, seed, True)
+    if found is None:
+        return None
+    codes, scales, outer, lost = found
+    return codes, scales, outer, 0 if lost is None else int(lost)
+
+
+def _launched(
+    x: Tensor, cast: Cast, seed: Seed, codes: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
+    made = planned(cast, x.dtype, codes)
+    size = None if made is None else _group(x, cast)
+    if made is None or size is None or (made.form.random_bits and drawn(seed)[1] % 4):
+        return None
+    format = definition.scaled_format(cast)
+    is_block = format.scope.kind == "block"
+    if made.form.random_bits and not is_block:
+        return None
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=definition.code_dtype(format.element) if codes else x.dtype, device=x.device)
+    groups = definition.group_shape(x.shape, format.scope) if codes else (1,)
+    scales = torch.empty(groups, dtype=definition.kept_dtype(format), device=x.device)
+    lost = torch.zeros((), dtype=torch.int32, device=x.device) if made.sharing.loses else None
+    outer = _outer(x, format) if made.sharing.outer else None
+    key, first = key_of(x, seed, made.form.random_bits > 0)
+    tables = (made.numbers, made.codes, made.shared, made.scale_numbers, made.scale_codes)
+    compiled = (DTYPES[x.dtype], made.form, exact(made.form), made.layout, made.sharing)
+    # what a kernel does not look at is any tensor
+    given = (
+        integers(x),
+        integers(out),
+        integers(scales),
+        *(integers(x) if one is None else one for one in (outer, lost)),
+    )
+    if is_block:
+        launch(scaled.blocks, x, x.numel(), BLOCK, *given, key, x.numel(), first, *tables, *compiled, size)
+    else:
+        block = min(BLOCK if not x.is_cpu else INTERPRETED_BLOCK, max(16, 1 << (size - 1).bit_length()))
+        run(scaled.rows, (x.numel() // size,), *given, size, *tables, *compiled, size <= block, block)
+    return out, scales, outer, lost
+
+
+def _group(x: Tensor, cast: Cast) -> int | None:
+    """Return how many elements share a scale; None of nothing, and of blocks that are cut short or no power of two."""
+    if not x.numel() or not x.ndim:
+        return None
+    scope = definition.scaled_format(cast).scope
+    if scope.kind == "channel":
+        return x[0].numel()
+    if scope.kind == "row":
+        return x.shape[-1]
+    size = definition.block_size(scope, x.shape[-1])
+    return size if 1 < size <= _LONGEST_BLOCK and size & (size - 1) == 0 and x.shape[-1] % size == 0 else None
+
+
+def _outer(x: Tensor, format: ScaledFormat) -> Tensor:
+    """Return the scale of the whole tensor, fp32 and 0-d."""
+    partial = torch.empty(programs_for(x, x.numel(), BLOCK), dtype=torch.int32, device=x.device)
+    launch(scaled.largest_of_all, x, x.numel(), BLOCK, integers(x), partial, x.numel(), DTYPES[x.dtype])
+    largest = widen(partial.amax().view(torch.float32))
+    return definition.outer_scale(largest, format).to(torch.float32)

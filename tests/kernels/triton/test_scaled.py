@@ -1,0 +1,130 @@
+"""Triton's kernels of blocks and rows that share a scale, in its interpreter, have the bits of the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact_casts import bits
+from torch import Tensor
+
+import lowp
+from lowp import kernels
+from lowp.casts import parse
+from lowp.errors import InvalidInput
+from lowp.formats import FORMATS, ScaledFormat
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+NAMED = [name for name, row in FORMATS.items() if isinstance(row, ScaledFormat)]
+SERVED = ["mxfp8", "mxfp8-e5m2", "mxfp6", "mxfp6-e3m2", "mxfp4", "mxint8", "nvfp4", "int8", "int4", "e4m3fn@fp32/row"]
+CASTS = [*SERVED, "e5m2@fp32/channel:saturate", "mxfp8:nearest-away", "int8:nearest-away", "nvfp4:saturate"]
+CASTS += ["mxfp8:stochastic", "mxfp4:stochastic-b-8", "mxfp8:current(headroom=1)", "e4m0fn@fp32/row", "e2m1@e8m0/16"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def numbers(dtype: torch.dtype) -> Tensor:
+    """Return rows of every magnitude: tiny, huge, zeros of both signs, specials, and middles between elements."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 64, generator=generator) * 2.0 ** torch.randint(-6, 6, (12, 64), generator=generator)
+    x[0] *= 2.0**-130
+    x[1] *= 2.0**100
+    x[2, :32], x[2, 32:] = 0.0, -0.0
+    x[3, 5], x[4, 6] = torch.inf, -torch.nan
+    x[5], x[5, 3] = 0.0, 1e-45
+    x[6] = torch.randint(-254, 255, (64,), generator=generator) / 2
+    x[6, 0] = 127.0  # so that int8's scale is 1, and halves are in the middle
+    x[7, 1], x[8] = 448.0 * 8, 3.4e38
+    x[9] = torch.randint(-24, 25, (64,), generator=generator) / 4
+    return x.to(dtype)
+
+
+def served(text: str, dtype: torch.dtype, codes: bool = False) -> bool:
+    from lowp.kernels.triton import scaled
+
+    return scaled.planned(parse(text), dtype, codes) is not None
+
+
+# each cast with one dtype in the fast suite, and with all in the slow one
+CASES = [
+    pytest.param(text, dtype, marks=[] if (place + turn) % 3 == 0 else pytest.mark.slow, id=f"{text} {dtype}")
+    for place, text in enumerate(CASTS)
+    for turn, dtype in enumerate(DTYPES)
+]
+
+
+def _has_nan(text: str) -> bool:
+    """Whether elements or scales have a NaN."""
+    format = parse(text).format
+    return "e8m0" in str(getattr(format, "scale", "")) or bool(getattr(parse(text).element, "has_nan", False))
+
+
+@pytest.mark.parametrize(("text", "dtype"), CASES)
+def test_values_and_codes_are_those_of_the_definition(text: str, dtype: torch.dtype) -> None:
+    assert served(text, dtype)
+    x = numbers(dtype)
+    held = x if dtype is torch.float32 else x[6:8].contiguous()  # 16 bits hold no value under a tiny scale
+    found, wanted = [], []
+    for way, results in (("bitwise", wanted), ("triton", found)):
+        with kernels.use(way):
+            results.append(lowp.quantize(held, text, seed=5))
+            encoded = lowp.encode(x if _has_nan(text) else x.nan_to_num(posinf=1.0), text, seed=5)
+            results += [encoded.payload, encoded.scale, encoded.outer]
+    for one, other in zip(found, wanted, strict=True):
+        if other is None:
+            assert one is None
+            continue
+        assert one.shape == other.shape and one.dtype is other.dtype
+        same = one == other if not one.is_floating_point() else bits(one) == bits(other)
+        assert same.all(), (held[~same][:4] if same.shape == held.shape else None, one[~same][:4], other[~same][:4])
+
+
+def test_every_format_of_the_table_but_these_has_a_kernel() -> None:
+    assert {name for name in NAMED if not served(name, torch.float32)} == {
+        *("flex16+5", "dfp16", "int16"),  # mantissas, and more bits than a quotient in fp32 decides
+        *("int8-affine", "ternary", "binary"),
+    }
+
+
+@pytest.mark.parametrize("text", ["mxfp8:up", "int8:stochastic", "mxfp8:static(0)", "int8-affine", "e4m3fn@e8m0/24"])
+def test_what_no_kernel_has_is_computed_as_before(text: str) -> None:
+    x = numbers(torch.float32)
+    with kernels.use("triton"):
+        found = lowp.quantize(x, text, seed=1)
+    assert torch.equal(bits(found), bits(lowp.quantize(x, text, seed=1)))
+
+
+def test_blocks_that_are_cut_short_and_single_numbers_are_computed_as_before() -> None:
+    for x in (numbers(torch.float32)[:, :40], torch.tensor(3.0), torch.ones(0, 32)):
+        with kernels.use("triton"):
+            found = lowp.quantize(x, "mxfp8")
+        assert torch.equal(bits(found), bits(lowp.quantize(x, "mxfp8")))
+
+
+def test_a_long_row_is_read_twice_and_several_programs_take_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.kernels.triton import launch, scaled
+
+    for module in (launch, scaled):
+        monkeypatch.setattr(module, "INTERPRETED_BLOCK", 64)
+    x = torch.randn(2, 160, generator=torch.Generator().manual_seed(0))
+    for text in ("int8", "mxfp8:stochastic", "nvfp4"):
+        with kernels.use("triton"):
+            found = lowp.quantize(x, text, seed=9)
+        assert torch.equal(found, lowp.quantize(x, text, seed=9))
+
+
+def test_pieces_draw_the_bits_of_the_whole() -> None:
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    wanted = lowp.quantize(x, "mxfp4:stochastic", seed=3)
+    with kernels.use("triton"):
+        assert torch.equal(lowp.quantize(x[2:], "mxfp4:stochastic", seed=torch.tensor(3), offset=64), wanted[2:])
+
+
+def test_what_16_bits_or_codes_cannot_hold_is_refused_as_before() -> None:
+    infinite = torch.full((32,), torch.inf, dtype=torch.float16)  # the largest of nothing finite is 0: a tiny scale
+    bad = torch.randn(32)
+    bad[3] = torch.nan
+    with kernels.use("triton"):
+        with pytest.raises(InvalidInput, match=r"mxint8: torch.float16 cannot hold every result exactly"):
+            lowp.quantize(infinite, "mxint8")
+        with pytest.raises(InvalidInput, match=r"1 of 32 numbers are NaN, which i8s has no code for"):
+            lowp.encode(bad, "int8")
