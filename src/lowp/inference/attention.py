@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowp import kernels
-from lowp.inference.calibration import BITS, check_bits, range_of
+from lowp.inference.calibration import BITS, check_bits
 from lowp.kernels import byte_products
+from lowp.kernels.byte_products import Activations
 from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
 
@@ -53,9 +54,8 @@ def _product(left: Tensor, right: Tensor, highest: int) -> Tensor:
     codes = kernels.encode(columns, "int8")
     found = []
     for one, payload, scales in zip(rows, codes.payload, codes.scale, strict=True):
-        low, high = torch.aminmax(one)
-        a = byte_products.to_bytes(one, *range_of(float(low), float(high), highest))
-        found.append(contract_packed((a, byte_products.pack(payload, scales, highest))))
+        panels = byte_products.pack(payload, scales, highest)
+        found.append(contract_packed((Activations(one, highest), panels)))
     return torch.stack(found).reshape(*batch, left.shape[-2], right.shape[-2])
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from array import array
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.kernels.byte_products import Range, range_of
 
-__all__ = ["BITS", "METHODS", "Range", "Seen", "check_bits", "range_of"]
+__all__ = ["BITS", "METHODS", "Seen", "check_bits"]
 
 METHODS = ("maximum", "percentile", "error")
 # With 7 bits the sum of two products of an activation and an int8 weight always fits 16 bits (2 * 127 * 127 < 2**15):
@@ -22,30 +21,11 @@ _KEPT = 1 << 16  # elements that are kept of what was seen
 _TRIED = 64  # shares of the range whose error is compared
 
 
-class Range(NamedTuple):
-    """value = (byte - zero) * scale, bytes 0 to `highest`."""
-
-    scale: float
-    zero: int
-    highest: int
-
-
 def check_bits(bits: int) -> int:
     """The largest byte of activations of so many bits: 127 of 7, 255 of 8."""
     if bits not in (7, 8):
         raise InvalidInput(f"activations must have 7 or 8 bits, not {bits}")
     return (1 << bits) - 1
-
-
-def range_of(low: float, high: float, highest: int) -> Range:
-    """The bytes that hold low .. high, and zero exactly. Infinite or NaN bounds give a scale of NaN."""
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return Range(math.nan, 0, highest)
-    low, high = min(low, 0.0), max(high, 0.0)
-    scale = array("f", [(high - low) / highest])[0]  # rounded to fp32
-    if scale == 0 or not math.isfinite(scale):
-        return Range(1.0 if scale == 0 else math.nan, 0, highest)
-    return Range(scale, min(max(round(-low / scale), 0), highest), highest)
 
 
 class Seen:

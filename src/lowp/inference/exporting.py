@@ -105,7 +105,9 @@ class _QuantizedLayer(nn.Module):
         self.register_buffer("scales", weight.get_buffer("scales")[: weight.n].clone())
         self.register_buffer("zeros", torch.zeros(weight.n, dtype=torch.int8, device="cpu"))
         self.register_buffer("bias", module._bias())
-        scale, zero, highest = weight.range(torch.zeros(1, device="cpu"))
+        over = weight.range()
+        assert not isinstance(over, int)  # `_layer` refuses dynamic ranges
+        scale, zero, highest = over
         self.register_buffer("input_scale", torch.tensor(scale, device="cpu"))
         self.register_buffer("input_zero", torch.tensor(zero, dtype=torch.uint8, device="cpu"))
         # what the bytes hold, less a quarter of a step: QuantizeLinear itself goes to 255

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from lowp import kernels
 from lowp.casts import Cast
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
-from lowp.inference.calibration import Range, range_of
 from lowp.kernels import byte_products, few_bits, scaled
-from lowp.kernels.byte_products import Bytes, Panels
+from lowp.kernels.byte_products import Activations, Bytes, Panels, Range
 from lowp.kernels.few_bits import Nibbles, Signs
 from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
@@ -55,16 +54,13 @@ class _Bytewise(Weight):
         self.register_buffer("input_scale", torch.tensor(scale, device="cpu"))
         self.register_buffer("input_zero", torch.tensor(zero, dtype=torch.int32, device="cpu"))
 
-    def range(self, x: Tensor) -> Range:
-        """Where the activations lie."""
-        if not self.dynamic:
-            scale, zero = self._buffers["input_scale"], self._buffers["input_zero"]
-            assert scale is not None and zero is not None
-            return Range(scale.item(), int(zero.item()), self.highest)
-        if not x.numel():
-            return Range(1.0, 0, self.highest)
-        low, high = torch.aminmax(x)
-        return range_of(low.item(), high.item(), self.highest)
+    def range(self) -> Range | int:
+        """Where the activations lie, by calibration; or the highest byte over their own range."""
+        if self.dynamic:
+            return self.highest
+        scale, zero = self._buffers["input_scale"], self._buffers["input_zero"]
+        assert scale is not None and zero is not None
+        return Range(scale.item(), int(zero.item()), self.highest)
 
     def rounded(self, rows: Tensor) -> Tensor:
         """Quantised and back, in operations of torch."""
@@ -78,7 +74,10 @@ class _Bytewise(Weight):
 
     def bytes(self, rows: Tensor) -> Bytes:
         """Activations in bytes."""
-        return byte_products.to_bytes(rows, *self.range(rows))
+        over = self.range()
+        return byte_products.to_bytes(
+            rows, *(byte_products.own_range(rows, over) if isinstance(over, int) else over)
+        )
 
 
 class Int8(_Bytewise):
@@ -121,7 +120,7 @@ class Int8(_Bytewise):
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """In bytes."""
-        return contract_packed((self.bytes(rows), self.panels()), bias)
+        return contract_packed((Activations(rows, self.range()), self.panels()), bias)
 
 
 class Nibble(Weight):

@@ -16,9 +16,10 @@ from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, ScaledFormat
 from lowp.inference.attention import ServedAttention, projections
-from lowp.inference.calibration import BITS, Range, Seen, check_bits
+from lowp.inference.calibration import BITS, Seen, check_bits
 from lowp.inference.convolutions import ServedConvolution, matrix_of
 from lowp.inference.modules import ServedEmbedding, ServedLinear, packed
+from lowp.kernels.byte_products import Range
 
 __all__ = ["kept", "quantize_model"]
 

@@ -7,6 +7,7 @@ torch below do, which are the definition: the bits are the same on every machine
 from __future__ import annotations
 
 import functools
+import math
 from array import array
 from typing import Any, NamedTuple
 
@@ -18,12 +19,39 @@ from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import cpu
 from lowp.kernels.dispatch import uses_library
 
-__all__ = ["Bytes", "Panels", "multiply", "pack", "repacked", "to_bytes", "unpacked", "windows"]
+__all__ = [
+    "Activations",
+    "Bytes",
+    "Panels",
+    "Range",
+    "multiply",
+    "pack",
+    "range_of",
+    "repacked",
+    "to_bytes",
+    "unpacked",
+    "windows",
+]
 
 _int_mm: Any = private("torch._int_mm")
 
 PANEL, EIGHT, CHUNK = 16, 8, 32  # as in cpu/bytes.hpp
 MOST_DEPTH = (1 << 31) // (255 * 128)  # elements whose products int32 holds, whatever they are
+
+
+class Range(NamedTuple):
+    """value = (byte - zero) * scale, bytes 0 to `highest`."""
+
+    scale: float
+    zero: int
+    highest: int
+
+
+class Activations(NamedTuple):
+    """fp32 [rows, k], to become bytes over a range: one that was found before, or their own."""
+
+    values: Tensor
+    over: Range | int  # of their own the highest byte
 
 
 class Bytes(NamedTuple):
@@ -64,20 +92,19 @@ def chosen_level(level: int | None) -> int:
 
 
 def multiplies_bytes() -> bool:
-    """Whether the processor reports instructions for products of bytes (AVX-512 VNNI, AMX), for which torch has code.
+    """Whether the processor reports tiles for products of bytes (AMX), for which torch has code.
 
     Then `pack` leaves the weights as `torch._int_mm` takes them: its sums are as exact. An instruction set that was
     asked for is lowp's own.
     """
-    return not cpu.asked() and _reports_bytes()
+    return not cpu.asked() and _reports_tiles()
 
 
 @functools.cache
-def _reports_bytes() -> bool:
+def _reports_tiles() -> bool:
     reported = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    has = bool(reported.get("avx512_vnni") or reported.get("amx_int8"))
     has_onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    return has and has_onednn and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return bool(reported.get("amx_int8")) and has_onednn and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def on_cpu(x: Tensor, what: str) -> Tensor:
@@ -88,6 +115,36 @@ def on_cpu(x: Tensor, what: str) -> Tensor:
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
+def range_of(low: float, high: float, highest: int) -> Range:
+    """The bytes that hold low .. high, and zero exactly. Infinite or NaN bounds give a scale of NaN."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return Range(math.nan, 0, highest)
+    low, high = min(low, 0.0), max(high, 0.0)
+    scale = array("f", [(high - low) / highest])[0]  # rounded to fp32
+    if scale == 0 or not math.isfinite(scale):
+        return Range(1.0 if scale == 0 else math.nan, 0, highest)
+    return Range(scale, min(max(round(-low / scale), 0), highest), highest)
+
+
+def own_range(x: Tensor, highest: int, level: int | None = None) -> Range:
+    """The `range_of` the numbers of fp32 [rows, k] themselves."""
+    if not x.numel():
+        return Range(1.0, 0, highest)
+    if not uses_library():
+        low, high = torch.aminmax(x)
+        return range_of(low.item(), high.item(), highest)
+    x, found = _rows(x), array("f", (0.0, 0.0))
+    library().lowp_bytes_extremes(
+        chosen_level(level), cpu.address(x), *x.shape, x.stride(0), found.buffer_info()[0], cpu.threads()
+    )
+    return range_of(*found, highest)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A matrix whose rows lie in memory number by number."""
+    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
+
+
 def to_bytes(x: Tensor, scale: float, zero: int, highest: int, level: int | None = None) -> Bytes:
     """Round fp32 [rows, k] to bytes: clamp(round(x / scale) + zero, 0, highest), to nearest even; a NaN becomes 0.
 
@@ -100,7 +157,7 @@ def to_bytes(x: Tensor, scale: float, zero: int, highest: int, level: int | None
         payload = torch.full((rows, depth), zero, dtype=torch.uint8, device="cpu")
         payload[:, :k] = (rounded.to(torch.int32) + zero).to(torch.uint8)
         return Bytes(payload, scale, zero, highest)
-    x = x if x.stride(-1) == 1 or k < 2 else x.contiguous()
+    x = _rows(x)
     payload = torch.empty(rows, depth, dtype=torch.uint8, device="cpu")
     library().lowp_bytes_quantize(
         chosen_level(level),
@@ -163,17 +220,18 @@ def repacked(panels: Panels) -> Panels:
     return pack(unpacked(panels), panels.scales[: panels.n], panels.highest)
 
 
-def multiply(a: Bytes, b: Panels, bias: Tensor | None = None, level: int | None = None) -> Tensor:
+def multiply(a: Bytes | Activations, b: Panels, bias: Tensor | None = None, level: int | None = None) -> Tensor:
     """Return a @ b.T (+ bias) in fp32 [rows, n]: an exact sum in int32, rounded to fp32, times the scales' product."""
+    if isinstance(a, Activations):
+        over = own_range(a.values, a.over, level) if isinstance(a.over, int) else a.over
+        a = to_bytes(a.values, *over, level)
     rows, depth = a.payload.shape
     if depth != up(b.k, EIGHT) or a.highest > b.highest:
         raise InvalidInput(
             f"bytes of depth {depth} up to {a.highest} do not fit weights of {b.k} inputs for bytes up to {b.highest}"
         )
     if b.memory.ndim == 2 or not uses_library():
-        sums = (
-            _torch_sums(a, b) if uses_library() else (a.payload[:, : b.k].double() - a.zero) @ unpacked(b).double().t()
-        )
+        sums = _torch_sums(a, b) if uses_library() else _defined_sums(a, b)
         result = sums.float() * (torch.tensor(a.scale, device="cpu") * b.scales[: b.n])
         return result if bias is None else result + bias.detach().float()
     bias = None if bias is None else _padded(bias.detach().float(), b.scales.shape[0])

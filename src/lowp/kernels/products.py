@@ -28,7 +28,7 @@ from lowp.casts import Cast
 from lowp.errors import Unavailable
 from lowp.formats import FORMATS
 from lowp.kernels import byte_products, few_bits
-from lowp.kernels.byte_products import Bytes, Panels
+from lowp.kernels.byte_products import Activations, Bytes, Panels
 from lowp.kernels.dispatch import forced
 from lowp.kernels.few_bits import Nibbles, Signs
 from lowp.kernels.integer import Exact
@@ -158,14 +158,14 @@ def contract_mantissas(
     return form.mantissas(slot, *operands, exponent, symmetric)
 
 
-Packed = tuple[Bytes, Panels] | tuple[Tensor, Nibbles] | tuple[Bytes | Signs, Signs]
+Packed = tuple[Bytes | Activations, Panels] | tuple[Tensor, Nibbles] | tuple[Bytes | Signs, Signs]
 
 
 def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
     """Return rows times packed weights, plus bias, in fp32 [rows, n]: bytes, signs, or fp32 rows with 4-bit weights."""
     left, right = operands
     if isinstance(right, Panels):
-        assert isinstance(left, Bytes)
+        assert isinstance(left, (Bytes, Activations))
         return byte_products.multiply(left, right, bias)
     if isinstance(right, Signs):
         assert isinstance(left, (Bytes, Signs))

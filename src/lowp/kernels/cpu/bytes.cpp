@@ -11,16 +11,18 @@
 namespace lowp {
 namespace {
 
-constexpr int64_t kFew = 6;     // rows up to which finding the centres costs more than they save
-constexpr int64_t kRows = 192;  // rows of activations that meet a panel while it is in the cache
-
 int64_t up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
-// 0 portable, 1 and above AVX2 where the processor has it; see casts.cpp for the levels.
+// 0 portable, 1 AVX2, above it and -1 AVX-512 with VNNI, as far as the processor has them; see casts.cpp for the levels.
 const ByteKernels& kernels(int level) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (level != 0 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2Bytes;
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool vnni = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                    __builtin_cpu_supports("avx512vnni");
+  if (level != 0 && level != 1 && avx2 && vnni) return kAvx512Bytes;
+  if (level != 0 && avx2) return kAvx2Bytes;
 #endif
   (void)level;
   return kPortableBytes;
@@ -48,52 +50,9 @@ Way way_of(At at, int64_t begin, int64_t end, int32_t highest) {
   return four ? kFour : centred ? kCentred : two ? kTwo : kOne;
 }
 
-// The left matrix of a product.
-struct Rows {
-  const uint8_t* bytes;
-  int64_t count, depth;
-};
-
-// A panel of the right matrix, and what its sums begin with.
-struct Panel {
-  const int8_t* weights;
-  const uint8_t* ways;
-  int32_t starts[kPanel];
-  int64_t columns;  // 16, less in the last one
-};
-
-// out[count][stride] = finished sums of rows times a panel, by blocks of depth.
-void multiply_block(const ByteKernels& run, const Rows& a, const Panel& panel, const Finish& to, float* out,
-                    int64_t stride) {
-  alignas(64) int32_t sums[kRows * kPanel];
-  alignas(64) int16_t centres[kDepth / kEight * 2 * kPanel];
-  for (int64_t k = 0; k < a.depth; k += kDepth) {
-    const int64_t depth = std::min(kDepth, a.depth - k);
-    const int8_t* weights = panel.weights + k * kPanel;
-    const uint8_t* ways = panel.ways + k / kChunk;
-    int32_t starts[kPanel] = {};
-    if (k == 0) std::copy(panel.starts, panel.starts + kPanel, starts);
-    const bool centred = a.count > kFew;
-    if (centred) run.centre(weights, ways, depth, centres, starts);
-    for (int64_t i = 0; i < a.count; i += kTriple) {
-      const int64_t count = std::min(kTriple, a.count - i);
-      const uint8_t* rows[kTriple];
-      int32_t* some = sums + i * kPanel;
-      for (int64_t t = 0; t < count; t++) {
-        rows[t] = a.bytes + (i + t) * a.depth + k;
-        for (int64_t j = 0; j < kPanel; j++) some[t * kPanel + j] = starts[j] + (k ? some[t * kPanel + j] : 0);
-      }
-      run.multiply(rows, count, weights, centred ? centres : nullptr, ways, depth, some);
-      if (k + depth < a.depth) continue;
-      for (int64_t t = 0; t < count; t++) {
-        float line[kPanel];
-        float* target = out + (i + t) * stride;
-        run.finish(some + t * kPanel, to, panel.columns == kPanel ? target : line);
-        if (panel.columns < kPanel) std::copy(line, line + panel.columns, target);
-      }
-    }
-  }
-}
+// Of two numbers; NaN, where one of them is it.
+float least(float a, float b) { return a != a || b >= a ? a : b; }
+float most(float a, float b) { return a != a || b <= a ? a : b; }
 
 }  // namespace
 }  // namespace lowp
@@ -139,25 +98,52 @@ LOWP_EXPORT void lowp_bytes_quantize(int level, const float* x, int64_t rows, in
   });
 }
 
+// low and high[0] of fp32 [rows][k], `stride` apart: 0 is between them. Both are NaN where there is one.
+LOWP_EXPORT void lowp_bytes_extremes(int level, const float* x, int64_t rows, int64_t k, int64_t stride, float* found,
+                                     int threads) {
+  const ByteKernels& run = kernels(level);
+  constexpr int64_t kPieces = 64;
+  float low[kPieces] = {}, high[kPieces] = {};
+  if (stride == k) k *= rows, rows = 1, stride = k;  // one line, cut anywhere
+  const int64_t lines = rows == 1 ? k : rows, piece = up((lines + kPieces - 1) / kPieces, rows == 1 ? 65536 : 1);
+  parallel_for(up(lines, piece) / piece, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; p++)
+      for (int64_t i = p * piece; i < std::min(lines, (p + 1) * piece); i += rows == 1 ? piece : 1) {
+        float some[2];
+        run.extremes(rows == 1 ? x + i : x + i * stride, rows == 1 ? std::min(piece, lines - i) : k, some, some + 1);
+        low[p] = least(low[p], some[0]), high[p] = most(high[p], some[1]);
+      }
+  });
+  found[0] = found[1] = 0;
+  for (int64_t p = 0; p < kPieces; p++) found[0] = least(found[0], low[p]), found[1] = most(found[1], high[p]);
+}
+
 // out[m][n] = (a[m][depth] - zero) times the panels, by the scales; see Finish. Arrays of columns are padded to 16.
 LOWP_EXPORT void lowp_bytes_multiply(int level, const uint8_t* a, int64_t m, int64_t depth, const int8_t* panels,
                                      const uint8_t* ways, int64_t n, float row_scale, int zero,
                                      const float* column_scales, const int32_t* column_sums, const float* bias,
                                      float* out, int threads) {
   const ByteKernels& run = kernels(level);
-  const int64_t chunks = up(depth, kChunk) / kChunk, width = up(n, kPanel) / kPanel, blocks = up(m, kRows) / kRows;
+  const int64_t chunks = up(depth, kChunk) / kChunk, width = up(n, kPanel) / kPanel, pairs = up(width, kPair) / kPair;
+  const int64_t blocks = up(m, kRows) / kRows;
   if (m * n * depth < (1 << 18)) threads = 1;
-  parallel_for(width * blocks, 1, threads, [&](int64_t begin, int64_t end) {
+  parallel_for(pairs * blocks, 1, threads, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {
-      const int64_t p = task % width, first = task / width * kRows, column = p * kPanel;
-      Panel panel{panels + p * depth * kPanel, ways + p * chunks, {}, std::min(kPanel, n - column)};
-      Finish to{{}, {}, bias != nullptr};
-      for (int64_t j = 0; j < kPanel; j++) {
-        panel.starts[j] = -zero * column_sums[column + j];
-        to.scales[j] = row_scale * column_scales[column + j];
-        if (bias) to.bias[j] = bias[column + j];
+      const int64_t pair = task % pairs * kPair, first = task / pairs * kRows, count = std::min(kPair, width - pair);
+      Panel some[kPair];
+      for (int64_t p = 0; p < count; p++) {
+        const int64_t column = (pair + p) * kPanel;
+        some[p] = {panels + column * depth, ways + (pair + p) * chunks, {}, std::min(kPanel, n - column), {}};
+        Finish& to = some[p].finish;
+        to.biased = bias != nullptr;
+        for (int64_t j = 0; j < kPanel; j++) {
+          some[p].starts[j] = -zero * column_sums[column + j];
+          to.scales[j] = row_scale * column_scales[column + j];
+          to.bias[j] = bias ? bias[column + j] : 0;
+        }
       }
-      multiply_block(run, {a + first * depth, std::min(kRows, m - first), depth}, panel, to, out + first * n + column, n);
+      const Rows rows{a + first * depth, std::min(kRows, m - first), depth};
+      run.multiply(rows, some, count, out + first * n + pair * kPanel, n);
     }
   });
 }

@@ -15,7 +15,8 @@ constexpr int64_t kPanel = 16;        // columns of a panel
 constexpr int64_t kEight = 8;         // depth is padded to a multiple of it
 constexpr int64_t kChunk = 32;        // depth of one way
 constexpr int64_t kDepth = 1024;      // depth taken at once: a panel of it (16 KiB) stays in the first-level cache
-constexpr int64_t kTriple = 3;        // rows taken at once
+constexpr int64_t kRows = 192;        // rows of activations that meet a panel while it is in the cache
+constexpr int64_t kPair = 2;          // panels taken at once
 constexpr int64_t kQuad = 4;          // rows of 4-bit codes taken at once
 enum Way : uint8_t { kFour = 0, kTwo = 1, kOne = 2, kCentred = 3 };
 
@@ -26,16 +27,28 @@ struct Finish {
   bool biased;
 };
 
+// The left matrix of a product.
+struct Rows {
+  const uint8_t* bytes;
+  int64_t count, depth;
+};
+
+// A panel of the right matrix, what its sums begin with, and what is made of them.
+struct Panel {
+  const int8_t* weights;
+  const uint8_t* ways;
+  int32_t starts[kPanel];
+  int64_t columns;  // 16, less in the last one
+  Finish finish;
+};
+
 struct ByteKernels {
+  // The least and the largest number, of which 0 is one; NaN where there is one.
+  void (*extremes)(const float* x, int64_t count, float* low, float* high);
   // out = clamp(round(x / scale) + zero, 0, highest), to nearest even; NaN becomes 0.
   void (*quantize)(const float* x, int64_t count, float scale, int32_t zero, int32_t highest, uint8_t* out);
-  // What a panel's centred chunks take off, [depth / 8][16][2], and its sum over depth, added to sums[16].
-  void (*centre)(const int8_t* panel, const uint8_t* ways, int64_t depth, int16_t* centres, int32_t* sums);
-  // sums[count][16] += rows x panel - centres over `depth` elements, a multiple of 8, of 1 to 3 rows. Without centres
-  // nothing is taken off: the products of two elements of such chunks fit 16 bits, too.
-  void (*multiply)(const uint8_t* const* rows, int64_t count, const int8_t* panel, const int16_t* centres,
-                   const uint8_t* ways, int64_t depth, int32_t* sums);
-  void (*finish)(const int32_t* sums, const Finish& to, float* out);
+  // out[count][stride] = finished sums of up to kRows rows times one or two panels, side by side.
+  void (*multiply)(const Rows& a, const Panel* panels, int64_t count, float* out, int64_t stride);
   // Four rows of 4-bit codes times x. A block of 64 is eight words of 32 bits: element 8 s + l is nibble s of word l. The
   // values are two's complement, or by a table of 16. A scale every `group`: 16, 32 or 64 elements.
   void (*nibbles)(const uint8_t* const* codes, const float* table, const float* const* scales, int64_t blocks,
@@ -47,6 +60,7 @@ struct ByteKernels {
 extern const ByteKernels kPortableBytes;
 #if defined(__x86_64__)
 extern const ByteKernels kAvx2Bytes;
+extern const ByteKernels kAvx512Bytes;
 #endif
 
 }  // namespace lowp

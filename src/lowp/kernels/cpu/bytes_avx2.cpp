@@ -2,7 +2,7 @@
 // saturation: it is used only as far as the weights of a chunk prove that nothing saturates (bytes.hpp).
 #include <immintrin.h>
 
-#include "bytes_lanes.hpp"
+#include "bytes_block.hpp"
 
 namespace lowp {
 namespace {
@@ -15,6 +15,22 @@ inline __m256i broadcast(const uint8_t* from) {
   int32_t four;
   __builtin_memcpy(&four, from, 4);
   return _mm256_set1_epi32(four);
+}
+
+void extremes(const float* x, int64_t count, float* low, float* high) {
+  __m256 least = _mm256_setzero_ps(), most = least, nan = least;
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const __m256 some = _mm256_loadu_ps(x + i);
+    least = _mm256_min_ps(least, some), most = _mm256_max_ps(most, some);
+    nan = _mm256_or_ps(nan, _mm256_cmp_ps(some, some, _CMP_UNORD_Q));
+  }
+  kPortableBytes.extremes(x + i, count - i, low, high);
+  for (int j = 0; j < 8; j++) {  // what is NaN stays it
+    *low = least[j] < *low ? least[j] : *low;
+    *high = most[j] > *high ? most[j] : *high;
+  }
+  if (_mm256_movemask_ps(nan)) *low = *high = __builtin_nanf("");
 }
 
 void quantize(const float* x, int64_t count, float scale, int32_t zero, int32_t highest, uint8_t* out) {
@@ -127,11 +143,16 @@ __attribute__((noinline, noclone)) void multiply_rows(const uint8_t* const* give
   for (int i = 0; i < count; i++) store(sums + i * kPanel, c[i][0]), store(sums + i * kPanel + 8, c[i][1]);
 }
 
-void multiply(const uint8_t* const* rows, int64_t count, const int8_t* panel, const int16_t* centres,
-              const uint8_t* ways, int64_t depth, int32_t* sums) {
-  const auto run = count == 1 ? multiply_rows<1> : count == 2 ? multiply_rows<2> : multiply_rows<3>;
-  run(rows, panel, centres, ways, depth, sums);
-}
+struct Sums {
+  static void centre(const int8_t* panel, const uint8_t* ways, int64_t depth, int16_t* centres, int32_t* sums) {
+    lowp::centre(panel, ways, depth, centres, sums);
+  }
+  static void add(const uint8_t* const* rows, int64_t count, const int8_t* panel, const int16_t* centres,
+                  const uint8_t* ways, int64_t depth, int32_t* sums) {
+    const auto run = count == 1 ? multiply_rows<1> : count == 2 ? multiply_rows<2> : multiply_rows<3>;
+    run(rows, panel, centres, ways, depth, sums);
+  }
+};
 
 struct Lookup {
   __m256 low, high;
@@ -152,6 +173,6 @@ void nibbles(const uint8_t* const* codes, const float* table, const float* const
 
 }  // namespace
 
-const ByteKernels kAvx2Bytes = {quantize, centre, multiply, finish, nibbles, differing};
+const ByteKernels kAvx2Bytes = {extremes, quantize, multiply_panels<Sums>, nibbles, differing};
 
 }  // namespace lowp

@@ -1,10 +1,20 @@
 // The byte products in plain C++: every machine has them, and the others are tested against them, bit for bit.
 #include <cmath>
 
-#include "bytes_lanes.hpp"
+#include "bytes_block.hpp"
 
 namespace lowp {
 namespace {
+
+void extremes(const float* x, int64_t count, float* low, float* high) {
+  float least = 0, most = 0;
+  bool nan = false;
+  for (int64_t i = 0; i < count; i++) {
+    least = x[i] < least ? x[i] : least, most = x[i] > most ? x[i] : most;
+    nan |= x[i] != x[i];
+  }
+  *low = nan ? NAN : least, *high = nan ? NAN : most;
+}
 
 void quantize(const float* x, int64_t count, float scale, int32_t zero, int32_t highest, uint8_t* out) {
   const float low = static_cast<float>(-zero), high = static_cast<float>(highest - zero);
@@ -16,15 +26,16 @@ void quantize(const float* x, int64_t count, float scale, int32_t zero, int32_t 
   }
 }
 
-void centre(const int8_t*, const uint8_t*, int64_t, int16_t*, int32_t*) {}  // sums of 32 bits need none
-
-void multiply(const uint8_t* const* rows, int64_t count, const int8_t* panel, const int16_t*, const uint8_t*,
-              int64_t depth, int32_t* sums) {
-  for (int64_t k = 0; k < depth; k += 4, panel += 4 * kPanel)
-    for (int64_t i = 0; i < count; i++)
-      for (int64_t j = 0; j < kPanel; j++)
-        for (int64_t t = 0; t < 4; t++) sums[i * kPanel + j] += int32_t{rows[i][k + t]} * int32_t{panel[4 * j + t]};
-}
+struct Sums {
+  static void centre(const int8_t*, const uint8_t*, int64_t, int16_t*, int32_t*) {}  // sums of 32 bits need none
+  static void add(const uint8_t* const* rows, int64_t count, const int8_t* panel, const int16_t*, const uint8_t*,
+                  int64_t depth, int32_t* sums) {
+    for (int64_t k = 0; k < depth; k += 4, panel += 4 * kPanel)
+      for (int64_t i = 0; i < count; i++)
+        for (int64_t j = 0; j < kPanel; j++)
+          for (int64_t t = 0; t < 4; t++) sums[i * kPanel + j] += int32_t{rows[i][k + t]} * int32_t{panel[4 * j + t]};
+  }
+};
 
 struct Lookup {
   const float* table;
@@ -43,6 +54,6 @@ void nibbles(const uint8_t* const* codes, const float* table, const float* const
 
 }  // namespace
 
-const ByteKernels kPortableBytes = {quantize, centre, multiply, finish, nibbles, differing};
+const ByteKernels kPortableBytes = {extremes, quantize, multiply_panels<Sums>, nibbles, differing};
 
 }  // namespace lowp
