@@ -115,21 +115,23 @@ inline __attribute__((always_inline)) void chunks(const uint8_t* const* rows, in
 
 // Kept out of line, since beside other vector code the accumulators would be spilled.
 template <int count>
-__attribute__((noinline, noclone)) void multiply_rows(const uint8_t* const* given, const int8_t* panel,
-                                                      const int16_t* centres, const uint8_t* ways, int64_t depth,
-                                                      int32_t* sums) {
+__attribute__((noinline, noclone)) void add_rows(const uint8_t* const* given, const Piece& piece, int32_t* sums,
+                                                 float* const* out) {
   const uint8_t* rows[count];
   __m256i c[count][2];
 #pragma GCC unroll 3
   for (int i = 0; i < count; i++) {
     rows[i] = given[i];
-    c[i][0] = load(sums + i * kPanel), c[i][1] = load(sums + i * kPanel + 8);
+    c[i][0] = load(piece.starts), c[i][1] = load(piece.starts + 8);
+    if (!piece.continues) continue;
+    c[i][0] = _mm256_add_epi32(c[i][0], load(sums + i * kPanel));
+    c[i][1] = _mm256_add_epi32(c[i][1], load(sums + i * kPanel + 8));
   }
-  for (int64_t k = 0, end; k < depth; k = end) {
-    end = end_of_way(ways, k, depth);
-    const int8_t* from = panel + k * kPanel;
-    const int16_t* by = centres ? centres + k / kEight * 2 * kPanel : nullptr;
-    const int way = !centres && ways[k / kChunk] == kCentred ? int{kTwo} : ways[k / kChunk];
+  for (int64_t k = 0, end; k < piece.depth; k = end) {
+    end = end_of_way(piece.ways, k, piece.depth);
+    const int8_t* from = piece.weights + k * kPanel;
+    const int16_t* by = piece.centres ? piece.centres + k / kEight * 2 * kPanel : nullptr;
+    const int way = !by && piece.ways[k / kChunk] == kCentred ? int{kTwo} : piece.ways[k / kChunk];
     if (way == kCentred)
       chunks<kCentred, count>(rows, k, end, from, by, c);
     else if (way == kFour)
@@ -140,17 +142,25 @@ __attribute__((noinline, noclone)) void multiply_rows(const uint8_t* const* give
       chunks<kOne, count>(rows, k, end, from, by, c);
   }
 #pragma GCC unroll 3
-  for (int i = 0; i < count; i++) store(sums + i * kPanel, c[i][0]), store(sums + i * kPanel + 8, c[i][1]);
+  for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) {
+      if (!piece.to) {
+        store(sums + i * kPanel + 8 * h, c[i][h]);
+        continue;
+      }
+      __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(c[i][h]), _mm256_loadu_ps(piece.to->scales + 8 * h));
+      if (piece.to->biased) value = _mm256_add_ps(value, _mm256_loadu_ps(piece.to->bias + 8 * h));
+      _mm256_storeu_ps(out[i] + 8 * h, value);
+    }
 }
 
 struct Sums {
-  static void centre(const int8_t* panel, const uint8_t* ways, int64_t depth, int16_t* centres, int32_t* sums) {
-    lowp::centre(panel, ways, depth, centres, sums);
+  static void centre(const int8_t* panel, const uint8_t* ways, int64_t depth, int16_t* centres, int32_t* starts) {
+    lowp::centre(panel, ways, depth, centres, starts);
   }
-  static void add(const uint8_t* const* rows, int64_t count, const int8_t* panel, const int16_t* centres,
-                  const uint8_t* ways, int64_t depth, int32_t* sums) {
-    const auto run = count == 1 ? multiply_rows<1> : count == 2 ? multiply_rows<2> : multiply_rows<3>;
-    run(rows, panel, centres, ways, depth, sums);
+  static void add(const uint8_t* const* rows, int64_t count, const Piece& piece, int32_t* sums, float* const* out) {
+    (count == 1 ? add_rows<1> : count == 2 ? add_rows<2> : add_rows<3>)(rows, piece, sums, out);
   }
 };
 

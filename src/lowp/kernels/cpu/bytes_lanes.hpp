@@ -11,15 +11,6 @@ typedef int32_t Words __attribute__((vector_size(32), aligned(1), may_alias));
 
 constexpr int64_t kLanes = 8;
 
-void finish(const int32_t* sums, const Finish& to, float* out) {
-  for (int64_t j = 0; j < kPanel; j += kLanes) {
-    const Words& sum = *reinterpret_cast<const Words*>(sums + j);
-    Floats value = __builtin_convertvector(sum, Floats) * *reinterpret_cast<const Floats*>(to.scales + j);
-    if (to.biased) value = value + *reinterpret_cast<const Floats*>(to.bias + j);
-    *reinterpret_cast<Floats*>(out + j) = value;
-  }
-}
-
 // Eight sums in lanes for every row of codes, then theirs; `Table` gives the values of the eight nibbles at a place of
 // every word.
 template <class Table, int steps>

@@ -26,14 +26,24 @@ void quantize(const float* x, int64_t count, float scale, int32_t zero, int32_t 
   }
 }
 
+void finish(const int32_t* sums, const Finish& to, float* out) {
+  for (int64_t j = 0; j < kPanel; j++) {
+    const float value = static_cast<float>(sums[j]) * to.scales[j];
+    out[j] = to.biased ? value + to.bias[j] : value;
+  }
+}
+
 struct Sums {
   static void centre(const int8_t*, const uint8_t*, int64_t, int16_t*, int32_t*) {}  // sums of 32 bits need none
-  static void add(const uint8_t* const* rows, int64_t count, const int8_t* panel, const int16_t*, const uint8_t*,
-                  int64_t depth, int32_t* sums) {
-    for (int64_t k = 0; k < depth; k += 4, panel += 4 * kPanel)
-      for (int64_t i = 0; i < count; i++)
+  static void add(const uint8_t* const* rows, int64_t count, const Piece& piece, int32_t* sums, float* const* out) {
+    for (int64_t i = 0; i < count; i++, sums += kPanel) {
+      for (int64_t j = 0; j < kPanel; j++) sums[j] = piece.starts[j] + (piece.continues ? sums[j] : 0);
+      const int8_t* panel = piece.weights;
+      for (int64_t k = 0; k < piece.depth; k += 4, panel += 4 * kPanel)
         for (int64_t j = 0; j < kPanel; j++)
-          for (int64_t t = 0; t < 4; t++) sums[i * kPanel + j] += int32_t{rows[i][k + t]} * int32_t{panel[4 * j + t]};
+          for (int64_t t = 0; t < 4; t++) sums[j] += int32_t{rows[i][k + t]} * int32_t{panel[4 * j + t]};
+      if (piece.to) finish(sums, *piece.to, out[i]);
+    }
   }
 };
 
