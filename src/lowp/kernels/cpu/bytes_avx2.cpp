@@ -79,14 +79,6 @@ inline __attribute__((always_inline)) __m256i products(__m256i a0, __m256i b0, _
   return _mm256_add_epi32(apart(a0, b0), apart(a1, b1));
 }
 
-// Where chunks of the same way end: they are taken together.
-inline int64_t end_of_way(const uint8_t* ways, int64_t k, int64_t depth) {
-  const uint8_t way = ways[k / kChunk];
-  do k += kChunk;
-  while (k < depth && ways[k / kChunk] == way);
-  return k < depth ? k : depth;
-}
-
 void centre(const int8_t* panel, const uint8_t* ways, int64_t depth, int16_t* centres, int32_t* sums) {
   const __m256i by = _mm256_set1_epi8(64);
   for (int64_t k = 0; k < depth; k += kEight, panel += kEight * kPanel, centres += 2 * kPanel) {
@@ -127,11 +119,12 @@ __attribute__((noinline, noclone)) void add_rows(const uint8_t* const* given, co
     c[i][0] = _mm256_add_epi32(c[i][0], load(sums + i * kPanel));
     c[i][1] = _mm256_add_epi32(c[i][1], load(sums + i * kPanel + 8));
   }
-  for (int64_t k = 0, end; k < piece.depth; k = end) {
-    end = end_of_way(piece.ways, k, piece.depth);
+  int64_t k = 0;
+  for (const uint8_t* ways = piece.ways; k < piece.depth; ways++) {
+    const int64_t end = piece.ends[ways - piece.ways];
     const int8_t* from = piece.weights + k * kPanel;
     const int16_t* by = piece.centres ? piece.centres + k / kEight * 2 * kPanel : nullptr;
-    const int way = !by && piece.ways[k / kChunk] == kCentred ? int{kTwo} : piece.ways[k / kChunk];
+    const int way = *ways;
     if (way == kCentred)
       chunks<kCentred, count>(rows, k, end, from, by, c);
     else if (way == kFour)
@@ -140,6 +133,7 @@ __attribute__((noinline, noclone)) void add_rows(const uint8_t* const* given, co
       chunks<kTwo, count>(rows, k, end, from, by, c);
     else
       chunks<kOne, count>(rows, k, end, from, by, c);
+    k = end;
   }
 #pragma GCC unroll 3
   for (int i = 0; i < count; i++)

@@ -13,7 +13,8 @@ constexpr int64_t kFew = 6;     // rows up to which finding the centres costs mo
 // Some of the depth of a panel: the sums of a row begin with `starts`, and what was summed before is added if there is any.
 struct Piece {
   const int8_t* weights;
-  const uint8_t* ways;
+  uint8_t ways[kDepth / kChunk];  // of chunks side by side that have the same
+  int64_t ends[kDepth / kChunk];  // where these end
   const int16_t* centres;  // null: of few rows, where nothing is taken off
   int64_t depth;           // a multiple of 8
   const int32_t* starts;   // [16]
@@ -21,9 +22,19 @@ struct Piece {
   const Finish* to;  // null: the sums stay sums
 };
 
+// Puts chunks of the same way together. Without centres the products of two elements of a centred chunk fit 16 bits.
+inline void find_ways(const uint8_t* ways, bool centred, Piece& piece) {
+  int64_t found = 0;
+  for (int64_t k = 0; k < piece.depth; k += kChunk) {
+    const uint8_t way = ways[k / kChunk] == kCentred && !centred ? uint8_t{kTwo} : ways[k / kChunk];
+    if (found == 0 || piece.ways[found - 1] != way) piece.ways[found++] = way;
+    piece.ends[found - 1] = std::min(k + kChunk, piece.depth);
+  }
+}
+
 // `Sums` has two functions. `centre`: what a panel's centred chunks take off, [depth / 8][16][2], and its sum over depth,
 // added to starts[16]. `add`: sums[count][16] of 1 to 3 rows times a piece, less the centres, finished to out[count] if it
-// is the last piece. Where nothing is taken off, the products of two elements of centred chunks fit 16 bits, too.
+// is the last piece.
 template <class Sums>
 void multiply_panel(const Rows& a, const Panel& panel, float* out, int64_t stride) {
   alignas(64) int32_t sums[kRows * kPanel];
@@ -32,12 +43,12 @@ void multiply_panel(const Rows& a, const Panel& panel, float* out, int64_t strid
   for (int64_t k = 0; k < a.depth; k += kDepth) {
     alignas(64) int32_t starts[kPanel] = {};
     if (k == 0) std::copy(panel.starts, panel.starts + kPanel, starts);
-    Piece piece{panel.weights + k * kPanel, panel.ways + k / kChunk, nullptr, std::min(kDepth, a.depth - k), starts, k > 0,
-                k + kDepth < a.depth ? nullptr : &panel.finish};
-    if (a.count > kFew) {
-      Sums::centre(piece.weights, piece.ways, piece.depth, centres, starts);
-      piece.centres = centres;
-    }
+    const int64_t depth = std::min(kDepth, a.depth - k);
+    const Finish* to = k + depth < a.depth ? nullptr : &panel.finish;
+    Piece piece{panel.weights + k * kPanel, {}, {}, a.count > kFew ? centres : nullptr, depth, starts, k > 0, to};
+    const uint8_t* ways = panel.ways + k / kChunk;
+    find_ways(ways, piece.centres != nullptr, piece);
+    if (piece.centres) Sums::centre(piece.weights, ways, depth, centres, starts);
     for (int64_t i = 0; i < a.count; i += kTriple) {
       const int64_t count = std::min(kTriple, a.count - i);
       const uint8_t* rows[kTriple];
