@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -39,6 +40,13 @@ def no_mode_is_left_behind() -> Iterator[None]:
     if torch is not None:
         assert torch._C._len_torch_function_stack() == 0
         assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_there_already_is_not_searched() -> None:
+    """Take modules and collected tests out of the garbage collector's sight: lowp asks it for all tensors now and then."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ nothing imported and its environment read by the interpreter itself, is started 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -133,6 +134,7 @@ def _file(reader: Connection) -> IO[str]:
 def _become(
     out: Connection, error: Connection, arguments: tuple[str, ...], folder: str, environment: Mapping[str, str]
 ) -> None:
+    gc.freeze()  # what the server has loaded is not searched again
     os.setsid()
     os.dup2(out.fileno(), 1)
     os.dup2(error.fileno(), 2)

@@ -109,7 +109,6 @@ def test_nothing_is_left_for_the_garbage_collector(name: str) -> None:
         train()
         assert gc.collect() == 0
     finally:
-        gc.unfreeze()
         gc.enable()
 
 
