@@ -69,7 +69,7 @@ def products() -> object:
 
 def under_exponents() -> object:
     cast = parse("dfp16")
-    written, values = mantissas.written(X, cast, -13)
+    written, values = mantissas.mantissas_and_values(X, cast, -13)
     return [
         mantissas.to_mantissas(X, cast, -13).payload,
         mantissas.values(written.payload, -13),
@@ -97,6 +97,7 @@ def library_functions() -> object:
         mantissas.is_int16(X, old, 0, mantissas.Rows(1, X.numel(), X.numel())),
         mantissas.rounds_to_int16(X, old, -13, mantissas.Rows(1, X.numel(), X.numel()), True),
         mantissas.step_int16(weight, old, (0, -13, -13), True),
+        mantissas.words_int16(X.clone(), -13, 14, True),
         spectra.count_tensor(X),
         spectra.count_updates(X, before, weight),
         *(out, weight, old),

@@ -1,4 +1,4 @@
-"""int16 mantissas under one power of two: written, recognised, and moved by an optimizer's step."""
+"""int16 mantissas under one power of two: mantissas_and_values, recognised, and moved by an optimizer's step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lowp.kernels.mantissas import (
     current_exponent,
     exact_exponent,
     exact_mantissas,
+    mantissas_and_values,
     to_mantissas,
     values,
-    written,
 )
 from lowp.kernels.writes import write_, write_words_
 
@@ -39,24 +39,26 @@ def defined(x: Tensor, exponent: int) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("count", [0, 1, 1023, 1024, 5000, 200_000])
 def test_mantissas_and_values_come_from_one_pass(dtype: torch.dtype, count: int) -> None:
     x = drawn(count).to(dtype)
-    found, result = written(x, FLEX, -14)
+    found, result = mantissas_and_values(x, FLEX, -14)
     payload, cut = defined(x, -14)
-    assert torch.equal(found.payload, payload) and found.saturated == cut and found.any == bool(x.any())
+    assert torch.equal(found.payload, payload) and found.seen is not None
+    assert found.seen[:5] == (int(payload.int().abs().max()) if count else 0, False, False, cut, 0)
     assert torch.equal(result, payload.float() * 2.0**-14) and torch.equal(values(payload, -14), result)
 
 
 def test_what_is_not_finite_has_no_value_and_is_counted() -> None:
     x = drawn(3000)
     x[[5, 1500, 2999]] = torch.tensor([math.inf, math.nan, -math.inf])
-    found, result = written(x, FLEX, -14)
-    assert found.nonfinite == 3 and torch.equal(result[~x.isfinite()].nan_to_num(7.0), x[~x.isfinite()].nan_to_num(7.0))
+    found, result = mantissas_and_values(x, FLEX, -14)
+    assert found.seen is not None and found.seen.nonfinite
+    assert torch.equal(result[~x.isfinite()].nan_to_num(7.0), x[~x.isfinite()].nan_to_num(7.0))
     seen = write_(x, FLEX, -14)
-    assert seen == (found.largest, found.saturated, 3, True) and torch.equal(x.nan_to_num(), result.nan_to_num())
+    assert seen == found.seen and torch.equal(x.nan_to_num(), result.nan_to_num())
 
 
 def test_in_place_is_the_same_and_counts_as_a_change() -> None:
     x = drawn(5, 700)
-    _, result = written(x, FLEX, -12)
+    _, result = mantissas_and_values(x, FLEX, -12)
     version = x._version
     write_(x, FLEX, -12)
     assert torch.equal(x, result) and x._version > version
@@ -98,7 +100,8 @@ def test_exact_mantissas_try_a_hint_first() -> None:
     assert hinted is not None and corrected is not None
     assert hinted.exponent == -10 and corrected.exponent == exact_exponent(x, FLEX)
     for found in (hinted, corrected):
-        assert torch.equal(values(found.payload, found.exponent), x) and found.largest == found.payload.abs().max()
+        assert torch.equal(found.values, x) and found.seen is not None
+        assert found.seen.mantissa == found.payload.abs().max()
     assert exact_mantissas(x + 2.0**-20, FLEX, -10) is None and exact_mantissas(x.t(), FLEX, -10) is None
 
 
@@ -111,15 +114,14 @@ def test_a_step_writes_the_update_and_then_the_weight(instructions: str | None) 
         before = values(old.payload, -13)
         moved = before + drawn(3, 1000, seed=1, scale=0.01)
         moved[1, 3] = math.nan
-        update, update_values = written(moved.double() - before.double(), FLEX, -21)
-        weight, expected = written(before.double() + update_values.double(), FLEX, -14)
+        update, update_values = mantissas_and_values(moved.double() - before.double(), FLEX, -21)
+        weight, expected = mantissas_and_values(before.double() + update_values.double(), FLEX, -14)
         seen = mantissas.step_int16(moved, old.payload, (-13, -21, -14), False)
     finally:
         cpu.select(None)
     assert torch.equal(moved.nan_to_num(), expected.nan_to_num()) and moved[1, 3].isnan()
     assert torch.equal(old.payload, weight.payload)
-    assert seen[0] == (update.largest, update.saturated, 1, True)
-    assert seen[1] == (weight.largest, weight.saturated, 1, True) and update.saturated > 0
+    assert seen == (update.seen, weight.seen) and seen[0].overflowed > 0
 
 
 @needs_library
@@ -131,7 +133,7 @@ def test_two_words_in_place_are_the_first_and_what_it_leaves_in_a_second(
     x = drawn(3, 1000, scale=math.ldexp(0.3, exponent + 16))  # some are cut off
     x[0, :500] = torch.ldexp(x[0, :500], torch.arange(500) // -12)  # down to what both words lose
     x[1, 3] = math.inf
-    high, first = written(x, FLEX, exponent)
+    high, first = mantissas_and_values(x, FLEX, exponent)
     low = words.low_value(x, first, exponent, FLEX)
     version = x._version
     cpu.select(instructions)
@@ -140,7 +142,7 @@ def test_two_words_in_place_are_the_first_and_what_it_leaves_in_a_second(
     finally:
         cpu.select(None)
     assert torch.equal(x.nan_to_num(), (low + first).nan_to_num())
-    assert seen == high[2:] and high.saturated > 0 and x[1, 3].isnan() and x._version > version
+    assert seen is not None and seen == high.seen and seen.overflowed > 0 and x[1, 3].isnan() and x._version > version
 
 
 def test_two_words_are_left_to_others_where_there_is_no_kernel_for_them() -> None:
@@ -154,4 +156,4 @@ def test_two_words_are_left_to_others_where_there_is_no_kernel_for_them() -> Non
 def test_a_step_without_effect_tells_so() -> None:
     old = torch.zeros(10, dtype=torch.int16)
     update, weight = mantissas.step_int16(torch.full((10,), 1e-9), old, (-14, -20, -14), False)
-    assert (update.largest, update.any, weight.any) == (0, True, False)
+    assert (update.mantissa, update.vanished, weight.vanished) == (0, True, False)

@@ -15,8 +15,8 @@ from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels import payloads, words
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
-from lowp.kernels.mantissas import Mantissas, current_exponent, has_mantissas, values
-from lowp.kernels.writes import Seen, seen_of, write, write_, write_step, write_words_
+from lowp.kernels.mantissas import Mantissas, Seen, current_exponent, has_mantissas, values
+from lowp.kernels.writes import write, write_, write_step, write_words_
 from lowp.scaling import Autoflex, AutoflexState, Reactive, Written
 
 __all__ = ["COUNTS", "ExponentTable", "Flush", "current", "scaling_of"]
@@ -153,7 +153,7 @@ class ExponentTable:
         if not self.started[index]:
             self._start(x, index)
         if self.is_plain:
-            self._note(index, seen_of(write_(x, self.cast, self.exponents[index]), x.numel()))
+            self._note(index, write_(x, self.cast, self.exponents[index]))
         else:
             x.copy_(self.write(x, index)[0])
 
@@ -165,7 +165,7 @@ class ExponentTable:
             self._start(x, index)
         seen = write_words_(x, self.cast, self.exponents[index], words.LOW_BITS)
         if seen is not None:
-            self._note(index, seen_of(seen, x.numel()))
+            self._note(index, seen)
         return seen is not None
 
     def write_step(self, weight: Tensor, old: Mantissas, update_index: int, index: int) -> bool:
@@ -173,9 +173,9 @@ class ExponentTable:
 
         Does nothing and returns False where one of the two has to be looked at first.
         """
-        held = self.scaling_adapts and math.ldexp(old.largest, old.exponent) > math.ldexp(
-            self.scaling.limit, self.exponents[index]
-        )
+        assert old.seen is not None  # counted when it was made of the weight
+        largest = math.ldexp(old.seen.mantissa, old.exponent)
+        held = self.scaling_adapts and largest > math.ldexp(self.scaling.limit, self.exponents[index])
         if held or not (self.is_plain and self.started[update_index] and self.started[index]):
             return False
         if update_index in self.pending or index in self.pending:
@@ -184,7 +184,7 @@ class ExponentTable:
         if found is None:
             return False
         for one, seen in zip((update_index, index), found, strict=True):
-            self._note(one, seen_of(seen, weight.numel()))
+            self._note(one, seen)
         return True
 
     def write_apart(self, x: Tensor, place: str) -> Tensor:

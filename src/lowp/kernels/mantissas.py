@@ -6,7 +6,7 @@ import functools
 import math
 import struct
 from array import array
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +20,36 @@ _FP32, _WORD = struct.Struct("=f"), struct.Struct("=I")
 _WIDE = IntFormat("wide", 32)  # rounds without saturating what int16 still has to be seen to saturate
 
 
+class Seen(NamedTuple):
+    """What one write under a shared exponent saw: numbers on a CPU, 0-d tensors on an accelerator."""
+
+    mantissa: Any  # the largest |mantissa| of what is finite, after saturation: 0 .. 32768
+    nonfinite: Any  # whether anything is infinite, which saturates, or NaN, which becomes 0
+    vanished: Any  # whether all that was not zero became zero
+    overflowed: Any  # finite elements that did not fit
+    crowded: Any  # elements that would not fit under half the unit; 0 on a CPU where they were not asked for
+    elements: Any
+
+
 class Mantissas(NamedTuple):
-    """value = payload * 2**exponent, and what was seen while the payload was written."""
+    """A tensor of integers under one power of two: value = payload * 2**exponent.
+
+    The general type of integers under shared scales, of any width and scope, is `lowp.Quantized`: its scales are
+    tensors, and `lowp.encode` makes it. This is what the int16 kernels take of it: the exponent is a number on the
+    host, since a product adds the exponents of its operands and shifts by them, and a write knows at once what it saw.
+    Bytes of activations (`byte_products.Bytes`) are another type on purpose. They have an fp32 scale and a zero point,
+    which no power of two expresses; kernels of one kind would read the payload of the other as wrong numbers, and as
+    it is a type checker refuses that.
+    """
 
     payload: Tensor  # int16
     exponent: int
-    largest: int  # the largest |mantissa| of what is finite, after saturation: 0 .. 32768
-    saturated: int  # finite elements that did not fit
-    nonfinite: int  # infinities, which saturate, and NaNs, which become 0
-    any: bool = True  # whether any element was not zero before it was rounded
+    seen: Seen | None = None  # while the payload was written; None of one that was kept
+
+    @property
+    def values(self) -> Tensor:
+        """The values in fp32; see `values`."""
+        return values(self.payload, self.exponent)
 
 
 def has_mantissas(cast: Cast | None) -> bool:
@@ -69,8 +90,10 @@ def current_mantissas(x: Tensor, cast: Cast, seed: int = 0) -> Mantissas | None:
     x = readable(x)
     by_library = x.is_cpu and uses_library()
     exponent = _current_exponent(x, cast, by_library and x.dtype is torch.float32 and x.data_ptr() % 4 == 0)
-    found = None if exponent is None else _converted(x, cast, exponent, seed, by_library)
-    return None if found is None or found.nonfinite else found
+    if exponent is None:
+        return None
+    payload, seen = _converted(x, cast, exponent, seed, by_library)
+    return None if seen.nonfinite else Mantissas(payload, exponent, seen)
 
 
 def exponent_of(maximum: float, cast: Cast) -> int | None:
@@ -101,8 +124,8 @@ def exact_exponent(x: Tensor, cast: Cast) -> int | None:
         exponent = current_exponent(x, plain)
         if exponent is None:
             return None
-        found = to_mantissas(x, plain, exponent)
-        same = found.largest <= 32767 and torch.equal(values(found.payload, exponent).to(x.dtype), x)
+        payload, seen = _converted(readable(x), plain, exponent, 0, x.is_cpu and uses_library())
+        same = seen.mantissa <= 32767 and torch.equal(values(payload, exponent).to(x.dtype), x)
         return exponent if same else None
     maximum, lowest = grid(x, lowest=True)
     exponent = exponent_of(maximum, plain)
@@ -150,21 +173,23 @@ def exact_mantissas(x: Tensor, cast: Cast, hint: int) -> Mantissas | None:
     if largest is None:
         exponent = exact_exponent(x, cast)
         largest = None if exponent is None else exact_int16(x, exponent, payload)
-    return None if largest is None or exponent is None else Mantissas(payload, exponent, largest, 0, 0)
+    if largest is None or exponent is None:
+        return None
+    return Mantissas(payload, exponent, Seen(largest, False, False, 0, 0, x.numel()))
 
 
 def to_mantissas(x: Tensor, cast: Cast, exponent: int, seed: int = 0) -> Mantissas:
     """Write x * 2**-exponent, rounded once and saturated, as int16; x of any float dtype, shape and layout."""
-    return _converted(readable(x), cast, exponent, seed, x.is_cpu and uses_library())
+    payload, seen = _converted(readable(x), cast, exponent, seed, x.is_cpu and uses_library())
+    return Mantissas(payload, exponent, seen)
 
 
-def _converted(x: Tensor, cast: Cast, exponent: int, seed: int, by_library: bool) -> Mantissas:
+def _converted(x: Tensor, cast: Cast, exponent: int, seed: int, by_library: bool) -> tuple[Tensor, Seen]:
     assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
     payload = torch.empty(x.shape, dtype=torch.int16, device=x.device)
     if by_library:
         symmetric = cast.format.element.symmetric
-        seen = to_int16(x, exponent, symmetric, cast.rounding, seed, payload, cast.random_bits)
-        return Mantissas(payload, exponent, *seen)
+        return payload, to_int16(x, exponent, symmetric, cast.rounding, seed, payload, cast.random_bits)
     scaled = torch.ldexp(x.double(), torch.tensor(-exponent, device=x.device))
     if cast.rounding is Rounding.NEAREST_EVEN:
         rounded = scaled.round()
@@ -174,8 +199,9 @@ def _converted(x: Tensor, cast: Cast, exponent: int, seed: int, by_library: bool
     payload.copy_(bounded)
     finite = scaled.isfinite()
     largest = int(torch.where(finite, bounded.abs(), 0.0).max()) if x.numel() else 0
-    cut, nonfinite = int((finite & (bounded != rounded)).sum()), int((~finite).sum())
-    return Mantissas(payload, exponent, largest, cut, nonfinite, largest > 0 or bool(x.any()))
+    cut, nonfinite = int((finite & (bounded != rounded)).sum()), not bool(finite.all())
+    vanished = largest == 0 and not nonfinite and bool(x.any())
+    return payload, Seen(largest, nonfinite, vanished, cut, 0, x.numel())
 
 
 def values(payload: Tensor, exponent: int) -> Tensor:
@@ -195,30 +221,22 @@ def _defined_values(payload: Tensor, exponent: int) -> Tensor:
     return torch.ldexp(payload.double(), torch.tensor(exponent, device=payload.device)).float()
 
 
-def written(x: Tensor, cast: Cast, exponent: int) -> tuple[Mantissas, Tensor]:
+def mantissas_and_values(x: Tensor, cast: Cast, exponent: int) -> tuple[Mantissas, Tensor]:
     """Return x as mantissas, and the values they stand for in fp32; what is not finite stays as it is."""
     x = readable(x)
     if not (x.is_cpu and uses_library()):
-        found = _converted(x, cast, exponent, 0, False)
-        result = _defined_values(found.payload, exponent)
-        return found, torch.where(x.isfinite(), result, x.float()) if found.nonfinite else result
+        payload, seen = _converted(x, cast, exponent, 0, False)
+        result = _defined_values(payload, exponent)
+        result = torch.where(x.isfinite(), result, x.float()) if seen.nonfinite else result
+        return Mantissas(payload, exponent, seen), result
     assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
     payload, result = (torch.empty(x.shape, dtype=dtype, device="cpu") for dtype in (torch.int16, torch.float32))
     symmetric = cast.format.element.symmetric
     seen = to_int16(x, exponent, symmetric, cast.rounding, 0, payload, cast.random_bits, result)
-    return Mantissas(payload, exponent, *seen), result
+    return Mantissas(payload, exponent, seen), result
 
 
 # -- the C++ kernels: contiguous tensors on the CPU, but where `Rows` says how they lie -------------------------------
-
-
-class Written(NamedTuple):
-    """What was seen while mantissas were written."""
-
-    largest: int  # the largest |mantissa| of what is finite
-    saturated: int  # finite elements that did not fit
-    nonfinite: int  # infinities, which saturate, and NaNs, which become 0
-    any: bool  # whether anything was not zero before it was rounded
 
 
 def to_int16(
@@ -230,14 +248,13 @@ def to_int16(
     out: Tensor | None,
     random_bits: int | None = None,
     result: Tensor | None = None,
-) -> Written:
+) -> Seen:
     """Write x * 2**-exponent, rounded and saturated, into the int16 tensor `out`, in one pass.
 
     `symmetric` leaves out -32768. `result`, in fp32, takes what the mantissas stand for, and what is not
     finite as it is; it may be x, and be asked for alone.
     """
     counts = array("q", (0,) * 4)
-    seen, _ = counts.buffer_info()
     cpu.loaded().lowp_write_int16(
         _mantissa_parameters(symmetric, rounding, random_bits),
         cpu.CARRIERS[x.dtype],
@@ -248,10 +265,9 @@ def to_int16(
         x.numel(),
         seed & cpu.MASK,
         cpu.threads(),
-        seen,
+        _address(counts),
     )
-    largest, saturated, nonfinite, any_ = counts
-    return Written(largest, saturated, nonfinite, bool(any_))
+    return _seen(x, *counts)
 
 
 def from_int16(mantissas: Tensor, exponent: int, out: Tensor) -> None:
@@ -315,7 +331,7 @@ def _same_int16(x: Tensor, mantissas: Tensor, lie: Rows, exponent: int, rounded:
 
 def step_int16(
     weight: Tensor, mantissas: Tensor, exponents: tuple[int, int, int], symmetric: bool
-) -> tuple[Written, Written]:
+) -> tuple[Seen, Seen]:
     """Write what a step has changed of an fp32 weight, and the weight as the sum: each rounded once, to nearest even.
 
     `mantissas` are those of the weight before the step, and take the new ones; the weight takes their values. The
@@ -325,10 +341,10 @@ def step_int16(
     lowest = -32767 if symmetric else -32768
     sizes = (lowest, weight.numel(), cpu.threads())
     cpu.loaded().lowp_step_int16(cpu.address(weight), cpu.address(mantissas), _address(given), *sizes, _address(counts))
-    return _written(*counts[:4]), _written(*counts[4:])
+    return _seen(weight, *counts[:4]), _seen(weight, *counts[4:])
 
 
-def words_int16(x: Tensor, exponent: int, low_bits: int, symmetric: bool) -> Written:
+def words_int16(x: Tensor, exponent: int, low_bits: int, symmetric: bool) -> Seen:
     """Write x, of fp32, in place as the sum of two words to nearest even, the second `low_bits` lower.
 
     What is not finite becomes NaN. Returns what was seen of the first words. Exponents from -100 to 100.
@@ -337,11 +353,13 @@ def words_int16(x: Tensor, exponent: int, low_bits: int, symmetric: bool) -> Wri
     lowest = -32767 if symmetric else -32768
     given = (exponent, low_bits, lowest, x.numel(), cpu.threads(), _address(counts))
     cpu.loaded().lowp_words_int16(cpu.address(x), *given)
-    return _written(*counts)
+    return _seen(x, *counts)
 
 
-def _written(largest: int, saturated: int, nonfinite: int, any_: int) -> Written:
-    return Written(largest, saturated, nonfinite, bool(any_))
+def _seen(x: Tensor, largest: int, saturated: int, nonfinite: int, any_: int) -> Seen:
+    """What the kernels count of a tensor; `any_` is whether anything in it was not zero before it was rounded."""
+    vanished = largest == 0 and nonfinite == 0 and any_ != 0
+    return Seen(largest, nonfinite > 0, vanished, saturated, 0, x.numel())
 
 
 def _address(numbers: array[int]) -> int:

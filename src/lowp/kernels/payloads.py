@@ -117,7 +117,7 @@ def exact(x: Tensor, cast: Cast) -> Mantissas | None:
     else:
         payload = found.of_view(x)
         if payload is not None and _stands_for(x, payload, found.exponent):
-            return Mantissas(payload, found.exponent, 0, 0, 0)
+            return Mantissas(payload, found.exponent)
     if not x.is_cpu:
         return None
     laid, back = _as_it_lies(x)
@@ -179,7 +179,7 @@ def _rounded_again(x: Tensor, cast: Cast, found: _Kept) -> Mantissas | None:
     maximum = mantissas.rounds_to_int16(x, payload, found.exponent, lie, _is_symmetric(cast))
     if maximum is None or not math.isfinite(maximum) or exponent_of(maximum, cast) != found.exponent:
         return None
-    return Mantissas(payload, found.exponent, 0, 0, 0)
+    return Mantissas(payload, found.exponent)
 
 
 def _computed(x: Tensor, cast: Cast, exponent: int | None) -> Mantissas | None:
@@ -187,7 +187,7 @@ def _computed(x: Tensor, cast: Cast, exponent: int | None) -> Mantissas | None:
     x = x.detach().contiguous()
     if exponent is not None and abs(exponent) <= _LARGEST:
         found = exact_mantissas(x, cast, exponent)
-        if found is not None and not (found.largest > 32767 and _is_symmetric(cast)):
+        if found is not None and found.seen is not None and not (found.seen.mantissa > 32767 and _is_symmetric(cast)):
             return found
     exponent = exact_exponent(x, cast)
     return None if exponent is None else to_mantissas(x, cast, exponent)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import PowerOfTwo, ScaledFormat
-from lowp.kernels.mantissas import Mantissas, has_mantissas, to_mantissas, values, written
+from lowp.kernels.mantissas import Mantissas, has_mantissas, mantissas_and_values, to_mantissas
 
 __all__ = [
     "FEATURES",
@@ -65,7 +65,7 @@ def _features(x: Tensor, axis: int) -> Tensor:
 
 def low_word(x: Tensor, high: Mantissas, cast: Cast) -> Mantissas:
     """Return what the mantissas of x leave of it as mantissas `LOW_BITS` lower, half a unit of theirs at most."""
-    rest = values(high.payload, high.exponent)
+    rest = high.values
     torch.sub(x.detach(), rest, out=rest)
     half = math.ldexp(0.5, high.exponent)
     return to_mantissas(rest.clamp_(-half, half), cast, high.exponent - LOW_BITS)
@@ -74,7 +74,7 @@ def low_word(x: Tensor, high: Mantissas, cast: Cast) -> Mantissas:
 def low_value(x: Tensor, high: Tensor, exponent: int, cast: Cast) -> Tensor:
     """Return the value of that word, in fp32, for x written as the values `high`; NaN where x is not finite."""
     half = math.ldexp(0.5, exponent)
-    return written(x.detach().sub(high).clamp_(-half, half), cast, exponent - LOW_BITS)[1]
+    return mantissas_and_values(x.detach().sub(high).clamp_(-half, half), cast, exponent - LOW_BITS)[1]
 
 
 def low_value_there(x: Tensor, high: Tensor, exponent: Tensor, axis: int | None = -1) -> Tensor:

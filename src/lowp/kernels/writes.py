@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.formats import IntFormat, ScaledFormat
-from lowp.kernels.mantissas import Mantissas, Written, is_direct, step_int16, to_int16, words_int16, written
+from lowp.kernels.mantissas import (
+    Mantissas,
+    Seen,
+    is_direct,
+    mantissas_and_values,
+    step_int16,
+    to_int16,
+    words_int16,
+)
 
-__all__ = ["Seen", "seen_of", "write", "write_", "write_step", "write_words_"]
-
-
-class Seen(NamedTuple):
-    """What one write under a shared exponent saw: numbers on a CPU, 0-d tensors on an accelerator."""
-
-    mantissa: Any  # the largest |mantissa| of what is finite
-    nonfinite: Any  # whether anything is infinite or NaN
-    vanished: Any  # whether all that was not zero became zero
-    overflowed: Any  # elements that did not fit
-    crowded: Any  # elements that would not fit under half the unit; 0 on a CPU where they were not asked for
-    elements: Any
+__all__ = ["write", "write_", "write_step", "write_words_"]
 
 
 def write(x: Tensor, cast: Cast, exponent: int | Tensor, crowded: bool = False) -> tuple[Tensor, Seen, Tensor | None]:
@@ -33,15 +28,11 @@ def write(x: Tensor, cast: Cast, exponent: int | Tensor, crowded: bool = False) 
     """
     if isinstance(exponent, Tensor):
         return *_write_without_waiting(x, cast, exponent), None
-    found, result = written(x, cast, exponent)
-    close = int((found.payload.abs() > _limit(cast) // 2).sum()) if crowded else 0
-    return result, seen_of(found, x.numel(), close), None if found.nonfinite else found.payload
-
-
-def seen_of(found: Mantissas | Written, elements: int, crowded: int = 0) -> Seen:
-    """Return what was seen while mantissas were written, as all writes tell it."""
-    vanished = found.largest == 0 and found.nonfinite == 0 and found.any
-    return Seen(found.largest, found.nonfinite > 0, vanished, found.saturated, crowded, elements)
+    (payload, _, seen), result = mantissas_and_values(x, cast, exponent)
+    assert seen is not None
+    if crowded:
+        seen = seen._replace(crowded=int((payload.abs() > _limit(cast) // 2).sum()))
+    return result, seen, None if seen.nonfinite else payload
 
 
 def _limit(cast: Cast) -> int:
@@ -68,7 +59,7 @@ def _write_without_waiting(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Ten
     return torch.where(finite, torch.ldexp(bounded, exponent), x.double()).float(), seen
 
 
-def write_(x: Tensor, cast: Cast, exponent: int) -> Written:
+def write_(x: Tensor, cast: Cast, exponent: int) -> Seen:
     """Round x, of fp32, in place to values of the format, but for what is not finite; return what was seen."""
     assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
     if is_direct(x):
@@ -76,12 +67,13 @@ def write_(x: Tensor, cast: Cast, exponent: int) -> Written:
         seen = to_int16(y, exponent, symmetric, cast.rounding, 0, None, cast.random_bits, y)
         torch.autograd.graph.increment_version(x)
         return seen
-    found, result = written(x, cast, exponent)
+    (_, _, found), result = mantissas_and_values(x, cast, exponent)
+    assert found is not None
     x.copy_(result)
-    return Written(*found[2:])
+    return found
 
 
-def write_words_(x: Tensor, cast: Cast, exponent: int, low_bits: int) -> Written | None:
+def write_words_(x: Tensor, cast: Cast, exponent: int, low_bits: int) -> Seen | None:
     """Write x, of fp32, in place as two words, the second `low_bits` lower, in one pass; return what was seen.
 
     None, with nothing done, where there is no kernel for it: `write` and `words.low_value` are what it computes.
@@ -94,9 +86,7 @@ def write_words_(x: Tensor, cast: Cast, exponent: int, low_bits: int) -> Written
     return seen
 
 
-def write_step(
-    weight: Tensor, old: Mantissas, exponents: tuple[int, int], cast: Cast
-) -> tuple[Written, Written] | None:
+def write_step(weight: Tensor, old: Mantissas, exponents: tuple[int, int], cast: Cast) -> tuple[Seen, Seen] | None:
     """Write what a step has changed of a weight since it had mantissas, and the weight as the sum, in place.
 
     `old` takes the new mantissas; `exponents` are those of the update and of the weight. Returns what was seen of both;

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowp.kernels import integer
 from lowp.kernels.integer import Exact
-from lowp.kernels.mantissas import Mantissas, values
+from lowp.kernels.mantissas import Mantissas
 
 FIRST, SECOND, OUTPUT = 0, 1, 2
 Pair = tuple[int, int]
@@ -48,7 +48,7 @@ class Form(ABC):
         """
         rows, columns, finish = self.matrices(slot, left.payload, right.payload)
         if rows.dtype is not torch.int16 or columns.dtype is not torch.int16:  # summed along a letter of its own
-            wide = (values(one.payload, one.exponent) for one in (left, right))
+            wide = (one.values for one in (left, right))
             return self.product(slot, *(one.to(dtype) for one in wide))
         exponent = left.exponent + right.exponent
         if exact:

@@ -17,7 +17,7 @@ from lowp.casts import Cast
 from lowp.compat import uncompiled
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
-from lowp.kernels.mantissas import Mantissas, values
+from lowp.kernels.mantissas import Mantissas
 from lowp.ops.observing import everywhere, step
 from lowp.optim.model_state import Attachment, StoredModel, attach, own
 from lowp.optim.names import given_names
@@ -177,7 +177,7 @@ class FlexWeights(torch.optim.Optimizer):
         if isinstance(old, Mantissas):
             if not everywhere and self.exponents.write_step(parameter, old, self.cast, str(moved), str(weight)):
                 return
-            old = values(old.payload, old.exponent)
+            old = old.values
         self.exponents.admit(old, self.cast, str(weight))
         update = self._written(parameter.double() - old.double(), moved)
         parameter.copy_(self._written(old.double() + update.double(), weight))

@@ -20,7 +20,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.exponents import PlaceSite
 from lowp.kernels import payloads, words
-from lowp.kernels.mantissas import Mantissas, has_mantissas, values
+from lowp.kernels.mantissas import Mantissas, has_mantissas
 from lowp.kernels.products import contract, contract_mantissas
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import functorch_is_active, operand, shield
@@ -115,7 +115,7 @@ class _IntegerProduct(torch.autograd.Function):
         with shield():
             casts: RoleCasts = ctx.casts
             *payloads, exponents = ctx.saved_tensors
-            saved = [Mantissas(*one, 0, 0, 0) for one in zip(payloads, exponents.tolist(), strict=True)]
+            saved = [Mantissas(*one) for one in zip(payloads, exponents.tolist(), strict=True)]
             written: _Written | None = ctx.written
             incoming = None if torch.is_grad_enabled() or written is None else _as_it_came(gradient, casts.rule)
             if written is not None and incoming is None:
@@ -127,7 +127,7 @@ class _IntegerProduct(torch.autograd.Function):
                 if written is None and incoming is not None and casts.watch is not None:
                     casts.tell(gradient, "grad")
             if incoming is None:
-                operands = [values(one.payload, one.exponent) for one in saved]
+                operands = [one.values for one in saved]
                 wanted, told = ctx.needs_input_grad[2:5], casts if written is None else casts.before_site()
                 found = ctx.in_fp32(ctx.form, told, wanted, ctx.bias_dtype, gradient, (operands, ctx.edges))
                 return None, None, *_written_gradients(found, written), None, None, None, None
@@ -150,7 +150,7 @@ def _words(ctx: Any, gradient: Tensor, high: Mantissas) -> list[Mantissas]:
         return [high]
     if not words.has_low_word(cast):
         if not cast.is_stochastic:
-            value = values(high.payload, high.exponent)
+            value = high.values
             words.warn_of_loss(gradient, value, cast, f"the gradient of {ctx.op}, {list(gradient.shape)}")
         return [high]
     return [high, words.low_word(gradient, high, cast)] if words.is_coarse(gradient, high.exponent) else [high]
@@ -225,8 +225,7 @@ def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: list[Mantissa
 
 def _value(parts: list[Mantissas]) -> Tensor:
     """Return the words of a tensor in fp32, which holds them."""
-    result = values(parts[0].payload, parts[0].exponent)
-    return result if len(parts) == 1 else result + values(parts[1].payload, parts[1].exponent)
+    return parts[0].values if len(parts) == 1 else parts[0].values + parts[1].values
 
 
 def _written_gradients(found: Sequence[Tensor | None], written: _Written | None) -> list[Tensor | None]:
