@@ -99,7 +99,8 @@ class Checks(ScalerState):
             flag = nonfinite.to(flag)
         stage = self._per_optimizer_states[id(optimizer)]
         kinds = grads.by_kind(grads.collect(optimizer, True))
-        found = self._checked(optimizer, kinds, torch.ones_like(state.scale), flag)
+        one = torch.ones_like(state.scale)
+        found = self._checked(optimizer, kinds, one, flag, self._looked_at(optimizer, kinds, one))
         stage["found_inf_per_device"] = self._agreed(optimizer, found, flag)
         stage["stage"] = OptState.UNSCALED
 
@@ -109,7 +110,10 @@ class Checks(ScalerState):
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale in place and return a flag a device; the name and the arguments are torch's."""
         kinds = grads.by_kind(grads.collect(optimizer, allow_fp16))
-        found = self._checked(optimizer, kinds, inv_scale, found_inf)
+        by_kernel = self._looked_at(optimizer, kinds, inv_scale, unscale=True)
+        found = self._checked(optimizer, kinds, inv_scale, found_inf, by_kernel)
+        if by_kernel is not None:
+            return found
         inverses = _Replicator(inv_scale)
         for (device, _), group in kinds.items():
             grads.unscale_and_check_([each.values for each in group], found[device], inverses.get(device))
@@ -120,14 +124,28 @@ class Checks(ScalerState):
         state = self._state("_check_inf_per_device")
         found_inf = torch.zeros((), dtype=torch.float32, device=state.scale.device)
         kinds = grads.by_kind(grads.collect(optimizer, True))
-        found = self._checked(optimizer, kinds, _inverse(state.scale), found_inf)
+        inverse = _inverse(state.scale)
+        found = self._checked(optimizer, kinds, inverse, found_inf, self._looked_at(optimizer, kinds, inverse))
         stage = self._per_optimizer_states[id(optimizer)]
         stage["found_inf_per_device"] = self._agreed(optimizer, found, found_inf)
         return cast("dict[str, Any]", stage["found_inf_per_device"])
 
     @torch.no_grad()
+    def _looked_at(
+        self, optimizer: Optimizer, kinds: grads.Kinds, inverse: torch.Tensor, unscale: bool = False
+    ) -> grads.Checked | None:
+        """Look at gradients, and unscale them if asked to, by one kernel; None where they lie on a device without."""
+        count = len(grads.parameters_of(optimizer))
+        return grads.checked_by_kernel(kinds, count, inverse.reshape(()), unscale, self._samples_now())
+
+    @torch.no_grad()
     def _checked(
-        self, optimizer: Optimizer, kinds: grads.Kinds, inverse: torch.Tensor, found_inf: torch.Tensor
+        self,
+        optimizer: Optimizer,
+        kinds: grads.Kinds,
+        inverse: torch.Tensor,
+        found_inf: torch.Tensor,
+        by_kernel: grads.Checked | None,
     ) -> dict[torch.device, torch.Tensor]:
         """Return a flag a device, set if a gradient is not finite or will not be once unscaled; change no gradient.
 
@@ -135,9 +153,13 @@ class Checks(ScalerState):
         """
         if not kinds:
             return {}
-        self._sample(kinds, found_inf.device)
         inverse = inverse.reshape(())
-        sizes = grads.largest(kinds, len(grads.parameters_of(optimizer)), inverse.device) * inverse
+        if by_kernel is None:
+            self._sample(kinds, found_inf.device)
+            sizes = grads.largest(kinds, len(grads.parameters_of(optimizer)), inverse.device) * inverse
+        else:
+            self._count(by_kernel.exponents)
+            sizes = by_kernel.sizes * inverse
         flag = (~torch.isfinite(sizes.float())).any().to(found_inf)
         self._seen = sizes, self._about(inverse)
         flags = _Replicator(torch.maximum(found_inf, flag))
@@ -188,7 +210,12 @@ class Checks(ScalerState):
         """Count the exponents of the scaled gradients, every so many steps."""
         if not self._samples_now():
             return
-        counts = grads.exponent_histogram(kinds, device)
+        self._count(grads.exponent_histogram(kinds, device))
+
+    def _count(self, counts: torch.Tensor | None) -> None:
+        """Add exponents of scaled gradients to those of this step, if they were counted."""
+        if counts is None:
+            return
         self._exponents = counts if self._exponents is None else self._exponents + counts
         name = self._scaling.format if isinstance(self._scaling, AdaptiveLossScale) else "fp16"
         self._underflow = underflow(self._exponents, name)

@@ -11,6 +11,7 @@ import torch
 
 from lowp.compat import private
 from lowp.errors import InvalidInput
+from lowp.kernels import updates
 
 _unscale_and_check_ = cast(
     Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], None],
@@ -93,6 +94,43 @@ def by_kind(gradients: Iterable[Gradient]) -> Kinds:
 def unscale_and_check_(values: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
     """Multiply by `inverse` in place; set `found_inf` to 1 if a value was infinite or NaN before. One pass."""
     _unscale_and_check_(values, found_inf, inverse)
+
+
+class Checked(NamedTuple):
+    """What one pass over all gradients found, on their devices."""
+
+    sizes: torch.Tensor  # as `largest`
+    exponents: torch.Tensor | None  # as `exponent_histogram`, of every number
+
+
+def checked_by_kernel(
+    kinds: Kinds, count: int, inverse: torch.Tensor, unscale: bool, exponents: bool
+) -> Checked | None:
+    """Return what `largest` and `exponent_histogram` do, and unscale in the same pass if that is asked for.
+
+    One launch for each device and dtype. None where gradients lie on a device without such a kernel, or have gaps.
+    """
+    groups = [[each.values.detach() for each in group] for group in kinds.values()]
+    if not all(updates.checks(values) for values in groups):
+        return None
+    device = inverse.device
+    sizes = torch.zeros(count, dtype=torch.float32, device=device)
+    counts = torch.zeros(256, dtype=torch.int64, device=device) if exponents else None
+    for group, values in zip(kinds.values(), groups, strict=True):
+        there = values[0].device
+        found = updates.check(values, torch.zeros((), device=there), inverse.to(there) if unscale else None, exponents)
+        if len(group) == count:  # all of them, in order
+            sizes = found.largest.to(device, non_blocking=True)
+        else:
+            places = torch.tensor([each.position for each in group], device="cpu")
+            sizes[_on(device, places)] = found.largest.to(device, non_blocking=True)
+        if counts is not None and found.histogram is not None:
+            counts += found.histogram.to(device, non_blocking=True)
+    return Checked(sizes, counts)
+
+
+def _on(device: torch.device, places: torch.Tensor) -> torch.Tensor:
+    return places if device.type == "cpu" else places.pin_memory().to(device, non_blocking=True)
 
 
 def largest(kinds: Kinds, count: int, device: torch.device) -> torch.Tensor:

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from lowp.errors import Unavailable
 from lowp.kernels import dispatch, triton
+from lowp.kernels.tracing import is_eager
 
 __all__ = [
+    "GRADIENTS",
     "AdamW",
     "Checked",
     "Columns",
@@ -22,11 +24,14 @@ __all__ = [
     "adamw",
     "adamw_block",
     "check",
+    "checks",
     "has_kernels",
     "rates",
     "sgd",
     "sgd_block",
 ]
+
+GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes of gradients that the kernels take
 
 
 class AdamW(NamedTuple):
@@ -65,6 +70,7 @@ class Checked(NamedTuple):
     """What one pass over gradients found, on their device: nothing waits for it."""
 
     squares: Tensor  # fp64, 0-d: of what is finite
+    largest: Tensor  # fp32 [gradients]: the largest magnitude of each before it was unscaled; inf or NaN if it has one
     histogram: Tensor | None  # int32 [256], by the exponent field of fp32, of what is finite and not zero
 
 
@@ -128,7 +134,22 @@ def check(
     if not has_kernels(found_inf.device):
         raise Unavailable(f"no kernel checks gradients on {found_inf.device}: lowp.kernels.use('triton') has one")
     bins = torch.zeros(256, dtype=torch.int32, device=found_inf.device) if histogram else None
-    return Checked(steps.check(gradients, inverse, found_inf, bins), bins)
+    squares, largest = steps.check(gradients, inverse, found_inf, bins)
+    return Checked(squares, largest, bins)
+
+
+def checks(gradients: Sequence[Tensor]) -> bool:
+    """Whether `check` takes these gradients: on a device with kernels, of one of its dtypes, each without gaps."""
+    return bool(gradients) and has_kernels(gradients[0].device) and all(map(_is_checked, gradients))
+
+
+def _is_checked(gradient: Tensor) -> bool:
+    if gradient.dtype not in GRADIENTS or gradient.is_sparse or not is_eager(gradient):
+        return False
+    if gradient.is_contiguous():
+        return True
+    format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(gradient.dim())
+    return format is not None and gradient.is_contiguous(memory_format=format)
 
 
 def _is_split(columns: Columns) -> bool:

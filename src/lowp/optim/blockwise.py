@@ -28,7 +28,7 @@ from lowp.optim.state_dicts import (
     with_saving_hooks,
 )
 from lowp.optim.storage import Storage, check_seed, seed_of
-from lowp.optim.together import by_kernel, columns_of, count_step
+from lowp.optim.together import by_kernel, columns_of, count_step, count_steps
 from lowp.optim.torch_options import refuse_others
 from lowp.optim.zero import refuse_to_convert
 
@@ -124,9 +124,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for members in by_kernel(group["params"], self.storage, self.moments, self.state, self._start):
                 self.update_together(columns_of(members, self.state, self.moments), group)
-                found_inf = getattr(self, "found_inf", None)
-                for parameter in members:
-                    count_step(self.state[parameter], found_inf)
+                count_steps([self.state[parameter]["step"] for parameter in members], getattr(self, "found_inf", None))
                 stepped.update(map(id, members))
         return stepped
 

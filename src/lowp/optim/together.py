@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from lowp.compat import private
 from lowp.kernels import updates
 from lowp.ops.observing import everywhere
 from lowp.optim.shards import is_sharded
 from lowp.optim.storage import Storage
 
+_foreach_add_ = cast(Callable[[list[Tensor], Any], None], private("torch._foreach_add_"))
 State = Mapping[Tensor, dict[str, Tensor]]
-_GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def by_kernel(
@@ -46,7 +48,7 @@ def by_kernel(
 
 
 def _is_plain(parameter: Tensor, gradient: Tensor, dtype: torch.dtype) -> bool:
-    if is_sharded(parameter) or gradient.is_sparse or gradient.dtype not in _GRADIENTS or parameter.numel() == 0:
+    if is_sharded(parameter) or gradient.is_sparse or gradient.dtype not in updates.GRADIENTS or parameter.numel() == 0:
         return False
     return parameter.is_contiguous() and gradient.is_contiguous() and parameter.dtype is dtype
 
@@ -68,4 +70,14 @@ def columns_of(parameters: Sequence[Tensor], state: State, moments: Sequence[str
 def count_step(state: dict[str, Tensor], found_inf: Tensor | None) -> None:
     """Count a step of a parameter on its device, unless a gradient was not finite."""
     before = state["step"]
-    state["step"] = before + (1 if found_inf is None else 1 - found_inf.reshape(()).to(before.device).clamp(max=1))
+    state["step"] = before + (1 if found_inf is None else _counted(found_inf, before))
+
+
+def count_steps(steps: list[Tensor], found_inf: Tensor | None) -> None:
+    """Do `count_step` of parameters on one device, in place and in one launch."""
+    one = 1 if found_inf is None else _counted(found_inf, steps[0])
+    _foreach_add_(steps, one)
+
+
+def _counted(found_inf: Tensor, like: Tensor) -> Tensor:
+    return 1 - found_inf.reshape(()).to(like.device).clamp(max=1)

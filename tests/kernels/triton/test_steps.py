@@ -147,6 +147,107 @@ def test_one_pass_unscales_checks_counts_and_sums_gradients(
     assert float(seen.squares) == pytest.approx(exact, rel=1e-12)
 
 
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1), AdamW], ids=["torch", "lowp"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_scaler_looks_at_all_gradients_in_one_launch_a_dtype(
+    make: Callable[..., Any], bad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[torch.dtype] = []
+    real = updates.check
+    monkeypatch.setattr(updates, "check", lambda values, *rest: launches.append(values[0].dtype) or real(values, *rest))
+    results = []
+    for way in ("bitwise", "triton"):
+        ours = parameters()
+        optimizer, scaler = make(ours), lowp.GradScaler("cpu", init_scale=8.0, sample_interval=1)
+        give(ours, 0)
+        grad = ours[4].grad
+        assert grad is not None
+        ours[4].grad = grad.contiguous(memory_format=torch.channels_last)
+        if bad:
+            ours[4].grad[1, 2] = torch.nan
+        with kernels.use(way):
+            scaler.scale(torch.ones(()))
+            scaler.unscale_(optimizer)
+            unscaled = [parameter.grad.clone() for parameter in ours]  # type: ignore[union-attr]
+            scaler.step(optimizer)
+        exponents = scaler._exponents
+        scaler.update()
+        found = scaler.nonfinite
+        about = None if found is None else (found.name, found.kind, found.scale, found.maximum)
+        results.append(([p.detach() for p in ours], unscaled, exponents, about, scaler.get_scale(), scaler.stepped))
+    (weights, grads, counts, *rest), (others, other_grads, other_counts, *other_rest) = results
+    dtype = ours[4].dtype  # lowp's optimizers have made the parameters bf16
+    assert launches == [dtype] and rest == other_rest and torch.equal(counts, other_counts)  # type: ignore[arg-type]
+    for one, other in zip(grads + (weights if make is not AdamW else []), other_grads + others, strict=False):
+        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
+def test_a_table_on_a_device_is_made_once_for_the_same_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.kernels.triton import steps
+
+    class There:
+        """A tensor of a device, as far as a table asks."""
+
+        def __init__(self, address: int) -> None:
+            self.address, self.is_cpu, self.device = address, False, torch.device("cuda", 0)
+
+        def numel(self) -> int:
+            return 5000
+
+        def data_ptr(self) -> int:
+            return self.address
+
+    made: list[tuple[int, ...]] = []
+    streams, capturing = [7], [False]
+
+    def make(rows: Any, block: int, chunk: int, like: Any) -> tuple[steps.Table, tuple[torch.Tensor, ...]]:
+        made.append(rows)
+        return steps.Table(torch.tensor(rows), torch.zeros(0), True, chunk, block), (torch.zeros(1),)
+
+    monkeypatch.setattr(steps, "_made", make)
+    monkeypatch.setattr(steps, "_tables", steps.OrderedDict())
+    monkeypatch.setattr(steps, "_of_graphs", [])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": streams[0]}))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+
+    def asked(*addresses: int) -> steps.Table:
+        return steps.table([[There(one) for one in addresses]])  # type: ignore[list-item]
+
+    first = asked(16, 32)
+    assert asked(16, 32) is first and asked(16, 48) is not first and asked(32, 16) is not first
+    assert asked(16, 32) is first and len(made) == 3
+    streams[0] = 8  # another stream could read what is not copied yet
+    assert asked(16, 32) is not first and len(made) == 4
+    capturing[0] = True
+    kept = asked(16, 32)
+    asked(64, 80)  # made while a graph is captured: its memory is the graph's
+    assert [one.addresses.tolist() for one, _ in steps._of_graphs] == [
+        [[16, 5000], [32, 5000]],
+        [[64, 5000], [80, 5000]],
+    ]
+    capturing[0] = False
+    assert asked(16, 32) is kept and len(made) == 5
+    asked(64, 80)
+    assert len(made) == 6
+    for address in range(steps._MOST_TABLES + 5):
+        asked(address)
+    assert len(steps._tables) == steps._MOST_TABLES
+
+
+def test_steps_of_many_parameters_are_counted_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.optim import together
+
+    calls: list[int] = []
+    real = together._foreach_add_
+    monkeypatch.setattr(together, "_foreach_add_", lambda steps, one: calls.append(len(steps)) or real(steps, one))
+    ours = parameters()
+    optimizer = SGD(ours, lr=0.1)
+    give(ours, 0)
+    with kernels.use("triton"):
+        optimizer.step()
+    assert calls == [4] and all(float(optimizer.state[p]["step"]) == 1.0 for p in ours)
+
+
 def test_a_device_without_the_kernel_says_so() -> None:
     with pytest.raises(Unavailable, match=r"no kernel checks gradients on cpu: lowp.kernels.use\('triton'\) has one"):
         updates.check([torch.ones(3)], torch.zeros(()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -45,30 +46,54 @@ class Table(NamedTuple):
     block: int
 
 
-def table(columns: Sequence[Sequence[Tensor]]) -> Table:
-    """Return the table of tensors, given by column; those of a row have the same elements, and are contiguous.
+# What lies on a device, by all that it says and where it is read: a table that is found says what is asked for. Of a
+# model's steps there are few; gradients that are allocated anew come by turns to lie where they lay before.
+_tables: OrderedDict[tuple[Any, ...], Table] = OrderedDict()
+_MOST_TABLES = 64
+_of_graphs: list[tuple[Table, tuple[Tensor, ...]]] = []  # what captured graphs read as often as they are replayed
 
-    On a device it is copied without waiting: from pinned memory.
+
+def table(columns: Sequence[Sequence[Tensor]]) -> Table:
+    """Return the table of tensors, given by column; those of a row have the same elements, which lie without gaps.
+
+    It is copied to their device when there is none with these very addresses and sizes, from pinned memory: nothing
+    waits. What a graph is captured with is kept for good.
     """
     lead = columns[0]
     counts = [one.numel() for one in lead]
-    block = BLOCK if not lead[0].is_cpu else min(INTERPRETED_BLOCK, max(16, 1 << (max(counts) - 1).bit_length()))
-    chunk = block if lead[0].is_cpu else BLOCK * ROUNDS
-    rows = [[one.data_ptr() for one in row] for row in zip(*columns, strict=True)]
-    aligned = all(address % _ALIGNMENT == 0 for row in rows for address in row)
-    rows = [[*row, count] for row, count in zip(rows, counts, strict=True)]
-    pieces = [(place, part) for place, count in enumerate(counts) for part in range(-(-count // chunk))]
-    return Table(
-        _there(torch.tensor(rows, dtype=torch.int64, device="cpu"), lead[0]),
-        _there(torch.tensor(pieces, dtype=torch.int32, device="cpu").reshape(-1, 2), lead[0]),
-        aligned,
-        chunk,
-        block,
-    )
+    rows = [
+        (*(one.data_ptr() for one in row), count) for row, count in zip(zip(*columns, strict=True), counts, strict=True)
+    ]
+    if lead[0].is_cpu:
+        block = min(INTERPRETED_BLOCK, max(16, 1 << (max(counts) - 1).bit_length()))
+        return _made(rows, block, block, lead[0])[0]
+    stream = torch.cuda.current_stream(lead[0].device).cuda_stream  # another one might read before it is copied
+    key = (lead[0].device, stream, *rows)
+    found, captures = _tables.get(key), torch.cuda.is_current_stream_capturing()
+    staged: tuple[Tensor, ...] = ()
+    if found is None:
+        found, staged = _made(rows, BLOCK, BLOCK * ROUNDS, lead[0])
+    if captures:
+        _of_graphs.append((found, staged))
+        return found
+    _tables.pop(key, None)
+    _tables[key] = found  # behind those that were asked for before
+    if len(_tables) > _MOST_TABLES:
+        _tables.popitem(last=False)
+    return found
 
 
-def _there(values: Tensor, like: Tensor) -> Tensor:
-    return values if like.is_cpu else values.pin_memory().to(like.device, non_blocking=True)
+def _made(rows: Sequence[tuple[int, ...]], block: int, chunk: int, like: Tensor) -> tuple[Table, tuple[Tensor, ...]]:
+    """Return a table where `like` lies, and the host's memory that it is copied from."""
+    aligned = all(address % _ALIGNMENT == 0 for row in rows for address in row[:-1])
+    pieces = [(place, part) for place, row in enumerate(rows) for part in range(-(-row[-1] // chunk))]
+    addresses = torch.tensor(rows, dtype=torch.int64, device="cpu")
+    chunks = torch.tensor(pieces, dtype=torch.int32, device="cpu").reshape(-1, 2)
+    if like.is_cpu:
+        return Table(addresses, chunks, aligned, chunk, block), ()
+    staged = (addresses.pin_memory(), chunks.pin_memory())
+    there = [one.to(like.device, non_blocking=True) for one in staged]
+    return Table(there[0], there[1], aligned, chunk, block), staged
 
 
 def adamw(
@@ -103,19 +128,22 @@ def _walk(
     run(kernel, (len(where.chunks),), where.addresses, where.chunks, rates, inverse, never, numbers, *flags)
 
 
-def check(gradients: Sequence[Tensor], inverse: Tensor | None, found: Tensor, histogram: Tensor | None) -> Tensor:
-    """Unscale gradients of one dtype in place, set `found` to 1 for what is not finite; return the sum of squares.
+def check(
+    gradients: Sequence[Tensor], inverse: Tensor | None, found: Tensor, histogram: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Unscale gradients of one dtype in place, set `found` to 1 for what is not finite.
 
-    `histogram`, int32 [256], is added to. The sum, fp64 and 0-d, is of the finite numbers, unscaled.
+    Return the sum of squares of the finite numbers, unscaled, fp64 and 0-d, and the largest magnitude of each gradient
+    before, fp32. `histogram`, int32 [256], is added to.
     """
-    filled = [one for one in gradients if one.numel()]
-    if not filled:
-        return torch.zeros((), dtype=torch.float64, device=found.device)
-    where = table([[integers(one) for one in filled]])
+    largest = torch.zeros(len(gradients), dtype=torch.int32, device=found.device)
+    if not any(one.numel() for one in gradients):
+        return torch.zeros((), dtype=torch.float64, device=found.device), largest.view(torch.float32)
+    where = table([[integers(one) for one in gradients]])
     energies = torch.zeros(len(where.chunks), dtype=torch.float64, device=found.device)
-    bins = torch.zeros(256, dtype=torch.int32, device=found.device) if histogram is None else histogram
+    bins = largest if histogram is None else histogram  # not looked at
     scale = found if inverse is None else inverse
-    flags = (DTYPES[filled[0].dtype], inverse is not None, histogram is not None)
-    arguments = (where.addresses, where.chunks, scale, found, energies, bins, *flags)
+    flags = (DTYPES[gradients[0].dtype], inverse is not None, histogram is not None)
+    arguments = (where.addresses, where.chunks, scale, found, energies, largest, bins, *flags)
     run(updates.check, (len(where.chunks),), *arguments, where.aligned, where.chunk, where.block)
-    return energies.sum()
+    return energies.sum(), largest.view(torch.float32)

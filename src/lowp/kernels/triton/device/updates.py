@@ -173,11 +173,11 @@ def sgd(
 # -- gradients --------------------------------------------------------------------------------------------------------
 @triton.jit
 def _check_block(grads, inverse, places, mask, DTYPE: tl.constexpr, UNSCALE: tl.constexpr):
+    """Unscale a block; return its magnitudes before, in fp32's bits, and its finite numbers after, in fp64."""
     magnitude, sign = read(grads, places, mask, DTYPE, False)
     value = (magnitude | sign).to(tl.float32, bitcast=True)
-    bad = tl.reduce((magnitude >= 0x7F800000).to(tl.int32), 0, tl.standard._elementwise_max)
     if UNSCALE:
-        value = value * tl.load(inverse)
+        value = value * inverse
         bits = value.to(tl.int32, bitcast=True)
         if DTYPE == "fp32":
             tl.store(grads + places, bits, mask=mask)
@@ -187,39 +187,58 @@ def _check_block(grads, inverse, places, mask, DTYPE: tl.constexpr, UNSCALE: tl.
             half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
             half = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, half)
             tl.store(grads + places, half.to(tl.int16), mask=mask)
+    return magnitude, tl.where(magnitude >= 0x7F800000, 0.0, value).to(tl.float64)
+
+
+@triton.jit
+def _exponents(magnitude, mask):
     field = tl.where((magnitude == 0) | (magnitude >= 0x7F800000), 255, magnitude >> 23)
-    wide = tl.where(magnitude >= 0x7F800000, 0.0, value).to(tl.float64)
-    return bad, tl.reduce(wide * wide, 0, tl.standard._sum_combine), tl.histogram(field, 256, mask=mask)
+    return tl.histogram(field, 256, mask=mask)
 
 
 @triton.jit
 def check(
-    table, chunks, inverse, found, energies, histogram, DTYPE: tl.constexpr, UNSCALE: tl.constexpr,
+    table, chunks, inverse, found, energies, largest, histogram, DTYPE: tl.constexpr, UNSCALE: tl.constexpr,
     COUNTS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Unscale one chunk of one gradient; say whether it holds an infinity or a NaN; its energy, and its exponents.
+    """Unscale one chunk of one gradient; look for infinities and NaNs, the largest number, the energy, the exponents.
 
     table: int64 [gradients, 2], address and elements. found: fp32, set to 1. energies: fp64 [programs], the sum of
-    squares of what is finite. histogram: int32 [256], by the exponent field of fp32, what is finite and not zero.
+    squares of what is finite. largest: int32 [gradients], the bits of the largest magnitude before, of which NaN is
+    beyond infinity. histogram: int32 [256], by the exponent field of fp32, what is finite and not zero, before.
     """
     tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
     first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     NUMBER: tl.constexpr = tl.int32 if DTYPE == "fp32" else tl.int16
     grads = _pointer(table, tensor, 0, 2, NUMBER, ALIGNED)
     count = tl.load(table + tensor * 2 + 1)
+    scale = tl.load(inverse) if UNSCALE else 1.0
     whole = count // 16 * 16
-    last = whole + tl.arange(0, 16)
-    mask = (last < count) & (first + CHUNK >= count)  # the last chunk: what lies behind the last vector of 16
-    bad, energy, bins = _check_block(grads, inverse, last, mask, DTYPE, UNSCALE)
-    for start in range(0, CHUNK, BLOCK):
+    places = first + tl.arange(0, BLOCK)
+    most, value = _check_block(grads, scale, places, places < whole, DTYPE, UNSCALE)
+    energy = value * value
+    if COUNTS:
+        bins = _exponents(most, places < whole)
+    for start in range(BLOCK, CHUNK, BLOCK):
         places = first + start + tl.arange(0, BLOCK)
-        worse, more, others = _check_block(grads, inverse, places, places < whole, DTYPE, UNSCALE)
-        bad = tl.maximum(bad, worse)
-        energy += more
-        bins += others
-    if bad > 0:
+        magnitude, value = _check_block(grads, scale, places, places < whole, DTYPE, UNSCALE)
+        most = tl.maximum(most, magnitude)
+        energy += value * value
+        if COUNTS:
+            bins += _exponents(magnitude, places < whole)
+    size = tl.reduce(most, 0, tl.standard._elementwise_max)
+    squares = tl.reduce(energy, 0, tl.standard._sum_combine)
+    if first + CHUNK >= count:  # the last chunk: what lies behind the last vector of 16
+        last = whole + tl.arange(0, 16)
+        magnitude, value = _check_block(grads, scale, last, last < count, DTYPE, UNSCALE)
+        size = tl.maximum(size, tl.reduce(magnitude, 0, tl.standard._elementwise_max))
+        squares += tl.reduce(value * value, 0, tl.standard._sum_combine)
+        if COUNTS:
+            bins += _exponents(magnitude, last < count)
+    if size >= 0x7F800000:
         tl.store(found, 1.0)
-    tl.store(energies + tl.program_id(0), energy)
+    tl.atomic_max(largest + tensor, size)
+    tl.store(energies + tl.program_id(0), squares)
     if COUNTS:
         field = tl.arange(0, 256)
         tl.atomic_add(histogram + field, tl.where(field == 255, 0, bins))
