@@ -90,23 +90,48 @@ def test_activations_become_bytes_as_torch_rounds_them(level: int) -> None:
         assert bool((found.payload[:, x.shape[1] :] == zero).all())
 
 
-@needs_library
+INTEGERS = [code - (code >> 3 << 4) for code in range(16)]
+TABLES = {"i4": INTEGERS, "e2m1": [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]}
+TABLES |= {"e3m0": [0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64]}
+
+
 @pytest.mark.parametrize("group", [16, 32, 64])
-@pytest.mark.parametrize("by_table", [False, True])
-def test_four_bit_products_are_the_same_on_every_instruction_set(group: int, by_table: bool) -> None:
+@pytest.mark.parametrize("name", TABLES)
+def test_four_bit_products_are_those_of_their_definition(group: int, name: str) -> None:
     torch.manual_seed(0)
+    levels, x, bias = TABLES[name], torch.randn(3, 200), torch.randn(21)
     codes, scales = torch.randint(0, 16, (21, 200)), torch.rand(21, -(-200 // group))
-    table = torch.randn(16) if by_table else None
-    packed = few_bits.pack_nibbles(codes, scales, group, table)
-    values = (codes - (codes >> 3 << 4)).float() if table is None else table[codes]
-    values = values * scales.repeat_interleave(group, 1)[:, :200]
-    assert torch.equal(few_bits.nibble_values(packed), values)
-    x, bias = torch.randn(3, 200), torch.randn(21)
-    portable, *others, best = (few_bits.multiply_nibbles(x, packed, bias, level) for level in LEVELS)
-    assert all(torch.equal(portable, one) for one in (*others, best))
-    torch.testing.assert_close(best, torch.nn.functional.linear(x, values, bias), rtol=1e-4, atol=1e-4)
-    wanted = torch.nn.functional.linear(x.repeat(4, 1), values, bias)
-    assert torch.equal(few_bits.multiply_nibbles(x.repeat(4, 1), packed, bias), wanted)
+    codes[4], x[1, :64] = 15, -x[0].abs().max()  # the largest sums that there are
+    codes[5] = 7
+    x[2, 64:128] *= 1e-36  # fewer bits than below the leading one of a group
+    x[2, 128:160] = 0
+    packed = few_bits.pack_codes(codes, scales, levels, group)
+    values = torch.tensor(levels).float()[codes] * scales.repeat_interleave(group, 1)[:, :200]
+    assert torch.equal(few_bits.code_values(packed), values)
+    found = few_bits.multiply_codes(x, packed, bias)
+    assert all(torch.equal(few_bits.multiply_codes(x, packed, bias, level), found) for level in LEVELS)
+    with kernels.use("reference"):
+        assert torch.equal(few_bits.multiply_codes(x, packed, bias), found)
+    wanted = x.double() @ values.double().t() + bias
+    error = (found.double() - wanted).abs() / (x.double().abs() @ values.double().abs().t() + bias.abs())
+    assert float(error.max()) < 2**-18
+    many = few_bits.multiply_codes(x.repeat(4, 1), packed, bias)
+    assert torch.equal(many, torch.nn.functional.linear(x.repeat(4, 1), values, bias))
+
+
+def test_four_bit_products_of_infinite_numbers_are_infinite() -> None:
+    packed = few_bits.pack_codes(torch.full((16, 64), 3), torch.ones(16, 2), INTEGERS, 32)
+    x = torch.ones(1, 64)
+    x[0, 5] = torch.inf
+    assert few_bits.multiply_codes(x, packed).tolist() == [[torch.inf] * 16]
+    x[0, 6] = -torch.inf
+    assert bool(few_bits.multiply_codes(x, packed).isnan().all())
+
+
+def test_levels_are_whole_numbers_times_a_power_of_two() -> None:
+    assert few_bits.whole_levels([0.0, 0.5, -1.5, 6.0]) == ([0, 1, -3, 12], 0.5)
+    assert few_bits.whole_levels([2.0, 64.0]) == ([2, 64], 1.0)
+    assert few_bits.whole_levels([0.5, 64.0]) is None
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 130])
@@ -122,33 +147,32 @@ def test_signs_are_multiplied_by_counting_bits(length: int) -> None:
         assert torch.equal(few_bits.multiply_signs(a, b), wanted)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 20])
-def test_ternary_rows_are_half_the_sum_of_two_rows_of_signs(rows: int) -> None:
-    torch.manual_seed(0)
-    numbers, scales, bias = torch.randint(-1, 2, (9, 75)), torch.rand(9), torch.randn(9)
-    b = few_bits.trits(numbers, scales)
-    assert b.memory.numel() * 64 == 2 * 9 * 128
-    assert torch.equal(few_bits.sign_values(b), numbers.float())
-    a = byte_products.to_bytes(torch.randn(rows, 75) * 40, 1.0, 31, 127)
-    sums = (a.payload[:, :75].double() - 31) @ numbers.double().t()
-    wanted = sums.float() * scales + bias
-    assert torch.equal(few_bits.multiply_signs(a, b, bias), wanted)
-    with kernels.use("reference"):
-        assert torch.equal(few_bits.multiply_signs(a, b, bias), wanted)
-
-
 @pytest.mark.parametrize("highest", [127, 255])
-def test_bytes_are_multiplied_by_signs_bit_by_bit(highest: int) -> None:
+@pytest.mark.parametrize("levels", [[-1, 0, 1, 0], [1, -1]])
+@pytest.mark.parametrize(("rows", "k"), [(1, 75), (4, 640), (20, 75)])
+def test_bytes_by_codes_of_few_bits_are_exact(rows: int, k: int, levels: list[int], highest: int) -> None:
     torch.manual_seed(0)
-    w, bias = torch.randn(9, 75), torch.randn(9)
-    b, a = few_bits.signs(w), byte_products.to_bytes(torch.randn(4, 75) * 40, 1.0, 31, highest)
-    sums = (a.payload[:, :75].double() - 31) @ torch.where(w < 0, -1.0, 1.0).double().t()
-    wanted = sums.float() * b.scales + bias
-    assert torch.equal(few_bits.multiply_signs(a, b, bias), wanted)
-    many = a._replace(payload=a.payload.repeat(5, 1))  # in another way
-    assert torch.equal(few_bits.multiply_signs(many, b, bias), wanted.repeat(5, 1))
+    codes, scales, bias = torch.randint(0, 3 if len(levels) > 2 else 2, (19, k)), torch.rand(19, 1), torch.randn(19)
+    packed = few_bits.pack_codes(codes, scales, levels, 0)
+    assert packed.memory.numel() == 32 * packed.depth // (8 if len(levels) == 2 else 4)
+    a = byte_products.to_bytes(torch.randn(rows, k) * 40, 1.0, 31, highest)
+    a.payload[0, :k] = highest  # the largest sums
+    numbers = torch.tensor(levels).double()[codes]
+    sums = (a.payload[:, :k].double() - 31) @ numbers.t()
+    wanted = sums.float() * scales[:, 0] + bias
+    assert all(torch.equal(few_bits.multiply_codes(a, packed, bias, level), wanted) for level in LEVELS)
     with kernels.use("reference"):
-        assert torch.equal(few_bits.multiply_signs(a, b, bias), wanted)
+        assert torch.equal(few_bits.multiply_codes(a, packed, bias), wanted)
+
+
+def test_activations_that_do_not_fit_codes_are_refused() -> None:
+    rows = few_bits.pack_codes(torch.zeros(4, 24, dtype=torch.int64), torch.ones(4, 1), [1, -1], 0)
+    with pytest.raises(InvalidInput, match="do not fit weights with a scale a row: give bytes"):
+        few_bits.multiply_codes(torch.ones(1, 24), rows)
+    with pytest.raises(InvalidInput, match="bytes of depth 16 do not fit codes of 24 inputs in groups of 0"):
+        few_bits.multiply_codes(byte_products.to_bytes(torch.ones(1, 16), 1.0, 0, 127), rows)
+    with pytest.raises(InvalidInput, match="groups of 8: give 16, 32 or 64"):
+        few_bits.pack_codes(torch.zeros(4, 24, dtype=torch.int64), torch.ones(4, 3), INTEGERS, 8)
 
 
 def test_windows_are_those_of_a_convolution() -> None:

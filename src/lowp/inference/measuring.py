@@ -78,7 +78,7 @@ def _format_of(module: nn.Module) -> Format:
     if isinstance(weight, Int8):
         return FORMATS["int8"]
     if isinstance(weight, Sign):
-        return FORMATS["ternary" if weight.ternary else "binary"]
+        return FORMATS["ternary" if weight.codes().bits == 2 else "binary"]
     if isinstance(weight, Nibble) or weight is None:
         return FORMATS["fp32"]
     return casts.parse("fp32").format

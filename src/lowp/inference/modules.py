@@ -15,7 +15,7 @@ from lowp.casts import Cast
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels import byte_products, few_bits, scaled
 from lowp.kernels.byte_products import Activations, Bytes, Panels, Range
-from lowp.kernels.few_bits import Nibbles, Signs
+from lowp.kernels.few_bits import Codes
 from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
 from lowp.portable.stored import Errors, Packed, store, stored_dtype, unpack
@@ -123,47 +123,71 @@ class Int8(_Bytewise):
         return contract_packed((Activations(rows, self.range()), self.panels()), bias)
 
 
-class Nibble(Weight):
+class _Coded(Weight):
+    """Codes of few bits, which stand for whole numbers."""
+
+    group: int
+
+    def hold(self, made: Codes) -> None:
+        """Keep packed weights in buffers."""
+        for name in ("memory", "scales", "levels"):
+            self.register_buffer(name, getattr(made, name))
+        self.group = made.group
+
+    def codes(self) -> Codes:
+        """The packed weight."""
+        held = (self.get_buffer(name) for name in ("memory", "scales", "levels"))
+        return Codes(*held, n=self.n, k=self.k, group=self.group)
+
+    def values(self) -> Tensor:
+        """The numbers of the codes times the scales of their groups."""
+        return few_bits.code_values(self.codes())
+
+
+class Nibble(_Coded):
     """4 bits and less under scales of blocks: e2m1, mxfp4, nvfp4, int4; activations stay in fp32."""
 
     def __init__(self, weight: Tensor, cast: Cast) -> None:
         super().__init__()
         self.n, self.k = weight.shape
-        codes, scales, self.group = _nibbles_of(weight.detach().float(), cast)
-        table = None
-        if isinstance(cast.element, FloatFormat):
-            table = torch.tensor(list(cast.element.values()), dtype=torch.float32, device="cpu")
-        made = few_bits.pack_nibbles(codes, scales, self.group, table)
-        self.register_buffer("memory", made.memory)
-        self.register_buffer("scales", made.scales)
-        self.register_buffer("table", table)
-
-    def nibbles(self) -> Nibbles:
-        """The packed weight."""
-        named = {name: getattr(self, name) for name in ("memory", "scales", "table")}
-        return Nibbles(**named, n=self.n, k=self.k, group=self.group)
-
-    def values(self) -> Tensor:
-        """The values of the codes times the scales of their groups."""
-        return few_bits.nibble_values(self.nibbles())
+        codes, scales, group = _nibbles_of(weight.detach().float(), cast)
+        levels, unit = _levels_of(cast)
+        self.hold(few_bits.pack_codes(codes, scales * unit, levels, group))
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """In fp32 by the packed weight."""
-        return contract_packed((rows, self.nibbles()), bias)
+        """In whole numbers, of fp32 numbers to 20 bits."""
+        return contract_packed((rows, self.codes()), bias)
+
+
+def _levels_of(cast: Cast) -> tuple[list[int], float]:
+    """What the 16 codes of a format stand for: whole numbers, and the unit they are multiples of."""
+    element = cast.element
+    if isinstance(element, IntFormat):  # two's complement
+        return [code - (code >> 3 << 4) for code in range(16)], 1.0
+    found = few_bits.whole_levels(list(element.values()))
+    assert found is not None  # `is_nibble` has seen it
+    return found
 
 
 def is_nibble(cast: Cast) -> bool:
     """Whether a format is four bits or less under scales that the packed kernel has."""
     format, element = cast.format, cast.element
     if element.bits == 4 and not isinstance(format, ScaledFormat):
-        return isinstance(element, FloatFormat) and element.signed and not element.has_nan
+        return _is_whole(element)
     if not isinstance(format, ScaledFormat) or format.affine:
         return False
     if isinstance(element, IntFormat):
         fits = 2 <= element.bits <= 4
     else:
-        fits = element.bits == 4 and element.signed and not element.has_nan
+        fits = element.bits == 4 and _is_whole(element)
     return fits and (format.scope.kind in ("tensor", "row") or format.scope.size % 16 == 0)
+
+
+def _is_whole(element: FloatFormat | IntFormat) -> bool:
+    """Whether all codes of a floating-point format are multiples of a unit, as far as the kernel counts."""
+    if not isinstance(element, FloatFormat) or not element.signed or element.has_nan or element.has_infinity:
+        return False
+    return few_bits.whole_levels(list(element.values())) is not None
 
 
 def _nibbles_of(weight: Tensor, cast: Cast) -> tuple[Tensor, Tensor, int]:
@@ -180,31 +204,22 @@ def _nibbles_of(weight: Tensor, cast: Cast) -> tuple[Tensor, Tensor, int]:
     return codes.payload.long() & 15, spread[:, ::group].float(), group
 
 
-class Sign(_Bytewise):
-    """Binary or ternary: a bit or two a weight, a scale a row, times activations in bytes, whose bits are counted."""
+class Sign(_Bytewise, _Coded):
+    """Binary or ternary: a bit or two a weight, a scale a row, times activations in bytes."""
 
     def __init__(self, weight: Tensor, cast: Cast, over: Range | None, highest: int) -> None:
         super().__init__(weight, over, highest)
-        self.ternary = cast.element.bits == 2
-        if self.ternary:
-            codes = kernels.encode(weight.detach().float(), cast)
-            found = few_bits.trits(codes.payload, codes.scale)
+        weight = weight.detach().float()
+        if cast.element.bits == 2:
+            found = kernels.encode(weight, cast)
+            codes, scales, levels = found.payload.long() + 1, found.scale, [-1, 0, 1, 0]
         else:
-            found = few_bits.signs(weight.detach().float())
-        self.register_buffer("memory", found.memory)
-        self.register_buffer("scales", found.scales)
-
-    def signs(self) -> Signs:
-        """The packed weight."""
-        return Signs(self.get_buffer("memory"), self.get_buffer("scales"), self.k, self.ternary)
-
-    def values(self) -> Tensor:
-        """The signs times the scale of their row."""
-        return few_bits.sign_values(self.signs()) * self.get_buffer("scales")[:, None]
+            codes, scales, levels = (weight < 0).long(), weight.double().abs().mean(1), [1, -1]
+        self.hold(few_bits.pack_codes(codes, scales.reshape(-1, 1), levels, 0))
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """By counting bits."""
-        return contract_packed((self.bytes(rows), self.signs()), bias)
+        """In whole numbers."""
+        return contract_packed((self.bytes(rows), self.codes()), bias)
 
 
 class Stored(Weight):

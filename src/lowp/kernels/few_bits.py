@@ -1,4 +1,4 @@
-"""Products for inference with weights of 4 bits by fp32, and of signs by bytes or signs, in a fixed order.
+"""Products for inference with weights in codes of 1, 2 or 4 bits, and of signs by signs: exact sums of whole numbers.
 
 The C++ library computes them; without it, and where `lowp.kernels.use` asks for another implementation, the lines of
 torch below do, which are the definition: the bits are the same on every machine and in every implementation.
@@ -6,6 +6,9 @@ torch below do, which are the definition: the bits are the same on every machine
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -13,91 +16,215 @@ from torch import Tensor
 
 from lowp.errors import InvalidInput
 from lowp.kernels import cpu
-from lowp.kernels.byte_products import EIGHT, Bytes, chosen_level, library, on_cpu, up
+from lowp.kernels.byte_products import EIGHT, PANEL, Bytes, chosen_level, library, on_cpu, up
 from lowp.kernels.dispatch import uses_library
 
-__all__ = ["Nibbles", "Signs", "multiply_nibbles", "multiply_signs", "pack_nibbles", "signs", "trits"]
+__all__ = ["Codes", "Signs", "code_values", "multiply_codes", "multiply_signs", "pack_codes", "signs", "whole_levels"]
 
-BLOCK, FEW = 64, 8  # codes of a block, as in cpu/bytes.hpp; rows that are streamed past packed weights
+BLOCK, FEW = 64, 8  # depth is filled up to it; rows that are streamed past packed weights
+TOP_BITS, LEAST_EXPONENT = 18, -100  # of the whole numbers that fp32 activations become, as in cpu/bytes_lanes.hpp
 
 
-class Nibbles(NamedTuple):
-    """Weights [n, k] in 4-bit codes, two's complement or by a table of 16, with a scale a group; by `pack_nibbles`."""
+class Codes(NamedTuple):
+    """Weights [n, k] in codes of 1, 2 or 4 bits, of which each stands for a whole number; made by `pack_codes`.
 
-    memory: Tensor  # uint8 [n, blocks of 64, 8 words, 4]
-    scales: Tensor  # fp32 [n, groups]
-    table: Tensor | None
+    value = levels[code] * scale. Of `fp32` activations a group of 16, 32 or 64 has a scale; of bytes the whole row.
+    """
+
+    memory: Tensor  # uint8 [n / 16, depth * bits / 32, 16, 4], filled up with code 0
+    scales: Tensor  # fp32 [n / 16, groups, 16]
+    levels: Tensor  # int8 [2 ** bits]
     n: int
     k: int
-    group: int
+    group: int  # 0: all of the depth
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return self.levels.numel().bit_length() - 1
+
+    @property
+    def depth(self) -> int:
+        """k, filled up."""
+        return up(self.k, BLOCK)
 
 
 class Signs(NamedTuple):
-    """Rows of +1 and -1 as bits (1 is -1), 64 to a word, and what each row is multiplied by.
+    """Rows of +1 and -1 as bits (1 is -1), 64 to a word, and what each row is multiplied by."""
 
-    Ternary rows, of +1, 0 and -1, are half the sum of two such rows: one has +1 for 0, the other -1.
-    """
-
-    memory: Tensor  # int64 [rows, words]; of ternary rows all of one kind, then all of the other
+    memory: Tensor  # int64 [rows, words]
     scales: Tensor  # fp32 [rows]
     length: int
-    ternary: bool = False
 
 
-# -- 4 bits -----------------------------------------------------------------------------------------------------------
-def pack_nibbles(codes: Tensor, scales: Tensor, group: int, table: Tensor | None = None) -> Nibbles:
-    """Codes 0 to 15 (int64 [n, k]) and a scale for every `group` (16, 32 or 64) of a row, ready for `multiply_nibbles`.
+# -- codes ------------------------------------------------------------------------------------------------------------
+def whole_levels(values: Sequence[float]) -> tuple[list[int], float] | None:
+    """The values of codes as whole numbers times a power of two; None where these are beyond 64."""
+    nonzero = [abs(Fraction(value)) for value in values if value]
+    unit = 1 / Fraction(max((one.denominator for one in nonzero), default=1))
+    whole = [int(Fraction(value) / unit) for value in values]
+    return (whole, float(unit)) if max(map(abs, whole)) <= 64 else None
 
-    `table` has the value of every code in fp32; without one a code is a number in two's complement.
-    """
+
+def pack_codes(codes: Tensor, scales: Tensor, levels: Sequence[int], group: int) -> Codes:
+    """Codes (int64 [n, k]) for `levels`, and a scale [n, groups] for every `group` (16, 32 or 64; 0 is all) of a row."""
     n, k = on_cpu(codes, "the weight").shape
-    if group not in (16, 32, 64):
-        raise InvalidInput(f"scales for groups of {group}: give 16, 32 or 64")
-    depth = up(k, BLOCK)
-    padded = torch.nn.functional.pad(codes, (0, depth - k))
-    words = padded.reshape(n, depth // BLOCK, 8, 8).transpose(2, 3)  # [.., word, place]
-    memory = (words[..., 0::2] | words[..., 1::2] << 4).to(torch.uint8).contiguous()
-    missing = depth // group - scales.shape[1]
-    return Nibbles(memory, torch.nn.functional.pad(scales.float(), (0, missing)).contiguous(), table, n, k, group)
+    if group not in (0, 16, 32, 64):
+        raise InvalidInput(f"scales for groups of {group}: give 16, 32 or 64, or 0 for a scale a row")
+    bits, width, depth = len(levels).bit_length() - 1, up(n, PANEL), up(k, BLOCK)
+    while group and group * max(map(abs, levels)) >= 1 << 12:  # or the sum of a group might leave int32
+        group, scales = group // 2, scales.repeat_interleave(2, 1)
+    per = 8 // bits
+    padded = torch.nn.functional.pad(codes, (0, depth - k, 0, width - n))
+    places = padded.reshape(width // PANEL, PANEL, depth // (4 * per), per, 4) << torch.arange(
+        0, 8, bits, device="cpu"
+    ).reshape(per, 1)
+    memory = places.sum(3).to(torch.uint8).transpose(1, 2).contiguous()
+    groups = depth // group if group else 1
+    scales = torch.nn.functional.pad(scales.float(), (0, groups - scales.shape[1], 0, width - n))
+    scales = scales.reshape(width // PANEL, PANEL, groups).transpose(1, 2).contiguous()
+    return Codes(memory, scales, torch.tensor(levels, dtype=torch.int8, device="cpu"), n, k, group)
 
 
-def nibble_values(w: Nibbles) -> Tensor:
+def _numbers_of(w: Codes) -> Tensor:
+    """The whole numbers in fp32 [n, depth]."""
+    shifts = torch.arange(0, 8, w.bits, dtype=torch.uint8, device="cpu").reshape(-1, 1)
+    codes = w.memory.transpose(1, 2)[..., None, :] >> shifts & ((1 << w.bits) - 1)
+    codes = codes.reshape(w.memory.shape[0] * PANEL, -1)[: w.n]
+    return torch.nn.functional.embedding(codes.int(), w.levels.float()[:, None]).squeeze(-1)
+
+
+def _scales_of(w: Codes) -> Tensor:
+    """The scales in fp32 [n, groups]."""
+    return w.scales.transpose(1, 2).reshape(-1, w.scales.shape[1])[: w.n]
+
+
+def code_values(w: Codes) -> Tensor:
     """The weights in fp32 [n, k]."""
-    codes = torch.arange(16, device="cpu")
-    values = (codes - ((codes >> 3) << 4)).float() if w.table is None else w.table
-    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)  # of a byte, the low half first
-    unscaled = torch.nn.functional.embedding(w.memory.int(), pairs).flatten(-2)
-    grouped = unscaled.transpose(2, 3).reshape(w.n, -1, w.group) * w.scales[..., None]
+    scales = _scales_of(w)
+    grouped = _numbers_of(w).reshape(w.n, scales.shape[1], -1) * scales[..., None]
     return grouped.reshape(w.n, -1)[:, : w.k]
 
 
-def multiply_nibbles(x: Tensor, w: Nibbles, bias: Tensor | None = None, level: int | None = None) -> Tensor:
-    """Return x @ w.T (+ bias) in fp32, of x fp32 [rows, k]; few rows stream the weights as they are packed.
+class _Operand(NamedTuple):
+    """Rows of whole numbers, by digits of seven bits where the C++ library reads them."""
 
-    Many rows, and other implementations than the C++ library, multiply the values of the weights.
+    digits: Tensor  # int8 [rows, planes, depth]; of the definition fp64 [rows, 1, depth]: the numbers
+    scales: Tensor  # fp32 [rows, groups]
+    sums: Tensor  # int32 [rows, groups]
+
+
+def multiply_codes(x: Tensor | Bytes, w: Codes, bias: Tensor | None = None, level: int | None = None) -> Tensor:
+    """Return x @ w.T (+ bias) in fp32, of x fp32 [rows, k] for weights in groups, or of bytes for those without.
+
+    Every group of fp32 numbers becomes whole numbers, of which the largest has 19 bits; bytes are such. The sum of a
+    group is exact, rounded to fp32, and multiplied by the product of the scales; the groups are added in their order.
+    Many rows multiply the values of the weights in fp32, exactly where the sums of bytes allow it; so do numbers that
+    are infinite or NaN.
     """
-    rows = on_cpu(x, "x").shape[0]
-    if rows > FEW or not uses_library():
-        return torch.nn.functional.linear(x, nibble_values(w), bias)
-    depth = w.memory.shape[1] * BLOCK
-    padded = torch.nn.functional.pad(x, (0, depth - w.k)) if depth > w.k else x.contiguous()
-    out = torch.empty(rows, w.n, device="cpu")
+    if isinstance(x, Bytes):
+        if w.group or x.payload.shape[1] != up(w.k, EIGHT):
+            raise InvalidInput(f"bytes of depth {x.payload.shape[1]} do not fit codes of {w.k} inputs in groups of {w.group}")
+        rows = x.payload.shape[0]
+        if rows > FEW and w.k * x.highest * 2 < 1 << 24:  # every sum of these is exact in fp32, in any order
+            exact = (x.payload[:, : w.k].float() - x.zero) @ _numbers_of(w)[:, : w.k].t()
+            result = exact * (torch.tensor(x.scale, device="cpu") * _scales_of(w)[:, 0])
+            return result if bias is None else result + bias.float()
+        operand: _Operand | None = _of_bytes(x, w)
+    else:
+        rows = on_cpu(x, "x").shape[0]
+        operand = _of_floats(x.detach(), w, level) if rows <= FEW else None
+        if operand is None:
+            return torch.nn.functional.linear(x, code_values(w), bias)
     bias = None if bias is None else bias.detach().float().contiguous()
-    library().lowp_nibbles_multiply(
+    if not uses_library():
+        return _defined(operand, w, bias)
+    out = torch.empty(rows, w.n, device="cpu")
+    offset = -int(min(w.levels.tolist()))
+    levels = bytes(one + offset for one in w.levels.tolist()).ljust(16, b"\0")
+    planes = operand.digits.shape[1]
+    numbers = array("q", (rows, w.n, w.depth, w.group or w.depth, planes, w.bits, offset))
+    library().lowp_codes_multiply(
         chosen_level(level),
-        cpu.address(padded),
-        rows,
+        numbers.buffer_info()[0],
+        cpu.address(operand.digits),
+        cpu.address(operand.scales),
+        cpu.address(operand.sums),
         cpu.address(w.memory),
-        None if w.table is None else cpu.address(w.table),
+        levels,
         cpu.address(w.scales),
-        w.n,
-        depth // BLOCK,
-        w.group,
         None if bias is None else cpu.address(bias),
         cpu.address(out),
         cpu.threads(),
     )
     return out
+
+
+def _of_bytes(x: Bytes, w: Codes) -> _Operand:
+    """Bytes less their zero, under one scale."""
+    rows = x.payload.shape[0]
+    scales = torch.full((rows, 1), x.scale, device="cpu")
+    if not uses_library():
+        numbers = torch.nn.functional.pad(x.payload[:, : w.k].double() - x.zero, (0, w.depth - w.k))
+        return _Operand(numbers[:, None], scales, numbers.sum(1, keepdim=True).int())
+    planes = 1 if x.highest < 128 else 2
+    digits = torch.zeros(rows, planes, w.depth, dtype=torch.int8, device="cpu")
+    sums = torch.empty(rows, 1, dtype=torch.int32, device="cpu")
+    library().lowp_codes_bytes(
+        cpu.address(x.payload),
+        rows,
+        w.k,
+        x.payload.shape[1],
+        x.zero,
+        planes,
+        w.depth,
+        cpu.address(digits),
+        cpu.address(sums),
+    )
+    return _Operand(digits, scales, sums)
+
+
+def _of_floats(x: Tensor, w: Codes, level: int | None) -> _Operand | None:
+    """fp32 rows as whole numbers under a power of two a group; None where a number is infinite or NaN."""
+    if not w.group:
+        raise InvalidInput("fp32 activations do not fit weights with a scale a row: give bytes")
+    rows, groups = x.shape[0], w.depth // w.group
+    if not uses_library():
+        if not bool(x.isfinite().all()):
+            return None
+        grouped = torch.nn.functional.pad(x, (0, w.depth - w.k)).reshape(rows, groups, w.group).double()
+        largest = grouped.abs().amax(2, keepdim=True).clamp(2.0**LEAST_EXPONENT)
+        scales = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1 - TOP_BITS)
+        numbers = (grouped / scales).round()
+        return _Operand(numbers.reshape(rows, 1, -1), scales[..., 0].float(), numbers.sum(2).int())
+    x = x if x.stride(-1) == 1 or w.k < 2 else x.contiguous()
+    digits = torch.zeros(rows, 3, w.depth, dtype=torch.int8, device="cpu")
+    scales = torch.zeros(rows, groups, device="cpu")
+    sums = torch.zeros(rows, groups, dtype=torch.int32, device="cpu")
+    finite = library().lowp_codes_numbers(
+        chosen_level(level),
+        cpu.address(x),
+        rows,
+        w.k,
+        x.stride(0),
+        w.group,
+        w.depth,
+        cpu.address(digits),
+        cpu.address(scales),
+        cpu.address(sums),
+    )
+    return _Operand(digits, scales, sums) if finite else None
+
+
+def _defined(x: _Operand, w: Codes, bias: Tensor | None) -> Tensor:
+    """The sums of the groups in fp64, which holds them exactly, added up one after the other in fp32."""
+    scales = _scales_of(w)
+    numbers, groups = x.digits[:, 0], scales.shape[1]
+    weights = _numbers_of(w).double().reshape(w.n, groups, -1)
+    total = torch.zeros(numbers.shape[0], w.n, device="cpu")
+    for group, some in enumerate(numbers.reshape(numbers.shape[0], groups, -1).unbind(1)):
+        total = total + (some @ weights[:, group].t()).float() * (x.scales[:, group, None] * scales[:, group])
+    return total if bias is None else total + bias
 
 
 # -- signs ------------------------------------------------------------------------------------------------------------
@@ -106,75 +233,27 @@ def signs(x: Tensor) -> Signs:
     return Signs(_words(on_cpu(x, "x") < 0), x.double().abs().mean(1).float(), x.shape[1])
 
 
-def trits(numbers: Tensor, scales: Tensor) -> Signs:
-    """Rows [rows, k] of whole numbers from -1 to 1 as ternary rows, and what each is multiplied by."""
-    return Signs(_words(torch.cat((on_cpu(numbers, "x") < 0, numbers <= 0))), scales.float(), numbers.shape[1], True)
-
-
-def multiply_signs(a: Bytes | Signs, b: Signs, bias: Tensor | None = None, level: int | None = None) -> Tensor:
-    """Return a @ b.T (+ bias) in fp32, of signs or bytes by signs or ternary rows: counts of bits, exact, then scaled.
-
-    A byte is the sum of its bits: bit i counts 2**i times the half of (sum of b - product of b with the bit as a sign).
-    """
-    if isinstance(a, Signs):
-        if a.length != b.length:
-            raise InvalidInput(f"rows of {a.length} signs do not fit rows of {b.length}")
-        scales = a.scales[:, None] * b.scales
-        result = _halved(_counted(a.memory, b, level), b).float() * scales
+def multiply_signs(a: Signs, b: Signs, bias: Tensor | None = None, level: int | None = None) -> Tensor:
+    """Return a @ b.T (+ bias) in fp32, of rows of signs: counts of bits, exact, then scaled."""
+    if a.length != b.length:
+        raise InvalidInput(f"rows of {a.length} signs do not fit rows of {b.length}")
+    if uses_library():
+        sums = torch.empty(a.memory.shape[0], b.memory.shape[0], dtype=torch.int32, device="cpu")
+        library().lowp_bits_multiply(
+            chosen_level(level),
+            cpu.address(a.memory),
+            a.memory.shape[0],
+            cpu.address(b.memory),
+            b.memory.shape[0],
+            a.memory.shape[1],
+            b.length,
+            cpu.address(sums),
+            cpu.threads(),
+        )
     else:
-        rows = a.payload.shape[0]
-        if a.payload.shape[1] != up(b.length, EIGHT):
-            raise InvalidInput(f"bytes of depth {a.payload.shape[1]} do not fit rows of {b.length} signs")
-        if rows > FEW and b.length * a.highest < 1 << 24:  # every sum of these is exact in fp32, in any order
-            exact = (a.payload[:, : b.length].float() - a.zero) @ sign_values(b).t()
-            result = exact * (torch.tensor(a.scale, device="cpu") * b.scales)
-            return result if bias is None else result + bias.float()
-        places = a.highest.bit_length()
-        products = _counted(_planes(a, b.length, places), b, level).reshape(places, rows, -1)
-        sums = _counted(torch.zeros(1, b.memory.shape[1], dtype=torch.int64, device="cpu"), b, level)[0]  # of +1 alone
-        weights = (1 << torch.arange(places, dtype=torch.int32, device="cpu"))[:, None, None]
-        exact = ((sums - products) // 2 * weights).sum(0, dtype=torch.int32) - a.zero * sums
-        result = _halved(exact, b).float() * (torch.tensor(a.scale, device="cpu") * b.scales)
+        sums = sign_values(a).double() @ sign_values(b).double().t()
+    result = sums.float() * (a.scales[:, None] * b.scales)
     return result if bias is None else result + bias.float()
-
-
-def _halved(sums: Tensor, b: Signs) -> Tensor:
-    """The products with ternary rows, of those with both of their rows."""
-    if not b.ternary:
-        return sums
-    first, second = sums.chunk(2, -1)
-    return (first + second) // 2
-
-
-def _planes(a: Bytes, length: int, places: int) -> Tensor:
-    """Every bit of the bytes as a row of words [places * rows, words]: of all rows the lowest first."""
-    rows, depth = a.payload.shape
-    if not uses_library():
-        shifts = torch.arange(places, dtype=torch.uint8, device="cpu")[:, None, None]
-        return _words((a.payload[None, :, :length] >> shifts & 1).reshape(places * rows, -1) != 0)
-    planes = torch.empty(places * rows, up(length, 64) // 64, dtype=torch.int64, device="cpu")
-    library().lowp_bits_planes(cpu.address(a.payload), rows, depth, length, places, cpu.address(planes))
-    return planes
-
-
-def _counted(a: Tensor, b: Signs, level: int | None) -> Tensor:
-    """The products of rows of signs, in int32."""
-    if not uses_library():
-        left, right = (sign_values(Signs(one, b.scales, b.length)) for one in (a, b.memory))  # row by row
-        return (left.double() @ right.double().t()).to(torch.int32)
-    sums = torch.empty(a.shape[0], b.memory.shape[0], dtype=torch.int32, device="cpu")
-    library().lowp_bits_multiply(
-        chosen_level(level),
-        cpu.address(a),
-        a.shape[0],
-        cpu.address(b.memory),
-        b.memory.shape[0],
-        a.shape[1],
-        b.length,
-        cpu.address(sums),
-        cpu.threads(),
-    )
-    return sums
 
 
 def _words(negative: Tensor) -> Tensor:
@@ -186,10 +265,6 @@ def _words(negative: Tensor) -> Tensor:
 
 
 def sign_values(s: Signs) -> Tensor:
-    """The signs in fp32 [rows, length], or the numbers of ternary rows, without their scales."""
+    """The signs in fp32 [rows, length], without their scales."""
     bits = s.memory.view(torch.uint8)[..., None] >> torch.arange(8, dtype=torch.uint8, device="cpu") & 1
-    values = 1.0 - 2.0 * bits.reshape(s.memory.shape[0], -1)[:, : s.length].float()
-    if not s.ternary:
-        return values
-    first, second = values.chunk(2)
-    return (first + second) / 2
+    return 1.0 - 2.0 * bits.reshape(s.memory.shape[0], -1)[:, : s.length].float()

@@ -8,7 +8,7 @@ values in their carriers or as integers under an exponent, how it is summed, and
 * native: the device's own 16-bit product, which sums in fp32 and rounds once, bias included;
 * fp32: an fp32 product of the rounded values (each product of significands of up to 12 bits is exact), rounded once;
 * reference: the same in fp64, the definition of the sum;
-* packed: weights as they are served, in bytes, nibbles or signs, with activations of their kind (`contract_packed`).
+* packed: weights as they are served, in bytes, codes of few bits or signs, with activations of their kind (`contract_packed`).
 
 Fused attention is a form of three operands, whose `bias` is the mask: native, fp32 or reference.
 
@@ -30,7 +30,7 @@ from lowp.formats import FORMATS
 from lowp.kernels import byte_products, few_bits
 from lowp.kernels.byte_products import Activations, Bytes, Panels
 from lowp.kernels.dispatch import forced
-from lowp.kernels.few_bits import Nibbles, Signs
+from lowp.kernels.few_bits import Codes, Signs
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas
 from lowp.policy import Accumulation
@@ -158,20 +158,20 @@ def contract_mantissas(
     return form.mantissas(slot, *operands, exponent, symmetric)
 
 
-Packed = tuple[Bytes | Activations, Panels] | tuple[Tensor, Nibbles] | tuple[Bytes | Signs, Signs]
+Packed = tuple[Bytes | Activations, Panels] | tuple[Tensor | Bytes, Codes] | tuple[Signs, Signs]
 
 
 def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
-    """Return rows times packed weights, plus bias, in fp32 [rows, n]: bytes, signs, or fp32 rows with 4-bit weights."""
+    """Return rows times packed weights, plus bias, in fp32 [rows, n]: of bytes, of codes of few bits, of signs."""
     left, right = operands
     if isinstance(right, Panels):
         assert isinstance(left, (Bytes, Activations))
         return byte_products.multiply(left, right, bias)
     if isinstance(right, Signs):
-        assert isinstance(left, (Bytes, Signs))
+        assert isinstance(left, Signs)
         return few_bits.multiply_signs(left, right, bias)
-    assert isinstance(left, Tensor)
-    return few_bits.multiply_nibbles(left, right, bias)
+    assert isinstance(left, (Tensor, Bytes))
+    return few_bits.multiply_codes(left, right, bias)
 
 
 def _in_dtype(form: Any, slot: int, operands: tuple[Tensor, ...], bias: Tensor | None, dtype: torch.dtype) -> Tensor:

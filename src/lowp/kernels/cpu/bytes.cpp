@@ -182,43 +182,79 @@ LOWP_EXPORT void lowp_bytes_windows(const uint8_t* x, const int64_t* numbers, in
   });
 }
 
-// out[m][n] = x[m][64 * blocks] times rows of 4-bit codes (see bytes.hpp), a scale a group of 16, 32 or 64; plus bias.
-LOWP_EXPORT void lowp_nibbles_multiply(int level, const float* x, int64_t m, const uint8_t* codes, const float* table,
-                                       const float* scales, int64_t n, int64_t blocks, int64_t group, const float* bias,
-                                       float* out, int threads) {
-  const ByteKernels& run = kernels(level);
-  const int64_t groups = blocks * (64 / group);
-  parallel_for(n, 4 * kQuad, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t j = begin; j < end; j += kQuad) {
-      const uint8_t* rows[kQuad];
-      const float* by[kQuad];
-      for (int64_t t = 0; t < kQuad; t++) {
-        const int64_t row = std::min(j + t, n - 1);
-        rows[t] = codes + row * blocks * 32, by[t] = scales + row * groups;
+// Whole numbers [count] as digits [planes][depth] (see Digits) and their sums by groups.
+static void split(const int32_t* numbers, int64_t count, int64_t group, int planes, int64_t depth, int8_t* digits,
+                  int32_t* sums) {
+  for (int64_t begin = 0; begin < count; begin += group) {
+    int32_t sum = 0;
+    for (int64_t i = begin; i < std::min(count, begin + group); i++) {
+      int32_t left = numbers[i];
+      sum += left;
+      for (int p = 0; p < planes; p++) {
+        const int32_t digit = p + 1 < planes ? ((left + 64) & 127) - 64 : left;
+        digits[p * depth + i] = static_cast<int8_t>(digit);
+        left = (left - digit) >> 7;
       }
+    }
+    *sums++ = sum;
+  }
+}
+
+// fp32 x[m][k], rows `stride` apart, as three planes of digits [m][3][depth], filled up with zeros that are there, with a
+// scale and a sum a group. Returns 0 where a number is infinite or NaN.
+LOWP_EXPORT int lowp_codes_numbers(int level, const float* x, int64_t m, int64_t k, int64_t stride, int64_t group,
+                                   int64_t depth, int8_t* digits, float* scales, int32_t* sums) {
+  const ByteKernels& run = kernels(level);
+  const int64_t groups = depth / group;
+  int32_t* const numbers = static_cast<int32_t*>(std::malloc(sizeof(int32_t) * std::max<int64_t>(k, 1)));
+  if (!numbers) return 0;
+  bool fit = true;
+  for (int64_t i = 0; i < m && fit; i++) {
+    fit = run.numbers(x + i * stride, k, group, numbers, scales + i * groups);
+    split(numbers, k, group, 3, depth, digits + i * 3 * depth, sums + i * groups);
+  }
+  std::free(numbers);
+  return fit;
+}
+
+// Bytes less `zero` [m][k], rows `stride` apart, as one or two planes of digits [m][planes][depth], with their sums [m].
+LOWP_EXPORT void lowp_codes_bytes(const uint8_t* x, int64_t m, int64_t k, int64_t stride, int zero, int planes,
+                                  int64_t depth, int8_t* digits, int32_t* sums) {
+  constexpr int64_t kSome = 256;
+  for (int64_t i = 0; i < m; i++) {
+    sums[i] = 0;
+    for (int64_t begin = 0; begin < k; begin += kSome) {
+      const int64_t count = std::min(kSome, k - begin);
+      int32_t numbers[kSome], sum = 0;
+      for (int64_t t = 0; t < count; t++) numbers[t] = x[i * stride + begin + t] - zero;
+      split(numbers, count, kSome, planes, depth, digits + i * planes * depth + begin, &sum);
+      sums[i] += sum;
+    }
+  }
+}
+
+// out[m][n] = rows of digits times panels of codes (see bytes.hpp), plus bias. Arrays of columns are padded to 16.
+//   numbers: m, n, depth, group, planes, bits, offset
+LOWP_EXPORT void lowp_codes_multiply(int level, const int64_t* numbers, const int8_t* digits, const float* row_scales,
+                                     const int32_t* row_sums, const uint8_t* memory, const uint8_t* levels,
+                                     const float* column_scales, const float* bias, float* out, int threads) {
+  const ByteKernels& run = kernels(level);
+  const int64_t m = numbers[0], n = numbers[1], depth = numbers[2], group = numbers[3], groups = depth / group;
+  const int planes = static_cast<int>(numbers[4]), bits = static_cast<int>(numbers[5]);
+  const int64_t size = depth * kPanel * bits / 8;
+  parallel_for(up(n, kPanel) / kPanel, 4, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; p++) {
+      const CodePanel panel{memory + p * size, levels, column_scales + p * groups * kPanel, static_cast<int32_t>(numbers[6]),
+                            bits, groups, group};
       for (int64_t i = 0; i < m; i++) {
-        float sums[kQuad];
-        run.nibbles(rows, table, by, blocks, group, x + i * blocks * 64, sums);
-        for (int64_t t = 0; t < std::min(kQuad, end - j); t++)
-          out[i * n + j + t] = bias ? sums[t] + bias[j + t] : sums[t];
+        const Digits row{digits + i * planes * depth, planes, depth, row_scales + i * groups, row_sums + i * groups};
+        float sums[kPanel];
+        run.codes(row, panel, sums);
+        for (int64_t j = p * kPanel; j < std::min(n, (p + 1) * kPanel); j++)
+          out[i * n + j] = bias ? sums[j - p * kPanel] + bias[j] : sums[j - p * kPanel];
       }
     }
   });
-}
-
-// Every bit of bytes x [rows][depth] as words: out [places][rows][words], of `length` bytes each, filled up with zeros.
-LOWP_EXPORT void lowp_bits_planes(const uint8_t* x, int64_t rows, int64_t depth, int64_t length, int64_t places,
-                                  uint64_t* out) {
-  const int64_t words = up(length, 64) / 64;
-  for (int64_t i = 0; i < rows; i++)
-    for (int64_t w = 0; w < words; w++) {
-      const uint8_t* from = x + i * depth + 64 * w;
-      const int64_t count = std::min<int64_t>(64, length - 64 * w);
-      uint64_t found[8] = {};
-      for (int64_t t = 0; t < count; t++)
-        for (int64_t place = 0; place < 8; place++) found[place] |= uint64_t{from[t]} >> place << 63 >> (63 - t);
-      for (int64_t place = 0; place < places; place++) out[(place * rows + i) * words + w] = found[place];
-    }
 }
 
 // out[m][n] = length - 2 * (bits that differ in rows of a and b): the product of rows of +1 (bit 0) and -1 (bit 1).

@@ -17,7 +17,6 @@ constexpr int64_t kChunk = 32;        // depth of one way
 constexpr int64_t kDepth = 1024;      // depth taken at once: a panel of it (16 KiB) stays in the first-level cache
 constexpr int64_t kRows = 192;        // rows of activations that meet a panel while it is in the cache
 constexpr int64_t kPair = 2;          // panels taken at once
-constexpr int64_t kQuad = 4;          // rows of 4-bit codes taken at once
 enum Way : uint8_t { kFour = 0, kTwo = 1, kOne = 2, kCentred = 3 };
 
 // What is made of a row of sums of a panel: sum * scale + bias.
@@ -42,6 +41,26 @@ struct Panel {
   Finish finish;
 };
 
+// Panels of codes of 1, 2 or 4 bits: [16 columns][4 bytes] for every 32 / bits elements of depth, of which code i of byte t
+// is element 4 i + t. A code stands for the whole number levels[code] - offset.
+struct CodePanel {
+  const uint8_t* memory;
+  const uint8_t* levels;  // [16]
+  const float* scales;    // [groups][16]
+  int32_t offset;
+  int bits;
+  int64_t groups, group;  // elements of a group: a multiple of 32 / bits
+};
+
+// A row of whole numbers: sum of numbers[plane][depth] * 128^plane. One or two planes hold bytes, three 20 bits and a sign.
+struct Digits {
+  const int8_t* numbers;
+  int planes;
+  int64_t depth;
+  const float* scales;  // [groups]
+  const int32_t* sums;  // [groups], of the whole numbers
+};
+
 struct ByteKernels {
   // The least and the largest number, of which 0 is one; NaN where there is one.
   void (*extremes)(const float* x, int64_t count, float* low, float* high);
@@ -49,10 +68,11 @@ struct ByteKernels {
   void (*quantize)(const float* x, int64_t count, float scale, int32_t zero, int32_t highest, uint8_t* out);
   // out[count][stride] = finished sums of up to kRows rows times one or two panels, side by side.
   void (*multiply)(const Rows& a, const Panel* panels, int64_t count, float* out, int64_t stride);
-  // Four rows of 4-bit codes times x. A block of 64 is eight words of 32 bits: element 8 s + l is nibble s of word l. The
-  // values are two's complement, or by a table of 16. A scale every `group`: 16, 32 or 64 elements.
-  void (*nibbles)(const uint8_t* const* codes, const float* table, const float* const* scales, int64_t blocks,
-                  int64_t group, const float* x, float* out);
+  // Whole numbers under scales, of which `split` makes rows of digits: number = round(x / 2^(e - 18)), where e is the exponent
+  // of the largest of a group. False where a number is infinite or NaN.
+  bool (*numbers)(const float* x, int64_t count, int64_t group, int32_t* numbers, float* scales);
+  // out[16] = a row times a panel of codes, group by group.
+  void (*codes)(const Digits& row, const CodePanel& panel, float* out);
   // Differing bits of two rows of 64-bit words.
   int64_t (*differing)(const uint64_t* a, const uint64_t* b, int64_t words);
 };

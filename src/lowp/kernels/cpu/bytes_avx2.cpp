@@ -158,25 +158,61 @@ struct Sums {
   }
 };
 
-struct Lookup {
-  __m256 low, high;
-  void values(const Words& words, int place, Floats& found) const {
-    const __m256i given = load(&words), index = _mm256_srli_epi32(given, 4 * place);  // of which three bits count
-    const __m256 first = _mm256_permutevar8x32_ps(low, index), second = _mm256_permutevar8x32_ps(high, index);
-    found = _mm256_blendv_ps(first, second, _mm256_castsi256_ps(_mm256_slli_epi32(given, 28 - 4 * place)));
+// The sums of 16 bits of one unit of memory cannot saturate: levels go to 128 with four bits, to 2 with fewer, and digits
+// to 64 below.
+template <int bits, int planes>
+void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
+  constexpr int per = 8 / bits;
+  const __m256i levels = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(panel.levels)));
+  const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
+  const uint8_t* memory = panel.memory;
+  const int8_t* digits = row.numbers;
+  __m256 total[2] = {};
+  for (int64_t g = 0; g < panel.groups; g++) {
+    __m256i sums[2][planes] = {};
+    sums[0][0] = sums[1][0] = _mm256_set1_epi32(static_cast<int32_t>(-static_cast<int64_t>(panel.offset) * row.sums[g]));
+    for (int64_t k = 0; k < panel.group; k += 4 * per, memory += 4 * kPanel, digits += 4 * per) {
+      __builtin_prefetch(memory + 4096);
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; h++) {
+        const __m256i units = load(memory + 32 * h);
+        __m256i some[planes];
+#pragma GCC unroll 8
+        for (int i = 0; i < per; i++) {
+          const __m256i values = _mm256_shuffle_epi8(levels, _mm256_and_si256(_mm256_srli_epi16(units, bits * i), mask));
+#pragma GCC unroll 3
+          for (int p = 0; p < planes; p++) {
+            const uint8_t* from = reinterpret_cast<const uint8_t*>(digits) + p * row.depth + 4 * i;
+            const __m256i products = _mm256_maddubs_epi16(values, broadcast(from));
+            some[p] = i ? _mm256_add_epi16(some[p], products) : products;
+          }
+        }
+#pragma GCC unroll 3
+        for (int p = 0; p < planes; p++) sums[h][p] = _mm256_add_epi32(sums[h][p], widened(some[p]));
+      }
+    }
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) {
+      __m256i sum = sums[h][planes - 1];
+      for (int p = planes - 2; p >= 0; p--) sum = _mm256_add_epi32(_mm256_slli_epi32(sum, 7), sums[h][p]);
+      const __m256 scales = _mm256_mul_ps(_mm256_set1_ps(row.scales[g]), _mm256_loadu_ps(panel.scales + g * kPanel + 8 * h));
+      total[h] = _mm256_add_ps(total[h], _mm256_mul_ps(_mm256_cvtepi32_ps(sum), scales));
+    }
   }
-};
+  _mm256_storeu_ps(out, total[0]), _mm256_storeu_ps(out + 8, total[1]);
+}
 
-void nibbles(const uint8_t* const* codes, const float* table, const float* const* scales, int64_t blocks, int64_t group,
-             const float* x, float* out) {
-  if (table)
-    sum_groups(codes, Lookup{_mm256_loadu_ps(table), _mm256_loadu_ps(table + 8)}, scales, blocks, group, x, out);
+void codes(const Digits& row, const CodePanel& panel, float* out) {
+  if (panel.bits == 4)
+    sum_codes<4, 3>(row, panel, out);
+  else if (panel.bits == 2)
+    (row.planes == 1 ? sum_codes<2, 1> : sum_codes<2, 2>)(row, panel, out);
   else
-    sum_groups(codes, Complement{}, scales, blocks, group, x, out);
+    (row.planes == 1 ? sum_codes<1, 1> : sum_codes<1, 2>)(row, panel, out);
 }
 
 }  // namespace
 
-const ByteKernels kAvx2Bytes = {extremes, quantize, multiply_panels<Sums>, nibbles, differing};
+const ByteKernels kAvx2Bytes = {extremes, quantize, multiply_panels<Sums>, numbers, codes, differing};
 
 }  // namespace lowp

@@ -119,13 +119,56 @@ void multiply(const Rows& a, const Panel* panels, int64_t count, float* out, int
   (count == 1 ? multiply_tiles<1> : multiply_tiles<2>)(a, panels, out, stride);
 }
 
-void nibbles(const uint8_t* const* codes, const float* table, const float* const* scales, int64_t blocks, int64_t group,
-             const float* x, float* out) {
-  kAvx2Bytes.nibbles(codes, table, scales, blocks, group, x, out);
+template <int bits, int planes>
+void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
+  constexpr int per = 8 / bits, chains = per < 4 ? per : 4;  // sums that do not wait for each other
+  const __m512i levels = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(panel.levels)));
+  const __m512i mask = _mm512_set1_epi8((1 << bits) - 1);
+  const uint8_t* memory = panel.memory;
+  const uint8_t* digits = reinterpret_cast<const uint8_t*>(row.numbers);
+  __m512 total = _mm512_setzero_ps();
+  for (int64_t g = 0; g < panel.groups; g++) {
+    __m512i sums[planes][chains];
+    for (auto& one : sums)
+      for (auto& sum : one) sum = _mm512_setzero_si512();
+    sums[0][0] = _mm512_set1_epi32(static_cast<int32_t>(-static_cast<int64_t>(panel.offset) * row.sums[g]));
+    for (int64_t k = 0; k < panel.group; k += 4 * per, memory += 4 * kPanel, digits += 4 * per) {
+      __builtin_prefetch(memory + 4096);
+      const __m512i units = _mm512_loadu_si512(memory);
+#pragma GCC unroll 8
+      for (int i = 0; i < per; i++) {
+        const __m512i values = _mm512_shuffle_epi8(levels, _mm512_and_si512(_mm512_srli_epi16(units, bits * i), mask));
+#pragma GCC unroll 3
+        for (int p = 0; p < planes; p++) {
+          __m512i& sum = sums[p][i % chains];
+          sum = _mm512_dpbusd_epi32(sum, values, broadcast(digits + p * row.depth + 4 * i));
+        }
+      }
+    }
+    __m512i sum = _mm512_setzero_si512();
+#pragma GCC unroll 3
+    for (int p = planes - 1; p >= 0; p--) {
+      sum = _mm512_slli_epi32(sum, 7);
+#pragma GCC unroll 4
+      for (int c = 0; c < chains; c++) sum = _mm512_add_epi32(sum, sums[p][c]);
+    }
+    const __m512 scales = _mm512_mul_ps(_mm512_set1_ps(row.scales[g]), _mm512_loadu_ps(panel.scales + g * kPanel));
+    total = _mm512_add_ps(total, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scales));
+  }
+  _mm512_storeu_ps(out, total);
+}
+
+void codes(const Digits& row, const CodePanel& panel, float* out) {
+  if (panel.bits == 4)
+    sum_codes<4, 3>(row, panel, out);
+  else if (panel.bits == 2)
+    (row.planes == 1 ? sum_codes<2, 1> : sum_codes<2, 2>)(row, panel, out);
+  else
+    (row.planes == 1 ? sum_codes<1, 1> : sum_codes<1, 2>)(row, panel, out);
 }
 
 }  // namespace
 
-const ByteKernels kAvx512Bytes = {extremes, quantize, multiply, nibbles, differing};
+const ByteKernels kAvx512Bytes = {extremes, quantize, multiply, numbers, codes, differing};
 
 }  // namespace lowp

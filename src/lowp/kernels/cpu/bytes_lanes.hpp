@@ -1,60 +1,46 @@
-// What the byte products do in eight lanes, compiled once for each instruction set: a vector of GCC and Clang is eight
-// numbers on every processor, so that the order of every sum is the same. No fused multiply-add: it would round once.
+// What the byte products do in loops that the compiler makes vectors of, compiled once for each instruction set.
 #pragma once
+#include <cstring>
+
 #include "bytes.hpp"
 
 namespace lowp {
 namespace {
 
-typedef float Floats __attribute__((vector_size(32), aligned(4)));
-typedef int32_t Words __attribute__((vector_size(32), aligned(1), may_alias));
+constexpr int kTopBits = 18;          // of the largest number of a group, below the leading one
+constexpr int kLeastExponent = -100;  // of a group: its scale and the scale's inverse are normal numbers
 
-constexpr int64_t kLanes = 8;
-
-// Eight sums in lanes for every row of codes, then theirs; `Table` gives the values of the eight nibbles at a place of
-// every word.
-template <class Table, int steps>
-void sum_nibbles(const uint8_t* const* codes, const Table& table, const float* const* scales, int64_t blocks,
-                 const float* x, float* out) {
-  Floats total[kQuad] = {};
-  for (int64_t block = 0; block < blocks; block++, x += 64) {
-#pragma GCC unroll 4
-    for (int j = 0; j < kQuad; j++) {
-      const uint8_t* from = codes[j] + 32 * block;
-      __builtin_prefetch(from + 32 * kQuad * blocks);  // the next rows': four short streams are more than is foreseen
-      const Words words = *reinterpret_cast<const Words*>(from);
-      const float* scale = scales[j] + 8 / steps * block;
-#pragma GCC unroll 8
-      for (int first = 0; first < 8; first += steps, scale++) {
-        Floats sum = {};
-#pragma GCC unroll 8
-        for (int s = first; s < first + steps; s++) {
-          Floats values;
-          table.values(words, s, values);
-          sum = sum + values * *reinterpret_cast<const Floats*>(x + kLanes * s);
-        }
-        total[j] = total[j] + sum * *scale;
-      }
-    }
-  }
-  for (int j = 0; j < kQuad; j++) {
-    const Floats& t = total[j];
-    out[j] = ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
-  }
+// To the nearest whole number, even in the middle, of numbers below 2^22.
+inline float rounded(float x) {
+  constexpr float kMiddle = 0x1.8p23f;
+  return (x + kMiddle) - kMiddle;
 }
 
-// Codes in two's complement.
-struct Complement {
-  void values(const Words& words, int place, Floats& found) const {
-    found = __builtin_convertvector((words << (28 - 4 * place)) >> 28, Floats);
-  }
-};
+inline float power_of_two(int exponent) {
+  const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
 
-template <class Table>
-void sum_groups(const uint8_t* const* codes, const Table& table, const float* const* scales, int64_t blocks,
-                int64_t group, const float* x, float* out) {
-  const auto run = group == 16 ? sum_nibbles<Table, 2> : group == 32 ? sum_nibbles<Table, 4> : sum_nibbles<Table, 8>;
-  run(codes, table, scales, blocks, x, out);
+bool numbers(const float* x, int64_t count, int64_t group, int32_t* numbers, float* scales) {
+  for (int64_t begin = 0; begin < count; begin += group) {
+    const int64_t size = group < count - begin ? group : count - begin;
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < size; i++) {
+      uint32_t bits;
+      std::memcpy(&bits, x + begin + i, 4);
+      bits &= 0x7fffffff;
+      largest = bits > largest ? bits : largest;
+    }
+    if (largest >= 0x7f800000) return false;
+    const int exponent = static_cast<int>(largest >> 23) - 127;
+    const int shift = kTopBits - (exponent < kLeastExponent ? kLeastExponent : exponent);
+    const float by = power_of_two(shift);
+    for (int64_t i = 0; i < size; i++) numbers[begin + i] = static_cast<int32_t>(rounded(x[begin + i] * by));
+    *scales++ = power_of_two(-shift);
+  }
+  return true;
 }
 
 int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {

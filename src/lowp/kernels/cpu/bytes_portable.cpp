@@ -47,23 +47,31 @@ struct Sums {
   }
 };
 
-struct Lookup {
-  const float* table;
-  void values(const Words& words, int place, Floats& found) const {
-    for (int lane = 0; lane < kLanes; lane++) found[lane] = table[words[lane] >> (4 * place) & 15];
+void codes(const Digits& row, const CodePanel& panel, float* out) {
+  const int per = 8 / panel.bits;
+  const uint8_t* memory = panel.memory;
+  const int8_t* digits = row.numbers;
+  std::fill(out, out + kPanel, 0.0f);
+  for (int64_t g = 0; g < panel.groups; g++) {
+    uint32_t sums[kPanel];  // modulo 2^32: the whole sum fits
+    std::fill(sums, sums + kPanel, -static_cast<uint32_t>(panel.offset) * static_cast<uint32_t>(row.sums[g]));
+    for (int64_t k = 0; k < panel.group; k += 4 * per, memory += 4 * kPanel, digits += 4 * per)
+      for (int i = 0; i < per; i++)
+        for (int t = 0; t < 4; t++) {
+          int32_t number = 0;
+          for (int p = row.planes - 1; p >= 0; p--) number = 128 * number + digits[p * row.depth + 4 * i + t];
+          for (int64_t j = 0; j < kPanel; j++) {
+            const int code = memory[4 * j + t] >> (panel.bits * i) & ((1 << panel.bits) - 1);
+            sums[j] += static_cast<uint32_t>(number) * panel.levels[code];
+          }
+        }
+    for (int64_t j = 0; j < kPanel; j++)
+      out[j] += static_cast<float>(static_cast<int32_t>(sums[j])) * (row.scales[g] * panel.scales[g * kPanel + j]);
   }
-};
-
-void nibbles(const uint8_t* const* codes, const float* table, const float* const* scales, int64_t blocks, int64_t group,
-             const float* x, float* out) {
-  if (table)
-    sum_groups(codes, Lookup{table}, scales, blocks, group, x, out);
-  else
-    sum_groups(codes, Complement{}, scales, blocks, group, x, out);
 }
 
 }  // namespace
 
-const ByteKernels kPortableBytes = {extremes, quantize, multiply_panels<Sums>, nibbles, differing};
+const ByteKernels kPortableBytes = {extremes, quantize, multiply_panels<Sums>, numbers, codes, differing};
 
 }  // namespace lowp
