@@ -75,9 +75,7 @@ class _Bytewise(Weight):
     def bytes(self, rows: Tensor) -> Bytes:
         """Activations in bytes."""
         over = self.range()
-        return byte_products.to_bytes(
-            rows, *(byte_products.own_range(rows, over) if isinstance(over, int) else over)
-        )
+        return byte_products.to_bytes(rows, *(byte_products.own_range(rows, over) if isinstance(over, int) else over))
 
 
 class Int8(_Bytewise):

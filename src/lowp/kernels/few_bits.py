@@ -124,7 +124,9 @@ def multiply_codes(x: Tensor | Bytes, w: Codes, bias: Tensor | None = None, leve
     """
     if isinstance(x, Bytes):
         if w.group or x.payload.shape[1] != up(w.k, EIGHT):
-            raise InvalidInput(f"bytes of depth {x.payload.shape[1]} do not fit codes of {w.k} inputs in groups of {w.group}")
+            raise InvalidInput(
+                f"bytes of depth {x.payload.shape[1]} do not fit codes of {w.k} inputs in groups of {w.group}"
+            )
         rows = x.payload.shape[0]
         if rows > FEW and w.k * x.highest * 2 < 1 << 24:  # every sum of these is exact in fp32, in any order
             exact = (x.payload[:, : w.k].float() - x.zero) @ _numbers_of(w)[:, : w.k].t()
