@@ -44,7 +44,7 @@ def no_mode_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def what_is_there_already_is_not_searched() -> None:
-    """Take modules and collected tests out of the garbage collector's sight: lowp asks it for all tensors now and then."""
+    """Take modules and collected tests out of the garbage collector's sight: lowp asks it for all tensors."""
     gc.collect()
     gc.freeze()
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowp.errors import InvalidInput
-from lowp.scaling import Autoflex, Written
+from lowp.scaling import Autoflex, WritesSeen
 from lowp.scaling.autoflex import load_state_dict, state_dict
 
 AS_PUBLISHED = Autoflex(warm_headroom=0)
@@ -72,7 +72,7 @@ def test_many_entries_at_once_equal_each_alone(rows: list[list[float]]) -> None:
         state = scaling.start(state, maximum)
         together.append(state.exponent.tolist())
         mantissa = torch.ldexp(maximum, -state.exponent).round().clamp(max=32767).int()
-        state = scaling.observe(state, Written(mantissa))
+        state = scaling.observe(state, WritesSeen(mantissa))
     assert [list(one) for one in zip(*together, strict=True)] == [scaling.replay(row) for row in rows]
 
 
@@ -120,7 +120,7 @@ def test_zeros_move_nothing_and_small_values_after_them_are_found() -> None:
 def test_a_write_that_vanished_starts_again() -> None:
     scaling = Autoflex()
     state = scaling.start(scaling.init(), torch.tensor([1.0]))
-    seen = Written(torch.tensor([0]), vanished=torch.tensor([True]))
+    seen = WritesSeen(torch.tensor([0]), vanished=torch.tensor([True]))
     state = scaling.observe(state, seen)
     assert not state.started
     state = scaling.start(state, torch.tensor([2.0**-18]))
@@ -131,7 +131,7 @@ def test_a_nonfinite_write_is_counted_and_moves_nothing() -> None:
     scaling = Autoflex()
     state = scaling.start(scaling.init(entries=2), torch.tensor([1.0, float("nan")]))
     assert state.started.tolist() == [True, False]
-    seen = Written(torch.tensor([32767, 5]), nonfinite=torch.tensor([True, False]), mask=torch.tensor([True, False]))
+    seen = WritesSeen(torch.tensor([32767, 5]), nonfinite=torch.tensor([True, False]), mask=torch.tensor([True, False]))
     after = scaling.observe(state, seen)
     assert after.nonfinite.tolist() == [1, 0]
     assert after.writes.tolist() == [1, 0]
@@ -159,7 +159,7 @@ def test_a_state_goes_through_a_checkpoint_and_grows() -> None:
     for step in range(20):
         maximum = torch.tensor([1.0, 2.0, 3.0]) * (1 + step)
         state = scaling.start(state, maximum)
-        state = scaling.observe(state, Written((maximum * 100).int()))
+        state = scaling.observe(state, WritesSeen((maximum * 100).int()))
     loaded = load_state_dict(scaling, state_dict(state))
     assert all(torch.equal(a, b) for a, b in zip(state, loaded, strict=True))
     grown = scaling.extend(loaded, 2)

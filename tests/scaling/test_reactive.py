@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from lowp.errors import InvalidInput
-from lowp.scaling import Autoflex, Reactive, ReactiveState, Written
+from lowp.scaling import Autoflex, Reactive, ReactiveState, WritesSeen
 
 
-def seen(mantissa: int, overflowed: int, crowded: int, elements: int = 1000) -> Written:
+def seen(mantissa: int, overflowed: int, crowded: int, elements: int = 1000) -> WritesSeen:
     counts = [torch.tensor([count]) for count in (overflowed, crowded, elements)]
-    return Written(torch.tensor([mantissa], dtype=torch.int32), None, None, None, *counts)
+    return WritesSeen(torch.tensor([mantissa], dtype=torch.int32), None, None, None, *counts)
 
 
 def started(reactive: Reactive) -> ReactiveState:
@@ -41,7 +41,7 @@ def test_it_begins_as_autoflex_does_and_stays_in_the_range() -> None:
 def test_what_is_not_finite_or_not_written_counts_for_nothing() -> None:
     reactive = Reactive(period=1)
     state = reactive.extend(started(reactive), 1)
-    both = Written(
+    both = WritesSeen(
         torch.tensor([32767, 5], dtype=torch.int32),
         torch.tensor([True, False]),
         torch.tensor([True, False]),

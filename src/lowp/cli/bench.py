@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowp.cli.interrupts import Interrupts
 from lowp.cli.lists import listed
+from lowp.cli.pictures import add_plot, checked, written
 
 if TYPE_CHECKING:
     from lowp.benchmarking.benchmark import Benchmark, Plan
@@ -56,12 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="output file (default: bench-RECIPE.json, or bench.json for several recipes)",
     )
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        type=Path,
-        help=".png, .svg or .pdf file of the picture (default: beside the JSON file)",
-    )
+    add_plot(parser)
     parser.add_argument("--notes", action="store_true", help="also print how each number was measured")
 
 
@@ -74,12 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = list(dict.fromkeys(arguments.recipes))
     settings, plan = _settings(arguments, names), _plan(arguments)
     out = arguments.out or Path(f"bench-{names[0]}.json" if len(names) == 1 else "bench.json")
-    plot = arguments.plot or out.with_suffix(".png")
-    plots.check_suffix(plot)
-    results.check_writable(out)
-    results.check_writable(plot)
-    if not plots.can_plot():
-        _say(f"there will be no picture: {plots.NO_MATPLOTLIB}")
+    plot = checked(arguments.plot, out)
     benchmark = Benchmark(settings, plan)
     benchmark.command = results.command_line()
     interrupted = f"interrupted; what was measured is in {out}"
@@ -87,8 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         _measure(benchmark, out, interrupts)
     document = benchmark.document()
     results.write(out, document)
-    drawn = plots.can_plot() and not interrupts()
-    if drawn:  # before the tables, whose reader (head, less) may be gone
+    if plots.can_plot() and not interrupts():  # before the tables, whose reader (head, less) may be gone
         from lowp.report.figures.benchmark import chart
 
         chart(document, plot)
@@ -97,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if interrupts():
         _say(interrupted)
         return interrupts.exit_code
-    print(f"written: {out}, {plot}" if drawn else f"written: {out}; no picture: {plots.NO_MATPLOTLIB}")
+    print(written(out, plot))
     return 0
 
 

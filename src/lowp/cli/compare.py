@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lowp.cli import run_options
 from lowp.cli.interrupts import Interrupts
 from lowp.cli.lists import listed
+from lowp.cli.pictures import add_plot, checked, written
 from lowp.cli.tables import counted
 
 if TYPE_CHECKING:
@@ -56,12 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--inference", metavar="LIST", help="train in fp32 and evaluate in these formats: int8,int4,binary"
     )
     parser.add_argument("--recover", action="store_true", help="with --inference: also train for each format")
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        type=Path,
-        help=".png, .svg or .pdf file of the picture (default: beside the JSON file)",
-    )
+    add_plot(parser)
     parser.add_argument("--resume", action="store_true", help="continue with the runs in the JSON file")
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="number of processes (default: chosen by the size of the work)"
@@ -89,15 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
         return serving.run(arguments)
     kind = "compare" if arguments.sweep is None else "sweep"
     out = arguments.out or Path(f"{kind}-{get(arguments.recipe).name}.json")
-    plot = arguments.plot or out.with_suffix(".png")
     study = _study(arguments)
     study.command = results.command_line()
-    plots.check_suffix(plot)
-    results.check_writable(out)
-    results.check_writable(plot)
+    plot = checked(arguments.plot, out)
     _take_over(study, out, arguments.resume)
-    if not plots.can_plot():
-        _say(f"there will be no picture: {plots.NO_MATPLOTLIB}")
     with Interrupts(lambda: _interrupted(study, out)) as interrupts:
         _train(study, out, arguments.jobs, interrupts)
         if arguments.timing and arguments.sweep is None and not interrupts():
@@ -112,9 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     _print(document)
     if plots.can_plot():
         (comparison.curves if arguments.sweep is None else comparison.grid)(document, plot)
-        print(f"written: {out}, {plot}")
-    else:
-        print(f"written: {out}; no picture: {plots.NO_MATPLOTLIB}")
+    print(written(out, plot))
     return 0
 
 

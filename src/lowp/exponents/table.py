@@ -17,7 +17,7 @@ from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, Seen, current_exponent, has_mantissas, values
 from lowp.kernels.writes import write, write_, write_step, write_words_
-from lowp.scaling import Autoflex, AutoflexState, Reactive, Written
+from lowp.scaling import Autoflex, AutoflexState, Reactive, WritesSeen
 
 __all__ = ["COUNTS", "ExponentTable", "Flush", "current", "scaling_of"]
 
@@ -275,7 +275,7 @@ class ExponentTable:
         self._learn()
         return flush
 
-    def _observed(self) -> Written:
+    def _observed(self) -> WritesSeen:
         indices = torch.tensor(list(self.pending), device=self.device)
         columns = list(zip(*self.pending.values(), strict=True))
         dtypes = (torch.int32, torch.bool, torch.bool, torch.int64, torch.int64, torch.int64)
@@ -287,7 +287,7 @@ class ExponentTable:
             vector = torch.stack(column).to(dtype) if tensors else torch.tensor(column, dtype=dtype, device=self.device)
             full.append(torch.zeros(len(self.names), dtype=dtype, device=self.device).index_put((indices,), vector))
         mantissa, nonfinite, vanished, overflowed, crowded, elements = full
-        return Written(mantissa, mask, nonfinite, vanished, overflowed, crowded, elements)
+        return WritesSeen(mantissa, mask, nonfinite, vanished, overflowed, crowded, elements)
 
     def columns(self, places: list[str]) -> Tensor:
         """What this rank has seen at some places, fp64[9, n], for a maximum over ranks; zeros where it saw nothing.
@@ -300,7 +300,7 @@ class ExponentTable:
         else:
             zeros = torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
             flags = zeros.bool()
-            own = Written(zeros.int(), flags, flags, flags, zeros, zeros, zeros)
+            own = WritesSeen(zeros.int(), flags, flags, flags, zeros, zeros, zeros)
         order = torch.tensor([self.names[place] for place in places], device=self.device)
         exponent, started = self.state.exponent, self.state.started
         mask, nonfinite, vanished = own.mask, own.nonfinite, own.vanished
@@ -314,16 +314,16 @@ class ExponentTable:
         ]
         return torch.stack(rows)[:, order]
 
-    def _adopted(self, agreed: Tensor) -> Written:
+    def _adopted(self, agreed: Tensor) -> WritesSeen:
         """Take over the largest exponent that a rank has written under; return what all of them have seen."""
         exponent = torch.where(agreed[1] > 0, (agreed[1] + _LOWEST).to(torch.int32), self.state.exponent)
         mantissa = torch.ldexp(agreed[0], -exponent).round().clamp(max=self.scaling.limit + 1).to(torch.int32)
         self.state = self.state._replace(exponent=exponent, started=agreed[5] > 0)
         written, nonfinite = agreed[2] > 0, agreed[3] > 0
         vanished = written & (agreed[4] == 0)
-        return Written(mantissa, written, nonfinite, vanished, *(agreed[row].to(torch.int64) for row in (6, 7, 8)))
+        return WritesSeen(mantissa, written, nonfinite, vanished, *(agreed[row].to(torch.int64) for row in (6, 7, 8)))
 
-    def _count(self, seen: Written, mask: Tensor) -> None:
+    def _count(self, seen: WritesSeen, mask: Tensor) -> None:
         good = mask & (seen.mantissa > 0)
         if seen.nonfinite is not None:
             good = good & ~seen.nonfinite

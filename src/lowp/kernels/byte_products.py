@@ -137,7 +137,8 @@ def own_range(x: Tensor, highest: int, level: int | None = None) -> Range:
     library().lowp_bytes_extremes(
         chosen_level(level), cpu.address(x), *x.shape, x.stride(0), found.buffer_info()[0], cpu.threads()
     )
-    return range_of(*found, highest)
+    lowest, largest = found
+    return range_of(lowest, largest, highest)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from lowp.optim.names import given_names
 from lowp.optim.shards import is_sharded
 from lowp.optim.state_dicts import entries_by_parameter, with_loading_hooks, with_saving_hooks
 from lowp.optim.storage import Storage
+from lowp.optim.wrapper import Wrapper
 
 _VERSION = 1
 
@@ -75,7 +76,7 @@ def refuse_shards(cast: Cast, parameters: Iterable[Tensor]) -> None:
         )
 
 
-class FlexWeights(torch.optim.Optimizer):
+class FlexWeights(Wrapper):
     """Lets any torch optimizer train parameters that are int16 under shared exponents, without masters.
 
     The parameters are written when the wrapper is made, and stay fp32 tensors whose values the format holds. A step of
@@ -96,35 +97,12 @@ class FlexWeights(torch.optim.Optimizer):
         names: Mapping[Tensor, str] | None = None,
         stored: Container[Tensor] = (),
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"FlexWeights wraps a torch optimizer, not {type(optimizer).__name__}")
-        self.inner = optimizer
+        super().__init__(optimizer)
         self.cast, self.exponents = cast, exponents
         self._names: dict[Tensor, str] = {**given_names(optimizer), **(names or {})}
         self._buffers: dict[str, tuple[Callable[[], nn.Module | None], str]] = {}
-        # groups, state and defaults ARE the inner optimizer's, so only the hooks of the base class are set up
-        super().__setstate__({"defaults": optimizer.defaults})
         self._adopted: set[Tensor] = set()
         self._adopt(stored)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's groups."""
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """The inner optimizer's state."""
-        return self.inner.state
-
-    def add_param_group(self, group: dict[str, Any]) -> None:
-        """Add a group; its parameters are written to the format."""
-        self.inner.add_param_group(group)
-        self._adopt()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop (or zero) the gradients."""
-        self.inner.zero_grad(set_to_none)
 
     @uncompiled
     @torch.no_grad()
@@ -272,9 +250,10 @@ class FlexWeights(torch.optim.Optimizer):
         return torch.where((root > 0) & (written == 0), self.exponents.unit(str(site)), written).square()
 
     def __getstate__(self) -> dict[str, Any]:
-        hooks = [name for name in self.__dict__ if name.startswith("_optimizer_")]  # as torch's: not copied
-        state = {name: value for name, value in self.__dict__.items() if name not in hooks}
-        return {**state, "_buffers": {name: (module(), key) for name, (module, key) in self._buffers.items()}}
+        return {
+            **super().__getstate__(),
+            "_buffers": {name: (module(), key) for name, (module, key) in self._buffers.items()},
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         found = {name: (module, key) for name, (module, key) in state["_buffers"].items() if module is not None}

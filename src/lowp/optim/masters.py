@@ -25,6 +25,7 @@ from lowp.optim.state_dicts import (
     with_saving_hooks,
 )
 from lowp.optim.storage import Storage, check_seed, seed_of
+from lowp.optim.wrapper import Wrapper
 from lowp.optim.zero import is_zero
 
 # the counters of stochastic rounding, in the state of each parameter, where torch.distributed.checkpoint finds them
@@ -32,7 +33,7 @@ _COUNTERS = ("master_steps", "master_seed")
 _OF_MASTERS = (MASTER_WEIGHT, "remainder", *_COUNTERS)  # what the inner optimizer is not given
 
 
-class MasterWeights(torch.optim.Optimizer):
+class MasterWeights(Wrapper):
     """Stores an optimizer's parameters in few bits and lets the optimizer update fp32 master weights.
 
     `storage` is the format: ``bf16``, ``fp16``, or any float format, which is carried in fp32. `kind` is the kind of
@@ -58,8 +59,6 @@ class MasterWeights(torch.optim.Optimizer):
     ) -> None:
         if isinstance(optimizer, MasterWeights):
             raise InvalidInput("the optimizer already has master weights: wrap its inner optimizer instead")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"MasterWeights wraps a torch optimizer, not {type(optimizer).__name__}")
         if is_zero(optimizer):
             raise InvalidInput(
                 "a ZeroRedundancyOptimizer cannot be wrapped, because each rank steps only its own share: "
@@ -68,23 +67,16 @@ class MasterWeights(torch.optim.Optimizer):
                 "for its share"
             )
         check_seed(seed)
-        self.inner = optimizer
+        super().__init__(optimizer)
         self.storage = Storage.parse(storage, kind)
         self.seed = seed
         self.steps = 0
         self.names = ParameterNames()
         self._kept: dict[Tensor, dict[str, Tensor]] = {}
         self._masters: dict[Tensor, nn.Parameter] = {}
-        # groups, state and defaults ARE the inner optimizer's, so only the hooks of the base class are set up
-        super().__setstate__({"defaults": optimizer.defaults})
         self._adopt()
 
     # -- an optimizer's face --------------------------------------------------------------------------------------
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's groups, with the model's parameters."""
-        return self.inner.param_groups
-
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
         """The inner optimizer's state, by model parameter, with what is kept beside the parameter for its master."""
@@ -106,15 +98,6 @@ class MasterWeights(torch.optim.Optimizer):
     def allows_fp16_gradients(self) -> bool:
         """True: a loss scaler may hand over gradients in 16 bits, or put fp32 ones in their place."""
         return True
-
-    def add_param_group(self, group: dict[str, Any]) -> None:
-        """Add a group; its parameters are converted to the storage format."""
-        self.inner.add_param_group(group)
-        self._adopt()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop (or zero) the gradients of the model's parameters."""
-        self.inner.zero_grad(set_to_none)
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -287,10 +270,6 @@ class MasterWeights(torch.optim.Optimizer):
             self.steps, self.seed = counters[0]
         masters = {parameter: entry.get(MASTER_WEIGHT) for parameter, entry in saved.items()}
         self.set_masters({parameter: value for parameter, value in masters.items() if value is not None})
-
-    def __getstate__(self) -> dict[str, Any]:
-        hooks = [name for name in self.__dict__ if name.startswith("_optimizer_")]  # as torch's: not copied
-        return {name: value for name, value in self.__dict__.items() if name not in hooks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -6,7 +6,7 @@ is a tuple of tensors on the device; it is what a checkpoint holds. Nothing here
 
 from __future__ import annotations
 
-from lowp.scaling.autoflex import Autoflex, AutoflexState, Written
+from lowp.scaling.autoflex import Autoflex, AutoflexState, WritesSeen
 from lowp.scaling.loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -34,5 +34,5 @@ __all__ = [
     "ReactiveState",
     "Scaling",
     "StaticLossScale",
-    "Written",
+    "WritesSeen",
 ]

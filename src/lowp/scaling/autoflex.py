@@ -37,7 +37,7 @@ class AutoflexState(NamedTuple):
     nonfinite: Tensor  # int64[n]: writes that held an infinity or a NaN; they leave the exponent alone
 
 
-class Written(NamedTuple):
+class WritesSeen(NamedTuple):
     """What the writes of one step saw, by entry."""
 
     mantissa: Tensor  # int32[n]: the largest |mantissa| after saturation
@@ -47,6 +47,21 @@ class Written(NamedTuple):
     overflowed: Tensor | None = None  # int64[n]: elements that did not fit; what a reactive exponent looks at
     crowded: Tensor | None = None  # int64[n]: elements that would not fit under half the scale
     elements: Tensor | None = None  # int64[n]: elements written
+
+    def told(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which entries were written, and which of them were not all finite: bool[n], as `like`."""
+        writes = torch.ones_like(like) if self.mask is None else self.mask
+        return writes, torch.zeros_like(writes) if self.nonfinite is None else self.nonfinite & writes
+
+
+def joined(state: Iterable[Tensor], more: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Return the tensors of a state with those of more entries at their ends."""
+    return (torch.cat(pair) for pair in zip(state, more, strict=True))
+
+
+def powers_of_two(exponent: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return kappa of every entry, 2**exponent."""
+    return torch.ldexp(torch.ones_like(exponent, dtype=dtype), exponent)
 
 
 @dataclass(frozen=True)
@@ -101,12 +116,11 @@ class Autoflex:
 
     def extend(self, state: AutoflexState, entries: int) -> AutoflexState:
         """The state with `entries` more entries at its end."""
-        more = self.init(state.exponent.device, entries)
-        return AutoflexState(*(torch.cat(pair) for pair in zip(state, more, strict=True)))
+        return AutoflexState(*joined(state, self.init(state.exponent.device, entries)))
 
     def scale(self, state: AutoflexState) -> Tensor:
         """kappa of the next write of every entry: fp32[n], powers of two."""
-        return torch.ldexp(torch.ones_like(state.exponent, dtype=torch.float32), state.exponent)
+        return powers_of_two(state.exponent)
 
     def start(self, state: AutoflexState, maximum: Tensor, mask: Tensor | None = None) -> AutoflexState:
         """Algorithm 1, guess and adjust, for entries that have not started: `maximum` is max|x| of the first write.
@@ -141,7 +155,7 @@ class Autoflex:
         started = state.started | (todo & (maximum > 0))
         return state._replace(exponent=torch.where(todo, exponent, state.exponent), started=started)
 
-    def observe(self, state: AutoflexState, seen: Written) -> AutoflexState:
+    def observe(self, state: AutoflexState, seen: WritesSeen) -> AutoflexState:
         """Algorithm 2, after the writes of a step: remember their maxima and predict the next exponents.
 
         A saturated write clears what was remembered and counts twice its mantissa. A write of zeros is not remembered:
@@ -149,11 +163,10 @@ class Autoflex:
         write that vanished at too large a kappa starts again from the guess.
         """
         mantissa = seen.mantissa.to(torch.float64)
-        written = torch.ones_like(state.started) if seen.mask is None else seen.mask
-        bad = torch.zeros_like(written) if seen.nonfinite is None else seen.nonfinite & written
-        good = written & ~bad
+        writes, bad = seen.told(state.started)
+        good = writes & ~bad
         saturated = good & (mantissa >= self.limit)
-        kappa = torch.ldexp(torch.ones_like(mantissa), state.exponent)
+        kappa = powers_of_two(state.exponent, torch.float64)
         value = torch.where(saturated, 2 * mantissa, mantissa) * kappa
         remembered = good & (mantissa > 0)
         seen_before = torch.where(saturated, 0, state.seen)
@@ -169,7 +182,7 @@ class Autoflex:
             history,
             count,
             state.started if seen.vanished is None or not self.adapt else state.started & ~(seen.vanished & good),
-            state.writes + written,
+            state.writes + writes,
             state.saturated + saturated,
             state.moved + (exponent != state.exponent),
             state.nonfinite + bad,
@@ -177,7 +190,7 @@ class Autoflex:
 
     def predicted_maximum(self, state: AutoflexState) -> Tensor:
         """chi, the predicted maximum of the next write of every entry: fp64[n]; the paper's figure 3 draws it."""
-        kappa = torch.ldexp(torch.ones_like(state.exponent, dtype=torch.float64), state.exponent)
+        kappa = powers_of_two(state.exponent, torch.float64)
         return self._chi(state.history, state.seen, kappa)
 
     def _chi(self, history: Tensor, count: Tensor, kappa: Tensor) -> Tensor:
@@ -210,7 +223,7 @@ class Autoflex:
             maximum = torch.tensor([value], dtype=torch.float64, device="cpu")
             state = self.start(state, maximum)
             exponents.append(int(state.exponent))
-            state = self.observe(state, Written(self._mantissa(maximum.abs(), state.exponent).to(torch.int32)))
+            state = self.observe(state, WritesSeen(self._mantissa(maximum.abs(), state.exponent).to(torch.int32)))
         return exponents
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowp.errors import InvalidInput
-from lowp.scaling.autoflex import Autoflex, Written
+from lowp.scaling.autoflex import Autoflex, WritesSeen, joined, powers_of_two
 
 
 class ReactiveState(NamedTuple):
@@ -66,12 +66,11 @@ class Reactive:
 
     def extend(self, state: ReactiveState, entries: int) -> ReactiveState:
         """The state with `entries` more entries at its end."""
-        more = self.init(state.exponent.device, entries)
-        return ReactiveState(*(torch.cat(pair) for pair in zip(state, more, strict=True)))
+        return ReactiveState(*joined(state, self.init(state.exponent.device, entries)))
 
     def scale(self, state: ReactiveState) -> Tensor:
         """kappa of the next write of every entry: fp32[n], powers of two."""
-        return torch.ldexp(torch.ones_like(state.exponent, dtype=torch.float32), state.exponent)
+        return powers_of_two(state.exponent)
 
     def start(self, state: ReactiveState, maximum: Tensor, mask: Tensor | None = None) -> ReactiveState:
         """The first guess, which is Autoflex's, for entries that have not started."""
@@ -80,10 +79,9 @@ class Reactive:
         guessed = self.guess.start(guessed, maximum, mask)
         return state._replace(exponent=guessed.exponent, started=guessed.started)
 
-    def observe(self, state: ReactiveState, seen: Written) -> ReactiveState:
+    def observe(self, state: ReactiveState, seen: WritesSeen) -> ReactiveState:
         """Count what overflowed, and after `period` writes double the scale, halve it or leave it."""
-        written = torch.ones_like(state.started) if seen.mask is None else seen.mask
-        bad = torch.zeros_like(written) if seen.nonfinite is None else seen.nonfinite & written
+        written, bad = seen.told(state.started)
         good = written & ~bad
         counts = [
             before + torch.where(good, torch.zeros_like(before) if new is None else new, 0)

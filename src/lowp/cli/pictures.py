@@ -1,0 +1,41 @@
+"""The picture that `bench` and `compare` draw beside their JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    """Add --plot."""
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help=".png, .svg or .pdf file of the picture (default: beside the JSON file)",
+    )
+
+
+def checked(plot: Path | None, out: Path) -> Path:
+    """Return the picture's path, after asking whether it and the JSON file can be written.
+
+    Says on stderr where there will be no picture. Raises InvalidInput for other kinds of pictures.
+    """
+    from lowp.recipes import results
+    from lowp.report import plots
+
+    plot = plot or out.with_suffix(".png")
+    plots.check_suffix(plot)
+    results.check_writable(out)
+    results.check_writable(plot)
+    if not plots.can_plot():
+        print(f"there will be no picture: {plots.NO_MATPLOTLIB}", file=sys.stderr, flush=True)
+    return plot
+
+
+def written(out: Path, plot: Path) -> str:
+    """Return what a command says at its end."""
+    from lowp.report import plots
+
+    return f"written: {out}, {plot}" if plots.can_plot() else f"written: {out}; no picture: {plots.NO_MATPLOTLIB}"
