@@ -93,7 +93,7 @@ def test_a_gradient_of_a_gradient_goes_the_long_way(capable: None) -> None:
 
 @pytest.mark.parametrize(("capability", "multiplies"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
 def test_the_chip_decides(capability: tuple[int, int], multiplies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bits, "_capability", lambda device: capability)
+    monkeypatch.setattr(eight_bits, "capability", lambda device: capability)
     with fake_cuda():
         assert eight_bits.multiplies_fp8(torch.empty(2, device="cuda")) is multiplies
     assert not eight_bits.multiplies_fp8(torch.empty(2))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -85,6 +86,12 @@ def fastest(device: torch.device, function: str = "quantize") -> ModuleType:
     if device.type in triton.DEVICES and hasattr(triton, function) and triton.is_installed():
         return triton
     return cpu if device.type == "cpu" and cpu.library() is not None else bitwise
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device; (0, 0) where torch sees none."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 def uses_library() -> bool:

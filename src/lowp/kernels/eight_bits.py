@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import private
 from lowp.formats import FORMATS, ScaledFormat
-from lowp.kernels.dispatch import forced, implementation
+from lowp.kernels.dispatch import capability, forced, implementation
 from lowp.kernels.run import encode_scaled
 
 __all__ = ["Eight", "encoded", "is_eight_bits", "multiplied", "multiplies_fp8"]
@@ -47,12 +46,7 @@ def is_eight_bits(to: Cast | None) -> bool:
 
 def multiplies_fp8(x: Tensor) -> bool:
     """Whether the device that x lies on multiplies fp8 numbers, and no other way is asked for."""
-    return x.is_cuda and forced() is None and _capability(x.device) >= _FIRST_CAPABILITY
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+    return x.is_cuda and forced() is None and capability(x.device) >= _FIRST_CAPABILITY
 
 
 def encoded(x: Tensor, to: Cast) -> Eight:

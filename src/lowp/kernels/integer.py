@@ -1,4 +1,4 @@
-"""Matrix products and convolutions of int16 mantissas on the CPU: exact, or chained as DFP-16 defines it.
+"""Matrix products and convolutions of int16 mantissas: exact, or chained as DFP-16 defines it.
 
 A tensor of mantissas with a shared exponent stands for mantissa * 2^exponent; the sum of products of two such tensors
 is an integer times 2^(exponent of a + exponent of b). Two ways to write that sum:
@@ -14,8 +14,11 @@ is an integer times 2^(exponent of a + exponent of b). Two ways to write that su
   2^32 beside a sum of the seven leading bits, which tells the multiple of 2^32. So the bits depend
   neither on the proof, nor on the threads, nor on the processor.
 
-The C++ library does this for AVX2, AVX-512 VNNI, NEON and in plain C++; `integer_reference` is the definition in torch,
-serves where the library was not built, and gives the same bits. All of it is forward only: autograd sees nothing.
+On the CPU the C++ library does this for AVX2, AVX-512 VNNI, NEON and in plain C++; `integer_reference` is the
+definition in torch, serves where the library was not built, and gives the same bits. On CUDA devices of compute
+capability 8.0 and above Triton's kernel does it on int8 tensor cores, a convolution as the matrix product of its
+windows; below 8.0, for which Triton does not compile such products, the definition does, in fp64. What was seen is read
+by the host: a call waits for the device. All of it is forward only: autograd sees nothing.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ import torch
 from torch import Tensor
 
 from lowp.errors import InvalidInput, Unavailable, unknown
-from lowp.kernels import cpu, integer_reference
-from lowp.kernels.dispatch import forced
+from lowp.kernels import cpu, integer_reference, triton
+from lowp.kernels.dispatch import capability, forced
 from lowp.kernels.integer_reference import ConvolutionShape
 
 __all__ = [
@@ -61,6 +64,9 @@ PRODUCTS = {
 Observer = Callable[[int], AbstractContextManager[None]]
 _observers: list[Observer] = []
 _NOBODY = nullcontext()
+_DEVICES = ("cpu", "cuda")
+_ANYWHERE = ("reference", "triton")  # the kernels that are no C++
+_FIRST_CAPABILITY = (8, 0)  # Ampere: for Turing's int8 products Triton makes no code
 # the kernel that is meant by what `lowp.kernels.use` asks for
 _WAYS = {"reference": "reference", "bitwise": "reference", "triton": "triton"}
 
@@ -140,15 +146,15 @@ def matmul_exact(
     copy. `dtype`: int16 (mantissas, saturated at -32768 or, `symmetric`, -32767, and at 32767; for operands of
     exponents Ea, Eb and a result of exponent E, `exponent` is Ea + Eb - E), float32, float64, or int64 (the integer
     sums; `exponent` must be 0). `exponent` is an integer or a 0-d integer tensor, -900 to 900. `kernel` forces one of
-    avx512, avx2, neon, portable, reference, triton (in its interpreter: int8 tensor cores in the making; convolutions
-    are reference's) (default: reference inside `lowp.kernels.use` of reference or bitwise, triton inside its own, else
-    what `cpu.select` or LOWP_CPU_ISA say, or the best of this machine). A depth of 0 gives zeros.
+    avx512, avx2, neon, portable, reference, triton (on a CPU in its interpreter) (default: reference inside
+    `lowp.kernels.use` of reference or bitwise, triton inside its own; on CUDA by its compute capability; else what
+    `cpu.select` or LOWP_CPU_ISA say, or the best of this machine). A depth of 0 gives zeros.
 
     Raises InvalidInput for other dtypes, devices, shapes or a depth above 2^32, Unavailable for a kernel that this
     machine lacks.
     """
     left, right = _matrices(a, b, transpose_a, transpose_b)
-    found, integers, _ = _matmul(left, right, _output(exponent, dtype, symmetric, kernel))
+    found, integers, _ = _matmul(left, right, _output(a, exponent, dtype, symmetric, kernel))
     return Exact(found, *integers)
 
 
@@ -166,7 +172,7 @@ def matmul_chained(
     Shapes, `exponent` (here Ea + Eb), `kernel` and errors are those of `matmul_exact`.
     """
     left, right = _matrices(a, b, transpose_a, transpose_b)
-    found, _, largest = _matmul(left, right, _output(exponent, None, False, kernel))
+    found, _, largest = _matmul(left, right, _output(a, exponent, None, False, kernel))
     return Chained(found, largest[0])
 
 
@@ -188,7 +194,7 @@ def convolution_exact(
     output's gradient. `shape` is `ConvolutionShape.of(...)`, 1 to 3 spatial dimensions. The rest is as in
     `matmul_exact`.
     """
-    found, integers, _ = _convolution(product, a, b, shape, _output(exponent, dtype, symmetric, kernel))
+    found, integers, _ = _convolution(product, a, b, shape, _output(a, exponent, dtype, symmetric, kernel))
     return Exact(found, *integers)
 
 
@@ -208,7 +214,7 @@ def convolution_chained(
     it, and (image, pixel) for the weight gradient; the last index is fastest. Channels of a group, and in the last
     case the pixels of an image, are padded with a zero to an even number.
     """
-    found, _, largest = _convolution(product, a, b, shape, _output(exponent, None, False, kernel))
+    found, _, largest = _convolution(product, a, b, shape, _output(a, exponent, None, False, kernel))
     return Chained(found, largest[0])
 
 
@@ -223,7 +229,9 @@ class _Output(NamedTuple):
     kernel: str
 
 
-def _output(exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, kernel: str | None) -> _Output:
+def _output(
+    like: Tensor, exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, kernel: str | None
+) -> _Output:
     power = int(exponent)
     if abs(power) > LARGEST_EXPONENT:
         raise InvalidInput(f"exponent {power}; allowed: -{LARGEST_EXPONENT} to {LARGEST_EXPONENT}")
@@ -236,19 +244,28 @@ def _output(exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, 
     way = forced()
     if way == "native" and not kernel:
         raise Unavailable("native has no integer products; cpu, bitwise and reference have them")
-    chosen = kernel or _WAYS.get(way or "") or cpu.asked()
+    chosen = kernel or _WAYS.get(way or "") or (cpu.asked() if like.is_cpu else _on_device(like.device))
     if chosen and chosen not in (*KERNELS, "triton"):
         raise InvalidInput(unknown("integer kernel", chosen, KERNELS))
+    if not like.is_cpu and (chosen not in _ANYWHERE or way == "cpu"):
+        raise Unavailable(f"{way or chosen} has no integer products on {like.device}; triton and reference have them")
     lowest = -32767 if symmetric else -32768
     return _Output(torch.float32 if dtype is None else dtype, dtype is None, power, lowest, chosen)
 
 
+def _on_device(device: torch.device) -> str:
+    """Return the kernel for a device that is no CPU, by its compute capability."""
+    return "triton" if triton.is_installed() and capability(device) >= _FIRST_CAPABILITY else "reference"
+
+
 def _check_operands(a: Tensor, b: Tensor) -> None:
     for name, operand in (("a", a), ("b", b)):
-        if operand.dtype is not torch.int16 or operand.device.type != "cpu":
+        if operand.dtype is not torch.int16 or operand.device.type not in _DEVICES:
             raise InvalidInput(
-                f"{name} is {operand.dtype} on {operand.device}; the integer kernels take torch.int16 on the CPU"
+                f"{name} is {operand.dtype} on {operand.device}; the integer kernels take torch.int16 on cpu or cuda"
             )
+    if a.device != b.device:
+        raise InvalidInput(f"a is on {a.device} and b on {b.device}: move one to the other's device")
 
 
 def _check_depth(depth: int) -> None:
@@ -337,6 +354,16 @@ def _matmul_by_triton(left: Tensor, right: Tensor, output: _Output) -> _Seen:
     return _Seen(values, array("q", (0, 0, 0)), array("d", (float(values.abs().max()) if values.numel() else 0.0,)))
 
 
+def _sums_by_triton(left: Tensor, right: Tensor, chained: bool) -> Tensor:
+    """Return [..., m, k] @ [..., k, n] as `integer_reference.matmul` does: int64, or chained in fp32."""
+    from lowp.kernels.triton import products
+
+    one = torch.ones((), dtype=torch.float64, device=left.device)
+    dtype = torch.float32 if chained else torch.int64
+    sums, _ = products.matmul(_batched(left), _batched(right), one, dtype, chained, -32768)
+    return sums.reshape(*left.shape[:-1], right.shape[-1])
+
+
 def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: _Output) -> _Seen:
     if product not in PRODUCTS:
         raise InvalidInput(unknown("product of a convolution", product, tuple(PRODUCTS)))
@@ -349,7 +376,10 @@ def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, ou
     # each output place meets each weight of its group once, in all three products
     operations = 2 * shape.output[0] * math.prod(shape.output[2:]) * math.prod(shape.weight)
     with _told(operations) if _observers else _NOBODY:
-        library = None if output.kernel in ("reference", "triton") else cpu.library()
+        if output.kernel == "triton":
+            sums = integer_reference.convolution(product, a, b, shape, output.chained, _sums_by_triton)
+            return _by_definition(sums, output)
+        library = None if output.kernel == "reference" else cpu.library()
         if library is None:
             return _by_definition(integer_reference.convolution(product, a, b, shape, output.chained), output)
         result = torch.empty(shape.of_operand(PRODUCTS[product][2]), dtype=output.dtype, device="cpu")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ BLOCK = 256
 _EXACT_DEPTH = 1 << 22  # times 2^30 stays below 2^53
 
 Triple = tuple[int, int, int]
+Multiply = Callable[[Tensor, Tensor, bool], Tensor]  # as `matmul`
 
 
 @dataclass(frozen=True)
@@ -161,15 +163,17 @@ def written(sums: Tensor, exponent: int, dtype: torch.dtype, lowest: int) -> tup
 
 
 # -- convolution ------------------------------------------------------------------------------------------------------
-def convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, chained: bool) -> Tensor:
-    """Return the sums of one of the three products, as `matmul` does."""
+def convolution(
+    product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, chained: bool, multiply: Multiply = matmul
+) -> Tensor:
+    """Return the sums of one of the three products, as `matmul` does; `multiply` computes them of the windows."""
     full = shape.three_dimensional()
     result_shape = {"forward": shape.output, "input_gradient": shape.input, "weight_gradient": shape.weight}[product]
     run = {"forward": _forward, "input_gradient": _input_gradient, "weight_gradient": _weight_gradient}[product]
     lifted = {"forward": (full.input, full.weight), "input_gradient": (full.output, full.weight)}.get(
         product, (full.input, full.output)
     )
-    return run(a.reshape(lifted[0]), b.reshape(lifted[1]), full, chained).reshape(result_shape).contiguous()
+    return run(a.reshape(lifted[0]), b.reshape(lifted[1]), full, chained, multiply).reshape(result_shape).contiguous()
 
 
 def _even(count: int) -> int:
@@ -208,10 +212,10 @@ def _windows(x: Tensor, shape: ConvolutionShape) -> Tensor:
     return torch.stack(taps).permute(2, 0, 3, 1, 4, 5, 6)
 
 
-def _forward(x: Tensor, w: Tensor, shape: ConvolutionShape, chained: bool) -> Tensor:
+def _forward(x: Tensor, w: Tensor, shape: ConvolutionShape, chained: bool, multiply: Multiply) -> Tensor:
     windows = _windows(x, shape)
     weights = _pad_even(_split(w, 0, shape.groups, -1).flatten(3), 2).transpose(2, 3).flatten(2)
-    sums = matmul(weights, windows.flatten(1, 2).flatten(2), chained)  # [groups, out channels, n * pixels]
+    sums = multiply(weights, windows.flatten(1, 2).flatten(2), chained)  # [groups, out channels, n * pixels]
     return _split(sums, 2, shape.output[0], math.prod(shape.output[2:])).permute(2, 0, 1, 3).flatten(1, 2)
 
 
@@ -234,7 +238,7 @@ def _shifted(x: Tensor, dim: int, shift: int, count: int) -> Tensor:
     return picked * inside.to(x.dtype).reshape([-1 if d == dim else 1 for d in range(x.dim())])
 
 
-def _input_gradient(grad: Tensor, w: Tensor, shape: ConvolutionShape, chained: bool) -> Tensor:
+def _input_gradient(grad: Tensor, w: Tensor, shape: ConvolutionShape, chained: bool, multiply: Multiply) -> Tensor:
     grouped = _by_group(grad, shape.groups, 1)
     weights = _pad_even(_split(w, 0, shape.groups, -1), 1)  # [groups, out channels, channels, *kernel]
     result = torch.zeros(shape.input, dtype=torch.float32 if chained else torch.int64, device=w.device)
@@ -252,15 +256,15 @@ def _input_gradient(grad: Tensor, w: Tensor, shape: ConvolutionShape, chained: b
             continue
         rows = torch.stack(left, 1).permute(0, 3, 1, 2).flatten(2)  # [groups, channels, taps * out channels]
         columns = torch.stack(right).permute(2, 0, 3, 1, 4, 5, 6).flatten(1, 2).flatten(2)
-        sums = _split(matmul(rows, columns, chained), 2, shape.input[0], *counts)
+        sums = _split(multiply(rows, columns, chained), 2, shape.input[0], *counts)
         result[place] = sums.transpose(1, 2).transpose(0, 1).flatten(1, 2)
     return result
 
 
-def _weight_gradient(x: Tensor, grad: Tensor, shape: ConvolutionShape, chained: bool) -> Tensor:
+def _weight_gradient(x: Tensor, grad: Tensor, shape: ConvolutionShape, chained: bool, multiply: Multiply) -> Tensor:
     groups, channels = shape.groups, shape.weight[1]
     windows = _pad_even(_windows(x, shape).flatten(4), 4).flatten(3)  # [groups, taps, channels, n * pixels]
     grads = _pad_even(_split(grad, 1, groups, -1).flatten(3), 3).permute(1, 2, 0, 3).flatten(2)
-    sums = matmul(grads, windows.flatten(1, 2).transpose(1, 2), chained)
+    sums = multiply(grads, windows.flatten(1, 2).transpose(1, 2), chained)
     by_tap = _split(sums, 2, math.prod(shape.weight[2:]), -1)[..., :channels]
     return by_tap.transpose(2, 3).reshape(shape.weight)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+from gpu.fake_cuda import fake_cuda
 from torch import Tensor
 
 from lowp import kernels
+from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import integer
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -102,3 +105,87 @@ def test_batches_views_and_empty_operands_are_taken_as_they_lie() -> None:
         found = integer.matmul_exact(a, b, transpose_a=True, transpose_b=True, dtype=torch.int64)
         assert integer.matmul_exact(a[:, :0], b[..., :0], transpose_a=True, transpose_b=True).values.sum() == 0
     assert torch.equal(found.values, expected)
+
+
+# as the CPU's kernels are tried: channels, out channels, kernel, stride, padding, dilation, groups
+CONVOLUTIONS = (
+    (6, 4, 3, 1, 1, 1, 1),
+    (4, 6, 3, 2, 1, 1, 2),
+    (3, 5, 2, 3, 0, 2, 1),
+    (40, 33, 3, 1, 1, 1, 1),
+    (4, 4, 1, 2, 0, 1, 4),
+    (2, 3, 3, 1, 3, 1, 1),
+)
+PLACES = [(1, CONVOLUTIONS[1]), (2, CONVOLUTIONS[2]), (1, CONVOLUTIONS[3]), (1, CONVOLUTIONS[4])]
+
+
+def check_convolution(dims: int, case: tuple[int, ...], dtypes: tuple[tuple[torch.dtype, int], ...]) -> None:
+    channels, out_channels, size, stride, padding, dilation, groups = case
+    shape = integer.ConvolutionShape.of(
+        (2, channels, *(9, 8, 7)[:dims]), (out_channels, channels // groups, *(size,) * dims), stride, padding,
+        dilation, groups,
+    )  # fmt: skip
+    x, w, g = random_int16(*shape.input), random_int16(*shape.weight), random_int16(*shape.output)
+    for product, a, b in (("forward", x, w), ("input_gradient", g, w), ("weight_gradient", x, g)):
+        calls = [partial(integer.convolution_chained, product, a, b, shape, exponent=-30)]
+        calls += [
+            partial(integer.convolution_exact, product, a, b, shape, exponent=exponent, dtype=dtype)
+            for dtype, exponent in dtypes
+        ]
+        for call in calls:
+            found, wanted = call(kernel="triton"), call(kernel="reference")
+            assert torch.equal(found.values, wanted.values) and found[1:] == wanted[1:], product
+
+
+@pytest.mark.parametrize(("dims", "case"), PLACES, ids=str)
+def test_convolutions_are_products_of_windows_to_the_bit(dims: int, case: tuple[int, ...]) -> None:
+    check_convolution(dims, case, ((torch.int16, -20),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize("dims", (1, 2, 3))
+def test_convolutions_of_every_kind_and_dtype(dims: int, case: tuple[int, ...]) -> None:
+    check_convolution(dims, case, ((torch.int16, -20), (torch.float32, -40), (torch.float64, 3), (torch.int64, 0)))
+
+
+@pytest.mark.parametrize("form", ["linear", "convolution"])
+def test_contract_takes_the_triton_product_where_it_is_the_kernel(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.kernels.mantissas import Mantissas
+    from lowp.kernels.products import contract, contract_mantissas
+    from lowp.kernels.triton import products
+    from lowp.ops.convolution import Convolution
+    from lowp.ops.trilinear import OUTPUT, Linear
+    from lowp.policy import Accumulation
+
+    launches: list[int] = []
+    real = products.matmul
+    monkeypatch.setattr(products, "matmul", lambda *given: launches.append(1) or real(*given))
+    shapes = ((5, 6), (4, 6)) if form == "linear" else ((2, 3, 5), (4, 3, 2))
+    made = Linear(*shapes) if form == "linear" else Convolution(*shapes, (1,), (0,), (1,), False, (0,), 1)
+    operands = tuple(Mantissas(random_int16(*shape), -10) for shape in shapes)
+    found, wanted = [], []
+    for way, results in (("triton", found), ("reference", wanted)):
+        with kernels.use(way):
+            for words in ("exact", "int32"):
+                results.append(contract(made, OUTPUT, operands, Accumulation(words)))  # type: ignore[arg-type]
+            results.append(contract_mantissas(made, OUTPUT, operands, -2, True).values)  # type: ignore[union-attr]
+    assert len(launches) == 3
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("chip", "kernel"), [((7, 5), "reference"), ((8, 0), "triton"), ((9, 0), "triton")])
+def test_the_compute_capability_chooses_the_kernel_of_a_gpu(
+    chip: tuple[int, int], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integer, "capability", lambda device: chip)
+    with fake_cuda():
+        there = torch.empty(2, 2, dtype=torch.int16, device="cuda")
+        assert integer._output(there, 0, torch.int16, False, None).kernel == kernel
+        with pytest.raises(Unavailable, match="avx2 has no integer products on cuda"):
+            integer.matmul_exact(there, there, kernel="avx2")
+        monkeypatch.setattr(integer, "forced", lambda: "cpu")
+        with pytest.raises(Unavailable, match="cpu has no integer products on cuda"):
+            integer.matmul_exact(there, there)
+        with pytest.raises(InvalidInput, match="a is on cuda:0 and b on cpu: move one"):
+            integer.matmul_exact(there, random_int16(2, 2))
