@@ -99,8 +99,12 @@ int64_t* accumulators<int64_t>(Buffers& buffers, int64_t count) {
   return buffers.exact.get(count);
 }
 
-void add(const Micro& micro, const Side& a, const Side& b, float* out) { micro.add_chained(a, b, out); }
-void add(const Micro& micro, const Side& a, const Side& b, int64_t* out) { micro.add_exact(a, b, out); }
+void add(const Micro& micro, const Side& a, const Side& b, bool begin, float* out) {
+  micro.add_chained(a, b, begin, out);
+}
+void add(const Micro& micro, const Side& a, const Side& b, bool begin, int64_t* out) {
+  micro.add_exact(a, b, begin, out);
+}
 
 // Writes one tile of results to where the target wants it.
 template <class Out>
@@ -164,7 +168,6 @@ void run_tiles(const Micro& micro, const Unit& unit, const Product& product, con
   const bool one_step = depth <= left.step;
   const int64_t sums_size = one_step ? tile : tile * unit.rows * unit.columns;
   T* sums = accumulators<T>(buffers, sums_size);
-  std::memset(sums, 0, static_cast<size_t>(sums_size) * sizeof(T));
   Writer<Out> writer(micro, product);
   int64_t k = 0;
   do {  // once also for a depth of 0, which writes zeros
@@ -176,8 +179,7 @@ void run_tiles(const Micro& micro, const Unit& unit, const Product& product, con
       if (last) writer.begin_columns(panel);
       for (int64_t r = 0; r < unit.rows; r++) {
         T* tile_sums = one_step ? sums : sums + (c * unit.rows + r) * tile;
-        if (one_step) std::memset(sums, 0, static_cast<size_t>(tile) * sizeof(T));
-        add(micro, left.side(unit.row + r, k), b, tile_sums);
+        add(micro, left.side(unit.row + r, k), b, k == 0, tile_sums);
         if (!last) continue;
         writer.write(unit.row + r, [&](Out* out, int64_t stride) { finish(tile_sums, out, stride); });
       }

@@ -71,9 +71,9 @@ struct Micro {
   const char* name;
   int rows, columns;
   Packer left, right;
-  // accumulators += the tile's sums over a step, which begins at a multiple of BLOCK
-  void (*add_chained)(const Side& a, const Side& b, float* accumulators);
-  void (*add_exact)(const Side& a, const Side& b, int64_t* accumulators);
+  // accumulators += the tile's sums over a step, which begins at a multiple of BLOCK; `begin`: they are taken as zeros
+  void (*add_chained)(const Side& a, const Side& b, bool begin, float* accumulators);
+  void (*add_exact)(const Side& a, const Side& b, bool begin, int64_t* accumulators);
   // a tile of sums -> rows of results, `stride` apart
   void (*finish_chained)(const float* sums, int exponent, float* out, int64_t stride, Tally& tally);
   void (*finish_int16)(const int64_t* sums, bool narrow, int exponent, int lowest, int16_t* out, int64_t stride,

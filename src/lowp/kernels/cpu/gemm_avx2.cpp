@@ -9,25 +9,26 @@ constexpr int ROWS = 6, COLUMNS = 16;
 
 inline __m256i load(const int32_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 
-// 12 accumulators, 2 registers of B, one broadcast pair of A and one product: the 16 registers there are. Kept out of
-// line, since beside other vector code the accumulators would be spilled.
-__attribute__((noinline, noclone)) void multiply(const int64_t* chains, int64_t count, const int32_t* __restrict a,
-                                                 const int32_t* __restrict b, int32_t* __restrict tops,
-                                                 int32_t* __restrict sums) {
-  __m256i c[ROWS][2];
-  for (auto& row : c) row[0] = row[1] = _mm256_setzero_si256();
+inline void store(int32_t* to, __m256i value) { _mm256_store_si256(reinterpret_cast<__m256i*>(to), value); }
+
+// All chains in 12 accumulators; with 2 registers of B, one broadcast pair of A and one product these are the 16
+// registers there are.
+inline __attribute__((always_inline)) void sum_chains(__m256i c[ROWS][2], const int64_t* chains, int64_t count,
+                                                      const int32_t* a, const int32_t* b, int32_t* tops) {
+  __m256i kept = _mm256_setzero_si256();  // the first chain finds no tops
   for (int64_t chain = 0; chain < count; chain++) {
     if (chain > 0) {
 #pragma GCC unroll 6
       for (int i = 0; i < ROWS; i++) {
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
-          __m256i* top = reinterpret_cast<__m256i*>(tops + i * COLUMNS + 8 * h);
-          _mm256_storeu_si256(top,
-                              _mm256_add_epi32(_mm256_loadu_si256(top), _mm256_srai_epi32(c[i][h], lowp::TOP_SHIFT)));
+          int32_t* top = tops + i * COLUMNS + 8 * h;
+          const __m256i before = _mm256_and_si256(load(top), kept);
+          store(top, _mm256_add_epi32(before, _mm256_srai_epi32(c[i][h], lowp::TOP_SHIFT)));
           c[i][h] = _mm256_and_si256(c[i][h], _mm256_set1_epi32((1 << lowp::TOP_SHIFT) - 1));
         }
       }
+      kept = _mm256_set1_epi32(-1);
     }
     for (int64_t k = 0; k < chains[chain]; k++, a += ROWS, b += COLUMNS) {
       const __m256i left = load(b), right = load(b + 8);
@@ -39,10 +40,52 @@ __attribute__((noinline, noclone)) void multiply(const int64_t* chains, int64_t 
       }
     }
   }
+}
+
+// Kept out of line, since beside other vector code the accumulators would be spilled.
+__attribute__((noinline, noclone)) void multiply(const int64_t* chains, int64_t count, const int32_t* __restrict a,
+                                                 const int32_t* __restrict b, int32_t* __restrict tops,
+                                                 int32_t* __restrict sums) {
+  __m256i c[ROWS][2];
+  for (auto& row : c) row[0] = row[1] = _mm256_setzero_si256();
+  sum_chains(c, chains, count, a, b, tops);
 #pragma GCC unroll 6
   for (int i = 0; i < ROWS; i++) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + i * COLUMNS), c[i][0]);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + i * COLUMNS + 8), c[i][1]);
+    store(sums + i * COLUMNS, c[i][0]);
+    store(sums + i * COLUMNS + 8, c[i][1]);
+  }
+}
+
+// sums + 2^TOP_SHIFT * tops as fp32: exact in fp64, and rounded once
+inline __m256 joined(__m256i sums, __m256i tops) {
+  const __m256d shift = _mm256_set1_pd(1 << lowp::TOP_SHIFT);
+  const __m256d low = _mm256_fmadd_pd(_mm256_cvtepi32_pd(_mm256_castsi256_si128(tops)), shift,
+                                      _mm256_cvtepi32_pd(_mm256_castsi256_si128(sums)));
+  const __m256d high = _mm256_fmadd_pd(_mm256_cvtepi32_pd(_mm256_extracti128_si256(tops, 1)), shift,
+                                       _mm256_cvtepi32_pd(_mm256_extracti128_si256(sums, 1)));
+  return _mm256_set_m128(_mm256_cvtpd_ps(high), _mm256_cvtpd_ps(low));
+}
+
+// What is not kept counts as 0.
+inline void add_to(float* sums, __m256 kept, __m256 sum) {
+  _mm256_store_ps(sums, _mm256_add_ps(_mm256_and_ps(_mm256_load_ps(sums), kept), sum));
+}
+
+__attribute__((noinline, noclone)) void multiply_block(const int64_t* chains, int64_t count,
+                                                       const int32_t* __restrict a, const int32_t* __restrict b,
+                                                       int32_t* __restrict tops, bool begin, float* __restrict sums) {
+  __m256i c[ROWS][2];
+  for (auto& row : c) row[0] = row[1] = _mm256_setzero_si256();
+  sum_chains(c, chains, count, a, b, tops);
+  const __m256 kept = _mm256_castsi256_ps(_mm256_set1_epi32(begin ? 0 : -1));
+  if (count == 1) {
+#pragma GCC unroll 12
+    for (int v = 0; v < 2 * ROWS; v++)
+      add_to(sums + 8 * v, kept, _mm256_cvtepi32_ps(c[v / 2][v % 2]));
+  } else {
+#pragma GCC unroll 12
+    for (int v = 0; v < 2 * ROWS; v++)
+      add_to(sums + 8 * v, kept, joined(c[v / 2][v % 2], load(tops + 8 * v)));
   }
 }
 

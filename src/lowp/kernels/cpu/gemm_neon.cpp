@@ -31,7 +31,7 @@ __attribute__((noinline, noclone)) void multiply(const int64_t* chains, int64_t 
       for (int i = 0; i < ROWS; i++) {
         for (int h = 0; h < 4; h++) {
           int32_t* top = tops + i * COLUMNS + 4 * h;
-          vst1q_s32(top, vsraq_n_s32(vld1q_s32(top), c[i][h], lowp::TOP_SHIFT));
+          vst1q_s32(top, vsraq_n_s32(chain == 1 ? vdupq_n_s32(0) : vld1q_s32(top), c[i][h], lowp::TOP_SHIFT));
           c[i][h] = vandq_s32(c[i][h], vdupq_n_s32((1 << lowp::TOP_SHIFT) - 1));
         }
       }

@@ -1,6 +1,18 @@
-// approximate (gemm_tile.hpp) in plain C++, for instruction sets without products of bytes.
+// multiply_block and approximate (gemm_tile.hpp) in plain C++, for instruction sets without products of bytes.
 
 namespace {
+
+static void multiply_block(const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b, int32_t* tops,
+                           bool begin, float* sums) {
+  alignas(64) int32_t last[ROWS * COLUMNS];
+  multiply(chains, count, a, b, tops, last);
+  for (int t = 0; t < ROWS * COLUMNS; t++) {
+    // |sum| <= 2^38 is exact in fp64, so this rounds once
+    const double top = count == 1 ? 0.0 : static_cast<double>(tops[t]);
+    const float sum = static_cast<float>(top * (1 << lowp::TOP_SHIFT) + static_cast<double>(last[t]));
+    sums[t] = begin ? sum : sums[t] + sum;
+  }
+}
 
 static __attribute__((noinline)) void approximate(int64_t groups, const int32_t* a, const int32_t* b, int32_t* sums) {
   int32_t total[ROWS][COLUMNS] = {};

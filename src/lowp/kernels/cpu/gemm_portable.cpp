@@ -11,7 +11,7 @@ void multiply(const int64_t* chains, int64_t count, const int32_t* a, const int3
   for (int64_t chain = 0; chain < count; chain++) {
     for (int t = 0; chain > 0 && t < ROWS * COLUMNS; t++) {
       uint32_t& sum = total[t / COLUMNS][t % COLUMNS];
-      tops[t] += static_cast<int32_t>(sum) >> lowp::TOP_SHIFT;
+      tops[t] = (chain == 1 ? 0 : tops[t]) + (static_cast<int32_t>(sum) >> lowp::TOP_SHIFT);
       sum &= (uint32_t{1} << lowp::TOP_SHIFT) - 1;
     }
     for (int64_t k = 0; k < chains[chain]; k++, a += ROWS, b += COLUMNS) {

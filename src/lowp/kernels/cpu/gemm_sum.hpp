@@ -16,8 +16,11 @@ static inline void multiply_one(int64_t pairs, const int32_t* a, const int32_t* 
 static __attribute__((noinline)) void add_chains(const int64_t* chains, int64_t count, const int32_t* a,
                                                  const int32_t* b, int64_t* accumulators) {
   alignas(64) int32_t tops[TILE], sums[TILE];
-  std::memset(tops, 0, sizeof tops);
   multiply(chains, count, a, b, tops, sums);
+  if (count == 1) {
+    for (int t = 0; t < TILE; t++) accumulators[t] += sums[t];
+    return;
+  }
   for (int t = 0; t < TILE; t++)
     accumulators[t] += static_cast<int64_t>(tops[t]) * (1 << TOP_SHIFT) + static_cast<int64_t>(sums[t]);
 }
@@ -100,44 +103,45 @@ static __attribute__((noinline)) void add_carefully(const Part& part, int64_t* a
   }
 }
 
-// accumulators += float(the exact sum of each block)
-static void add_chained(const Side& a, const Side& b, float* accumulators) {
-  for (int64_t block = 0; block * BLOCK_PAIRS < a.count; block++) {
-    const int64_t first = block * BLOCK_PAIRS, count = smaller(a.count - first, BLOCK_PAIRS);
-    if (a.bounds[block * BOUNDS] * b.bounds[block * BOUNDS] < SAFE) {
-      alignas(64) int32_t sums[TILE];
-      multiply_one(count, a.pairs + first * ROWS, b.pairs + first * COLUMNS, sums);
-      for (int t = 0; t < TILE; t++) accumulators[t] += static_cast<float>(sums[t]);
-      continue;
+// accumulators += float(the exact sum of each block); with `begin` the accumulators are taken as zeros
+static void add_chained(const Side& a, const Side& b, bool begin, float* accumulators) {
+  alignas(64) int32_t tops[TILE];
+  int64_t first = 0;
+  do {
+    const int64_t block = first / BLOCK_PAIRS, count = smaller(a.count - first, BLOCK_PAIRS);
+    const int32_t *left = a.pairs + first * ROWS, *right = b.pairs + first * COLUMNS;
+    if (count == 0 || a.bounds[block * BOUNDS] * b.bounds[block * BOUNDS] < SAFE) {
+      multiply_block(&count, 1, left, right, tops, begin, accumulators);
+    } else {
+      const Part part(a, b, first, count);
+      int64_t chains[STEP / CHUNK], chain_count;
+      if (cut_chains(part, 0, chains, &chain_count) == part.chunks) {
+        multiply_block(chains, chain_count, left, right, tops, begin, accumulators);
+      } else {
+        alignas(64) int64_t sums[TILE];
+        std::memset(sums, 0, sizeof sums);
+        add_carefully(part, sums);
+        for (int t = 0; t < TILE; t++)
+          accumulators[t] = (begin ? 0.0f : accumulators[t]) + static_cast<float>(narrow_to_double(sums[t]));
+      }
     }
-    const Part part(a, b, first, count);
-    int64_t chains[STEP / CHUNK], chain_count;
-    if (cut_chains(part, 0, chains, &chain_count) == part.chunks) {
-      alignas(64) int32_t tops[TILE], sums[TILE];
-      std::memset(tops, 0, sizeof tops);
-      multiply(chains, chain_count, a.pairs + first * ROWS, b.pairs + first * COLUMNS, tops, sums);
-      // |sum| <= 2^38 is exact in double, so this rounds once, like the conversion of an int32.
-      for (int t = 0; t < TILE; t++)
-        accumulators[t] +=
-            static_cast<float>(static_cast<double>(tops[t]) * (1 << TOP_SHIFT) + static_cast<double>(sums[t]));
-      continue;
-    }
-    alignas(64) int64_t sums[TILE];
-    std::memset(sums, 0, sizeof sums);
-    add_carefully(part, sums);
-    for (int t = 0; t < TILE; t++) accumulators[t] += static_cast<float>(narrow_to_double(sums[t]));
-  }
+    begin = false;
+    first += BLOCK_PAIRS;
+  } while (first < a.count);
 }
 
-// accumulators += the exact sum of the step
-static void add_exact(const Side& a, const Side& b, int64_t* accumulators) {
+// accumulators += the exact sum of the step; with `begin` the accumulators are taken as zeros
+static void add_exact(const Side& a, const Side& b, bool begin, int64_t* accumulators) {
   float total = 0;
   for (int64_t block = 0; block * BLOCK_PAIRS < a.count; block++)
     total += a.bounds[block * BOUNDS] * b.bounds[block * BOUNDS];
-  if (!(total < SAFE)) return add_carefully(Part(a, b, 0, a.count), accumulators);
+  if (!(total < SAFE)) {
+    if (begin) std::memset(accumulators, 0, TILE * sizeof *accumulators);
+    return add_carefully(Part(a, b, 0, a.count), accumulators);
+  }
   alignas(64) int32_t sums[TILE];
   multiply_one(a.count, a.pairs, b.pairs, sums);
-  for (int t = 0; t < TILE; t++) accumulators[t] += sums[t];
+  for (int t = 0; t < TILE; t++) accumulators[t] = (begin ? 0 : accumulators[t]) + sums[t];
 }
 
 }  // namespace

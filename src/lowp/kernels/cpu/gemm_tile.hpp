@@ -2,10 +2,13 @@
 // anonymous namespace, ROWS, COLUMNS and, before it includes this,
 //   void multiply(const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b, int32_t* tops,
 //                 int32_t* sums);
+//   void multiply_block(const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b, int32_t* tops,
+//                       bool begin, float* sums);
 //   void approximate(int64_t groups, const int32_t* a, const int32_t* b, int32_t* sums);
 // multiply runs `count` chains of chains[i] pairs each, one after the other, in int32, modulo 2^32. Between two chains
 // it moves all but the lowest TOP_SHIFT bits of each sum to `tops`, so each chain begins near zero; the result is
-// 2^TOP_SHIFT * tops + sums. One chain leaves `tops` alone; else it is zero on entry. approximate gives the sums of
+// 2^TOP_SHIFT * tops + sums. One chain leaves `tops` alone. There is at least one, and `tops` and `sums` are aligned.
+// multiply_block rounds that result to fp32 and adds it to `sums`, or with `begin` puts it there. approximate gives the sums of
 // products of digits (gemm_digits.hpp) over groups of four elements. Everything here is `static`: nothing compiled for
 // AVX-512 may be merged into other files.
 #include <cstring>
