@@ -18,8 +18,10 @@ def pack(codes: Tensor, format: FloatFormat | IntFormat) -> Tensor:
     bits = format.bits
     if bits in (8, 16, 32, 64):
         return codes
+    codes = codes.reshape(1) if codes.ndim == 0 else codes
+    if 8 % bits == 0 and codes.dtype.itemsize == 1:
+        return _pack_bytes(codes, bits)
     wide = as_integers(codes)
-    wide = wide.reshape(1) if wide.ndim == 0 else wide
     if bits == 1:
         wide = wide >> 1  # -1 -> ...111, +1 -> 0
     single = wide.unsqueeze(-1) >> torch.arange(bits, device=codes.device) & 1
@@ -27,6 +29,19 @@ def pack(codes: Tensor, format: FloatFormat | IntFormat) -> Tensor:
     row = torch.nn.functional.pad(row, (0, -row.shape[-1] % 8))
     row = row.reshape(*row.shape[:-1], row.shape[-1] // 8, 8)
     return (row << torch.arange(8, device=codes.device)).sum(-1).to(torch.uint8)
+
+
+def _pack_bytes(codes: Tensor, bits: int) -> Tensor:
+    """Codes of 1, 2 or 4 bits in bytes, several to a byte."""
+    if bits == 1:
+        codes = codes < 0
+    places = codes.to(torch.uint8) & ((1 << bits) - 1)
+    each = 8 // bits
+    places = torch.nn.functional.pad(places, (0, -places.shape[-1] % each))
+    found = places[..., ::each]
+    for place in range(1, each):
+        found = found | places[..., place::each] << (place * bits)
+    return found
 
 
 def unpack(packed: Tensor, format: FloatFormat | IntFormat, length: int | None = None) -> Tensor:
@@ -37,9 +52,14 @@ def unpack(packed: Tensor, format: FloatFormat | IntFormat, length: int | None =
     bits, length = format.bits, length_of(packed, format, length)
     if bits in (8, 16, 32, 64):
         return packed[..., :length] if packed.ndim else packed
-    single = (packed.to(torch.int64).unsqueeze(-1) >> torch.arange(8, device=packed.device)) & 1
-    row = single.flatten(-2)[..., : length * bits].reshape(*packed.shape[:-1], length, bits)
-    codes = (row << torch.arange(bits, device=packed.device)).sum(-1)
+    if 8 % bits == 0:
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+        single = packed.unsqueeze(-1) >> shifts & ((1 << bits) - 1)
+        codes = single.flatten(-2)[..., :length].to(torch.int64)
+    else:
+        single = (packed.to(torch.int64).unsqueeze(-1) >> torch.arange(8, device=packed.device)) & 1
+        row = single.flatten(-2)[..., : length * bits].reshape(*packed.shape[:-1], length, bits)
+        codes = (row << torch.arange(bits, device=packed.device)).sum(-1)
     if bits == 1:
         return 1 - 2 * codes
     if isinstance(format, IntFormat):

@@ -105,15 +105,22 @@ def encode_scaled(
         payload = packing.pack(payload, format.element) if packed else payload
         return Quantized(payload, kept, cast, outer, None, x.dtype, _packed_length(payload, x, format, packed))
     scales = scaled.choose(x, cast) if scales is None else scales
-    wide = widen(x)
-    element = scaled.elements(wide, cast, scales, _element_cast(module, seed))
-    poisoned = scaled.spread(scales.scale, x.shape, format.scope).isnan()
-    payload = encode(module, torch.where(poisoned, 0.0, element), Cast(format.element), 0, packed)
+    payload = _payload(module, x, cast, scales, seed, packed)
     zero_point = None if scales.zero_point is None else scales.zero_point.to(torch.int32)
     outer = None if scales.outer is None else narrow(scales.outer, torch.float32)
     length = _packed_length(payload, x, format, packed)
     found = Quantized(payload, scaled.keep(scales.scale, format), cast, outer, zero_point, x.dtype, length)
     return found if x.device == device else found.to(device)
+
+
+def _payload(module: ModuleType, x: Tensor, cast: Cast, scales: Scales, seed: Seed, packed: bool) -> Tensor:
+    """Return the codes of the elements; 0 in a group whose scale is NaN."""
+    format, wide, by = scaled.scaled_format(cast), widen(x), scaled.divisor(scales)
+    if module is cpu and scales.zero_point is None and bool((by.isfinite() & (by > 0)).all()):
+        return encode(module, wide / scaled.spread(by, x.shape, format.scope), cast.element_cast, seed, packed)
+    element = scaled.elements(wide, cast, scales, _element_cast(module, seed))
+    poisoned = scaled.spread(scales.scale, x.shape, format.scope).isnan()
+    return encode(module, torch.where(poisoned, 0.0, element), Cast(format.element), 0, packed)
 
 
 def _packed_length(payload: Tensor, x: Tensor, format: ScaledFormat, packed: bool) -> int | None:

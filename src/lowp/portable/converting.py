@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -216,7 +217,9 @@ def _spool(source: Source, names: list[str], job: _Job, spool: Spool) -> tuple[l
             if stored_dtype(job.cast) is None:
                 dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
                 packed[name] = Packed(job.cast, tuple(x.shape), dtype)
+            del parts
         reports.append(_report(name, x, kept, errors, spool.nbytes - before))
+        del x  # before the next one is read
         job.done(name)
     return reports, packed
 
@@ -244,14 +247,15 @@ def _unfit(x: Tensor, cast: Cast, errors: Errors) -> str:
     """What a tensor holds that the format cannot; nothing where all of it fits."""
     element, shared = cast.element, isinstance(cast.format, ScaledFormat)
     floating = isinstance(element, FloatFormat) and not shared
-    nonfinite = int(x.numel() - x.isfinite().sum())
+    low, high = (float(one) for one in torch.aminmax(x))  # NaN where there is one
+    nonfinite = 0 if math.isfinite(low) and math.isfinite(high) else int(x.numel() - x.isfinite().sum())
     nans = int(x.isnan().sum()) if nonfinite else 0
     has_nan = isinstance(element, FloatFormat) and element.has_nan
     has_infinity = isinstance(element, FloatFormat) and element.has_infinity
     if nonfinite and not (floating and (has_nan or not nans) and (has_infinity or nonfinite == nans)):
         return f"holds {nans} NaN and {nonfinite - nans} infinite numbers, which {cast.format} has not"
-    if floating and cast.overflow != "saturate":
-        limit = overflow_limit(element)
+    limit = overflow_limit(element)
+    if floating and cast.overflow != "saturate" and (nonfinite or max(-low, high) >= limit):
         beyond = int((x.isfinite() & (x.double().abs() >= limit)).sum())
         if beyond:
             errors.overflowed = beyond

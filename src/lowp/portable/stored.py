@@ -31,7 +31,7 @@ _DTYPES: dict[Format, torch.dtype] = {
     FORMATS["e4m3fnuz"]: torch.float8_e4m3fnuz,
     FORMATS["e5m2fnuz"]: torch.float8_e5m2fnuz,
 }
-_PIECE = 1 << 20  # elements that are worked on at once
+_PIECE = 1 << 17  # elements that are worked on at once: 1 MiB of fp64, which stays in the cache
 SUFFIXES = {"payload": ".codes", "scale": ".scale", "outer": ".outer", "zero_point": ".zero_point"}
 
 
@@ -85,16 +85,40 @@ class Errors:
         """Root of the mean squared error."""
         return math.sqrt(self.squares / self.elements) if self.elements else 0.0
 
-    def add(self, before: Tensor, after: Tensor, limit: Tensor | float) -> None:
-        """Count a piece; |x| from `limit` on would have been rounded beyond the largest number."""
-        before, after = before.double(), after.double()
-        error = (after - before).abs().nan_to_num(nan=0.0, posinf=0.0)
-        if error.numel():
-            self.largest = max(self.largest, float(error.max()))
-        self.squares += float(error.square().sum())
+    def add(self, before: Tensor, after: Tensor, cast: Cast, limit: Tensor | float) -> None:
+        """Count a piece; |x| from `limit` on, a number or one a group, would have been rounded beyond the largest."""
+        if not before.numel():
+            return
+        error = after - before
+        low, high = (float(one) for one in torch.aminmax(error))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            error = error.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            low, high = (float(one) for one in torch.aminmax(error))
+        self.largest = max(self.largest, -low, high)
+        wide = error.double().reshape(-1)
+        self.squares += float(wide.dot(wide))
         self.elements += error.numel()
-        self.flushed += int(((before != 0) & (after == 0)).sum())
-        self.overflowed += int((before.isfinite() & (before.abs() >= limit)).sum())
+        self.flushed += int(torch.count_nonzero(before)) - int(torch.count_nonzero(after))
+        if not _has_zero(cast.element):
+            self.flushed += int(((before == 0) & (after != 0)).sum())
+        self.overflowed += _overflowed(before, cast, limit)
+
+
+def _has_zero(element: FloatFormat | IntFormat) -> bool:
+    return element.has_zero if isinstance(element, FloatFormat) else element.bits > 1
+
+
+def _overflowed(x: Tensor, cast: Cast, limit: Tensor | float) -> int:
+    """How many finite numbers are at or beyond the limit: first it is asked whether there is one."""
+    if isinstance(limit, Tensor):
+        scope = scaled.scaled_format(cast).scope
+        largest = scaled.fold(x.abs(), scope).amax(-1)
+        if not bool((largest.reshape(limit.shape) >= limit).any()):
+            return 0
+        limit = scaled.spread(limit, x.shape, scope)
+    elif max(map(abs, torch.aminmax(x))) < limit:
+        return 0
+    return int((x.isfinite() & (x.double().abs() >= limit)).sum())
 
 
 def pieces_of(x: Tensor, cast: Cast) -> Iterator[tuple[Tensor, int]]:
@@ -123,9 +147,10 @@ def store(x: Tensor, cast: Cast, seed: int, errors: Errors) -> dict[str, list[Te
         else:
             codes = kernels.encode(wide, cast, seed=seed, offset=offset, packed=True)
             found = _parts(codes)
-            values = _values(codes, cast, tuple(piece.shape), wide.dtype)
-            limit = _limit(codes, cast, tuple(piece.shape))
-        errors.add(wide, values, limit)
+            scale = _scale_of(codes, cast)
+            values = kernels.quantize(wide, cast, seed=seed, offset=offset, scale=scale)
+            limit = _limit(codes, cast)
+        errors.add(wide, values, cast, limit)
         for suffix, part in found.items():
             parts.setdefault(suffix, []).append(part)
     return parts
@@ -157,7 +182,16 @@ def overflow_limit(element: FloatFormat | IntFormat) -> float:
     return math.nextafter(limit, math.inf) if is_even else limit
 
 
-def _limit(codes: Tensor | Quantized, cast: Cast, shape: tuple[int, ...]) -> Tensor | float:
+def _scale_of(codes: Tensor | Quantized, cast: Cast) -> Tensor | tuple[Tensor, Tensor] | None:
+    """The scale that was found, for `quantize` not to look for it again; None where it takes none."""
+    if not isinstance(codes, Quantized) or codes.outer is not None:
+        return None
+    scale = scaled.read(codes.scale, scaled.scaled_format(cast))
+    return scale if codes.zero_point is None else (scale, codes.zero_point)
+
+
+def _limit(codes: Tensor | Quantized, cast: Cast) -> Tensor | float:
+    """`overflow_limit` of the elements, or of every group in the shape of its scale."""
     limit = overflow_limit(cast.element)
     if not isinstance(codes, Quantized):
         return limit
@@ -165,9 +199,7 @@ def _limit(codes: Tensor | Quantized, cast: Cast, shape: tuple[int, ...]) -> Ten
     if format.affine:
         return math.inf  # its range is that of the numbers
     scale = scaled.read(codes.scale, format)
-    if codes.outer is not None:
-        scale = scale * codes.outer.double()
-    return scaled.spread(scale, torch.Size(shape), format.scope) * limit
+    return (scale if codes.outer is None else scale * codes.outer.double()) * limit
 
 
 # -- and back ---------------------------------------------------------------------------------------------------------
