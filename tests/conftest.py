@@ -34,12 +34,16 @@ class Result(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def no_mode_is_left_behind() -> Iterator[None]:
-    """Fail a test that leaves a mode of torch's on the stack, where it would serve all tests after it."""
+    """Fail a test that leaves a mode of torch's on the stack, and take it off, so that no test after it runs in it."""
     yield
     torch = sys.modules.get("torch")
     if torch is not None:
-        assert torch._C._len_torch_function_stack() == 0
-        assert torch._C._len_torch_dispatch_stack() == 0
+        left = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+        for _ in range(left[0]):
+            torch._C._pop_torch_function_stack()
+        for _ in range(left[1]):
+            torch._C._pop_torch_dispatch_stack()
+        assert left == (0, 0)
 
 
 @pytest.fixture(scope="module", autouse=True)

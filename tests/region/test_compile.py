@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
+from lowp.ops import casting
 from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS
-from lowp.region import autocast
+from lowp.region import autocast, context
 
 # one dtype of torch's own and one that is emulated; compiling takes seconds
 TRIED = ("fp16", "e4m3fn")
@@ -37,6 +38,19 @@ def test_a_region_around_a_compiled_model(model: Net, precision: str) -> None:
         assert (a - b).abs().max() <= 2**-6 * b.abs().max()
     assert compiled(x).dtype is torch.float32  # and outside it is itself again
     assert torch.equal(compiled(x), plain(x))
+
+
+@compiles
+def test_compiled_products_on_the_cpu_of_a_machine_with_an_accelerator_are_not_left_to_torch_autocast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(casting, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(context, "_present", lambda: ("cpu", "cuda"))
+    layer, x = nn.Linear(64, 64, bias=False), torch.randn(3, 64)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with autocast("fp16"):
+        assert torch.equal(compiled(x), layer(x))
 
 
 @compiles

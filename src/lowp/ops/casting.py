@@ -7,8 +7,8 @@ a contraction, whose carrier is the smallest torch dtype that holds the format: 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -21,7 +21,7 @@ from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, ScaledFormat, Specials
 from lowp.kernels.functions import quantize_finite
 
-__all__ = ["Operand", "carried", "carrier_dtype", "operand", "rounded", "shield", "with_tangents"]
+__all__ = ["Operand", "carried", "carrier_dtype", "operand", "rounded", "shield", "with_tangents", "without_autocast"]
 
 _Answer = TypeVar("_Answer")
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -359,9 +359,19 @@ def functorch_is_active() -> bool:
 
 def shield() -> AbstractContextManager[object]:
     """Keep function modes and torch.autocast away from what runs inside: a backward may be called within a region."""
-    if torch.compiler.is_compiling():
-        return torch.autocast(accelerator() or "cpu", enabled=False)
-    return _Shield()
+    return without_autocast() if torch.compiler.is_compiling() else _Shield()
+
+
+def without_autocast() -> AbstractContextManager[object]:
+    """Switch torch.autocast off where torch.compile traces, on the CPU and on the accelerator that is here."""
+    kind = accelerator()
+    return torch.autocast("cpu", enabled=False) if kind is None else _without_autocast(kind)
+
+
+@contextmanager
+def _without_autocast(kind: str) -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False), torch.autocast(kind, enabled=False):
+        yield
 
 
 class _Shield:

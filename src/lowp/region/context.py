@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lowp import presets
+from lowp.compat import accelerator
 from lowp.errors import InvalidInput, Unavailable
 from lowp.exponents import SharedExponents, Spots
 from lowp.ops import table
@@ -25,7 +26,7 @@ from lowp.region.decorated import decorated
 from lowp.region.engine import Engine
 from lowp.region.entries import Entry
 from lowp.region.frames import suspendable
-from lowp.region.leaving import Leaving
+from lowp.region.leaving import Leaving, exit_of
 from lowp.region.paths import ModulePath
 from lowp.region.report import Report
 from lowp.region.rulebook import Rulebook
@@ -141,7 +142,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
     # -- entering and leaving -------------------------------------------------------------------------------------
 
     def __enter__(self) -> autocast:
-        entry = Entry(self, suspendable(1))
+        entry = Entry(self, suspendable(1), exit=exit_of(self))
         try:
             self._begin(entry, None)
             return self
@@ -222,7 +223,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
             self._complain()
             self._tell_unrounded()
 
-    __exit__: Any = Leaving(entries.find, _undo, _tell)
+    __exit__: Any = Leaving(entries.find, _undo, _tell, entries.abandoned)
 
     @property
     def _runs(self) -> bool:
@@ -312,14 +313,16 @@ class _GoingOn:
         self._region, self._path, self._spots = region, path, spots
 
     def __enter__(self) -> None:
-        entry = Entry(self._region)
+        entry = Entry(self._region, exit=exit_of(self))
         try:
             self._region._begin(entry, self._path, self._spots)
         except BaseException:
             self._region._undo(entry)
             raise
 
-    __exit__: Any = Leaving(lambda context: entries.find(context._region), autocast._undo, lambda context, entry: None)
+    __exit__: Any = Leaving(
+        lambda context: entries.find(context._region), autocast._undo, lambda context, entry: None, entries.abandoned
+    )
 
 
 def _again(preset: Preset, is_users: bool, enabled: bool, strict: bool) -> autocast:
@@ -345,5 +348,5 @@ def _check(policy: Policy) -> None:
 @cache
 def _present() -> tuple[str, ...]:
     """Return the devices on which ops can run here."""
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    kind = accelerator()
+    return ("cpu",) if kind is None else ("cpu", kind)

@@ -22,7 +22,7 @@ from lowp.errors import Unavailable
 from lowp.exponents import SharedExponents
 from lowp.ops import table
 from lowp.ops.call import Call
-from lowp.ops.casting import draw_seed, functorch_is_active, is_jit_tracing
+from lowp.ops.casting import draw_seed, functorch_is_active, is_jit_tracing, without_autocast
 from lowp.ops.generic import has_irregular
 from lowp.ops.observed import observed
 from lowp.ops.observing import Observer, Watch, everywhere
@@ -122,7 +122,7 @@ class Engine(TorchFunctionMode):
         if kept.way is not None and (device := device_of(kept.way, args, kwargs)) is not None:
             with torch.autocast(device, self.dtype, cache_enabled=False):
                 return func(*args, **kwargs)
-        with torch.autocast(self.devices[-1], enabled=False):
+        with without_autocast():
             if kept.run is None:
                 return func(*args, **kwargs)
             return kept.run(Call(kept.row.name, func, args, kwargs, kept.rule or _NO_RULE))

@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any, cast
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from lowp.compat import accelerator, constant_when_compiled, private
 from lowp.errors import Misuse
@@ -20,6 +19,7 @@ from lowp.region.frames import is_coroutine, is_suspended
 
 __all__ = [
     "Entry",
+    "abandoned",
     "autocast_state",
     "current",
     "dispatch_modes",
@@ -59,7 +59,8 @@ class Entry:
     is_parked: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
     audit: Any = None
-    hooks: list[RemovableHandle] = field(default_factory=list)  # of modules
+    follows: bool = False  # modules, by hooks
+    exit: object = None  # of the `with` that made it
 
     @property
     def is_elsewhere(self) -> bool:
@@ -96,6 +97,11 @@ def find(region: object) -> Entry:
     if found is None:
         raise Misuse(f"{region!r} was left in a thread or task that has not entered it, or was left twice")
     return found
+
+
+def abandoned(exit: object) -> Entry | None:
+    """Return the entry of this thread that a ``with`` has made whose exit this is; None where it has made none."""
+    return next((one for one in _local.entries if one.exit is exit), None)
 
 
 def remove(entry: Entry) -> None:
@@ -153,7 +159,7 @@ def current() -> Entry | None:
 
 def following() -> Entry | None:
     """Return the innermost entry of what runs now that follows modules."""
-    return next((one for one in reversed(_local.entries) if one.hooks and not one.is_elsewhere), None)
+    return next((one for one in reversed(_local.entries) if one.follows and not one.is_elsewhere), None)
 
 
 # -- coroutines and generators ------------------------------------------------------------------------------------

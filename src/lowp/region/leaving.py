@@ -3,19 +3,41 @@
 Python answers signals at the first instruction of every function, before any of its own ``try``. An ``__exit__`` in
 Python that is interrupted there has done nothing, and what it was to leave stays in force. Here ``with`` is given a
 method in C, which goes on with a generator that already stands in its ``try``.
+
+Python 3.10 also answers signals just before it calls the `__exit__` of a block that an exception leaves, and then never
+calls it. The method is forgotten, though, and the generator, which is closed by that, leaves what the block entered.
 """
 
 from __future__ import annotations
 
 import io
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Leaving"]
+__all__ = ["Leaving", "exit_of"]
 
 _Entered = TypeVar("_Entered")
 _Exit = Callable[[Any, Any, Any], None]
+
+
+class _Latest(threading.local):
+    """The latest exit that this thread has made: the identity of its context, and its marks."""
+
+    made: tuple[int, object] = (0, None)
+
+
+_latest = _Latest()
+
+
+def exit_of(context: object) -> object:
+    """Return what stands for the exit of the ``with`` that enters a context now; None where there is no ``with``.
+
+    It looks up `__exit__` just before it calls `__enter__`.
+    """
+    (identity, marks), _latest.made = _latest.made, (0, None)
+    return marks if identity == id(context) else None
 
 
 class _Block(io.RawIOBase):
@@ -27,7 +49,8 @@ class _Block(io.RawIOBase):
 class Leaving(Generic[_Entered]):
     """The `__exit__` of a class: `undo` leaves what `find` finds, `told` is called afterwards unless an error leaves.
 
-    `undo` may be called twice. None of them gets the error.
+    `abandoned` returns what was entered with an exit (of `exit_of`) that is forgotten uncalled, or None. `undo` may be
+    called twice. None of them gets the error.
     """
 
     def __init__(
@@ -35,8 +58,9 @@ class Leaving(Generic[_Entered]):
         find: Callable[[Any], _Entered],
         undo: Callable[[_Entered], None],
         told: Callable[[Any, _Entered], None],
+        abandoned: Callable[[object], _Entered | None],
     ) -> None:
-        self._find, self._undo, self._told = find, undo, told
+        self._find, self._undo, self._told, self._abandoned = find, undo, told, abandoned
 
     def __get__(self, context: Any, owner: type) -> Any:
         """Return what ``with`` calls at its end; of the class itself, a function."""
@@ -56,6 +80,7 @@ class Leaving(Generic[_Entered]):
         steps = self._steps(context, is_clean, marks)
         next(steps)
         marks.append("entered")
+        _latest.made = id(context), marks
         return steps
 
     def _steps(self, context: Any, is_clean: bool | None, marks: list[str]) -> Iterator[None]:
@@ -65,6 +90,9 @@ class Leaving(Generic[_Entered]):
             entered = self._find(context)
             self._undo(entered)
         except GeneratorExit:  # nobody came to leave
+            entered = self._abandoned(marks)
+            if entered is not None:
+                self._undo(entered)
             return
         except BaseException:
             if marks:

@@ -32,6 +32,10 @@ _EnableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private(
 
 __all__ = ["Repeats", "bound", "follow_modules", "install", "unfollow_modules"]
 
+_pre_hooks = cast(dict[int, Any], private("torch.nn.modules.module._global_forward_pre_hooks"))
+_hooks = cast(dict[int, Any], private("torch.nn.modules.module._global_forward_hooks"))
+_hooks_always_called = cast(dict[int, bool], private("torch.nn.modules.module._global_forward_hooks_always_called"))
+
 
 # -- module paths -------------------------------------------------------------------------------------------------
 
@@ -54,15 +58,24 @@ def follow_modules(entry: Entry) -> None:
     # of hooks that are called for a compiled module's wrapper, too: wrappers are transparent to paths
     if _OF_WRAPPERS not in warnings.filters:
         warnings.filterwarnings("ignore", message=_OF_WRAPPERS[1].pattern, category=UserWarning)
-    entry.hooks.append(register_module_forward_pre_hook(partial(_enter_module, entry)))
-    entry.hooks.append(register_module_forward_hook(partial(_leave_module, entry), always_call=True))
+    entry.follows = True  # first: what a signal interrupts below is looked for as well
+    register_module_forward_pre_hook(partial(_enter_module, entry))
+    register_module_forward_hook(partial(_leave_module, entry), always_call=True)
 
 
 def unfollow_modules(entry: Entry) -> None:
-    """End to tell an entry where in the model it is; to end what has not begun changes nothing."""
-    while entry.hooks:
-        entry.hooks[-1].remove()  # first, so that one that a signal interrupts is removed again
-        entry.hooks.pop()
+    """End to tell an entry where in the model it is; to end what has not begun changes nothing.
+
+    The hooks are looked for where torch has them: a signal may have come before their handles were known.
+    """
+    if not entry.follows:
+        return
+    for hooks in (_pre_hooks, _hooks):
+        for number, hook in list(hooks.items()):
+            if isinstance(hook, partial) and hook.args[:1] and hook.args[0] is entry:
+                _hooks_always_called.pop(number, None)
+                hooks.pop(number, None)
+    entry.follows = False
 
 
 def _engine_behind(hooked: Entry) -> Engine | None:
