@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lowp
 from lowp import kernels
-from lowp.ops import contraction, short
+from lowp.ops import short
 from lowp.policy import Policy, Rule
 
 SHAPES = {
@@ -54,10 +54,11 @@ def test_both_ways_give_the_same_bits(
 ) -> None:
     given = tensors(SHAPES[shape], dtype)
     taken = []
-    monkeypatch.setattr(contraction, "short_linear", lambda call: taken.append(short.short_linear(call)) or taken[-1])
+    short_linear = short.short_linear
+    monkeypatch.setattr(short, "short_linear", lambda *given: taken.append(short_linear(*given)) or taken[-1])
     fast = results(lowp.autocast(precision), given, twice)
     assert taken and all(one is not None for one in taken)
-    monkeypatch.setattr(contraction, "short_linear", lambda call: None)
+    monkeypatch.setattr(short, "short_linear", lambda *given: None)
     slow = results(lowp.autocast(precision), given, twice)
     for one, other in zip(fast, slow, strict=True):
         assert one.dtype is other.dtype and torch.equal(one, other)
@@ -68,7 +69,7 @@ def test_both_ways_are_one_implementation(way: str, monkeypatch: pytest.MonkeyPa
     given = tensors(((5, 300), (3, 300)), torch.float32)
     with kernels.use(way):
         fast = results(lowp.autocast("bf16"), given, False)
-        monkeypatch.setattr(contraction, "short_linear", lambda call: None)
+        monkeypatch.setattr(short, "short_linear", lambda *given: None)
         slow = results(lowp.autocast("bf16"), given, False)
     assert all(torch.equal(one, other) for one, other in zip(fast, slow, strict=True))
 
@@ -96,10 +97,11 @@ ASKED = {
 @pytest.mark.parametrize("asked", ASKED)
 def test_what_else_is_asked_for_goes_the_long_way(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, taken = tensors(SHAPES["matrix"], torch.float32), []
-    monkeypatch.setattr(contraction, "short_linear", lambda call: taken.append(short.short_linear(call)))
+    short_linear = short.short_linear
+    monkeypatch.setattr(short, "short_linear", lambda *given: taken.append(short_linear(*given)))
     with ASKED[asked]():
         F.linear(*given)  # type: ignore[arg-type]
-    assert taken == [None]
+    assert taken in ([], [None])
 
 
 def test_plans_of_rules_that_are_gone_are_not_taken_for_others() -> None:

@@ -18,8 +18,8 @@ from lowp.kernels import cpu
 ROOT = str(Path(lowp.__file__).parent)
 # of a linear layer without gradient, with it, and of its backward; a tenth above what they are
 MOST = {
-    "fp16": (41, 35, 57),
-    "bf16": (41, 35, 57),
+    "fp16": (39, 33, 51),
+    "bf16": (39, 33, 51),
     "e5m7": (133, 90, 108),
     "fp8": (164, 82, 122),
     "dfp16": (104, 112, 119),

@@ -41,6 +41,7 @@ __all__ = [
     "contract_mantissas",
     "contract_packed",
     "contract_sixteen_bits",
+    "gradients_sixteen_bits",
     "is_native",
     "is_torchs_own",
     "ready_operand",
@@ -136,19 +137,44 @@ def contract(
 
 
 def contract_sixteen_bits(form: Any, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return what `contract` does of a product summed in fp32, rounded to the dtype of `left`, fp16 or bf16.
+    """Return what `contract` does of two operands in fp16 or in bf16: summed in fp32, rounded to their dtype.
 
-    The same choice with nothing left to look up: for callers that know the rule, where a microsecond counts. `right`
-    has the same values in the same dtype, or is what `ready_operand` made of it.
+    The same choice with nothing left to look up: for callers that know the rule, where a microsecond counts.
     """
-    way, dtype = forced(), left.dtype
-    if (left.is_cuda if way is None else way == "native") and right.dtype is dtype:
-        return _in_dtype(form, slot, (left, right), bias, dtype)
-    if way == "reference":
-        return _in_dtype(form, slot, (left, right), bias, torch.float64).float().to(dtype)
-    bias = None if bias is None else bias.float()
-    result: Tensor = form.product(slot, left.float(), right.float(), bias).to(dtype)
-    return result
+    dtype = _sixteen_bits_run_in(left)
+    if dtype is torch.float32:
+        bias = None if bias is None else bias.float()
+        result: Tensor = form.product(slot, left.float(), right.float(), bias)
+    else:
+        bias = None if bias is None else bias.to(dtype)
+        result = form.product(slot, left.to(dtype), right.to(dtype), bias)
+        result = result.float() if dtype is torch.float64 else result
+    return result.to(left.dtype)
+
+
+def gradients_sixteen_bits(
+    form: Any, operands: tuple[Tensor | None, Tensor | None], gradient: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Return the gradients of both operands of such a product, and the gradient of its result in fp32.
+
+    The gradient of one operand is the product with the other; where that is None, so is the gradient.
+    """
+    dtype, own = _sixteen_bits_run_in(gradient), gradient.dtype
+    wide, (first, second) = gradient.float(), operands
+    incoming = wide if dtype is torch.float32 else gradient.to(dtype)
+    of_first = None if second is None else form.product(0, second.to(dtype), incoming)
+    of_second = None if first is None else form.product(1, first.to(dtype), incoming)
+    if dtype is torch.float64:
+        of_first, of_second = (None if one is None else one.float() for one in (of_first, of_second))
+    return None if of_first is None else of_first.to(own), None if of_second is None else of_second.to(own), wide
+
+
+def _sixteen_bits_run_in(x: Tensor) -> torch.dtype:
+    """Return the dtype that products of 16-bit operands are made in where x lies."""
+    way = forced()
+    if x.is_cuda if way is None else way == "native":
+        return x.dtype
+    return torch.float64 if way == "reference" else torch.float32
 
 
 def contract_mantissas(

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from lowp.ops.call import Call
-from lowp.ops.eight_bits import linear_in_fp8
 from lowp.ops.equations import Equation, parse_einsum, parse_tensordot
 from lowp.ops.generic import has_irregular, irregular
 from lowp.ops.observing import role_of
 from lowp.ops.products import contract
-from lowp.ops.short import short_linear
 from lowp.ops.signature import Mismatch, bound, check, plain, require, without_out, written
 from lowp.ops.trilinear import Einsum, Linear
 
@@ -48,8 +46,6 @@ def runner(run: Callable[[Call], Any]) -> Runner:
 @runner
 def linear(call: Call) -> Tensor:
     """F.linear(input, weight, bias=None)."""
-    if (short := short_linear(call)) is not None or (short := linear_in_fp8(call)) is not None:
-        return short
     x, weight, bias = bound(call, "input", "weight", bias=None)
     check(x, weight, bias)
     require(1 <= weight.dim() <= 2 and x.dim() >= 1 and x.shape[-1] == weight.shape[-1])

@@ -19,7 +19,7 @@ from lowp.ops.products import gradients_of_linear
 from lowp.ops.trilinear import Linear
 from lowp.policy import Rule
 
-__all__ = ["linear_in_fp8"]
+__all__ = ["is_fp8", "linear_in_fp8"]
 
 _E5M2 = "e5m2"
 
@@ -28,7 +28,7 @@ def linear_in_fp8(call: Call) -> Tensor | None:
     """Return F.linear(input, weight, bias) under a rule of fp8; None where it has to go the long way."""
     if call.kwargs or not 2 <= len(call.args) <= 3 or functorch_is_active():
         return None
-    if not isinstance(call.args[0], Tensor) or not multiplies_fp8(call.args[0]) or not _is_fp8(call.rule):
+    if not isinstance(call.args[0], Tensor) or not multiplies_fp8(call.args[0]):
         return None
     if call.site is not None or call.watch is not None or call.roles is not None:
         return None
@@ -44,7 +44,7 @@ def linear_in_fp8(call: Call) -> Tensor | None:
     return cast(Tensor, _EightBits.apply(x, weight, bias, call.rule))  # type: ignore[no-untyped-call]
 
 
-def _is_fp8(rule: Rule) -> bool:
+def is_fp8(rule: Rule) -> bool:
     """Whether a rule casts all operands to fp8 and writes fp32; products of two e5m2 are none of torch's."""
     operands = (rule.input, rule.weight, rule.grad)
     if rule.output is not None or not all(is_eight_bits(one) for one in operands):

@@ -142,7 +142,7 @@ def refused(call: Call) -> Any:
 
 def linear_cross_entropy(call: Call) -> Any:
     """F.linear_cross_entropy: the linear layer under the rule, the loss in fp32."""
-    from lowp.ops import contraction
+    from lowp.ops import short
 
     kwargs = dict(call.kwargs)
     names = ("input", "linear_weight", "target")
@@ -153,7 +153,7 @@ def linear_cross_entropy(call: Call) -> Any:
     if values.get("ignore_index", 0) is None:
         values.pop("ignore_index")
     linear = call.inner(F.linear, operands)
-    return F.cross_entropy(contraction.linear(linear).float(), target, **values)
+    return F.cross_entropy(short.linear(linear).float(), target, **values)
 
 
 # -- how they run -------------------------------------------------------------------------------------------------

@@ -1,38 +1,61 @@
 """The short way of a linear layer whose operands and result a rule rounds to one 16-bit dtype.
 
 It computes what `products.contract` does, bit for bit, with no description of the casts: what can be decided of a rule
-is decided once, and `kernels.products.contract_sixteen_bits` chooses how the product runs. Everything else, higher
-derivatives included, goes the long way.
+is decided once, when a region plans the op, and `kernels.products.contract_sixteen_bits` chooses how the product runs.
+Everything else, higher derivatives included, goes the long way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lowp.compat import remembered_by_identity
-from lowp.kernels.products import contract_sixteen_bits, ready_operand
+from lowp.kernels.products import contract_sixteen_bits, gradients_sixteen_bits
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import functorch_is_active, native_dtype, shield
+from lowp.ops.contraction import linear as long_linear
+from lowp.ops.eight_bits import is_fp8, linear_in_fp8
 from lowp.ops.products import gradients_of_linear
-from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Linear
+from lowp.ops.trilinear import OUTPUT, Linear
 from lowp.policy import Rule
 
-__all__ = ["one_dtype", "short_linear"]
+__all__ = ["linear", "one_dtype", "short_linear", "under"]
+
+Runner = Callable[[Call], Any]
 
 _PLAIN = (Tensor, nn.Parameter)
 _CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _ANY = Linear((), ())  # the product of the output asks for no shapes
 
 
-def short_linear(call: Call) -> Tensor | None:
-    """Return F.linear(input, weight, bias) under a rule; None where it has to go the long way."""
+@remembered_by_identity
+def under(rule: Rule) -> Runner | None:
+    """Return the runner of F.linear that takes a short way under a rule, in 16 bits or fp8; None for other rules."""
+    dtype = one_dtype(rule)
+    if dtype is None and not is_fp8(rule):
+        return None
+
+    def run(call: Call) -> Any:
+        result = linear_in_fp8(call) if dtype is None else short_linear(dtype, call)
+        return long_linear(call) if result is None else result
+
+    return run
+
+
+def linear(call: Call) -> Tensor:
+    """F.linear(input, weight, bias=None) as a part of another op: the shortest way under the call's rule."""
+    return cast(Tensor, (under(call.rule) or long_linear)(call))
+
+
+def short_linear(dtype: torch.dtype, call: Call) -> Tensor | None:
+    """Return F.linear(input, weight, bias) in a 16-bit dtype; None where it has to go the long way."""
     if functorch_is_active() or call.kwargs or not 2 <= len(call.args) <= 3:
         return None
-    dtype = one_dtype(call.rule)
-    if dtype is None or call.site is not None or call.watch is not None or call.roles is not None:
+    if call.site is not None or call.watch is not None or call.roles is not None:
         return None
     x, weight, *rest = call.args
     bias = rest[0] if rest else None
@@ -48,7 +71,6 @@ def short_linear(call: Call) -> Tensor | None:
     return contract_sixteen_bits(_ANY, OUTPUT, value, factor, bias)
 
 
-@remembered_by_identity
 def one_dtype(rule: Rule) -> torch.dtype | None:
     """Return the one 16-bit dtype that a rule rounds a product to; None where it does something else."""
     casts = [rule.input, rule.weight, rule.output, rule.output if rule.grad is None else rule.grad]
@@ -81,10 +103,6 @@ class _Short(torch.autograd.Function):
             if torch.is_grad_enabled() or functorch_is_active():
                 casts, needs = RoleCasts(ctx.rule, ctx.rule.accumulate), (needs_x, needs_weight, needs_bias)
                 return *gradients_of_linear(form, casts, needs, ctx.bias_dtype, gradient, (x, weight)), None
-            incoming, dtype = ready_operand(gradient), gradient.dtype
-            return (
-                contract_sixteen_bits(form, FIRST, weight, incoming) if needs_x else None,
-                contract_sixteen_bits(form, SECOND, x, incoming) if needs_weight else None,
-                form.bias_gradient(incoming.float()).to(dtype).to(ctx.bias_dtype) if needs_bias else None,
-                None,
-            )
+            of_x, of_weight, wide = gradients_sixteen_bits(form, (x, weight), gradient)
+            of_bias = form.bias_gradient(wide).to(gradient.dtype).to(ctx.bias_dtype) if needs_bias else None
+            return of_x, of_weight, of_bias, None

@@ -53,9 +53,11 @@ class Row:
         return self.op_class == "contraction"
 
     def run(self, rule: Rule | None) -> Callable[[Call], Any]:
-        """Return the runner for calls under a rule."""
+        """Return the runner for calls under a rule: a shorter one where the rule has it."""
         takes_casts = rule is not None and not rule.is_empty
-        return runner(self.product if self.product and takes_casts else self.runner)
+        spelled = self.product if self.product and takes_casts else self.runner
+        shorter = runner(_SHORTER[spelled])(rule) if takes_casts and spelled in _SHORTER else None
+        return shorter or runner(spelled)
 
 
 @cache
@@ -92,6 +94,8 @@ _CONTRACTIONS = {
         "miopen_depthwise_convolution miopen_rnn"
     ),
 }
+# runner -> what finds a shorter one under a rule
+_SHORTER = {"contraction:linear": "short:under"}
 # the tensors that come first, where they are not input and weight; other weights are told by being parameters
 _OPERANDS = {
     "contraction:added": "bias input weight",
@@ -221,10 +225,7 @@ def _lowp_1() -> dict[str, Row]:
     wide = [*_bare(cuda["fp32"]), *_bare(cuda["fp32_set_opt_dtype"]), *_bare(cuda["fp32_append_dtype"])]
     rows = [
         *(Row(name, "wide", "generic:wide", source=listed) for name in wide),
-        *(
-            Row(name, "wide", "generic:wide", source="no 16-bit kernel, or a composite of such")
-            for name in _WIDE.split()
-        ),
+        *(Row(name, "wide", "generic:wide", source="no 16-bit kernel, or made of such") for name in _WIDE.split()),
         *(Row(name, "promote", "generic:promote", source=listed) for name in _bare(cuda["promote"])),
         *(Row(name, "promote", "generic:promote", source="promotes") for name in _PROMOTE.split()),
         *(
@@ -320,18 +321,7 @@ _STRUCTURAL = frozenset(
     """.split()
 )
 _STRUCTURAL_SUFFIXES = ("_copy", "_scatter", "_inverse", "_like")
-_STRUCTURAL_PREFIXES = (
-    "_",
-    "is_",
-    "sparse_",
-    "quantize",
-    "quantized_",
-    "fbgemm_",
-    "sym_",
-    "to_",
-    "choose_qparams",
-    "fake_quantize",
-)
+_STRUCTURAL_PREFIXES = tuple("_ is_ sparse_ quantize fbgemm_ sym_ to_ choose_qparams fake_quantize".split())
 _STRUCTURAL_MODULES = ("torch.distributed", "torch.nn.init")
 
 
