@@ -19,7 +19,7 @@ from lowp.grad_scaler.first_scale import first_scale
 from lowp.grad_scaler.misplaced import expect_step, step_comes
 from lowp.ops.int16.flexpoint import is_flexpoint
 from lowp.optim.flex import FlexWeights
-from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters
+from lowp.optim.preparing import FlexStorage, MasterStorage, agree_on_masters, check_masters
 from lowp.optim.shards import is_fully_sharded
 from lowp.optim.storage import Storage, check_seed
 from lowp.policy import Accumulation, Policy, Rule
@@ -70,22 +70,7 @@ class Precision:
             preset = replace(preset, masters=masters if isinstance(masters, Masters) else Masters(masters))
         if accumulate is not None:
             preset = replace(preset, policy=_accumulating(preset.policy, Accumulation.parse(accumulate)))
-        if is_flexpoint(preset.policy.parameters) and preset.masters.kind != "none":
-            raise InvalidInput(
-                f"masters={preset.masters}: in {preset.policy.parameters} weights and updates have their "
-                "own exponents and no masters: omit masters, or use dfp16, whose parameters are fp32"
-            )
-        if preset.masters.kind != "none" and preset.policy.parameters is None:
-            raise InvalidInput(
-                f"masters={preset.masters} keeps the fp32 value of parameters in few bits, but {preset.name} "
-                f"leaves the "
-                f"parameters in fp32: use {_stored(preset)}, or a policy with parameters="
-            )
-        if preset.masters.kind == "split" and str(preset.policy.parameters) != "bf16":
-            raise InvalidInput(
-                f"masters=split needs parameters in bf16, but {preset.name} stores parameters in "
-                f"{preset.policy.parameters}: use bf16-storage, or masters='fp32'"
-            )
+        check_masters(preset)
         check_seed(seed)
         self.preset = preset
         self.policy = preset.policy
@@ -383,14 +368,6 @@ class Precision:
         if scale.kind == "none":
             return GradScaler(device, enabled=False, patience=_PATIENCE)
         return GradScaler(device, loss_scale=scale)
-
-
-def _stored(preset: Preset) -> str:
-    """The preset that stores parameters in few bits and takes these masters, of the same format if there is one."""
-    if preset.masters.kind == "split":
-        return "bf16-storage"
-    name = f"{preset.name}-storage"
-    return name if name in presets.PRESETS else "fp16-storage or bf16-storage"
 
 
 def _accumulating(policy: Policy, accumulate: Accumulation) -> Policy:

@@ -92,7 +92,7 @@ def library_functions() -> object:
         cpu.random_words(3, 5, 7),
         cpu.random_block(3, (1, 2, 3, 4)),
         mantissas.to_int16(X, -13, True, Rounding.NEAREST_EVEN, 0, old),
-        mantissas.grid(X, lowest=True),
+        cpu.grid(X, lowest=True),
         mantissas.exact_int16(X.round(), 0, old),
         mantissas.is_int16(X, old, 0, mantissas.Rows(1, X.numel(), X.numel())),
         mantissas.rounds_to_int16(X, old, -13, mantissas.Rows(1, X.numel(), X.numel()), True),

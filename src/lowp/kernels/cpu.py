@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import platform
+import struct
 import warnings
 from ctypes import byref, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
@@ -34,6 +35,7 @@ CARRIERS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16
 _ROUNDINGS = {mode: number for number, mode in enumerate(Rounding)}
 _OVERFLOWS = {overflow: number for number, overflow in enumerate(Overflow)}
 _FLOAT, _INTEGER, _BINARY = 0, 1, 2
+_FP32, _WORD = struct.Struct("=f"), struct.Struct("=I")
 
 
 class _Cast(ctypes.Structure):
@@ -331,6 +333,24 @@ def random_block(seed: int, counter: tuple[int, int, int, int]) -> list[int]:
     words = (c_uint32 * 4)()
     loaded().lowp_random_block(seed & MASK, (c_uint32 * 4)(*counter), words)
     return list(words)
+
+
+def grid(x: Tensor, lowest: bool) -> tuple[float, int | None]:
+    """Return the largest |x| of an fp32 tensor, and with `lowest` the exponent of the lowest bit that is set in it.
+
+    The largest is infinite or NaN if one is. Bits below 2**-126 count as 2**-127; zeros have none, nor have tensors
+    whose lowest bit was not asked for. The search for it ends where the bits are seen not to fit a mantissa of 16: then
+    neither is final.
+    """
+    found = (c_int64 * 2)()
+    loaded().lowp_grid(address(x), x.numel(), lowest, threads(), found)
+    return fp32_of(found[0]), None if found[1] == 1000 else found[1] - 127
+
+
+def fp32_of(bits: int) -> float:
+    """Return the number of fp32 that 32 bits are."""
+    (number,) = _FP32.unpack(_WORD.pack(bits))
+    return float(number)
 
 
 def loaded() -> ctypes.CDLL:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 from array import array
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
 from lowp.kernels import bitwise, cpu
 from lowp.kernels.dispatch import uses_library
 
-_FP32, _WORD = struct.Struct("=f"), struct.Struct("=I")
 _WIDE = IntFormat("wide", 32)  # rounds without saturating what int16 still has to be seen to saturate
 
 
@@ -78,7 +76,7 @@ def _current_exponent(x: Tensor, cast: Cast, direct: bool) -> int | None:
     if x.numel() == 0:
         return 0
     if direct:
-        maximum, _ = grid(x, lowest=False)
+        maximum, _ = cpu.grid(x, lowest=False)
     else:
         low, high = torch.aminmax(x)  # one pass; a norm takes many times as long
         maximum = float(torch.maximum(low.abs(), high.abs()))
@@ -127,7 +125,7 @@ def exact_exponent(x: Tensor, cast: Cast) -> int | None:
         payload, seen = _converted(readable(x), plain, exponent, 0, x.is_cpu and uses_library())
         same = seen.mantissa <= 32767 and torch.equal(values(payload, exponent).to(x.dtype), x)
         return exponent if same else None
-    maximum, lowest = grid(x, lowest=True)
+    maximum, lowest = cpu.grid(x, lowest=True)
     exponent = exponent_of(maximum, plain)
     if exponent is None or lowest is None:
         return exponent
@@ -275,20 +273,6 @@ def from_int16(mantissas: Tensor, exponent: int, out: Tensor) -> None:
     cpu.loaded().lowp_from_int16(cpu.address(mantissas), exponent, cpu.address(out), mantissas.numel(), cpu.threads())
 
 
-def grid(x: Tensor, lowest: bool) -> tuple[float, int | None]:
-    """Return the largest |x| of an fp32 tensor, and with `lowest` the exponent of the lowest bit that is set in it.
-
-    The largest is infinite or NaN if one is. Bits below 2**-126 count as 2**-127; zeros have none, nor have tensors
-    whose lowest bit was not asked for. The search for it ends where the bits are seen not to fit a mantissa of 16: then
-    neither is final.
-    """
-    found = array("q", (0,) * 2)
-    seen, _ = found.buffer_info()
-    cpu.loaded().lowp_grid(cpu.address(x), x.numel(), lowest, cpu.threads(), seen)
-    (maximum,) = _FP32.unpack(_WORD.pack(found[0]))
-    return maximum, None if found[1] == 1000 else found[1] - 127
-
-
 def exact_int16(x: Tensor, exponent: int, out: Tensor) -> int | None:
     """Write x * 2**-exponent, of fp32, into the int16 tensor `out` and return the largest |mantissa|.
 
@@ -319,8 +303,7 @@ def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows, symm
     found = _same_int16(x, mantissas, lie, exponent, True, -32767 if symmetric else -32768)
     if found < 0:
         return None
-    (maximum,) = _FP32.unpack(_WORD.pack(found))
-    return float(maximum)
+    return cpu.fp32_of(found)
 
 
 def _same_int16(x: Tensor, mantissas: Tensor, lie: Rows, exponent: int, rounded: bool, lowest: int) -> int:

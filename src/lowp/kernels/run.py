@@ -15,7 +15,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
-from lowp.kernels import cpu, mantissas, packing, scaled
+from lowp.kernels import cpu, packing, scaled
 from lowp.kernels.floats import home, narrow, widen
 from lowp.kernels.philox import Seed
 from lowp.kernels.scaled import Scales
@@ -168,7 +168,7 @@ def _current_number(x: Tensor, cast: Cast) -> float | None:
     assert isinstance(format.scale, FloatFormat)
     if scaling.kind != "current" or x.dtype is not torch.float32 or x.numel() == 0:
         return None
-    largest, _ = mantissas.grid(x, False)
+    largest, _ = cpu.grid(x, False)
     wanted = largest * 2.0**scaling.headroom / float(format.element.maximum)
     if not wanted < format.scale.maximum:
         return None

@@ -19,6 +19,7 @@ from lowp.casts import Cast
 from lowp.compat import unwrapped
 from lowp.errors import InvalidInput
 from lowp.exponents import SharedExponents
+from lowp.ops.int16.flexpoint import is_flexpoint
 from lowp.optim.blockwise import BlockwiseOptimizer
 from lowp.optim.flex import FlexWeights, refuse_shards
 from lowp.optim.masters import MasterWeights
@@ -27,11 +28,39 @@ from lowp.optim.shards import is_sharded
 from lowp.optim.state_dicts import parameters_of
 from lowp.optim.storage import Storage
 from lowp.optim.zero import is_zero
+from lowp.presets import PRESETS, Preset
 
-__all__ = ["FlexStorage", "MasterStorage", "Preparation", "agree_on_masters"]
+__all__ = ["FlexStorage", "MasterStorage", "Preparation", "agree_on_masters", "check_masters"]
 
 Optimizer: TypeAlias = torch.optim.Optimizer
 _MODULUS = (1 << 61) - 1
+
+
+def check_masters(preset: Preset) -> None:
+    """Raise InvalidInput for masters that do not go with the format that a preset stores parameters in."""
+    if is_flexpoint(preset.policy.parameters) and preset.masters.kind != "none":
+        raise InvalidInput(
+            f"masters={preset.masters}: in {preset.policy.parameters} weights and updates have their "
+            "own exponents and no masters: omit masters, or use dfp16, whose parameters are fp32"
+        )
+    if preset.masters.kind != "none" and preset.policy.parameters is None:
+        raise InvalidInput(
+            f"masters={preset.masters} keeps the fp32 value of parameters in few bits, but {preset.name} "
+            f"leaves the parameters in fp32: use {_stored(preset)}, or a policy with parameters="
+        )
+    if preset.masters.kind == "split" and str(preset.policy.parameters) != "bf16":
+        raise InvalidInput(
+            f"masters=split needs parameters in bf16, but {preset.name} stores parameters in "
+            f"{preset.policy.parameters}: use bf16-storage, or masters='fp32'"
+        )
+
+
+def _stored(preset: Preset) -> str:
+    """The preset that stores parameters in few bits and takes these masters, of the same format if there is one."""
+    if preset.masters.kind == "split":
+        return "bf16-storage"
+    name = f"{preset.name}-storage"
+    return name if name in PRESETS else "fp16-storage or bf16-storage"
 
 
 class MasterStorage:
