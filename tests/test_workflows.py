@@ -47,7 +47,7 @@ def test_the_tests_run_as_other_processors_would(
     assert portable.main(["default", "library-absent", "--", "tests/ops"]) == 2 * code
     assert [command[1:] for command, _ in ran] == [["-m", "pytest", "-q", "tests/ops"]] * 2
     assert ran[0][1]["ATEN_CPU_CAPABILITY"] == "default" and "LOWP_CPU_LIBRARY" not in ran[0][1]
-    assert ran[1][1]["LOWP_CPU_LIBRARY"] == os.devnull
+    assert not Path(ran[1][1]["LOWP_CPU_LIBRARY"]).exists()
     told = capsys.readouterr().out.splitlines()[-1]
     failed = ", not default, not library-absent" if code else ""
     assert told == f"== {2 - 2 * code} of 2 configurations passed{failed}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import re
 import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 import forked
@@ -540,6 +542,57 @@ def test_an_instruction_set_that_is_not_there_is_named() -> None:
             cpu.select(name)
     with pytest.raises(Unavailable, match="no kernels for 'sse9'; allowed: portable, avx2, avx512, neon"):
         cpu.select("sse9")
+
+
+@pytest.mark.parametrize(
+    ("own", "foreign", "reason"),
+    [
+        (0, b"0.0.9", r"it is of lowp 0\.0\.9, this is lowp .*: build it again, or start Python anew"),
+        (1, b"0" * 64, "it was built from other sources than those in .*cpu: build it again"),
+        (None, b"lowp_birth", "it is of an earlier lowp: build it again"),
+    ],
+)
+def test_a_stale_library_is_refused_and_the_bits_stay_the_same(
+    own: int | None, foreign: bytes, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, stale = mixed_numbers(2000), tmp_path / "liblowp_cpu.so"
+    wanted = kernels.quantize(x, "e4m3fn:stochastic", seed=3)
+    replaced = b"lowp_build" if own is None else cpu.loaded().lowp_build().split()[own]
+    assert len(replaced) == len(foreign)
+    stale.write_bytes(cpu.PATH.read_bytes().replace(replaced, foreign))
+    monkeypatch.setattr(cpu, "PATH", stale)
+    cpu.library.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match=reason):
+            found = kernels.quantize(x, "e4m3fn:stochastic", seed=3)
+    finally:
+        monkeypatch.undo()
+        cpu.library.cache_clear()
+    assert torch.equal(bits(found), bits(wanted))
+
+
+def test_a_wheel_without_the_sources_asks_for_the_version_alone(tmp_path: Path) -> None:
+    assert cpu._sources(tmp_path) is None
+    (tmp_path / "a.cpp").write_text("int a;")
+    first = cpu._sources(tmp_path)
+    (tmp_path / "a.cpp").write_text("int b;")
+    assert first != cpu._sources(tmp_path)
+
+
+def test_python_calls_the_functions_as_the_sources_declare_them() -> None:
+    types = {"int": c_int, "int64_t": c_int64, "uint64_t": c_uint64, "float": c_float, "double": c_double, "void": None}
+    sources = Path(cpu.__file__).parent / "cpu"
+    text = "".join(file.read_text() for file in sorted(sources.glob("*.cpp")))
+    text = text.replace('extern "C" __attribute__((visibility("default")))', "LOWP_EXPORT")
+    declared = {
+        match[2]: tuple("*" if "*" in one else types[one.split()[0]] for one in [match[1], *match[3].split(",")] if one)
+        for match in re.finditer(r"^LOWP_EXPORT ((?:const )?\w+\*?) (lowp_\w+)\(([^)]*)\)", text, re.MULTILINE)
+    }
+    called = {
+        name: tuple("*" if one in (c_void_p, c_char_p) else one for one in (result, *arguments))
+        for name, (result, arguments) in cpu._SIGNATURES.items()
+    }
+    assert declared == called
 
 
 def test_a_missing_library_is_said_once_and_the_bits_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import platform
 import struct
 import warnings
-from ctypes import byref, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from lowp import __version__
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput, Unavailable
@@ -27,7 +29,6 @@ from lowp.kernels.philox import Seed, drawn
 
 # another build of the library, such as that of `make sanitize`, goes by the environment variable
 PATH = Path(os.environ.get("LOWP_CPU_LIBRARY") or Path(__file__).parent / "liblowp_cpu.so")
-VERSION = 3
 INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # by level; on other processors than x86-64 only the first exists
 MASK = (1 << 64) - 1
 
@@ -52,7 +53,7 @@ class _Cast(ctypes.Structure):
 
 
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    "lowp_casts_version": (c_int, ()),
+    "lowp_build": (c_char_p, ()),
     "lowp_casts_select": (c_int, (c_int,)),
     "lowp_quantize": (None, (c_void_p, c_int, c_void_p, c_void_p, c_int64, c_uint64, c_int64, c_int)),
     "lowp_encode": (c_int64, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_uint64, c_int64, c_int)),
@@ -102,9 +103,7 @@ def library() -> ctypes.CDLL | None:
     """Return the library, or None where it was not built or does not load; then says so, once."""
     try:
         own = ctypes.CDLL(str(PATH))
-        version = own.lowp_casts_version()
-        if version != VERSION:
-            raise OSError(f"it has version {version} of the casts, this lowp needs {VERSION}: build it again")
+        _check_build(own)
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(own, name)
             function.restype, function.argtypes = result, arguments
@@ -120,6 +119,29 @@ def library() -> ctypes.CDLL | None:
     if chosen := os.environ.get("LOWP_CPU_ISA"):
         _select(own, chosen)
     return own
+
+
+def _check_build(own: ctypes.CDLL) -> None:
+    """Raise OSError for a library of another lowp, or of other sources than those that lie here.
+
+    Its functions would be called with arguments of which it knows nothing.
+    """
+    if not hasattr(own, "lowp_build"):
+        raise OSError("it is of an earlier lowp: build it again")
+    own.lowp_build.restype = c_char_p
+    version, digest = own.lowp_build().decode().split(" ")
+    if version != __version__:
+        raise OSError(f"it is of lowp {version}, this is lowp {__version__}: build it again, or start Python anew")
+    folder = Path(__file__).parent / "cpu"
+    if digest != (_sources(folder) or digest):
+        raise OSError(f"it was built from other sources than those in {folder}: build it again")
+
+
+def _sources(folder: Path) -> str | None:
+    """Return the digest of the C++ sources as CMakeLists.txt makes it; None where there are none, as in a wheel."""
+    files = sorted(file for file in folder.glob("*") if file.suffix in (".cpp", ".hpp", ".inc"))
+    lines = (f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n" for file in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest() if files else None
 
 
 _asked = ""  # the instruction set that `select` was asked for, '' for the best

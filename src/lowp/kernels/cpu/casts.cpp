@@ -134,9 +134,6 @@ void gather(int64_t count, int64_t grain, int threads, Part* all, Work work) {
 
 using namespace lowp;
 
-// Changes with the meaning of any function below or the layout of lowp_cast.
-LOWP_EXPORT int lowp_casts_version() { return 3; }
-
 // 0 portable, 1 AVX2, 2 AVX-512; -1 the best one that this CPU has. Returns the level in use, or -1 for one it lacks.
 LOWP_EXPORT int lowp_casts_select(int level) {
   const Kernels* wanted = level < 0 ? best_kernels() : kernels_of(level);

@@ -295,13 +295,6 @@ class Matrix : public Operand {
 }  // namespace
 }  // namespace lowp
 
-// The name of the micro-kernel that `forced` ("" or null = the best) leads to, or null where this machine cannot run
-// it.
-LOWP_EXPORT const char* lowp_integer_kernel(const char* forced) {
-  const lowp::Micro* micro = lowp::choose_micro(forced);
-  return micro ? micro->name : nullptr;
-}
-
 // c[b] = a[b] times b[b] for `batch` pairs of int16 matrices; see matmul_exact and matmul_chained in integer.py.
 //   sizes   batch, m, n, k
 //   strides of a: batch, m, k; of b: batch, n, k (one of the last two is 1 each); of c: batch, m (n has stride 1)
