@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import lowp
 from lowp.casts import Rounding, parse
-from lowp.kernels import available, cpu, dequantize, few_bits, integer, mantissas, spectra, use, writes
+from lowp.kernels import available, byte_products, cpu, dequantize, few_bits, integer, mantissas, spectra, use, writes
 from lowp.kernels.integer import ConvolutionShape
 
 X = torch.linspace(-3, 3, 120).reshape(3, 40)
@@ -98,6 +98,7 @@ def library_functions() -> object:
         mantissas.rounds_to_int16(X, old, -13, mantissas.Rows(1, X.numel(), X.numel()), True),
         mantissas.step_int16(weight, old, (0, -13, -13), True),
         mantissas.words_int16(X.clone(), -13, 14, True),
+        byte_products.rows_in_bytes(X),
         few_bits.multiply_signs(few_bits.signs(X), few_bits.signs(X)),
         spectra.count_tensor(X),
         spectra.count_updates(X, before, weight),

@@ -134,8 +134,8 @@ class _Coded(Weight):
 
     def codes(self) -> Codes:
         """The packed weight."""
-        held = (self.get_buffer(name) for name in ("memory", "scales", "levels"))
-        return Codes(*held, n=self.n, k=self.k, group=self.group)
+        memory, scales, levels = (self.get_buffer(name) for name in ("memory", "scales", "levels"))
+        return Codes(memory, scales, levels, self.n, self.k, self.group)
 
     def values(self) -> Tensor:
         """The numbers of the codes times the scales of their groups."""

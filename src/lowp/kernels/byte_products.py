@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowp.casts import parse
 from lowp.compat import private
 from lowp.errors import InvalidInput, Unavailable
-from lowp.kernels import cpu
+from lowp.kernels import bitwise, cpu, run
 from lowp.kernels.dispatch import uses_library
 
 __all__ = [
     "Activations",
+    "ByteRows",
     "Bytes",
     "Panels",
     "Range",
@@ -28,8 +30,10 @@ __all__ = [
     "pack",
     "range_of",
     "repacked",
+    "rows_in_bytes",
     "to_bytes",
     "unpacked",
+    "weights_in_bytes",
     "windows",
 ]
 
@@ -61,6 +65,13 @@ class Bytes(NamedTuple):
     scale: float
     zero: int
     highest: int
+
+
+class ByteRows(NamedTuple):
+    """Rows in format int8, each under its own scale: value = (payload - 128) * scale."""
+
+    payload: Tensor  # uint8 [rows, depth]
+    scales: Tensor  # fp32 [rows]
 
 
 class Panels(NamedTuple):
@@ -176,6 +187,51 @@ def to_bytes(x: Tensor, scale: float, zero: int, highest: int, level: int | None
     return Bytes(payload, scale, zero, highest)
 
 
+MIDDLE = 128  # of the bytes of int8 rows
+_INT8 = parse("int8")
+
+
+def rows_in_bytes(x: Tensor, level: int | None = None) -> ByteRows | None:
+    """fp32 [rows, k] as format int8 has them; None where a number is infinite or NaN."""
+    found = _in_int8(x, MIDDLE, level)
+    return None if found is None else ByteRows(*found)
+
+
+def weights_in_bytes(weight: Tensor) -> Panels | None:
+    """Weights fp32 [n, k] as format int8 has them, ready for `rows_in_bytes`; None where one is infinite or NaN."""
+    found = _in_int8(weight, 0, None)
+    return None if found is None else pack(found[0].view(torch.int8)[:, : weight.shape[1]], found[1], 255)
+
+
+def _in_int8(x: Tensor, zero: int, level: int | None) -> tuple[Tensor, Tensor] | None:
+    """The codes of format int8 plus `zero`, in bytes whose rows are filled up, and the scales of the rows."""
+    rows, k = on_cpu(x, "x").shape
+    depth = up(k, EIGHT)
+    if not uses_library():
+        if not bool(x.isfinite().all()):
+            return None
+        codes = run.encode_scaled(bitwise, x, _INT8, None, 0, False)
+        payload = torch.full((rows, depth), zero, dtype=torch.uint8, device="cpu")
+        payload[:, :k] = (codes.payload.to(torch.int32) + zero).to(torch.uint8)
+        return payload, codes.scale
+    x = _rows(x)
+    payload = torch.empty(rows, depth, dtype=torch.uint8, device="cpu")
+    scales = torch.empty(rows, device="cpu")
+    finite = library().lowp_bytes_rows(
+        chosen_level(level),
+        cpu.address(x),
+        rows,
+        k,
+        x.stride(0),
+        zero,
+        depth,
+        cpu.address(payload),
+        cpu.address(scales),
+        cpu.threads(),
+    )
+    return (payload, scales) if finite else None
+
+
 def pack(weight: Tensor, scales: Tensor, highest: int) -> Panels:
     """int8 weights [n, k] and a scale a row of them (n), ready for activations of 0 to `highest`."""
     n, k = on_cpu(weight, "the weight").shape
@@ -221,8 +277,16 @@ def repacked(panels: Panels) -> Panels:
     return pack(unpacked(panels), panels.scales[: panels.n], panels.highest)
 
 
-def multiply(a: Bytes | Activations, b: Panels, bias: Tensor | None = None, level: int | None = None) -> Tensor:
-    """Return a @ b.T (+ bias) in fp32 [rows, n]: an exact sum in int32, rounded to fp32, times the scales' product."""
+def multiply(
+    a: Bytes | Activations | ByteRows, b: Panels, bias: Tensor | None = None, level: int | None = None
+) -> Tensor:
+    """Return a @ b.T (+ bias) in fp32 [rows, n]: an exact sum in int32, rounded to fp32, times the scales' product.
+
+    Scales of rows are multiplied with afterwards.
+    """
+    if isinstance(a, ByteRows):
+        result = multiply(Bytes(a.payload, 1.0, MIDDLE, 255), b, None, level).mul_(a.scales[:, None])
+        return result if bias is None else result.add_(bias.detach().float())
     if isinstance(a, Activations):
         over = own_range(a.values, a.over, level) if isinstance(a.over, int) else a.over
         a = to_bytes(a.values, *over, level)

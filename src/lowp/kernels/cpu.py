@@ -84,6 +84,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         None,
         (c_int, c_void_p, *(c_int64,) * 3, c_float, c_int, c_int, c_int64, c_void_p, c_int),
     ),
+    "lowp_bytes_rows": (c_int, (c_int, c_void_p, *(c_int64,) * 3, c_int, c_int64, c_void_p, c_void_p, c_int)),
     "lowp_bytes_multiply": (
         None,
         (c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_float, c_int, *(c_void_p,) * 4, c_int),

@@ -67,7 +67,7 @@ def whole_levels(values: Sequence[float]) -> tuple[list[int], float] | None:
 
 
 def pack_codes(codes: Tensor, scales: Tensor, levels: Sequence[int], group: int) -> Codes:
-    """Codes (int64 [n, k]) for `levels`, and a scale [n, groups] for every `group` (16, 32 or 64; 0 is all) of a row."""
+    """Codes (int64 [n, k]) for `levels`, with scales [n, groups] of every `group` of a row: 16, 32, 64; 0 is all."""
     n, k = on_cpu(codes, "the weight").shape
     if group not in (0, 16, 32, 64):
         raise InvalidInput(f"scales for groups of {group}: give 16, 32 or 64, or 0 for a scale a row")
@@ -132,26 +132,28 @@ def multiply_codes(x: Tensor | Bytes, w: Codes, bias: Tensor | None = None, leve
             exact = (x.payload[:, : w.k].float() - x.zero) @ _numbers_of(w)[:, : w.k].t()
             result = exact * (torch.tensor(x.scale, device="cpu") * _scales_of(w)[:, 0])
             return result if bias is None else result + bias.float()
-        operand: _Operand | None = _of_bytes(x, w)
-    else:
-        rows = on_cpu(x, "x").shape[0]
-        operand = _of_floats(x.detach(), w, level) if rows <= FEW else None
-        if operand is None:
-            return torch.nn.functional.linear(x, code_values(w), bias)
+        return _multiplied(_of_bytes(x, w), w, bias, level)
+    operand = _of_floats(x.detach(), w, level) if on_cpu(x, "x").shape[0] <= FEW else None
+    if operand is None:
+        return torch.nn.functional.linear(x, code_values(w), bias)
+    return _multiplied(operand, w, bias, level)
+
+
+def _multiplied(x: _Operand, w: Codes, bias: Tensor | None, level: int | None) -> Tensor:
     bias = None if bias is None else bias.detach().float().contiguous()
     if not uses_library():
-        return _defined(operand, w, bias)
+        return _defined(x, w, bias)
+    rows, planes = x.digits.shape[:2]
     out = torch.empty(rows, w.n, device="cpu")
     offset = -int(min(w.levels.tolist()))
     levels = bytes(one + offset for one in w.levels.tolist()).ljust(16, b"\0")
-    planes = operand.digits.shape[1]
     numbers = array("q", (rows, w.n, w.depth, w.group or w.depth, planes, w.bits, offset))
     library().lowp_codes_multiply(
         chosen_level(level),
         numbers.buffer_info()[0],
-        cpu.address(operand.digits),
-        cpu.address(operand.scales),
-        cpu.address(operand.sums),
+        cpu.address(x.digits),
+        cpu.address(x.scales),
+        cpu.address(x.sums),
         cpu.address(w.memory),
         levels,
         cpu.address(w.scales),

@@ -8,7 +8,7 @@ values in their carriers or as integers under an exponent, how it is summed, and
 * native: the device's own 16-bit product, which sums in fp32 and rounds once, bias included;
 * fp32: an fp32 product of the rounded values (each product of significands of up to 12 bits is exact), rounded once;
 * reference: the same in fp64, the definition of the sum;
-* packed: weights as they are served, in bytes, codes of few bits or signs, with activations of their kind (`contract_packed`).
+* packed: weights in bytes, codes of few bits or signs, with activations of their kind (`contract_packed`).
 
 Fused attention is a form of three operands, whose `bias` is the mask: native, fp32 or reference.
 
@@ -28,7 +28,7 @@ from lowp.casts import Cast
 from lowp.errors import Unavailable
 from lowp.formats import FORMATS
 from lowp.kernels import byte_products, few_bits
-from lowp.kernels.byte_products import Activations, Bytes, Panels
+from lowp.kernels.byte_products import MOST_DEPTH, Activations, ByteRows, Bytes, Panels
 from lowp.kernels.dispatch import forced
 from lowp.kernels.few_bits import Codes, Signs
 from lowp.kernels.integer import Exact
@@ -44,6 +44,7 @@ __all__ = [
     "gradients_sixteen_bits",
     "is_native",
     "is_torchs_own",
+    "multiplies_int8",
     "ready_operand",
     "torchs_own_device",
 ]
@@ -184,14 +185,14 @@ def contract_mantissas(
     return form.mantissas(slot, *operands, exponent, symmetric)
 
 
-Packed = tuple[Bytes | Activations, Panels] | tuple[Tensor | Bytes, Codes] | tuple[Signs, Signs]
+Packed = tuple[Bytes | Activations | ByteRows, Panels] | tuple[Tensor | Bytes, Codes] | tuple[Signs, Signs]
 
 
 def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
     """Return rows times packed weights, plus bias, in fp32 [rows, n]: of bytes, of codes of few bits, of signs."""
     left, right = operands
     if isinstance(right, Panels):
-        assert isinstance(left, (Bytes, Activations))
+        assert isinstance(left, (Bytes, Activations, ByteRows))
         return byte_products.multiply(left, right, bias)
     if isinstance(right, Signs):
         assert isinstance(left, Signs)
@@ -228,6 +229,16 @@ def torchs_own_device(x: Tensor) -> str | None:
     """Return the kind of device that x lies on, whose own 16-bit arithmetic is the way; None where it is not."""
     way = forced()
     return x.device.type if (x.is_cuda if way is None else way == "native") else None
+
+
+LEAST_ROWS = 256  # of a product of bytes whose weight has to be packed first
+
+
+def multiplies_int8(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product of fp32 [..., k] and [n, k] in format int8 is one of bytes: of many rows, on the CPU."""
+    if not (x.is_cpu and weight.is_cpu) or forced() not in (None, "cpu") or weight.shape[1] > MOST_DEPTH:
+        return False
+    return x.numel() >= LEAST_ROWS * x.shape[-1] > 0 and weight.shape[0] > 0
 
 
 def ready_operand(value: Tensor) -> Tensor:

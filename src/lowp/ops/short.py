@@ -8,6 +8,7 @@ Everything else, higher derivatives included, goes the long way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from lowp.compat import remembered_by_identity
 from lowp.kernels.products import contract_sixteen_bits, gradients_sixteen_bits
+from lowp.ops.bytes import is_int8, linear_in_bytes
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import functorch_is_active, native_dtype, shield
 from lowp.ops.contraction import linear as long_linear
@@ -34,13 +36,17 @@ _ANY = Linear((), ())  # the product of the output asks for no shapes
 
 @remembered_by_identity
 def under(rule: Rule) -> Runner | None:
-    """Return the runner of F.linear that takes a short way under a rule, in 16 bits or fp8; None for other rules."""
-    dtype = one_dtype(rule)
-    if dtype is None and not is_fp8(rule):
+    """Return the runner of F.linear that takes a short way under a rule, in 16 bits, fp8 or int8; None for others."""
+    short: Callable[[Call], Tensor | None]
+    if (dtype := one_dtype(rule)) is not None:
+        short = partial(short_linear, dtype)
+    elif is_fp8(rule) or is_int8(rule):
+        short = linear_in_fp8 if is_fp8(rule) else linear_in_bytes
+    else:
         return None
 
     def run(call: Call) -> Any:
-        result = linear_in_fp8(call) if dtype is None else short_linear(dtype, call)
+        result = short(call)
         return long_linear(call) if result is None else result
 
     return run

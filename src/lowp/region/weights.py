@@ -115,7 +115,7 @@ class _Entry:
     def __init__(self, weight: Tensor, value: Tensor, sign: _Sign) -> None:
         self.weight = weight  # no weak reference: torch swaps no tensor that has one
         self.sign = sign
-        self.value = value.detach()
+        self.value = value.detach() if value.requires_grad else value
         self.attached = value if value.requires_grad else None
 
     @property

@@ -66,6 +66,8 @@ struct ByteKernels {
   void (*extremes)(const float* x, int64_t count, float* low, float* high);
   // out = clamp(round(x / scale) + zero, 0, highest), to nearest even; NaN becomes 0.
   void (*quantize)(const float* x, int64_t count, float scale, int32_t zero, int32_t highest, uint8_t* out);
+  // out = round(x / scale) + zero, of the scale max |x| / 127 that format int8 gives a row. False where x is not finite.
+  bool (*row)(const float* x, int64_t count, int32_t zero, uint8_t* out, float* scale);
   // out[count][stride] = finished sums of up to kRows rows times one or two panels, side by side.
   void (*multiply)(const Rows& a, const Panel* panels, int64_t count, float* out, int64_t stride);
   // Whole numbers under scales, of which `split` makes rows of digits: number = round(x / 2^(e - 18)), where e is the exponent

@@ -213,6 +213,6 @@ void codes(const Digits& row, const CodePanel& panel, float* out) {
 
 }  // namespace
 
-const ByteKernels kAvx2Bytes = {extremes, quantize, multiply_panels<Sums>, numbers, codes, differing};
+const ByteKernels kAvx2Bytes = {extremes, quantize, row, multiply_panels<Sums>, numbers, codes, differing};
 
 }  // namespace lowp

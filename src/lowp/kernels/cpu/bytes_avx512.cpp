@@ -169,6 +169,6 @@ void codes(const Digits& row, const CodePanel& panel, float* out) {
 
 }  // namespace
 
-const ByteKernels kAvx512Bytes = {extremes, quantize, multiply, numbers, codes, differing};
+const ByteKernels kAvx512Bytes = {extremes, quantize, row, multiply, numbers, codes, differing};
 
 }  // namespace lowp

@@ -43,6 +43,30 @@ bool numbers(const float* x, int64_t count, int64_t group, int32_t* numbers, flo
   return true;
 }
 
+// To the nearest whole number, even in the middle, of numbers below 2^51.
+inline double rounded(double x) {
+  constexpr double kMiddle = 0x1.8p52;
+  return (x + kMiddle) - kMiddle;
+}
+
+bool row(const float* x, int64_t count, int32_t zero, uint8_t* out, float* scale) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    bits &= 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  if (largest >= 0x7f800000) return false;
+  float most;
+  std::memcpy(&most, &largest, 4);
+  const float found = static_cast<float>(static_cast<double>(most) / 127);
+  *scale = largest == 0 ? 1 : found < 0x1p-126f ? 0x1p-126f : found;
+  const double by = *scale;  // in fp64: a quotient in fp32 might be rounded to the middle of two numbers
+  for (int64_t i = 0; i < count; i++) out[i] = static_cast<uint8_t>(static_cast<int32_t>(rounded(x[i] / by)) + zero);
+  return true;
+}
+
 int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {
   int64_t count = 0;
   for (int64_t i = 0; i < words; i++) count += __builtin_popcountll(a[i] ^ b[i]);

@@ -1,0 +1,69 @@
+"""Linear layers whose rule rounds input and weight to format int8, where no gradient is asked for: products of bytes.
+
+The operands are those of the rule, to the bit. Their integers are summed exactly in int32, where the long way sums fp32
+products of scaled values; the sum is rounded once and scaled afterwards. What records a graph goes the long way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lowp.casts import Cast, parse
+from lowp.kernels.byte_products import Panels, rows_in_bytes, weights_in_bytes
+from lowp.kernels.products import contract_packed, multiplies_int8
+from lowp.ops.call import Call
+from lowp.ops.casting import functorch_is_active, rounded
+from lowp.policy import Rule
+
+__all__ = ["is_int8", "linear_in_bytes"]
+
+_INT8 = parse("int8")
+_panels: MutableMapping[Tensor, Panels] = WeakTensorKeyDictionary()  # of cast weights that a region keeps
+
+
+def linear_in_bytes(call: Call) -> Tensor | None:
+    """Return F.linear(input, weight, bias) under a rule of int8; None where it has to go the long way."""
+    if call.kwargs or not 2 <= len(call.args) <= 3:
+        return None
+    if functorch_is_active() or torch.compiler.is_compiling():
+        return None
+    if call.site is not None or call.watch is not None or call.roles is not None:
+        return None
+    if not all(
+        type(one) in (Tensor, nn.Parameter) and one.dtype is torch.float32 for one in call.args if one is not None
+    ):
+        return None
+    x, weight, bias = (*call.args, None)[:3]
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, weight, bias)):
+        return None
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or not multiplies_int8(x, weight):
+        return None
+    panels, rows = _packed(call, weight), rows_in_bytes(x.detach().reshape(-1, x.shape[-1]))
+    if panels is None or rows is None:  # infinite or NaN, which stay what they are
+        return None
+    result = contract_packed((rows, panels), bias).reshape(*x.shape[:-1], weight.shape[0])
+    return result if call.rule.output is None else rounded(result, call.rule.output, call.seed)
+
+
+def is_int8(rule: Rule) -> bool:
+    """Whether a rule rounds both operands to format int8, a scale a row, and sums in fp32."""
+    sums_in_fp32 = rule.accumulate is None or rule.accumulate.format == "fp32"
+    return rule.input == _INT8 and rule.weight == _INT8 and sums_in_fp32
+
+
+def _packed(call: Call, weight: Tensor) -> Panels | None:
+    """Return the weight's bytes; those of a parameter serve as long as the region keeps its cast."""
+    if not (weight.is_leaf and weight.requires_grad):
+        return weights_in_bytes(weight.detach())
+    value = call.weight_cast(weight, cast(Cast, call.rule.weight))
+    if value not in _panels:
+        panels = weights_in_bytes(weight.detach())
+        if panels is None:
+            return None
+        _panels[value] = panels
+    return _panels[value]
