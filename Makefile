@@ -30,21 +30,36 @@ SANITIZED := LOWP_CPU_LIBRARY=$(CURDIR)/build/sanitize/liblowp_cpu.so OMP_NUM_TH
   LD_PRELOAD="$(call runtime,libasan.so) $(call runtime,libubsan.so) $(call runtime,libstdc++.so)"
 CMAKE := cmake
 
-.PHONY: demo test lint pytest slow test-portable sanitize clean
+.PHONY: demo test lint style types layers pytest slow test-portable sanitize clean
 
 demo: $(VENV)/installed
 	$(DEMO)
 
-test: lint pytest
+# Types and layers, a process each, are checked beside the tests and told after them.
+test: style
+	@mkdir -p build; $(MAKE) --no-print-directory -k types layers > build/lint.log 2>&1 & lint=$$!; \
+	trap "kill $$lint" INT TERM; \
+	$(MAKE) --no-print-directory pytest; tests=$$?; \
+	wait $$lint; lint=$$?; cat build/lint.log; \
+	test $$tests = 0 || echo "the tests failed, see above"; \
+	test $$lint = 0 || echo "types or layers are broken, see above"; \
+	exit $$((tests | lint))
 
-lint: $(VENV)/installed-dev
+lint: style types layers
+
+style: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed-dev
 	$(BIN)/mypy --strict src tests/public_types.py
+
+layers: $(VENV)/installed-dev
 	$(BIN)/lint-imports
 
+# Byte code is kept, or every process compiles lowp and the tests anew.
 pytest: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -m "slow and not gpu"

@@ -47,7 +47,7 @@ def test_the_main_job_prints_its_tables_and_writes_json_and_a_picture(lowp: Call
 
 
 def test_loss_scales_are_swept_for_fp16_unless_told_otherwise(lowp: Callable[..., Any]) -> None:
-    arguments = ("--loss-scale", "1,256,dynamic", "--seeds", "1", "--plot", "scales.svg", "--epochs", "4")
+    arguments = ("--loss-scale", "1,256,dynamic", "--seeds", "1", "--plot", "scales.svg", "--epochs", "2")
     result = lowp("compare", "digits", *arguments, "--timing", "0", "--jobs", "1")
     assert result.code == 0, result.err
     document = json.loads(Path("compare-digits.json").read_text())
@@ -72,7 +72,13 @@ def test_a_sweep_draws_its_grid(lowp: Callable[..., Any]) -> None:
     assert float(cells["e3"][0].rstrip("%")) < 30 and float(cells["e5"][0].rstrip("%")) > 90
     assert "exponent bits matter more than mantissa bits here" in result.out.replace("\n", " ")
     assert Path("sweep-digits.png").read_bytes().startswith(b"\x89PNG")
-    assert len(json.loads(Path("sweep-digits.json").read_text())["variants"]) == 7
+    document = json.loads(Path("sweep-digits.json").read_text())
+    assert len(document["variants"]) == 7
+    grid = document["grid"]
+    assert max(grid["values"][0]) < 0.3 and min(grid["values"][2]) > 0.9
+    means = [sum(line) / 2 for line in grid["values"]]
+    assert grid["effect_of_exponent"]["spread"] == pytest.approx(max(means) - min(means))
+    assert grid["effect_of_exponent"]["spread"] > 0.5 > 0.1 > grid["effect_of_mantissa"]["spread"]
 
 
 def test_half_the_epochs_are_swept(lowp: Callable[..., Any]) -> None:
@@ -80,9 +86,20 @@ def test_half_the_epochs_are_swept(lowp: Callable[..., Any]) -> None:
     assert result.code == 0 and "1 seed, 10 epochs" in result.err
 
 
-def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(lowp: Callable[..., Any]) -> None:
+# Its processes are forked off one that has torch, instead of loading it anew.
+FORKING = """
+import multiprocessing, sys
+from lowp.cli import main
+found = multiprocessing.get_context
+multiprocessing.get_context = lambda _: found("fork")
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("start", [("-c", FORKING), pytest.param(("-m", "lowp"), marks=pytest.mark.slow)])
+def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(lowp: Callable[..., Any], start: tuple[str, str]) -> None:
     arguments = ["compare", "digits", "--precision", "fp16,e4m3fn", "--epochs", "8", "--timing", "0"]
-    with forked.start("-m", "lowp", *arguments, "--jobs", "2") as process:
+    with forked.start(*start, *arguments, "--jobs", "2") as process:
         seen = ""
         for line in process.stderr:
             seen += line

@@ -146,7 +146,7 @@ def test_a_figure_is_recorded_told_and_drawn_again_from_its_file(
 
 
 def test_curves_are_drawn_from_a_comparison(lowp: Lowp, folder: Path) -> None:
-    arguments = ("--precision", "bf16", "--seeds", "2", "--epochs", "2", "--timing", "0", "--jobs", "1")
+    arguments = ("--precision", "bf16", "--seeds", "2", "--epochs", "1", "--timing", "0", "--jobs", "1")
     assert lowp("compare", "digits", *arguments).code == 0
     result = lowp("figure", "curves", "--from", "compare-digits.json", "--out", "c.svg")
     assert result.code == 0, result.err

@@ -19,8 +19,14 @@ WEIGHTS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("format", WEIGHTS)
+@pytest.mark.parametrize(
+    ("format", "compiled"),
+    [
+        *((format, False) for format in WEIGHTS),
+        ("binary", True),
+        *(pytest.param(format, True, marks=pytest.mark.slow) for format in ("ternary", "int4")),
+    ],
+)
 def test_numbers_beyond_the_clipping_range_get_no_gradient(format: str, compiled: bool) -> None:
     given, inside = WEIGHTS[format]
     weight = torch.tensor([given], requires_grad=True)

@@ -45,12 +45,23 @@ def graphs(found: list[int]) -> Callable[..., object]:
 
 
 # -- compile ----------------------------------------------------------------------------------------------------------
-def test_inductor_does_not_delete_a_cast() -> None:
-    # there and back by torch's dtypes is deleted (pytorch issues 185337 and 176565): every bit is compared
-    texts = ("fp16", "bf16")
-    x = torch.cat([inputs(parse(text).element, torch.float32, random=1000) for text in texts])
-    both = compiled(lambda x: [quantize(x, text) * 1.0 for text in texts])(x)
-    for text, found in zip(texts, both, strict=True):  # type: ignore[call-overload]
+DELETED = ("fp16", "bf16")  # there and back by torch's dtypes is (pytorch issues 185337 and 176565)
+
+
+@pytest.fixture(scope="module")
+def inductors() -> tuple[Tensor, list[Tensor]]:
+    """Numbers, what inductor's code makes of them in the casts DELETED, and by the arithmetic of the first: one build,
+    which takes ten seconds."""
+    first = parse(DELETED[0])
+    x = torch.cat([inputs(parse(text).element, torch.float32, random=1000) for text in DELETED])
+    prepared = bitwise.parameters(first, x.dtype)
+    run = compiled(lambda x: [*(quantize(x, text) * 1.0 for text in DELETED), bitwise.apply(x, first, prepared)])
+    return x, run(x)  # type: ignore[return-value]
+
+
+def test_inductor_does_not_delete_a_cast(inductors: tuple[Tensor, list[Tensor]]) -> None:
+    x, both = inductors
+    for text, found in zip(DELETED, both[:2], strict=True):
         wanted = quantize(x, text)
         assert torch.equal(bits(found), bits(wanted * 1.0))
         assert not torch.equal(wanted.nan_to_num(), x.nan_to_num())
@@ -140,13 +151,18 @@ def test_codes_under_a_shared_scale_compile_and_batch(text: str, packed: bool) -
     assert all(map(torch.equal, batched, map(torch.stack, zip(*(tensors(function(one)) for one in x), strict=True))))
 
 
-def test_the_arithmetic_itself_compiles_to_the_same_bits() -> None:
-    casts = [parse(text) for text in ("fp16", "e8m0")]  # in int32 and in int64
-    x = inputs(casts[0].element, torch.float32, random=2000)
-    prepared = [bitwise.parameters(cast, x.dtype) for cast in casts]
-    found = compiled(lambda x: [bitwise.apply(x, cast, p) for cast, p in zip(casts, prepared, strict=True)])(x)
-    for cast, result in zip(casts, found, strict=True):  # type: ignore[call-overload]
-        assert torch.equal(bits(result), bits(bitwise.quantized(x, cast)))
+def test_the_arithmetic_itself_compiles_to_the_same_bits(inductors: tuple[Tensor, list[Tensor]]) -> None:
+    x, (*_, found) = inductors
+    assert torch.equal(bits(found), bits(bitwise.quantized(x, parse(DELETED[0]))))
+
+
+@pytest.mark.slow
+def test_so_does_that_in_64_bits() -> None:
+    cast = parse("e8m0")
+    x = inputs(cast.element, torch.float32, random=2000)
+    prepared = bitwise.parameters(cast, x.dtype)
+    found = compiled(lambda x: bitwise.apply(x, cast, prepared))(x)
+    assert torch.equal(bits(found), bits(bitwise.quantized(x, cast)))  # type: ignore[arg-type]
 
 
 def test_gradients_pass_through_a_compiled_cast() -> None:

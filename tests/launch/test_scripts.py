@@ -26,14 +26,18 @@ PRECISIONS = ("fp16", "bf16", "dfp16", "flex16+5")
 SOURCE = Path(__file__).parent.parent.parent / "src"
 
 
-def python(*arguments: str, cwd: Path, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run this Python with arguments and a clean environment."""
+def clean_environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LOWP_")}
     paths = os.pathsep.join([str(SOURCE), *filter(None, [kept.get("PYTHONPATH")])])
+    return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+
+
+def python(*arguments: str, cwd: Path, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run this Python with arguments and a clean environment."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env={**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        env={**clean_environment(), **environment},
         input=given,
         capture_output=True,
         text=True,
@@ -94,8 +98,7 @@ def test_a_script_trains_as_in_fp32_and_prints_unscaled_numbers(
 
 
 def test_an_fp32_run_is_the_script_bit_for_bit(plain: Callable[[str], str], tmp_path: Path) -> None:
-    command = ("-m", "lowp", "run", "--precision", "fp32", "--report", "report.json")
-    ran = python(*command, str(SCRIPTS / "cnn.py"), cwd=tmp_path)
+    ran = run_in("fp32", "cnn.py", tmp_path, "--report", "report.json")
     assert ran.stdout == plain("cnn.py")
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["summary"]["steps"], report["summary"]["skipped"]) == (16, 0)
@@ -150,7 +153,9 @@ def test_the_environment_alone_reaches_processes_that_a_launcher_starts(
         world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     for name, value in world.items():
         monkeypatch.setenv(name, value)
-    ran = python("-m", "lowp", "run", "--precision", "bf16", "launcher.py", str(SCRIPTS / "ddp.py"), cwd=tmp_path)
+    # one rank is a new interpreter, which nothing but its environment tells of lowp
+    command = ("-m", "lowp", "run", "--precision", "bf16", "launcher.py", str(SCRIPTS / "ddp.py"))
+    ran = forked.run(*command, cwd=tmp_path, environment=clean_environment())
     ranks = [forked.start(str(SCRIPTS / "ddp.py"), environment={**os.environ, "RANK": str(rank)}) for rank in range(2)]
     with ranks[0], ranks[1]:
         plain = ranks[0].stdout.read()

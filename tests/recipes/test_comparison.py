@@ -19,7 +19,7 @@ import torch
 from lowp.errors import InvalidInput
 from lowp.recipes import results
 from lowp.recipes.comparison import Study, variants_of
-from lowp.recipes.sweep import Grid, Sweep
+from lowp.recipes.sweep import Grid
 from lowp.recipes.training import Settings, Training, load_data, threads_of
 
 TINY = Settings("digits", epochs=2, batch=128)
@@ -176,16 +176,6 @@ def test_what_is_no_grid_is_named(text: str, error: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         Grid.parse(text)
     assert error in str(raised.value)
-
-
-def test_a_sweep_shows_that_three_exponent_bits_are_too_few() -> None:
-    sweep = Sweep(Settings("digits", epochs=3), Grid.parse("exponent=3..5,mantissa=2..3"), [0])
-    assert len(sweep.jobs()) == 7
-    grid = done(sweep)["grid"]
-    assert max(grid["values"][0]) < 0.3 and min(grid["values"][2]) > 0.9
-    means = [sum(line) / 2 for line in grid["values"]]
-    assert grid["effect_of_exponent"]["spread"] == pytest.approx(max(means) - min(means))
-    assert grid["effect_of_exponent"]["spread"] > 0.5 > 0.1 > grid["effect_of_mantissa"]["spread"]
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

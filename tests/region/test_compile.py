@@ -16,15 +16,16 @@ from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS
 from lowp.region import autocast, context
 
-# one dtype of torch's own and one that is emulated; compiling takes seconds
-TRIED = ("fp16", "e4m3fn")
+# one dtype of torch's own and one that is emulated, each in one of two places; compiling takes seconds
+AROUND = [pytest.param("fp16", marks=pytest.mark.slow), "e4m3fn"]
+INSIDE = ["fp16", pytest.param("e4m3fn", marks=pytest.mark.slow)]
 
 # torch.compile itself makes an instance of a Function, about which torch complains
 compiles = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
 @compiles
-@pytest.mark.parametrize("precision", TRIED)
+@pytest.mark.parametrize("precision", AROUND)
 def test_a_region_around_a_compiled_model(model: Net, precision: str) -> None:
     torch._dynamo.reset()
     plain, x = copy.deepcopy(model), torch.randn(3, 8)
@@ -67,7 +68,7 @@ def test_a_new_region_every_step_does_not_compile_again(model: Net, precision: s
 
 
 @compiles
-@pytest.mark.parametrize("precision", TRIED)
+@pytest.mark.parametrize("precision", INSIDE)
 def test_a_region_inside_a_compiled_function(model: Net, precision: str) -> None:
     torch._dynamo.reset()
     region, x = autocast(precision), torch.randn(3, 8)

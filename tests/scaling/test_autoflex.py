@@ -55,13 +55,13 @@ def _by_the_paper(maxima: list[float], window: int = 16) -> list[int]:
 maxima = st.floats(min_value=2.0**-30, max_value=2.0**13)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.lists(maxima, min_size=1, max_size=40))
 def test_any_sequence_of_maxima_gives_the_exponents_of_the_paper(values: list[float]) -> None:
     assert AS_PUBLISHED.replay(values) == _by_the_paper(values)
 
 
-@settings(max_examples=20)  # an example has 24 to 60 steps, each of them several tensor operations
+@settings(max_examples=8)  # an example has 24 to 60 steps, each of them several tensor operations
 @given(st.lists(st.lists(maxima, min_size=12, max_size=12), min_size=2, max_size=5))
 def test_many_entries_at_once_equal_each_alone(rows: list[list[float]]) -> None:
     scaling = Autoflex()
