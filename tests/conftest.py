@@ -54,6 +54,15 @@ def what_is_there_already_is_not_searched() -> None:
 
 
 @pytest.fixture
+def emulated() -> Iterator[None]:
+    """Make products of 16 bits fp32 products of rounded operands on every CPU, those with products of their own too."""
+    from lowp.kernels import available, use
+
+    with use("cpu" if "cpu" in available() else "bitwise"):
+        yield
+
+
+@pytest.fixture
 def lowp(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
     """Return a function that runs the command line in this process: lowp("formats", "bf16").out."""
     from lowp.cli import main

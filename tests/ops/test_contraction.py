@@ -29,6 +29,7 @@ def by_definition(case: Case, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]
     return case.call(*operands), operands
 
 
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("format", DTYPES)
 @pytest.mark.parametrize("name", CONTRACTIONS)
 def test_the_output_is_the_fp32_product_of_cast_operands_rounded_once(name: str, format: str) -> None:
@@ -38,6 +39,7 @@ def test_the_output_is_the_fp32_product_of_cast_operands_rounded_once(name: str,
     assert torch.equal(result, by_definition(case, dtype)[0].to(dtype))
 
 
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("format", DTYPES)
 @pytest.mark.parametrize("name", CONTRACTIONS)
 def test_gradients_are_fp32_products_of_cast_operands_rounded_once(name: str, format: str) -> None:

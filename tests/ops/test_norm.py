@@ -52,6 +52,7 @@ def tensors(norm: Norm) -> tuple[Tensor, list[Tensor]]:
     return x, [torch.randn(norm.size, generator=generator) for _ in range(norm.parameters)]
 
 
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("format", DTYPES)
 @pytest.mark.parametrize("name", NORMS)
 def test_result_and_gradients_are_those_of_fp32_rounded_once(name: str, format: str) -> None:
@@ -116,6 +117,7 @@ def doubled(args: tuple[Any, ...]) -> list[Any]:
     return [one.double() if isinstance(one, Tensor) else one for one in args]
 
 
+@pytest.mark.usefixtures("emulated")
 def test_running_statistics_are_updated_once_in_fp32() -> None:
     x = torch.randn(16, 4, 3, 3) * 100
     mine, plain = (torch.zeros(4), torch.ones(4)), (torch.zeros(4), torch.ones(4))

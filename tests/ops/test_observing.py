@@ -57,6 +57,7 @@ def test_every_rounding_of_a_linear_layer_is_told_with_its_role_and_phase(
     assert roles(seen) == FORWARD + BACKWARD
 
 
+@pytest.mark.usefixtures("emulated")
 def test_an_observation_holds_the_tensor_before_its_cast_and_the_cast(seen: list[Observation]) -> None:
     x, layer = torch.randn(3, 8, requires_grad=True), nn.Linear(8, 4)
     with autocast(CONTRACTION):

@@ -246,6 +246,7 @@ def test_torch_func_transforms(name: str, cast: str) -> None:
     torch.testing.assert_close(each[0], wanted, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own
 def test_forward_mode_derivatives_are_those_of_the_product() -> None:
     x, weight, bias = torch.randn(4, 6), torch.randn(5, 6), torch.randn(5)

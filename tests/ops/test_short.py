@@ -44,6 +44,7 @@ def results(region: Any, given: list[Tensor | None], twice: bool) -> list[Tensor
         return [y, *found, F.linear(*given)]  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(

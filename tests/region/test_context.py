@@ -57,6 +57,7 @@ def test_an_emulated_region_writes_fp32_and_says_so(precision: str, model: nn.Mo
         assert torch.get_autocast_dtype("cpu") is FULL
 
 
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_linear_layer_is_the_fp32_product_of_cast_operands_rounded_once(precision: str) -> None:
     layer, x = nn.Linear(64, 32), torch.randn(16, 64)

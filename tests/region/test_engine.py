@@ -42,6 +42,7 @@ def functions_of_lowp(run: Callable[[], object]) -> int:
     return count
 
 
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 @pytest.mark.parametrize("precision", MOST)
 def test_a_planned_linear_layer_runs_few_functions(precision: str) -> None:

@@ -226,7 +226,7 @@ def test_micro_batches_give_the_gradients_of_their_sum_in_several_entries_and_in
 
 
 def test_nothing_is_held_after_an_entry_and_by_threads_apart() -> None:
-    layer, region, x, counts = nn.Linear(4, 4), autocast("bf16"), torch.randn(2, 4), []
+    layer, region, x, counts = nn.Linear(4, 4, bias=False), autocast("bf16"), torch.randn(2, 4), []
 
     def work() -> None:
         with region:

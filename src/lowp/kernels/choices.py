@@ -7,6 +7,7 @@ import torch
 from lowp.compat import accelerator
 from lowp.kernels import cpu
 from lowp.kernels.dispatch import forced, uses_library
+from lowp.kernels.hardware import multiplies, products_of_bf16
 
 __all__ = ["choices"]
 
@@ -26,14 +27,26 @@ def choices() -> dict[str, str]:
             f"{chosen}, {why}, of {', '.join(having)}; other: {_OTHER_SET.format(having[0], having[0])}"
         )
         found["casts"] = f"{forced() or 'the C++ library'}; other: {_OTHER_WAY.format('bitwise')}: the same bits"
-    found["fp16, bf16 products"] = (
-        "on a CPU fp32 products of rounded operands, rounded once, whatever it reports; on a GPU torch's own; other: "
-        f"{_OTHER_WAY.format('native')} for torch's own on a CPU too, {_OTHER_WAY.format('reference')} for sums in fp64"
-    )
+    found["bf16 products"] = _products(torch.bfloat16, products_of_bf16()[1])
+    found["fp16 products"] = _products(torch.float16, "torch sums no fp16 products faster than fp32's on a CPU")
     found["int16 products"] = (
         "the C++ library" if uses_library() else "torch's fp64 products, which are exact"
     ) + f"; other: {_OTHER_WAY.format('bitwise')}"
     return found
+
+
+def _products(dtype: torch.dtype, why: str) -> str:
+    """How products of a 16-bit dtype run on a CPU, and why."""
+    way = forced()
+    if way == "reference":
+        return f"sums in fp64, asked for; other: {_OTHER_WAY.format('native')}"
+    reason = why if way is None else "asked for"
+    if way == "native" or (way is None and multiplies("cpu", dtype)):
+        return f"torch's own, {reason}; other: LOWP_USE=cpu in the environment, or {_OTHER_WAY.format('cpu')}"
+    return (
+        f"fp32 products of rounded operands, {reason}, rounded once; other: LOWP_USE=native in the environment, or "
+        f"{_OTHER_WAY.format('native')}; on a GPU torch's own"
+    )
 
 
 def _processor() -> str:

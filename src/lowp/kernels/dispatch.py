@@ -6,6 +6,7 @@ Casts ask for an `implementation`; products and payloads of integers ask `forced
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -21,12 +22,16 @@ from lowp.kernels import bitwise, cpu, native, reference, triton
 IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "bitwise": bitwise, "native": native, "cpu": cpu}
 IMPLEMENTATIONS["triton"] = triton
 
-_forced: ContextVar[str | None] = ContextVar("lowp.kernels.use", default=None)
+# what the environment asks for from the start, in every thread
+_asked = os.environ.get("LOWP_USE") or None
+if _asked is not None and _asked not in IMPLEMENTATIONS:
+    raise UnknownName(unknown("implementation in LOWP_USE", _asked, IMPLEMENTATIONS))
+_forced: ContextVar[str | None] = ContextVar("lowp.kernels.use", default=_asked)
 
 
 def forced() -> str | None:
-    """Return the name that `use` holds here; None outside of it, and under torch.compile."""
-    return None if torch.compiler.is_compiling() else _forced.get()
+    """Return the name that `use` holds here, or LOWP_USE in the environment; under torch.compile the latter alone."""
+    return _asked if torch.compiler.is_compiling() else _forced.get()
 
 
 def available(device: str = "cpu") -> tuple[str, ...]:
@@ -41,7 +46,8 @@ def available(device: str = "cpu") -> tuple[str, ...]:
 def use(name: str) -> AbstractContextManager[None]:
     """Return a context in which every kernel is the named implementation: reference, bitwise, native, cpu or triton.
 
-    It holds for this thread (or asyncio task) and leaves what it found. Raises ValueError for an unknown name and
+    It holds for this thread (or asyncio task) and leaves what it found; LOWP_USE=NAME in the environment is the same
+    for a whole process, threads and compiled code included. Raises ValueError for an unknown name and
     Unavailable for one that this machine lacks; inside, a call that the implementation cannot do raises Unavailable.
     """
     if name not in IMPLEMENTATIONS:

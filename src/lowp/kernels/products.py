@@ -5,15 +5,18 @@ values in their carriers or as integers under an exponent, how it is summed, and
 
 * integers: the int16 kernels, in C++ or by their definition in torch; exact, or in chains as DFP-16 sums;
 * blocks: a running sum that is rounded to fp16 or bf16 after every block of products;
-* native: the device's own 16-bit product, which sums in fp32 and rounds once, bias included;
+* native: the device's own 16-bit product, which sums in fp32 and rounds once, bias included, where the device has one
+  (`hardware`): on GPUs, and of bf16 on CPUs that multiply it;
 * fp32: an fp32 product of the rounded values (each product of significands of up to 12 bits is exact), rounded once;
 * reference: the same in fp64, the definition of the sum;
 * packed: weights in bytes, codes of few bits or signs, with activations of their kind (`contract_packed`).
 
-Fused attention is a form of three operands, whose `bias` is the mask: native, fp32 or reference.
+Fused attention is a form of three operands, whose `bias` is the mask: native on GPUs, fp32 or reference. On CPUs
+torch's fused attention of bf16 rounds the probabilities too, and takes twice the time of its fp32 one.
 
-`lowp.kernels.use` forces a way everywhere: ``native`` takes torch's own product also on a CPU, ``reference`` the
-definitions, ``bitwise`` torch's operations alone, ``cpu`` the C++ library's integers.
+`lowp.kernels.use`, or LOWP_USE in the environment, forces a way everywhere: ``native`` takes torch's own product on
+every CPU, ``reference`` the definitions, ``bitwise`` and ``cpu`` fp32 products of 16 bits also where the device has its
+own, the former with torch's operations alone, the latter with the C++ library's integers.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from lowp.kernels import byte_products, few_bits
 from lowp.kernels.byte_products import MOST_DEPTH, Activations, ByteRows, Bytes, Panels
 from lowp.kernels.dispatch import forced
 from lowp.kernels.few_bits import Codes, Signs
+from lowp.kernels.hardware import multiplies
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas
 from lowp.policy import Accumulation
@@ -42,6 +46,7 @@ __all__ = [
     "contract_packed",
     "contract_sixteen_bits",
     "gradients_sixteen_bits",
+    "has_launches",
     "is_native",
     "is_torchs_own",
     "multiplies_int8",
@@ -172,10 +177,9 @@ def gradients_sixteen_bits(
 
 def _sixteen_bits_run_in(x: Tensor) -> torch.dtype:
     """Return the dtype that products of 16-bit operands are made in where x lies."""
-    way = forced()
-    if x.is_cuda if way is None else way == "native":
+    if torchs_own_device(x, x.dtype) is not None:
         return x.dtype
-    return torch.float64 if way == "reference" else torch.float32
+    return torch.float64 if forced() == "reference" else torch.float32
 
 
 def contract_mantissas(
@@ -210,25 +214,40 @@ def _in_dtype(form: Any, slot: int, operands: tuple[Tensor, ...], bias: Tensor |
 
 
 def is_native(output: Cast | None, *operands: Tensor) -> bool:
-    """Whether the device's own 16-bit product is meant: of operands and a result in one dtype, on an accelerator.
+    """Whether the device's own 16-bit product is meant: of operands and a result in one dtype that it multiplies.
 
-    There it sums in fp32 and rounds once, bias included; a CPU's rounds more often, and has to be asked for.
+    There it sums in fp32 and rounds once, bias included. What a CPU does otherwise has to be asked for.
     """
     dtype = operands[0].dtype
-    if output is None or dtype not in _SIXTEEN_BITS or not is_torchs_own(operands[0]):
+    if output is None or dtype not in _SIXTEEN_BITS:
+        return False
+    if torchs_own_device(operands[0], dtype, is_fused=len(operands) > 2) is None:
         return False
     return all(one.dtype is dtype for one in operands) and output == Cast(FORMATS[_SIXTEEN_BITS[dtype]])
 
 
-def is_torchs_own(x: Tensor) -> bool:
-    """Whether 16-bit tensors that lie where x does are computed with by torch's own kernels: on a GPU, or if asked."""
-    return torchs_own_device(x) is not None
+def is_torchs_own(x: Tensor, is_exact: bool = False) -> bool:
+    """Whether torch's own kernel of an op that is no product runs on 16 bits where x lies: on a GPU, or if asked.
+
+    On a CPU that multiplies the dtype also where the kernel is said to compute in fp32 there (`is_exact`).
+    """
+    return torchs_own_device(x, x.dtype, is_fused=not is_exact) is not None
 
 
-def torchs_own_device(x: Tensor) -> str | None:
-    """Return the kind of device that x lies on, whose own 16-bit arithmetic is the way; None where it is not."""
-    way = forced()
-    return x.device.type if (x.is_cuda if way is None else way == "native") else None
+def torchs_own_device(x: Tensor, dtype: torch.dtype, is_fused: bool = False) -> str | None:
+    """Return the kind of device that x lies on, where torch's own products of a 16-bit dtype are the way; else None.
+
+    `is_fused`: what is asked about is no single product. On a CPU that has to be asked for.
+    """
+    device, way = x.device.type, forced()
+    if way is not None:
+        return device if way == "native" else None
+    return device if multiplies(device, dtype) and not (is_fused and device == "cpu") else None
+
+
+def has_launches(x: Tensor) -> bool:
+    """Whether one call for several tensors is faster than one each where x lies: on a GPU, or if asked for."""
+    return not x.is_cpu or forced() == "native"
 
 
 LEAST_ROWS = 256  # of a product of bytes whose weight has to be packed first
@@ -243,7 +262,7 @@ def multiplies_int8(x: Tensor, weight: Tensor) -> bool:
 
 def ready_operand(value: Tensor) -> Tensor:
     """Return an operand that several products will read, as they will want it: in fp32 where they run in fp32."""
-    return value if is_torchs_own(value) else value.float()
+    return value if torchs_own_device(value, value.dtype) is not None else value.float()
 
 
 def _in_blocks(form: Form, slot: int, left: Tensor, right: Tensor, accumulation: Accumulation) -> Tensor:

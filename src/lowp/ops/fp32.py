@@ -22,6 +22,7 @@ class Computation(ABC):
     """A function of x and up to two parameters, all fp32. `plain` is torch's own; the rest may be faster."""
 
     narrows_parameters = False  # torch's 16-bit kernels on accelerators take them in the dtype of x alone
+    is_exact_on_cpu = False  # torch's kernel there reads and writes 16 bits, its parameters fp32, and sums in fp32
 
     def native(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return the result of a kernel of torch's that reads and writes x's 16 bits and computes in fp32."""
@@ -62,9 +63,12 @@ def computed_in_fp32(
     same numbers as a plain chain of conversions and torch's own op. Where torch's own kernels are the way, one of them
     does it all.
     """
-    if is_one_kernel(x, casts):
+    is_one = is_one_kernel(computation, x, casts)
+    if is_one and is_torchs_own(x):
         return finished(computation.native(x, weight, bias), casts)
     parameters = [None if one is None else one.float() for one in (weight, bias)]
+    if is_one:
+        return finished(computation.native(x, *parameters), casts)
     traced = functorch_is_active() or is_jit_tracing()
     if traced or (x.dtype is torch.float32 and casts.rule.grad is None):
         return finished(computation.plain(x.float(), *parameters), casts)
@@ -72,10 +76,12 @@ def computed_in_fp32(
     return result
 
 
-def is_one_kernel(x: Tensor, casts: RoleCasts) -> bool:
+def is_one_kernel(computation: Computation | type[Computation], x: Tensor, casts: RoleCasts) -> bool:
     """Whether torch's own kernel reads x as it was rounded, computes in fp32 and writes what the rule says."""
     rule = casts.rule
-    if x.dtype not in (torch.float16, torch.bfloat16) or rule.output is None or not is_torchs_own(x):
+    if x.dtype not in (torch.float16, torch.bfloat16) or rule.output is None:
+        return False
+    if not is_torchs_own(x, computation.is_exact_on_cpu):
         return False
     return native_dtype(rule.output) is x.dtype and (rule.grad is None or rule.grad == rule.output)
 

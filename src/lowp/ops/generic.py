@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 _Change = Callable[[Tensor], Tensor]
+_UP_TO_32 = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def plain(call: Call) -> Any:
@@ -50,7 +51,23 @@ def plain(call: Call) -> Any:
 
 def wide(call: Call) -> Any:
     """Cast the inputs by the rule (to fp32), run the op, cast the result by the rule's `output`."""
+    if (x := _only_widened(call)) is not None:
+        return call.func(x.float(), *call.args[1:], **call.kwargs)
     return _run(call, call.casts.read)
+
+
+def _only_widened(call: Call) -> Tensor | None:
+    """Return the tensor of a call that has one, which its rule widens to fp32 and does no more; None elsewhere."""
+    rule, args = call.rule, call.args
+    if call.watch is not None or torch.compiler.is_compiling() or not (args and type(args[0]) is Tensor):
+        return None
+    x: Tensor = args[0]
+    if rule.input is None or native_dtype(rule.input) is not torch.float32 or not (rule.output is rule.grad is None):
+        return None
+    if x.dtype not in _UP_TO_32 or is_irregular(x) or _out_of_place(call.func) is not None:
+        return None
+    others = (*args[1:], *call.kwargs.values()) if call.kwargs else args[1:]
+    return None if any(isinstance(one, (Tensor, list, tuple, dict)) for one in others) else x
 
 
 def pointwise(call: Call) -> Any:
@@ -217,6 +234,8 @@ def _index_of_inplace(function: Callable[..., Any]) -> int | None:
 def finished(y: Tensor, casts: RoleCasts) -> Tensor:
     """Return what an op has computed, rounded as it is written; so is the gradient that comes back."""
     y = casts.cast(y, "output")
+    if casts.watch is None and casts.rule.grad is not None and native_dtype(casts.rule.grad) is y.dtype:
+        return y  # autograd brings no other gradient back
     if casts.rule.grad is not None and y.requires_grad and not is_irregular(y):
         return gradient_cast(y, casts)
     if casts.watch is not None:

@@ -1,9 +1,10 @@
 """Runners of the norms: layer, RMS, group, batch and instance norm.
 
 A norm reads its input in the rule's format, computes in fp32 and writes the rule's output; backward keeps the input as
-it was read, in 16 bits where the format has 16. Its own scale and shift stay fp32, running statistics too. On a CPU
-torch's kernels for 16-bit inputs are not used: layer_norm's sums the gradient of its weight in 16 bits. On a GPU they
-are: they compute in fp32, but layer, RMS and group norm's take scale and shift in 16 bits alone.
+it was read, in 16 bits where the format has 16. Its own scale and shift stay fp32, running statistics too. torch's
+kernels for 16-bit inputs are used on a GPU: they compute in fp32, but layer, RMS and group norm's take scale and shift
+in 16 bits alone. Where a CPU multiplies the format itself, batch and group norm's are, but not layer norm's, which sums
+the gradient of its weight in 16 bits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowp.kernels.products import is_torchs_own
 from lowp.ops.call import Call
+from lowp.ops.casting import native_dtype
 from lowp.ops.contraction import runner
 from lowp.ops.fp32 import Computation, Gradients, computed_in_fp32, is_one_kernel
 from lowp.ops.generic import irregular
@@ -69,6 +72,7 @@ class GroupNorm(Computation):
     groups: int
     eps: float
     narrows_parameters = True
+    is_exact_on_cpu = True
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.group_norm(x, self.groups, weight, bias, self.eps)
@@ -103,6 +107,7 @@ class BatchNorm(Computation):
     training: bool
     momentum: float
     eps: float
+    is_exact_on_cpu = True
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         mean, var = self.running_mean, self.running_var
@@ -171,12 +176,28 @@ def group_norm(call: Call) -> Tensor:
 @runner
 def batch_norm(call: Call) -> Tensor:
     """F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps), and torch.batch_norm."""
+    if _is_torchs_own(call):
+        result: Tensor = call.func(*call.args, **call.kwargs)
+        return result
     if getattr(call.func, "__module__", "") != F.__name__:
         return _torch_batch_norm(call)
     x, mean, var, weight, bias, training, momentum, eps = bound(
         call, "input", "running_mean", "running_var", weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     )
     return _batch_norm(call, x, mean, var, weight, bias, training, momentum, eps)
+
+
+def _is_torchs_own(call: Call) -> bool:
+    """Whether torch's own kernel takes the tensors of a call as they are: 16 bits, and all else in fp32."""
+    if call.site is not None or call.watch is not None or call.kwargs.keys() & {"input", "out"} or not call.args:
+        return False
+    x, *others = (*call.args, *call.kwargs.values())
+    rule = call.rule
+    if type(x) is not Tensor or x.dtype not in (torch.float16, torch.bfloat16) or rule.input is None:
+        return False
+    wide = all(one.dtype is torch.float32 for one in others if isinstance(one, Tensor))
+    is_read = native_dtype(rule.input) is x.dtype and rule.weight is None
+    return wide and is_read and x.numel() > 0 and is_one_kernel(BatchNorm, x, call.casts)
 
 
 def _torch_batch_norm(call: Call) -> Tensor:
@@ -307,7 +328,7 @@ def _normed(call: Call, computation: Computation, x: Tensor, weight: Tensor | No
     casts = call.casts
     x = casts.cast(x, "input")
     weight = None if weight is None else casts.carry(weight, "weight")
-    if computation.narrows_parameters and is_one_kernel(x, casts):
+    if computation.narrows_parameters and is_torchs_own(x) and is_one_kernel(computation, x, casts):
         weight, bias = _narrowed(call, x.dtype, weight, bias)
     return computed_in_fp32(computation, casts, x, weight, bias)
 

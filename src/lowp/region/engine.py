@@ -97,14 +97,15 @@ class Engine(TorchFunctionMode):
             plan = self.rulebook.find(func, self.path.current)
         if plan is None or not self.is_ours(args, kwargs):
             return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if self.resting is not None and self.rests():
+            with _DisableAutocast():
+                return func(*args, **kwargs)
         way = plan.way
-        if way is not None and not (self.observers or everywhere) and device_of(way, args, kwargs or {}) is not None:
-            if self.resting is None or not self.rests():
-                return self._handed_over(plan, way, func, args, kwargs or {})
+        if way is not None and not (self.observers or everywhere) and device_of(way, args, kwargs) is not None:
+            return self._handed_over(plan, way, func, args, kwargs)
         with _DisableAutocast():
-            if self.resting is not None and self.rests():
-                return func(*args, **(kwargs or {}))
-            return self._run(plan, func, args, kwargs or {})
+            return self._run(plan, func, args, kwargs)
 
     def apply(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call that is this region's, also while torch.compile traces it."""

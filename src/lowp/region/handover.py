@@ -28,14 +28,19 @@ __all__ = ["HandOver", "device_of", "hand_over", "handed_over"]
 
 _LEFT_ALONE = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
 _ATTENTION = "multi_head_attention_forward"
+_FUSED = (_ATTENTION, "scaled_dot_product_attention")
 _OPTIONAL_ARGUMENTS = 13  # of multi_head_attention_forward: from here on, need_weights among them
 
 
 class HandOver(NamedTuple):
-    """An op, the devices on which torch's dispatcher does with it what its rule says, and how its weights are cast."""
+    """An op, the devices on which torch's dispatcher does with it what its rule says, and how its weights are cast.
+
+    `dtype` is that of the region.
+    """
 
     op: str
     devices: frozenset[str]
+    dtype: torch.dtype
     weights: Cast | None
 
 
@@ -46,7 +51,7 @@ def hand_over(function: Callable[..., Any], row: Row, rule: Rule | None, dtype: 
     devices = devices_that_agree(row.name, row.op_class)
     if not devices or not _agrees(row, rule, dtype):
         return None
-    return HandOver(row.name, devices, rule.weight if row.is_contraction and rule is not None else None)
+    return HandOver(row.name, devices, dtype, rule.weight if row.is_contraction and rule is not None else None)
 
 
 def _agrees(row: Row, rule: Rule | None, dtype: torch.dtype) -> bool:
@@ -67,20 +72,24 @@ def device_of(way: HandOver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 
     Its tensors are strided and of up to 32 bits, and torch's own arithmetic is the way where they lie.
     """
-    if args and isinstance(args[0], Tensor) and torchs_own_device(args[0]) is None:  # first of all: every CPU's call
-        return None
-    if kwargs.get("out") is not None or (way.op == _ATTENTION and _returns_probabilities(args, kwargs)):
-        return None
-    first = None
-    for one in (*args, *kwargs.values()):
-        for x in one if isinstance(one, (list, tuple)) else (one,):
-            if not isinstance(x, Tensor):
-                continue
+    device = None
+    for one in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(one, (list, tuple)):
+            tensors = [x for x in one if isinstance(x, Tensor)]
+        elif isinstance(one, Tensor):
+            tensors = [one]
+        else:
+            continue
+        for x in tensors:
+            if device is None:
+                device = torchs_own_device(x, way.dtype, way.op in _FUSED)
+                if device not in way.devices:
+                    return None
             if x.dtype in _LEFT_ALONE or is_irregular(x):
                 return None
-            first = x if first is None else first
-    device = None if first is None else torchs_own_device(first)
-    return device if device in way.devices else None
+    if kwargs.get("out") is not None or (way.op == _ATTENTION and _returns_probabilities(args, kwargs)):
+        return None
+    return device
 
 
 def _returns_probabilities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -91,9 +100,19 @@ def _returns_probabilities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 def handed_over(
     way: HandOver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], weights: WeightCasts
 ) -> Any:
-    """Run a call under torch.autocast, its weights cast by the region and kept by nobody else."""
+    """Run a call under torch.autocast, its weights cast by the region and kept by nobody else.
+
+    torch's cache keeps the casts of fp32 leaves that want a gradient: where the region has cast those, nothing.
+    """
     if way.weights is not None:
         args, kwargs = weights.cast_arguments(args, kwargs, way.weights)
+        for one in (*args, *kwargs.values()):
+            if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor):  # they are still as they were
+                return _without_cache(function, args, kwargs)
+    return function(*args, **kwargs)
+
+
+def _without_cache(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     caches = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

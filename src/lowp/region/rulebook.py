@@ -79,6 +79,25 @@ class Rulebook:
             is_backward = table.name_of(function) in _BACKWARD
             plans[function] = Plan(Row("backward", "structural"), None, None) if is_backward else None
             return plans[function]
+        plan = self._planned(function, row, path)
+        if plan.rule is not None:
+            self._used.add(plan.rule)
+            self._ops[row.name] = None
+        elif row.is_contraction and self.policy.rules:
+            self.missed(f"{row.name} in {path}" if path else row.name)
+        plans[function] = plan
+        return plan
+
+    def _planned(self, function: Callable[..., Any], row: Row, path: str) -> Plan:
+        """Return what the policy says of a function; of a policy without paths found once for all its rulebooks."""
+        if self.policy.uses_paths or torch.compiler.is_compiling():
+            return self._plan(function, row, path)
+        known = _plans_of(self.policy)
+        if function not in known:
+            known[function] = self._plan(function, row, path)
+        return known[function]
+
+    def _plan(self, function: Callable[..., Any], row: Row, path: str) -> Plan:
         rule = self.policy.match(row.name, row.op_class, path)
         if row.runner == "generic:refused" and not self._refuses:
             row = replace(row, runner="generic:wide")
@@ -86,22 +105,14 @@ class Rulebook:
         run = row.run(rule) if always or (rule is not None and not rule.is_empty) else None
         if rule is None and self._masks and row.masked:
             run = table.runner(row.masked)
-        if rule is not None:
-            self._used.add(rule)
-            self._ops[row.name] = None
-        elif row.is_contraction and self.policy.rules:
-            self.missed(f"{row.name} in {path}" if path else row.name)
         if rule is not None and rule.output is not None and flexpoint.is_flexpoint(rule.output):
             # without places, as under torch.compile and torch.func, every tensor has the exponent of its own maximum
             alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
             placed = partial(table.runner(row.placed), row)
-            plans[function] = Plan(row, rule, _under(alone, row.run(alone)), placed, row.is_contraction, True)
-        else:
-            rounds = row.is_contraction and rule is not None and not rule.is_empty
-            looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
-            way = hand_over(function, row, rule, self.main_dtype())
-            plans[function] = Plan(row, rule, run, None, rounds, looks, way)
-        return plans[function]
+            return Plan(row, rule, _under(alone, row.run(alone)), placed, row.is_contraction, True)
+        rounds = row.is_contraction and rule is not None and not rule.is_empty
+        looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
+        return Plan(row, rule, run, None, rounds, looks, hand_over(function, row, rule, self.main_dtype()))
 
     def missed(self, name: str) -> None:
         """Note a contraction that no rule spoke of; raise InvalidInput where the region is strict."""
@@ -170,6 +181,20 @@ class Rulebook:
         row = table.TABLES[self.policy.table]["linear"]
         rule = self.policy.match(row.name, row.op_class)
         return torch.float32 if rule is None else result_dtype(rule.output)
+
+
+_MOST_POLICIES = 64
+_found: dict[int, tuple[Policy, dict[Callable[..., Any], Plan]]] = {}  # by the identity of the policy, which is held
+
+
+def _plans_of(policy: Policy) -> dict[Callable[..., Any], Plan]:
+    """Return the plans of the table's functions under a policy, as far as they were found."""
+    held = _found.get(id(policy))
+    if held is None:
+        if len(_found) >= _MOST_POLICIES:
+            _found.clear()
+        held = _found[id(policy)] = policy, {}
+    return held[1]
 
 
 def _under(rule: Rule, run: Callable[[Call], Any]) -> Callable[[Call], Any]:

@@ -29,6 +29,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lowp.casts import Cast
 from lowp.compat import private
+from lowp.kernels.products import has_launches
 from lowp.ops.casting import carried, functorch_is_active, is_irregular, native_dtype, shield
 
 __all__ = ["HANDS_OUT", "RUNS_HOOKS", "WeightCasts", "forget_all"]
@@ -110,18 +111,26 @@ _PRUNE_AT = 1024
 class _Entry:
     """A weight's cast values, what the weight was when they were made, and the values as part of the graph."""
 
-    __slots__ = ("attached", "sign", "value", "weight")
+    __slots__ = ("attached", "sign", "to", "value", "weight")
 
-    def __init__(self, weight: Tensor, value: Tensor, sign: _Sign) -> None:
-        self.weight = weight  # no weak reference: torch swaps no tensor that has one
+    def __init__(self, weight: Tensor, to: Cast, value: Tensor, sign: _Sign) -> None:
+        self.weight, self.to = weight, to  # no weak reference: torch swaps no tensor that has one
         self.sign = sign
         self.value = value.detach() if value.requires_grad else value
         self.attached = value if value.requires_grad else None
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether nobody but this entry holds the weight any more."""
-        return sys.getrefcount(self.weight) == _ONE_NAME and _tensor_holders(self.weight) == 1
+    def in_graph(self) -> Tensor:
+        """Return the values as part of the graph: their gradient reaches the weight."""
+        if self.attached is None:
+            self.attached = cast(Tensor, _Attached.apply(self.weight, self.value))  # type: ignore[no-untyped-call]
+        return self.attached
+
+
+def _are_alone(entries: list[_Entry]) -> bool:
+    """Whether nobody but these entries of one weight holds it any more."""
+    weight = entries[0].weight
+    names = sys.getrefcount(weight) - 1  # without the one here
+    return names == _ONE_NAME - 1 + len(entries) and _tensor_holders(weight) == 1
 
 
 class WeightCasts:
@@ -132,7 +141,7 @@ class WeightCasts:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[int, Cast], _Entry] = {}
+        self._entries: dict[int, list[_Entry]] = {}  # by the identity of the weight, which they hold
         self._handed_out: set[int] = set()
         self._made: list[TensorWeakRef] = []
         self._prune_at = _PRUNE_AT
@@ -140,11 +149,11 @@ class WeightCasts:
 
     def __len__(self) -> int:
         """Return how many casts can serve again."""
-        return len(self._entries)
+        return sum(map(len, self._entries.values()))
 
     def __call__(self, weight: Tensor, to: Cast) -> Tensor:
         """Return the weight cast for a contraction, part of the graph where gradients are recorded."""
-        if not _can_serve(weight):
+        if not _can_serve(weight) or _is_traced():
             return carried(weight, to)
         sign = self._sign(weight)
         known = self._known(weight, to, sign)
@@ -152,54 +161,54 @@ class WeightCasts:
 
     def together(self, weights: Sequence[Tensor], to: Cast) -> list[Tensor]:
         """Return several weights cast likewise; those that have to be cast anew, in one launch."""
-        signs = [self._sign(weight) if _can_serve(weight) else None for weight in weights]
+        is_traced = _is_traced()
+        signs = [None if is_traced or not _can_serve(weight) else self._sign(weight) for weight in weights]
         found = [self._known(weight, to, sign) for weight, sign in zip(weights, signs, strict=True)]
         missing = {id(weight): weight for weight, one in zip(weights, found, strict=True) if one is None}
+        if not missing:
+            return cast("list[Tensor]", found)
         dtype = native_dtype(to)
         if len(missing) < 2 or dtype is None or not _go_together(list(missing.values()), dtype):
             return [self(weight, to) if one is None else one for weight, one in zip(weights, found, strict=True)]
         values = dict(zip(missing, cast(Any, _Together).apply(dtype, *missing.values()), strict=True))
         for weight, sign in zip(weights, signs, strict=True):
-            if id(weight) in values and _can_serve(weight):
+            if id(weight) in values and not is_traced and _can_serve(weight):
                 self._kept(weight, to, sign, values[id(weight)])
         return [values[id(weight)] if one is None else one for weight, one in zip(weights, found, strict=True)]
 
     def _known(self, weight: Tensor, to: Cast, sign: _Sign | None) -> Tensor | None:
         """Return a cast that can serve again, part of the graph; None where there is none."""
-        entry = self._entries.get((id(weight), to))
-        if entry is None or sign is None or entry.sign != sign:
-            return None
-        if not (weight.requires_grad and torch.is_grad_enabled()):
-            return entry.value
-        if entry.attached is None:
-            entry.attached = cast(Tensor, _Attached.apply(weight, entry.value))  # type: ignore[no-untyped-call]
-        return entry.attached
+        for entry in self._entries.get(id(weight), ()):
+            if entry.sign == sign and (entry.to is to or entry.to == to):
+                return entry.in_graph() if weight.requires_grad and torch.is_grad_enabled() else entry.value
+        return None
 
     def _kept(self, weight: Tensor, to: Cast, sign: _Sign | None, value: Tensor) -> Tensor:
-        key = id(weight), to
+        others = [entry for entry in self._entries.pop(id(weight), ()) if entry.to != to]
         if value is not weight:
             self._made.append(TensorWeakRef(value))
-        if value is weight or sign is None:
-            self._entries.pop(key, None)
-        else:
-            self._entries[key] = _Entry(weight, value, sign)
+            if sign is not None:
+                others.append(_Entry(weight, to, value, sign))
+        if others:
+            self._entries[id(weight)] = others
             self._prune()
         return value
 
     def _prune(self) -> None:
         """Let go of weights that are no longer used, each time that there are twice as many as were left then."""
         if len(self._entries) >= self._prune_at:
-            self._entries = {key: entry for key, entry in self._entries.items() if not entry.is_alone}
+            self._entries = {key: held for key, held in self._entries.items() if not _are_alone(held)}
             self._made = [reference for reference in self._made if reference() is not None]
             self._prune_at = max(_PRUNE_AT, 2 * len(self._entries))
 
     def _sign(self, weight: Tensor) -> _Sign | None:
         """Return what a later use compares; None where others may write the weight unseen."""
-        is_alone = _holders(weight) == _one_holder()
         storage = weight.untyped_storage()
-        if not is_alone or not storage.resizable() or storage.data_ptr() in self._handed_out:
+        one_holder, one_name = _one_holder()
+        if sys.getrefcount(storage) != one_name or _storage_holders(storage._cdata) != one_holder:
             return None
-        if weight.is_cpu and storage.is_shared():
+        memory = storage.data_ptr()
+        if not storage.resizable() or memory in self._handed_out or (weight.is_cpu and storage.is_shared()):
             return None
         return _Sign(weight._version, weight.data_ptr(), _writes[0])
 
@@ -207,14 +216,15 @@ class WeightCasts:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], to: Cast
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with its weights cast: the leaves among them that want a gradient."""
-        given = (*args, *kwargs.values())
-        found = {id(x): x for x in given if isinstance(x, Tensor) and x.requires_grad and x.is_leaf}
+        given, dtype = (*args, *kwargs.values()) if kwargs else args, native_dtype(to)
+        found = [x for x in given if isinstance(x, Tensor) and x.requires_grad and x.is_leaf and x.dtype is not dtype]
         if not found:
             return args, kwargs
-        casts = dict(zip(found, self.together(list(found.values()), to), strict=True))
+        values = self.together(found, to) if has_launches(found[0]) else [self(x, to) for x in found]
+        casts = dict(zip(map(id, found), values, strict=True))
         return (
-            tuple(casts.get(id(x), x) for x in args),
-            {name: casts.get(id(x), x) for name, x in kwargs.items()},
+            tuple([casts.get(id(x), x) for x in args]),
+            {name: casts.get(id(x), x) for name, x in kwargs.items()} if kwargs else kwargs,
         )
 
     def hand_out(self, x: Any) -> None:
@@ -270,9 +280,8 @@ def _is_traced() -> bool:
 
 
 def _can_serve(weight: Tensor) -> bool:
-    """Whether a cast of this tensor may be kept."""
-    is_weight = weight.is_leaf and type(weight) in (Tensor, nn.Parameter)
-    return is_weight and not is_irregular(weight) and not _is_traced()
+    """Whether a cast of this tensor may be kept, outside of what is traced."""
+    return weight.is_leaf and type(weight) in (Tensor, nn.Parameter) and not is_irregular(weight)
 
 
 def _go_together(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:

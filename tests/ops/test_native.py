@@ -1,0 +1,189 @@
+"""The processor's own products of bf16 are those of the emulation, but for the order of summation, and are chosen by
+what the processor reports.
+
+Where the processor has none, torch's kernels of bf16 are another path, which nothing is promised of: skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowp
+from lowp import kernels
+from lowp.kernels import hardware
+from lowp.kernels.choices import choices
+
+has_own = hardware.products_of_bf16()[0]
+own = pytest.mark.skipif(not has_own, reason="the processor multiplies no bf16, or is held to instructions that do not")
+_ROUNDING, _FP32, _SMALLEST = 2.0**-8, 2.0**-24, 2.0**-126
+
+_Product = Callable[..., Tensor]
+PRODUCTS: dict[str, tuple[_Product, list[tuple[int, ...]], int]] = {  # function, shapes, longest sum of the three
+    "linear": (F.linear, [(5, 7), (3, 7), (3,)], 7),
+    "linear of one row": (F.linear, [(64,), (32, 64), (32,)], 64),
+    "linear large": (F.linear, [(70, 200), (90, 200), (90,)], 200),
+    "linear of batches": (F.linear, [(2, 9, 33), (17, 33)], 33),
+    "matmul": (torch.matmul, [(3, 20, 40), (3, 40, 30)], 40),
+    "matmul repeated": (torch.matmul, [(3, 20, 40), (40, 30)], 60),
+    "matrix by vector": (torch.mv, [(40, 70), (70,)], 70),
+    "addmm": (torch.addmm, [(30,), (20, 40), (40, 30)], 40),
+    "baddbmm": (torch.baddbmm, [(4, 5, 6), (4, 5, 70), (4, 70, 6)], 70),
+    "conv1d": (F.conv1d, [(2, 3, 20), (4, 3, 5), (4,)], 40),
+    "conv2d": (F.conv2d, [(3, 8, 9, 9), (16, 8, 3, 3), (16,)], 147),
+    "conv2d strided": (lambda *t: F.conv2d(*t, stride=2, padding=1), [(2, 4, 9, 9), (6, 4, 3, 3)], 54),
+    "conv2d of groups": (lambda *t: F.conv2d(*t, groups=4), [(2, 8, 9, 9), (8, 2, 3, 3), (8,)], 98),
+    "conv_transpose2d": (F.conv_transpose2d, [(2, 8, 5, 5), (8, 6, 3, 3), (6,)], 98),
+}
+
+
+def _drawn(shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    """Return tensors whose elements bf16 represents, so that nothing but the products is rounded."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).bfloat16().float() for shape in shapes]
+
+
+def _run(function: _Product, tensors: list[Tensor], region: Any) -> list[Tensor]:
+    leaves = [one.clone().requires_grad_() for one in tensors]
+    with region:
+        y = function(*leaves)
+    incoming = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).to(y.dtype)
+    return [y, *torch.autograd.grad(y, leaves, incoming)]
+
+
+@own
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_and_its_gradients_differ_from_the_emulation_by_the_order_of_summation(name: str) -> None:
+    function, shapes, length = PRODUCTS[name]
+    tensors = _drawn(shapes)
+    found = _run(function, tensors, lowp.autocast("bf16"))
+    with kernels.use("bitwise"):
+        emulated = _run(function, tensors, lowp.autocast("bf16"))
+    # what can be lost is bounded by the sum of the products' magnitudes (Higham 2002, equation 3.5): it grows no
+    # longer than any of the sums
+    magnitudes = _magnitudes(function, tensors, found[0])
+    for one, other, magnitude in zip(found, emulated, magnitudes, strict=True):
+        assert one.dtype is other.dtype
+        lost = 2 * (length + 2) * _FP32 * magnitude
+        apart = (one.double() - other.double()).abs()
+        # two sums that lie apart by `lost` may be rounded to neighbours, which are one more ulp apart
+        assert bool((apart <= torch.where(lost > 0, 2 * _ROUNDING * other.double().abs() + lost, 0.0)).all())
+        # and to other values only where a midpoint lies between them
+        assert (one != other).float().mean() <= 0.05
+
+
+def _magnitudes(function: _Product, tensors: list[Tensor], output: Tensor) -> list[Tensor]:
+    leaves = [one.double().abs().requires_grad_() for one in tensors]
+    y = function(*leaves)
+    incoming = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16().double().abs()
+    return [y, *torch.autograd.grad(y, leaves, incoming)]
+
+
+@own
+def test_what_lies_below_the_normal_numbers_is_at_most_taken_for_zero() -> None:
+    tiny, large = torch.full((64, 64), 2.0**-130), torch.full((64, 64), 2.0**20)
+    with lowp.autocast("bf16"):
+        found = F.linear(tiny, large)
+        below = F.linear(torch.full((64, 64), 2.0**-70), torch.full((64, 64), 2.0**-62))  # sums of 2^-126
+    exact = 64 * 2.0**-110
+    assert bool(((found == 0) | (found == exact)).all())
+    assert bool((below.float() <= 64 * _SMALLEST).all())
+    with kernels.use("bitwise"), lowp.autocast("bf16"):
+        assert bool((F.linear(tiny, large) == exact).all())
+
+
+@own
+@pytest.mark.parametrize("precision", ["bf16-tpu", "fp16", "e5m7", "bf16-trunc"])
+def test_casts_of_another_arithmetic_are_not_handed_over(precision: str) -> None:
+    x, w = _drawn([(64, 64), (64, 64)])
+    with lowp.autocast(precision):
+        found = F.linear(x, w)
+    with kernels.use("bitwise"), lowp.autocast(precision):
+        assert torch.equal(F.linear(x, w), found)
+
+
+@own
+def test_the_way_can_be_forced_either_way() -> None:
+    x, w = _drawn([(64, 300), (64, 300)])
+    with lowp.autocast("bf16"):
+        found = F.linear(x, w)
+    assert torch.equal(found, F.linear(x.bfloat16(), w.bfloat16()))
+    with kernels.use("cpu" if "cpu" in kernels.available() else "bitwise"), lowp.autocast("bf16"):
+        assert torch.equal(F.linear(x, w), F.linear(x, w).float().bfloat16())
+        emulated = F.linear(x, w)
+    assert torch.equal(emulated, (x @ w.t()).bfloat16())
+    with kernels.use("native"), lowp.autocast("fp16"):
+        assert torch.equal(F.linear(x, w), F.linear(x.half(), w.half()))
+
+
+@own
+def test_attention_keeps_its_probabilities_in_fp32() -> None:
+    query, key, value = (one.bfloat16() for one in _drawn([(2, 2, 40, 16)] * 3))
+    with lowp.autocast("bf16"):
+        found = F.scaled_dot_product_attention(query, key, value)
+    wide = F.scaled_dot_product_attention(query.float(), key.float(), value.float())
+    assert torch.equal(found, wide.bfloat16())
+
+
+@own
+def test_a_network_of_norms_and_products_trains_as_the_emulation_does() -> None:
+    def gradients() -> Iterator[Tensor]:
+        torch.manual_seed(0)
+        body = (
+            nn.Conv2d(2, 8, 3, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.GroupNorm(2, 8),
+            nn.Flatten(),
+            nn.LayerNorm(128),
+        )
+        model = nn.Sequential(*body, nn.Linear(128, 3))
+        with lowp.autocast("bf16"):
+            loss = F.cross_entropy(model(torch.randn(16, 2, 6, 6)), torch.arange(16) % 3)
+        loss.backward()
+        return (one.grad for one in model.parameters() if one.grad is not None)
+
+    found = list(gradients())
+    with kernels.use("bitwise"):
+        emulated = list(gradients())
+    for one, other in zip(found, emulated, strict=True):
+        assert (one - other).norm() <= 2.0**-6 * other.norm() + 1e-6
+
+
+# -- what decides -------------------------------------------------------------------------------------------------
+
+DECIDED: dict[str, tuple[list[str], str, dict[str, str], bool]] = {
+    "none": ([], "AVX512", {}, False),
+    "AVX-512": (["AVX512-BF16"], "AVX512", {}, True),
+    "AMX": (["AVX512-BF16", "AMX-BF16"], "AVX512", {}, True),
+    "torch held": (["AVX512-BF16"], "AVX2", {"ATEN_CPU_CAPABILITY": "avx2"}, False),
+    "oneDNN held": (["AVX512-BF16"], "AVX512", {"ONEDNN_MAX_CPU_ISA": "avx2"}, False),
+    "oneDNN held by its old name": (["AMX-BF16"], "AVX512", {"DNNL_MAX_CPU_ISA": "AVX512_CORE"}, False),
+    "oneDNN held to more": (["AVX512-BF16"], "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, True),
+    "Arm": (["Arm BF16"], "SVE256", {}, True),
+    "Arm without SVE": (["Arm BF16"], "DEFAULT", {}, True),
+    "Arm held": (["Arm BF16"], "DEFAULT", {"ATEN_CPU_CAPABILITY": "default"}, False),
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_what_the_processor_reports_and_torch_is_held_to_decides(name: str) -> None:
+    instructions, capability, environment, expected = DECIDED[name]
+    found, words = hardware._decided(instructions, capability, environment)
+    assert found is expected and ("but" in words) is (bool(instructions) and not expected)
+
+
+def test_the_choice_is_told_with_its_reason() -> None:
+    told = choices()["bf16 products"]
+    assert told.startswith("torch's own, " if has_own else "fp32 products") and hardware.products_of_bf16()[1] in told
+    with kernels.use("bitwise"):
+        assert choices()["bf16 products"].startswith("fp32 products of rounded operands, asked for")
+
+
+def test_fp16_is_multiplied_by_no_cpu() -> None:
+    assert not hardware.multiplies("cpu", torch.float16) and hardware.multiplies("cuda", torch.float16)
