@@ -8,6 +8,9 @@ one instruction of 32 threads a clock. The larger of the two bounds the kernel. 
 counted once, those of rare branches too, but for the branch that compares more than 32 random bits, which one draw in
 2**32 takes; latencies, caches, launches and the rates of single units (integers, fp64) are not.
 
+For V100 the code of compute capability 7.5 is counted: the disassembler that comes with Triton does not read that of
+7.0. In kernels that share a scale and in statistics the branch for rare numbers is left out, too.
+
 Sources. T4: NVIDIA T4 data sheet (320 GB/s), Turing whitepaper (40 SMs, 1.59 GHz). V100: NVIDIA V100 data sheet
 (SXM2: 900 GB/s), Volta whitepaper (80 SMs, 1.53 GHz). A100: NVIDIA A100 data sheet (SXM 80 GB: 2039 GB/s), Ampere
 whitepaper (108 SMs, 1.41 GHz). H100: NVIDIA H100 data sheet (SXM: 3350 GB/s), Hopper whitepaper (132 SMs; 67 TFLOP/s of
@@ -45,7 +48,7 @@ class Chip(NamedTuple):
 
 CHIPS = (
     Chip("T4", 75, 320e9, 40, 1.59e9),
-    Chip("V100", 70, 900e9, 80, 1.53e9),
+    Chip("V100", 75, 900e9, 80, 1.53e9),
     Chip("A100", 80, 2039e9, 108, 1.41e9),
     Chip("H100", 90, 3350e9, 132, 1.98e9),
 )

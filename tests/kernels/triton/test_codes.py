@@ -85,6 +85,17 @@ def test_statistics_are_those_of_the_definition(dtype: torch.dtype, monkeypatch:
     assert float(squares) == pytest.approx(energy, rel=len(x) * 2.0**-53)
 
 
+@pytest.mark.parametrize("power", [0, -100, -122])
+def test_exponents_in_and_outside_of_the_window_and_zeros_are_counted(power: int) -> None:
+    x = torch.randn(600, generator=torch.Generator().manual_seed(0)) * 2.0**power
+    x[::7] = 0.0
+    for far in (None, 2.0**-40, 2.0**126):
+        if far is not None:
+            x[100] = far  # below the window, or above it
+        found, wanted = triton.statistics(x), reference.statistics(x)
+        assert torch.equal(found[0], wanted[0]) and [float(one) for one in found[3:]] == list(map(float, wanted[3:]))
+
+
 def test_statistics_of_nothing_are_zero() -> None:
     histogram, *numbers = triton.statistics(torch.empty(0))
     assert histogram.sum() == 0 and [float(number) for number in numbers] == [0.0] * 5

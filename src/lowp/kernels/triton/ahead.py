@@ -18,7 +18,7 @@ from lowp.casts import Cast, parse
 from lowp.formats import ScaledFormat
 from lowp.kernels.triton import steps
 from lowp.kernels.triton.device import casts, codes, counts, products, scaled, updates
-from lowp.kernels.triton.launch import BLOCK, ROUNDS, WIDE_BLOCK
+from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, INTEGER_NAMES, Codes, Numbers, exact, is_direct, layout, plan
 from lowp.kernels.triton.products import TILE
 from lowp.kernels.triton.scaled import Shared, planned
@@ -79,14 +79,18 @@ def instructions(compiled: Compiled) -> int:
 
 
 def usual_path(configuration: Configuration) -> Configuration:
-    """Return the kernel without its rare branches: of more than 32 random bits, which one draw in 2**32 takes, and of
-    quotients that are divided again, which one block of fp8 numbers in a few hundred takes.
+    """Return the kernel without its rare branches.
+
+    Of more than 32 random bits, which one draw in 2**32 takes; of quotients that are divided again, which one block of
+    fp8 numbers in a few hundred takes; of statistics outside of 32 octaves, or not finite.
     """
     constants = dict(configuration.constants)
     form, sharing = constants.get("FORM"), constants.get("SHARING")
     if form is not None and form.random_bits > 32:
         constants["FORM"] = usual = form._replace(random_bits=32)
         constants["EXACT"] = exact(usual)
+    if "OTHERS" in constants:
+        constants["OTHERS"] = False
     if sharing is not None:
         constants["SHARING"] = sharing._replace(again=False)
     return configuration._replace(constants=constants)
@@ -145,10 +149,9 @@ def decode(cast: Cast, dtype: torch.dtype) -> Configuration:
 def statistics(dtype: torch.dtype) -> Configuration:
     """Return the kernel of a tensor's statistics."""
     types = {"x": f"*{INTEGER_NAMES[dtype.itemsize]}", "partial": "*i64", "count": "i32"}
-    constants = {"DTYPE": DTYPES[dtype], "ROUNDS": ROUNDS, "BLOCK": BLOCK}
-    return Configuration(
-        f"statistics {DTYPES[dtype]}", counts.statistics, types, constants, BLOCK * ROUNDS, dtype.itemsize
-    )
+    constants = {"DTYPE": DTYPES[dtype], "OTHERS": True, "ROUNDS": ROUNDS, "BLOCK": BLOCK}
+    name, elements = f"statistics {DTYPES[dtype]}", BLOCK * ROUNDS
+    return Configuration(name, counts.statistics, types, constants, elements, dtype.itemsize, COUNTING_WARPS)
 
 
 def counted(cast: Cast, dtype: torch.dtype) -> Configuration:

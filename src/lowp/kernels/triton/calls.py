@@ -10,7 +10,7 @@ from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.philox import Seed, drawn
 from lowp.kernels.triton.device import casts, codes, counts
-from lowp.kernels.triton.launch import BLOCK, ROUNDS, WIDE_BLOCK, launch, programs_for
+from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK, launch, programs_for
 from lowp.kernels.triton.plans import DTYPES, exact, is_direct, layout, plan
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -104,8 +104,8 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     programs = programs_for(x, count, BLOCK * rounds)
     partial = torch.zeros(programs, 264, dtype=torch.int64, device=x.device)
     if count:
-        arguments = (integers(x.contiguous()), partial, count, DTYPES[x.dtype], rounds)
-        launch(counts.statistics, x, -(-count // rounds), BLOCK, *arguments)
+        arguments = (integers(x.contiguous()), partial, count, DTYPES[x.dtype], True, rounds)
+        launch(counts.statistics, x, -(-count // rounds), BLOCK, *arguments, warps=COUNTING_WARPS)
     return merged(partial)
 
 

@@ -18,7 +18,8 @@ from triton.runtime.jit import JITFunction
 Kernel = Any  # what triton.jit makes: triton has no types
 BLOCK = 2048  # elements of a program
 WIDE_BLOCK = 512  # the same, of 64-bit arithmetic
-ROUNDS = 8  # blocks that a program counts before it writes what it found
+ROUNDS = 4  # blocks that a program counts before it writes what it found
+COUNTING_WARPS = 8  # of such a program: what it has found so far is in registers
 INTERPRETED_BLOCK = 1 << 17  # the interpreter's time goes by operations: few and long ones
 
 

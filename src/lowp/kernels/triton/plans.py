@@ -19,6 +19,8 @@ DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", t
 INTEGER_NAMES = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}  # of Triton, by bytes
 _UNLIMITED = 160
 _LARGEST_UNIT = 104  # 2**(104 + 23) is fp32's largest power of two
+_SMALLEST_UNIT = -148  # fp32 holds half of it
+_BY_ADDITION = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.TOWARD_ZERO, Rounding.UP, Rounding.DOWN)
 
 
 class Form(NamedTuple):
@@ -30,7 +32,7 @@ class Form(NamedTuple):
     overflow: str
     cuts: bool  # normal numbers lose bits, or all numbers do below 2**mantissa_bits (integers)
     varying: bool  # the format has another smallest normal number than the carrier: small numbers lose more bits
-    by_addition: bool  # nearest-even in fp32's own addition
+    by_addition: bool  # rounded by adding to fp32's bits, and below the normal numbers by fp32's own addition
     by_noise: bool  # stochastic by adding noise to fp32's bits
     by_code: bool  # "even" is the parity of the exponent field
     flush: bool
@@ -73,6 +75,7 @@ class Layout(NamedTuple):
     subnormals: bool
     minus_zero: bool
     infinity: bool
+    anchored: bool  # below the normal numbers fp32's addition counts quanta
     nan: str  # "above": codes beyond infinity's or all ones; "minus-zero": that code alone; "none"
 
 
@@ -86,6 +89,7 @@ class Codes(NamedTuple):
     subnormals_from: int  # the code of the smallest normal number
     anchor: int  # the bits of 2**23 (2**52), to which a code is added to become a number
     quantum: int
+    unit_anchor: int  # the bits of the power of two whose unit is the quantum
     magnitude_mask: int
     sign_place: int
     infinity_code: int
@@ -114,8 +118,8 @@ def _form(cast: Cast, p: Parameters) -> Form:
     is_float = isinstance(element, FloatFormat)
     wide = p.carrier == CARRIERS[torch.float64]
     varying = not is_float or p.min_exponent + p.carrier.bias > 1
-    even = cast.rounding is Rounding.NEAREST_EVEN and p.parity_offset is None
-    anchored = not varying or _unit(cast) <= _LARGEST_UNIT
+    is_sum = cast.rounding in _BY_ADDITION and p.parity_offset is None
+    anchored = not varying or _SMALLEST_UNIT <= _unit(cast) <= _LARGEST_UNIT
     return Form(
         wide=wide,
         rounding=str(cast.rounding),
@@ -123,7 +127,7 @@ def _form(cast: Cast, p: Parameters) -> Form:
         overflow=str(cast.overflow),
         cuts=p.dropped > 0 or varying,
         varying=varying,
-        by_addition=even and not wide and p.dropped < p.carrier.mantissa_bits and anchored,
+        by_addition=is_sum and not wide and p.dropped < p.carrier.mantissa_bits and anchored,
         by_noise=cast.is_stochastic and not wide and _adds_noise(cast),
         by_code=p.parity_offset is not None,
         flush=p.flush_below != 0,
@@ -180,15 +184,25 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
     wide = p.carrier == CARRIERS[torch.float64]
     anchor = (mantissa_bits + bias) << mantissa_bits
     if isinstance(format, IntFormat):
-        shape = Layout(wide, True, False, True, True, True, False, False, "none")
-        return shape, Codes(0, 0, 0, 0, 0, anchor, p.quantum, 0, 0, 0, 0, format.maximum, -format.minimum, 0)
+        shape = Layout(wide, True, False, True, True, True, False, False, False, "none")
+        return shape, Codes(0, 0, 0, 0, 0, anchor, p.quantum, 0, 0, 0, 0, 0, format.maximum, -format.minimum, 0)
     varying, nan = p.min_exponent + bias > 1, format.nan_code
     all_ones = (1 << (format.bits - format.signed)) - 1
     infinity = format.infinity_code
     kind = "none" if nan is None else "minus-zero" if nan > all_ones else "above"
     signed, minus_zero = format.signed, format.has_minus_zero
+    unit = _unit(Cast(format))
     shape = Layout(
-        wide, False, varying, signed, format.has_zero, format.subnormals, minus_zero, infinity is not None, kind
+        wide=wide,
+        integer=False,
+        varying=varying,
+        signed=signed,
+        has_zero=format.has_zero,
+        subnormals=format.subnormals,
+        minus_zero=minus_zero,
+        infinity=infinity is not None,
+        anchored=not wide and format.has_zero and _SMALLEST_UNIT <= unit <= _LARGEST_UNIT,
+        nan=kind,
     )
     codes = Codes(
         dropped=p.dropped,
@@ -198,6 +212,7 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
         subnormals_from=1 << format.mantissa_bits,
         anchor=anchor,
         quantum=p.quantum,
+        unit_anchor=min(max(unit + mantissa_bits + bias, 0), 2 * bias) << mantissa_bits,
         magnitude_mask=all_ones,
         sign_place=format.bits - 1,
         infinity_code=infinity or 0,
@@ -210,8 +225,12 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
 
 
 def is_direct(form: Form, shape: Layout) -> bool:
-    """Whether codes come at once out of the bits of fp32: to nearest even, into a signed format with subnormals."""
+    """Whether codes come at once out of the bits of fp32: by addition, into a signed format with subnormals.
+
+    What is directed and does not saturate is left out: it makes its largest number of some that are too large.
+    """
     is_plain = form.by_addition and form.signed and not form.flush and form.has_zero and not shape.wide
+    is_plain = is_plain and (form.overflow == "saturate" or not form.is_directed)
     return is_plain and form.overflow == "saturate" if shape.integer else is_plain and form.cuts
 
 

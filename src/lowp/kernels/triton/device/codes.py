@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from lowp.kernels.triton.device.bits import read, write
-from lowp.kernels.triton.device.rounding import cast, infinity_bits, is_undecided, quiet_bit
+from lowp.kernels.triton.device.rounding import cast, in_quanta, infinity_bits, is_undecided, quiet_bit, raised
 
 
 @triton.jit
@@ -20,14 +20,20 @@ def encoded(magnitude, sign, codes, LAYOUT: tl.constexpr):
     else:
         code = (magnitude >> codes.dropped) - codes.offset
         if LAYOUT.varying:
-            # below the normal numbers the code is the number of quanta: the significand where its last bit lies
+            # below the normal numbers the code is the number of quanta: what a sum with 2**23 quanta has beyond these, or
+            # the significand where its last bit lies
             MANTISSA: tl.constexpr = 52 if LAYOUT.wide else 23
-            field = magnitude >> MANTISSA
-            one = (magnitude & 0) + 1
-            hidden = tl.where(field > 0, one << MANTISSA, 0)
-            significand = (magnitude & ((one << MANTISSA) - 1)) | hidden
-            place = codes.dropped + codes.low_field - tl.maximum(field, 1)
-            small = significand >> tl.minimum(tl.maximum(place, 0), 63 if LAYOUT.wide else 31)
+            if LAYOUT.anchored:
+                anchor = (magnitude & 0) + codes.unit_anchor
+                sum = magnitude.to(tl.float32, bitcast=True) + anchor.to(tl.float32, bitcast=True)
+                small = sum.to(tl.int32, bitcast=True) - anchor
+            else:
+                field = magnitude >> MANTISSA
+                one = (magnitude & 0) + 1
+                hidden = tl.where(field > 0, one << MANTISSA, 0)
+                significand = (magnitude & ((one << MANTISSA) - 1)) | hidden
+                place = codes.dropped + codes.low_field - tl.maximum(field, 1)
+                small = significand >> tl.minimum(tl.maximum(place, 0), 63 if LAYOUT.wide else 31)
             code = tl.where(magnitude < codes.smallest_normal, small, code)
         if LAYOUT.infinity:
             code = tl.where(magnitude == infinity_bits(LAYOUT.wide), codes.infinity_code, code)
@@ -45,21 +51,17 @@ def encoded(magnitude, sign, codes, LAYOUT: tl.constexpr):
 
 @triton.jit
 def direct(magnitude, sign, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.constexpr):
-    """Return the codes of numbers of fp32 to nearest even, without their values in between, and which are NaN.
+    """Return the codes of numbers of fp32, rounded by addition, without their values in between, and which are NaN.
 
     What overflows does so in the code: its exponent field has room for it in 32 bits.
     """
     is_nan = magnitude > infinity_bits(False)
-    # the mantissa of a sum with 2**23 quanta counts quanta
-    anchor = (magnitude & 0) + numbers.anchor
-    anchored = magnitude.to(tl.float32, bitcast=True) + anchor.to(tl.float32, bitcast=True)
-    small = anchored.to(tl.int32, bitcast=True) - anchor
+    _near, small = in_quanta(magnitude, sign, numbers, FORM)
     if LAYOUT.integer:
         size = tl.minimum(small, tl.where(sign != 0, codes.least, codes.most))
         code = tl.where(sign != 0, -size, size)
     else:
-        odd = (magnitude >> codes.dropped) & 1
-        code = ((magnitude + numbers.below_half + odd) >> codes.dropped) - codes.offset
+        code = ((magnitude + raised(magnitude, sign, numbers, FORM)) >> codes.dropped) - codes.offset
         if LAYOUT.varying:
             code = tl.where(magnitude < codes.smallest_normal, small, code)
         if FORM.overflow == "saturate":

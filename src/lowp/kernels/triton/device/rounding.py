@@ -54,23 +54,63 @@ def _rounded(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: t
     one = (magnitude & 0) + 1
     if not FORM.cuts:
         rounded = magnitude
-    elif FORM.rounding == "toward-zero" and not FORM.varying:
-        rounded = magnitude & ~((one << numbers.dropped) - 1)
     elif FORM.by_addition:
-        # nearest-even: half a unit less one, and one more where the last kept bit is odd
-        odd = (magnitude >> numbers.dropped) & 1
-        rounded = (magnitude + numbers.below_half + odd) & ~((one << numbers.dropped) - 1)
+        rounded = (magnitude + raised(magnitude, sign, numbers, FORM)) & ~((one << numbers.dropped) - 1)
     elif FORM.by_noise:
         rounded = _noisy(magnitude, first, seed, numbers, FORM, COUNT)
     else:
         rounded = _stepped(magnitude, sign, first, seed, numbers, FORM, COUNT)
     if FORM.by_addition and FORM.varying:
-        # a sum with a number whose unit is the quantum is rounded to it by the adder
-        anchor = (magnitude & 0) + numbers.anchor
-        anchored = magnitude.to(tl.float32, bitcast=True) + anchor.to(tl.float32, bitcast=True)
-        small = (anchored - anchor.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-        rounded = tl.where(magnitude < numbers.smallest_normal, small, rounded)
+        small, _count = in_quanta(magnitude, sign, numbers, FORM)
+        rounded = tl.where(magnitude < numbers.smallest_normal, small.to(tl.int32, bitcast=True), rounded)
     return rounded
+
+
+@triton.jit
+def raised(magnitude, sign, numbers, FORM: tl.constexpr):
+    """Return what is added to a normal number's bits before those that the format lacks are cut off."""
+    one = (magnitude & 0) + 1
+    if FORM.rounding == "nearest-even":
+        # half a unit less one, and one more where the last kept bit is odd
+        more = numbers.below_half + ((magnitude >> numbers.dropped) & 1)
+    elif FORM.rounding == "nearest-away":
+        more = (one << numbers.dropped) >> 1
+    elif FORM.rounding == "up":
+        more = tl.where(sign == 0, (one << numbers.dropped) - 1, 0)
+    elif FORM.rounding == "down":
+        more = tl.where(sign != 0, (one << numbers.dropped) - 1, 0)
+    else:
+        more = magnitude & 0
+    return more
+
+
+@triton.jit
+def in_quanta(magnitude, sign, numbers, FORM: tl.constexpr):
+    """Return numbers below the normal ones as multiples of the quantum, in fp32, and how many quanta they are.
+
+    A sum with a number whose unit is the quantum is rounded to it by the adder, to nearest even; what that did, seen by
+    comparison, is what another rounding has to undo.
+    """
+    anchor = (magnitude & 0) + numbers.anchor
+    value = magnitude.to(tl.float32, bitcast=True)
+    anchored = value + anchor.to(tl.float32, bitcast=True)
+    near = anchored - anchor.to(tl.float32, bitcast=True)
+    count = anchored.to(tl.int32, bitcast=True) - anchor
+    quantum = ((magnitude & 0) + numbers.quantum).to(tl.float32, bitcast=True)
+    if FORM.rounding == "nearest-away":
+        more = value - near == 0.5 * quantum
+        near = tl.where(more, near + quantum, near)
+        count = count + more.to(tl.int32)
+    elif FORM.rounding == "toward-zero":
+        less = near > value
+        near = tl.where(less, near - quantum, near)
+        count = count - less.to(tl.int32)
+    elif FORM.rounding != "nearest-even":
+        outward = (sign == 0) if FORM.rounding == "up" else (sign != 0)
+        less, more = (near > value) & (outward == 0), (near < value) & outward
+        near = tl.where(more, near + quantum, tl.where(less, near - quantum, near))
+        count = count + more.to(tl.int32) - less.to(tl.int32)
+    return near, count
 
 
 @triton.jit
