@@ -17,6 +17,7 @@ import argparse
 import gc
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,7 @@ PRECISIONS = ("fp16", "bf16", "fp8", "flex16+5")
 NARROW = ("fp16", "bf16")  # what torch.amp has, too
 FASTER, SMALLER = {"bert": 1.10}, {"bert": 0.85}  # of torch.amp; elsewhere 1
 CASTS = ("", ":stochastic", ":toward-zero", ":nearest-away", ":saturate")
-SCALED = ("mxfp8", "nvfp4", "int8", "dfp16")
+SCALED = ("mxfp8", "mxfp4", "nvfp4", "int8", "e4m3fn@fp32/row", "dfp16")
 SHARES = {"kernels": 0.25, "rossmann": 0.15, "unet": 0.3, "bert": 1.0}  # of the time that is left when a part begins
 Part = Callable[["Run"], dict[str, Any]]
 
@@ -97,12 +98,7 @@ def check_kernels(run: Run) -> dict[str, Any]:
     """Return how many numbers every cast gets wrong on the device, compared with the definition on the CPU."""
     x, wrong, errors = _numbers(run), {}, {}
     ends = time.monotonic() + SHARES["kernels"] * run.left()
-    checks = {f"quantize {text}": (lambda y, text=text: lowp.quantize(y, text, seed=3)) for text in _casts(run)}
-    for name in _coded(run):
-        checks[f"encode {name}"] = lambda y, name=name: lowp.encode(y, name).view(torch.uint8)
-        checks[f"decode {name}"] = lambda y, name=name: lowp.decode(lowp.encode(y, name), name)
-    checks["statistics"] = lambda y: lowp.statistics(y).exponent_histogram
-    checks |= {f"quantize {name}": (lambda y, name=name: lowp.quantize(y, name)) for name in SCALED}
+    checks = _checks(run)
     for name, check in checks.items():
         if time.monotonic() > ends:
             break
@@ -110,7 +106,7 @@ def check_kernels(run: Run) -> dict[str, Any]:
             found = check(x.to(run.device)).cpu()
             with kernels.use("reference"):
                 expected = check(x)
-        except (LowpError, RuntimeError, TypeError) as error:
+        except Exception as error:  # whatever a compiler or a device raises: the others are to be checked
             errors[name] = f"{type(error).__name__}: {error}"
             continue
         wrong[name] = int((_bits(found) != _bits(expected)).sum())
@@ -121,6 +117,16 @@ def check_kernels(run: Run) -> dict[str, Any]:
         "wrong": {name: count for name, count in wrong.items() if count},
         "errors": errors,
     }
+
+
+def _checks(run: Run) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return what is checked, by name; every kind first: a kernel is compiled in its first call, and time may be short."""
+    checks: dict[str, Callable[[Tensor], Tensor]] = {"statistics": lambda y: lowp.statistics(y).exponent_histogram}
+    checks |= {f"quantize {name}": (lambda y, name=name: lowp.quantize(y, name)) for name in SCALED}
+    for name in _coded(run):
+        checks[f"encode {name}"] = lambda y, name=name: lowp.encode(y, name).view(torch.uint8)
+        checks[f"decode {name}"] = lambda y, name=name: lowp.decode(lowp.encode(y, name), name)
+    return checks | {f"quantize {text}": (lambda y, text=text: lowp.quantize(y, text, seed=3)) for text in _casts(run)}
 
 
 def _casts(run: Run) -> list[str]:
@@ -188,6 +194,8 @@ def _candidates(x: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
     table["decode e4m3fn"] = lambda: lowp.decode(codes, "e4m3fn")
     table["statistics"] = lambda: lowp.statistics(x)
     table["mxfp8"] = lambda: lowp.quantize(x, "mxfp8")
+    table["nvfp4"] = lambda: lowp.quantize(x, "nvfp4")
+    table["mxfp8 codes"] = lambda: lowp.encode(x, "mxfp8")
     table["int8 rows"] = lambda: lowp.quantize(x.view(-1, 256), "int8")
     return table
 
@@ -317,6 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "methods": {"step": STEP_METHOD.format(slow=slow_limit(run.seconds)), "wall": WALL_METHOD},
         "seconds": {},
         "failures": {},
+        "tracebacks": {},
         "parts": run.found,
     }
     for name in options.parts:
@@ -327,8 +336,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         try:
             run.found[name] = PARTS[name](run)
-        except (*STOPPED_BY, AssertionError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # whatever it is: the other parts are to be measured
             document["failures"][name] = f"{type(error).__name__}: {error}"
+            document["tracebacks"][name] = traceback.format_exc()
         document["seconds"][name] = time.monotonic() - began
         document["goals"] = goals(run.found)
         results.write(path, document)

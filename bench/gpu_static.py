@@ -24,6 +24,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import triton
+
 from lowp.kernels.triton import ahead
 from lowp.kernels.triton.ahead import Compiled, Configuration
 
@@ -104,7 +106,9 @@ def main() -> None:
             )
     if asked.out:
         rows = [{**one._asdict(), "is_memory_bound": one.is_memory_bound} for one in found]
-        asked.out.write_text(json.dumps({"what": HEADER, "bounds": rows}, indent=1) + "\n")
+        document = {"kind": "gpu-static", "what": HEADER, "triton": triton.__version__}
+        document |= {"chips": [one._asdict() for one in chips]}
+        asked.out.write_text(json.dumps({**document, "bounds": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,11 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 from triton.runtime.interpreter import FunctionRewriter, GridExecutor
 from triton.runtime.jit import JITFunction
+
+from lowp.errors import Unavailable
 
 Kernel = Any  # what triton.jit makes: triton has no types
 BLOCK = 2048  # elements of a program
@@ -30,13 +33,22 @@ def launch(kernel: Kernel, like: Tensor, count: int, block: int, *arguments: Any
 
 
 def run(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, warps: int = 4) -> None:
-    """Run a kernel where its first argument lies. Products and sums are rounded each: none are fused."""
+    """Run a kernel where its first argument lies. Products and sums are rounded each: none are fused.
+
+    Raises Unavailable where Triton makes no code for the device, or the device has no room for it.
+    """
     device = arguments[0].device
     if device.type == "cpu":
         interpret(kernel, grid, *arguments)
         return
-    with torch.get_device_module(device).device(device):
-        kernel[grid](*arguments, num_warps=warps, enable_fp_fusion=False)
+    try:
+        with torch.get_device_module(device).device(device):
+            kernel[grid](*arguments, num_warps=warps, enable_fp_fusion=False)
+    except TritonError as error:
+        raise Unavailable(
+            f"Triton cannot run {kernel.fn.__name__} on {device}: {type(error).__name__}: {error}; "
+            "lowp.kernels.use('bitwise') gives the same bits"
+        ) from error
 
 
 def block_for(like: Tensor, count: int, block: int) -> int:

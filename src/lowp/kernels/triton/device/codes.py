@@ -20,8 +20,8 @@ def encoded(magnitude, sign, codes, LAYOUT: tl.constexpr):
     else:
         code = (magnitude >> codes.dropped) - codes.offset
         if LAYOUT.varying:
-            # below the normal numbers the code is the number of quanta: what a sum with 2**23 quanta has beyond these, or
-            # the significand where its last bit lies
+            # below the normal numbers the code is the number of quanta: what a sum with 2**23 quanta has beyond these,
+            # or the significand where its last bit lies
             MANTISSA: tl.constexpr = 52 if LAYOUT.wide else 23
             if LAYOUT.anchored:
                 anchor = (magnitude & 0) + codes.unit_anchor
