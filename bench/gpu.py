@@ -120,7 +120,7 @@ def check_kernels(run: Run) -> dict[str, Any]:
 
 
 def _checks(run: Run) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return what is checked, by name; every kind first: a kernel is compiled in its first call, and time may be short."""
+    """Return what is checked, by name; every kind first: kernels compile in their first call, and time may be short."""
     checks: dict[str, Callable[[Tensor], Tensor]] = {"statistics": lambda y: lowp.statistics(y).exponent_histogram}
     checks |= {f"quantize {name}": (lambda y, name=name: lowp.quantize(y, name)) for name in SCALED}
     for name in _coded(run):
