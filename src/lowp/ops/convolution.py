@@ -26,6 +26,7 @@ from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair
 
 Sizes = tuple[int, ...]
 _PRODUCTS = {OUTPUT: "forward", FIRST: "input_gradient", SECOND: "weight_gradient"}
+_TRANSPOSED = {OUTPUT: "input_gradient", FIRST: "forward", SECOND: "weight_gradient"}
 
 
 @dataclass(frozen=True)
@@ -79,27 +80,38 @@ class Convolution(Form):
     def integer_product(
         self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        if self.transposed:
+        operands = self._plain_operands(slot, left.payload, right.payload)
+        if operands is None:
             return super().integer_product(slot, left, right, exact, dtype)
-        a, b = (right, left) if slot == FIRST else (left, right)  # the kernels take the gradient before the weight
-        operands = (_PRODUCTS[slot], a.payload, b.payload, self._shape())
         exponent = left.exponent + right.exponent
         if exact:
             return integer.convolution_exact(*operands, exponent=exponent, dtype=dtype).values
         return integer.convolution_chained(*operands, exponent=exponent).values
 
     def mantissas(self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool) -> Exact | None:
-        if self.transposed:
+        operands = self._plain_operands(slot, left.payload, right.payload)
+        if operands is None:
             return super().mantissas(slot, left, right, exponent, symmetric)
-        a, b = (right, left) if slot == FIRST else (left, right)
-        operands = (_PRODUCTS[slot], a.payload, b.payload, self._shape())
         shift = left.exponent + right.exponent - exponent
         return integer.convolution_exact(*operands, exponent=shift, symmetric=symmetric)
 
-    def _shape(self) -> integer.ConvolutionShape:
-        return integer.ConvolutionShape.of(
-            self.first, self.second, self.stride, self.padding, self.dilation, self.groups
+    def _plain_operands(
+        self, slot: int, left: Tensor, right: Tensor
+    ) -> tuple[str, Tensor, Tensor, integer.ConvolutionShape] | None:
+        """Return which product of a plain convolution it is, and of which operands in the kernels' order.
+
+        The transposed convolution is the plain one with output and input exchanged; None where `output_padding` makes
+        its output so large that the plain one would have another input.
+        """
+        whole = self._transposed_output(self.first) if self.transposed else self.first
+        shape = integer.ConvolutionShape.of(
+            whole, self.second, self.stride, self.padding, self.dilation, self.groups
         )
+        if not self.transposed:
+            return (_PRODUCTS[slot], *((right, left) if slot == FIRST else (left, right)), shape)
+        if shape.output != self.first:
+            return None
+        return (_TRANSPOSED[slot], *((left, right) if slot == OUTPUT else (right, left)), shape)
 
     def spread(self, bias: Tensor) -> Tensor:
         return bias.reshape(-1, *(1 for _ in self.stride))

@@ -95,7 +95,7 @@ class Windows : public Operand {
     const int64_t present = std::min<int64_t>(packer.width, count - first);
     lattice_.visit(first, present, [&](int64_t w, int64_t place) { bases[w] = place; });
     for (int64_t k = k0; k < k1;) {
-      const int64_t tap = k / length_, channel = k % length_, length = std::min(length_ - channel, k1 - k);
+      const int64_t tap = k / length_, channel = k % length_, length = std::min(run_of(tap) - channel, k1 - k);
       const int16_t* lines[64];
       for (int64_t w = 0; w < packer.width; w++)
         lines[w] = w < present ? data_ + bases[w] + taps_[static_cast<size_t>(tap)] + channel : nullptr;
@@ -105,6 +105,13 @@ class Windows : public Operand {
   }
 
  private:
+  // How many elements from a tap on lie side by side: neighbouring taps of a row do.
+  int64_t run_of(int64_t tap) const {
+    size_t last = static_cast<size_t>(tap);
+    while (last + 1 < taps_.size() && taps_[last + 1] == taps_[last] + length_) last++;
+    return (static_cast<int64_t>(last) - tap + 1) * length_;
+  }
+
   const int16_t* data_;
   const Lattice lattice_;
   const std::vector<int64_t>& taps_;
@@ -175,21 +182,20 @@ class WindowColumns : public Operand {
       if (together)
         packer.rows(data_ + columns[0], offsets, length, packer.width, to);
       else
-        gather(packer.width, present, columns, offsets, length, to);
+        gather(packer, present, columns, offsets, length, to);
       k += even(length);
     }
   }
 
  private:
-  void gather(int width, int64_t present, const int64_t* columns, const int64_t* offsets, int64_t length,
+  // Columns that lie side by side, the channels of neighbouring taps, are packed together.
+  void gather(const Packer& packer, int64_t present, const int64_t* columns, const int64_t* offsets, int64_t length,
               int32_t* to) const {
-    for (int64_t k = 0; k < length; k += 2) {
-      for (int64_t w = 0; w < width; w++) {
-        const uint16_t low = w < present ? static_cast<uint16_t>(data_[offsets[k] + columns[w]]) : uint16_t{0};
-        const uint16_t high =
-            w < present && k + 1 < length ? static_cast<uint16_t>(data_[offsets[k + 1] + columns[w]]) : uint16_t{0};
-        to[k / 2 * width + w] = static_cast<int32_t>(low | static_cast<uint32_t>(high) << 16);
-      }
+    const size_t size = static_cast<size_t>(even(length) / 2 * packer.width) * sizeof *to;
+    if (present < packer.width) std::memset(to, 0, size);
+    for (int64_t w = 0, end; w < present; w = end) {
+      for (end = w + 1; end < present && columns[end] == columns[w] + end - w;) end++;
+      packer.some_rows(data_ + columns[w], offsets, length, end - w, to + w);
     }
   }
 

@@ -63,6 +63,8 @@ struct Packer {
   void (*lines)(const int16_t* const* lines, int64_t length, int32_t* panel);  // line w runs along K
   void (*rows)(const int16_t* source, const int64_t* offsets, int64_t length, int64_t count,
                int32_t* panel);  // along w
+  // the same for `count` of the columns alone; the others are left as they are
+  void (*some_rows)(const int16_t* source, const int64_t* offsets, int64_t length, int64_t count, int32_t* panel);
   void (*bound)(int64_t pairs, const int32_t* panel, float* bounds);
   void (*digits)(int64_t pairs, const int32_t* panel, const Digits& to);
 };

@@ -37,6 +37,14 @@ static inline void transpose(__m256i r[8]) {
   }
 }
 
+// 4 x 4 numbers in each half
+static inline void transpose_lanes(__m256i r[4]) {
+  const __m256i low = _mm256_unpacklo_epi32(r[0], r[1]), high = _mm256_unpackhi_epi32(r[0], r[1]);
+  const __m256i low2 = _mm256_unpacklo_epi32(r[2], r[3]), high2 = _mm256_unpackhi_epi32(r[2], r[3]);
+  r[0] = _mm256_unpacklo_epi64(low, low2), r[1] = _mm256_unpackhi_epi64(low, low2);
+  r[2] = _mm256_unpacklo_epi64(high, high2), r[3] = _mm256_unpackhi_epi64(high, high2);
+}
+
 static inline void store_lanes(int32_t* to, __m256i value, int lanes) {
   if (lanes == 8) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value);
@@ -62,6 +70,16 @@ static void pack_lines(const int16_t* const* lines, int64_t length, int32_t* pan
       transpose(r);
       for (int i = 0; i < 8; i++) store_lanes(panel + (done / 2 + i) * WIDTH + first, r[i], lanes);
     }
+    if (done + 8 > length) continue;
+    const auto eight = [&](int i) {
+      const int16_t* line = i < lanes ? lines[first + i] : nullptr;
+      return line ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(line + done)) : _mm_setzero_si128();
+    };
+    __m256i r[4];
+    for (int i = 0; i < 4; i++) r[i] = _mm256_set_m128i(eight(i + 4), eight(i));
+    transpose_lanes(r);
+    for (int i = 0; i < 4; i++) store_lanes(panel + (done / 2 + i) * WIDTH + first, r[i], lanes);
+    done += 8;
   }
 #endif
   for (int64_t k = done; k < length; k += 2) {
@@ -115,6 +133,31 @@ static void pack_rows(const int16_t* source, const int64_t* offsets, int64_t len
       const int16_t odd = w < count && k + 1 < length ? source[offsets[k + 1] + w] : int16_t{0};
       panel[k / 2 * WIDTH + w] = pair_of(even, odd);
     }
+  }
+}
+
+template <int WIDTH>
+static void pack_some_rows(const int16_t* source, const int64_t* offsets, int64_t length, int64_t count,
+                           int32_t* panel) {
+  static const int16_t none[64] = {};
+  for (int64_t k = 0; k < length; k += 2, panel += WIDTH) {
+    const int16_t *even = source + offsets[k], *odd = k + 1 < length ? source + offsets[k + 1] : none;
+    int64_t w = 0;
+#if defined(__AVX2__)
+    for (; w + 8 <= count; w += 8) {
+      const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(even + w));
+      const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(odd + w));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(panel + w), _mm_unpacklo_epi16(a, b));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(panel + w + 4), _mm_unpackhi_epi16(a, b));
+    }
+    if (w + 4 <= count) {
+      const __m128i a = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(even + w));
+      const __m128i b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(odd + w));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(panel + w), _mm_unpacklo_epi16(a, b));
+      w += 4;
+    }
+#endif
+    for (; w < count; w++) panel[w] = pair_of(even[w], odd[w]);
   }
 }
 
