@@ -104,9 +104,7 @@ class Convolution(Form):
         its output so large that the plain one would have another input.
         """
         whole = self._transposed_output(self.first) if self.transposed else self.first
-        shape = integer.ConvolutionShape.of(
-            whole, self.second, self.stride, self.padding, self.dilation, self.groups
-        )
+        shape = integer.ConvolutionShape.of(whole, self.second, self.stride, self.padding, self.dilation, self.groups)
         if not self.transposed:
             return (_PRODUCTS[slot], *((right, left) if slot == FIRST else (left, right)), shape)
         if shape.output != self.first:

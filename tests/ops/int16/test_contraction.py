@@ -1,4 +1,4 @@
-"""Contractions of integers: what a step asks of the C++ library, counted."""
+"""Contractions of integers: what a step asks of the C++ library, counted; transposed convolutions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from torch import nn
 
 import lowp
 from lowp.kernels import cpu
+from lowp.kernels.mantissas import Mantissas
+from lowp.ops.convolution import Convolution
+from lowp.ops.trilinear import FIRST, OUTPUT, SECOND
 
 # Three layers. Inputs, weights and output gradients are looked at and converted once each; of the nine products the
 # gradient of the data is not asked for; a bias's gradient is summed from the values of the mantissas.
@@ -55,3 +58,28 @@ def test_a_step_of_a_network_converts_each_tensor_once(
         numbers.step(optimizer)
         optimizer.zero_grad()
     assert not {name: count for name, count in calls.items() if count > most.get(name, 0)}
+
+
+@pytest.mark.parametrize(
+    ("dilation", "output_padding", "groups"),
+    [(1, 1, 2), (3, 2, 1)],
+    ids=["the plain one turned round", "larger than the plain one's input"],
+)
+def test_transposed_convolutions_of_integers_are_exact(dilation: int, output_padding: int, groups: int) -> None:
+    x, w = (2, 4, 5, 6), (4, 6 // groups, 3, 2)
+    form = Convolution(x, w, (2, 2), (1, 0), (dilation,) * 2, True, (output_padding,) * 2, groups)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(shape: tuple[int, ...]) -> Mantissas:
+        payload = torch.randint(-32768, 32768, shape, generator=generator).to(torch.int16)
+        return Mantissas(payload, -9)
+
+    first, second = drawn(x), drawn(w)
+    wide = form.product(OUTPUT, first.payload.double(), second.payload.double())
+    output = drawn(tuple(wide.shape))
+    for slot, left, right in ((OUTPUT, first, second), (FIRST, second, output), (SECOND, first, output)):
+        expected = torch.ldexp(form.product(slot, left.payload.double(), right.payload.double()), torch.tensor(-18))
+        assert torch.equal(form.integer_product(slot, left, right, True, torch.float64), expected)
+        written = form.mantissas(slot, left, right, 0, False)
+        assert written is not None
+        assert torch.equal(written.values, expected.round().clamp(-32768, 32767).to(torch.int16))

@@ -133,6 +133,10 @@ class Writer {
 
  private:
   void write_row(Out* row, const Out* from) const {
+    if (together_) {
+      std::memcpy(row + offsets_[0], from, static_cast<size_t>(count_) * sizeof *from);
+      return;
+    }
     for (int64_t j = 0; j < count_; j++)
       if (offsets_[j] >= 0) row[offsets_[j]] = from[j];
   }
