@@ -122,9 +122,7 @@ class Convolution(Form):
             if slot == OUTPUT:
                 shape = self._transposed_output(left.shape)
                 return self._plain(FIRST, shape, right, left)
-            if slot == FIRST:
-                return self._plain(OUTPUT, tuple(right.shape), right, left)
-            return self._plain(SECOND, tuple(right.shape), right, left)
+            return self._plain(OUTPUT if slot == FIRST else SECOND, tuple(right.shape), right, left)
         return self._plain(slot, self.first, left, right)
 
     def _transposed_output(self, shape: Sequence[int]) -> Sizes:
@@ -149,7 +147,11 @@ class Convolution(Form):
             weight = self._grouped(left.flip(list(range(2, 2 + dims))), 0)
             terms = (f"ngo{places}{kernel}", f"goc{kernel}", f"ngc{places}")
             return self._as_einsum(terms, self._grouped(window, 1), weight, shape)
-        window = self._grouped(self._windows(left, self.stride, self.padding), 1)
+        window = self._windows(left, self.stride, self.padding)
+        if self.transposed:  # with an output_padding of a stride or more there are windows that no input has
+            for dim, size in enumerate(self.first[2:], start=2):
+                window = window.narrow(dim, 0, size)
+        window = self._grouped(window, 1)
         if slot == OUTPUT:
             terms = (f"ngc{places}{kernel}", f"goc{kernel}", f"ngo{places}")
             spatial = window.shape[3 : 3 + dims]
