@@ -136,9 +136,14 @@ def test_a_script_with_a_scaler_of_its_own_is_left_alone_unless_overridden(
     assert "torch.float32 False" in over.stdout and "lowp run: bf16, 4 optimizer steps" in over.stderr
 
 
-LAUNCHER = """
+STARTED = """
+import runpy, sys
+runpy.run_path(sys.argv[1], run_name="__main__")
+print("started in lowp:", "lowp.launch.session" in sys.modules, file=sys.stderr)
+"""
+LAUNCHER = f"""
 import os, runpy, subprocess, sys
-other = subprocess.Popen([sys.executable, sys.argv[1]], env={**os.environ, "RANK": "1"})
+other = subprocess.Popen([sys.executable, "-c", {STARTED!r}, sys.argv[1]], env={{**os.environ, "RANK": "1"}})
 os.environ["RANK"] = "0"
 runpy.run_path(sys.argv[1], run_name="__main__")
 sys.exit(other.wait())
@@ -161,7 +166,8 @@ def test_the_environment_alone_reaches_processes_that_a_launcher_starts(
         plain = ranks[0].stdout.read()
     assert numbers(ran.stdout) == pytest.approx(numbers(plain), rel=0.05), ran.stderr
     assert ran.stdout != plain
-    assert "lowp run: bf16, 5 optimizer steps, 0 skipped" in ran.stderr
+    assert "lowp run: bf16, 5 optimizer steps, 0 skipped" in ran.stderr  # as the first rank says
+    assert "started in lowp: True" in ran.stderr
 
 
 @pytest.mark.slow
