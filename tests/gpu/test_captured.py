@@ -75,6 +75,31 @@ def test_seeds_are_drawn_on_the_device_that_they_are_for() -> None:
         assert isinstance(seed_of(1, step, 2), Tensor) and seed_of(1, step, 2).is_cuda  # type: ignore[union-attr]
 
 
+def test_masters_that_draw_count_their_steps_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a graph replays is counted there; a checkpoint asks the device, and a loaded one tells it."""
+    weights = [nn.Parameter(torch.ones(64)) for _ in range(2)]
+    eager, replayed = (lowp.MasterWeights(torch.optim.SGD([w], lr=1e-3), kind="stochastic") for w in weights)
+    there = torch.zeros((), dtype=torch.int64)
+    replayed._steps_there[torch.device("cuda", 0)] = there  # as if the weight lay on it
+    monkeypatch.setattr(replayed, "_steps_on", lambda device: there)
+    for _ in range(3):
+        for weight, optimizer in zip(weights, (eager, replayed), strict=True):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        replayed.steps = 0  # which a replay does not count
+    assert int(there) == 3 and torch.equal(*weights)
+    saved = replayed.state_dict()
+    assert saved["state"][0]["master_steps"] == 3
+    there.zero_()
+    replayed.load_state_dict(saved)
+    assert int(there) == 3
+    with fake_cuda(), kernels.use("bitwise"):
+        parameter = nn.Parameter(torch.empty(3, device="cuda"))
+        optimizer = lowp.MasterWeights(torch.optim.SGD([parameter], lr=0.1), kind="stochastic")
+        counter = optimizer._steps_on(parameter.device)
+        assert isinstance(counter, Tensor) and counter.is_cuda and optimizer._steps_on(parameter.device) is counter
+
+
 def test_a_drawn_seed_is_a_node_of_the_graph_and_no_constant_of_it() -> None:
     x = torch.full((512,), 1.001)
     replay = make_fx(lambda x: lowp.quantize(x, "bf16:stochastic", seed=draw_seed()))(x)

@@ -59,6 +59,7 @@ OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda p: lowp.optim.SGD(p, lr=0.1, momentum=0.9),
     "MasterWeights, bf16": lambda p: lowp.MasterWeights(torch.optim.AdamW(p, fused=True), "bf16"),
     "MasterWeights, fp16": lambda p: lowp.MasterWeights(torch.optim.AdamW(p, fused=True), "fp16"),
+    "MasterWeights, stochastic": lambda p: lowp.MasterWeights(torch.optim.AdamW(p, fused=True), kind="stochastic"),
     "MasterWeights, split": lambda p: lowp.MasterWeights(torch.optim.AdamW(p, fused=True), "bf16", kind="split"),
 }
 

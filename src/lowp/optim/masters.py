@@ -71,6 +71,7 @@ class MasterWeights(Wrapper):
         self.storage = Storage.parse(storage, kind)
         self.seed = seed
         self.steps = 0
+        self._steps_there: dict[torch.device, Tensor] = {}
         self.names = ParameterNames()
         self._kept: dict[Tensor, dict[str, Tensor]] = {}
         self._masters: dict[Tensor, nn.Parameter] = {}
@@ -86,6 +87,17 @@ class MasterWeights(Wrapper):
             parameter = stored.get(key, key)
             found[parameter] = {**value, **self._kept.get(parameter, {}), **self._counters()}
         return found
+
+    def _steps_on(self, device: torch.device) -> int | Tensor:
+        """Return the steps that were taken: on an accelerator an int64 tensor there, which a captured graph counts on.
+
+        It is made by the first step that draws, which has to be taken before a graph is captured.
+        """
+        if device.type == "cpu":
+            return self.steps
+        if device not in self._steps_there:
+            self._steps_there[device] = torch.full((), self.steps, dtype=torch.int64, device=device)
+        return self._steps_there[device]
 
     def _counters(self) -> dict[str, int]:
         return dict(zip(_COUNTERS, (self.steps, self.seed), strict=True))
@@ -114,6 +126,8 @@ class MasterWeights(Wrapper):
                 for name in amp:
                     delattr(self.inner, name)
             self.steps += 1
+            for there in self._steps_there.values():
+                there.add_(1)
             self._write_back(told)
         return result
 
@@ -207,7 +221,8 @@ class MasterWeights(Wrapper):
     def _write_back(self, told: Mapping[Tensor, Watch]) -> None:
         with torch.no_grad():
             for index, (parameter, master) in enumerate(self._masters.items()):
-                seed = seed_of(self.seed, self.steps, index)
+                draws = self.storage.draws
+                seed = seed_of(self.seed, self._steps_on(parameter.device), index) if draws else None
                 kept = {name: local(value) for name, value in self._kept[parameter].items()}
                 if parameter in told:
                     told[parameter](local(master.detach()), "weight", self.storage.cast, "step")
@@ -237,6 +252,7 @@ class MasterWeights(Wrapper):
         return with_saving_hooks(self, self._packed)
 
     def _packed(self) -> dict[str, Any]:
+        self.steps = max(self.steps, *(int(there) for there in self._steps_there.values()), 0)  # replayed graphs count
         with self._on_masters():
             packed = dict(self.inner.state_dict())
             masters = [self._masters[parameter].detach().clone() for parameter in self._kept]
@@ -268,6 +284,8 @@ class MasterWeights(Wrapper):
             self.inner.load_state_dict({**state_dict, "state": {key: entry for key, entry in plain.items() if entry}})
         if counters:
             self.steps, self.seed = counters[0]
+            for there in self._steps_there.values():
+                there.fill_(self.steps)
         masters = {parameter: entry.get(MASTER_WEIGHT) for parameter, entry in saved.items()}
         self.set_masters({parameter: value for parameter, value in masters.items() if value is not None})
 

@@ -55,6 +55,11 @@ class Storage:
         """The torch dtype that carries a stored parameter."""
         return torch.float32 if self.cast is None else _DTYPES.get(str(self.cast.format), torch.float32)
 
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers are drawn where a step is written."""
+        return self.kind == "stochastic" or (self.cast is not None and self.cast.is_stochastic)
+
     def adopt(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
         """Store `parameter` in the format, in place, and put what is kept of its fp32 value into `state`.
 
