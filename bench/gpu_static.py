@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,7 +86,7 @@ def main() -> None:
     """Print a table, and write it where it is asked for."""
     parser = argparse.ArgumentParser(description="bounds of the Triton kernels on GPUs, from their machine code")
     parser.add_argument("--chips", default=",".join(chip.name for chip in CHIPS))
-    parser.add_argument("--kernels", default="", help="only those whose name holds this text")
+    parser.add_argument("--kernels", default="", help="only those whose name this regular expression finds")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     chips = [chip for chip in CHIPS if chip.name in asked.chips.split(",")]
@@ -93,7 +94,7 @@ def main() -> None:
     print(f"{'kernel':58} {'chip':5} {'bytes':>6} {'instr.':>6} {'memory ps':>9} {'issue ps':>8} {'reg':>4}  bound by")
     found = []
     for configuration in ahead.configurations():
-        if asked.kernels not in configuration.name:
+        if not re.search(asked.kernels, configuration.name):
             continue
         for chip in chips:
             one = bound(configuration, chip)
