@@ -97,12 +97,6 @@ def test_help_says_what_a_name_is_and_what_it_takes(name: str) -> None:
             assert inspect.getdoc(getattr(value, member)), f"{name}.{member}"
 
 
-def test_a_scaler_takes_torch_s_arguments_in_torch_s_order() -> None:
-    own, torch_s = (inspect.signature(one).parameters for one in (lowp.GradScaler, torch.amp.GradScaler))
-    assert [name for name, one in own.items() if one.kind is not inspect.Parameter.KEYWORD_ONLY] == list(torch_s)
-    assert all(own[name].default == torch_s[name].default for name in torch_s if name != "device")
-
-
 def test_each_error_of_the_public_names_is_caught_as_lowp_s() -> None:
     errors = [
         one for one in map(lowp.__dict__.get, lowp.__all__) if inspect.isclass(one) and issubclass(one, Exception)

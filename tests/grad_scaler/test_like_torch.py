@@ -21,12 +21,15 @@ def test_it_is_torchs() -> None:
         assert isinstance(scaler, kind)
 
 
-def test_its_signature_is_torchs_and_lowps_own_arguments_by_name() -> None:
-    ours = list(inspect.signature(GradScaler).parameters.values())
-    torchs = list(inspect.signature(torch.amp.GradScaler).parameters.values())
-    assert [one.name for one in ours[: len(torchs)]] == [one.name for one in torchs]
-    assert [one.default for one in ours[1 : len(torchs)]] == [one.default for one in torchs[1:]]
-    assert all(one.kind is inspect.Parameter.KEYWORD_ONLY for one in ours[len(torchs) :])
+def test_its_signature_is_torchs_but_for_the_default_device_and_lowps_own_arguments_by_name() -> None:
+    def arguments(scaler: Any) -> list[tuple[str, Any, Any]]:
+        return [(one.name, one.kind, one.default) for one in inspect.signature(scaler).parameters.values()]
+
+    ours, torchs = arguments(GradScaler), arguments(torch.amp.GradScaler)
+    assert torchs[0] == ("device", inspect.Parameter.POSITIONAL_OR_KEYWORD, "cuda")
+    assert ours[0] == ("device", inspect.Parameter.POSITIONAL_OR_KEYWORD, None)
+    assert ours[1 : len(torchs)] == torchs[1:]
+    assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, kind, _ in ours[len(torchs) :])
 
 
 def test_a_number_as_first_argument_is_the_scale() -> None:
