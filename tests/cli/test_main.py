@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -151,6 +152,13 @@ def test_control_c_is_one_line(lowp: Callable[..., Any], command: Callable[..., 
 
     command(run)
     assert lowp("sample") == (130, "", "lowp: interrupted\n")
+
+
+def test_sigterm_ends_a_command_in_words(command: Any, lowp: Callable[..., Any]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    command(lambda _: signal.raise_signal(signal.SIGTERM))
+    assert lowp("sample") == (143, "", "lowp: ended by SIGTERM\n")
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,9 @@ from typing import IO, Any
 import forked
 import pytest
 from launch.test_scripts import python
+
+from lowp.launch import comparison
+from lowp.launch.settings import RUN
 
 
 def lowp_run(
@@ -106,13 +111,13 @@ def test_a_precision_in_the_environment_that_does_not_exist_ends_the_script(tmp_
 def test_several_precisions_stand_side_by_side(
     tmp_path: Path, lowp: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def call(command: list[str], env: Mapping[str, str], stdout: IO[bytes], **_: object) -> int:
+    def process(command: list[str], env: Mapping[str, str], stdout: IO[bytes], **_: object) -> SimpleNamespace:
         ran = forked.run(*command[1:], environment=env)
         stdout.write((ran.stdout + ran.stderr).encode())
-        return ran.returncode
+        return SimpleNamespace(wait=lambda seconds=None: ran.returncode, kill=lambda: None)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lowp.launch.comparison.subprocess", SimpleNamespace(call=call, STDOUT=None, DEVNULL=None))
+    monkeypatch.setattr("lowp.launch.comparison.subprocess", SimpleNamespace(Popen=process, STDOUT=None, DEVNULL=None))
     text = (
         "import torch\ntorch.manual_seed(0)\nm = torch.nn.Linear(4, 1)\no = torch.optim.SGD(m.parameters(), 0.1)\n"
         "for _ in range(3):\n    loss = m(torch.ones(2, 4)).square().mean()\n    loss.backward()\n    o.step()\n"
@@ -122,3 +127,27 @@ def test_several_precisions_stand_side_by_side(
     ran = lowp("run", "--compare", "fp32,bf16", "script.py")
     assert ran.code == 0, ran.err
     assert len(re.findall(r"(?:fp32|bf16) .* 0 .* s .* 0 .* loss \d", ran.out)) == 2, ran.out
+
+
+def test_a_comparison_that_is_stopped_ends_the_script_and_shows_the_runs_so_far(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-S", "-c", "import time; print('begun', flush=True); time.sleep(600)"]
+    environments = [
+        (name, {**os.environ, RUN: json.dumps({"directory": str(tmp_path / name)})}) for name in ("fp32", "bf16")
+    ]
+    assert comparison.run(command, environments, stop=lambda: True) == 1
+    out = capsys.readouterr().out
+    assert re.search(rf"fp32 .* -{int(signal.SIGTERM)} ", out) and "bf16" not in out
+
+
+def test_a_launcher_that_does_not_import_torch_tells_of_what_it_has_launched(tmp_path: Path) -> None:
+    text = (
+        "import json, os, sys\nfrom lowp.launch.record import Record\n"
+        "Record('bf16', process=1, steps=3).save(json.loads(os.environ['LOWP_RUN'])['directory'])\n"
+        "print('torch' in sys.modules)\n"
+    )
+    ran = lowp_run(tmp_path, text, "--report", "report.json")
+    assert ran.stdout == "False\n"
+    assert re.fullmatch(r"lowp run: bf16, 3 optimizer steps, 0 skipped, .* s\n", ran.stderr)
+    assert json.loads((tmp_path / "report.json").read_text())["summary"]["steps"] == 3

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from importlib import import_module
+from types import FrameType
 
 # A row a command: its name, which is its module in this package, and its line in `lowp --help`.
 COMMANDS: dict[str, str] = {
@@ -45,15 +48,21 @@ _HELP_TAIL = (
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # as shells report SIGINT
+EXIT_TERMINATED = 143  # as shells report SIGTERM
 EXIT_BROKEN_PIPE = 141  # as shells report SIGPIPE
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM has come, and nobody had asked for it."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for an error of the user's, 130 for Ctrl-C.
+    """Run one command and return its exit code: 0, 2 for an error of the user's, 130 for Ctrl-C, 143 for SIGTERM.
 
     An error that lowp raised about its input, or a file that cannot be used, is one line on stderr; LOWP_TRACEBACK=1
     shows where it came from. Anything else is a defect and keeps its traceback.
     """
+    handled = _answer_sigterm()
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -62,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone: say nothing, and keep the interpreter from flushing again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except _Terminated:
+        print("lowp: ended by SIGTERM", file=sys.stderr)
+        return EXIT_TERMINATED
     except KeyboardInterrupt:
         print("lowp: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -70,6 +82,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"lowp: error: {_one_line(error)}", file=sys.stderr)
         return EXIT_ERROR
+    finally:
+        if handled:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _answer_sigterm() -> bool:
+    """Let SIGTERM end a command as Ctrl-C does, so that it clears up and says so; whether that was changed here."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, end)
+    return True
 
 
 def _dispatch(arguments: list[str]) -> int:

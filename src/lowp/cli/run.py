@@ -21,6 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lowp.cli.interrupts import Interrupts
 from lowp.cli.lists import listed
 
 _VALUED = ("--precision", "--policy", "--compare", "--loss-scale", "--report")
@@ -64,8 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         if arguments.report is not None:
             raise InvalidInput("--report is for one run and --compare for several: give one of them")
-        names = listed(arguments.compare)
-        return comparison.run(command, [(name, _environment(name, arguments)) for name in names])
+        environments = [(name, _environment(name, arguments)) for name in listed(arguments.compare)]
+        with Interrupts(keeping="the run is being ended") as interrupts:
+            code = comparison.run(command, environments, interrupts)
+        return interrupts.exit_code if interrupts() else code
     environment = _environment(arguments.policy or arguments.precision or "bf16", arguments)
     sys.stdout.flush()
     if os.name == "posix":

@@ -1,11 +1,13 @@
 """The first thing that runs in a process of `lowp run`: it waits until the script imports torch.
 
 Called when Python starts, by ``lowp-launch.pth`` beside the installed package or by ``site/sitecustomize.py``, in every
-process whose environment names a precision. It costs a process that never imports torch nothing but this.
+process whose environment names a precision. It costs a process that never imports torch nothing but this; one that
+leads a run, a launcher for instance, tells at its end of the processes that it has started.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib.abc
 import importlib.machinery
 import os
@@ -24,10 +26,33 @@ def start() -> None:
     if _started:
         return
     _started = True
+    _lead()
     if "torch" in sys.modules:
         _install()
     else:
         sys.meta_path.insert(0, _Waiting())
+
+
+def _lead() -> None:
+    """Let the process that leads a run tell of the others at its end, unless it imports torch and so tells of all.
+
+    What that takes is imported now: to import it when Ctrl-C has ended the script would change the exit code.
+    """
+    run = os.environ.get("LOWP_RUN", "")
+    if f'"leader": {os.getpid()},' not in run:
+        return
+    from lowp.launch.record import gathered, tell_of_run
+    from lowp.launch.settings import Settings
+
+    settings = Settings.from_environment()
+    if settings is None:
+        return
+
+    def tell(settings: Settings) -> None:
+        if settings.leader == os.getpid() and "torch" not in sys.modules and gathered(settings.directory):
+            tell_of_run([], settings)
+
+    atexit.register(tell, settings)
 
 
 def _install() -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from lowp.launch.settings import RUN
 __all__ = ["Outcome", "run"]
 
 _SHOWN = 160  # characters of a last line
+_LOOK = 0.1  # seconds between two questions whether to stop
+_GRACE = 0.5  # seconds to end by itself after Ctrl-C, and then after SIGTERM
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,24 @@ class Outcome:
     notes: tuple[str, ...]
 
 
-def run(command: Sequence[str], environments: Sequence[tuple[str, Mapping[str, str]]]) -> int:
+def run(
+    command: Sequence[str],
+    environments: Sequence[tuple[str, Mapping[str, str]]],
+    stop: Callable[[], bool] = lambda: False,
+) -> int:
     """Run the script once in each environment, one after the other, and print a table; 0 if every run ended with 0.
 
-    Each run's whole output is kept in a folder that is named at the end.
+    Each run's whole output is kept in a folder that is named at the end. Where `stop()` becomes true the run of the
+    moment is ended, and the table is of the runs so far.
     """
     folder = Path(tempfile.mkdtemp(prefix="lowp-compare-"))
     console = Console(stderr=True)
     outcomes = []
     for precision, environment in environments:
         with console.status(f"{precision}: {' '.join(command[1:])}"):
-            outcomes.append(_once(precision, command, environment, folder))
+            outcomes.append(_once(precision, command, environment, folder, stop))
+        if stop():
+            break
     Console().print(_table(outcomes))
     for outcome in outcomes:
         for note in outcome.notes:
@@ -56,7 +65,9 @@ def run(command: Sequence[str], environments: Sequence[tuple[str, Mapping[str, s
     return 0 if all(outcome.code == 0 for outcome in outcomes) else 1
 
 
-def _once(precision: str, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> Outcome:
+def _once(
+    precision: str, command: Sequence[str], environment: Mapping[str, str], folder: Path, stop: Callable[[], bool]
+) -> Outcome:
     out, report = folder / f"{precision.replace(os.sep, '-')}.txt", folder / "report.json"
     report.unlink(missing_ok=True)
     settings = json.loads(environment[RUN])
@@ -65,7 +76,12 @@ def _once(precision: str, command: Sequence[str], environment: Mapping[str, str]
     with out.open("wb") as file:
         # the leader is the process that runs the script, and its number is known only when it runs
         given = {**environment, RUN: json.dumps({**settings, "leader": 0, "started": time.time()})}
-        code = subprocess.call(command, env=given, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=given, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            code = _waited(process, stop)
+        finally:
+            process.kill()
+            process.wait()
     seconds = time.monotonic() - started
     summary = _summary(directory, precision)
     lines = [line for line in out.read_text(errors="replace").splitlines() if line.strip()]
@@ -78,6 +94,24 @@ def _once(precision: str, command: Sequence[str], environment: Mapping[str, str]
         summary.get("loss_scale"),
         tuple(filter(None, [*summary.get("notes", ()), summary.get("stood_down", "")])),
     )
+
+
+def _waited(process: subprocess.Popen[bytes], stop: Callable[[], bool]) -> int:
+    """Return how a process ended; where `stop()` becomes true, end it.
+
+    Ctrl-C in a terminal has reached it as well, so it is given a moment to end by itself.
+    """
+    while not stop():
+        try:
+            return process.wait(_LOOK)
+        except subprocess.TimeoutExpired:
+            continue
+    for end in (process.terminate, process.kill):
+        try:
+            return process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            end()
+    return process.wait()
 
 
 def _summary(directory: str, precision: str) -> dict[str, Any]:

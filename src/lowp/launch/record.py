@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ from lowp import files
 from lowp.errors import InvalidInput, LowpError
 from lowp.launch.settings import Settings
 
-__all__ = ["Record", "check_report", "gathered", "line"]
+__all__ = ["Record", "check_report", "gathered", "line", "tell_of_run"]
 
 VERSION = 1
 _KIND = "lowp run"
@@ -114,6 +115,12 @@ def tell(records: list[Record], settings: Settings) -> None:
                 file.write((json.dumps(documented, indent=1) + "\n").encode())
         except LowpError as error:
             print(f"lowp run: the report was not written: {error}", file=sys.stderr)
+
+
+def tell_of_run(own: list[Record], settings: Settings) -> None:
+    """Tell of this process and of those that left their records for it; they are removed."""
+    tell([*own, *gathered(settings.directory)], settings)
+    shutil.rmtree(settings.directory, ignore_errors=True)
 
 
 def check_report(path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import multiprocessing.util
 import os
-import shutil
 import sys
 import threading
 import types
@@ -123,9 +122,7 @@ class Session:
             if record.has_content:
                 record.save(settings.directory)
         elif settings.directory:
-            found = [record] if record.has_content else []
-            records.tell([*found, *records.gathered(settings.directory)], settings)
-            shutil.rmtree(settings.directory, ignore_errors=True)
+            records.tell_of_run([record] if record.has_content else [], settings)
         elif record.has_content and record.rank == 0:
             records.tell([record], settings)
         self.close = _nothing  # type: ignore[method-assign]
