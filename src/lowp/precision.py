@@ -234,12 +234,12 @@ class Precision:
 
     @property
     def exponents(self) -> SharedExponents | None:
-        """The shared exponents of everything that is written under a place; None in precisions without any."""
+        """The shared exponents of everything that is written at a site; None in precisions without any."""
         return self._region.exponents
 
     @property
     def faults(self) -> list[str]:
-        """The places where the latest step that was skipped for it had written an infinity or a NaN, in order."""
+        """The sites where the latest step that was skipped for it had written an infinity or a NaN, in order."""
         return list(self._unscaled.faults)
 
     @property

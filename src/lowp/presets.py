@@ -133,12 +133,12 @@ def _dfp16() -> Policy:
     return Policy((Rule.of("contraction", input=operand, weight=operand, grad=operand, accumulate="int32"),))
 
 
-# scalings whose exponents belong to places
+# scalings whose exponents belong to sites
 _OF_PLACES = ("autoflex", "frozen", "reactive", "static")
 
 
 def _predicted(scaling: str) -> Policy:
-    """Every tensor int16 under an exponent of its own place, parameters and optimizer state too; sums exact."""
+    """Every tensor int16 under an exponent of its own site, parameters and optimizer state too; sums exact."""
     written = f"flex16+5:{scaling}"
     rule = Rule.of(input="flex16+5", weight="flex16+5", grad="flex16+5", output=written, accumulate="exact")
     return Policy((rule,), casts.parse(written))
@@ -283,7 +283,7 @@ def _of_cast(cast: Cast) -> Preset:
 
 
 def _is_predicted(cast: Cast) -> bool:
-    """Whether exponents belong to places and are predicted: such weights and their updates need no masters."""
+    """Whether exponents belong to sites and are predicted: such weights and their updates need no masters."""
     return cast.format == formats.parse("flex16+5") and cast.scaling is not None and cast.scaling.kind in _OF_PLACES
 
 

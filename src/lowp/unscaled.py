@@ -79,11 +79,11 @@ class UnscaledSteps:
 
     def _look_beyond(self, exponents: SharedExponents, guard: StepGuard, number: int) -> None:
         """Tell once of numbers that the format is too small for; give up where weights stay so."""
-        places = exponents.beyond()
-        guard.count(any(place.startswith(("weight of", "update of")) for place in places))
-        if not places:
+        sites = exponents.beyond()
+        guard.count(any(site.startswith(("weight of", "update of")) for site in sites))
+        if not sites:
             return
-        text = f"step {number}: numbers beyond the largest of {self.name} are cut off, first in the {places[0]}"
+        text = f"step {number}: numbers beyond the largest of {self.name} are cut off, first in the {sites[0]}"
         advice = "look at the learning rate and at the scale of inputs and loss"
         if guard.too_many():
             exponents.flush()

@@ -1,4 +1,4 @@
-"""Ranks agree on shared exponents by the names of places, whatever ops each of them runs."""
+"""Ranks agree on shared exponents by the names of sites, whatever ops each of them runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLEX = parse("flex16+5:autoflex")
 
 
 def same_places(rank: int) -> dict[str, Any]:
-    """Both ranks write two places, in another order; one meets a larger maximum and a NaN."""
+    """Both ranks write two sites, in another order; one meets a larger maximum and a NaN."""
     exponents = SharedExponents()
     for step in range(6):
         for name in ("a", "b") if rank == 0 else ("b", "a"):
@@ -37,7 +37,7 @@ def same_places(rank: int) -> dict[str, Any]:
 
 
 def other_places(rank: int) -> dict[str, Any]:
-    """Each rank writes as many places as the other, one of them under another name and of another size."""
+    """Each rank writes as many sites as the other, one of them under another name and of another size."""
     exponents = SharedExponents()
     for _ in range(4):
         exponents.write(torch.tensor([1.0]), FLEX, "output of both")
@@ -45,7 +45,7 @@ def other_places(rank: int) -> dict[str, Any]:
         if rank:
             exponents.write(torch.tensor([7.0]), parse("flex16+5:reactive"), "output of another cast")
         exponents.flush()
-    return {place: exponents.exponent(place) for place in sorted(exponents.places())}
+    return {site: exponents.exponent(site) for site in sorted(exponents.sites())}
 
 
 class Skipping(nn.Module):
@@ -92,7 +92,7 @@ def trained(rank: int, spoiled: int = -1) -> dict[str, Any]:
         losses.append(float(loss.detach()))
         stepped.append(bool(precision.stepped))
     assert precision.exponents is not None
-    exponents = {place: precision.exponents.exponent(place) for place in sorted(precision.exponents.places())}
+    exponents = {site: precision.exponents.exponent(site) for site in sorted(precision.exponents.sites())}
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     return {"losses": losses, "stepped": stepped, "exponents": exponents, "weights": weights}
 
@@ -115,8 +115,8 @@ def loaded_on_one_rank(rank: int) -> str:
 
 
 SCENES: dict[str, Callable[[int], Any]] = {
-    "same places": same_places,
-    "other places": other_places,
+    "same sites": same_places,
+    "other sites": other_places,
     "stochastic depth": trained,
     "a NaN on one rank": lambda rank: trained(rank, spoiled=4),
     "loaded on one rank": loaded_on_one_rank,
@@ -139,18 +139,18 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_exponent_is_that_of_the_largest_maximum(ranks: list[dict[str, Any]]) -> None:
-    first, second = (rank["same places"] for rank in ranks)
+    first, second = (rank["same sites"] for rank in ranks)
     assert first == second
     assert 2.0 ** first["b"] * 32767 >= 40 and first["writes"] == 12 and first["nonfinite"] == 1
 
 
 def test_places_of_one_rank_alone_keep_their_own_exponents_on_all(ranks: list[dict[str, Any]]) -> None:
-    first, second = (rank["other places"] for rank in ranks)
+    first, second = (rank["other sites"] for rank in ranks)
     assert first == second
     sizes = {"output of both": 1, "output of large": 1000, "output of small": 0.001, "output of another cast": 7}
     assert first.keys() == sizes.keys()
-    for place, size in sizes.items():
-        assert size < 2.0 ** first[place] * 32767 < 8 * size, place
+    for site, size in sizes.items():
+        assert size < 2.0 ** first[site] * 32767 < 8 * size, site
 
 
 def test_ranks_that_run_different_ops_train_one_model(ranks: list[dict[str, Any]]) -> None:
@@ -171,4 +171,4 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(ranks: list[dict[str, Any]]) ->
 
 def test_places_that_one_rank_alone_has_loaded_are_refused_on_all(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert "the ranks remember different places of shared exponents" in rank["loaded on one rank"]
+        assert "the ranks remember different sites of shared exponents" in rank["loaded on one rank"]

@@ -1,4 +1,4 @@
-"""Exponents that belong to places: writes, steps, faults, and checkpoints."""
+"""Exponents that belong to sites: writes, steps, faults, and checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_write_is_rounded_once_to_values_of_the_format() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "rows", "cast", "has_both"),
+    ("site", "rows", "cast", "has_both"),
     [
         ("exp_avg of 0.weight", 1024, FLEX, True),
         ("exp_avg_sq of 0.weight", 1024, FLEX, True),
@@ -43,18 +43,18 @@ def test_a_write_is_rounded_once_to_values_of_the_format() -> None:
     ],
 )
 def test_moments_of_many_rows_have_two_words_where_one_would_lose_no_row(
-    place: str, rows: int, cast: Cast, has_both: bool
+    site: str, rows: int, cast: Cast, has_both: bool
 ) -> None:
     """One moment divides the other, so that small numbers of both count, however few they are."""
     x = torch.rand(rows, 2, generator=torch.Generator().manual_seed(0)) + 0.5
     exponents, inplace = SharedExponents(), x.clone()
-    written = exponents.write(x, cast, place)
-    SharedExponents().write_(inplace, cast, place)
+    written = exponents.write(x, cast, site)
+    SharedExponents().write_(inplace, cast, site)
     assert torch.equal(written, inplace)
-    found = mantissas(written, exponents.exponent(place))
+    found = mantissas(written, exponents.exponent(site))
     assert torch.equal(found, found.round()) is not has_both
     if has_both:
-        assert (found - mantissas(x, exponents.exponent(place))).abs().max() <= 2.0**-15
+        assert (found - mantissas(x, exponents.exponent(site))).abs().max() <= 2.0**-15
 
 
 def test_a_tie_goes_to_the_even_mantissa_from_fp64_in_one_step() -> None:
@@ -148,7 +148,7 @@ def test_outside_of_training_nothing_is_remembered_and_nothing_saturates() -> No
         assert exponents.write(x, FLEX, "output of x", training=False)[0] == 1000
         assert exponents.write(x, FLEX, "output of y", training=False)[1].isnan()
     exponents.flush()
-    assert exponents.places() == ["output of x"] and exponents.faults() == []
+    assert exponents.sites() == ["output of x"] and exponents.faults() == []
     assert torch.equal(
         exponents.state_dict()["groups"][0]["state"]["exponent"], state["groups"][0]["state"]["exponent"]
     )
@@ -160,9 +160,9 @@ def test_what_is_in_the_format_can_stay_as_it_is() -> None:
     exponents = SharedExponents()
     x = torch.tensor([3.0, -5.0, 0.0]) * 2**-20
     assert torch.equal(exponents.write(x, FLEX, "gradient of w", unless_exact=True), x)
-    assert exponents.places() == []
+    assert exponents.sites() == []
     exponents.write(torch.tensor([1.0, 2**-20]), FLEX, "gradient of w", unless_exact=True)
-    assert exponents.places() == ["gradient of w"]
+    assert exponents.sites() == ["gradient of w"]
 
 
 def test_a_place_that_was_changed_from_outside_begins_anew() -> None:
@@ -202,7 +202,7 @@ def test_a_state_of_another_kind_is_refused_and_changes_nothing() -> None:
     broken = {**good["groups"][0], "places": ["output of x", "output of y"]}
     with pytest.raises(InvalidInput, match="are incomplete"):
         exponents.load_state_dict({**good, "groups": [broken]})
-    assert exponents.places() == ["output of x"]
+    assert exponents.sites() == ["output of x"]
 
 
 def test_counts_speak_of_classes_of_tensors_and_of_raises_in_time() -> None:
@@ -213,7 +213,7 @@ def test_counts_speak_of_classes_of_tensors_and_of_raises_in_time() -> None:
             exponents.write(grown, FLEX, f"{role} of 0.weight")
         exponents.flush()
     summary = exponents.summary()
-    assert {name: one.places for name, one in summary.items()} == {
+    assert {name: one.tensors for name, one in summary.items()} == {
         **{"all": 6, "weights": 1, "activations": 1, "activation gradients": 2, "updates": 1, "optimizer state": 1}
     }
     assert summary["all"].writes == 240 and summary["all"].saturated == 0
@@ -249,7 +249,7 @@ def test_the_writes_of_an_accelerator_are_those_of_the_cpu(monkeypatch: pytest.M
 
 
 def test_a_place_that_was_never_written_is_not_known() -> None:
-    with pytest.raises(InvalidInput, match="nothing has been recorded at the place 'weight of x'"):
+    with pytest.raises(InvalidInput, match="nothing has been recorded at the site 'weight of x'"):
         SharedExponents().exponent("weight of x")
 
 

@@ -77,7 +77,7 @@ def test_weights_gradients_updates_and_optimizer_state_are_all_in_the_format(opt
     exponents = run.precision.exponents
     assert exponents is not None
     kept = {"SGD": "momentum_buffer", "RMSprop": "square_avg", "Adam": "exp_avg_sq"}[optimizer]
-    assert {"weight of 0.weight", "update of 0.weight", f"{kept} of 0.weight"} <= set(exponents.places())
+    assert {"weight of 0.weight", "update of 0.weight", f"{kept} of 0.weight"} <= set(exponents.sites())
     assert exponents.summary()["all"].nonfinite == 0
 
 
@@ -115,7 +115,7 @@ def test_the_last_update_is_exactly_what_the_weights_moved_by() -> None:
     seen: dict[str, Tensor] = {}
     exponents = run.precision.exponents
     assert exponents is not None
-    exponents.listen(lambda place, x, exponent: seen.update({place: x.clone()}))
+    exponents.listen(lambda site, x, exponent: seen.update({site: x.clone()}))
     before = run.model[0].weight.detach().clone()
     run.step()
     exact = seen["weight of 0.weight"]  # old + written update, in fp64, before its one rounding
@@ -222,7 +222,7 @@ def test_several_optimizers_and_models_share_one_precision() -> None:
         precision.backward(loss)
     precision.step(*(optimizer for _, optimizer in pairs))
     assert precision.exponents is not None
-    assert {"weight of weight", "weight of model 2: weight"} <= set(precision.exponents.places())
+    assert {"weight of weight", "weight of model 2: weight"} <= set(precision.exponents.sites())
 
 
 def test_what_cannot_be_is_refused_in_words() -> None:

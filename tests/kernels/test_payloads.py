@@ -109,9 +109,9 @@ def test_what_is_kept_ends_with_the_memory() -> None:
     x = written()
     alias, key = x.detach(), id(x.untyped_storage())
     del x
-    assert key in payloads._kept and stands_for(alias)
+    assert key in payloads._by_storage and stands_for(alias)
     del alias
-    assert key not in payloads._kept
+    assert key not in payloads._by_storage
 
 
 def test_swapped_tensors_keep_what_is_their_own() -> None:
@@ -121,11 +121,11 @@ def test_swapped_tensors_keep_what_is_their_own() -> None:
 
 
 def test_nothing_is_kept_of_parameters_views_and_what_has_no_memory() -> None:
-    before = len(payloads._kept)
+    before = len(payloads._by_storage)
     for x in (nn.Parameter(values()), values()[1:], torch._efficientzerotensor((3,)), values().double()):
         payloads.keep(x, FLEX.format, -10)
         assert payloads.hint(x) is None
-    assert len(payloads._kept) == before
+    assert len(payloads._by_storage) == before
     assert payloads.exact(torch._efficientzerotensor((3,)), FLEX) is not None
 
 

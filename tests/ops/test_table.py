@@ -87,7 +87,7 @@ def test_every_row_has_a_runner_that_exists_and_a_known_class(name: str) -> None
     for row in TABLES[name].values():
         assert callable(table.runner(row.runner))
         assert not row.product or callable(table.runner(row.product))
-        assert callable(table.runner(row.placed))
+        assert callable(table.runner(row.at_site))
         assert row.op_class in OP_CLASSES
         assert set(row.operands.split()) <= {"input", "weight", "bias"}
     assert set(TABLES) == set(Policy.TABLES)
@@ -96,9 +96,9 @@ def test_every_row_has_a_runner_that_exists_and_a_known_class(name: str) -> None
 def test_what_rows_say_of_int16_is_said_of_ops_that_there_are() -> None:
     known = {*op_names(), *(row.runner for row in TABLES["lowp-1"].values())}
     known |= {row.product for row in TABLES["lowp-1"].values()}
-    for names in (*table._PLACED.values(), *table._MASKED.values()):
+    for names in (*table._AT_SITES.values(), *table._MASKED.values()):
         assert set(names.split()) - known <= {"hardswish", "hardsigmoid"}  # which torch does not list as overridable
-    assert all(callable(table.runner(spelled)) for spelled in (*table._PLACED, *table._MASKED))
+    assert all(callable(table.runner(spelled)) for spelled in (*table._AT_SITES, *table._MASKED))
 
 
 def test_every_overridable_function_is_classified_on_purpose() -> None:

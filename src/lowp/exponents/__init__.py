@@ -1,16 +1,16 @@
-"""Shared exponents that belong to places of a training step: all tensors in int16, each under its own power of two."""
+"""Shared exponents that belong to sites of a training step: all tensors in int16, each under its own power of two."""
 
 from __future__ import annotations
 
-from lowp.exponents.places import CLASSES, PlaceSite, Spots, Trail, class_of
 from lowp.exponents.shared import SharedExponents, Summary
+from lowp.exponents.sites import CLASSES, SiteWriter, Spots, Trail, class_of
 from lowp.exponents.table import Flush, scaling_of
 
 __all__ = [
     "CLASSES",
     "Flush",
-    "PlaceSite",
     "SharedExponents",
+    "SiteWriter",
     "Spots",
     "Summary",
     "Trail",

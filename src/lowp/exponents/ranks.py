@@ -1,9 +1,9 @@
-"""What ranks agree on about shared exponents: by name which places there are, and what a step has seen at each.
+"""What ranks agree on about shared exponents: by name which sites there are, and what a step has seen at each.
 
 Ranks may run different ops (stochastic depth, a branch that only one rank takes, a NaN that changes the path of a
-product), and meet places in another order. So a place is known by its name: the agreed places stand in one list, the
-same on every rank, and one all-reduce a step carries a column for each. A rank that did not write at a place
-contributes nothing to it. New places are announced with that all-reduce, gathered once, and appended in sorted order.
+product), and meet sites in another order. So a site is known by its name: the agreed sites stand in one list, the
+same on every rank, and one all-reduce a step carries a column for each. A rank that did not write at a site
+contributes nothing to it. New sites are announced with that all-reduce, gathered once, and appended in sorted order.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from lowp.casts import Cast
 from lowp.errors import Misuse
 from lowp.exponents.table import ExponentTable
 
-__all__ = ["AgreedPlaces"]
+__all__ = ["AgreedSites"]
 
 Groups = Mapping[Cast, ExponentTable]
 Make = Callable[[Cast, torch.device], ExponentTable]
 
 
-class AgreedPlaces:
-    """The places that all ranks know, by their cast; every rank has to make the same calls."""
+class AgreedSites:
+    """The sites that all ranks know, by their cast; every rank has to make the same calls."""
 
     def __init__(self, groups: Groups | None = None) -> None:
-        self._places = {cast: sorted(group.names) for cast, group in (groups or {}).items()}
+        self._sites = {cast: sorted(group.names) for cast, group in (groups or {}).items()}
         self._digest = self._digested()
 
     def fault(self, found: bool, ranks: distributed.Group) -> bool:
@@ -38,7 +38,7 @@ class AgreedPlaces:
         distributed.agree_on_maximum_(vector, ranks)
         if int(vector[1]) != -int(vector[2]):
             raise Misuse(
-                "the ranks remember different places of shared exponents: a checkpoint was loaded on some ranks only; "
+                "the ranks remember different sites of shared exponents: a checkpoint was loaded on some ranks only; "
                 "call Precision.load_state_dict (or lowp.load with precision=) on every rank, with the same checkpoint"
             )
         return bool(vector[0])
@@ -51,7 +51,7 @@ class AgreedPlaces:
         agreed: dict[Cast, list[Tensor]] = {}
         done: dict[Cast, int] = {}
         while True:
-            todo = {cast: self._places[cast][done.get(cast, 0) :] for cast in sorted(self._places, key=str)}
+            todo = {cast: self._sites[cast][done.get(cast, 0) :] for cast in sorted(self._sites, key=str)}
             for cast, names in todo.items():
                 done[cast] = done.get(cast, 0) + len(names)
             columns, has_new = self._reduced(groups, todo, ranks)
@@ -60,12 +60,12 @@ class AgreedPlaces:
             if not has_new:
                 break
             self._announce(groups, make, ranks)
-        return {cast: self._in_order(groups[cast], self._places[cast], parts) for cast, parts in agreed.items()}
+        return {cast: self._in_order(groups[cast], self._sites[cast], parts) for cast, parts in agreed.items()}
 
     def _reduced(
         self, groups: Groups, todo: Mapping[Cast, list[str]], ranks: distributed.Group
     ) -> tuple[dict[Cast, Tensor], bool]:
-        """Return the maxima over ranks of the columns of some places, and whether any rank has places to announce."""
+        """Return the maxima over ranks of the columns of some sites, and whether any rank has sites to announce."""
         parts = {cast: groups[cast].columns(names) for cast, names in todo.items() if names}
         flag = torch.tensor([float(any(self._new(groups).values()))], dtype=torch.float64)
         device = next((part.device for part in parts.values()), flag.device)
@@ -79,17 +79,17 @@ class AgreedPlaces:
         return found, bool(pieces[-1])
 
     def _new(self, groups: Groups) -> dict[Cast, list[str]]:
-        """The places of this rank that are not agreed on."""
+        """The sites of this rank that are not agreed on."""
         new: dict[Cast, list[str]] = {}
         for cast, group in groups.items():
-            agreed = self._places.get(cast, [])
+            agreed = self._sites.get(cast, [])
             if len(group.names) > len(agreed):
                 known = set(agreed)
                 new[cast] = [name for name in group.names if name not in known]
         return new
 
     def _announce(self, groups: Groups, make: Make, ranks: distributed.Group) -> None:
-        """Tell all ranks of new places, and give this one an entry for each of theirs."""
+        """Tell all ranks of new sites, and give this one an entry for each of theirs."""
         own = [(cast, groups[cast].device.type, names) for cast, names in self._new(groups).items()]
         union: dict[Cast, set[str]] = {}
         devices: dict[Cast, str] = {}
@@ -99,19 +99,19 @@ class AgreedPlaces:
                 devices.setdefault(cast, device)
         for cast in sorted(union, key=str):
             group = groups[cast] if cast in groups else make(cast, distributed.own_device(devices[cast]))
-            agreed = self._places.setdefault(cast, [])
+            agreed = self._sites.setdefault(cast, [])
             for name in sorted(union[cast].difference(agreed)):
                 group.index(name)
                 agreed.append(name)
         self._digest = self._digested()
 
     def _digested(self) -> int:
-        text = "\n".join(f"{cast}: {name}" for cast in sorted(self._places, key=str) for name in self._places[cast])
+        text = "\n".join(f"{cast}: {name}" for cast in sorted(self._sites, key=str) for name in self._sites[cast])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
     @staticmethod
     def _in_order(group: ExponentTable, names: list[str], parts: list[Tensor]) -> Tensor:
-        """Return the columns of agreed places in the order of a rank's own entries."""
+        """Return the columns of agreed sites in the order of a rank's own entries."""
         agreed = torch.cat(parts, dim=1)
         own = torch.empty_like(agreed)
         own[:, torch.tensor([group.names[name] for name in names], device=agreed.device)] = agreed

@@ -1,7 +1,7 @@
-"""Shared exponents that belong to places: which entry a tensor is written under, and what all entries remember.
+"""Shared exponents that belong to sites: which entry a tensor is written under, and what all entries remember.
 
-A place is one tensor that one operation writes at one spot of the step (`places` says what a spot is), named in words:
-"output of 0 linear", "weight gradient of layer1.0.conv1 conv2d", "update of fc.bias". All places of one cast are one
+A site is one tensor that one operation writes at one spot of the step (`sites` says what a spot is), named in words:
+"output of 0 linear", "weight gradient of layer1.0.conv1 conv2d", "update of fc.bias". All sites of one cast are one
 vectorised state; the maxima of a step's writes are observed together at its end, which is also when ranks agree on
 them. What is written outside of training (no gradients recorded) is not remembered, and has the exponent that its own
 maximum asks for: an evaluation changes nothing of the training, and does not depend on the one before.
@@ -22,7 +22,8 @@ from torch import Tensor
 from lowp import casts, distributed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
-from lowp.exponents.places import (
+from lowp.exponents.ranks import AgreedSites
+from lowp.exponents.sites import (
     CLASSES,
     Passes,
     Spots,
@@ -31,7 +32,6 @@ from lowp.exponents.places import (
     is_of_optimizer,
     is_result,
 )
-from lowp.exponents.ranks import AgreedPlaces
 from lowp.exponents.table import COUNTS, ExponentTable, Flush
 from lowp.kernels import payloads, words
 from lowp.kernels.dispatch import has_integer_kernels
@@ -47,7 +47,7 @@ _VERSION = 1
 class Summary:
     """Sums over writes; `raises_needed`: maxima that the exponent of the write before could not have held."""
 
-    places: int = 0
+    tensors: int = 0
     writes: int = 0
     saturated: int = 0
     moved: int = 0
@@ -64,7 +64,7 @@ class Summary:
 
 
 class SharedExponents:
-    """The exponents of all places of a training run: `write` uses them, `flush` moves them, `summary` tells of them."""
+    """The exponents of all sites of a training run: `write` uses them, `flush` moves them, `summary` tells of them."""
 
     def __init__(self) -> None:
         self._groups: dict[Cast, ExponentTable] = {}
@@ -72,102 +72,98 @@ class SharedExponents:
         self._faults: list[str] = []
         self._watchers: list[Callable[[Flush], object]] = []
         self._listeners: list[Callable[[str, Tensor, int], object]] = []
-        self._agreed = AgreedPlaces()
+        self._agreed = AgreedSites()
 
     # -- writing --------------------------------------------------------------------------------------------------
-    def write(self, x: Tensor, cast: Cast, place: str, *, training: bool = True, unless_exact: bool = False) -> Tensor:
-        """Return x, fp32 or fp64, as values of the cast's format in fp32, rounded once under the place's exponent.
+    def write(self, x: Tensor, cast: Cast, site: str, *, training: bool = True, unless_exact: bool = False) -> Tensor:
+        """Return x, fp32 or fp64, as values of the cast's format in fp32, rounded once under the site's exponent.
 
-        Saturates what does not fit. What is infinite or NaN stays so, and the place is among the `faults`.
+        Saturates what does not fit. What is infinite or NaN stays so, and the site is among the `faults`.
         `unless_exact` gives x back where it is in the format, under whatever exponent, and notes nothing. Outside of
-        `training` the exponent is that of x's own maximum, or the place's where the cast predicts none.
+        `training` the exponent is that of x's own maximum, or the site's where the cast predicts none.
         """
         x = x.detach() if x.requires_grad else x  # the same tensor where that can be, for what is known of it
         if unless_exact and payloads.is_exact(x, cast):
             return x.float()
         group = self._group(cast, x.device)
         if not training:
-            return group.write_apart(x, place)
-        index = self._begun(group, place)
-        result, nonfinite = group.write(x, index, place)
+            return group.write_apart(x, site)
+        index = self._begun(group, site)
+        result, nonfinite = group.write(x, index, site)
         if max(x.shape, default=0) >= words.FEATURES:
-            result = self._with_low_word(group, x, result, place)
-        if not isinstance(nonfinite, Tensor) and nonfinite and place not in self._faults:
-            self._faults.append(place)
+            result = self._with_low_word(group, x, result, site)
+        if not isinstance(nonfinite, Tensor) and nonfinite and site not in self._faults:
+            self._faults.append(site)
         for listener in self._listeners:
-            listener(place, x, group.exponents[index])
+            listener(site, x, group.exponents[index])
         return result
 
     @staticmethod
-    def _with_low_word(group: ExponentTable, x: Tensor, high: Tensor, place: str) -> Tensor:
-        """Return what was written of x at a place, with its second word where one would lose features of a gradient."""
-        axis = features_axis(place, x)
+    def _with_low_word(group: ExponentTable, x: Tensor, high: Tensor, site: str) -> Tensor:
+        """Return what was written of x at a site, with its second word where one would lose features of a gradient."""
+        axis = features_axis(site, x)
         if axis is None:
             return high
         if not words.has_low_word(group.cast):
-            words.warn_of_loss(x, high, group.cast, f"the {place}", axis)
+            words.warn_of_loss(x, high, group.cast, f"the {site}", axis)
             return high
-        low = group.low_word(x, high, group.names[place], None if is_of_optimizer(place) else axis)
+        low = group.low_word(x, high, group.names[site], None if is_of_optimizer(site) else axis)
         return high if low is None else low.add_(high)
 
-    def exponent_of_sum(self, cast: Cast, place: str) -> int | None:
-        """Return the exponent under which `write_sum` takes an exact sum of training at a place, from its integers.
+    def exponent_of_sum(self, cast: Cast, site: str) -> int | None:
+        """Return the exponent under which `write_sum` takes an exact sum of training at a site, from its integers.
 
         None where the sum itself has to be seen first, and is to be given to `write`.
         """
         if self._listeners:
             return None
         group = self._group(cast, torch.device("cpu"))
-        return group.exponent_of_sum(self._begun(group, place))
+        return group.exponent_of_sum(self._begun(group, site))
 
-    def write_sum(self, found: Exact, cast: Cast, place: str) -> Tensor:
+    def write_sum(self, found: Exact, cast: Cast, site: str) -> Tensor:
         """Return what `write` would of an exact sum, given as mantissas under its `exponent_of_sum`."""
         group = self._groups[cast]
-        return group.write_sum(found, group.names[place])
+        return group.write_sum(found, group.names[site])
 
-    def write_(self, x: Tensor, cast: Cast, place: str) -> None:
+    def write_(self, x: Tensor, cast: Cast, site: str) -> None:
         """Write x, of fp32, in place, as `write` does."""
         if self._listeners:
-            x.copy_(self.write(x, cast, place))
+            x.copy_(self.write(x, cast, site))
             return
         group = self._group(cast, x.device)
-        index = self._begun(group, place)
-        axis = features_axis(place, x)
-        if (
-            axis is not None
-            and words.has_low_word(cast)
-            and (is_of_optimizer(place) or group.is_coarse(x, index, axis))
-        ):
+        index = self._begun(group, site)
+        axis = features_axis(site, x)
+        if axis is not None and words.has_low_word(cast) and (is_of_optimizer(site) or group.is_coarse(x, index, axis)):
             if not group.write_words_(x, index):
-                x.copy_(self.write(x, cast, place))
+                x.copy_(self.write(x, cast, site))
                 return
         else:
             group.write_(x, index)
-        if group.pending[index].nonfinite is True and place not in self._faults:
-            self._faults.append(place)
+        if group.pending[index].nonfinite is True and site not in self._faults:
+            self._faults.append(site)
 
-    def write_step(self, weight: Tensor, old: Mantissas, cast: Cast, update_place: str, place: str) -> bool:
+    def write_step(self, weight: Tensor, old: Mantissas, cast: Cast, update_site: str, site: str) -> bool:
         """Write what a step has changed of a weight since it had the mantissas `old`, and the weight as the sum.
 
         In one pass and in place. Returns False, with nothing done, where `write` has to see one after the other.
         """
         group = self._groups.get(cast)
-        if self._listeners or group is None or not {update_place, place} <= group.names.keys():
+        if self._listeners or group is None or not {update_site, site} <= group.names.keys():
             return False
-        indices = group.names[update_place], group.names[place]
+        indices = group.names[update_site], group.names[site]
         if not group.write_step(weight, old, *indices):
             return False
-        for name, index in zip((update_place, place), indices, strict=True):
+        for name, index in zip((update_site, site), indices, strict=True):
             if group.pending[index].nonfinite and name not in self._faults:
                 self._faults.append(name)
         return True
 
-    def mantissas(self, x: Tensor, cast: Cast, place: str) -> Mantissas | None:
-        """The mantissas of what stands at a place, to the bit; None where x is not in the format."""
+    def mantissas(self, x: Tensor, cast: Cast, site: str) -> Mantissas | None:
+        """The mantissas of what stands at a site, to the bit; None where x is not in the format."""
         group = self._groups.get(cast)
-        if group is None or place not in group.names or not has_integer_kernels(x):
+        if group is None or site not in group.names or not has_integer_kernels(x):
             return None
-        return exact_mantissas(x, cast, group.exponents[group.names[place]])
+        return exact_mantissas(x, cast, group.exponents[group.names[site]])
 
     def _group(self, cast: Cast, device: torch.device) -> ExponentTable:
         for group in self._groups.values():  # one or two
@@ -178,33 +174,33 @@ class SharedExponents:
             found = self._groups[cast] = ExponentTable(cast, device)
         return found
 
-    def _begun(self, group: ExponentTable, place: str) -> int:
-        """The entry of a place, ready for a write of training."""
-        index = group.index(place)
+    def _begun(self, group: ExponentTable, site: str) -> int:
+        """The entry of a site, ready for a write of training."""
+        index = group.index(site)
         if index in group.pending and not distributed.has_other_ranks():
-            self._flush(group)  # a second write at one place sees what the first one taught
+            self._flush(group)  # a second write at one site sees what the first one taught
         return index
 
-    def admit(self, x: Tensor, cast: Cast, place: str) -> None:
-        """Let a place begin anew if x, which was put there from outside, is larger than its exponent can hold.
+    def admit(self, x: Tensor, cast: Cast, site: str) -> None:
+        """Let a site begin anew if x, which was put there from outside, is larger than its exponent can hold.
 
         Weights that were loaded or scaled between two steps are no prediction's fault, and are not cut off for it.
         """
         group = self._groups.get(cast)
-        if group is not None and place in group.names:
-            group.admit(x.detach(), group.names[place])
+        if group is not None and site in group.names:
+            group.admit(x.detach(), group.names[site])
 
-    def write_again(self, x: Tensor, cast: Cast, place: str, exponent: int | Tensor, unless_exact: bool) -> Tensor:
+    def write_again(self, x: Tensor, cast: Cast, site: str, exponent: int | Tensor, unless_exact: bool) -> Tensor:
         """Return what `write` has returned before under this exponent, and note nothing."""
         x = x.detach() if x.requires_grad else x
         if unless_exact and payloads.is_exact(x, cast):
             return x.float()
         return self._group(cast, x.device).write_at(x, exponent)
 
-    def written_exponent(self, cast: Cast, place: str) -> int | Tensor | None:
-        """The exponent of the latest write at a place in this step, on an accelerator as a tensor; None without one."""
+    def latest_exponent(self, cast: Cast, site: str) -> int | Tensor | None:
+        """The exponent of the latest write at a site in this step, on an accelerator as a tensor; None without one."""
         group = self._groups.get(cast)
-        index = None if group is None else group.names.get(place)
+        index = None if group is None else group.names.get(site)
         if group is None or index is None or index not in group.pending:
             return None
         return group.exponent_of(index)
@@ -236,12 +232,12 @@ class SharedExponents:
     def any_rank(self, is_faulty: bool) -> bool:
         """Return whether any rank found its step faulty; every rank has to call this before it ends its step.
 
-        Raises Misuse, on all ranks, where they do not remember the same places.
+        Raises Misuse, on all ranks, where they do not remember the same sites.
         """
         return self._agreed.fault(is_faulty, distributed.world()) if distributed.has_other_ranks() else is_faulty
 
     def faults(self) -> list[str]:
-        """The places where a value that was not finite has been written in this step, the first one first.
+        """The sites where a value that was not finite has been written in this step, the first one first.
 
         None where results alone are not finite, and no gradient: a program may mask with infinities, or not use what
         overflowed. Waits for an accelerator; a CPU knows.
@@ -252,38 +248,38 @@ class SharedExponents:
             for index, seen in group.pending.items():
                 if isinstance(seen.nonfinite, Tensor) and bool(seen.nonfinite):
                     found.append(names[index])
-        return [] if all(is_result(place) for place in found) else found
+        return [] if all(is_result(site) for site in found) else found
 
     def beyond(self) -> list[str]:
-        """The places where numbers were cut off in this step that no exponent of the format holds.
+        """The sites where numbers were cut off in this step that no exponent of the format holds.
 
         Of what a CPU has written: it knows; an accelerator is not waited for.
         """
         return [
-            place for group in self._groups.values() for place, index in group.names.items() if group.was_cut_off(index)
+            site for group in self._groups.values() for site, index in group.names.items() if group.was_cut_off(index)
         ]
 
     # -- what was seen --------------------------------------------------------------------------------------------
-    def places(self) -> list[str]:
-        """The places, in the order in which they were first written."""
+    def sites(self) -> list[str]:
+        """The sites, in the order in which they were first written."""
         return [name for group in self._groups.values() for name in group.names]
 
-    def exponent(self, place: str) -> int:
-        """The exponent of the next write at a place; raises InvalidInput for one that was never written."""
+    def exponent(self, site: str) -> int:
+        """The exponent of the next write at a site; raises InvalidInput for one that was never written."""
         for group in self._groups.values():
-            if place in group.names:
-                return int(group.state.exponent[group.names[place]])
+            if site in group.names:
+                return int(group.state.exponent[group.names[site]])
         raise InvalidInput(
-            f"nothing has been recorded at the place {place!r}; places have names such as {self.places()[:3]}"
+            f"nothing has been recorded at the site {site!r}; sites have names such as {self.sites()[:3]}"
         )
 
-    def unit(self, place: str) -> Tensor:
-        """2 ** exponent of the last write at a place in this step, fp32 and 0-d, on its device without a wait for it.
+    def unit(self, site: str) -> Tensor:
+        """2 ** exponent of the last write at a site in this step, fp32 and 0-d, on its device without a wait for it.
 
-        Raises KeyError for a place that was never written.
+        Raises KeyError for a site that was never written.
         """
-        group = next(group for group in self._groups.values() if place in group.names)
-        exponent = group.state.exponent[group.names[place]]
+        group = next(group for group in self._groups.values() if site in group.names)
+        exponent = group.state.exponent[group.names[site]]
         return torch.ldexp(torch.ones((), device=exponent.device), exponent)
 
     def summary(self) -> dict[str, Summary]:
@@ -291,16 +287,16 @@ class SharedExponents:
         found = {"all": Summary(), **{name: Summary() for name in CLASSES}}
         for group in self._groups.values():
             self._add(found, group)
-        return {name: one for name, one in found.items() if one.places or name == "all"}
+        return {name: one for name, one in found.items() if one.tensors or name == "all"}
 
     @staticmethod
     def _add(found: dict[str, Summary], group: ExponentTable) -> None:
         state = group.state
         counted = {name: getattr(state, name).tolist() for name in ("writes", "saturated", "moved", "nonfinite")}
         counted |= {name: group.counts[name].tolist() for name in COUNTS}
-        for place, index in group.names.items():
-            for one in (found["all"], found[class_of(place)]):
-                one.places += 1
+        for site, index in group.names.items():
+            for one in (found["all"], found[class_of(site)]):
+                one.tensors += 1
                 for name, column in counted.items():
                     setattr(one, name, getattr(one, name) + type(getattr(one, name))(column[index]))
 
@@ -309,9 +305,9 @@ class SharedExponents:
         return _listed(self._watchers, callback)
 
     def listen(self, callback: Callable[[str, Tensor, int], object]) -> Callable[[], None]:
-        """Call back at every write, with the place, what is written, not yet rounded, and the exponent; return the end.
+        """Call back at every write, with the site, what is written, not yet rounded, and the exponent; return the end.
 
-        On an accelerator the exponent is the one that the place began with.
+        On an accelerator the exponent is the one that the site began with.
         """
         return _listed(self._listeners, callback)
 
@@ -357,7 +353,7 @@ class SharedExponents:
             group.before = saved["before"].to(device, copy=True)
             group.exponents, group.started = group.state.exponent.tolist(), group.state.started.tolist()
             groups[cast] = group
-        self._groups, self._faults, self._agreed = groups, [], AgreedPlaces(groups)
+        self._groups, self._faults, self._agreed = groups, [], AgreedSites(groups)
 
 
 def _check_whole(group: ExponentTable, saved: Mapping[str, Any]) -> None:

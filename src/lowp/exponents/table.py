@@ -1,4 +1,4 @@
-"""The entries of shared exponents: what one write does, and what the writes of a step teach, for all places at once."""
+"""The entries of shared exponents: what one write does, and what the writes of a step teach, for all sites at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.errors import InvalidInput
-from lowp.exponents.places import is_result
+from lowp.exponents.sites import is_result
 from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels import payloads, words
 from lowp.kernels.dispatch import has_integer_kernels
@@ -43,7 +43,7 @@ def scaling_of(cast: Cast) -> Autoflex | Reactive:
 class Flush(NamedTuple):
     """What a watcher is told of one step, by entry: exponents and predictions as they were at the writes."""
 
-    places: list[str]
+    sites: list[str]
     written: Tensor  # bool[n]
     mantissa: Tensor  # int32[n], Γ
     exponent: Tensor  # int32[n], log2 κ
@@ -68,11 +68,11 @@ class ExponentTable:
         self.started: list[bool] = []
         self.pending: dict[int, Seen] = {}
 
-    def index(self, place: str) -> int:
-        """The entry of a place, made where there is none."""
-        found = self.names.get(place)
+    def index(self, site: str) -> int:
+        """The entry of a site, made where there is none."""
+        found = self.names.get(site)
         if found is None:
-            found = self.names[place] = len(self.names)
+            found = self.names[site] = len(self.names)
             self.state = self.scaling.extend(self.state, 1)
             one = {name: torch.zeros(1, dtype=torch.float64, device=self.device) for name in COUNTS}
             self.counts = {name: torch.cat((value, one[name])) for name, value in self.counts.items()}
@@ -82,7 +82,7 @@ class ExponentTable:
         return found
 
     # -- one write ------------------------------------------------------------------------------------------------
-    def write(self, x: Tensor, index: int, place: str = "") -> tuple[Tensor, Any]:
+    def write(self, x: Tensor, index: int, site: str = "") -> tuple[Tensor, Any]:
         """Return x as values of the format under the entry's exponent, and whether anything in it is not finite.
 
         Notes what was seen. What is not finite stays as it is; where infinities are values like others, as in results,
@@ -90,9 +90,9 @@ class ExponentTable:
         """
         if not self.started[index]:
             self._start(x, index)
-        result, seen = self._written(x, self.exponent_of(index))
+        result, seen = self._rounded(x, self.exponent_of(index))
         nonfinite = seen.nonfinite
-        if (isinstance(nonfinite, Tensor) or nonfinite) and is_result(place):
+        if (isinstance(nonfinite, Tensor) or nonfinite) and is_result(site):
             nan = x.isnan().any()
             seen = seen._replace(nonfinite=nan if isinstance(nonfinite, Tensor) else bool(nan))
         self._note(index, seen)
@@ -187,12 +187,12 @@ class ExponentTable:
             self._note(one, seen)
         return True
 
-    def write_apart(self, x: Tensor, place: str) -> Tensor:
+    def write_apart(self, x: Tensor, site: str) -> Tensor:
         """Return x as values of the format, and remember nothing."""
         spec = self.cast.scaling
         assert spec is not None
-        if spec.kind != "autoflex" and place in self.names:
-            exponent: int | None = int(self.state.exponent[self.names[place]])
+        if spec.kind != "autoflex" and site in self.names:
+            exponent: int | None = int(self.state.exponent[self.names[site]])
         else:
             own = self.cast if spec.exponent is not None else current(self.cast)
             exponent = current_exponent(x, own)
@@ -203,9 +203,9 @@ class ExponentTable:
 
     def write_at(self, x: Tensor, exponent: int | Tensor) -> Tensor:
         """Return x as values of the format under an exponent, and remember nothing."""
-        return self._written(x, exponent)[0]
+        return self._rounded(x, exponent)[0]
 
-    def _written(self, x: Tensor, exponent: int | Tensor) -> tuple[Tensor, Seen]:
+    def _rounded(self, x: Tensor, exponent: int | Tensor) -> tuple[Tensor, Seen]:
         """Return x as values of the format, whose mantissas are kept beside them, and what was seen."""
         result, seen, payload = write(x, self.cast, exponent, isinstance(self.scaling, Reactive))
         if payload is not None and not isinstance(exponent, Tensor):
@@ -256,7 +256,7 @@ class ExponentTable:
 
     # -- the end of a step ----------------------------------------------------------------------------------------
     def flush(self, agreed: Tensor | None = None) -> Flush | None:
-        """Observe what was written since the last time, or what all ranks have, as `AgreedPlaces.agree` tells it."""
+        """Observe what was written since the last time, or what all ranks have, as `AgreedSites.agree` tells it."""
         if not self.names or (not self.pending and agreed is None):
             return None
         seen = self._observed() if agreed is None else self._adopted(agreed)
@@ -289,8 +289,8 @@ class ExponentTable:
         mantissa, nonfinite, vanished, overflowed, crowded, elements = full
         return WritesSeen(mantissa, mask, nonfinite, vanished, overflowed, crowded, elements)
 
-    def columns(self, places: list[str]) -> Tensor:
-        """What this rank has seen at some places, fp64[9, n], for a maximum over ranks; zeros where it saw nothing.
+    def columns(self, sites: list[str]) -> Tensor:
+        """What this rank has seen at some sites, fp64[9, n], for a maximum over ranks; zeros where it saw nothing.
 
         Rows: the maximum as a real value; the exponent, counted from `_LOWEST`; the flags written, not finite, not
         vanished and started; elements that did not fit, that were crowded, and that were written.
@@ -301,7 +301,7 @@ class ExponentTable:
             zeros = torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
             flags = zeros.bool()
             own = WritesSeen(zeros.int(), flags, flags, flags, zeros, zeros, zeros)
-        order = torch.tensor([self.names[place] for place in places], device=self.device)
+        order = torch.tensor([self.names[site] for site in sites], device=self.device)
         exponent, started = self.state.exponent, self.state.started
         mask, nonfinite, vanished = own.mask, own.nonfinite, own.vanished
         assert mask is not None and nonfinite is not None and vanished is not None

@@ -417,7 +417,7 @@ def _by_definition(sums: Tensor, output: _Output) -> _Seen:
     if output.chained:
         result = (sums.double() * 2.0**output.exponent).float()
         return _Seen(result, array("q", (0, 0, 0)), array("d", (float(result.abs().max()) if sums.numel() else 0.0,)))
-    result, counts = integer_reference.written(sums, output.exponent, output.dtype, output.lowest)
+    result, counts = integer_reference.rounded_sums(sums, output.exponent, output.dtype, output.lowest)
     return _Seen(result, array("q", counts), array("d", (0.0,)))
 
 

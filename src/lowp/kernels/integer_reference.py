@@ -147,7 +147,7 @@ def scaled(sums: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
     return torch.where(sums.abs() <= 1 << 53, once, beyond)
 
 
-def written(sums: Tensor, exponent: int, dtype: torch.dtype, lowest: int) -> tuple[Tensor, tuple[int, int, int]]:
+def rounded_sums(sums: Tensor, exponent: int, dtype: torch.dtype, lowest: int) -> tuple[Tensor, tuple[int, int, int]]:
     """Return int64 sums times 2^exponent in a dtype, rounded once, and (saturated, largest mantissa, largest sum).
 
     int16 saturates at `lowest` and at 32767; the counts are 0 for other dtypes.

@@ -36,7 +36,7 @@ __all__ = ["exact", "hint", "is_exact", "keep", "rounded"]
 _LARGEST = 100  # beyond these exponents units leave the normal numbers of fp32
 
 
-class _Kept:
+class _Payload:
     """What is kept beside a storage: an exponent, perhaps mantissas, and which elements they are of.
 
     `of` is the format that the values were in, or the cast whose rounding of them the mantissas are.
@@ -47,7 +47,7 @@ class _Kept:
     def __init__(self, x: Tensor, of: Format | Cast, exponent: int, payload: Tensor | None) -> None:
         storage = x.untyped_storage()
         key = id(storage)
-        self.storage = weakref.ref(storage, lambda _: (_kept.pop(key, None), None)[1])
+        self.storage = weakref.ref(storage, lambda _: (_by_storage.pop(key, None), None)[1])
         self.of, self.exponent, self.payload, self.offset = of, exponent, payload, x.storage_offset()
 
     def of_view(self, x: Tensor) -> Tensor | None:
@@ -61,7 +61,7 @@ class _Kept:
         return self.payload.as_strided(x.shape, x.stride(), offset)
 
 
-_kept: dict[int, _Kept] = {}  # by the identity of the storage, which torch keeps as long as the memory
+_by_storage: dict[int, _Payload] = {}  # by the identity of the storage, which torch keeps as long as the memory
 
 
 def _is_served(x: Tensor) -> bool:
@@ -83,8 +83,8 @@ def keep(x: Tensor, of: Format | Cast, exponent: int, payload: Tensor | None = N
     """
     if _is_served(x) and x._base is None:
         laid = payload is not None and payload.stride() == x.stride() and payload.storage_offset() == 0
-        entry = _Kept(x, of, exponent, payload if laid else None)
-        _kept[id(x.untyped_storage())] = entry
+        entry = _Payload(x, of, exponent, payload if laid else None)
+        _by_storage[id(x.untyped_storage())] = entry
 
 
 def hint(x: Tensor, format: Format | None = None) -> tuple[Format, int] | None:
@@ -95,11 +95,11 @@ def hint(x: Tensor, format: Format | None = None) -> tuple[Format, int] | None:
     return found.of, found.exponent
 
 
-def _find(x: Tensor) -> _Kept | None:
-    if not _kept or not _is_served(x):
+def _find(x: Tensor) -> _Payload | None:
+    if not _by_storage or not _is_served(x):
         return None
     storage = x.untyped_storage()
-    found = _kept.get(id(storage))
+    found = _by_storage.get(id(storage))
     return found if found is not None and found.storage() is storage else None
 
 
@@ -166,7 +166,7 @@ def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0)
     return result
 
 
-def _rounded_again(x: Tensor, cast: Cast, found: _Kept) -> Mantissas | None:
+def _rounded_again(x: Tensor, cast: Cast, found: _Payload) -> Mantissas | None:
     """Return the mantissas that a cast of x gives from what is kept, after every element was compared."""
     scaling, payload = cast.scaling, found.of_view(x)
     if found.of == cast.format and (scaling is None or (scaling.headroom == 0 and scaling.exponent is None)):

@@ -32,7 +32,7 @@ def linear_in_bytes(call: Call) -> Tensor | None:
         return None
     if functorch_is_active() or torch.compiler.is_compiling():
         return None
-    if call.site is not None or call.watch is not None or call.roles is not None:
+    if call.writer is not None or call.watch is not None or call.roles is not None:
         return None
     if not all(
         type(one) in (Tensor, nn.Parameter) and one.dtype is torch.float32 for one in call.args if one is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import remembered_by_identity
 from lowp.errors import Unavailable
-from lowp.exponents import PlaceSite
+from lowp.exponents import SiteWriter
 from lowp.kernels.mantissas import has_mantissas
 from lowp.ops.casting import carried, carrier_dtype, draw_seed, result_dtype, rounded
 from lowp.ops.observing import Watch, role_of
@@ -89,8 +89,8 @@ class RoleCasts:
             self.watch(x, role_of(x), self.rule.input)
         return rounded(x, self.rule.input, self.seed)
 
-    def before_site(self) -> RoleCasts:
-        """Return the casts of what a site will write, which it rounds itself, and tells observers of."""
+    def before_writer(self) -> RoleCasts:
+        """Return the casts of what a writer will write, which it rounds itself, and tells observers of."""
         return replace(self, rule=replace(self.rule, output=None), watch=None)
 
     def tell(self, x: Tensor, role: str) -> None:
@@ -110,11 +110,11 @@ class Call:
     """One call of an op that a rule speaks of, as the region hands it to the op's runner.
 
     `weight_cast` casts leaf parameters, which a region caches; `seed` gives a fresh seed for each stochastic cast.
-    `site` writes the results where the rule's output has an exponent that is predicted; see `lowp.ops.int16.flexpoint`.
+    `writer` writes the results where the rule's output has a predicted exponent; see `lowp.ops.int16.flexpoint`.
     `watch` tells observers; `roles` are those of a product's operands where the op that makes it knows them.
     """
 
-    __slots__ = ("args", "func", "kwargs", "op", "roles", "rule", "seed", "site", "watch", "weight_cast")
+    __slots__ = ("args", "func", "kwargs", "op", "roles", "rule", "seed", "watch", "weight_cast", "writer")
     op: str
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -122,7 +122,7 @@ class Call:
     rule: Rule
     weight_cast: Callable[[Tensor, Cast], Tensor]
     seed: Callable[[], Tensor | int]
-    site: PlaceSite | None
+    writer: SiteWriter | None
     watch: Watch | None
     roles: tuple[str, str] | None
 
@@ -135,12 +135,12 @@ class Call:
         rule: Rule,
         weight_cast: Callable[[Tensor, Cast], Tensor] = cast_weight,
         seed: Callable[[], Tensor | int] = draw_seed,
-        site: PlaceSite | None = None,
+        writer: SiteWriter | None = None,
         watch: Watch | None = None,
         roles: tuple[str, str] | None = None,
     ) -> None:
         self.op, self.func, self.args, self.kwargs, self.rule = op, func, args, kwargs, rule
-        self.weight_cast, self.seed, self.site, self.watch, self.roles = weight_cast, seed, site, watch, roles
+        self.weight_cast, self.seed, self.writer, self.watch, self.roles = weight_cast, seed, writer, watch, roles
 
     @property
     def casts(self) -> RoleCasts:
@@ -170,7 +170,7 @@ class Call:
         rule: Rule | None = None,
         roles: tuple[str, str] | None = None,
     ) -> Call:
-        """Return the call of another function in the place of this one, under its rule or another; it has no site."""
+        """Return the call of another function in the place of this one, under its rule or another; it has no writer."""
         rule = self.rule if rule is None else rule
         op = str(getattr(func, "__name__", self.op)) if op is None else op
         return Call(op, func, args, kwargs or {}, rule, self.weight_cast, self.seed, None, self.watch, roles)
@@ -184,5 +184,14 @@ class Call:
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the same call with other arguments."""
         return Call(
-            self.op, self.func, args, kwargs, self.rule, self.weight_cast, self.seed, self.site, self.watch, self.roles
+            self.op,
+            self.func,
+            args,
+            kwargs,
+            self.rule,
+            self.weight_cast,
+            self.seed,
+            self.writer,
+            self.watch,
+            self.roles,
         )

@@ -20,7 +20,7 @@ from lowp.ops.equations import Equation, parse_einsum, parse_tensordot
 from lowp.ops.generic import has_irregular, irregular
 from lowp.ops.observing import role_of
 from lowp.ops.products import contract
-from lowp.ops.signature import Mismatch, bound, check, plain, require, without_out, written
+from lowp.ops.signature import Mismatch, bound, check, into_out, plain, require, without_out
 from lowp.ops.trilinear import Einsum, Linear
 
 Runner = Callable[[Call], Any]
@@ -38,7 +38,7 @@ def runner(run: Callable[[Call], Any]) -> Runner:
             result = run(inner)
         except Mismatch:
             return irregular(call) if has_irregular((call.args, call.kwargs)) else plain(call)
-        return written(call, result, out)
+        return into_out(call, result, out)
 
     return outer
 

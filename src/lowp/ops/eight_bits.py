@@ -30,7 +30,7 @@ def linear_in_fp8(call: Call) -> Tensor | None:
         return None
     if not isinstance(call.args[0], Tensor) or not multiplies_fp8(call.args[0]):
         return None
-    if call.site is not None or call.watch is not None or call.roles is not None:
+    if call.writer is not None or call.watch is not None or call.roles is not None:
         return None
     x, weight, *rest = call.args
     bias = rest[0] if rest else None

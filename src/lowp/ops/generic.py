@@ -21,7 +21,7 @@ from lowp.compat import remembered
 from lowp.errors import Misuse
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import is_castable, is_irregular, native_dtype, shield, with_tangents
-from lowp.ops.signature import without_out, written
+from lowp.ops.signature import into_out, without_out
 
 __all__ = [
     "changed",
@@ -117,7 +117,7 @@ def irregular(call: Call) -> Any:
     A bias is added as it is. The gradients are those that torch computes in fp32 from the rounded operands.
     """
     rule = call.rule
-    if rule.output is not None and call.site is not None:  # without a place, under the exponent of its own maximum
+    if rule.output is not None and call.writer is not None:  # at no site, under the exponent of its own maximum
         rule = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
     args, bias = _with_own_bias(call)
     alone = call.inner(call.func, args, call.kwargs, call.op, rule)
@@ -201,8 +201,8 @@ def run_changed(call: Call, change: _Change, finish: _Change | None = None) -> A
     if "out" not in call.kwargs or out is None:
         return result
     if isinstance(out, (tuple, list)):
-        return type(result)(written(call, one, to) for one, to in zip(result, out, strict=True))
-    return written(call, result, out)
+        return type(result)(into_out(call, one, to) for one, to in zip(result, out, strict=True))
+    return into_out(call, result, out)
 
 
 def is_out_of_place(call: Call) -> bool:

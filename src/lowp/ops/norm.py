@@ -189,7 +189,7 @@ def batch_norm(call: Call) -> Tensor:
 
 def _is_torchs_own(call: Call) -> bool:
     """Whether torch's own kernel takes the tensors of a call as they are: 16 bits, and all else in fp32."""
-    if call.site is not None or call.watch is not None or call.kwargs.keys() & {"input", "out"} or not call.args:
+    if call.writer is not None or call.watch is not None or call.kwargs.keys() & {"input", "out"} or not call.args:
         return False
     x, *others = (*call.args, *call.kwargs.values())
     rule = call.rule
@@ -300,7 +300,7 @@ class _fp32_statistics:
 
 @dataclass(frozen=True)
 class _Written(Fp32Function):
-    """A norm whose result is written under a place."""
+    """A norm whose result is written at a site."""
 
     computation: Computation
 
@@ -322,7 +322,7 @@ class _Written(Fp32Function):
 
 
 def _normed(call: Call, computation: Computation, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    if call.site is not None:
+    if call.writer is not None:
         wide = [None if one is None else one.float() for one in (x, weight, bias)]
         return computed_and_rounded(_Written(computation), call, wide)
     casts = call.casts

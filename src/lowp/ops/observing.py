@@ -94,8 +94,8 @@ class Watch(NamedTuple):
                 for callback in tuple(callbacks):
                     callback(seen)
 
-    def written(self, x: Tensor, role: str, cast: Cast) -> None:
-        """Tell of what is written at a place of shared exponents, whose roles are numbered where there are several."""
+    def at_site(self, x: Tensor, role: str, cast: Cast) -> None:
+        """Tell of what is written at a site of shared exponents, whose roles are numbered where there are several."""
         self(x, "grad" if role == "output gradient" else role.rstrip(" 0123456789"), cast)
 
     def gradient(self, y: Any, role: str = "grad", cast: Cast | None = None) -> None:

@@ -44,7 +44,7 @@ from lowp.policy import Rule
 __all__ = ["contract", "product"]
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-Kept = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
+Saved = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
 
 # the two slots whose operands make the product of a slot, in order
 _OTHERS = {FIRST: (SECOND, OUTPUT), SECOND: (FIRST, OUTPUT), OUTPUT: (FIRST, SECOND)}
@@ -63,8 +63,8 @@ def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
             result = integer_contraction(form, call, casts, (first, second, bias), _integer_gradients)
             if result is not None:
                 return result
-        casts = summed(casts if call.site is None else casts.before_site())
-    elif call.site is not None:
+        casts = summed(casts if call.writer is None else casts.before_writer())
+    elif call.writer is not None:
         return fp64_contraction(form, call, first, second, bias)
     axes = form.contracted[OUTPUT]
     left = _operand(call, casts, first, casts.roles[0], axes[0])
@@ -132,7 +132,7 @@ class _Product(torch.autograd.Function):
             ctx.edges = None
             ctx.save_for_backward(*operands)
         else:
-            values, ctx.edges = _kept(operands, ctx.needs_input_grad[3:5])
+            values, ctx.edges = _for_backward(operands, ctx.needs_input_grad[3:5])
             # An edge has no storage; saved, it would be counted by saved-tensor hooks as a tensor of its shape.
             ctx.save_for_backward(*values)
         ctx.save_for_forward(*operands)
@@ -142,7 +142,7 @@ class _Product(torch.autograd.Function):
         with shield():
             values, edges = ctx.saved_tensors, ctx.edges
             if edges is None:
-                values, edges = _kept(values, ctx.needs_input_grad[3:5])
+                values, edges = _for_backward(values, ctx.needs_input_grad[3:5])
             first, second, bias = ctx.needs_input_grad[3:6]
             wanted = _Wanted((first, second), bias, ctx.bias_dtype)
             found = _gradients(ctx.form, ctx.slot, ctx.casts, wanted, gradient, (values, edges))
@@ -155,8 +155,8 @@ class _Product(torch.autograd.Function):
         parts: list[Tensor] = []
         for tangent, other, mine in ((tangents[3], second_value, 0), (tangents[4], first_value, 1)):
             if tangent is not None:
-                kept = (second, first)[mine] if other is None else other
-                pair = (tangent, kept) if mine == 0 else (kept, tangent)
+                saved = (second, first)[mine] if other is None else other
+                pair = (tangent, saved) if mine == 0 else (saved, tangent)
                 parts.append(computed(ctx.form, ctx.slot, exact, *pair))
         if tangents[5] is not None:
             shape = computed(ctx.form, ctx.slot, exact, first, second)
@@ -167,7 +167,7 @@ class _Product(torch.autograd.Function):
 _product = with_tangents(_Product)
 
 
-def _kept(
+def _for_backward(
     operands: tuple[Tensor | None, ...], needs: tuple[bool, ...]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Return the operands' values that the gradients asked for need, and the edges of the graph apart from values."""
@@ -193,10 +193,10 @@ def _gradients(
     casts: RoleCasts,
     wanted: _Wanted,
     gradient: Tensor,
-    kept: Kept,
+    saved: Saved,
 ) -> Gradients:
-    """Return the gradients of both operands and of the bias. `kept`: the operands' values, and edges of the graph."""
-    values, edges = kept
+    """Return the gradients of both operands and of the bias. `saved`: the operands' values, and edges of the graph."""
+    values, edges = saved
     graph = torch.is_grad_enabled() or functorch_is_active()
     rounded_gradient: dict[int, Operand] = {}
     to = casts.rule.grad
@@ -262,10 +262,10 @@ def _integer_gradients(
     needs: tuple[bool, bool, bool],
     bias_dtype: torch.dtype | None,
     gradient: Tensor,
-    kept: Kept,
+    saved: Saved,
 ) -> Gradients:
     """Return the gradients of an integer contraction from its fp32 values."""
-    return _gradients(form, OUTPUT, summed(casts), _Wanted(needs[:2], needs[2], bias_dtype), gradient, kept)
+    return _gradients(form, OUTPUT, summed(casts), _Wanted(needs[:2], needs[2], bias_dtype), gradient, saved)
 
 
 def computed(

@@ -8,7 +8,6 @@ Everything else, higher derivatives included, goes the long way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -37,16 +36,17 @@ _ANY = Linear((), ())  # the product of the output asks for no shapes
 @remembered_by_identity
 def under(rule: Rule) -> Runner | None:
     """Return the runner of F.linear that takes a short way under a rule, in 16 bits, fp8 or int8; None for others."""
-    short: Callable[[Call], Tensor | None]
-    if (dtype := one_dtype(rule)) is not None:
-        short = partial(short_linear, dtype)
-    elif is_fp8(rule) or is_int8(rule):
-        short = linear_in_fp8 if is_fp8(rule) else linear_in_bytes
-    else:
+    dtype = one_dtype(rule)
+    in_bytes = linear_in_fp8 if is_fp8(rule) else linear_in_bytes if is_int8(rule) else None
+    if dtype is None and in_bytes is None:
         return None
 
     def run(call: Call) -> Any:
-        result = short(call)
+        if in_bytes is not None:
+            result = in_bytes(call)
+        else:
+            assert dtype is not None
+            result = short_linear(dtype, call)
         return long_linear(call) if result is None else result
 
     return run
@@ -61,7 +61,7 @@ def short_linear(dtype: torch.dtype, call: Call) -> Tensor | None:
     """Return F.linear(input, weight, bias) in a 16-bit dtype; None where it has to go the long way."""
     if functorch_is_active() or call.kwargs or not 2 <= len(call.args) <= 3:
         return None
-    if call.site is not None or call.watch is not None or call.roles is not None:
+    if call.writer is not None or call.watch is not None or call.roles is not None:
         return None
     x, weight, *rest = call.args
     bias = rest[0] if rest else None

@@ -48,7 +48,7 @@ def without_out(call: Call) -> tuple[Call, Tensor | None]:
     return call.given(call.args, kwargs), out
 
 
-def written(call: Call, result: Tensor, out: Tensor | None) -> Tensor:
+def into_out(call: Call, result: Tensor, out: Tensor | None) -> Tensor:
     """Return `result`, written into `out` where the call gave one, as torch's out= functions do.
 
     Raises RuntimeError where autograd would have to follow, as torch does.

@@ -33,8 +33,8 @@ class Row:
     """An op: its name, its class, the runner that carries out a rule (``module:function`` in lowp.ops), its operands.
 
     `product` is the runner that takes over where a rule names the op itself although its class takes no casts: the
-    products that torch only promotes. `placed` is the runner, of the row and a call, where results are written under
-    shared exponents that belong to places; `masked` the one beside contractions of integers that keeps less of an op
+    products that torch only promotes. `at_site` is the runner, of the row and a call, where results are written under
+    shared exponents that belong to sites; `masked` the one beside contractions of integers that keeps less of an op
     which no rule casts ('' where there is none).
     """
 
@@ -44,7 +44,7 @@ class Row:
     operands: str = "input"
     product: str = ""
     source: str = ""
-    placed: str = "int16.flexpoint:fused"
+    at_site: str = "int16.flexpoint:fused"
     masked: str = ""
 
     @property
@@ -158,7 +158,7 @@ _OPERATORS = {"floordiv": "floor_divide", "truediv": "div", "mod": "remainder", 
 # -- int16 under shared exponents ---------------------------------------------------------------------------------
 
 # runner -> ops, or runners of theirs, whose results are not those of the whole function, written once
-_PLACED = {
+_AT_SITES = {
     # write each of their products themselves, from the exact sum
     "int16.flexpoint:by_itself": """
         contraction:linear contraction:matmul contraction:reversed_matmul contraction:added contraction:einsum
@@ -195,15 +195,15 @@ _MASKED = {
     f"int16.masks:{name}": name
     for name in ("relu", "relu6", "hardtanh", "leaky_relu", "dropout", "max_pool2d", "max_pool3d")
 }
-_placed, _masked = (
-    {name: spelled for spelled, names in groups.items() for name in names.split()} for groups in (_PLACED, _MASKED)
+_at_sites, _masked = (
+    {name: spelled for spelled, names in groups.items() for name in names.split()} for groups in (_AT_SITES, _MASKED)
 )
 
 
 def _in_int16(row: Row) -> Row:
     """Return a row with what its op is where tensors are int16 under shared exponents."""
-    placed = _placed.get(row.name) or _placed.get(row.product or row.runner, row.placed)
-    return replace(row, placed=placed, masked=_masked.get(row.name, ""))
+    at_site = _at_sites.get(row.name) or _at_sites.get(row.product or row.runner, row.at_site)
+    return replace(row, at_site=at_site, masked=_masked.get(row.name, ""))
 
 
 def _rows(groups: dict[str, str], op_class: str, **given: str) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.kernels import updates
-from lowp.optim.blockwise import BlockwiseOptimizer, KeptState
+from lowp.optim.blockwise import BlockwiseOptimizer, StateFormats
 
 
 class AdamW(BlockwiseOptimizer):
@@ -48,8 +48,8 @@ class AdamW(BlockwiseOptimizer):
         if not all(0 <= beta < 1 for beta in betas):
             raise InvalidInput(f"betas={betas}: give two numbers in [0, 1)")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        kept = KeptState(storage, split, masters, moments, seed)
-        super().__init__(params, defaults, kept, others)
+        formats = StateFormats(storage, split, masters, moments, seed)
+        super().__init__(params, defaults, formats, others)
 
     def update_block(
         self, weight: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]

@@ -39,7 +39,7 @@ _COPIED = ("storage", "moment_cast", "moments", "names", "seed")  # what a copy 
 _STOCHASTIC_BF16 = "bf16:stochastic"  # nearest would stall: 0.001 of a second moment is below half a bf16 ulp
 
 
-class KeptState(NamedTuple):
+class StateFormats(NamedTuple):
     """How an optimizer keeps weights and moments: the arguments that its users give, unchecked."""
 
     storage: str | Cast | None
@@ -67,17 +67,17 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self,
         params: Any,
         defaults: dict[str, Any],
-        kept: KeptState,
+        formats: StateFormats,
         others: Mapping[str, Any],
     ) -> None:
         refuse_others(f"lowp.optim.{type(self).__name__}", others, inspect.signature(type(self)).parameters)
-        kind = "split" if kept.split and kept.storage is not None else kept.masters
-        self.storage = Storage.parse(kept.storage, kind)
-        self.moment_cast = casts.parse(kept.moments)
+        kind = "split" if formats.split and formats.storage is not None else formats.masters
+        self.storage = Storage.parse(formats.storage, kind)
+        self.moment_cast = casts.parse(formats.moments)
         if str(self.moment_cast) not in ("fp32", "bf16"):
-            raise InvalidInput(f"moments={kept.moments}: give fp32 or bf16")
-        check_seed(kept.seed)
-        self.seed = kept.seed
+            raise InvalidInput(f"moments={formats.moments}: give fp32 or bf16")
+        check_seed(formats.seed)
+        self.seed = formats.seed
         self.names = ParameterNames()
         self._step_supports_amp_scaling = True
         super().__init__(params, defaults)
@@ -215,7 +215,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     # -- fp32 in and out ------------------------------------------------------------------------------------------
     def master(self, parameter: Tensor) -> Tensor:
         """The fp32 value behind a stored parameter; a DTensor's is a DTensor."""
-        return self.storage.load_whole(parameter, self._kept(parameter))
+        return self.storage.load_whole(parameter, self._master_state(parameter))
 
     def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
         """Set fp32 values by parameter, and write the parameters: rounded to nearest, never stochastically."""
@@ -223,9 +223,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for parameter, value in values.items():
                 if id(parameter) in mine:
-                    self.storage.save_whole(parameter, self._kept(parameter), value)
+                    self.storage.save_whole(parameter, self._master_state(parameter), value)
 
-    def _kept(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _master_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """What is kept beside a stored parameter for its fp32 value."""
         return {name: value for name, value in self.state[parameter].items() if name in _KEPT}
 
@@ -238,7 +238,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def masters_kept(self) -> list[Tensor]:
         """The tensors that are kept beside the parameters for their fp32 values: copies, or remainders."""
-        return [value for _, parameter in self._parameters() for value in self._kept(parameter).values()]
+        return [value for _, parameter in self._parameters() for value in self._master_state(parameter).values()]
 
     def memory(self) -> dict[str, int]:
         """Bytes held: stored ``parameters``, what is kept for ``masters``, the moments in ``state``."""

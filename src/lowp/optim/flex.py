@@ -35,7 +35,7 @@ SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", 
 class _Site(NamedTuple):
     """One tensor that a step writes: its role for observers, and what of which parameter it is.
 
-    Printed it is the place of its exponent, ``weight of 0.bias``.
+    Printed it is the site of its exponent, ``weight of 0.bias``.
     """
 
     role: str
@@ -82,7 +82,7 @@ class FlexWeights(Wrapper):
     The parameters are written when the wrapper is made, and stay fp32 tensors whose values the format holds. A step of
     the inner optimizer computes in fp32 on such values; then the update is written, the weight as the sum of the old
     one and the update, and every floating-point tensor of the optimizer's state with more than one element; of means
-    of squares (Adam's second moment) it is the root that is in the format, see `_written_square`. Gradients that are
+    of squares (Adam's second moment) it is the root that is in the format, see `_rounded_square`. Gradients that are
     sums (accumulated, averaged over ranks, clipped) are written first. `names` gives the parameters' names, in place of
     those that the optimizer was given; the parameters in `stored` hold values of the format already.
 
@@ -133,12 +133,12 @@ class FlexWeights(Wrapper):
             for key, value in self.inner.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
                     if key in SQUARES:
-                        value.copy_(self._written_square(value, _state(key, name)))
+                        value.copy_(self._rounded_square(value, _state(key, name)))
                     else:
                         self._write_(value, _state(key, name))
         for name, (module, key) in self._buffers.items():
             if isinstance(buffer := getattr(module(), key, None), Tensor):
-                buffer.copy_(self._written(buffer, _buffer(name), unless_exact=True))
+                buffer.copy_(self._rounded(buffer, _buffer(name), unless_exact=True))
         return result
 
     @torch.no_grad()
@@ -157,8 +157,8 @@ class FlexWeights(Wrapper):
                 return
             old = old.values
         self.exponents.admit(old, self.cast, str(weight))
-        update = self._written(parameter.double() - old.double(), moved)
-        parameter.copy_(self._written(old.double() + update.double(), weight))
+        update = self._rounded(parameter.double() - old.double(), moved)
+        parameter.copy_(self._rounded(old.double() + update.double(), weight))
 
     def attach(self, model: nn.Module) -> Attachment:
         """Write what is loaded into the model, and its running statistics after each step."""
@@ -180,7 +180,7 @@ class FlexWeights(Wrapper):
                 if parameter in self._adopted:
                     site = _weight(self._names[parameter])
                     self.exponents.admit(parameter, self.cast, str(site))
-                    parameter.copy_(self._written(parameter, site, unless_exact=True))
+                    parameter.copy_(self._rounded(parameter, site, unless_exact=True))
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's dictionary; the weights are in the model's, the exponents in the precision's."""
@@ -216,7 +216,7 @@ class FlexWeights(Wrapper):
                     )
                 name = self._names.setdefault(parameter, f"parameter {len(self._adopted)}")
                 # a stored one may have been sent by another rank since: what is in the format stays as it is
-                parameter.copy_(self._written(parameter, _weight(name), unless_exact=parameter in stored))
+                parameter.copy_(self._rounded(parameter, _weight(name), unless_exact=parameter in stored))
                 self._adopted.add(parameter)
             own(self, self._adopted)
 
@@ -224,7 +224,7 @@ class FlexWeights(Wrapper):
         if (watch := step(site.name)) is not None:
             watch(x, site.role, self.cast, "step")
 
-    def _written(self, x: Tensor, site: _Site, unless_exact: bool = False) -> Tensor:
+    def _rounded(self, x: Tensor, site: _Site, unless_exact: bool = False) -> Tensor:
         self._tell(x, site)
         return self.exponents.write(x, self.cast, str(site), unless_exact=unless_exact)
 
@@ -234,11 +234,11 @@ class FlexWeights(Wrapper):
             self._tell(x, site)
             self.exponents.write_(x, self.cast, str(site))
             return
-        result = self._written(x, site, unless_exact)
+        result = self._rounded(x, site, unless_exact)
         if result is not x:
             x.copy_(result)
 
-    def _written_square(self, x: Tensor, site: _Site) -> Tensor:
+    def _rounded_square(self, x: Tensor, site: _Site) -> Tensor:
         """Return x, which is not negative, as the squares of values of the format; what is not zero does not become so.
 
         Squares span twice the binary places that gradients do, more than 15: written as they are, most would be zero,
@@ -246,8 +246,8 @@ class FlexWeights(Wrapper):
         half a unit becomes a unit: the denominator of a small gradient may be too large, and never vanishes.
         """
         root = x.double().sqrt()
-        written = self._written(root, site)
-        return torch.where((root > 0) & (written == 0), self.exponents.unit(str(site)), written).square()
+        rounded = self._rounded(root, site)
+        return torch.where((root > 0) & (rounded == 0), self.exponents.unit(str(site)), rounded).square()
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -73,7 +73,7 @@ class MasterWeights(Wrapper):
         self.steps = 0
         self._steps_there: dict[torch.device, Tensor] = {}
         self.names = ParameterNames()
-        self._kept: dict[Tensor, dict[str, Tensor]] = {}
+        self._master_state: dict[Tensor, dict[str, Tensor]] = {}
         self._masters: dict[Tensor, nn.Parameter] = {}
         self._adopt()
 
@@ -85,7 +85,7 @@ class MasterWeights(Wrapper):
         found: defaultdict[Tensor, Any] = defaultdict(dict)
         for key, value in self.inner.state.items():
             parameter = stored.get(key, key)
-            found[parameter] = {**value, **self._kept.get(parameter, {}), **self._counters()}
+            found[parameter] = {**value, **self._master_state.get(parameter, {}), **self._counters()}
         return found
 
     def _steps_on(self, device: torch.device) -> int | Tensor:
@@ -134,32 +134,32 @@ class MasterWeights(Wrapper):
     # -- masters --------------------------------------------------------------------------------------------------
     def master(self, parameter: Tensor) -> Tensor:
         """The fp32 value behind a stored parameter."""
-        if parameter not in self._kept:
+        if parameter not in self._master_state:
             raise InvalidInput(f"a tensor of shape {tuple(parameter.shape)} is not a parameter of this optimizer")
-        return self.storage.load_whole(parameter, self._kept[parameter])
+        return self.storage.load_whole(parameter, self._master_state[parameter])
 
     def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
         """Set fp32 values by parameter, and write the parameters: rounded to nearest, never stochastically."""
         with torch.no_grad():
             for parameter, value in values.items():
-                if parameter in self._kept:
-                    self.storage.save_whole(parameter, self._kept[parameter], value)
+                if parameter in self._master_state:
+                    self.storage.save_whole(parameter, self._master_state[parameter], value)
 
     def attach(self, model: nn.Module) -> Attachment:
         """Make `model.state_dict()` give fp32 masters, and `model.load_state_dict()` set them."""
         self.names.add(model)
-        names = [name for name, one in model.named_parameters(remove_duplicate=False) if one in self._kept]
+        names = [name for name, one in model.named_parameters(remove_duplicate=False) if one in self._master_state]
         return attach(model, StoredModel(self.storage, names, self))
 
     def masters_kept(self) -> list[Tensor]:
         """The tensors that are kept beside the parameters for their fp32 values: copies, or remainders."""
-        return [value for entry in self._kept.values() for value in entry.values()]
+        return [value for entry in self._master_state.values() for value in entry.values()]
 
     def memory(self) -> dict[str, int]:
         """Bytes held: stored ``parameters``, what is kept for ``masters``, the inner optimizer's ``state``."""
         state = [value for entry in self.inner.state.values() for value in entry.values() if isinstance(value, Tensor)]
         return {
-            "parameters": sum(parameter.nbytes for parameter in self._kept),
+            "parameters": sum(parameter.nbytes for parameter in self._master_state),
             "masters": sum(value.nbytes for value in self.masters_kept()),
             "state": sum(value.nbytes for value in state if value.dim() > 0),
         }
@@ -167,9 +167,9 @@ class MasterWeights(Wrapper):
     def _adopt(self) -> None:
         for group in self.inner.param_groups:
             for parameter in group["params"]:
-                if parameter not in self._kept:
+                if parameter not in self._master_state:
                     self._adopt_one(parameter)
-        own(self, self._kept)
+        own(self, self._master_state)
 
     def _adopt_one(self, parameter: Tensor) -> None:
         if not parameter.is_floating_point() or parameter.is_sparse:
@@ -186,7 +186,7 @@ class MasterWeights(Wrapper):
             kept |= {MASTER_WEIGHT: master} if kept else {}
         else:
             master = nn.Parameter(torch.empty(0, device=parameter.device))
-        self._kept[parameter], self._masters[parameter] = kept, master
+        self._master_state[parameter], self._masters[parameter] = kept, master
         if parameter in self.inner.state:  # it has stepped, or fills its state when made (Adagrad)
             self.inner.state[master] = self.inner.state.pop(parameter)
 
@@ -195,7 +195,7 @@ class MasterWeights(Wrapper):
         """The inner optimizer's groups hold the masters, filled with their fp32 values, and afterwards nothing."""
         whole = [(parameter, master) for parameter, master in self._masters.items() if not is_sharded(master)]
         for parameter, master in whole:
-            master.data = self.storage.load(parameter, self._kept[parameter])
+            master.data = self.storage.load(parameter, self._master_state[parameter])
         try:
             self._put_into_groups(self._masters)
             yield
@@ -223,7 +223,7 @@ class MasterWeights(Wrapper):
             for index, (parameter, master) in enumerate(self._masters.items()):
                 draws = self.storage.draws
                 seed = seed_of(self.seed, self._steps_on(parameter.device), index) if draws else None
-                kept = {name: local(value) for name, value in self._kept[parameter].items()}
+                kept = {name: local(value) for name, value in self._master_state[parameter].items()}
                 if parameter in told:
                     told[parameter](local(master.detach()), "weight", self.storage.cast, "step")
                 self.storage.save(local(parameter), kept, local(master.detach()), seed)
@@ -234,7 +234,7 @@ class MasterWeights(Wrapper):
         def evaluate() -> Any:
             with torch.no_grad():
                 for parameter, master in self._masters.items():
-                    kept = {name: local(value) for name, value in self._kept[parameter].items()}
+                    kept = {name: local(value) for name, value in self._master_state[parameter].items()}
                     self.storage.save(local(parameter), kept, local(master.detach()).clone(), None)
             self._put_into_groups({master: parameter for parameter, master in self._masters.items()})
             try:
@@ -255,9 +255,9 @@ class MasterWeights(Wrapper):
         self.steps = max(self.steps, *(int(there) for there in self._steps_there.values()), 0)  # replayed graphs count
         with self._on_masters():
             packed = dict(self.inner.state_dict())
-            masters = [self._masters[parameter].detach().clone() for parameter in self._kept]
+            masters = [self._masters[parameter].detach().clone() for parameter in self._master_state]
         order = {id(parameter): number for number, parameter in enumerate(parameters_of(self))}
-        numbered = {order[id(one)]: master for one, master in zip(self._kept, masters, strict=True)}
+        numbered = {order[id(one)]: master for one, master in zip(self._master_state, masters, strict=True)}
         packed["state"] = {
             number: {**packed["state"].get(number, {}), MASTER_WEIGHT: master, **self._counters()}
             for number, master in sorted(numbered.items())
@@ -291,7 +291,7 @@ class MasterWeights(Wrapper):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        own(self, self._kept)
+        own(self, self._master_state)
 
     def __repr__(self) -> str:
         return f"MasterWeights(storage={self.storage.cast or 'fp32'}, kind={self.storage.kind}, {self.inner!r})"

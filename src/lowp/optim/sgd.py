@@ -10,7 +10,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.kernels import updates
-from lowp.optim.blockwise import BlockwiseOptimizer, KeptState
+from lowp.optim.blockwise import BlockwiseOptimizer, StateFormats
 
 
 class SGD(BlockwiseOptimizer):
@@ -48,8 +48,8 @@ class SGD(BlockwiseOptimizer):
             **{"nesterov": nesterov, "maximize": maximize},
         }
         self.moments = ("momentum_buffer",) if momentum else ()
-        kept = KeptState(storage, split, masters, moments, seed)
-        super().__init__(params, defaults, kept, others)
+        formats = StateFormats(storage, split, masters, moments, seed)
+        super().__init__(params, defaults, formats, others)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which may have a momentum where the others have none."""

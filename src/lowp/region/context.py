@@ -135,7 +135,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         self._observers: list[Observer] = []
         self._dtype = self._rulebook.main_dtype()
         self._enabled = enabled
-        # the exponents of results that are written under places; None where no rule asks for them
+        # the exponents of results that are written at sites; None where no rule asks for them
         self.exponents = SharedExponents() if self._rulebook.is_flexpoint else None
         self._compiled = self._engine(ModulePath())
 
@@ -176,7 +176,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
     def going_on(self, path: ModulePath | None = None, spots: Spots | None = None) -> AbstractContextManager[None]:
         """Return a context that goes on in the region elsewhere, and complains about nothing when it is left.
 
-        `path` is where in the model, if not where the thread is; `spots` are those of a shared exponent's places.
+        `path` is where in the model, if not where the thread is; `spots` are those of a shared exponent's sites.
         """
         return _GoingOn(self, path, spots)
 

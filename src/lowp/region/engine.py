@@ -112,21 +112,21 @@ class Engine(TorchFunctionMode):
         if not torch.compiler.is_compiling():
             plan = self.rulebook.find(func, self.path.current)
             return func(*args, **kwargs) if plan is None else self._run(plan, func, args, kwargs)
-        kept: Plan | None = getattr(self.traced.kept, _kept(self.traced, func, self.path.current))
+        planned: Plan | None = getattr(self.traced.compiled, _name_compiled(self.traced, func, self.path.current))
         if func is _checkpoint_operator:
             raise Unavailable(
                 "torch.compile does not follow a region into a checkpoint: compile the checkpointed function, "
                 "or omit fullgraph=True, so that the checkpoint runs outside the compiled graph"
             )
-        if kept is None:
+        if planned is None:
             return func(*args, **kwargs)
-        if kept.way is not None and (device := device_of(kept.way, args, kwargs)) is not None:
+        if planned.way is not None and (device := device_of(planned.way, args, kwargs)) is not None:
             with torch.autocast(device, self.dtype, cache_enabled=False):
                 return func(*args, **kwargs)
         with without_autocast():
-            if kept.run is None:
+            if planned.run is None:
                 return func(*args, **kwargs)
-            return kept.run(Call(kept.row.name, func, args, kwargs, kept.rule or _NO_RULE))
+            return planned.run(Call(planned.row.name, func, args, kwargs, planned.rule or _NO_RULE))
 
     def _handed_over(
         self, plan: Plan, way: HandOver, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -144,7 +144,7 @@ class Engine(TorchFunctionMode):
             self.running = before
 
     def _run(self, plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        row, rule, run, placed, rounds, looks, _ = plan
+        row, rule, run, at_site, rounds, looks, _ = plan
         if row.op_class == "structural":
             return self._suspended(func, args, kwargs)
         if looks and is_jit_tracing():
@@ -154,9 +154,9 @@ class Engine(TorchFunctionMode):
         before, self.running = self.running, (row.name, rule is not None)
         watch = self._watch(row) if self.observers or everywhere else None
         try:
-            predicts = placed is not None and self.exponents is not None and not functorch_is_active()
-            if predicts and placed is not None and not has_irregular((args, kwargs)):
-                return placed(self._placed(row, func, args, kwargs, rule or _NO_RULE, watch))
+            predicts = at_site is not None and self.exponents is not None and not functorch_is_active()
+            if predicts and at_site is not None and not has_irregular((args, kwargs)):
+                return at_site(self._call_at_site(row, func, args, kwargs, rule or _NO_RULE, watch))
             if run is not None:
                 return run(Call(row.name, func, args, kwargs, rule or _NO_RULE, self.weights, draw_seed, None, watch))
             if watch is not None:
@@ -173,7 +173,7 @@ class Engine(TorchFunctionMode):
             return None
         return Watch((self.observers, everywhere), self.path.current, row.name, row.op_class)
 
-    def _placed(
+    def _call_at_site(
         self,
         row: Row,
         func: Callable[..., Any],
@@ -182,11 +182,11 @@ class Engine(TorchFunctionMode):
         rule: Rule,
         watch: Watch | None,
     ) -> Call:
-        """Return the call with the site of this op at this spot of the step."""
+        """Return the call with the writer of this op at this spot of the step."""
         assert self.exponents is not None and self.spots is not None and rule.output is not None
         where = self.path.outermost, self.path.current, row.name
-        site = self.spots.site(self.exponents, rule.output, where, None if watch is None else watch.written)
-        return Call(row.name, func, args, kwargs, rule, self.weights, draw_seed, site, watch)
+        writer = self.spots.writer(self.exponents, rule.output, where, None if watch is None else watch.at_site)
+        return Call(row.name, func, args, kwargs, rule, self.weights, draw_seed, writer, watch)
 
     def rests(self) -> bool:
         """Whether the step of an optimizer runs, which is under no rule; one that has raised is over."""
@@ -234,11 +234,11 @@ class Engine(TorchFunctionMode):
 
 
 @constant_when_compiled
-def _kept(rulebook: Rulebook, function: Callable[..., Any], path: str) -> str:
-    """Return the name under which a plan is kept, so that torch.compile takes the search for a constant."""
+def _name_compiled(rulebook: Rulebook, function: Callable[..., Any], path: str) -> str:
+    """Return the name under which compiled code reads a plan, so that torch.compile takes the search for a constant."""
     name = rulebook.names.setdefault((function, path), f"plan_{len(rulebook.names)}")
-    if not hasattr(rulebook.kept, name):
-        setattr(rulebook.kept, name, rulebook.find(function, path))
+    if not hasattr(rulebook.compiled, name):
+        setattr(rulebook.compiled, name, rulebook.find(function, path))
     return name
 
 

@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     row: Row
     rule: Rule | None
     run: Callable[[Call], Any] | None
-    placed: Callable[[Call], Any] | None = None  # the runner where results are written under exponents of places
+    at_site: Callable[[Call], Any] | None = None  # the runner where results are written under exponents of sites
     rounds: bool = False  # it is a contraction, and the rule rounds it
     looks: bool = False  # a cast of the rule looks at the numbers, or draws some: a trace would keep those of one run
     way: HandOver | None = None  # where torch's own dispatcher carries out the rule
@@ -59,8 +59,8 @@ class Rulebook:
         self._widened: dict[str, None] = {}
         self.left_alone: dict[str, None] = {}
         self.has_rounded = False
-        self.names: dict[tuple[Callable[..., Any], str], str] = {}  # of the plans that compiled code reads from `kept`
-        self.kept = SimpleNamespace()
+        self.names: dict[tuple[Callable[..., Any], str], str] = {}  # of the plans that compiled code reads
+        self.compiled = SimpleNamespace()  # those plans
         self._refuses = any(sixteen_bit(rule.output) for rule in policy.rules)
         self._masks = has_integer_operands(policy)
 
@@ -106,10 +106,10 @@ class Rulebook:
         if rule is None and self._masks and row.masked:
             run = table.runner(row.masked)
         if rule is not None and rule.output is not None and flexpoint.is_flexpoint(rule.output):
-            # without places, as under torch.compile and torch.func, every tensor has the exponent of its own maximum
+            # without sites, as under torch.compile and torch.func, every tensor has the exponent of its own maximum
             alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
-            placed = partial(table.runner(row.placed), row)
-            return Plan(row, rule, _under(alone, row.run(alone)), placed, row.is_contraction, True)
+            at_site = partial(table.runner(row.at_site), row)
+            return Plan(row, rule, _under(alone, row.run(alone)), at_site, row.is_contraction, True)
         rounds = row.is_contraction and rule is not None and not rule.is_empty
         looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
         return Plan(row, rule, run, None, rounds, looks, hand_over(function, row, rule, self.main_dtype()))
@@ -167,7 +167,7 @@ class Rulebook:
 
     @property
     def is_flexpoint(self) -> bool:
-        """Whether any rule's results are written under exponents that belong to places."""
+        """Whether any rule's results are written under exponents that belong to sites."""
         return any(flexpoint.is_flexpoint(rule.output) for rule in self.policy.rules)
 
     @property

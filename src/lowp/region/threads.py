@@ -82,7 +82,7 @@ def _engine_behind(hooked: Entry) -> Engine | None:
     """Return the engine that a hook of this entry moves: none in another thread, or where an inner entry has hooks.
 
     The inner entry may have none, as a policy without paths has not, and yet share the path of the outer one. Compiled
-    code, which writes under no places, follows modules only where rules ask for paths.
+    code, which writes at no sites, follows modules only where rules ask for paths.
     """
     entry = current()
     engine = None if entry is None else entry.engine
@@ -132,7 +132,7 @@ class Repeats:
 
     @classmethod
     def here(cls) -> Repeats | None:
-        """Return what a function that is called here needs; None where nothing is written under places."""
+        """Return what a function that is called here needs; None where nothing is written at sites."""
         entry = current()
         spots = None if entry is None or entry.engine is None else entry.engine.spots
         return None if spots is None else cls(spots)

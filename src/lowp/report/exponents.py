@@ -31,15 +31,15 @@ def exponent_table(document: Mapping[str, Any]) -> Table | None:
     if not any(sums for _, sums in rows):
         return None
     table = Table(title="shared exponents", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for place, name in enumerate(_COLUMNS):
-        table.add_column(name, justify="left" if place == 0 else "right", no_wrap=True)
+    for column, name in enumerate(_COLUMNS):
+        table.add_column(name, justify="left" if column == 0 else "right", no_wrap=True)
     for label, sums in rows:
         if sums:
             needed, in_time = sums["raises_needed"], sums["raises_in_time"]
             free = sums["headroom_sum"] / sums["measured"] if sums["measured"] else 0.0
             table.add_row(
                 label,
-                f"{sums['places']:.0f}",
+                f"{sums['tensors']:.0f}",
                 f"{sums['saturated']:,.0f}",
                 f"{sums['writes']:,.0f}",
                 f"{in_time:,.0f} of {needed:,.0f}",
@@ -55,4 +55,4 @@ def _sums(row: Mapping[str, Any]) -> dict[str, float]:
     if not found:
         return {}
     sums = {name: sum(one[name] for one in found) for name in found[0] if name != "headroom_bits"}
-    return {**sums, "places": max(one["places"] for one in found)}
+    return {**sums, "tensors": max(one["tensors"] for one in found)}

@@ -3,7 +3,7 @@
 Source: Koester et al. 2017, arXiv 1711.02213, algorithms 1 and 2, with the constants of the authors' code (the ngraph
 repository before commit f3f07758): there chi = max(f) + 3 std(f) + 100 kappa and kappa = 2**(floor(log2 chi) - 14).
 
-All entries (one for each tensor that one operation writes at one place in the step) are one state of vectors; every
+All entries (one for each tensor that one operation writes at one site of the step) are one state of vectors; every
 function works on all of them at once, on their device, and waits for nothing.
 """
 

@@ -1,4 +1,4 @@
-"""Ops under exponents that belong to places: what is written where, once, from the exact result."""
+"""Ops under exponents that belong to sites: what is written where, once, from the exact result."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_selects_elements_writes_nothing() -> None:
     with region:
         y = F.max_pool2d(torch.relu(x), 2).flatten(1)
     y.sum().backward()
-    assert region.exponents is not None and region.exponents.places() == [] and is_flex(y)
+    assert region.exponents is not None and region.exponents.sites() == [] and is_flex(y)
 
 
 def test_a_function_that_is_fused_is_written_once_and_its_gradients_as_they_leave() -> None:
@@ -84,7 +84,7 @@ def test_a_function_that_is_fused_is_written_once_and_its_gradients_as_they_leav
         z = F.gelu(x * y)
     z.backward(torch.ones_like(z))
     assert region.exponents is not None
-    assert set(region.exponents.places()) == {
+    assert set(region.exponents.sites()) == {
         "output of mul",
         "output of gelu",
         "input gradient of gelu",
@@ -101,19 +101,19 @@ def test_gradients_of_several_uses_are_written_as_a_sum() -> None:
         h = x * 1.7
         z = torch.tanh(h) + torch.sin(h) * 0.3
     z.backward(torch.ones_like(z))
-    assert region.exponents is not None and "output gradient of mul" in region.exponents.places()
+    assert region.exponents is not None and "output gradient of mul" in region.exponents.sites()
 
 
 def test_places_are_named_by_module_op_and_occurrence() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     region = lowp.autocast("flex16+5")
     assert region.exponents is not None
-    for _ in range(2):  # a step that runs again has the same places
+    for _ in range(2):  # a step that runs again has the same sites
         with region:
             model(drawn(3, 4))
             model(drawn(3, 4))
         region.exponents.flush()
-    assert region.exponents.places() == [
+    assert region.exponents.sites() == [
         "output of 0 linear",
         "output of 1.0 linear",
         "output of 0 linear #2",
@@ -127,7 +127,7 @@ def test_two_models_of_a_step_keep_apart() -> None:
     with region:
         critic(generator(drawn(3, 4)))
     assert region.exponents is not None
-    assert region.exponents.places() == [
+    assert region.exponents.sites() == [
         "output of 0 linear",
         "output of model 2: 0 linear, differentiable input",
     ]
@@ -141,7 +141,7 @@ def test_in_place_and_out_forms_write_what_they_compute() -> None:
         out = torch.empty(4)
         torch.exp(x, out=out)
     assert is_flex(x) and is_flex(out)
-    assert region.exponents is not None and region.exponents.places() == ["output of mul", "output of exp"]
+    assert region.exponents is not None and region.exponents.sites() == ["output of mul", "output of exp"]
 
 
 def test_attention_and_recurrent_networks_are_written_once() -> None:
@@ -189,7 +189,7 @@ def test_inside_torch_func_every_tensor_has_its_own_maximum() -> None:
     with region:
         found = torch.func.vmap(lambda x: F.linear(x, weight))(drawn(5, 4))
     assert torch.allclose(found, F.linear(drawn(5, 4), weight), atol=1e-3)
-    assert region.exponents is not None and region.exponents.places() == []
+    assert region.exponents is not None and region.exponents.sites() == []
 
 
 def test_a_policy_may_write_some_ops_alone_in_any_accumulator() -> None:
@@ -200,7 +200,7 @@ def test_a_policy_may_write_some_ops_alone_in_any_accumulator() -> None:
         y = model(drawn(3, 4))
     y.sum().backward()
     assert region.exponents is not None and is_flex(y)
-    assert {place.partition(" of ")[2] for place in region.exponents.places()} == {"1 linear"}
+    assert {site.partition(" of ")[2] for site in region.exponents.sites()} == {"1 linear"}
 
 
 def test_other_precisions_have_no_such_exponents() -> None:

@@ -81,7 +81,7 @@ def outcome(function: Callable[[Tensor, Tensor], Tensor], steps: int = 3) -> lis
         region.exponents.flush()
     assert region.exponents is not None
     summary = region.exponents.summary()["all"]
-    return [*found, torch.tensor([summary.writes, summary.saturated, summary.moved, summary.places])]
+    return [*found, torch.tensor([summary.writes, summary.saturated, summary.moved, summary.tensors])]
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -136,7 +136,7 @@ def test_a_gradient_of_a_gradient_is_that_of_fp32(name: str) -> None:
         assert x.grad is not None and y.grad is not None
         return [*(slope.detach() for slope in slopes), x.grad, y.grad]
 
-    # both passes write at the same places: there has to be room for the second, and 8 bits are left
+    # both passes write at the same sites: there has to be room for the second, and 8 bits are left
     for found, expected in zip(penalty("flex16+5:autoflex(headroom=7)"), penalty("fp32"), strict=True):
         assert float((found - expected).abs().max()) < 0.1 * float(expected.abs().max())
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.exponents import PlaceSite
+from lowp.exponents import SiteWriter
 from lowp.kernels import payloads, words
 from lowp.kernels.mantissas import Mantissas, has_mantissas
 from lowp.kernels.products import contract, contract_mantissas
@@ -55,23 +55,23 @@ def integer_contraction(
     a = payloads.rounded(first, to_first, casts.seed)
     b = payloads.rounded(second, to_second, casts.seed)
     if a is None or b is None:
-        return None if call.site is None else fp64_contraction(form, call, first, second, bias)
+        return None if call.writer is None else fp64_contraction(form, call, first, second, bias)
     if casts.watch is not None:
         casts.tell(first, casts.roles[0])
         casts.tell(second, casts.roles[1])
     left, right = operand(first, a.payload, torch.float32), operand(second, b.payload, torch.float32)
     apply: Callable[..., Tensor] = _IntegerProduct.apply
-    written = None
-    if call.site is not None:
-        site, role_of = call.site.part(), gradient_roles()
-        written = _Written(site, (role_of(first), role_of(second)))
-    return apply(form, (call.op, casts), left.edge, right.edge, bias, a, b, in_fp32, written)
+    results = None
+    if call.writer is not None:
+        writer, role_of = call.writer.part(), gradient_roles()
+        results = _Results(writer, (role_of(first), role_of(second)))
+    return apply(form, (call.op, casts), left.edge, right.edge, bias, a, b, in_fp32, results)
 
 
-class _Written(NamedTuple):
+class _Results(NamedTuple):
     """Where the results of one contraction are written, and the roles of the gradients of both operands."""
 
-    site: PlaceSite
+    writer: SiteWriter
     gradients: tuple[str, str]
 
 
@@ -96,17 +96,17 @@ class _IntegerProduct(torch.autograd.Function):
         a: Mantissas,
         b: Mantissas,
         in_fp32: Gradients,
-        written: _Written | None,
+        results: _Results | None,
     ) -> Tensor:
-        ctx.form, ctx.in_fp32, ctx.written = form, in_fp32, written
+        ctx.form, ctx.in_fp32, ctx.results = form, in_fp32, results
         ctx.op, ctx.casts = named
         casts: RoleCasts = ctx.casts
         ctx.edges = [one if one.is_floating_point() else None for one in (first, second)]
         ctx.bias_dtype = None if bias is None else bias.dtype
         # what a checkpoint computes again may have been written under other exponents
         ctx.save_for_backward(a.payload, b.payload, torch.tensor((a.exponent, b.exponent), device="cpu"))
-        if written is not None:  # the exact sum, bias included, is rounded once
-            return _written_output(form, casts, written.site, a, b, bias)
+        if results is not None:  # the exact sum, bias included, is rounded once
+            return _write_output(form, casts, results.writer, a, b, bias)
         finish = partial(casts.cast, role="output")
         return contract(form, OUTPUT, (a, b), casts.accumulate, casts.rule.output, bias, finish)
 
@@ -116,24 +116,24 @@ class _IntegerProduct(torch.autograd.Function):
             casts: RoleCasts = ctx.casts
             *payloads, exponents = ctx.saved_tensors
             saved = [Mantissas(*one) for one in zip(payloads, exponents.tolist(), strict=True)]
-            written: _Written | None = ctx.written
-            incoming = None if torch.is_grad_enabled() or written is None else _as_it_came(gradient, casts.rule)
-            if written is not None and incoming is None:
-                gradient = rounded_gradient(gradient, written.site, OUTPUT_GRADIENT, torch.is_grad_enabled())
+            results: _Results | None = ctx.results
+            incoming = None if torch.is_grad_enabled() or results is None else _as_it_came(gradient, casts.rule)
+            if results is not None and incoming is None:
+                gradient = rounded_gradient(gradient, results.writer, OUTPUT_GRADIENT, torch.is_grad_enabled())
             elif incoming is not None and casts.watch is not None:
                 casts.tell(gradient, "grad")
             if incoming is None and not torch.is_grad_enabled():
                 incoming = _mantissas(gradient, casts.rule.grad, casts)
-                if written is None and incoming is not None and casts.watch is not None:
+                if results is None and incoming is not None and casts.watch is not None:
                     casts.tell(gradient, "grad")
             if incoming is None:
                 operands = [one.values for one in saved]
-                wanted, told = ctx.needs_input_grad[2:5], casts if written is None else casts.before_site()
+                wanted, told = ctx.needs_input_grad[2:5], casts if results is None else casts.before_writer()
                 found = ctx.in_fp32(ctx.form, told, wanted, ctx.bias_dtype, gradient, (operands, ctx.edges))
-                return None, None, *_written_gradients(found, written), None, None, None, None
+                return None, None, *_write_gradients(found, results), None, None, None, None
             both = _words(ctx, gradient, incoming)
-            if written is not None:
-                return None, None, *_summed_gradients(ctx, saved, both, written), None, None, None, None
+            if results is not None:
+                return None, None, *_summed_gradients(ctx, saved, both, results), None, None, None, None
             found = _integer_gradients(ctx, saved, both)
             roles = (*(f"{role} gradient" for role in casts.roles), BIAS_GRADIENT)
             result = [None if one is None else casts.cast(one, role) for one, role in zip(found, roles, strict=True)]
@@ -164,49 +164,49 @@ def _as_it_came(gradient: Tensor, rule: Rule) -> Mantissas | None:
     return payloads.exact(gradient, output)
 
 
-def _written_output(
-    form: Form, casts: RoleCasts, site: PlaceSite, a: Mantissas, b: Mantissas, bias: Tensor | None
+def _write_output(
+    form: Form, casts: RoleCasts, writer: SiteWriter, a: Mantissas, b: Mantissas, bias: Tensor | None
 ) -> Tensor:
     if bias is None:
-        return _written_sum(form, OUTPUT, casts.accumulate, site, OUTPUT_ROLE, (a, b))
+        return _write_sum(form, OUTPUT, casts.accumulate, writer, OUTPUT_ROLE, (a, b))
     result = contract(form, OUTPUT, (a, b), casts.accumulate, dtype=torch.float64).double()
     wide = form.spread(bias.double())
-    return site.write(result.add_(wide) if result.is_contiguous() else result + wide, OUTPUT_ROLE)
+    return writer.write(result.add_(wide) if result.is_contiguous() else result + wide, OUTPUT_ROLE)
 
 
-def _written_sum(
+def _write_sum(
     form: Form,
     slot: int,
     accumulate: Accumulation | None,
-    site: PlaceSite,
+    writer: SiteWriter,
     role: str,
     operands: tuple[Mantissas, Mantissas],
 ) -> Tensor:
     """Return the product that fills a slot, its sum written under a role; an exact one straight from the integers."""
     if accumulate is not None and accumulate.format == "exact":
-        exponent = site.exponent_of_sum(role)
-        found = None if exponent is None else contract_mantissas(form, slot, operands, exponent, site.is_symmetric)
+        exponent = writer.exponent_of_sum(role)
+        found = None if exponent is None else contract_mantissas(form, slot, operands, exponent, writer.is_symmetric)
         if found is not None:
-            return site.write_sum(found, role)
-    return site.write(contract(form, slot, operands, accumulate, dtype=torch.float64), role)
+            return writer.write_sum(found, role)
+    return writer.write(contract(form, slot, operands, accumulate, dtype=torch.float64), role)
 
 
 def _summed_gradients(
-    ctx: Any, saved: list[Mantissas], incoming: list[Mantissas], written: _Written
+    ctx: Any, saved: list[Mantissas], incoming: list[Mantissas], results: _Results
 ) -> list[Tensor | None]:
     """Return the gradients of both operands and of the bias, each written under its role as it was summed."""
     form, accumulate, result = ctx.form, ctx.casts.accumulate, list[Tensor | None]((None, None, None))
     for index, target in enumerate((FIRST, SECOND)):
         if ctx.needs_input_grad[2 + index]:
-            role, other = written.gradients[index], saved[1 - index]
+            role, other = results.gradients[index], saved[1 - index]
             if len(incoming) == 1:
-                result[index] = _written_sum(form, target, accumulate, written.site, role, (other, incoming[0]))
+                result[index] = _write_sum(form, target, accumulate, results.writer, role, (other, incoming[0]))
             else:
                 parts = [contract(form, target, (other, one), accumulate, dtype=torch.float64) for one in incoming]
-                result[index] = written.site.write(sum(parts[1:], parts[0]), role)
+                result[index] = results.writer.write(sum(parts[1:], parts[0]), role)
     if ctx.needs_input_grad[4]:
         wide = form.bias_gradient(_value(incoming).double())
-        result[2] = written.site.write(wide, BIAS_GRADIENT)
+        result[2] = results.writer.write(wide, BIAS_GRADIENT)
     return result
 
 
@@ -228,12 +228,12 @@ def _value(parts: list[Mantissas]) -> Tensor:
     return parts[0].values if len(parts) == 1 else parts[0].values + parts[1].values
 
 
-def _written_gradients(found: Sequence[Tensor | None], written: _Written | None) -> list[Tensor | None]:
-    """Return gradients written each under its role, or as they are where nothing is written."""
-    if written is None:
+def _write_gradients(found: Sequence[Tensor | None], results: _Results | None) -> list[Tensor | None]:
+    """Return gradients written each under its role, or as they are where nothing is results."""
+    if results is None:
         return list(found)
-    roles = (*written.gradients, BIAS_GRADIENT)
+    roles = (*results.gradients, BIAS_GRADIENT)
     return [
-        None if one is None else rounded_gradient(one, written.site, role, unless_exact=False)
+        None if one is None else rounded_gradient(one, results.writer, role, unless_exact=False)
         for one, role in zip(found, roles, strict=True)
     ]

@@ -1,6 +1,6 @@
 """Ops whose results are written under shared exponents that are predicted: every tensor of a step lives in int16.
 
-An op computes from values of the format and its result is written once, by the site of the call: contractions hand over
+An op computes from values of the format and its result is written once, by the call's writer: contractions hand over
 their exact sums, and every other function, fused chains included, what it computed in fp32. Gradients are tensors like
 others: what an op makes of the gradient is written on its way to each of its inputs, and where several uses of a tensor
 add up, the sum is written before the op that made the tensor sees it. A gradient that is in the format already (one
@@ -40,13 +40,13 @@ Keep = Callable[[Call], tuple[Fp32Function, list[Tensor]] | None]
 
 
 def is_flexpoint(cast: Cast | None) -> bool:
-    """Whether results of a cast are written under exponents that belong to places: int16 and not ``current``."""
+    """Whether results of a cast are written under exponents that belong to sites: int16 and not ``current``."""
     if cast is None or not has_mantissas(cast):
         return False
     return cast.scaling is not None and cast.scaling.kind != "current"
 
 
-# -- runners of a row and a call: `placed` in the table's rows ------------------------------------------------------
+# -- runners of a row and a call: `at_site` in the table's rows ------------------------------------------------------
 
 
 def by_itself(row: Row, call: Call) -> Any:
@@ -86,17 +86,17 @@ def fused(row: Row, call: Call, keep: Keep | None = None) -> Any:
     `keep` makes of a call what backward computes from. Attention and recurrent networks round the operands of the
     products inside, which are summed in fp32.
     """
-    site = call.site
-    assert site is not None
+    writer = call.writer
+    assert writer is not None
     gradient_role = gradient_roles()
 
     def read(x: Tensor) -> Tensor:
         if call.watch is not None:
             call.watch(x, role_of(x), None)
-        return read_by(x, site, gradient_role(x))
+        return read_by(x, writer, gradient_role(x))
 
     def write(y: Tensor) -> Tensor:
-        return rounded_by(y, site.part(), OUTPUT_ROLE, OUTPUT_GRADIENT)
+        return rounded_by(y, writer.part(), OUTPUT_ROLE, OUTPUT_GRADIENT)
 
     if not row.is_contraction:
         outside, target = not_in_place(call)

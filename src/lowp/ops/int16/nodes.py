@@ -1,4 +1,4 @@
-"""Nodes of the graph that write tensors under shared exponents which belong to places: results and gradients."""
+"""Nodes of the graph that write tensors under shared exponents which belong to sites: results and gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.errors import Misuse
-from lowp.exponents import PlaceSite
+from lowp.exponents import SiteWriter
 from lowp.kernels.products import contract
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import is_irregular, rounded, shield
@@ -24,18 +24,18 @@ def fp64_contraction(form: Form, call: Call, first: Tensor, second: Tensor, bias
 
     The same values run in fp64, where the sums of int16 products are exact; an infinity or a NaN reaches the result.
     """
-    assert call.site is not None
-    site = call.site.part()
+    assert call.writer is not None
+    writer = call.writer.part()
     role_of = gradient_roles()
     casts = call.casts
     x, y = (
-        read_by(_operand(one, casts, role), site, role_of(one), torch.float64)
+        read_by(_operand(one, casts, role), writer, role_of(one), torch.float64)
         for one, role in zip((first, second), casts.roles, strict=True)
     )
     result = contract(form, OUTPUT, (x, y))
     if bias is not None:
-        result = form.with_bias(result, read_by(bias, site, BIAS_GRADIENT, torch.float64))
-    return rounded_by(result, site, OUTPUT_ROLE, OUTPUT_GRADIENT)
+        result = form.with_bias(result, read_by(bias, writer, BIAS_GRADIENT, torch.float64))
+    return rounded_by(result, writer, OUTPUT_ROLE, OUTPUT_GRADIENT)
 
 
 def _operand(x: Tensor, casts: RoleCasts, role: str) -> Tensor:
@@ -65,17 +65,17 @@ class _Write(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, site: PlaceSite, role: str, gradient_role: str | None, unless_exact: bool
+        ctx: Any, x: Tensor, writer: SiteWriter, role: str, gradient_role: str | None, unless_exact: bool
     ) -> Tensor:
-        ctx.site, ctx.gradient_role, ctx.dtype = site, gradient_role, x.dtype
+        ctx.writer, ctx.gradient_role, ctx.dtype = writer, gradient_role, x.dtype
         with shield():
-            return site.write(x.detach(), role, unless_exact)
+            return writer.write(x.detach(), role, unless_exact)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
             if ctx.gradient_role is not None:
-                gradient = rounded_gradient(gradient, ctx.site, ctx.gradient_role, unless_exact=True)
+                gradient = rounded_gradient(gradient, ctx.writer, ctx.gradient_role, unless_exact=True)
             return gradient.to(ctx.dtype), None, None, None, None
 
 
@@ -83,31 +83,33 @@ class _Read(torch.autograd.Function):
     """The identity in a dtype; the gradient that an op computed for this input is written as it leaves the op."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, site: PlaceSite, role: str, dtype: torch.dtype) -> Tensor:
-        ctx.site, ctx.role, ctx.dtype = site, role, x.dtype
+    def forward(ctx: Any, x: Tensor, writer: SiteWriter, role: str, dtype: torch.dtype) -> Tensor:
+        ctx.writer, ctx.role, ctx.dtype = writer, role, x.dtype
         return x.view_as(x) if x.dtype is dtype else x.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
-            return rounded_gradient(gradient, ctx.site, ctx.role, unless_exact=True).to(ctx.dtype), None, None, None
+            return rounded_gradient(gradient, ctx.writer, ctx.role, unless_exact=True).to(ctx.dtype), None, None, None
 
 
-def rounded_by(x: Tensor, site: PlaceSite, role: str, gradient_role: str | None, unless_exact: bool = False) -> Tensor:
+def rounded_by(
+    x: Tensor, writer: SiteWriter, role: str, gradient_role: str | None, unless_exact: bool = False
+) -> Tensor:
     """Return x written under a role, part of the graph; gradients pass straight through the rounding."""
-    result: Tensor = _Write.apply(x, site, role, gradient_role, unless_exact)  # type: ignore[no-untyped-call]
+    result: Tensor = _Write.apply(x, writer, role, gradient_role, unless_exact)  # type: ignore[no-untyped-call]
     return result
 
 
-def read_by(x: Tensor, site: PlaceSite, role: str, dtype: torch.dtype = torch.float32) -> Tensor:
+def read_by(x: Tensor, writer: SiteWriter, role: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return x as input of an op; where it needs no gradient there is no node."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x.to(dtype)
-    result: Tensor = _Read.apply(x, site, role, dtype)  # type: ignore[no-untyped-call]
+    result: Tensor = _Read.apply(x, writer, role, dtype)  # type: ignore[no-untyped-call]
     return result
 
 
-def rounded_gradient(gradient: Tensor, site: PlaceSite, role: str, unless_exact: bool) -> Tensor:
+def rounded_gradient(gradient: Tensor, writer: SiteWriter, role: str, unless_exact: bool) -> Tensor:
     """Return a gradient written under a role; differentiable where a graph of the backward is asked for."""
     if is_irregular(gradient):
         raise Misuse(
@@ -115,5 +117,5 @@ def rounded_gradient(gradient: Tensor, site: PlaceSite, role: str, unless_exact:
             "embedding with sparse=False, or train in dfp16, which leaves its gradient in fp32"
         )
     if torch.is_grad_enabled() and gradient.requires_grad:
-        return rounded_by(gradient, site, role, None, unless_exact)
-    return site.write(gradient, role, unless_exact)
+        return rounded_by(gradient, writer, role, None, unless_exact)
+    return writer.write(gradient, role, unless_exact)

@@ -1,4 +1,4 @@
-"""Functions whose results are written under places, and what their backward keeps: int16 mantissas, and bits.
+"""Functions whose results are written at sites, and what their backward keeps: int16 mantissas, and bits.
 
 A function between the contractions reads tensors of the format, computes in fp32 and is written once. What torch's own
 graph would keep of it is fp32: the inputs, or a result before it was rounded. Here the inputs are kept as mantissas,
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.compat import gradients_of
-from lowp.exponents import PlaceSite
+from lowp.exponents import SiteWriter
 from lowp.kernels import payloads
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.mantissas import values
@@ -226,16 +226,16 @@ class _Plan:
     """A function, where it and its gradients are written, and how its tensors are kept."""
 
     fused: Fp32Function
-    site: PlaceSite
-    out: PlaceSite
+    writer: SiteWriter
+    out: SiteWriter
     roles: list[str]
     shapes: list[torch.Size | None]
     edges: list[Tensor | None]
 
 
 def computed_and_rounded(fused: Fp32Function, call: Call, tensors: Tensors) -> Tensor:
-    """Return a function of fp32 tensors, written by the call's site; part of the graph."""
-    assert call.site is not None and call.rule.output is not None
+    """Return a function of fp32 tensors, written by the call's writer; part of the graph."""
+    assert call.writer is not None and call.rule.output is not None
     if call.watch is not None:
         for x in tensors:
             if x is not None:
@@ -248,7 +248,7 @@ def computed_and_rounded(fused: Fp32Function, call: Call, tensors: Tensors) -> T
         _Saved.of(x, call.rule.output) if is_read and any(wanted) else _Saved()
         for x, is_read in zip(tensors, fused.reads(wanted), strict=True)
     ]
-    plan = _Plan(fused, call.site, call.site.part(), roles, shapes, [one.edge for one in kept])
+    plan = _Plan(fused, call.writer, call.writer.part(), roles, shapes, [one.edge for one in kept])
     saved = [one.saved for one in kept] + [torch.tensor([one.exponent for one in kept], device="cpu")]
     return cast(Tensor, _Computed.apply(plan, saved, *tensors))  # type: ignore[no-untyped-call]
 
@@ -290,4 +290,4 @@ def _leaving(gradient: Tensor, plan: _Plan, index: int) -> Tensor:
     shape = plan.shapes[index]
     assert shape is not None
     gradient = gradient if gradient.shape == shape else gradient.sum_to_size(shape)
-    return rounded_gradient(gradient, plan.site, plan.roles[index], unless_exact=True)
+    return rounded_gradient(gradient, plan.writer, plan.roles[index], unless_exact=True)

@@ -37,17 +37,17 @@ def record_series(
     kept: list[tuple[Flush, dict[str, int]]] = []
 
     def watch(flush: Flush) -> None:
-        kept.append((flush, {place: index for index, place in enumerate(flush.places)}))
+        kept.append((flush, {site: index for index, site in enumerate(flush.sites)}))
 
     exponents.watch(watch)
     _train(training, steps, stop, told)
-    layer, places = _places(exponents, layer)
+    layer, sites = _sites(exponents, layer)
     series = {}
-    for name, place in zip(CLASSES, places, strict=True):
-        rows = [(number, flush, at[place]) for number, (flush, at) in enumerate(kept) if place in at]
+    for name, site in zip(CLASSES, sites, strict=True):
+        rows = [(number, flush, at[site]) for number, (flush, at) in enumerate(kept) if site in at]
         rows = [(number, flush, index) for number, flush, index in rows if bool(flush.written[index])]
         series[name] = {
-            "place": place,
+            "place": site,
             "step": [number for number, _, _ in rows],
             "mantissa": [int(flush.mantissa[index]) for _, flush, index in rows],
             "exponent": [int(flush.exponent[index]) for _, flush, index in rows],
@@ -77,10 +77,10 @@ def record_windows(
     histograms: dict[tuple[str, str], _Histogram] = {}
     step = 0
 
-    def listen(place: str, x: Tensor, exponent: int) -> None:
+    def listen(site: str, x: Tensor, exponent: int) -> None:
         for moment, range_ in moments.items():
             if step in range_ and training.model.training:
-                histograms.setdefault((moment, place), _Histogram()).add(x, exponent)
+                histograms.setdefault((moment, site), _Histogram()).add(x, exponent)
 
     end = exponents.listen(listen)
 
@@ -90,13 +90,13 @@ def record_windows(
 
     _train(training, steps, stop, told, count)
     end()
-    layer, places = _places(exponents, layer)
+    layer, sites = _sites(exponents, layer)
     windows = {
         name: {
-            "place": place,
-            **{moment: histograms[moment, place].document() for moment in moments if (moment, place) in histograms},
+            "place": site,
+            **{moment: histograms[moment, site].document() for moment in moments if (moment, site) in histograms},
         }
-        for name, place in zip(CLASSES, places, strict=True)
+        for name, site in zip(CLASSES, sites, strict=True)
     }
     return {**_head("figure-flex-window", training, layer), "steps": step, "lowest": _LOWEST, "windows": windows}
 
@@ -168,16 +168,16 @@ def _train(training: Training, steps: int, stop: Stop, told: Told, after: Callab
                 told(training.settings.recipe, done)
 
 
-def _places(exponents: SharedExponents, layer: str | None) -> tuple[str, tuple[str, str, str]]:
-    """The layer, and the places of its weight, its output and its weight's update."""
-    known = exponents.places()
+def _sites(exponents: SharedExponents, layer: str | None) -> tuple[str, tuple[str, str, str]]:
+    """The layer, and the sites of its weight, its output and its weight's update."""
+    known = exponents.sites()
     layers = {}
-    for place in known:
-        name = place.removeprefix("update of ").removesuffix(".weight")
-        if f"update of {name}.weight" == place:
+    for site in known:
+        name = site.removeprefix("update of ").removesuffix(".weight")
+        if f"update of {name}.weight" == site:
             found = next((one for one in known if one.startswith(f"output of {name} ")), None)
             if found is not None:
-                layers[name] = (f"weight of {name}.weight", found, place)
+                layers[name] = (f"weight of {name}.weight", found, site)
     if layer is None and layers:
         layer = next(iter(layers))
     if layer is None or layer not in layers:

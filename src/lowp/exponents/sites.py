@@ -1,4 +1,4 @@
-"""Places: the spots of a training step at which ops write, and what tells one pass of a step from another.
+"""Sites: the spots of a training step at which ops write, and what tells one pass of a step from another.
 
 An op's spot is the path of its module, its name, and the how-manieth time it runs there: "0 linear", "rnn linear #3".
 Within a step a model may run several times, on numbers of other sizes each time: a discriminator on real images, on
@@ -11,7 +11,7 @@ generated ones, and once more while the generator is trained. What tells them ap
 * whether the gradient goes on to what the outermost module was given (``differentiable input``), as it does through a
   discriminator to a generator.
 
-A place's name also tells to which class its tensors belong: weights, activations, gradients, updates.
+A site's name also tells to which class its tensors belong: weights, activations, gradients, updates.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CLASSES",
     "Passes",
-    "PlaceSite",
+    "SiteWriter",
     "Spots",
     "Tell",
     "Trail",
@@ -74,7 +74,7 @@ class Passes:
         return number
 
     def root(self, module: nn.Module | None) -> str:
-        """What the places within a model begin with, so that two models of a step keep apart: '' within the first."""
+        """What the sites within a model begin with, so that two models of a step keep apart: '' within the first."""
         if module is None:
             return ""
         number = self._roots.get(module)
@@ -169,15 +169,15 @@ class Spots:
         number = count.passes.get(root, 1)
         return f"{where}{f' #{met}' if met > 1 else ''}{f', pass {number}' if number > 1 else ''}{mark}"
 
-    def site(
+    def writer(
         self,
         exponents: SharedExponents,
         cast: Cast,
         where: tuple[nn.Module | None, str, str],
         tell: Tell | None = None,
-    ) -> PlaceSite:
-        """Return the site of an op that runs now, `where` within a model: its outermost module, its path, its name."""
-        return PlaceSite(exponents, cast, self.spot(*where), self.training, self.trail, tell)
+    ) -> SiteWriter:
+        """Return what writes for an op that runs now, `where` in a model: its outermost module, its path, its name."""
+        return SiteWriter(exponents, cast, self.spot(*where), self.training, self.trail, tell)
 
     @property
     def training(self) -> bool:
@@ -195,8 +195,8 @@ def _requires_grad(values: Any) -> bool:
     return any(_requires_grad(one) for one in values)
 
 
-class PlaceSite:
-    """One op at one spot of the step: writes each of its results under the place that its role makes.
+class SiteWriter:
+    """One op at one spot of the step: writes each of its results under the site that its role makes.
 
     `tell` is called with what is written, its role and its cast, for who observes.
     """
@@ -221,13 +221,13 @@ class PlaceSite:
         """
         if self._tell is not None:
             self._tell(x, role, self._cast)
-        place = f"{role} of {self._where}"
+        site = f"{role} of {self._where}"
         trail = None if self._trail is None or role.endswith("gradient") else self._trail
-        if trail is not None and trail.is_repeated and place in trail.exponents:
-            return self._exponents.write_again(x, self._cast, place, trail.exponents[place], unless_exact)
-        result = self._exponents.write(x, self._cast, place, training=self._training, unless_exact=unless_exact)
+        if trail is not None and trail.is_repeated and site in trail.exponents:
+            return self._exponents.write_again(x, self._cast, site, trail.exponents[site], unless_exact)
+        result = self._exponents.write(x, self._cast, site, training=self._training, unless_exact=unless_exact)
         if trail is not None:
-            self._note(trail, place)
+            self._note(trail, site)
         return result
 
     def exponent_of_sum(self, role: str) -> int | None:
@@ -239,10 +239,10 @@ class PlaceSite:
 
     def write_sum(self, found: Exact, role: str) -> Tensor:
         """Write an exact sum from its mantissas under `exponent_of_sum`."""
-        place = f"{role} of {self._where}"
-        result = self._exponents.write_sum(found, self._cast, place)
+        site = f"{role} of {self._where}"
+        result = self._exponents.write_sum(found, self._cast, site)
         if self._trail is not None and not role.endswith("gradient"):
-            self._note(self._trail, place)
+            self._note(self._trail, site)
         return result
 
     @property
@@ -251,19 +251,19 @@ class PlaceSite:
         element = self._cast.element
         return isinstance(element, IntFormat) and element.symmetric
 
-    def _note(self, trail: Trail, place: str) -> None:
+    def _note(self, trail: Trail, site: str) -> None:
         if not trail.is_repeated:
-            exponent = self._exponents.written_exponent(self._cast, place)
+            exponent = self._exponents.latest_exponent(self._cast, site)
             if exponent is not None:
-                trail.exponents[place] = exponent
+                trail.exponents[site] = exponent
 
-    def part(self) -> PlaceSite:
-        """The site of the op's first product, its second, and so on."""
+    def part(self) -> SiteWriter:
+        """The writer of the op's first product, its second, and so on."""
         number = next(self._parts)
         if number == 0:
             return self
         where = f"{self._where}, product {number + 1}"
-        return PlaceSite(self._exponents, self._cast, where, self._training, self._trail, self._tell)
+        return SiteWriter(self._exponents, self._cast, where, self._training, self._trail, self._tell)
 
 
 # -- classes ------------------------------------------------------------------------------------------------------
@@ -280,27 +280,27 @@ _CLASS_OF_ROLE = {
 }
 
 
-def class_of(place: str) -> str:
-    """The class of tensors that a place belongs to: weights, activations, updates ..."""
-    role = place.partition(" of ")[0].rstrip(" 0123456789")
+def class_of(site: str) -> str:
+    """The class of tensors that a site belongs to: weights, activations, updates ..."""
+    role = site.partition(" of ")[0].rstrip(" 0123456789")
     if role in _CLASS_OF_ROLE:
         return _CLASS_OF_ROLE[role]
     return "activation gradients" if role.endswith("gradient") else "optimizer state"
 
 
-def is_of_optimizer(place: str) -> bool:
+def is_of_optimizer(site: str) -> bool:
     """Whether a moment is written, which divides or is divided: one of many features always takes both words."""
-    return class_of(place) == "optimizer state"
+    return class_of(site) == "optimizer state"
 
 
-def features_axis(place: str, x: Tensor) -> int | None:
+def features_axis(site: str, x: Tensor) -> int | None:
     """The axis along which a gradient or a tensor of the optimizer has enough features that one word may lose some.
 
     Of parameters the first; of activations the longest but the first, which is that of examples.
     """
     if x.dim() == 0 or max(x.shape) < words.FEATURES:
         return None
-    kind = class_of(place)
+    kind = class_of(site)
     if kind in ("weight gradients", "optimizer state"):
         axis = 0
     elif kind == "activation gradients" and x.dim() > 1:
@@ -310,6 +310,6 @@ def features_axis(place: str, x: Tensor) -> int | None:
     return axis if x.shape[axis] >= words.FEATURES else None
 
 
-def is_result(place: str) -> bool:
-    """Whether a place is one of results of the forward pass."""
-    return place.startswith("output of ")
+def is_result(site: str) -> bool:
+    """Whether a site is one of results of the forward pass."""
+    return site.startswith("output of ")

@@ -1,4 +1,4 @@
-"""Places tell the passes of a step apart, share what micro-batches write, and repeat what a checkpoint repeats."""
+"""Sites tell the passes of a step apart, share what micro-batches write, and repeat what a checkpoint repeats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowp.exponents import SharedExponents
-from lowp.exponents.places import LAST_PASS, Passes
+from lowp.exponents.sites import LAST_PASS, Passes
 from lowp.precision import Precision
 
 
@@ -22,8 +22,8 @@ def flex(model: nn.Module) -> tuple[Precision, nn.Module, torch.optim.Optimizer,
     return precision, model, optimizer, precision.exponents
 
 
-def places(exponents: SharedExponents, role: str = "output") -> list[str]:
-    return [place for place in exponents.places() if place.startswith(f"{role} of ")]
+def sites(exponents: SharedExponents, role: str = "output") -> list[str]:
+    return [site for site in exponents.sites() if site.startswith(f"{role} of ")]
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -45,7 +45,7 @@ def test_a_second_pass_on_larger_numbers_is_not_cut_off_by_the_first(together: b
             found = model(fake)
     assert torch.allclose(found, expected, rtol=1e-2, atol=float(expected.abs().max()) / 1000)
     second = "#2" if together else "pass 2"
-    assert any(second in place for place in places(exponents))
+    assert any(second in site for site in sites(exponents))
 
 
 def test_the_generators_pass_through_a_discriminator_has_places_of_its_own() -> None:
@@ -63,7 +63,7 @@ def test_the_generators_pass_through_a_discriminator_has_places_of_its_own() -> 
             loss = -discriminator(fake).mean()
         precision.backward(loss)
         precision.step(generator_optimizer)
-    linear = [place.removeprefix("output of ") for place in places(exponents) if "linear" in place]
+    linear = [site.removeprefix("output of ") for site in sites(exponents) if "linear" in site]
     passes = ["model 2: linear", "model 2: linear #2", "model 2: linear, differentiable input"]
     assert linear == ["linear", *passes]
 
@@ -76,7 +76,7 @@ def test_micro_batches_share_the_places_of_the_fourth_pass_and_every_step_those_
                 loss = model(torch.randn(5, 3)).square().mean()
             precision.backward(loss)
         precision.step(optimizer)
-    linear = [place for place in places(exponents) if "linear" in place]
+    linear = [site for site in sites(exponents) if "linear" in site]
     assert linear == ["output of linear", *(f"output of linear, pass {one}" for one in range(2, LAST_PASS + 1))]
 
 
@@ -88,7 +88,7 @@ def test_an_entry_that_stays_open_for_many_steps_meets_the_same_places_in_each()
             loss = model(torch.randn(5, 3)).square().mean()
             precision.backward(loss)
             precision.step(optimizer)
-            seen.append(places(exponents))
+            seen.append(sites(exponents))
     assert seen[-1] == seen[0]
 
 
@@ -102,7 +102,7 @@ def test_an_evaluation_begins_no_pass() -> None:
             loss = model(torch.randn(5, 3)).sum()
         precision.backward(loss)
         precision.step(optimizer)
-    assert {place for place in places(exponents) if "linear" in place} == {
+    assert {site for site in sites(exponents) if "linear" in site} == {
         "output of linear",
         "output of linear, pass 2",
     }
@@ -143,7 +143,7 @@ def trained(run: Callable[..., Tensor]) -> dict[str, Tensor]:
             precision.backward(loss)
         precision.step(optimizer)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    return {**state, **{place: torch.tensor(exponents.exponent(place)) for place in sorted(exponents.places())}}
+    return {**state, **{site: torch.tensor(exponents.exponent(site)) for site in sorted(exponents.sites())}}
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
