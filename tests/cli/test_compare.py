@@ -88,8 +88,15 @@ def test_half_the_epochs_are_swept(lowp: Callable[..., Any]) -> None:
 
 # Its processes are forked off one that has torch, instead of loading it anew.
 FORKING = """
-import multiprocessing, sys
+import multiprocessing, os, signal, sys
 from lowp.cli import main
+
+def begin():  # as a new program does: what was ignored stays ignored, nothing else is handled yet
+    signal.set_wakeup_fd(-1)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+os.register_at_fork(after_in_child=begin)
 found = multiprocessing.get_context
 multiprocessing.get_context = lambda _: found("fork")
 sys.exit(main(sys.argv[1:]))
