@@ -1,6 +1,7 @@
 """Time a linear layer in int8 and int4 beside fp32 and the int8 of torch, torchao and onnxruntime.
 
-Run: `python bench/inference.py [--quick] [--json FILE]`.
+Run: `python bench/inference.py [--quick] [--avx2] [--json FILE]`. `--avx2` holds torch's fp32 and lowp to AVX2; the int8
+of torch and onnxruntime takes the best instructions there are all the same.
 
 All candidates of a row run in turn within each round, so that what else the machine does hits them alike; the best
 round counts. With one thread the clock is that thread's processor time, so being preempted does not count. What is
@@ -26,6 +27,8 @@ import torch
 from torch import Tensor, nn
 
 import lowp
+from gemm import hold_to_avx2
+from lowp.kernels.choices import choices
 from lowp.recipes import results
 
 SIZES = (512, 1024, 2048)
@@ -118,11 +121,14 @@ def rows(rounds: int, sizes: tuple[int, ...]) -> Iterator[dict[str, Any]]:
         ways = contenders(layer, x)
         calls = {name: way for name, way in ways.items() if not isinstance(way, str)}
         absent = {name: way for name, way in ways.items() if isinstance(way, str)}
-        yield {"layer": f"{size}x{size}", "batch": size, "seconds": best(calls, x, rounds), "absent": absent}
+        seconds = best(
+            calls, x, rounds * SIZES[-1] // size
+        )  # short ones more often: a moment's rest is enough for them
+        yield {"layer": f"{size}x{size}", "batch": size, "seconds": seconds, "absent": absent}
     layer, x = nn.Linear(WIDE, WIDE, bias=False), torch.randn(1, WIDE)
     formats = ("int8", "int4", "mxfp4", "nvfp4", "ternary", "binary", "bf16")
     calls = {"fp32": layer, **{f"lowp {name}": lowp.quantize_model(layer, name) for name in formats}}
-    yield {"layer": f"{WIDE}x{WIDE}", "batch": 1, "seconds": best(calls, x, 3 * rounds), "absent": {}}
+    yield {"layer": f"{WIDE}x{WIDE}", "batch": 1, "seconds": best(calls, x, 5 * rounds), "absent": {}}
 
 
 def show(row: dict[str, Any], threads: int) -> None:
@@ -141,8 +147,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="the smallest size alone")
+    parser.add_argument("--avx2", action="store_true", help="hold torch's libraries and lowp to AVX2")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
+    if arguments.avx2:
+        hold_to_avx2()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     table = []
@@ -151,9 +160,9 @@ def main() -> None:
             show(row, arguments.threads)
             table.append(row)
     if arguments.json is not None:
-        machine = results.machine()
-        document = {"machine": machine, "threads": arguments.threads, "rows": table}
-        arguments.json.write_text(json.dumps(document, indent=1))
+        processor = choices()["C++ library"].partition(",")[0]
+        document = {"machine": results.machine(), "kernels": processor, "threads": arguments.threads, "rows": table}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

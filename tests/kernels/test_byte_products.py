@@ -9,7 +9,7 @@ from torch import Tensor
 from lowp import kernels
 from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import byte_products, cpu, few_bits
-from lowp.kernels.byte_products import Bytes
+from lowp.kernels.byte_products import Bytes, Range
 
 needs_library = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 LEVELS = (0, 1, -1)  # portable, AVX2, the best; as far as the processor has them
@@ -88,6 +88,28 @@ def test_activations_become_bytes_as_torch_rounds_them(level: int) -> None:
             wanted = byte_products.to_bytes(x, scale, zero, highest)
         assert torch.equal(found.payload, wanted.payload)
         assert bool((found.payload[:, x.shape[1] :] == zero).all())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("highest", [127, 255])
+def test_activations_are_multiplied_as_the_bytes_that_they_become(level: int, highest: int) -> None:
+    torch.manual_seed(0)
+    panels = byte_products.pack(_weights("uniform", 33, 70), torch.rand(33), highest)
+    ranges: tuple[int | Range, ...] = (highest, Range(0.037, 60, highest))
+    given = torch.randn(9, 80)[:, 3:73]  # not side by side in memory
+    zeros, positive = torch.zeros(2, 70), given.abs() + 1
+    infinite = given.clone()
+    infinite[4, 5] = torch.inf
+    nan = given.clone()
+    nan[8, 69] = torch.nan
+    for x in (given, given.t().contiguous().t(), -positive, positive, zeros, given * 1e-44, infinite, nan, given[:0]):
+        for over in ranges:
+            found = byte_products.multiply(byte_products.Activations(x, over), panels, None, level)
+            with kernels.use("bitwise"):
+                own = byte_products.own_range(x, highest)
+                wanted = byte_products.multiply(byte_products.Activations(x, over), panels)
+            assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
+            assert str(byte_products.own_range(x, highest, level)) == str(own)  # NaN too
 
 
 INTEGERS = [code - (code >> 3 << 4) for code in range(16)]

@@ -99,6 +99,8 @@ def library_functions() -> object:
         mantissas.step_int16(weight, old, (0, -13, -13), True),
         mantissas.words_int16(X.clone(), -13, 14, True),
         byte_products.rows_in_bytes(X),
+        byte_products.own_range(X, 127),
+        byte_products.to_bytes(X, 0.1, 3, 127).payload,
         few_bits.multiply_signs(few_bits.signs(X), few_bits.signs(X)),
         spectra.count_tensor(X),
         spectra.count_updates(X, before, weight),

@@ -288,6 +288,8 @@ def multiply(
         result = multiply(Bytes(a.payload, 1.0, MIDDLE, 255), b, None, level).mul_(a.scales[:, None])
         return result if bias is None else result.add_(bias.detach().float())
     if isinstance(a, Activations):
+        if uses_library() and b.memory.ndim == 4 and a.values.numel() and a.values.shape[1] == b.k:
+            return _linear(a, b, bias, level)
         over = own_range(a.values, a.over, level) if isinstance(a.over, int) else a.over
         a = to_bytes(a.values, *over, level)
     rows, depth = a.payload.shape
@@ -314,6 +316,38 @@ def multiply(
         cpu.address(b.scales),
         cpu.address(b.sums),
         None if bias is None else cpu.address(bias),
+        cpu.address(out),
+        cpu.threads(),
+    )
+    return out
+
+
+def _linear(a: Activations, b: Panels, bias: Tensor | None, level: int | None) -> Tensor:
+    """The product of activations that become bytes, in one call of the library."""
+    x = _rows(on_cpu(a.values, "x"))
+    scale, zero, highest = (0.0, 0, a.over) if isinstance(a.over, int) else a.over
+    if highest > b.highest:
+        raise InvalidInput(f"bytes up to {highest} do not fit weights for bytes up to {b.highest}")
+    rows, k = x.shape
+    bias = None if bias is None else _padded(bias.detach().float(), b.scales.shape[0])
+    payload = torch.empty(rows * up(k, EIGHT), dtype=torch.uint8, device="cpu")
+    out = torch.empty(rows, b.n, device="cpu")
+    library().lowp_bytes_linear(
+        chosen_level(level),
+        cpu.address(x),
+        rows,
+        k,
+        x.stride(0),
+        scale,
+        zero,
+        highest,
+        cpu.address(b.memory),
+        cpu.address(b.ways),
+        b.n,
+        cpu.address(b.scales),
+        cpu.address(b.sums),
+        None if bias is None else cpu.address(bias),
+        cpu.address(payload),
         cpu.address(out),
         cpu.threads(),
     )

@@ -89,6 +89,10 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         None,
         (c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_float, c_int, *(c_void_p,) * 4, c_int),
     ),
+    "lowp_bytes_linear": (
+        None,
+        (c_int, c_void_p, *(c_int64,) * 3, c_float, c_int, c_int, c_void_p, c_void_p, c_int64, *(c_void_p,) * 5, c_int),
+    ),
     "lowp_bytes_windows": (None, (c_void_p, c_void_p, c_int, c_void_p, c_int)),
     "lowp_codes_numbers": (c_int, (c_int, c_void_p, *(c_int64,) * 5, *(c_void_p,) * 3)),
     "lowp_codes_bytes": (None, (c_void_p, *(c_int64,) * 3, c_int, c_int, c_int64, c_void_p, c_void_p)),

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 
 #include "parallel.hpp"
@@ -163,6 +164,31 @@ LOWP_EXPORT void lowp_bytes_multiply(int level, const uint8_t* a, int64_t m, int
       run.multiply(rows, some, count, out + first * n + pair * kPanel, n);
     }
   });
+}
+
+// fp32 x[m][k], rows `stride` apart, as bytes (in `bytes` [m][depth], for this call alone), times the panels: what
+// lowp_bytes_extremes, _quantize and _multiply do. Of a `scale` of 0 the range is that of x itself, as `range_of` in
+// byte_products.py finds it.
+LOWP_EXPORT void lowp_bytes_linear(int level, const float* x, int64_t m, int64_t k, int64_t stride, float scale, int zero,
+                                   int highest, const int8_t* panels, const uint8_t* ways, int64_t n,
+                                   const float* column_scales, const int32_t* column_sums, const float* bias,
+                                   uint8_t* bytes, float* out, int threads) {
+  const int64_t depth = up(k, kEight);
+  if (scale == 0) {
+    float found[2];
+    lowp_bytes_extremes(level, x, m, k, stride, found, threads);
+    const double low = found[0], high = found[1];
+    scale = static_cast<float>((high - low) / highest);
+    zero = 0;
+    if (scale == 0)
+      scale = 1;
+    else if (std::isfinite(low) && std::isfinite(high))
+      zero = static_cast<int>(std::min<double>(std::nearbyint(-low / scale), highest));
+    else
+      scale = NAN;
+  }
+  lowp_bytes_quantize(level, x, m, k, stride, scale, zero, highest, depth, bytes, threads);
+  lowp_bytes_multiply(level, bytes, m, depth, panels, ways, n, scale, zero, column_scales, column_sums, bias, out, threads);
 }
 
 // The windows of a convolution: x [batch][height][width][channels] of bytes to rows [batch * positions][depth], in the
