@@ -1,9 +1,9 @@
 """Time a linear layer in int8 and int4 beside fp32 and the int8 of torch, torchao and onnxruntime.
 
-Run: `python bench/inference.py [--quick] [--avx2] [--json FILE]`. `--avx2` holds torch's fp32 and lowp to AVX2; the int8
-of torch and onnxruntime takes the best instructions there are all the same.
+Run: `python bench/inference.py [--quick] [--avx2] [--json FILE]`. `--avx2` holds torch's fp32 and lowp to AVX2;
+the int8 of torch and onnxruntime takes the best instructions there are all the same.
 
-All candidates of a row run in turn within each round, so that what else the machine does hits them alike; the best
+All candidates of a row run in each round, in a new order, so that what else the machine does hits them alike; the best
 round counts. With one thread the clock is that thread's processor time, so being preempted does not count. What is
 not installed (torchao, onnxruntime with onnx) is left out, and the table says so. Every int8
 candidate quantises its activations as they come; lowp's also over a range of calibration. Four-bit weights are timed
@@ -16,6 +16,7 @@ import argparse
 import importlib
 import json
 import math
+import random
 import tempfile
 import time
 import warnings
@@ -24,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gemm import hold_to_avx2
 from torch import Tensor, nn
 
 import lowp
-from gemm import hold_to_avx2
 from lowp.kernels.choices import choices
 from lowp.recipes import results
 
@@ -104,12 +105,14 @@ def best(calls: dict[str, Call], x: Tensor, rounds: int) -> dict[str, float]:
     """Seconds of the best of some rounds, each of which runs all in turn; what is far behind runs once."""
     times = dict.fromkeys(calls, math.inf)
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    order, shuffled = list(calls), random.Random(0)
     for _ in range(rounds):
-        for name, call in calls.items():
+        shuffled.shuffle(order)  # whoever comes first after another finds the caches as that one left them
+        for name in order:
             if math.isfinite(times[name]) and times[name] > FAR * min(times.values()):
                 continue
             begun = clock()
-            call(x)
+            calls[name](x)
             times[name] = min(times[name], clock() - begun)
     return times
 
