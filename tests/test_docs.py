@@ -75,6 +75,26 @@ def test_the_sets_that_recipes_look_for_have_the_addresses_that_the_errors_name(
             assert address in text_of("recipes.md")
 
 
+def test_the_speeds_of_served_layers_are_those_of_the_bench() -> None:
+    many, one = [], []
+    for name, instructions in (("inference", "AVX-512 VNNI"), ("inference-avx2", "AVX2")):
+        recorded = result(name)
+        assert "AMD EPYC" in recorded["machine"]["words"]
+        for row in recorded["rows"]:
+            times = {way: f"{row['seconds']['fp32'] / seconds:.1f}" for way, seconds in row["seconds"].items()}
+            if row["batch"] == 1:
+                formats = ("int8", "int4", "mxfp4", "nvfp4", "ternary", "binary")
+                one.append([instructions, *(times[f"lowp {format}"] for format in formats)])
+                continue
+            peers = [times[f"{peer} int8"] for peer in ("torch", "onnxruntime", "torchao")]
+            held = recorded["kernels"] == "avx2"  # the others cannot be
+            own = [times["lowp int8, calibrated"], times["lowp int8, dynamic"]]
+            many.append([instructions, str(row["batch"]), *own, *([""] * 3 if held else peers)])
+    for right, first in ((many, "instructions | n"), (one, "instructions | int8")):
+        for found, wanted in zip(table("serving.md", first), right, strict=True):
+            assert found == wanted, f"docs/serving.md needs | {' | '.join(wanted)} |"
+
+
 def test_the_times_of_a_step_are_those_of_the_bench() -> None:
     networks = result("step")["results"]
     wanted = [
