@@ -1,4 +1,4 @@
-"""Profile a training: what every number format would do to it, and what to do about it.
+"""Profile a training run: predict the effect of every number format on it, and recommend a policy.
 
   lowp profile digits
   lowp profile gpt --steps 60 --html report.html --policy policy.toml
@@ -6,9 +6,9 @@
   lowp profile run.json --html report.html
   lowp profile --diff a.json b.json --html both.html
 
-The training runs in fp32, some of its steps are looked at in full, and the time that this adds is measured and held to
---max-overhead. The record is JSON; verdict, findings, policy and report are made from it, and can be made again from
-the file. The policy goes to `lowp run --policy`, to `lowp compare --precision` and to lowp.autocast.
+The training runs in fp32. Some of its steps are recorded in full; the time that this adds is measured and limited by
+--max-overhead. The record is a JSON file. Verdict, findings, policy and report are computed from it, and can be made
+again from the file. Use the policy with `lowp run --policy`, `lowp compare --precision` or lowp.autocast.
 """
 
 from __future__ import annotations
@@ -33,30 +33,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.usage = "lowp profile [arguments] RECIPE | run.json | script.py [arguments of the script] | --diff A B"
     parser.add_argument(
-        "--diff", nargs=2, metavar=("A.json", "B.json"), type=Path, help="where two runs part; --html shows both"
+        "--diff",
+        nargs=2,
+        metavar=("A.json", "B.json"),
+        type=Path,
+        help="print the first tensor in which two recorded runs differ; --html shows both",
     )
     parser.add_argument(
-        "--max-overhead", metavar="SHARE", default="3%", help="time that looking at steps may add, or none (3%%)"
+        "--max-overhead",
+        metavar="SHARE",
+        default="3%",
+        help="largest share of time that recording may add; none: no limit (default: 3%%)",
     )
     parser.add_argument(
-        "--out", metavar="FILE.json", type=Path, help="write the record here, a line a step while it runs"
+        "--out",
+        metavar="FILE.json",
+        type=Path,
+        help="record file; while the run lasts, one line for each recorded step",
     )
-    parser.add_argument("--html", metavar="FILE.html", type=Path, help="write the report here, one file")
-    parser.add_argument("--policy", metavar="FILE.toml", type=Path, help="write the advised policy here")
-    parser.add_argument("--csv", metavar="FILE.csv", type=Path, help="write a line a tensor here")
-    parser.add_argument("--tensorboard", metavar="DIR", type=Path, help="write histograms for TensorBoard here")
+    parser.add_argument("--html", metavar="FILE.html", type=Path, help="report as a single HTML file")
+    parser.add_argument("--policy", metavar="FILE.toml", type=Path, help="recommended policy, as a policy file")
+    parser.add_argument("--csv", metavar="FILE.csv", type=Path, help="statistics of every tensor, as a CSV file")
+    parser.add_argument("--tensorboard", metavar="DIR", type=Path, help="directory for TensorBoard histograms")
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps of a recipe (100, and on until 4 were looked at, for a minute)"
+        "--steps",
+        type=int,
+        metavar="N",
+        help="number of steps of a recipe (default: 100, and up to a minute more until 4 are recorded)",
     )
-    parser.add_argument("--precision", metavar="NAME", help="tell what this precision or policy file would do")
-    parser.add_argument("--verify", action="store_true", help="run the advised policy beside fp32, and tell the error")
-    parser.add_argument("--bits", type=int, metavar="N", help="search the cheapest policy with operands of N bits")
-    parser.add_argument("--cost", default="area", choices=("area", "bytes"), help="what --bits makes small (area)")
-    parser.add_argument("--least-signal", type=float, default=20.0, metavar="DB", help="what --bits keeps (20 dB)")
+    parser.add_argument("--precision", metavar="NAME", help="also predict the effect of this precision or policy file")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="train with the recommended policy and with fp32, and print the difference",
+    )
+    parser.add_argument(
+        "--bits", type=int, metavar="N", help="search for the cheapest policy whose operands have at most N bits"
+    )
+    parser.add_argument(
+        "--cost", default="area", choices=("area", "bytes"), help="what --bits minimizes (default: area)"
+    )
+    parser.add_argument(
+        "--least-signal",
+        type=float,
+        default=20.0,
+        metavar="DB",
+        help="lowest signal-to-noise ratio that --bits accepts (default: 20 dB)",
+    )
     for name, kind in (("--size", str), ("--epochs", int), ("--batch", int), ("--lr", float), ("--device", str)):
-        parser.add_argument(name, type=kind, help="of a recipe, as for `lowp train`")
-    parser.add_argument("--seed", type=int, default=0, help="decides a recipe's weights and batches (0)")
-    parser.add_argument("--data", metavar="DIR", help="a recipe's data set")
+        parser.add_argument(name, type=kind, help="option of the recipe, as for `lowp train`")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the recipe's weights and batches (default: 0)")
+    parser.add_argument("--data", metavar="DIR", help="folder or file of the recipe's data set")
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
