@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lowp import compat
 from lowp.errors import Unavailable
@@ -79,3 +82,41 @@ def test_gradients_are_torch_s_own() -> None:
         assert all(one.requires_grad is create_graph for one in found)
     assert compat.gradients_of(x * 2, [], given) == ()
     assert x.grad is None
+
+
+# -- constants --------------------------------------------------------------------------------------------------------
+_MAKERS = ("tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "eye", "from_numpy", "as_tensor")
+
+
+def made(node: ast.AST) -> Iterator[int]:
+    """The lines on which a node makes tensors, but for those under `real_tensors` and in functions that it defines."""
+    if isinstance(node, ast.With) and "real_tensors()" in map(ast.unparse, (item.context_expr for item in node.items)):
+        return
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in [f"torch.{name}" for name in _MAKERS]:
+        yield node.lineno
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.Lambda)):
+            yield from made(child)
+
+
+def test_tensors_that_modules_and_caches_keep_are_no_fake_ones(repository: Path) -> None:
+    found = []
+    for file in (repository / "src").rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        kept = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and _is_cached(one)]
+        found += [f"{file.name}:{line}" for node in (tree, *kept) for line in made(node)]
+    assert found == []
+
+
+def _is_cached(function: ast.FunctionDef) -> bool:
+    return any("cache" in ast.unparse(one) for one in function.decorator_list)
+
+
+def test_real_tensors_have_values_under_a_mode() -> None:
+    with FakeTensorMode():
+        with compat.real_tensors():
+            x = torch.ones(2)
+        assert type(torch.ones(2)) is FakeTensor
+    assert type(x) is torch.Tensor and x.tolist() == [1.0, 1.0]
+    with compat.real_tensors():
+        assert torch.ones(1).item() == 1.0

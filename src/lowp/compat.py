@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
@@ -144,6 +145,14 @@ def gradients_of(
     return found
 
 
+def real_tensors() -> AbstractContextManager[object]:
+    """Return a context in which tensors have values whatever mode is on: for constants that outlive the mode.
+
+    Under FakeTensorMode, and where a compiler traces, tensors have none, and one that is kept would serve later calls.
+    """
+    return _without_modes() if _modes() or _modes_before_dispatch() else nullcontext()
+
+
 @constant_when_compiled
 def accelerator() -> str | None:
     """Return the kind of accelerator that this machine has; None where it has none, whatever torch was built for."""
@@ -167,4 +176,9 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 check_torch(torch.__version__)
+_modes = cast(Callable[[], int], private("torch._C._len_torch_dispatch_stack"))
+_modes_before_dispatch = cast(Callable[[], int], private("torch._ops._len_torch_dispatch_stack_pre_dispatch"))
+_without_modes = cast(
+    Callable[[], AbstractContextManager[object]], private("torch.utils._python_dispatch._disable_current_modes")
+)
 _run_backward: Any = private("torch.autograd.graph._engine_run_backward")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
-from typing import cast as typed
 
 import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Overflow, Rounding, parse
-from lowp.compat import private
+from lowp.compat import real_tensors
 from lowp.errors import InvalidInput, Misuse
 from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, ScaledFormat
 from lowp.formats.checks import whole_number
@@ -24,9 +21,6 @@ from lowp.kernels.philox import Draw, Seed
 
 LARGEST_OFFSET = 1 << 62
 
-_real_tensors = typed(
-    Callable[[], AbstractContextManager[object]], private("torch.utils._python_dispatch._disable_current_modes")
-)
 _parse = functools.lru_cache(maxsize=1024)(parse)
 
 
@@ -134,7 +128,7 @@ def holds(cast: Cast, dtype: torch.dtype) -> bool:
         return dtype == torch.float64 or holds_format(cast.element, dtype) or _is_identity_on_fp32(cast)
     both_ways = (Rounding.UP, Rounding.DOWN) if cast.is_stochastic else (cast.rounding,)
     casts = [replace(cast, rounding=mode, random_bits=None) for mode in both_ways]
-    with _real_tensors():  # torch.compile may ask, whose tensors have no values
+    with real_tensors():  # torch.compile may ask, whose tensors have no values
         every = widen(torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype))
         kernel, values = fastest(every.device), torch.empty_like(every)
         for one in casts:

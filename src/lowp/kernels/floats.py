@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.compat import constant_when_compiled
+from lowp.compat import constant_when_compiled, real_tensors
 
 
 class Carrier(NamedTuple):
@@ -183,7 +183,8 @@ def _tried_fp64(device: str) -> bool:
     if device in ("cpu", "cuda", "meta"):
         return True
     try:
-        return bool((torch.ones((), dtype=torch.float64, device=device) + 1 == 2).item())
+        with real_tensors():
+            return bool((torch.ones((), dtype=torch.float64, device=device) + 1 == 2).item())
     except (RuntimeError, TypeError):
         return False
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowp.compat import real_tensors
 from lowp.recipes.data.boxes import Found, Truth, best_matches, decoded, encoded, found_boxes, outside
 from lowp.recipes.data.detection import boxes_from, measured, truths
 from lowp.recipes.detection import VARIANCES, detector
@@ -39,8 +40,9 @@ SMALL = Layout(
 @lru_cache(maxsize=8)
 def anchors_of(count: int, device: torch.device) -> Tensor:
     """The default boxes of the layout that has `count` of them."""
-    both = (default_boxes(layout) for layout in (SSD300, SMALL))
-    return next(boxes for boxes in both if len(boxes) == count).to(device)
+    with real_tensors():
+        both = (default_boxes(layout) for layout in (SSD300, SMALL))
+        return next(boxes for boxes in both if len(boxes) == count).to(device)
 
 
 def load(size: Size, path: Path | None) -> Data:

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import TensorWeakRef
 
 from lowp.casts import Cast
-from lowp.compat import private
+from lowp.compat import private, real_tensors
 from lowp.kernels.products import has_launches
 from lowp.ops.casting import carried, functorch_is_active, is_irregular, native_dtype, shield
 
@@ -258,7 +258,8 @@ def _holders(tensor: Tensor) -> tuple[int, int]:
 @cache
 def _one_holder() -> tuple[int, int]:
     """Return what `_holders` says of the memory of a tensor that shares it with nobody."""
-    return _holders(torch.empty(1, device="cpu"))
+    with real_tensors():
+        return _holders(torch.empty(1, device="cpu"))
 
 
 _writes = [0]  # in all threads: optimizers' steps, and what `forget_all` was called for

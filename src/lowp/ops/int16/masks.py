@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
+from lowp.compat import real_tensors
 from lowp.formats import IntFormat, ScaledFormat
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.ops.call import Call
@@ -92,8 +93,9 @@ def _is_followed(x: Tensor) -> bool:
 # -- bits ---------------------------------------------------------------------------------------------------------
 
 _GATHER = 0x0102040810204080  # times eight bytes of 0 or 1 it has byte i at bit i of the last byte
-_BYTES = torch.tensor([[byte >> i & 1 for i in range(8)] for byte in range(256)], dtype=torch.int8, device="cpu")
-_WORDS = _BYTES.view(torch.int64).flatten()
+with real_tensors():
+    _BYTES = torch.tensor([[byte >> i & 1 for i in range(8)] for byte in range(256)], dtype=torch.int8, device="cpu")
+    _WORDS = _BYTES.view(torch.int64).flatten()
 
 
 def packed(mask: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowp.compat import real_tensors
 from lowp.recipes.data.boxes import Found, Truth, mean_average_precision, outside
 from lowp.recipes.data.files import Published
 from lowp.recipes.data.folders import open_picture, picture_tensor
@@ -28,7 +29,8 @@ VOC_CLASSES = (
 ).split()
 
 # Means of ImageNet's training images, as the pre-trained VGG-16 has it; divided by a deviation of about 58.
-_MEAN = torch.tensor([123.68, 116.78, 103.94]).view(3, 1, 1)
+with real_tensors():
+    _MEAN = torch.tensor([123.68, 116.78, 103.94], device="cpu").view(3, 1, 1)
 _DEVIATION = 58.0
 _EMPTY = -1  # the class of what fills up a row
 

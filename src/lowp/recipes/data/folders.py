@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowp.compat import real_tensors
 from lowp.errors import InvalidInput, Unavailable
 from lowp.recipes.data.files import Published
 from lowp.recipes.recipe import Data
@@ -20,8 +21,9 @@ IMAGENET = Published("images in a folder a class (ImageNet)", "https://www.image
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 
 # Means and deviations of ImageNet's training images, as usual for bytes: 255 times those of 0 to 1.
-_MEAN = torch.tensor([123.675, 116.28, 103.53]).view(3, 1, 1)
-_DEVIATION = torch.tensor([58.395, 57.12, 57.375]).view(3, 1, 1)
+with real_tensors():
+    _MEAN = torch.tensor([123.675, 116.28, 103.53], device="cpu").view(3, 1, 1)
+    _DEVIATION = torch.tensor([58.395, 57.12, 57.375], device="cpu").view(3, 1, 1)
 
 
 class FolderExamples:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowp.compat import real_tensors
 from lowp.errors import Unavailable
 
 __all__ = ["photographs"]
@@ -25,5 +26,6 @@ def photographs() -> tuple[Tensor, Tensor]:
             "the photographs are embedded in scikit-learn and read by Pillow, and one of them is not installed: "
             "pip install 'lowp[recipes]'"
         ) from None
-    temple, flower = (torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous() for image in images)
+    with real_tensors():
+        temple, flower = (torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous() for image in images)
     return temple, flower
