@@ -60,7 +60,7 @@ class Row:
         return shorter or runner(spelled)
 
 
-@cache
+@remembered
 def runner(spelled: str) -> Callable[..., Any]:
     """Return the function that ``module:function`` names within lowp.ops."""
     module, _, name = spelled.partition(":")
