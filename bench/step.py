@@ -1,19 +1,22 @@
-"""What a training step in 16 bits costs on this CPU beside fp32 and torch.autocast, in one interleaved run.
+"""What a training step in every format costs on this CPU beside fp32 and torch.autocast, in one interleaved run.
 
-    python bench/step.py [--rounds 9] [--json bench/results/step.json]
+    python bench/step.py [--avx2] [--formats bf16,fp16] [--rounds 7] [--json bench/results/step.json]
 
 Three networks at sizes where the fp32 step takes 50 ms or more: an MLP of width 1024, a ResNet-style CNN and a small
 transformer. A round makes one step of every kind, in turn; a ratio is the median over rounds of the ratio within a
-round, so that a machine that slows down slows all alike. torch.autocast, which can be a hundred times slower, takes
-part in the first rounds only.
+round, so that a machine that slows down slows all alike. torch.autocast takes part in the first rounds only where the
+processor does not multiply its format: it can be a hundred times slower there. `products` says how lowp's run.
+`--avx2` holds all libraries to AVX2.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -24,8 +27,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowp
+from lowp.benchmarking.contenders import products_under
+from lowp.kernels.hardware import multiplies
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FORMATS = ("bf16", "fp16", "e5m7", "fp8", "dfp16", "flex16+5")
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "MKL_CBWR": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "LOWP_CPU_ISA": "avx2",
+}
 
 
 class Residual(nn.Module):
@@ -95,15 +108,20 @@ def stepper(network: nn.Module, x: Tensor) -> Callable[[Callable[[], AbstractCon
     return step
 
 
-def measured(network: nn.Module, x: Tensor, name: str, rounds: int, torch_rounds: int) -> dict[str, float]:
-    """Return milliseconds of each kind of step and the ratios of lowp to fp32 and of torch.autocast to lowp."""
-    step = stepper(network, x)
+def measured(network: nn.Module, x: Tensor, name: str, rounds: int, torch_rounds: int) -> dict[str, float | str | None]:
+    """Return milliseconds of each kind of step, lowp's as a multiple of fp32's and of torch.autocast's, and its way.
+
+    None where torch.autocast does not know the format.
+    """
+    step, dtype = stepper(network, x), DTYPES.get(name)
+    torch_rounds = 0 if dtype is None else rounds if multiplies("cpu", dtype) else min(torch_rounds, rounds)
+    precision = lowp.Precision(name)
 
     def torch_autocast() -> AbstractContextManager[object]:
-        return torch.autocast("cpu", dtype=DTYPES[name])
+        return torch.autocast("cpu", dtype=dtype)
 
     def ours() -> AbstractContextManager[object]:
-        return lowp.autocast(name)
+        return precision.autocast()
 
     for context in (ours, nullcontext):
         step(context)
@@ -116,36 +134,52 @@ def measured(network: nn.Module, x: Tensor, name: str, rounds: int, torch_rounds
     return {
         "fp32_ms": 1e3 * statistics.median(plain for plain, _, _ in times),
         "lowp_ms": 1e3 * statistics.median(mine for _, mine, _ in times),
-        "torch_autocast_ms": 1e3 * statistics.median(theirs for _, _, theirs in with_torch),
+        "torch_autocast_ms": 1e3 * statistics.median(theirs for _, _, theirs in with_torch) if with_torch else None,
         "lowp_over_fp32": statistics.median(mine / plain for plain, mine, _ in times),
-        "torch_over_lowp": statistics.median(theirs / mine for _, mine, theirs in with_torch),
+        "torch_over_fp32": statistics.median(theirs / plain for plain, _, theirs in with_torch) if with_torch else None,
+        "lowp_over_torch": statistics.median(mine / theirs for _, mine, theirs in with_torch) if with_torch else None,
+        "products": products_under(name, x.device),
     }
+
+
+def rounded(value: float | str | None) -> float | str | None:
+    """Return a number to three places."""
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def line(name: str, format: str, one: dict[str, float | str | None]) -> str:
+    """Return a line of the table."""
+    keys = ("fp32_ms", "lowp_ms", "torch_autocast_ms", "lowp_over_fp32", "torch_over_fp32", "lowp_over_torch")
+    cells = ["-" if (value := one[key]) is None else f"{value:.{1 if '_ms' in key else 2}f}" for key in keys]
+    return f"{name:12} {format:9}" + "".join(f"{cell:>12}" for cell in cells) + f"  {one['products']}"
 
 
 def main() -> None:
     """Measure, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--torch-rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--avx2", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if given.avx2 and any(os.environ.get(name) != value for name, value in AVX2.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **AVX2})  # the libraries read it once
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    results: dict[str, dict[str, dict[str, float]]] = {}
-    heads = ("fp32 ms", "lowp ms", "ratio", "torch.autocast ms", "faster")
-    print(f"{'network':12} {'format':6} " + " ".join(f"{head:>8}" for head in heads))
+    results: dict[str, dict[str, dict[str, float | str | None]]] = {}
+    heads = ("fp32 ms", "lowp ms", "torch ms", "lowp/fp32", "torch/fp32", "lowp/torch")
+    print(f"{'network':12} {'format':9}" + "".join(f"{head:>12}" for head in heads) + "  products")
     for name, network, x in networks():
-        for format in DTYPES:
+        for format in given.formats.split(","):
             one = measured(network, x, format, given.rounds, given.torch_rounds)
-            results.setdefault(name, {})[format] = {key: round(value, 3) for key, value in one.items()}
-            print(
-                f"{name:12} {format:6} {one['fp32_ms']:8.1f} {one['lowp_ms']:8.1f} {one['lowp_over_fp32']:8.2f} "
-                f"{one['torch_autocast_ms']:17.1f} {one['torch_over_lowp']:7.1f}x"
-            )
+            results.setdefault(name, {})[format] = {key: rounded(value) for key, value in one.items()}
+            print(line(name, format, one), flush=True)
     if given.json is not None:
+        capability = torch.backends.cpu.get_cpu_capability()
         machine = {
-            "machine": f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}, {given.threads} threads",
+            "machine": f"{platform.machine()} with {capability}, {given.threads} threads",
             "torch": torch.__version__,
         }
         given.json.parent.mkdir(parents=True, exist_ok=True)

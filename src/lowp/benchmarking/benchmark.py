@@ -10,7 +10,7 @@ import torch
 
 from lowp import presets
 from lowp.benchmarking import largest_batch, memory, operations, process_memory, timing
-from lowp.benchmarking.contenders import STOPPED_BY, Contender, contenders_of
+from lowp.benchmarking.contenders import STOPPED_BY, Contender, contenders_of, products_of
 from lowp.benchmarking.estimates import METHOD as ESTIMATES
 from lowp.benchmarking.estimates import estimate
 from lowp.benchmarking.largest_batch import Found
@@ -155,6 +155,7 @@ class Subject:
         preset = presets.parse(contender.settings.precision) if contender.kind == "lowp" else None
         row: dict[str, Any] = {
             "label": label,
+            "products": products_of(contender),
             "kind": contender.kind,
             "precision": contender.settings.precision,
             "summary": _TORCH[contender.kind] if preset is None else preset.summary,

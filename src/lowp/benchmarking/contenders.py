@@ -13,11 +13,24 @@ from torch import Tensor
 from lowp import presets
 from lowp.casts import Cast
 from lowp.formats import FORMATS, FloatFormat, Format, ScaledFormat
+from lowp.kernels.products import torchs_own_device
+from lowp.ops.short import one_dtype
 from lowp.precision import Precision
 from lowp.recipes.recipe import Data
 from lowp.recipes.training import STOPS, Settings, Training
 
-__all__ = ["BASELINE", "STOPPED_BY", "Contender", "TorchAmp", "begin", "contenders_of", "step_of", "tf32_of"]
+__all__ = [
+    "BASELINE",
+    "STOPPED_BY",
+    "Contender",
+    "TorchAmp",
+    "begin",
+    "contenders_of",
+    "products_of",
+    "products_under",
+    "step_of",
+    "tf32_of",
+]
 
 BASELINE = "fp32"
 # torch says with a RuntimeError that it has no 16-bit kernel for an op on this device
@@ -144,6 +157,27 @@ def tf32_of(contender: Contender) -> AbstractContextManager[None]:
     """TF32 as the contender has it, for a while; on a CPU there is none."""
     is_cuda = torch.device(contender.settings.device).type == "cuda"
     return _tf32(contender.tf32) if is_cuda else nullcontext()
+
+
+def products_of(contender: Contender) -> str:
+    """How the products of linear layers run, in words: which of the ways that `lowp --version --verbose` explains."""
+    device, precision = torch.device(contender.settings.device), contender.settings.precision
+    if contender.kind != "lowp":
+        return "fp32" if contender.kind == "fp32" else f"torch's {precision}"
+    return products_under(precision, device)
+
+
+def products_under(precision: str, device: torch.device) -> str:
+    """The same for a precision of lowp's."""
+    policy = presets.parse(precision).policy
+    rule = policy.match("linear", "contraction")
+    if rule is None or rule.is_empty:
+        return "fp32"
+    if rule.accumulate is not None and rule.accumulate.format in ("int32", "exact"):
+        return "int16"
+    dtype = one_dtype(rule)
+    is_own = dtype is not None and torchs_own_device(torch.empty(0, device=device), dtype) is not None
+    return f"torch's {precision}" if is_own else "fp32 of rounded operands"
 
 
 def significand_bits(format: Format) -> int:

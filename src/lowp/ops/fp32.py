@@ -24,6 +24,8 @@ class Computation(ABC):
     narrows_parameters = False  # torch's 16-bit kernels on accelerators take them in the dtype of x alone
     is_exact_on_cpu = False  # torch's kernel there reads and writes 16 bits, its parameters fp32, and sums in fp32
 
+    reads_16_bits = False  # its `forward` may be given 16 bits with fp32 parameters on a CPU, and computes in fp32
+
     def native(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return the result of a kernel of torch's that reads and writes x's 16 bits and computes in fp32."""
         return self.plain(x, weight, bias)
@@ -98,7 +100,10 @@ class _InFp32(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        result, kept = computation.forward(x.float(), weight, bias)
+        reads = (
+            computation.reads_16_bits and weight is not None and bias is not None and is_torchs_own(x, is_exact=True)
+        )
+        result, kept = computation.forward(x if reads else x.float(), weight, bias)
         ctx.computation, ctx.casts = computation, casts
         ctx.save_for_backward(x, weight, bias, *kept)
         return casts.cast(result, "output")

@@ -35,6 +35,7 @@ class LayerNorm(Computation):
     shape: tuple[int, ...]
     eps: float
     narrows_parameters = True
+    reads_16_bits = True
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.layer_norm(x, self.shape, weight, bias, self.eps)

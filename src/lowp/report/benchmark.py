@@ -136,6 +136,10 @@ def benchmark_notes(document: Mapping[str, Any], methods: bool = True, width: in
         for subject, row in rows
         if row["failure"]
     ]
+    ways = {row["label"]: row["products"] for _, row in rows if "products" in row}
+    if ways:
+        told = "; ".join(f"{label}: {way}" for label, way in ways.items())
+        lines.append(f"products of linear layers on this machine: {told}.")
     if any(row["step"]["only_one"] for _, row in rows):
         lines.append("*: a step took so long that only one was timed.")
     if methods:
