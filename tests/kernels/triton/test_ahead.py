@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,8 +76,9 @@ def test_every_kernel_compiles_without_spills(capability: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_every_form_of_a_cast_compiles_without_spills(capability: int) -> None:
-    for configuration in every_form():
+def test_a_fiftieth_of_the_forms_of_casts_compiles_without_spills(capability: int) -> None:
+    """Another fiftieth for each chip: all of them, some 7,000, take hours."""
+    for configuration in itertools.islice(every_form(), CAPABILITIES.index(capability), None, 50):
         check(configuration, capability, MOST_OF_WIDE)
 
 
