@@ -66,6 +66,7 @@ NUMBERS: tuple[str, ...] = (
     "SchoolHoliday",
 )
 _INTERVALS = ("", "Jan,Apr,Jul,Oct", "Feb,May,Aug,Nov", "Mar,Jun,Sept,Dec")
+_DAY = np.timedelta64(1, "D")
 _HELD_DAYS = 42  # the competition asked for six weeks
 _FARTHEST = 60  # days to a holiday beyond which none is known
 
@@ -185,7 +186,7 @@ def drawn_tables(shops: int, days: int, seed: int = 0) -> Tables:
         "Promo2SinceWeek": promo2 * random.integers(1, 51, shops),
         "PromoInterval": promo2 * random.choice([1, 2, 3], shops, p=[0.59, 0.22, 0.19]),
     }
-    dates = np.datetime64("2015-07-31") - np.arange(days)[::-1]
+    dates = np.datetime64("2015-07-31") - np.arange(days)[::-1] * _DAY
     store = np.repeat(shop["Store"], days)
     date = np.tile(dates, shops)
     weekday, _, month, day = _calendar(date)[:4]
@@ -226,7 +227,7 @@ def sales_data(tables: Tables) -> Data:
     shop = {name: column[daily["Store"] - 1] for name, column in shops.items()}
     categories, numbers = _features(daily, shop)
     sold = daily["Sales"] > 0
-    held = daily["Date"] > daily["Date"].max() - _HELD_DAYS
+    held = daily["Date"] > daily["Date"].max() - _HELD_DAYS * _DAY
     if not (sold & held).any() or not (sold & ~held).any():
         raise ROSSMANN.broken(Path(tables.source), f"has no sales in, or none before, its last {_HELD_DAYS} days")
     fitted = numbers[sold & ~held]
