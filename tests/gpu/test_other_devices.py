@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import lowp
 from lowp.casts import Cast, Overflow, Rounding
+from lowp.errors import Unavailable
 from lowp.formats import FORMATS, FloatFormat, IntFormat
 from lowp.kernels import bitwise, floats, run, scaled
 
@@ -128,3 +129,12 @@ def test_shared_scales_are_computed_on_the_cpu_for_a_device_without_fp64(monkeyp
 def test_a_device_that_does_not_exist_here_has_no_fp64_and_its_numbers_go_to_the_cpu() -> None:
     assert floats.home(torch.device("mps")) == torch.device("cpu") or torch.backends.mps.is_available()
     assert floats.home(torch.device("cuda", 1)) == torch.device("cuda", 1)
+
+
+def test_sums_under_shared_exponents_are_refused_in_words_where_there_is_no_fp64(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(floats, "has_fp64", lambda device: False)
+    with pytest.raises(Unavailable, match="under shared exponents needs fp64 for its exact sums, which cpu"):
+        with lowp.autocast("flex16+5"):  # what is infinite is no integer, and goes the way of other devices
+            torch.full((2, 3), torch.inf) @ torch.ones(3, 2)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowp.compat import constant_when_compiled, real_tensors
+from lowp.errors import Unavailable
 
 
 class Carrier(NamedTuple):
@@ -187,6 +188,15 @@ def _tried_fp64(device: str) -> bool:
             return bool((torch.ones((), dtype=torch.float64, device=device) + 1 == 2).item())
     except (RuntimeError, TypeError):
         return False
+
+
+def need_fp64(x: Tensor, what: str) -> None:
+    """Raise Unavailable if x lies on a device without fp64, which `what` computes in."""
+    if not has_fp64(x.device.type):
+        raise Unavailable(
+            f"{what} needs fp64 for its exact sums, which {x.device} does not compute in: train on the CPU or on CUDA, "
+            "or in fp16, bf16 or dfp16"
+        )
 
 
 def home(device: torch.device) -> torch.device:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lowp.errors import Misuse
 from lowp.exponents import SiteWriter
+from lowp.kernels.floats import need_fp64
 from lowp.kernels.products import contract
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import is_irregular, rounded, shield
@@ -25,6 +26,7 @@ def fp64_contraction(form: Form, call: Call, first: Tensor, second: Tensor, bias
     The same values run in fp64, where the sums of int16 products are exact; an infinity or a NaN reaches the result.
     """
     assert call.writer is not None
+    need_fp64(first, "a contraction under shared exponents")
     writer = call.writer.part()
     role_of = gradient_roles()
     casts = call.casts
