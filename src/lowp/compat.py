@@ -160,6 +160,12 @@ def accelerator() -> str | None:
     return None if found is None else found.type
 
 
+def has_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process; asked without loading it."""
+    found = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return bool(found and found.get("frames"))
+
+
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model within DataParallel, DistributedDataParallel and compiled modules."""
     while True:

@@ -103,6 +103,7 @@ def library_functions() -> object:
         byte_products.to_bytes(X, 0.1, 3, 127).payload,
         few_bits.multiply_signs(few_bits.signs(X), few_bits.signs(X)),
         spectra.count_tensor(X),
+        spectra.largest_of([X]),
         spectra.count_updates(X, before, weight),
         *(out, weight, old),
     ]

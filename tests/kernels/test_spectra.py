@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowp.kernels import cpu, use
-from lowp.kernels.spectra import count_tensor, count_updates
+from lowp.kernels.spectra import count_tensor, count_updates, largest_of
 
 native = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 
@@ -73,3 +73,21 @@ def test_updates_are_counted_alike() -> None:
             wanted = count_updates(weight, update * 1e-4, slope)
         assert np.array_equal(found[0], wanted[0]) and found[2] == wanted[2]
         assert found[1] == pytest.approx(wanted[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "bitwise"])
+def test_the_largest_of_several_tensors_is_found_whatever_they_are(kind: str) -> None:
+    if kind == "cpu" and cpu.library() is None:
+        pytest.skip("the C++ library was not built")
+    with use(kind):
+        several = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (1, 7, 1024, 5000)]
+        several += [torch.randn(30, 20).t(), torch.randn(9).double(), torch.randn(9).bfloat16(), torch.empty(0)]
+        largest = max(float(one.abs().amax()) for one in several if one.numel())
+        assert largest_of(several) == largest
+        several[3][4321] = -7.0
+        assert largest_of(several) == 7.0
+        several[3][4999] = -torch.inf
+        assert largest_of(several) == torch.inf
+        several[3][4999] = torch.nan
+        assert np.isnan(largest_of(several))
+        assert largest_of([]) == largest_of([torch.empty(0)]) == 0.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+import weakref
 from pathlib import Path
 
 import forked
@@ -15,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lowp
 from lowp.errors import InvalidInput, Misuse
+from lowp.numerics import watching
 from lowp.numerics.record import Key, Record
-from lowp.numerics.sampling import Budget, is_sampled, parse_share
+from lowp.numerics.sampling import Budget, Rounds, is_sampled, parse_share
 from lowp.numerics.spectrum import Spectrum
 
 
@@ -154,19 +157,69 @@ def test_what_runs_in_evaluation_is_not_counted() -> None:
     assert profile.record.ops["0", "linear"].calls == 1
 
 
-def test_the_budget_spreads_the_steps_that_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_spreads_a_look_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    budget, taken = Budget(0.03, started=0.0), []
+    budget, rounds, seen = Budget(0.03, started=0.0), Rounds(), []
+    cost = {"small": 0.01, "large": 0.2, "middle": 0.05}
+    for name in cost:
+        rounds.add(name)
     for step in range(400):
-        if budget.wants(step):
-            taken.append(step)
-            budget.spent(0.5, True)
-            clock[0] += 0.5
-            budget.took()
         clock[0] += 1.0
-    assert taken[0] == 0 and len(taken) > 5
-    assert budget.overhead <= 0.03
+        chosen = rounds.turn(step, budget.room)
+        if chosen:
+            seconds = sum(cost[one] for one in chosen)
+            clock[0] += seconds
+            budget.spent(seconds, True)
+            rounds.looked(chosen, seconds)
+            seen += chosen
+            assert step < 50 or budget.overhead <= 0.03  # before, what a module costs was guessed
+    counts = {name: seen.count(name) for name in cost}
+    assert min(counts.values()) > 5 and max(counts.values()) - min(counts.values()) <= 1
+    assert rounds.taken == min(counts.values()) and rounds.seen == 3
+
+
+def test_a_round_begins_when_it_is_due_and_no_module_waits() -> None:
+    rounds = Rounds()
+    rounds.add("a")
+    rounds.add("b")
+    assert rounds.turn(0, 0.0) == [] and rounds.idle_steps(0) == 0
+    assert rounds.turn(1, math.inf) == ["a", "b"]
+    rounds.looked(["a", "b"], 1.0)
+    assert rounds.turn(3, math.inf) == ["a", "b"], "that of step 2, which nobody asked about"
+    rounds.looked(["a", "b"], 1.0)
+    assert rounds.turn(5, math.inf) == ["a", "b"] and rounds.turn(5, 0.1) == []
+
+
+def test_what_a_look_costs_is_held_to_a_budget_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    looked_at = watching.looked_at
+
+    def costly(*given: object, **named: object) -> object:
+        clock[0] += 0.002
+        return looked_at(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(watching, "looked_at", costly)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = model[0].register_forward_hook(lambda *given: clock.__setitem__(0, clock[0] + 0.1))
+    with lowp.profile(model, optimizer, max_overhead="3%") as profile:
+        train(model, optimizer, 300)
+    hook.remove()
+    sampling = profile.record.sampling
+    assert 0.01 < sampling["overhead"] <= 0.03 and sampling["looks"] > 2
+    assert profile.record.sampled and set(profile.record.tensors) == set(profiled(network()).tensors)
+
+
+def test_a_run_that_is_too_short_for_a_look_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowp.profile(model, optimizer, max_overhead="0.01%") as profile:
+        train(model, optimizer, 3)
+    assert "3 steps took is less than a look takes. Give --max-overhead none" in capsys.readouterr().err
+    with pytest.raises(InvalidInput, match="less than a look takes"):
+        profile.record.require_content()
 
 
 @pytest.mark.parametrize(("text", "share"), [("3%", 0.03), ("0.5%", 0.005), (0.1, 0.1), ("none", None), (None, None)])
@@ -197,6 +250,100 @@ def test_a_profile_is_entered_once() -> None:
         train(model, optimizer, 1)
     with pytest.raises(Misuse, match="create a new one"), profile:
         pass
+
+
+class Pair(nn.Module):
+    """A generator, or a discriminator, of two layers."""
+
+    def __init__(self, size: int, out: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(size, 8), nn.ReLU(), nn.Linear(8, out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.body(x)
+        return found
+
+
+def adversarial(generator: nn.Module, critic: nn.Module, rounds: int) -> None:
+    first, second = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (critic, generator))
+    for _ in range(rounds):
+        fake = generator(torch.randn(6, 3))
+        first.zero_grad()
+        (critic(torch.randn(6, 4)).square().mean() - critic(fake.detach()).mean()).backward()
+        first.step()
+        second.zero_grad()
+        critic(fake).mean().backward()
+        second.step()
+
+
+def test_two_models_of_one_training_are_in_one_record_by_name() -> None:
+    generator, critic = Pair(3, 4), Pair(4, 1)
+    with lowp.profile({"generator": generator, "critic": critic}, max_overhead=None) as profile:
+        adversarial(generator, critic, 6)
+    record = profile.record
+    assert record.header["models"] == ["generator", "critic"]
+    for name in ("generator", "critic"):
+        for own, op, role, phase in (
+            ("body.0", "linear", "input", "forward"),
+            ("body.2", "linear", "grad", "backward"),
+            ("body.0", "weight", "update", "step"),
+        ):
+            assert record.tensors[Key(f"{name}.{own}", op, role, phase)].nonzero, (name, own, role)
+    assert record.sampled == [0, 1, 2, 4] and record.sampling["steps"] == 7, "a step is one of each optimizer"
+
+
+def test_a_model_that_comes_later_gives_names_to_both(tmp_path: Path) -> None:
+    generator, critic = Pair(3, 4), Pair(4, 1)
+    profile = lowp.profile(generator, max_overhead=None, out=tmp_path / "run.json")
+    with profile:
+        train_alone(generator)
+        profile.add(critic)
+        adversarial(generator, critic, 4)
+        killed = Record.load(tmp_path / "run.json")
+    for record in (profile.record, killed):
+        assert record.header["models"] == ["Pair", "Pair2"]
+        assert Key("Pair.body.0", "weight", "update", "step") in record.tensors
+        assert Key("Pair2.body.0", "weight", "update", "step") in record.tensors
+        assert not any(key.module.startswith("body") for key in record.tensors)
+
+
+def train_alone(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(6, 3)).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_fault_between_two_models_is_named() -> None:
+    generator, critic = Pair(3, 4), Pair(4, 1)
+    optimizer = torch.optim.SGD([*generator.parameters(), *critic.parameters()], lr=0.1)
+    with lowp.profile({"generator": generator, "critic": critic}, max_overhead=None) as profile:
+        for step in range(3):
+            optimizer.zero_grad()
+            fake = generator(torch.randn(6, 3)).sigmoid()
+            torch.log(critic(fake * (step < 2)).relu() * (step < 2) + (step < 2)).mean().backward()
+            optimizer.step()
+    (fault,) = profile.record.part.faults
+    assert (fault["op"], fault["step"], fault["phase"]) == ("log", 2, "forward")
+    assert fault["line"].startswith("test_profiler.py:")
+
+
+def test_a_healthy_step_keeps_no_tensor_alive() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alive: list[bool] = []
+    with lowp.profile(model, optimizer, max_overhead=None):
+        for _ in range(4):
+            x = torch.randn(8, 16)
+            output = model(x)
+            loss = (output * 2).square().mean()
+            kept = [weakref.ref(output), weakref.ref(loss)]
+            loss.backward()
+            del output, loss
+            alive.append(any(one() is not None for one in kept))
+            optimizer.step()
+    assert not any(alive)
 
 
 def test_what_is_no_model_or_optimizer_is_refused() -> None:

@@ -71,6 +71,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_words_int16": (None, (c_void_p, *(c_int,) * 3, c_int64, c_int, c_void_p)),
     "lowp_statistics": (c_int, (c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p)),
     "lowp_spectrum": (c_int, (c_int, c_void_p, c_int64, c_double, c_int, c_void_p)),
+    "lowp_largest": (c_float, (c_void_p, c_void_p, c_int64, c_int)),
     "lowp_updates": (None, (*(c_void_p,) * 3, c_int64, c_int, c_void_p, c_void_p)),
     "lowp_quantize_statistics": (
         c_int,

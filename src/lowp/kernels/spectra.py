@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import math
+from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +27,7 @@ __all__ = [
     "TensorCounts",
     "count_tensor",
     "count_updates",
+    "largest_of",
 ]
 
 PARTS = 32  # bins of an octave: one for each value of the five bits after the leading one
@@ -102,6 +106,28 @@ def _counted_by_torch(flat: Tensor, scale: float) -> TensorCounts:
     counted[255 * PARTS :] = 0
     lengths[0] = 0
     return TensorCounts(counted, lengths, zeros, nans, inf, maximum, squares, checksum)
+
+
+def largest_of(tensors: Sequence[Tensor]) -> float:
+    """The largest |x| of dense tensors, 0 where they have no elements; infinite or NaN where an element is."""
+    if forced() in (None, "cpu") and cpu.library() is not None:
+        plain = [one for one in tensors if one.dtype is torch.float32 and one.is_cpu and one.is_contiguous()]
+    else:
+        plain = []
+    most = 0.0
+    if plain:
+        places = array("q", [cpu.address(one) for one in plain])
+        counts = array("q", [one.numel() for one in plain])
+        most = cpu.loaded().lowp_largest(places.buffer_info()[0], counts.buffer_info()[0], len(plain), cpu.threads())
+    if len(plain) < len(tensors):
+        known = set(map(id, plain))
+        rest = [one.detach().abs().amax().double() for one in tensors if one.numel() and id(one) not in known]
+        most = max(most, float(torch.stack(rest).amax()), key=_rank) if rest else most
+    return most
+
+
+def _rank(x: float) -> float:
+    return math.inf if math.isnan(x) else x
 
 
 def count_updates(

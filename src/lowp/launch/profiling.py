@@ -1,4 +1,4 @@
-"""`lowp profile script.py`: the first model that an unmodified script trains is watched, in its own processes.
+"""`lowp profile script.py`: the models that an unmodified script trains are watched, in its own processes.
 
 Each process that trains writes a record of its own, so that nothing is asked of a process group that may have ended;
 the command merges them when all have ended.
@@ -15,14 +15,21 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowp.errors import InvalidInput, LowpError
 from lowp.launch.settings import PRECISION
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowp.numerics.profiler import Profiler
+
 __all__ = ["PROFILE", "profile_script", "start"]
 
 PROFILE = "LOWP_PROFILE"
+_SEARCHED = 64  # steps in which models are looked for
+_MOST_MODELS = 16
 
 
 def profile_script(script: Sequence[str], max_overhead: str, out: Path | None) -> tuple[int, Path]:
@@ -87,33 +94,66 @@ def _own_path(path: Path) -> Path:
 
 
 def start() -> None:
-    """Begin in this process, where torch has just been imported: wait for the first model that is trained."""
-    settings = json.loads(os.environ[PROFILE])
+    """Begin in this process, where torch has just been imported: wait for the models that are trained."""
     from torch.nn.modules.module import register_module_forward_pre_hook
 
-    from lowp.numerics.profiler import Profiler
+    settings = json.loads(os.environ[PROFILE])
+    wait = _Waiting(Path(settings["out"]), settings["max_overhead"], settings["title"])
+    wait.handle = register_module_forward_pre_hook(wait)
 
-    def first(module: Any, args: Any) -> None:
+
+class _Waiting:
+    """Called before each module runs, until the models of a training are known.
+
+    A model is a module that is called by none that is watched already: one that is trained, or that is called beside
+    such ones without being trained, as a teacher is. Modules without parameters, such as losses, are none.
+    """
+
+    def __init__(self, out: Path, max_overhead: str, title: str) -> None:
+        self.out, self.max_overhead, self.title = out, max_overhead, title
+        self.handle: Any = None
+        self.profiler: Profiler | None = None
+        self._refused: set[int] = set()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        profiler = self.profiler
+        if profiler is not None and (profiler.models.owns(module) or profiler.is_replaying):
+            if profiler.step >= _SEARCHED or len(profiler.models.roots) >= _MOST_MODELS:
+                self.handle.remove()
+            return
+        if id(module) in self._refused or not self._is_model(module):
+            return
+        try:
+            if profiler is None:
+                self._begin(module, args)
+            else:
+                profiler.add(module, args)
+        except LowpError as error:
+            self._refused.add(id(module))
+            print(f"lowp profile: {type(module).__name__} is not watched: {error}", file=sys.stderr)
+
+    def _is_model(self, module: nn.Module) -> bool:
         import torch
 
-        trains = module.training and torch.is_grad_enabled()
-        if not trains or not any(one.requires_grad for one in module.parameters()):
-            return
-        handle.remove()
-        out = _own_path(Path(settings["out"]))
-        profiler = Profiler(module, out=out, max_overhead=settings["max_overhead"], title=settings["title"])
+        parameters = list(module.parameters())
+        if module.training and torch.is_grad_enabled() and any(one.requires_grad for one in parameters):
+            return True
+        return bool(parameters) and self.profiler is not None and self.profiler.step > 0
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        from lowp.numerics.profiler import Profiler
+
+        profiler = Profiler(module, out=_own_path(self.out), max_overhead=self.max_overhead, title=self.title)
+        self.profiler = profiler
         profiler.__enter__()
         profiler.begin_within(module, args)
         atexit.register(_end, profiler, os.getpid())
 
-    handle = register_module_forward_pre_hook(first)
 
-
-def _end(profiler: Any, process: int) -> None:
+def _end(profiler: Profiler, process: int) -> None:
     if os.getpid() != process:
         return
     try:
         profiler.end()
-        profiler.record.require_content()
     except LowpError as error:
         print(f"lowp profile: {error}", file=sys.stderr)

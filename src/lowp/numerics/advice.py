@@ -86,7 +86,7 @@ def advise(record: Record) -> Advice:
     ]
     found.sort(key=lambda one: one.severity != "error")
     named = tuple(dict.fromkeys(module for one in found for module in one.modules))
-    policy = _policy(window, {*outside, *large})
+    policy = _policy(window, {record.within(module) for module in (*outside, *large)})
     verdicts = (
         _fp16(record, window, {*outside, *large}),
         _sixteen(record, "bf16", "with fp32 masters"),

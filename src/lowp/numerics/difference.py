@@ -49,13 +49,20 @@ def difference(first: Record, second: Record) -> Difference | None:
         )
     equal = 0
     for step in steps:
-        for one, other in zip(first.part.prints[step], second.part.prints[step], strict=False):
+        for one, other in _pairs(first.part.prints[step], second.part.prints[step]):
             if one.key != other.key:
                 return Difference(step, one.key, 0, one.numbers, other.numbers, equal)
             if not _equal(one, other):
                 return Difference(step, one.key, _distance(one, other), one.numbers, other.numbers, equal)
             equal += 1
     return None
+
+
+def _pairs(one: list[Print], other: list[Print]) -> list[tuple[Print, Print]]:
+    """The tensors of a step in both runs, in order: of those that a budget let both runs look at."""
+    modules = {each.key.module for each in one} & {each.key.module for each in other}
+    kept = ([each for each in prints if each.key.module in modules] for prints in (one, other))
+    return list(zip(*kept, strict=False))
 
 
 def _equal(one: Print, other: Print) -> bool:

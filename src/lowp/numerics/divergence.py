@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from lowp.compat import private, unwrapped
-from lowp.numerics.modes import Paths, local, put_on, source_line, take_off, tensors_in
+from lowp.compat import unwrapped
+from lowp.numerics.models import Models
+from lowp.numerics.modes import Paths, local, tensors_in
 from lowp.numerics.record import StepSeen
 from lowp.numerics.replay import Event, Trace, state_of, tracing
-from lowp.region import entries
+from lowp.numerics.tape import Slot, Tape, mapped, random_state, set_random_state
 
-__all__ = ["Diagnosis", "Fault", "Moment"]
+__all__ = ["Diagnosis", "Fault"]
 
-_tree_map = cast(Callable[[Callable[[Any], Any], Any], Any], private("torch.utils._pytree.tree_map"))
 _EXPLODED = 1e3  # weights that have grown so many times over their first size were driven there
 
 
@@ -62,88 +60,20 @@ class Fault:
         return f"{head}. First: {self.op} ({self.operation}, {self.phase}) {self.place}: {made}. {self.hint}"
 
 
-class Moment(TorchFunctionMode):
-    """The batch and the random state of a step, and what was computed of the model's output until backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.on_backward: Callable[[Tensor], None] = lambda loss: None
-        self.loss: Tensor | None = None
-        self.model: nn.Module | None = None
-        self.given: tuple[Any, Any] = ((), {})
-        self.output: Any = None
-        self.tape: list[tuple[Callable[..., Any], Any, Any, Any, str]] = []
-        self.random: list[Tensor] = []
-        self.autocast: list[tuple[str, bool, torch.dtype]] = []
-        self.region: Any = None
-        self._records = self._is_on = False
-
-    def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Remember a call of the model that is about to run."""
-        self.model, self.given = model, (args, kwargs)
-        self.random = _random_state()
-        entry = entries.current()
-        inside = entry is not None and entry.engine is not None
-        self.region = entry.region if inside and entry is not None else None
-        self.autocast = [] if inside else [one for one in entries.autocast_state() if one[1]]
-        self.tape.clear()
-        self.loss = self.output = None
-
-    def open(self, output: Any, place: int) -> None:
-        """Record what is computed of the model's output."""
-        self.output, self._records = output, True
-        if not self._is_on:
-            put_on(self, place)
-            self._is_on = True
-
-    def end(self, loss: Tensor) -> None:
-        """Note the loss, after which nothing more is recorded."""
-        self.loss, self._records = loss, False
-
-    def close(self) -> None:
-        """Stop recording; what was recorded is kept until the next call of the model."""
-        self._records = False
-        if self._is_on:
-            take_off(self)
-            self._is_on = False
-
-    def forget(self) -> None:
-        """Let go of the tensors of a step that has ended."""
-        self.tape.clear()
-        self.loss = self.output = None
-        self.given = ((), {})
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a call and remember it."""
-        if not self._records:
-            return func(*args, **(kwargs or {}))
-        if func is Tensor.backward:
-            self.on_backward(args[0])
-            return func(*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        self.tape.append((func, args, kwargs or {}, result, source_line()))
-        return result
-
-
 class Diagnosis:
     """Runs a step again and names what was first not finite; the model and the random state are as before after it."""
 
-    def __init__(
-        self, moment: Moment, paths: Paths, names: dict[int, str], history: list[StepSeen], scale: float
-    ) -> None:
-        self._moment, self._names, self._history, self._scale = moment, names, history, scale
-        self._trace = Trace(paths)
+    def __init__(self, tape: Tape, models: Models, history: list[StepSeen], scale: float) -> None:
+        self._tape, self._models, self._history, self._scale = tape, models, history, scale
+        self._trace = Trace(Paths(models))
 
     def find(self, what: str, step: int, first_weight: float | None = None, unguarded: int = 0) -> Fault:
         """The fault of this step: `what` is the loss or the gradients."""
         fault = Fault(step, what, "unknown", scale=self._scale, history=[asdict(one) for one in self._history])
-        model = self._moment.model
-        if model is None:
+        if not self._tape.models:
             fault.hint = "The step cannot be run again: the model was not called in it."
             return fault
-        last = self._replay(unwrapped(model))
+        last = self._replay()
         if last is None:
             fault.hint = (
                 "Run again with the same batch and random state, the step was finite: something outside of the "
@@ -154,7 +84,7 @@ class Diagnosis:
         fault.operation, fault.phase, fault.nan, fault.inf = event.operation, event.phase, event.nan, event.inf
         fault.op, fault.module, fault.line = event.place.op, event.place.module, event.place.line
         fault.inputs = event.inputs
-        grown = _growth(model, first_weight)
+        grown = _growth(self._models, first_weight)
         fault.kind, fault.hint = _judged(event, grown)
         if fault.kind == "weights" and unguarded:
             fault.hint += (
@@ -162,17 +92,15 @@ class Diagnosis:
             )
         return fault
 
-    def _replay(self, model: nn.Module) -> Event | None:
+    def _replay(self) -> Event | None:
         """Run forward, loss and backward again; the event of the loss or of the first gradient that is not finite."""
-        moment, trace = self._moment, self._trace
-        gradients = [(one, one.grad) for one in model.parameters()]
-        buffers = [(one, one.clone()) for one in model.buffers()]
-        random = _random_state()
-        loss: Any = None
+        parameters = [one for _, one in self._models.named_parameters()]
+        gradients = [(one, one.grad) for one in parameters]
+        buffers = [(one, one.clone()) for _, one in self._models.named_buffers()]
+        random = random_state()
         try:
-            model.zero_grad(set_to_none=True)
-            _set_random_state(moment.random)
-            args, kwargs = _tree_map(_detached, moment.given)
+            for one in parameters:
+                one.grad = None
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(warnings.catch_warnings())
@@ -180,17 +108,14 @@ class Diagnosis:
                 if "torch._dynamo" in sys.modules:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 self._enter_region(stack)
-                for place, given in enumerate(tensors_in((args, kwargs))):
-                    trace.give(given, f"the batch (tensor {place} of the model's arguments)")
-                for place, given in enumerate(self._own_inputs()):
-                    trace.give(given, f"the batch (tensor {place} beside the model)")
-                stack.enter_context(tracing(trace, model))
-                loss = self._loss_again(model(*args, **kwargs))
+                self._give_inputs()
+                stack.enter_context(tracing(self._trace, self._models))
+                loss = self._calls_again()
                 if loss is not None and not any(state_of(loss)):
                     torch.autograd.backward(loss, torch.ones_like(loss))
-            return self._last_event(model, loss)
+            return self._last_event(loss)
         finally:
-            _set_random_state(random)
+            set_random_state(random)
             for parameter, before in gradients:
                 parameter.grad = before
             with torch.no_grad():
@@ -198,44 +123,50 @@ class Diagnosis:
                     buffer.copy_(value)
 
     def _enter_region(self, stack: ExitStack) -> None:
-        moment = self._moment
-        if moment.region is not None:
-            stack.enter_context(moment.region.going_on())
-        for device, _, dtype in moment.autocast:
+        tape = self._tape
+        if tape.region is not None:
+            stack.enter_context(tape.region.going_on())
+        for device, _, dtype in tape.autocast:
             stack.enter_context(torch.autocast(device, dtype=dtype))
 
-    def _own_inputs(self) -> list[Tensor]:
-        """What the loss reads beside the model's output: targets, masks."""
-        made = {id(one) for _, _, _, result, _ in self._moment.tape for one in tensors_in(result)}
-        made |= {id(one) for one in tensors_in(self._moment.output)} | set(self._names)
-        read = [one for _, args, kwargs, _, _ in self._moment.tape for one in tensors_in((args, kwargs))]
-        return [one for one in {id(one): one for one in read}.values() if id(one) not in made and one.grad_fn is None]
+    def _give_inputs(self) -> None:
+        """Let the trace know the batch: what the models were given, and what the loss reads beside it, as targets."""
+        for call in self._tape.calls:
+            of_model = call.random is not None
+            what = "of the model's arguments" if of_model else "beside the model"
+            read = [one for one in tensors_in((call.args, call.kwargs)) if id(one) not in self._models.parameters]
+            for place, one in enumerate(read):
+                if of_model or one.grad_fn is None:
+                    self._trace.give(one, f"the batch (tensor {place} {what})")
 
-    def _loss_again(self, output: Any) -> Tensor | None:
-        """Compute of the new output what was computed of the old one."""
-        moment = self._moment
-        new: dict[int, Any] = {}
-        for old, one in zip(tensors_in(moment.output), tensors_in(output), strict=False):
-            new[id(old)] = one
-        for func, args, kwargs, result, line in moment.tape:
-            given, named = _tree_map(lambda x: new.get(id(x), x) if isinstance(x, Tensor) else x, (args, kwargs))
-            if func is torch.Tensor.backward or not tensors_in(result):
+    def _calls_again(self) -> Tensor | None:
+        """Make the calls of the tape again and return the new loss; None where it did not come of them."""
+        made: dict[int, Tensor] = {}
+        for call in self._tape.calls:
+            function, of_model = call.function, call.random is not None
+            if call.random is not None:
+                set_random_state(call.random)
+                function = unwrapped(cast(nn.Module, function))
+            elif not call.results:
                 continue
-            self._trace.line = line
-            again = func(*given, **named)
-            for old, one in zip(tensors_in(result), tensors_in(again), strict=False):
-                new[id(old)] = one
-        self._trace.line = ""
-        if moment.loss is None:
-            return None
-        found = new.get(id(moment.loss))
-        return found if isinstance(found, Tensor) and found.requires_grad else None
 
-    def _last_event(self, model: nn.Module, loss: Tensor | None) -> Event | None:
+            def filled(x: Any, of_model: bool = of_model) -> Any:
+                if isinstance(x, Slot):
+                    return made[x.number]
+                return _detached(x) if of_model else x
+
+            self._trace.line = call.line
+            result = function(*mapped(filled, call.args), **mapped(filled, call.kwargs))
+            made.update(zip(call.results, tensors_in(result), strict=False))
+        self._trace.line = ""
+        found = made.get(-1 if self._tape.loss is None else self._tape.loss)
+        return found if found is not None and found.requires_grad else None
+
+    def _last_event(self, loss: Tensor | None) -> Event | None:
         trace = self._trace
         if loss is not None and any(state_of(loss)):
             return trace.event_of(loss)
-        for parameter in reversed(list(model.parameters())):
+        for _, parameter in reversed(list(self._models.named_parameters())):
             if parameter.grad is not None and any(state_of(local(parameter.grad))):
                 return trace.event_of(local(parameter.grad))
         return None
@@ -262,11 +193,11 @@ def _first_cause(last: Event) -> Event:
     return last
 
 
-def _growth(model: nn.Module, first: float | None) -> float | None:
+def _growth(models: Models, first: float | None) -> float | None:
     """How many times larger the largest weight is than at the first step."""
     if not first:
         return None
-    largest = [float(local(one.detach()).abs().amax()) for one in model.parameters() if one.numel()]
+    largest = [float(local(one.detach()).abs().amax()) for _, one in models.named_parameters() if one.numel()]
     return max(largest, default=0.0) / first
 
 
@@ -310,16 +241,3 @@ _HINTS: list[tuple[set[str], str]] = [
     ),
     ({"exp", "expm1"}, "The exponential is beyond the largest number: subtract the maximum first."),
 ]
-
-
-def _random_state() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        states.extend(torch.cuda.get_rng_state_all())
-    return states
-
-
-def _set_random_state(states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state_all(states[1:])

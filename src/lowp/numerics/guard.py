@@ -1,6 +1,7 @@
 """The guard of every step: what is kept of it, so that a loss or a gradient that is not finite can be traced to an op.
 
-A healthy step pays for references to its batch and its tape, the random state, and one maximum over the gradients.
+A healthy step pays for references to its batch, the random state, the order of what is computed of the model's output,
+and one read of the gradients; no tensor is copied or lives longer.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lowp.numerics.divergence import Diagnosis, Fault, Moment
-from lowp.numerics.modes import Paths
+from lowp.kernels.spectra import largest_of
+from lowp.numerics.divergence import Diagnosis, Fault
+from lowp.numerics.models import Models
+from lowp.numerics.modes import local
 from lowp.numerics.record import StepSeen
+from lowp.numerics.tape import Tape
 
 __all__ = ["Guard"]
 
@@ -32,19 +35,27 @@ class Guard:
 
     def __init__(
         self,
-        paths: Paths,
-        names: dict[int, str],
+        models: Models,
         on_backward: Callable[[Tensor], None],
         looking_away: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.history: deque[StepSeen] = deque(maxlen=_REMEMBERED)
-        self.unguarded = 0  # steps in which it rested
+        self.unguarded = 0  # steps in which it rested, before the one that is traced
         self.is_replaying = False
-        self._paths, self._names, self._on_backward = paths, names, on_backward
-        self._looking_away = looking_away
-        self._moment: Moment | None = None
+        self._models, self._looking_away = models, looking_away
+        self._tape = Tape()
+        self._tape.on_backward = on_backward
         self._is_on = self._failed = False
         self._first_weight: float | None = None
+
+    @property
+    def dispatched(self) -> int:
+        """How many calls of torch's functions the tape has seen since it was last asked to forget them."""
+        return self._tape.dispatched
+
+    def forget_dispatched(self) -> None:
+        """Count those calls from zero."""
+        self._tape.dispatched = 0
 
     def current(self, step: int) -> StepSeen:
         """What is noted of this step."""
@@ -53,13 +64,9 @@ class Guard:
         return self.history[-1]
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Remember a call of the model that is about to run."""
+        """Remember a call of a model that is about to run."""
         self._is_on = True
-        if self._moment is None:
-            self._moment = Moment()
-            self._moment.on_backward = self._on_backward
-        self._moment.close()
-        self._moment.begin(module, args, kwargs)
+        self._tape.begin(module, args, kwargs)
 
     def rest(self) -> None:
         """Leave a step out."""
@@ -67,50 +74,44 @@ class Guard:
 
     def open(self, module: nn.Module, output: Any, place: int) -> None:
         """Record what is computed of the model's output, which follows the call that was begun."""
-        if self._is_on and self._moment is not None and self._moment.model is module:
-            self._moment.open(output, place)
+        if self._is_on:
+            self._tape.open(module, output, place)
 
     def saw_loss(self, loss: Tensor, seen: StepSeen, scale: float) -> Fault | None:
         """Note the loss; the fault, where it is not finite."""
-        if self._moment is None:
+        if not self._is_on:
             return None
-        self._moment.end(loss)
+        self._tape.end(loss)
         finite = seen.loss is None or abs(seen.loss) < float("inf")
         return None if finite else self._diagnose("loss", seen, scale)
 
     def close(self) -> None:
         """Stop recording: backward has run."""
-        if self._moment is not None:
-            self._moment.close()
+        self._tape.close()
 
     def before_step(self, parameters: Sequence[nn.Parameter], seen: StepSeen, scale: float) -> Fault | None:
         """Look at the gradients that the optimizer is about to use; the fault, where one is not finite."""
-        if self._first_weight is None:
-            self._first_weight = _largest([one.detach() for one in parameters])
         if not self._is_on:
             return None
-        seen.largest_gradient = _largest(
-            [one.grad for one in parameters if one.grad is not None and not one.grad.is_sparse]
-        )
-        finite = seen.largest_gradient is None or seen.largest_gradient < float("inf")
+        if self._first_weight is None:
+            self._first_weight = largest_of([local(one.detach()) for one in parameters])
+        gradients = [local(one.grad) for one in parameters if one.grad is not None and not one.grad.is_sparse]
+        if not gradients:
+            return None
+        seen.largest_gradient = largest_of(gradients)
+        finite = seen.largest_gradient < float("inf")
         return None if finite else self._diagnose("gradients", seen, scale)
 
     def forget(self) -> None:
         """Let go of the tensors of a step that has ended."""
-        if self._moment is not None:
-            self._moment.forget()
-
-    def end(self) -> None:
-        """Let go of everything."""
-        if self._moment is not None:
-            self._moment.close()
-            self._moment = None
+        self._tape.close()
+        self._tape.forget()
 
     def _diagnose(self, what: str, seen: StepSeen, scale: float) -> Fault | None:
-        if self._failed or self._moment is None:
+        if self._failed:
             return None
         self._failed = self.is_replaying = True
-        diagnosis = Diagnosis(self._moment, self._paths, self._names, list(self.history), scale)
+        diagnosis = Diagnosis(self._tape, self._models, list(self.history), scale)
         try:
             with self._looking_away():
                 fault = diagnosis.find(what, seen.step, self._first_weight, self.unguarded)
@@ -118,10 +119,3 @@ class Guard:
             self.is_replaying = False
         print(f"lowp profile: {fault}", file=sys.stderr)
         return fault
-
-
-def _largest(gradients: list[Tensor]) -> float | None:
-    """The largest gradient, NaN or infinite where one is; None of none."""
-    if not gradients:
-        return None
-    return float(torch.stack([one.detach().abs().amax() for one in gradients if one.numel()]).amax())

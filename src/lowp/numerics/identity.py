@@ -1,9 +1,10 @@
-"""What a profile is of: the model by the names and shapes of its parameters, and what it ran with."""
+"""What a profile is of: the models by the names and shapes of their parameters, and what they ran with."""
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,21 +13,21 @@ from torch import nn
 __all__ = ["fingerprint_of", "header_of"]
 
 
-def fingerprint_of(model: nn.Module) -> str:
-    """What tells a model with other parameters: a hash of their names and shapes."""
-    text = ";".join(f"{name}{tuple(one.shape)}" for name, one in model.named_parameters())
+def fingerprint_of(*models: nn.Module) -> str:
+    """What tells models with other parameters: a hash of their names and shapes."""
+    text = "|".join(";".join(f"{name}{tuple(one.shape)}" for name, one in model.named_parameters()) for model in models)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def header_of(model: nn.Module, precision: Any) -> dict[str, Any]:
+def header_of(models: Sequence[nn.Module], precision: Any) -> dict[str, Any]:
     """What a record says of the run: plain data."""
     from lowp import __version__
 
-    parameters = list(model.parameters())
+    parameters = list({id(one): one for model in models for one in model.parameters()}.values())
     preset = getattr(precision, "preset", None)
     return {
-        "model": type(model).__name__,
-        "fingerprint": fingerprint_of(model),
+        "model": ", ".join(type(one).__name__ for one in models),
+        "fingerprint": fingerprint_of(*models),
         "parameters": sum(one.numel() for one in parameters),
         "dtypes": sorted({str(one.dtype).removeprefix("torch.") for one in parameters}),
         "device": str(parameters[0].device) if parameters else "cpu",

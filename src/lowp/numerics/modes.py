@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from types import FrameType
 from typing import Any, cast
@@ -12,7 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowp.compat import private, unwrapped
+from lowp.compat import private
+from lowp.numerics.models import Models
 from lowp.ops import table
 from lowp.ops.table import Row
 
@@ -27,7 +28,6 @@ __all__ = [
     "source_line",
     "take_off",
     "tensors_in",
-    "unwrapped",
 ]
 
 _modes = cast(Callable[[], list[Any]], private("torch.overrides._get_current_function_mode_stack"))
@@ -118,35 +118,48 @@ def _is_library(file: str) -> bool:
 
 
 class Paths:
-    """Where in a model the code is: the names of the modules that run."""
+    """Where in the models the code is: the names of the modules that run."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self._stack: list[str] = []
-        named = unwrapped(model).named_modules()
-        self._modules = [(name.replace("._orig_mod", ""), module) for name, module in named]
 
     def follow(
         self,
         entered: Callable[[nn.Module], None] = lambda module: None,
         left: Callable[[nn.Module, Any], None] = lambda module, result: None,
+        only: Collection[str] | None = None,
+        running: nn.Module | None = None,
     ) -> Callable[[], None]:
-        """Follow the calls of the model's modules, and return what ends that."""
+        """Follow the calls of the modules, or of those that are named and what is within them; return what ends that.
+
+        Outside of what is followed the path is that of the module around it, '' where there is none. `running` is a
+        module whose call has begun, so that no hook will tell of it.
+        """
         self.clear()
         handles: list[Any] = []
-        for name, module in self._modules:
+        ended: list[bool] = []  # a call that runs already goes on to call hooks that were removed
 
-            def enter(module: nn.Module, given: Any, name: str = name) -> None:
-                self._stack.append(name)
+        def enter(module: nn.Module, given: Any) -> None:
+            if not ended:
+                self._stack.append(self._models.paths[id(module)])
                 entered(module)
 
-            def leave(module: nn.Module, given: Any, result: Any) -> None:
+        def leave(module: nn.Module, given: Any, result: Any) -> None:
+            if not ended:
                 left(module, result)
-                self.leave()
+                if self._stack:
+                    self._stack.pop()
 
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave, always_call=True))
+        for name, module in self._models.modules.items():
+            if only is None or name in only or any(name.startswith(f"{one}." if one else "") for one in only):
+                handles.append(module.register_forward_pre_hook(enter))
+                handles.append(module.register_forward_hook(leave, always_call=True))
+                if module is running:
+                    self._stack.append(name)
 
         def end() -> None:
+            ended.append(True)
             for handle in handles:
                 handle.remove()
 
@@ -154,13 +167,13 @@ class Paths:
 
     @property
     def current(self) -> str:
-        """The path of the module that runs, '' for the model itself and outside it."""
+        """The path of the module that runs, '' for a single model itself and outside of all."""
         return self._stack[-1] if self._stack else ""
 
-    def leave(self) -> None:
-        """Follow the return."""
-        if self._stack:
-            self._stack.pop()
+    @property
+    def around(self) -> str:
+        """The path of the module that called the one that runs, '' as for `current`."""
+        return self._stack[-2] if len(self._stack) > 1 else ""
 
     def clear(self) -> None:
         """Be outside of every module."""

@@ -1,4 +1,4 @@
-"""The profiler: it watches a training from outside, a few steps in full and the others hardly at all."""
+"""The profiler: it watches a training from outside, some of it in some steps, and the rest hardly at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,36 +20,41 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowp import distributed
-from lowp.compat import unwrapped
+from lowp.compat import has_compiled
 from lowp.errors import InvalidInput, Misuse
 from lowp.grad_scaler import GradScaler
 from lowp.numerics.advice import window_of
+from lowp.numerics.cycle import Cycle
 from lowp.numerics.divergence import Fault
 from lowp.numerics.guard import Guard
-from lowp.numerics.identity import header_of
-from lowp.numerics.modes import Paths, depth, in_backward, put_on, take_off
+from lowp.numerics.models import Models
+from lowp.numerics.modes import Paths, depth, in_backward, put_on, take_off, tensors_in
 from lowp.numerics.record import Journal, Part, Record, StepSeen
-from lowp.numerics.sampling import Budget, parse_share
-from lowp.numerics.watching import Watch
+from lowp.numerics.sampling import Budget, Rounds, parse_share
+from lowp.numerics.watching import Watch, call_costs, guessed_cost
 from lowp.ops.observing import Observation, observe
+from lowp.region import entries
 
 __all__ = ["Profiler"]
 
 _TYPICAL = 20  # steps whose time says what a step takes
+_REST = 8  # steps of which nothing is kept once there is no time for more
+_GUARD, _GUARD_AGAIN = 0.5, 0.8  # of the budget, what guarding may take; and of that, where it begins again
 
 
 class Profiler:
-    """Watch the training of a model; what was seen is in `record` afterwards.
+    """Watch the training of a model, or of several by name; what was seen is in `record` afterwards.
 
-    Used as a context manager around the training loop. Steps end with `optimizer.step()`. `precision` or `scaler` is
-    what scales the loss, so that gradients are recorded as they are without it. `out` is a file that gets a line a
-    step and is the whole record at the end. `max_overhead` is the share of time that may be added, None for no limit;
-    `divergence=False` leaves out the search for what made a loss or a gradient infinite or NaN.
+    Used as a context manager around the training loop. Steps end with `optimizer.step()`, of several optimizers when
+    each has stepped. `precision` or `scaler` is what scales the loss, so that gradients are recorded as they are
+    without it. `out` is a file that gets a line a step and is the whole record at the end. `max_overhead` is the share
+    of time that may be added, None for no limit; `divergence=False` leaves out the search for what made a loss or a
+    gradient infinite or NaN.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Mapping[str, nn.Module],
         optimizer: Optimizer | None = None,
         *,
         precision: Any = None,
@@ -59,38 +64,43 @@ class Profiler:
         divergence: bool = True,
         title: str = "",
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"a profile needs a torch module, not {type(model).__name__}")
-        if getattr(model, "_compiled_call_impl", None) is not None:
-            raise InvalidInput(
-                "the model was compiled in place by model.compile(), within which nothing can be watched: profile it "
-                "before that, or compile it by torch.compile(model) and give what that returns"
-            )
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise TypeError(f"a profile needs a torch optimizer, not {type(optimizer).__name__}")
-        self.model, self.optimizer = model, optimizer
-        self.budget = Budget(parse_share(max_overhead))
+        self.models, self.optimizer = Models(model), optimizer
+        self.budget, self.rounds = Budget(parse_share(max_overhead)), Rounds()
         self.step = 0
-        self._scaler = scaler if scaler is not None else getattr(precision, "scaler", None)
-        self._divergence = divergence
-        self._inner = unwrapped(model)
-        self._named = {id(one): name for name, one in self._inner.named_parameters()}
-        self._paths = Paths(model)
-        self._header = {"title": title or type(self._inner).__name__, **header_of(self._inner, precision)}
+        scaler = scaler if scaler is not None else getattr(precision, "scaler", None)
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._precision, self._title, self._divergence = precision, title, divergence
+        self._paths = Paths(self.models)
+        self._header = self._described()
         self._out = None if out is None else Path(out)
         self._journal: Journal | None = None
         self._part = Part()
         self._watch: Watch | None = None
-        self._guard = Guard(self._paths, self._named, self._saw_loss, self._looking_away)
-        self._times: deque[float] = deque(maxlen=_TYPICAL)
+        self._guard = Guard(self.models, self._saw_loss, self._looking_away)
+        self._cycle = Cycle(self.models)
+        self._times: deque[float] = deque(maxlen=_TYPICAL)  # of steps that were not looked at, without own time
+        self._idle_times: deque[float] = deque(maxlen=_TYPICAL)
+        self._guarded_times: deque[float] = deque(maxlen=_TYPICAL)
+        self._guard_costs = 0.0  # what guarding a step costs, as the difference of both tells
         self._ends: list[Callable[[], None]] = []
         self._place = 0
         self._entered = False
         self._eager: Any = None
         self._begun = self._own_before = 0.0
         self._scale_before: float | None = None
-        self._next = False
-        self._end_observing: Callable[[], None] = lambda: None
+        self._next: list[str] = []  # the modules that the step to come is looked at in
+        self._guards = False  # whether the step to come is guarded
+        self._costs = call_costs()
+        self._is_in_region = self.budget.share is None  # whether regions of lowp's may round what is watched
+        self._end_observing: Callable[[], None] | None = None
+        self._sizes: dict[int, int] | None = None  # of outputs, by module; None where nothing is to be guessed
+        self._end_sizing: Callable[[], None] | None = None
+        self._listening: list[Callable[[], None]] = []  # ends of the hooks that a step needs of which anything is kept
+        self._idle_until, self._idle_steps = 0.0, 0
+        self._alone: Optimizer | None = None  # the only one that steps, while nothing is kept of its steps
+        self._guarded = 0  # steps
 
     # -- beginning and end --------------------------------------------------------------------------------------------
     def __enter__(self) -> Profiler:
@@ -99,21 +109,14 @@ class Profiler:
         self._entered = True
         if self._out is not None:
             self._journal = Journal(self._out, {**self._header, "max_overhead": self.budget.share})
-        self.budget.started = time.perf_counter()
         self._place = depth()
-        hooks: list[Any] = [
-            self.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
-            self.model.register_forward_hook(self._after_forward, always_call=True),
-        ]
+        self._take_turns()
+        self.budget.started = self._begun = time.perf_counter()
         if self.optimizer is not None:
-            hooks.append(self.optimizer.register_step_pre_hook(self._before_step))
-            hooks.append(self.optimizer.register_step_post_hook(self._after_step))
+            self._ends.append(self.optimizer.register_step_post_hook(self._after_step).remove)
         else:
-            hooks.append(register_optimizer_step_pre_hook(self._before_step))
-            hooks.append(register_optimizer_step_post_hook(self._after_step))
-        self._ends = [hook.remove for hook in hooks]
+            self._ends.append(register_optimizer_step_post_hook(self._after_step).remove)
         self._prepare()
-        self._begun = time.perf_counter()
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -121,26 +124,116 @@ class Profiler:
         if self._journal is not None and (kind is None or self._part.tensors):
             self.save(self._journal.path)
         if kind is None:
-            self.record.require_content()
+            self._require_steps()
 
     def end(self) -> None:
         """End as the context does, but write what this rank alone has seen: others may have ended before."""
         self._stop()
         if self._journal is not None:
             self.record.save(self._journal.path)
+        self._require_steps()
+
+    def _require_steps(self) -> None:
+        """Raise where no step ran; where the budget had no room for a look, say so."""
+        if not self.step:
+            self.record.require_content()
+        elif self.record.is_empty:
+            print(f"lowp profile: {self.record.why_empty}", file=sys.stderr)
 
     def _stop(self) -> None:
         for end in self._ends:
             end()
+        self._listen(False)
         self._drop_watch()
-        self._guard.end()
+        if self._end_sizing is not None:
+            self._end_sizing()
+        self._guard.forget()
         self.budget.end()
         if self._journal is not None:
             self._journal.close()
 
-    def begin_within(self, module: nn.Module, args: Any) -> None:
-        """Take a call of the model that runs already for the first."""
-        self._before_forward(module, args, {})
+    def add(self, model: nn.Module, args: Any = None) -> None:
+        """Watch one more model from now on; `args` are those of its call, where it runs already.
+
+        From the second model on the paths of modules begin with the name of their model.
+        """
+        renamed = self.models.add(model)
+        if renamed:
+            self._part = self._part.renamed(renamed)
+            self._rename_turns(renamed)
+        self._header = {**self._described(), "started": self._header["started"]}
+        if self._journal is not None:
+            self._journal.add_models(self._header, renamed)
+        self._take_turns()
+        self._listen(False)
+        self._listen(True)
+        if self._watch is not None:
+            self._watch.follow(None if args is None else model)
+        if args is not None:
+            self._before_forward(model, args, {})
+
+    def begin_within(self, model: nn.Module, args: Any) -> None:
+        """Take a call of a model that runs already for the first."""
+        self._before_forward(model, args, {})
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a step is being run again, for what made it not finite."""
+        return self._guard.is_replaying
+
+    def _rename_turns(self, first: str) -> None:
+        """Go on with the names that modules have now; a look at some of them is given up."""
+        self.rounds = Rounds()
+        if self._watch is not None and self._watch.is_whole:
+            self._watch.rename(first)
+            self._next = ["", *self.models.modules]
+        else:
+            self._drop_watch()
+
+    def _described(self) -> dict[str, Any]:
+        header = self.models.header(self._precision)
+        return {"title": self._title or header["model"], **header}
+
+    def _listen(self, on: bool) -> None:
+        """Be called around each call of a model and before each step of an optimizer, or leave them alone."""
+        if not on:
+            for end in self._listening:
+                end()
+            self._listening.clear()
+        elif not self._listening:
+            handles: list[Any] = []
+            for root in self.models.roots.values():
+                handles.append(root.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
+                handles.append(root.register_forward_hook(self._after_forward, always_call=True))
+            if self.optimizer is not None:
+                handles.append(self.optimizer.register_step_pre_hook(self._before_step))
+            else:
+                handles.append(register_optimizer_step_pre_hook(self._before_step))
+            self._listening = [one.remove for one in handles]
+
+    def _take_turns(self) -> None:
+        """Let every module have its turn, and what runs outside of them: the loss; how large they are is seen first."""
+        self.rounds.add("")
+        for path in self.models.modules:
+            self.rounds.add(path)
+        self._sizes = {} if self.budget.share is not None else None
+
+    def _begin_sizing(self, running: nn.Module) -> None:
+        sizes = self._sizes = {}
+
+        def left(module: nn.Module, result: Any) -> None:
+            sizes[id(module)] = sum(one.numel() for one in tensors_in(result))
+            self.budget.spent(2 * self._costs.hook, False)
+
+        self._end_sizing = self._paths.follow(left=left, running=running)
+
+    def _sized(self) -> None:
+        """Guess what looks at modules cost, from what they have written in one step."""
+        if self._end_sizing is not None and self._sizes is not None:
+            self._end_sizing()
+            for path, module in self.models.modules.items():
+                self.rounds.guess(path, guessed_cost(module, self._sizes.get(id(module), 0)))
+            self._end_sizing = self._sizes = None
 
     @property
     def record(self) -> Record:
@@ -153,8 +246,10 @@ class Profiler:
             "every_step_seconds": budget.always,
             "total_seconds": budget.total,
             "steps": self.step,
-            "sampled": budget.taken,
-            "unguarded": self._guard.unguarded,
+            "looks": self.rounds.done,
+            "modules": self.rounds.modules,
+            "modules_seen": self.rounds.seen,
+            "unguarded": self.step - self._guarded if self._divergence else self.step,
         }
         return Record(dict(self._header), self._part, sampling, complete=self.budget.ended is not None)
 
@@ -169,61 +264,105 @@ class Profiler:
                 record = record.merge(Record({"fingerprint": fingerprint}, Part.read(document)))
         record.save(path)
 
-    # -- the hooks ----------------------------------------------------------------------------------------------------
-    @contextmanager
-    def _own_time(self) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.budget.spent(time.perf_counter() - started, self._watch is not None)
+    # -- the forward pass ---------------------------------------------------------------------------------------------
+    def _is_idle(self, module: nn.Module) -> bool:
+        """Whether this call of a model is none of a step that anything is to be kept of."""
+        if self._guard.is_replaying or in_backward():
+            return True
+        if module.training and torch.is_grad_enabled():
+            return False
+        return self._cycle.trains(module) or not self.step  # a model that is never trained is seen beside the others
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._guard.is_replaying or not self._inner.training or not torch.is_grad_enabled() or in_backward():
-            return
-        with self._own_time():
-            self._note_skipped()
-            if self._watch is None and self._next:
-                self._begin_watch()
-            if self._divergence and self._can_afford_guard():
+        started = time.perf_counter()
+        if not self._is_idle(module):
+            if self._scaler is not None:
+                self._note_skipped()
+            if self._next and self._watch is None:
+                self._begin_watch(module)
+            elif self._sizes is not None and self._end_sizing is None:
+                self._begin_sizing(module)
+            if self._guards and torch.is_grad_enabled():
+                self._guard.unguarded = self.step - self._guarded
                 self._guard.begin(module, args, kwargs)
-            else:
-                self._guard.rest()
+        self._spent(started)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not (self._guard.is_replaying or in_backward()) and self._inner.training and torch.is_grad_enabled():
+        if self._guards and not self._is_idle(module) and torch.is_grad_enabled():
+            started = time.perf_counter()
             self._guard.open(module, output, self._place)
+            self._spent(started)
 
-    def _begin_watch(self) -> None:
-        self._watch = Watch(self.step, self._paths, self._inner, self._scale)
+    def _spent(self, started: float) -> None:
+        seconds = time.perf_counter() - started + self._costs.hook
+        self.budget.spent(seconds, self._watch is not None)
+
+    def _begin_watch(self, running: nn.Module) -> None:
+        entry = entries.current()
+        if entry is not None and entry.engine is not None and not self._is_in_region:
+            self._is_in_region = True  # it must know before it is entered that it is observed
+            self._next = []
+            return
+        modules = None if len(self._next) == self.rounds.modules else self._next
+        self._watch = Watch(self.step, self._paths, self.models, self._scale, modules, self._place)
         self._watch.on_backward = self._saw_loss
-        if _uses_compiler():
+        if has_compiled() or (self.budget.share is None and "torch._dynamo" in sys.modules):  # it may compile now
             self._eager = torch.compiler.set_stance("force_eager")
             self._eager.__enter__()
-        self._watch.follow()
-        put_on(self._watch, self._place)
+        self._watch.follow(running)
+
+    @property
+    def _is_run_otherwise(self) -> bool:
+        """Whether a step that is looked at runs otherwise as a whole: not compiled, or observed by regions."""
+        return has_compiled() or (self._is_in_region and self.budget.share is not None)
 
     def _prepare(self) -> None:
-        """Decide whether the next step is looked at: regions of lowp's must know before they are entered."""
-        self._next = self.budget.wants(self.step)
-        if self._next:
+        """Decide in which modules the next step is looked at, whether it is guarded, and when to ask again."""
+        budget = self.budget
+        room = budget.room
+        if self._sizes is not None or (self._is_run_otherwise and room < self.rounds.whole):
+            room = 0.0
+        self._next = self.rounds.turn(self.step, room)
+        if self._next and self._is_in_region and self._end_observing is None:
             self._end_observing = observe(self._observed)
+        self._guards = self._divergence and (budget.share is None or self._can_guard())
+        if not self._guards:
+            self._guard.rest()
+        busy = bool(self._next) or self._guards or self._scaler is not None or self._sizes is not None
+        self._listen(busy)
+        self._alone = None
+        if busy:
+            return
+        self._alone = self._cycle.alone
+        self._idle_steps = self.rounds.idle_steps(self.step)
+        is_due = not self._idle_steps
+        self._idle_steps = max(self._idle_steps, self.step + _REST)
+        next_look = budget.time_of(self.rounds.whole if self._is_run_otherwise else self.rounds.next_cost)
+        next_guard = budget.time_of_always(_GUARD_AGAIN * _GUARD) if self._divergence else math.inf
+        self._idle_until = min(next_guard, next_look if is_due else math.inf)
+
+    def _can_guard(self) -> bool:
+        """Whether guarding every step takes little enough; once it did not, it rests for a while."""
+        share = _GUARD if self._guards or not self.step else _GUARD * _GUARD_AGAIN
+        return self.budget.always <= share * (self.budget.share or 0.0) * self.budget.training
 
     def _observed(self, seen: Observation) -> None:
         if self._watch is not None and not self._guard.is_replaying:
             self._watch.observed(seen)
 
     def _drop_watch(self) -> None:
-        self._next = False
-        self._end_observing()
+        self._next = []
+        if self._end_observing is not None:
+            self._end_observing()
+            self._end_observing = None
         if self._watch is not None:
-            self._watch.stop()
-            take_off(self._watch)
+            self._watch.pause()
             self._watch = None
         if self._eager is not None:
             self._eager.__exit__(None, None, None)
             self._eager = None
 
+    # -- the backward pass --------------------------------------------------------------------------------------------
     def _scale(self) -> float:
         scaler = self._scaler
         if scaler is None or not scaler.is_enabled():
@@ -232,6 +371,7 @@ class Profiler:
 
     def _saw_loss(self, loss: Tensor) -> None:
         """Note a loss whose backward pass begins."""
+        started = time.perf_counter()
         scale = self._scale()
         if self._scaler is not None:
             self._scale_before = scale
@@ -240,6 +380,7 @@ class Profiler:
         if loss.numel() == 1:
             seen.loss = float(loss.detach()) / scale
             self._keep(self._guard.saw_loss(loss, seen, scale))
+        self._spent(started)
 
     @contextmanager
     def _looking_away(self) -> Iterator[None]:
@@ -271,24 +412,51 @@ class Profiler:
             self._part.add(Part(steps=[seen]))
             self._end_step()
 
-    def _parameters(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-        found = [one for group in optimizer.param_groups for one in group["params"]]
-        return [(self._named[id(one)], one) for one in found if id(one) in self._named]
-
+    # -- the optimizer's step -----------------------------------------------------------------------------------------
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        parameters = self._parameters(optimizer)
-        if not parameters:
+        if self._watch is None and not self._guards:
             return
-        with self._own_time():
-            seen = self._guard.current(self.step)
-            self._guard.close()
+        started = time.perf_counter()
+        parameters = self._cycle.parameters(optimizer)
+        if parameters:
+            if self._guards:
+                self._guard.close()
+                seen = self._guard.current(self.step)
+                self._keep(self._guard.before_step([one for _, one in parameters], seen, self._scale()))
             if self._watch is not None:
-                self._watch.stop()
-                take_off(self._watch)
-            self._keep(self._guard.before_step([one for _, one in parameters], seen, self._scale()))
-            if self._watch is not None:
+                self._watch.pause()
                 self._feed(self._watch.exponents())
                 self._watch.before_step(parameters)
+        self._spent(started)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        started = time.perf_counter()
+        if optimizer is self._alone and (started < self._idle_until or self.step < self._idle_steps):
+            self._pass_by(started)
+            return
+        parameters = self._cycle.parameters(optimizer)
+        if not parameters:
+            return
+        self._scale_before = None
+        if self._guards:
+            self._guard.forget()
+        if self._watch is not None:
+            self._watch.after_step(parameters)
+        self._sized()
+        if self._cycle.ends_with(optimizer):
+            self._spent(started)
+            self._end_step()
+        else:
+            if self._watch is not None:
+                self._watch.follow()
+            self._spent(started)
+
+    def _pass_by(self, started: float) -> None:
+        """Count a step of which nothing is kept, and the time that this takes."""
+        self.step += 1
+        self._idle_times.append(started - self._begun)
+        self._begun = started
+        self.budget.pass_by(time.perf_counter() - started + self._costs.hook)
 
     def _feed(self, counts: NDArray[np.int64]) -> None:
         """Tell a scaler of lowp's of the gradients of activations, which underflow as those of weights do."""
@@ -310,30 +478,12 @@ class Profiler:
             raise InvalidInput(f"no loss scale fits fp16 here: {outside}")
         return GradScaler(device, init_scale=2.0**window.recommended, target_underflow=target_underflow)
 
-    def _can_afford_guard(self) -> bool:
-        """Whether this step is guarded, or rests where guarding every step would cost more than half of the budget."""
-        budget = self.budget
-        if budget.share is None or self._watch is not None or budget.always <= budget.share / 2 * budget.training:
-            return True
-        self._guard.unguarded += 1
-        return False
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        parameters = self._parameters(optimizer)
-        if not parameters:
-            return
-        with self._own_time():
-            self._scale_before = None
-            self._guard.forget()
-            if self._watch is not None:
-                self._watch.after_step(parameters)
-            self._end_step()
-
     def _end_step(self) -> None:
         """Keep what a step has seen, and count its time."""
-        seen = self._guard.current(self.step)
-        watch = self._watch
+        started = time.perf_counter()
+        watch, looked = self._watch, self._next
         if watch is not None:
+            seen = self._guard.current(self.step)
             part = watch.finish()
             seen.sampled = True
             part.steps = [StepSeen(**vars(seen))]
@@ -341,33 +491,60 @@ class Profiler:
             if self._journal is not None:
                 self._journal.add(part)
             self._drop_watch()
-        elif self._has_changed(seen):
-            self._part.add(Part(steps=[StepSeen(**vars(seen))]))
-        self._clock(watch is not None)
+        elif self._scaler is not None:
+            self._note_scale()
+        self._clock(started, watch, looked)
         self.step += 1
+        self._guarded += self._guards
+        started = time.perf_counter()
         if watch is not None or not self._next:
             self._prepare()
+        self.budget.spent(time.perf_counter() - started, watch is not None)
+        self._own_before = self.budget.own
 
-    def _has_changed(self, seen: StepSeen) -> bool:
-        """Whether a step that was not looked at is kept: the scale was another one."""
+    def _note_scale(self) -> None:
+        """Keep a step that was not looked at, if its scale was another one than that before."""
+        seen = self._guard.current(self.step)
         before = self._part.steps[-1] if self._part.steps else None
-        return seen.scale is not None and (before is None or before.scale != seen.scale)
+        if seen.scale is not None and (before is None or before.scale != seen.scale):
+            self._part.add(Part(steps=[StepSeen(**vars(seen))]))
 
-    def _clock(self, sampled: bool) -> None:
-        """Count what a step took longer than those that were not looked at: hooks and modes cost time around them."""
-        now = time.perf_counter()
+    def _clock(self, started: float, watch: Watch | None, looked: list[str]) -> None:
+        """Count what a step took for the profiler, and tell whose turn it was what it cost."""
+        budget, now = self.budget, time.perf_counter()
+        dispatched = self._guard.dispatched * self._costs.mode
+        self._guard.forget_dispatched()
+        budget.spent(dispatched, False)
+        budget.spent(now - started + (watch.seconds if watch is not None else 0.0), watch is not None)
         took, self._begun = now - self._begun, now
-        own, self._own_before = self.budget.own - self._own_before, self.budget.own
-        if not sampled:
-            self._times.append(took)
+        own = budget.own - self._own_before
+        if watch is None:
+            if self._guards and self.step:
+                hidden = self._hidden_by_guard(took, own)
+                budget.spent(hidden, False)
+                own += hidden
+            self._times.append(took - own)
         else:
-            hidden = took - own - statistics.median(self._times) if self._times else 0.0
-            if hidden > 0:
-                self.budget.spent(min(hidden, took - own), True)
-                self._own_before = self.budget.own
-            self.budget.took()
+            hidden = took - own - self._usual_time
+            budget.spent(max(hidden, 0.0), True)
+            own += max(hidden, 0.0)
+            self.rounds.looked(looked, own)
+        self._own_before = budget.own
 
+    @property
+    def _usual_time(self) -> float:
+        """What a step takes that is not looked at, infinite where that is not known.
 
-def _uses_compiler() -> bool:
-    """Whether torch.compile has been used in this process: loading it would take seconds."""
-    return "torch._dynamo" in sys.modules
+        Where the step runs as ever, only what is longer than nearly all others counts: the rest is measured.
+        """
+        if self._is_run_otherwise:
+            return statistics.median(self._times) if self._times else math.inf
+        return sorted(self._idle_times)[-_TYPICAL // 5] if len(self._idle_times) == _TYPICAL else math.inf
+
+    def _hidden_by_guard(self, took: float, own: float) -> float:
+        """What a guarded step took beside what was measured, where steps that are not guarded tell: torch is slower."""
+        self._guarded_times.append(took)
+        if len(self._guarded_times) == _TYPICAL and len(self._idle_times) == _TYPICAL:
+            self._guard_costs = statistics.median(self._guarded_times) - statistics.median(self._idle_times)
+            self._guarded_times.clear()
+        return max(self._guard_costs - own, 0.0)

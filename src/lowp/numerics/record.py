@@ -37,6 +37,10 @@ class Key(NamedTuple):
     role: str
     phase: str
 
+    def of_model(self, name: str) -> Key:
+        """The same with a model's name before the path."""
+        return self._replace(module=f"{name}.{self.module}" if self.module else name)
+
     def __str__(self) -> str:
         return f"{self.module or 'the model'} {self.op} {self.role}"
 
@@ -106,6 +110,26 @@ class Part:
         for step, prints in other.prints.items():
             self.prints.setdefault(step, prints)
         self.faults.extend(fault for fault in other.faults if fault not in self.faults)
+
+    def renamed(self, model: str) -> Part:
+        """The same with the model's name before each path: from when on there is more than one model."""
+
+        def path(own: str) -> str:
+            return f"{model}.{own}" if own else model
+
+        for seen in self.ops.values():
+            seen.parameters = {role: path(name) for role, name in seen.parameters.items()}
+        return Part(
+            {key.of_model(model): seen for key, seen in self.tensors.items()},
+            {path(name): seen for name, seen in self.updates.items()},
+            {(path(module), op): seen for (module, op), seen in self.ops.items()},
+            self.steps,
+            {
+                step: [one._replace(key=one.key.of_model(model)) for one in prints]
+                for step, prints in self.prints.items()
+            },
+            self.faults,
+        )
 
     # -- JSON -------------------------------------------------------------------------------------------------------
     def document(self) -> dict[str, Any]:
@@ -183,6 +207,13 @@ class Record:
         """The steps that were looked at."""
         return [one.step for one in self.steps if one.sampled]
 
+    def within(self, module: str) -> str:
+        """The path of a module within its model, as rules of policies name it."""
+        for name in self.header.get("models", ()):
+            if module == name or module.startswith(f"{name}."):
+                return module[len(name) + 1 :]
+        return module
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing was seen."""
@@ -191,11 +222,24 @@ class Record:
     def require_content(self) -> Record:
         """The record; raises InvalidInput where it has seen no step."""
         if self.is_empty:
-            raise InvalidInput(
-                "the profile is empty: no step of the model ran while it was watched. Call the model and its "
-                "optimizer's step() within the block, and give that model and that optimizer"
-            )
+            raise InvalidInput(self.why_empty)
         return self
+
+    @property
+    def why_empty(self) -> str:
+        """Why nothing was seen, and what to do."""
+        steps, share = self.sampling.get("steps"), self.sampling.get("max_overhead")
+        if steps and share is not None:
+            seconds = float(self.sampling.get("total_seconds") or 0.0)
+            return (
+                f"the profile is empty: {100 * share:g} % of the {seconds:.2g} s that {steps} steps took is less than "
+                "a look takes. Give --max-overhead none (max_overhead=None) to look at each step that is due, or train "
+                "longer"
+            )
+        return (
+            "the profile is empty: no step of the model ran while it was watched. Call the model and its "
+            "optimizer's step() within the block, and give that model and that optimizer"
+        )
 
     def check_model(self, fingerprint: str) -> None:
         """Raise InvalidInput where the record is of a model with other parameters."""
@@ -258,10 +302,14 @@ class Record:
         _check_head(head)
         if not head.get("lines"):
             return cls(_header(head), Part.read(head), dict(head.get("sampling") or {}), bool(head.get("complete")))
-        part = Part()
+        part, header = Part(), _header(head)
         for line in _whole_lines(rest):
-            part.add(Part.read(line))
-        return cls(_header(head), part, {"max_overhead": head.get("max_overhead")}, False)
+            if "models" in line:
+                header = dict(line["models"])
+                part = part.renamed(str(line["first"])) if line["first"] else part
+            else:
+                part.add(Part.read(line))
+        return cls(header, part, {"max_overhead": head.get("max_overhead")}, False)
 
 
 class Journal:
@@ -275,6 +323,10 @@ class Journal:
     def add(self, part: Part) -> None:
         """Write what one step has seen."""
         self._write(part.document())
+
+    def add_models(self, header: Mapping[str, Any], first: str) -> None:
+        """Write that there is one more model; `first` is what the first one is called from now on, '' if as before."""
+        self._write({"models": dict(header), "first": first})
 
     def close(self) -> None:
         """Leave the file as it is."""

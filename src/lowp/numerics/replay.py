@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from lowp.compat import private
+from lowp.numerics.models import Models
 from lowp.numerics.modes import Paths, local, source_line, tensors_in
 from lowp.ops.table import name_of
 
@@ -263,7 +264,7 @@ def _functions(trace: Trace) -> Iterator[None]:
 
 
 @contextmanager
-def tracing(trace: Trace, model: nn.Module) -> Iterator[None]:
+def tracing(trace: Trace, models: Models) -> Iterator[None]:
     """Trace what runs in this block."""
     paths = trace.paths
 
@@ -272,9 +273,9 @@ def tracing(trace: Trace, model: nn.Module) -> Iterator[None]:
             if one.grad_fn is not None and _MARK not in _marks(one.grad_fn):
                 trace.mark(one, Place(_node_name(one.grad_fn), paths.current, ""))
 
-    for name, parameter in model.named_parameters():
+    for name, parameter in models.named_parameters():
         trace.give(local(parameter.detach()), f"parameter {name}")
-    for name, buffer in model.named_buffers():
+    for name, buffer in models.named_buffers():
         trace.give(buffer, f"buffer {name}")
     with ExitStack() as stack:
         stack.callback(paths.follow(left=left))

@@ -1,4 +1,4 @@
-"""Which steps are looked at: 0, 1, 2, 4, 8 … and then every fiftieth, as far as the time allows."""
+"""Which steps are looked at, and how much of the model in each: as far as the time allows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 from lowp.errors import InvalidInput
 
-__all__ = ["Budget", "is_sampled", "parse_share"]
+__all__ = ["Budget", "Rounds", "is_sampled", "parse_share"]
 
 _EVERY = 50
+_A_LOOK = 3e-4  # seconds, where nothing is known of a module
+_MARGIN = 1.5
 
 
 def is_sampled(step: int) -> bool:
@@ -36,8 +38,8 @@ def parse_share(text: str | float | None) -> float | None:
 class Budget:
     """The time that profiling itself takes, measured, and held to a share of the time of the training.
 
-    `own` counts every second spent in the profiler's own code; a step that would be looked at waits until the share
-    allows for what the latest one cost. The first step is always looked at.
+    `own` counts every second spent for the profiler, in its code or because of it; no look is begun that costs more
+    than there is `room` for.
     """
 
     share: float | None = 0.03
@@ -45,37 +47,34 @@ class Budget:
     always: float = 0.0  # of `own`, what every step costs, looked at or not
     started: float = field(default_factory=time.perf_counter)
     ended: float | None = None
-    taken: int = 0
-    _of_step: float = 0.0
-    _latest: float = 0.0
-    _due: bool = False
 
-    def wants(self, step: int) -> bool:
-        """Whether this step is looked at."""
-        if self.share is None:
-            return is_sampled(step)
-        self._due = self._due or is_sampled(step)
-        if not self._due or not (self.taken == 0 or self.own + self._latest <= self.share * self.training):
-            return False
-        self._due = False
-        return True
-
-    def spent(self, seconds: float, sampling: bool) -> None:
-        """Count time that was spent in the profiler."""
+    def spent(self, seconds: float, looking: bool) -> None:
+        """Count time that was spent for the profiler."""
         self.own += seconds
-        if sampling:
-            self._of_step += seconds
-        else:
+        if not looking:
             self.always += seconds
 
-    def took(self) -> None:
-        """Count a step that was looked at."""
-        self.taken += 1
-        self._latest, self._of_step = self._of_step, 0.0
+    def pass_by(self, seconds: float) -> None:
+        """Count what a step cost of which nothing is kept."""
+        self.own += seconds
+        self.always += seconds
 
     def end(self) -> None:
         """Stop the clock."""
         self.ended = time.perf_counter()
+
+    @property
+    def room(self) -> float:
+        """Seconds that may be spent now; infinite without a limit."""
+        return math.inf if self.share is None else self.share * self.training - self.own
+
+    def time_of(self, seconds: float) -> float:
+        """When there will be room for so many seconds, on the clock, if nothing is spent before."""
+        return math.inf if not self.share else self.started + self.own + (self.own + seconds) / self.share
+
+    def time_of_always(self, part: float) -> float:
+        """When what every step costs will be no more than a part of the budget."""
+        return math.inf if not self.share else self.started + self.own + self.always / (part * self.share)
 
     @property
     def total(self) -> float:
@@ -91,3 +90,100 @@ class Budget:
     def overhead(self) -> float:
         """The share that was added to the time of the training."""
         return self.own / self.training
+
+
+class Rounds:
+    """Whose turn it is: a look goes round all modules, in each step as many of them as there is time for.
+
+    A round begins at each step that `is_sampled`, or as soon after it as the round before has ended. What a module
+    costs is guessed before its first turn, from its parameters and from how far the guesses for others were wrong.
+    """
+
+    def __init__(self) -> None:
+        self.taken = 0  # rounds that were completed
+        self._costs: dict[str, float] = {}  # seconds; guesses are in units of `_factor`
+        self._measured: set[str] = set()
+        self._guessed = self._found = 0.0  # seconds of the first turns
+        self._waiting: list[str] = []
+        self._due = False
+        self._asked = -1  # the last step that was asked about
+
+    def add(self, module: str) -> None:
+        """Let a module take part from the next round on."""
+        self._costs.setdefault(module, _A_LOOK)
+
+    def guess(self, module: str, seconds: float) -> None:
+        """Set what a look at a module may cost, before it had its first turn."""
+        if module not in self._measured:
+            self._costs[module] = seconds
+
+    def cost(self, module: str) -> float:
+        """What a look at a module costs, in seconds, as far as it is known; where it is guessed, rather too much."""
+        factor = _MARGIN * (self._found / self._guessed if self._guessed else 1.0)
+        return self._costs[module] * (1.0 if module in self._measured else factor)
+
+    @property
+    def whole(self) -> float:
+        """What a look at every module costs, in seconds."""
+        return sum(map(self.cost, self._costs))
+
+    @property
+    def done(self) -> float:
+        """How many rounds were made, the part of the present one included."""
+        begun = len(self._costs) - len(self._waiting) if self._waiting else 0
+        return self.taken + begun / max(len(self._costs), 1)
+
+    @property
+    def modules(self) -> int:
+        """How many modules there are."""
+        return len(self._costs)
+
+    @property
+    def seen(self) -> int:
+        """How many modules have had a turn."""
+        return len(self._measured)
+
+    def turn(self, step: int, room: float) -> list[str]:
+        """Return the modules to look at in this step, for which there are `room` seconds; none where it is no turn."""
+        self._due = self._due or any(map(is_sampled, range(max(self._asked + 1, step - _EVERY), step + 1)))
+        self._asked = step
+        if not self._waiting and self._due:
+            self._due, self._waiting = False, _spread(list(self._costs))
+        chosen: list[str] = []
+        new = 0
+        for module in self._waiting:
+            room -= self.cost(module)
+            new += module not in self._measured
+            # guesses about many are trusted only after some were right
+            if room < 0 or (math.isfinite(room) and new > max(len(self._measured), 1)):
+                break
+            chosen.append(module)
+        return chosen
+
+    @property
+    def next_cost(self) -> float:
+        """What a look at the module costs whose turn is next, in seconds."""
+        return self.cost(self._waiting[0]) if self._waiting else 0.0
+
+    def idle_steps(self, step: int) -> int:
+        """The next step in which it is anyone's turn, 0 where one waits for its turn already."""
+        return 0 if self._waiting else next(one for one in range(step, step + _EVERY + 1) if is_sampled(one))
+
+    def looked(self, modules: list[str], seconds: float) -> None:
+        """Note what a look at these modules has cost, which were the next in turn."""
+        shares = {one: seconds * self.cost(one) for one in modules}
+        whole = sum(self.cost(one) for one in modules)
+        for one, share in shares.items():
+            found = share / whole if whole else seconds / len(modules)
+            if one and one not in self._measured:  # what runs outside of all modules is like none of them
+                self._guessed, self._found = self._guessed + self._costs[one], self._found + found
+            self._costs[one] = found
+        self._measured.update(modules)
+        self._waiting = self._waiting[len(modules) :]
+        self.taken += not self._waiting
+
+
+def _spread(modules: list[str]) -> list[str]:
+    """Neighbours apart, so that the part of a round that a short run has time for is of the whole model."""
+    golden = (math.sqrt(5) - 1) / 2
+    return [modules[place] for place in sorted(range(len(modules)), key=lambda place: place * golden % 1)]

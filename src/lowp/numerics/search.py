@@ -62,9 +62,9 @@ def cheapest(record: Record, bits: int, what: str = "area", least_signal: float 
         layers[module] = str(chosen)
         work = sum(seen.multiplications or 1 for (path, _), seen in record.ops.items() if path == module)
         spent, whole = spent + work * _cost(chosen, what), whole + work
-        if module:
+        if path := record.within(module):
             name = str(chosen)
-            rules.append(Rule.of("contraction", where=module, input=name, weight=name, grad=name))
+            rules.append(Rule.of("contraction", where=path, input=name, weight=name, grad=name))
     base = presets.PRESETS["bf16"].policy
     policy = Policy((*rules, *base.rules), None, base.table, f"{bits}-bit")
     return Found(policy, layers, spent / whole if whole else 1.0, what)

@@ -7,8 +7,9 @@ optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+import time
+from collections.abc import Callable, Collection, Iterable
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lowp.kernels.spectra import count_tensor
+from lowp.numerics.models import Models
 from lowp.numerics.modes import (
     Paths,
     depth,
@@ -36,10 +38,12 @@ from lowp.numerics.updates import Updates
 from lowp.ops.observing import Observation
 from lowp.region import entries
 
-__all__ = ["Watch", "parameter_key"]
+__all__ = ["CallCosts", "Watch", "call_costs", "guessed_cost", "looked_at", "parameter_key"]
 
 _READ = ("contraction", "norm", "softmax", "wide")  # classes whose inputs are looked at
 _PROBES = 4
+# where guesses of what a look costs begin, in seconds; looks that were made correct them
+_A_TENSOR, _A_NUMBER, _TENSORS = 5e-5, 3e-9, 4
 
 
 def parameter_key(name: str, role: str, phase: str) -> Key:
@@ -56,14 +60,25 @@ class Seen(NamedTuple):
 
 
 class Watch(TorchFunctionMode):
-    """Looks at one step, from its first op to the optimizer's; what it saw is in `part` once `finish` was called."""
+    """Looks at one step, or at some modules in it, from its first op to the end; what it saw is in `part` then.
 
-    def __init__(self, step: int, paths: Paths, model: nn.Module, scale: Callable[[], float]) -> None:
+    `modules` are the paths of those that are looked at, None for all. `place` is how many function modes were in force
+    where the profile began. `seconds` counts the time that was spent here, and that which torch needs to come here.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        paths: Paths,
+        models: Models,
+        scale: Callable[[], float],
+        modules: Collection[str] | None = None,
+        place: int = 0,
+    ) -> None:
         super().__init__()
-        self.step, self.part = step, Part()
-        self._paths, self._scale = paths, scale
-        self._names = {id(one): name for name, one in model.named_parameters()}
-        self._parameters = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        self.step, self.part, self.seconds = step, Part(), 0.0
+        self._paths, self._models, self._scale, self._place = paths, models, scale, place
+        self._modules = None if modules is None else frozenset(modules)
         self._weight_gradients: dict[str, Seen] = {}
         self._gradients: dict[int, Seen] = {}
         self._hooked = 0
@@ -72,35 +87,75 @@ class Watch(TorchFunctionMode):
         self._weights: dict[str, Tensor] = {}
         self._ends: list[Callable[[], None]] = []
         self._told: list[Seen] = []
-        self._addresses = {local(one.detach()).data_ptr(): name for name, one in model.named_parameters()}
         self._passes = 0
+        self._is_on = False
+        self._costs = call_costs()
         self.on_backward: Callable[[Tensor], None] = lambda loss: None
 
-    # -- the forward pass ---------------------------------------------------------------------------------------------
-    def follow(self) -> None:
-        """Follow the modules that are called from now on."""
-        self._ends.append(self._paths.follow(self._entered, self._left))
-        for name, parameter in self._parameters:
-            listen: Any = parameter.register_post_accumulate_grad_hook
-            self._ends.append(listen(partial(self._accumulated, name)).remove)
+    # -- where it looks -----------------------------------------------------------------------------------------------
+    def looks_at(self, module: str) -> bool:
+        """Whether a module is looked at in this step."""
+        return self._modules is None or module in self._modules
 
-    def _accumulated(self, name: str, parameter: Tensor) -> None:
-        """Look at a gradient as backward leaves it: before it is clipped, which formats do not see."""
-        gradient = parameter.grad
-        if gradient is not None and not gradient.is_sparse:
-            key = parameter_key(name, "weight_grad", "backward")
-            self._weight_gradients[name] = looked_at(key, gradient, self._scale())
+    @property
+    def is_whole(self) -> bool:
+        """Whether every module is looked at."""
+        return self._modules is None
+
+    def rename(self, model: str) -> None:
+        """Put the name of the only model so far before each path."""
+        self.part = self.part.renamed(model)
+        self._prints = [one._replace(key=one.key.of_model(model)) for one in self._prints]
+        for number, seen in self._gradients.items():
+            self._gradients[number] = seen._replace(print=seen.print._replace(key=seen.print.key.of_model(model)))
+
+    def follow(self, running: nn.Module | None = None) -> None:
+        """Follow the modules that are called from now on; `running` is a model whose call has begun."""
+        self.pause()
+        self._ends.append(self._paths.follow(self._entered, self._left, self._modules, running))
+        for name, parameter in self._models.named_parameters():
+            if parameter.requires_grad and self.looks_at(name.rpartition(".")[0]):
+                listen: Any = parameter.register_post_accumulate_grad_hook
+                self._ends.append(listen(partial(self._accumulated, name)).remove)
+        self._turn(self.looks_at(self._paths.current))
+
+    def pause(self) -> None:
+        """Stop looking at ops, until `follow` is called again; what the optimizer does is still looked at."""
+        self._turn(False)
+        for end in self._ends:
+            end()
+        self._ends.clear()
+
+    def _turn(self, on: bool) -> None:
+        """Be in force or not."""
+        if on and not self._is_on:
+            put_on(self, self._place)
+            self._is_on = True
+        elif not on and self._is_on:
+            self._is_on = not take_off(self)
 
     def _entered(self, module: nn.Module) -> None:
-        if in_backward() and not is_on(self):  # a checkpoint computes again, where no mode is in force
-            self._computed_again = module
+        started = time.perf_counter()
+        if not in_backward():
+            self._turn(self.looks_at(self._paths.current))
+        elif self.looks_at(self._paths.current) and not is_on(self):
+            self._computed_again = module  # a checkpoint computes again, where no mode is in force
             put_on(self, depth())
+        self._spent(started, self._costs.hook)
 
     def _left(self, module: nn.Module, result: Any) -> None:
+        started = time.perf_counter()
         if self._computed_again is module:
             self._computed_again = None
             take_off(self)
+        elif not in_backward():
+            self._turn(self.looks_at(self._paths.around))
+        self._spent(started, self._costs.hook)
 
+    def _spent(self, started: float, around: float) -> None:
+        self.seconds += time.perf_counter() - started + around
+
+    # -- the forward pass ---------------------------------------------------------------------------------------------
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -113,10 +168,25 @@ class Watch(TorchFunctionMode):
             self.on_backward(args[0])
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
+        started = time.perf_counter()
         row = op_of(func)
-        if row is not None and not self._in_region():
+        if row is not None and self.looks_at(self._paths.current) and not self._in_region():
             self._saw(row.name, row.op_class, row.operands, (args, kwargs), result)
+        self._spent(started, self._costs.mode)
         return result
+
+    def _accumulated(self, name: str, parameter: Tensor) -> None:
+        """Look at a gradient as backward leaves it: before it is clipped, which formats do not see."""
+        started = time.perf_counter()
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_sparse:
+            key = parameter_key(name, "weight_grad", "backward")
+            self._weight_gradients[name] = looked_at(key, gradient, self._scale())
+        self._spent(started, self._costs.hook)
+
+    @cached_property
+    def _addresses(self) -> dict[int, str]:
+        return {local(one.detach()).data_ptr(): name for name, one in self._models.named_parameters()}
 
     def _in_region(self) -> bool:
         entry = entries.current()
@@ -124,13 +194,18 @@ class Watch(TorchFunctionMode):
 
     def observed(self, seen: Observation) -> None:
         """Count a tensor that a region of lowp's tells of: it knows the ops as the user called them."""
+        started = time.perf_counter()
+        self._observe(seen, self._models.path_of(seen.path))
+        self._spent(started, 0.0)
+
+    def _observe(self, seen: Observation, path: str) -> None:
         reads = seen.op_class in _READ
         if seen.phase == "backward" and seen.role == "grad" and (seen.tensor.ndim or reads):
-            key = Key(seen.path, seen.op, "grad", "backward")
+            key = Key(path, seen.op, "grad", "backward")
             self._told.append(looked_at(key, seen.tensor, self._scale()))
         if seen.phase != "forward" or in_backward():
             return
-        op = self._op(seen.path, seen.op, seen.op_class, "input weight")
+        op = self._op(path, seen.op, seen.op_class, "input weight")
         name = self._addresses.get(seen.tensor.data_ptr()) if seen.role == "weight" else None
         if seen.role == "output":
             op.calls += 1
@@ -139,7 +214,7 @@ class Watch(TorchFunctionMode):
         elif seen.role == "output" or reads:
             to = seen.cast.format if seen.cast is not None else str(seen.tensor.dtype).removeprefix("torch.")
             op.dtypes[seen.role] = str(to)
-            self._count(Key(seen.path, seen.op, seen.role, "forward"), seen.tensor)
+            self._count(Key(path, seen.op, seen.role, "forward"), seen.tensor)
 
     def _saw(self, op: str, op_class: str, operands: str, given: tuple[Any, Any], result: Any) -> None:
         """Count an op that has run."""
@@ -174,7 +249,7 @@ class Watch(TorchFunctionMode):
         roles = seen.operands.split()
         for place, one in enumerate(one for one in tensors_in(given) if one.is_floating_point()):
             role = roles[place] if place < len(roles) else ""
-            name = self._names.get(id(one))
+            name = self._models.parameters.get(id(one))
             if name is not None:
                 seen.parameters[role or name.rpartition(".")[2]] = name
             elif role in ("input", "weight"):
@@ -197,7 +272,9 @@ class Watch(TorchFunctionMode):
         number = self._hooked
 
         def arrived(gradient: Tensor) -> None:
+            started = time.perf_counter()
             self._gradients[number] = looked_at(key, gradient, self._scale())
+            self._spent(started, self._costs.hook)
 
         output.register_hook(arrived)  # type: ignore[no-untyped-call]
 
@@ -205,7 +282,7 @@ class Watch(TorchFunctionMode):
     def before_step(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Look at weights, and at gradients that no backward pass has left."""
         for name, parameter in parameters:
-            if name in self._weights:
+            if name in self._weights or not self.looks_at(name.rpartition(".")[0]):
                 continue
             weight = local(parameter.detach())
             self._count(parameter_key(name, "weight", "step"), weight)
@@ -233,15 +310,9 @@ class Watch(TorchFunctionMode):
             counts += seen.spectrum.octaves
         return counts
 
-    def stop(self) -> None:
-        """Stop looking at ops; the step of the optimizer is still to come."""
-        for end in self._ends:
-            end()
-        self._ends.clear()
-
     def finish(self) -> Part:
         """Count the gradients that have arrived and return all that was seen."""
-        self.stop()
+        self.pause()
         for seen in (*self._gradients.values(), *self._told, *self._weight_gradients.values()):
             self._keep(seen)
         self._gradients.clear()
@@ -251,13 +322,62 @@ class Watch(TorchFunctionMode):
         return self.part
 
 
+class CallCosts(NamedTuple):
+    """Seconds that torch needs to call a function mode for one of its functions, and a hook."""
+
+    mode: float
+    hook: float
+
+
+@cache
+def call_costs() -> CallCosts:
+    """What calls of Python cost around what is written in them, measured once: the profiler cannot see it otherwise."""
+    x, module = torch.zeros(1, device="cpu"), nn.Identity()
+    plain, called = _fastest(partial(torch.neg, x)), _fastest(partial(module, x))
+    with _Nothing():
+        mode = _fastest(partial(torch.neg, x)) - plain
+    handle = module.register_forward_hook(_Nothing.hook)
+    try:
+        return CallCosts(max(mode, 0.0), max(_fastest(partial(module, x)) - called, 0.0))
+    finally:
+        handle.remove()
+
+
+def _fastest(call: Callable[[], object], runs: int = 20) -> float:
+    taken = []
+    for _ in range(runs):
+        started = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - started)
+    return min(taken)
+
+
+class _Nothing(TorchFunctionMode):
+    """A function mode, and a hook, that add nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def hook(module: nn.Module, given: Any, output: Any) -> None:
+        pass
+
+
+def guessed_cost(module: nn.Module, written: int) -> float:
+    """What a look at a module that writes so many numbers may take, in seconds, before one was made."""
+    own = [one.numel() for one in module.parameters(recurse=False)]
+    # input, output and gradient; of a parameter value, gradient and update, which is counted twice
+    return (_TENSORS + _TENSORS * len(own)) * _A_TENSOR + (_TENSORS * sum(own) + 3 * written) * _A_NUMBER
+
+
 def looked_at(key: Key, tensor: Tensor, scale: float = 1.0) -> Seen:
     """Count a tensor divided by `scale`, in one read, and take its print: the sum of its bits, and a few numbers."""
     flat = local(tensor.detach()).reshape(-1)
     counts, last = count_tensor(flat, scale), flat.numel() - 1
     numbers: list[float] = []
     if last >= 0:
-        few = flat[[last * place // (_PROBES - 1) for place in range(_PROBES)]].float()
+        places = [last * place // (_PROBES - 1) for place in range(_PROBES)]
+        few: Any = flat.numpy()[places] if flat.is_cpu and flat.dtype is torch.float32 else flat[places].float()
         numbers = (few / scale if scale != 1.0 else few).tolist()
     return Seen(Spectrum.from_counts(counts, last + 1), Print(key, counts.checksum, tuple(numbers)))
 

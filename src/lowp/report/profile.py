@@ -14,7 +14,7 @@ from lowp.numerics.prediction import Window
 from lowp.numerics.record import Record
 from lowp.report.tables import plain_table, show
 
-__all__ = ["findings", "headline", "print_profile", "scale_line", "verdict_line", "verdict_table"]
+__all__ = ["findings", "headline", "print_profile", "scale_line", "unseen", "verdict_line", "verdict_table"]
 
 _MARKS = {"error": ("✗", "red"), "warning": ("!", "yellow")}
 
@@ -27,6 +27,8 @@ def print_profile(console: Console, record: Record, advice: Advice, next_command
         console.print(line)
     show(console, verdict_table(advice.verdicts))
     console.print(escape(scale_line(advice.window)))
+    if left_out := unseen(record):
+        console.print(escape(left_out))
     if next_command:
         console.print(f"Next: {escape(next_command)}")
     if advice.findings:
@@ -37,7 +39,7 @@ def headline(record: Record) -> str:
     """What was profiled, how much of it was seen, and what that cost."""
     header, sampling = record.header, record.sampling
     parts = [str(header.get("title", header.get("model", "a model"))), f"{header.get('parameters', 0):,} parameters"]
-    parts += [f"{len(record.tensors)} tensors", f"{len(record.sampled)} sampled step{'s'[: len(record.sampled) != 1]}"]
+    parts += [f"{len(record.tensors)} tensors", _looks(record)]
     overhead = sampling.get("overhead")
     if overhead is not None:
         budget = sampling.get("max_overhead")
@@ -46,6 +48,26 @@ def headline(record: Record) -> str:
     if not record.complete:
         parts.append("the run did not end")
     return " · ".join(parts)
+
+
+def _looks(record: Record) -> str:
+    """How often each tensor was looked at: in whole steps, or spread over steps as a budget allowed."""
+    steps, looks = len(record.sampled), record.sampling.get("looks")
+    if record.sampling.get("max_overhead") is None or looks is None:
+        return f"{steps} sampled step{'s'[: steps != 1]}"
+    return f"{looks:.1f} look{'s'[: looks != 1]} at each module over {steps} step{'s'[: steps != 1]}"
+
+
+def unseen(record: Record) -> str:
+    """What a budget left out, and what to do; '' where every module was looked at."""
+    modules, seen = record.sampling.get("modules", 0), record.sampling.get("modules_seen", 0)
+    if seen >= modules or record.sampling.get("max_overhead") is None:
+        return ""
+    share = 100 * record.sampling["max_overhead"]
+    return (
+        f"{seen} of {modules} modules were looked at in {share:g} % of {record.sampling['total_seconds']:.2g} s: "
+        "--max-overhead none looks at all of them, and so does a longer run"
+    )
 
 
 def verdict_line(advice: Advice) -> str:

@@ -324,6 +324,7 @@ def _method(record: Record) -> str:
     rows = [
         ("sampled steps", ", ".join(map(str, record.sampled))),
         ("steps in all", sampling.get("steps", "")),
+        ("modules that were looked at", f"{sampling.get('modules_seen', '')} of {sampling.get('modules', '')}"),
         (
             "overhead",
             f"{100 * sampling['overhead']:.2f} %" if "overhead" in sampling else "unknown: the run was killed",

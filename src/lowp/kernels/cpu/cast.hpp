@@ -157,6 +157,7 @@ struct Kernels {
   void (*statistics)(const Task&, Statistics*, double* partial_sums, int64_t begin, int64_t end);
   void (*spectrum)(const Task&, float scale, SpectrumSeen*, double* partial_sums, int64_t begin, int64_t end);
   void (*updates)(const Update&, UpdatesSeen*, double* energy, int64_t begin, int64_t end);
+  int32_t (*largest)(const float* in, int64_t count);
   void (*effects)(const Task&, const void* previous, Statistics*, double* partial_sums, Effects*, int64_t begin,
                   int64_t end);
   void (*random_words)(uint64_t seed, uint64_t counter, int64_t counters, uint32_t* out);

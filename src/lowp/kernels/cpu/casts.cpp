@@ -320,6 +320,24 @@ LOWP_EXPORT int lowp_spectrum(int type, const void* x, int64_t count, double sca
   return 0;
 }
 
+// The largest |x| of several fp32 tensors, 0 of none; infinite or NaN where an element is.
+LOWP_EXPORT float lowp_largest(const float* const* tensors, const int64_t* counts, int64_t number, int threads) {
+  const Kernels& kernel = kernels();
+  int32_t most = 0;
+  for (int64_t place = 0; place < number; ++place) {
+    const float* const x = tensors[place];
+    std::mutex merging;
+    parallel_for(counts[place], kBlock, enough_threads(counts[place], threads), [&](int64_t begin, int64_t end) {
+      const int32_t found = kernel.largest(x + begin, end - begin);
+      std::lock_guard<std::mutex> lock(merging);
+      if (found > most) most = found;
+    });
+  }
+  float value;
+  std::memcpy(&value, &most, sizeof most);
+  return value;
+}
+
 // What the profiler records of a step of fp32 weights. counts: the joint counts, then those without an update; energy:
 // 96 sums of squares of the gradients, added up piece by piece in an order that does not depend on the threads.
 LOWP_EXPORT void lowp_updates(const float* weight, const float* update, const float* gradient, int64_t count,
@@ -331,12 +349,18 @@ LOWP_EXPORT void lowp_updates(const float* weight, const float* update, const fl
   double sums[kPieces][kUpdateRows] = {};
   std::mutex merging;
   std::memset(counts, 0, sizeof(int64_t) * (kUpdateCells + 1));
-  parallel_for(kPieces, 1, enough_threads(count, threads), [&](int64_t from, int64_t to) {
-    UpdatesSeen own{};
+  const auto count_pieces = [&](UpdatesSeen* seen, int64_t from, int64_t to) {
     for (int64_t i = from; i < to; ++i) {
       const int64_t begin = i * piece < count ? i * piece : count;
-      kernel.updates(given, &own, sums[i], begin, begin + piece < count ? begin + piece : count);
+      kernel.updates(given, seen, sums[i], begin, begin + piece < count ? begin + piece : count);
     }
+  };
+  const int used = enough_threads(count, threads);
+  static_assert(sizeof(UpdatesSeen) == sizeof(int64_t) * (kUpdateCells + 1), "counts are laid out as UpdatesSeen");
+  if (used == 1) count_pieces(reinterpret_cast<UpdatesSeen*>(counts), 0, kPieces);
+  if (used > 1) parallel_for(kPieces, 1, used, [&](int64_t from, int64_t to) {
+    UpdatesSeen own{};
+    count_pieces(&own, from, to);
     std::lock_guard<std::mutex> lock(merging);
     for (int cell = 0; cell < kUpdateCells; ++cell) counts[cell] += own.joint[cell];
     counts[kUpdateCells] += own.none;

@@ -93,6 +93,17 @@ static void spectrum(const Task& task, float scale, SpectrumSeen* seen, double* 
   delete tables;
 }
 
+// The bits of the largest magnitude: those of infinities and NaN are beyond all others.
+static int32_t largest(const float* in, int64_t count) {
+  int32_t most = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t magnitude = static_cast<int32_t>(bits_of(in[i]) & 0x7fffffff);
+    most = magnitude > most ? magnitude : most;
+  }
+  return most;
+}
+
 // Where an exponent is counted: its field less `lowest`, as far as there are rows.
 static inline int row_of(uint32_t bits, int lowest) {
   const int row = static_cast<int>(bits >> 23 & 255) - 127 - lowest;

@@ -1,0 +1,65 @@
+"""Which optimizers train the models, and when each of them has had its step: a step of several is one of each."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lowp.compat import unwrapped
+from lowp.numerics.models import Models
+
+__all__ = ["Cycle"]
+
+_FORGOTTEN = 64  # steps of others after which an optimizer is no longer waited for
+
+
+class Cycle:
+    """The optimizers that step, in turn. A step of the training ends when each has stepped, or one has so twice."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._found: dict[int, tuple[int, list[tuple[str, nn.Parameter]]]] = {}
+        self._last: dict[int, int] = {}  # by optimizer, when it stepped last, counted in steps of all
+        self._optimizers: dict[int, Optimizer] = {}
+        self._stepped: set[int] = set()
+        self._count = 0
+
+    def parameters(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+        """The parameters of the models that an optimizer steps, with their names in the record."""
+        state = len(self._models.parameters) + len(self._models.roots)
+        for group in optimizer.param_groups:
+            state += len(group["params"]) << 32
+        known = self._found.get(id(optimizer))
+        if known is None or known[0] != state:
+            names = self._models.parameters
+            given = [one for group in optimizer.param_groups for one in group["params"]]
+            known = state, [(names[id(one)], one) for one in given if id(one) in names]
+            self._found[id(optimizer)] = known
+        return known[1]
+
+    def ends_with(self, optimizer: Optimizer) -> bool:
+        """Note that an optimizer has stepped; whether that ends the step of the training."""
+        one = id(optimizer)
+        is_new = one not in self._last
+        self._optimizers[one] = optimizer
+        self._count += 1
+        self._last[one] = self._count
+        if is_new or len(self._last) == 1:  # those that step first in the loop begin the steps to come
+            self._stepped.clear()
+            return True
+        waited_for = {other for other, last in self._last.items() if self._count - last < _FORGOTTEN}
+        if one not in self._stepped and not (self._stepped | {one}) >= waited_for:
+            self._stepped.add(one)
+            return False
+        self._stepped.clear()
+        return True
+
+    @property
+    def alone(self) -> Optimizer | None:
+        """The only optimizer that steps; None where there are others, or none has yet."""
+        return next(iter(self._optimizers.values())) if len(self._optimizers) == 1 else None
+
+    def trains(self, model: nn.Module) -> bool:
+        """Whether an optimizer that has stepped holds a parameter of the model."""
+        trained = {id(one) for _, found in self._found.values() for _, one in found}
+        return any(id(one) in trained for one in unwrapped(model).parameters())

@@ -1,0 +1,110 @@
+"""The models that are watched: one, or several with their names, and what belongs to which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from lowp.compat import unwrapped
+from lowp.errors import InvalidInput
+from lowp.numerics.identity import header_of
+
+__all__ = ["Models"]
+
+
+class Models:
+    """Models by name. Paths of modules and parameters begin with the model's name where there is more than one model.
+
+    `roots` are the models as they are called, wrapped or not; `modules` maps every path to its module, `paths` the id
+    of a module to its path, `parameters` the id of a parameter to its name.
+    """
+
+    def __init__(self, given: nn.Module | Mapping[str, nn.Module]) -> None:
+        models = dict(given) if isinstance(given, Mapping) else {"": given}
+        if not models:
+            raise InvalidInput("a profile needs a model: the dictionary of models is empty")
+        for one in models.values():
+            _check(one)
+        self.roots: dict[str, nn.Module] = {}
+        self.modules: dict[str, nn.Module] = {}
+        self.paths: dict[int, str] = {}
+        self.parameters: dict[int, str] = {}
+        self._first = ""  # what the first model would be called beside others
+        for name, one in models.items():
+            self._add(name if len(models) > 1 else "", one)
+
+    def add(self, model: nn.Module) -> str:
+        """Watch one more model; return the name that the first one gets by that, '' where all have theirs."""
+        _check(model)
+        renamed = self._first if "" in self.roots else ""
+        if renamed:
+            self.roots = {renamed: self.roots.pop("")}
+            self.paths = {one: _joined(renamed, path) for one, path in self.paths.items()}
+            self.modules = {_joined(renamed, path): module for path, module in self.modules.items()}
+            self.parameters = {one: _joined(renamed, name) for one, name in self.parameters.items()}
+        self._add(self._free(type(unwrapped(model)).__name__), model)
+        return renamed
+
+    def _add(self, name: str, model: nn.Module) -> None:
+        inner = unwrapped(model)
+        self.roots[name] = model
+        self._first = self._first or type(inner).__name__
+        for path, module in inner.named_modules():
+            if id(module) not in self.paths:
+                full = _joined(name, path.replace("._orig_mod", ""))
+                self.paths[id(module)], self.modules[full] = full, module
+        for path, parameter in inner.named_parameters():
+            self.parameters.setdefault(id(parameter), _joined(name, path))
+
+    def _free(self, name: str) -> str:
+        """The name, with a number where another model has it."""
+        number, free = 1, name
+        while free in self.roots:
+            number += 1
+            free = f"{name}{number}"
+        return free
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Each model without its wrappers."""
+        return map(unwrapped, self.roots.values())
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether a module is one of a model's, or wraps one."""
+        return id(unwrapped(module)) in self.paths
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter with the name that the record has for it."""
+        for model in self:
+            for one in model.parameters():
+                yield self.parameters[id(one)], one
+
+    def named_buffers(self) -> Iterator[tuple[str, Any]]:
+        """Every buffer with its name."""
+        for name, model in zip(self.roots, self, strict=True):
+            for path, buffer in model.named_buffers():
+                yield _joined(name, path), buffer
+
+    def path_of(self, path: str) -> str:
+        """The path in the record of one that is relative to a model: the first model's that has it."""
+        return next((full for name in self.roots if (full := _joined(name, path)) in self.modules), path)
+
+    def header(self, precision: Any) -> dict[str, Any]:
+        """What a record says of the models: plain data."""
+        told = header_of(list(self), precision)
+        return {**told, "models": [name for name in self.roots if name]} if len(self.roots) > 1 else told
+
+
+def _joined(name: str, path: str) -> str:
+    return ".".join(filter(None, (name, path)))
+
+
+def _check(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a profile needs a torch module, not {type(model).__name__}")
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise InvalidInput(
+            "the model was compiled in place by model.compile(), within which nothing can be watched: profile it "
+            "before that, or compile it by torch.compile(model) and give what that returns"
+        )

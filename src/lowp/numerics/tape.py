@@ -1,0 +1,182 @@
+"""What a step is remembered by, so that it can be run again: calls of the models, and what was computed of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lowp.numerics.modes import put_on, source_line, take_off, tensors_in
+from lowp.region import entries
+
+__all__ = ["Call", "Slot", "Tape", "mapped", "random_state", "set_random_state"]
+
+_MOST_CALLS = 16  # of models in one step; more are no training step, but for example a rollout
+
+
+class Slot(NamedTuple):
+    """Stands for a tensor that the step has computed, which the tape does not keep."""
+
+    number: int
+
+
+@dataclass
+class Call:
+    """A call of a model, or of a function of torch's on what came of one.
+
+    In `args` and `kwargs` a Slot stands where a tensor is that an earlier call has given; the other tensors are kept.
+    `results` numbers the tensors that this call gave.
+    """
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    line: str = ""
+    results: list[int] = field(default_factory=list)
+    random: list[Tensor] | None = None  # of a model: what the random state was
+
+
+class Tape(TorchFunctionMode):
+    """The calls of one step, from the first of a model to the backward pass.
+
+    It keeps what the models were given and the random state, and of what was computed the order alone: no tensor lives
+    longer for it. A function mode, in force between the first call of a model and the end of the step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_backward: Callable[[Tensor], None] = lambda loss: None
+        self.calls: list[Call] = []
+        self.loss: int | None = None  # its number
+        self.autocast: list[tuple[str, bool, torch.dtype]] = []
+        self.region: Any = None
+        self.dispatched = 0  # calls that went through this mode, each of which cost time
+        self._numbers: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
+        self._count = self._models = 0
+        self._waiting: Call | None = None
+        self._records = self._is_on = self._is_over = False
+
+    def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Remember a call of a model that is about to run, together with those since the last backward pass."""
+        if self._waiting is not None:
+            return  # within the call of another one
+        if self._is_over or self._models >= _MOST_CALLS:
+            self.forget()
+        if not self.calls:
+            entry = entries.current()
+            inside = entry is not None and entry.engine is not None
+            self.region = entry.region if inside and entry is not None else None
+            self.autocast = [] if inside else [one for one in entries.autocast_state() if one[1]]
+        self._waiting = Call(model, self._kept(args), self._kept(kwargs), random=random_state())
+        self._records = False
+
+    def open(self, model: nn.Module, output: Any, place: int) -> None:
+        """Record what is computed of the output of a call that was begun."""
+        call = self._waiting
+        if call is None or call.function is not model:
+            return
+        self._waiting, self._records = None, True
+        self._models += 1
+        self._add(call, output)
+        if not self._is_on:
+            put_on(self, place)
+            self._is_on = True
+
+    def end(self, loss: Tensor) -> None:
+        """Note the loss, after which nothing more is recorded."""
+        slot = self._slot(loss)
+        self.loss = slot.number if isinstance(slot, Slot) else None
+        self._records, self._is_over = False, True
+
+    def close(self) -> None:
+        """Stop recording; what was recorded is kept until the next step."""
+        self._records = False
+        if self._is_on:
+            take_off(self)
+            self._is_on = False
+
+    def forget(self) -> None:
+        """Let go of the tensors of a step that has ended."""
+        self.calls.clear()
+        self._numbers.clear()
+        self.loss = self._waiting = None
+        self._count = self._models = 0
+        self._is_over = False
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that were called, each once."""
+        called = [one.function for one in self.calls if isinstance(one.function, nn.Module)]
+        return list({id(one): one for one in called}.values())
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a call and remember it."""
+        kwargs = kwargs or {}
+        self.dispatched += 1
+        if not self._records:
+            return func(*args, **kwargs)
+        if func is Tensor.backward:
+            self.on_backward(args[0])
+            return func(*args, **kwargs)
+        call = Call(func, self._kept(args), self._kept(kwargs), source_line())
+        result = func(*args, **kwargs)
+        self._add(call, result)
+        return result
+
+    def _add(self, call: Call, result: Any) -> None:
+        for one in tensors_in(result):
+            self._numbers[id(one)] = (self._count, weakref.ref(one))
+            call.results.append(self._count)
+            self._count += 1
+        self.calls.append(call)
+
+    def _kept(self, value: Any) -> Any:
+        return mapped(self._slot, value) if self._numbers else value
+
+    def _slot(self, x: Tensor) -> Tensor | Slot:
+        """The number of a tensor that the step has computed; any other tensor as it is."""
+        known = self._numbers.get(id(x))
+        return Slot(known[0]) if known is not None and known[1]() is x else x
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """The value with its tensors and slots changed, in lists, tuples and dictionaries as well."""
+    if isinstance(value, (Tensor, Slot)):
+        return change(value)
+    if isinstance(value, dict):
+        changed = {key: mapped(change, one) for key, one in value.items()}
+        return changed if type(value) is dict else _like(value, changed)
+    if isinstance(value, (list, tuple)):
+        parts = [mapped(change, one) for one in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def _like(value: dict[Any, Any], changed: dict[Any, Any]) -> Any:
+    """A dictionary of the same kind, such as the batches and outputs of transformers, where it can be made."""
+    try:
+        return type(value)(changed)
+    except TypeError:
+        return changed
+
+
+def random_state() -> list[Tensor]:
+    """The state of torch's generators."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.extend(torch.cuda.get_rng_state_all())
+    return states
+
+
+def set_random_state(states: list[Tensor]) -> None:
+    """Put torch's generators into a state again."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
