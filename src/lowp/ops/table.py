@@ -56,7 +56,8 @@ class Row:
         """Return the runner for calls under a rule: a shorter one where the rule has it."""
         takes_casts = rule is not None and not rule.is_empty
         spelled = self.product if self.product and takes_casts else self.runner
-        shorter = runner(_SHORTER[spelled])(rule) if takes_casts and spelled in _SHORTER else None
+        is_short = takes_casts and spelled in _SHORTER and not torch.compiler.is_compiling()
+        shorter = runner(_SHORTER[spelled])(rule) if is_short else None
         return shorter or runner(spelled)
 
 
