@@ -20,7 +20,7 @@ from lowp.kernels.triton import steps
 from lowp.kernels.triton.device import casts, codes, counts, products, scaled, updates
 from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, INTEGER_NAMES, Codes, Numbers, exact, is_direct, layout, plan
-from lowp.kernels.triton.products import TILE
+from lowp.kernels.triton.products import CHAINED_TILE, TILE
 from lowp.kernels.triton.scaled import Shared, planned
 from lowp.kernels.triton.steps import Momentum, Moves
 
@@ -262,4 +262,5 @@ def configurations() -> Iterator[Configuration]:
 
 def products_of_integers() -> Iterator[Configuration]:
     """Yield the int16 products, which need tensor cores for int8: compute capability 8.0 and above."""
-    yield from (product(kind, TILE) for kind in ("int16", "int64", "fp32", "fp64", "chained"))
+    yield from (product(kind, TILE) for kind in ("int16", "int64", "fp32", "fp64"))
+    yield product("chained", CHAINED_TILE)

@@ -10,6 +10,7 @@ from lowp.kernels.triton.launch import run
 
 DEPTH = 1 << 15  # of one launch, beyond which a sum of products of digits might leave int32
 TILE = (128, 64, 64, 8)  # rows, columns, depth and warps of a program
+CHAINED_TILE = (64, 32, 64, 8)  # beside its exact sums a chained product has sums in fp32
 _KINDS = {torch.int64: "int64", torch.float64: "fp64", torch.float32: "fp32", torch.int16: "int16"}
 
 
@@ -29,7 +30,7 @@ def matmul(
         return result, seen
     if depth > DEPTH and not chained:
         return _in_pieces(left, right, scale, dtype, lowest)
-    rows, columns, inner, warps = _tile(left, m, n, depth)
+    rows, columns, inner, warps = _tile(left, m, n, depth, chained)
     grid = (-(-m // rows), -(-n // columns), batch)
     kind = "chained" if chained else _KINDS[dtype]
     strides = (left.stride(0), left.stride(1), left.stride(2), right.stride(0), right.stride(1), right.stride(2))
@@ -38,9 +39,9 @@ def matmul(
     return result, seen
 
 
-def _tile(left: Tensor, m: int, n: int, depth: int) -> tuple[int, int, int, int]:
+def _tile(left: Tensor, m: int, n: int, depth: int, chained: bool) -> tuple[int, int, int, int]:
     if not left.is_cpu:
-        return TILE
+        return CHAINED_TILE if chained else TILE
     size = (min(64, max(16, 1 << (one - 1).bit_length())) for one in (m, n))
     return (*size, min(256, max(16, 1 << (depth - 1).bit_length())), 4)  # type: ignore[return-value]
 
