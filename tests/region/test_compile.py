@@ -42,6 +42,17 @@ def test_a_region_around_a_compiled_model(model: Net, precision: str) -> None:
 
 
 @compiles
+def test_compiled_attention_is_one_graph() -> None:
+    torch._dynamo.reset()
+    layer, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 4, 8)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with autocast("bf16"):  # torch's own products where the processor multiplies bf16, else rounded ones
+        y, z = (net(x, x, x, need_weights=False)[0] for net in (compiled, layer))
+    assert y.dtype is z.dtype is torch.bfloat16
+    assert torch.equal(y, z)
+
+
+@compiles
 def test_compiled_products_on_the_cpu_of_a_machine_with_an_accelerator_are_not_left_to_torch_autocast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

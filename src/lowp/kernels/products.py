@@ -54,7 +54,8 @@ __all__ = [
     "torchs_own_device",
 ]
 
-_SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+# Casts to the dtypes that devices multiply; made here, since torch.compile does not trace the making of a cast
+_TO_NEAREST = {torch.float16: Cast(FORMATS["fp16"]), torch.bfloat16: Cast(FORMATS["bf16"])}
 _BLOCK_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -219,11 +220,11 @@ def is_native(output: Cast | None, *operands: Tensor) -> bool:
     There it sums in fp32 and rounds once, bias included. What a CPU does otherwise has to be asked for.
     """
     dtype = operands[0].dtype
-    if output is None or dtype not in _SIXTEEN_BITS:
+    if output is None or dtype not in _TO_NEAREST:
         return False
     if torchs_own_device(operands[0], dtype, is_fused=len(operands) > 2) is None:
         return False
-    return all(one.dtype is dtype for one in operands) and output == Cast(FORMATS[_SIXTEEN_BITS[dtype]])
+    return all(one.dtype is dtype for one in operands) and output == _TO_NEAREST[dtype]
 
 
 def is_torchs_own(x: Tensor, is_exact: bool = False) -> bool:
