@@ -307,6 +307,18 @@ def test_a_model_that_comes_later_gives_names_to_both(tmp_path: Path) -> None:
         assert not any(key.module.startswith("body") for key in record.tensors)
 
 
+def test_what_was_seen_of_a_step_before_a_model_came_has_the_names_it_gave() -> None:
+    generator, critic = Pair(3, 4), Pair(4, 1)
+    optimizer = torch.optim.SGD([*generator.parameters(), *critic.parameters()], lr=0.1)
+    with lowp.profile(critic, max_overhead=None) as profile:
+        critic(torch.randn(6, 4)).mean().backward()
+        waits = critic(torch.randn(6, 4)).mean()
+        profile.add(generator)
+        (waits + critic(generator(torch.randn(6, 3))).mean()).backward()
+        optimizer.step()
+    assert {key.module.split(".")[0] for key in profile.record.tensors} == {"", "Pair", "Pair2"}
+
+
 def train_alone(model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):

@@ -58,6 +58,10 @@ class Seen(NamedTuple):
     spectrum: Spectrum
     print: Print
 
+    def of_model(self, name: str) -> Seen:
+        """The same with a model's name before the path."""
+        return self._replace(print=self.print._replace(key=self.print.key.of_model(name)))
+
 
 class Watch(TorchFunctionMode):
     """Looks at one step, or at some modules in it, from its first op to the end; what it saw is in `part` then.
@@ -89,6 +93,7 @@ class Watch(TorchFunctionMode):
         self._told: list[Seen] = []
         self._passes = 0
         self._is_on = False
+        self._first = ""  # what the first model was called when there came to be several
         self._costs = call_costs()
         self.on_backward: Callable[[Tensor], None] = lambda loss: None
 
@@ -104,10 +109,14 @@ class Watch(TorchFunctionMode):
 
     def rename(self, model: str) -> None:
         """Put the name of the only model so far before each path."""
+        self._first = model
         self.part = self.part.renamed(model)
         self._prints = [one._replace(key=one.key.of_model(model)) for one in self._prints]
-        for number, seen in self._gradients.items():
-            self._gradients[number] = seen._replace(print=seen.print._replace(key=seen.print.key.of_model(model)))
+        self._gradients = {number: seen.of_model(model) for number, seen in self._gradients.items()}
+        self._told = [seen.of_model(model) for seen in self._told]
+        self._weight_gradients = {
+            f"{model}.{name}": seen.of_model(model) for name, seen in self._weight_gradients.items()
+        }
 
     def follow(self, running: nn.Module | None = None) -> None:
         """Follow the modules that are called from now on; `running` is a model whose call has begun."""
@@ -269,11 +278,12 @@ class Watch(TorchFunctionMode):
     def _await_gradient(self, key: Key, output: Tensor) -> None:
         """Count the gradient of an output; the last one of each hook, where a pass is tried with several scales."""
         self._hooked += 1
-        number = self._hooked
+        number, first = self._hooked, self._first
 
         def arrived(gradient: Tensor) -> None:
             started = time.perf_counter()
-            self._gradients[number] = looked_at(key, gradient, self._scale())
+            name = key if first == self._first else key.of_model(self._first)
+            self._gradients[number] = looked_at(name, gradient, self._scale())
             self._spent(started, self._costs.hook)
 
         output.register_hook(arrived)  # type: ignore[no-untyped-call]
