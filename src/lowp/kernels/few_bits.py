@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -60,10 +59,9 @@ class Signs(NamedTuple):
 # -- codes ------------------------------------------------------------------------------------------------------------
 def whole_levels(values: Sequence[float]) -> tuple[list[int], float] | None:
     """The values of codes as whole numbers times a power of two; None where these are beyond 64."""
-    nonzero = [abs(Fraction(value)) for value in values if value]
-    unit = 1 / Fraction(max((one.denominator for one in nonzero), default=1))
-    whole = [int(Fraction(value) / unit) for value in values]
-    return (whole, float(unit)) if max(map(abs, whole)) <= 64 else None
+    per_unit = max(float(value).as_integer_ratio()[1] for value in values)  # of floats a power of two
+    whole = [int(value * per_unit) for value in values]
+    return (whole, 1 / per_unit) if max(map(abs, whole)) <= 64 else None
 
 
 def pack_codes(codes: Tensor, scales: Tensor, levels: Sequence[int], group: int) -> Codes:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowp.kernels.spectra import count_tensor
+from lowp.compat import real_tensors
+from lowp.kernels.spectra import count_tensor, numbers_at
 from lowp.numerics.models import Models
 from lowp.numerics.modes import (
     Paths,
@@ -342,7 +343,8 @@ class CallCosts(NamedTuple):
 @cache
 def call_costs() -> CallCosts:
     """What calls of Python cost around what is written in them, measured once: the profiler cannot see it otherwise."""
-    x, module = torch.zeros(1, device="cpu"), nn.Identity()
+    with real_tensors():
+        x, module = torch.zeros(1, device="cpu"), nn.Identity()
     plain, called = _fastest(partial(torch.neg, x)), _fastest(partial(module, x))
     with _Nothing():
         mode = _fastest(partial(torch.neg, x)) - plain
@@ -386,9 +388,7 @@ def looked_at(key: Key, tensor: Tensor, scale: float = 1.0) -> Seen:
     counts, last = count_tensor(flat, scale), flat.numel() - 1
     numbers: list[float] = []
     if last >= 0:
-        places = [last * place // (_PROBES - 1) for place in range(_PROBES)]
-        few: Any = flat.numpy()[places] if flat.is_cpu and flat.dtype is torch.float32 else flat[places].float()
-        numbers = (few / scale if scale != 1.0 else few).tolist()
+        numbers = numbers_at(flat, [last * place // (_PROBES - 1) for place in range(_PROBES)], scale)
     return Seen(Spectrum.from_counts(counts, last + 1), Print(key, counts.checksum, tuple(numbers)))
 
 
