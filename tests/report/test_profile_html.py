@@ -100,7 +100,8 @@ def test_faults_skips_and_a_second_run_are_shown(record: Record) -> None:
     finally:
         record.part.faults.clear()
         record.part.steps.pop()
-    assert "train.py:8" in text and "step 5 was skipped" in text and "Two runs" in text
+    assert "train.py:8" in text and "step 5 was skipped" in text
+    assert "Two runs" in text and "largest: second run" in text
 
 
 def dump(file: Path) -> str:

@@ -27,7 +27,10 @@
     return { all, flushed, subnormal, overflow };
   };
 
-  const cell = 12, line = 16, left = 230;
+  const shown = 34; // characters of a label
+  const cell = 12, line = 16, glyph = 6.8;
+  const labels = Object.values(data.maps).flat().map((row) => Math.min(row[0].length, shown));
+  const left = 12 + glyph * Math.max(0, ...labels); // the same for all maps, whose columns stand below each other
   const draw = (section) => {
     const name = section.dataset.map, rows = data.maps[name];
     if (!rows.length) { section.hidden = true; return () => {}; }
@@ -38,7 +41,7 @@
     svg.setAttribute("width", left + (to - from) * cell + 30);
     svg.setAttribute("height", bottom + 34);
     rows.forEach((row, place) => {
-      const label = make("text", { x: 0, y: place * line + 13 }, row[0].length > 34 ? "…" + row[0].slice(-33) : row[0]);
+      const label = make("text", { x: 0, y: place * line + 13 }, row[0].length > shown ? "…" + row[0].slice(1 - shown) : row[0]);
       label.append(make("title", {}, row[0]));
       svg.append(label);
       const most = Math.max(...row[2]);

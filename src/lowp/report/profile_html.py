@@ -113,15 +113,15 @@ def _verdict(record: Record, advice: Advice) -> str:
     rows = [
         (
             one.format,
+            one.verdict,
             f"{100 * one.flushed:.3f} %",
             one.overflow,
             "" if one.stalled is None else f"{100 * one.stalled:.2f} %",
             "exact" if math.isinf(one.signal_to_noise) else f"{one.signal_to_noise:.0f} dB",
-            one.verdict,
         )
         for one in advice.verdicts
     ]
-    head = ("format", "gradients flushed", "tensors that overflow", "updates lost", "signal to noise", "verdict")
+    head = ("format", "verdict", "gradients flushed", "tensors that overflow", "updates lost", "signal to noise")
     return (
         f"<h1>{escape(str(record.header.get('title', 'profile')))}</h1><p>{escape(headline(record))}</p>"
         f'<section id="verdict"><h2>Verdict</h2><p class="verdict">{escape(verdict_line(advice))}</p>'
@@ -314,6 +314,8 @@ def _comparison(record: Record, other: Record) -> str:
         if (there := other.tensors.get(key)) is not None
     ][: 3 * _MOST_ROWS]
     names = [str(one.header.get("title", "")) for one in (record, other)]
+    if names[0] == names[1]:
+        names = ["first run", "second run"]
     head = ("tensor", f"largest: {names[0]}", f"largest: {names[1]}", f"rms: {names[0]}", f"rms: {names[1]}")
     table = _table("Side by side", head, rows)
     return f'<section id="comparison"><h2>Two runs</h2><p>{escape(parted)}</p>{table}</section>'
