@@ -13,6 +13,7 @@ from numerics.small import recorded
 
 from lowp.numerics.advice import advise
 from lowp.numerics.record import Key, Record, StepSeen
+from lowp.report.profile import verdict_line
 from lowp.report.profile_html import page
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -60,6 +61,13 @@ def test_each_picture_has_words_and_a_table_and_each_field_a_label(record: Recor
     fields = sum(tag in ("input", "select") for tag, _ in tags)
     assert sum(tag == "label" for tag, _ in tags) == fields == 4
     assert any(given.get("aria-live") for _, given in tags)
+
+
+def test_a_verdict_says_of_how_many_modules_it_is(record: Record) -> None:
+    advice = advise(record)
+    part = {**record.sampling, "modules": 51, "modules_seen": 4, "max_overhead": 0.03}
+    assert verdict_line(record, advice).startswith("fp16 ")
+    assert verdict_line(Record(record.header, record.part, part), advice).startswith("for 4 of 51 modules alone: fp16 ")
 
 
 def test_a_name_with_markup_in_it_stays_text(record: Record) -> None:

@@ -22,7 +22,7 @@ _MARKS = {"error": ("✗", "red"), "warning": ("!", "yellow")}
 def print_profile(console: Console, record: Record, advice: Advice, next_command: str = "") -> None:
     """Print all there is to say about a profile in one screen."""
     console.print(f"[bold]{escape(headline(record))}[/bold]")
-    console.print(f"VERDICT  {escape(verdict_line(advice))}")
+    console.print(f"VERDICT  {escape(verdict_line(record, advice))}")
     for line in findings(advice):
         console.print(line)
     show(console, verdict_table(advice.verdicts))
@@ -60,19 +60,29 @@ def _looks(record: Record) -> str:
 
 def unseen(record: Record) -> str:
     """What a budget left out, and what to do; '' where every module was looked at."""
-    modules, seen = record.sampling.get("modules", 0), record.sampling.get("modules_seen", 0)
-    if seen >= modules or record.sampling.get("max_overhead") is None:
+    part = _part_seen(record)
+    if not part:
         return ""
     share = 100 * record.sampling["max_overhead"]
     return (
-        f"{seen} of {modules} modules were looked at in {share:g} % of {record.sampling['total_seconds']:.2g} s: "
+        f"{part} were looked at in {share:g} % of {record.sampling['total_seconds']:.2g} s: "
         "--max-overhead none looks at all of them, and so does a longer run"
     )
 
 
-def verdict_line(advice: Advice) -> str:
-    """One word on each format."""
-    return " · ".join(f"{one.format} {one.verdict}" for one in advice.verdicts)
+def _part_seen(record: Record) -> str:
+    """How many of the modules a budget left time for, in words; '' where it was all of them."""
+    modules, seen = record.sampling.get("modules", 0), record.sampling.get("modules_seen", 0)
+    if seen >= modules or record.sampling.get("max_overhead") is None:
+        return ""
+    return f"{seen} of {modules} modules"
+
+
+def verdict_line(record: Record, advice: Advice) -> str:
+    """One word on each format, and of which modules it holds where not all were looked at."""
+    part = _part_seen(record)
+    words = " · ".join(f"{one.format} {one.verdict}" for one in advice.verdicts)
+    return f"for {part} alone: {words}" if part else words
 
 
 def findings(advice: Advice) -> list[str]:

@@ -124,7 +124,7 @@ def _verdict(record: Record, advice: Advice) -> str:
     head = ("format", "verdict", "gradients flushed", "tensors that overflow", "updates lost", "signal to noise")
     return (
         f"<h1>{escape(str(record.header.get('title', 'profile')))}</h1><p>{escape(headline(record))}</p>"
-        f'<section id="verdict"><h2>Verdict</h2><p class="verdict">{escape(verdict_line(advice))}</p>'
+        f'<section id="verdict"><h2>Verdict</h2><p class="verdict">{escape(verdict_line(record, advice))}</p>'
         f'<p><code id="command">{command}</code> <button type="button" data-copy="command">Copy</button></p>'
         f"{_table('What each format would do', head, rows)}</section>"
     )
