@@ -44,6 +44,7 @@ def test_a_cast_and_an_optimizers_step_compile_with_vectors() -> None:
     flags = {"DTYPE": "bf16", "SPLIT": True, "SCALED": True, "MAXIMIZE": False}
     found = check(ahead.step("adamw", **flags, NEAR=True), 75, MOST)
     assert "LDG.E.128" in found.sass and "STG.E.128" in found.sass
+    check(ahead.step("check", DTYPE="fp32", UNSCALE=True, COUNTS=True), 80, MOST)
 
 
 def test_integer_products_run_on_tensor_cores() -> None:

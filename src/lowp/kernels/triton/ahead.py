@@ -21,7 +21,7 @@ from lowp.kernels.triton.device import casts, codes, counts, products, scaled, u
 from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, INTEGER_NAMES, Codes, Numbers, exact, is_direct, layout, plan
 from lowp.kernels.triton.products import CHAINED_TILE, TILE
-from lowp.kernels.triton.scaled import Shared, planned
+from lowp.kernels.triton.scaled import Shared, planned, warps_of
 from lowp.kernels.triton.steps import Momentum, Moves
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -185,7 +185,8 @@ def shared(text: str, dtype: torch.dtype, written_as_codes: bool, row: int = 204
     share = scaled_bytes(cast.format, row) if written_as_codes else 0.0
     name = f"{'encode' if written_as_codes else 'quantize'} {text} {DTYPES[dtype]}"
     kernel = scaled.blocks if is_block else scaled.rows
-    return Configuration(name, kernel, types, constants, BLOCK, dtype.itemsize + size + share)
+    warps = warps_of(made.form) if is_block else 4
+    return Configuration(name, kernel, types, constants, BLOCK, dtype.itemsize + size + share, warps)
 
 
 def scaled_bytes(format: ScaledFormat, row: int) -> float:
@@ -210,7 +211,7 @@ def step(name: str, **flags: Any) -> Configuration:
     kernel = getattr(updates, name)
     types: dict[str, Any] = {"table": "*i64", "chunks": "*i32", "inverse": "*fp32"}
     if name == "check":
-        types |= {"found": "*fp32", "energies": "*fp64", "histogram": "*i32"}
+        types |= {"found": "*fp32", "energies": "*fp64", "largest": "*i32", "histogram": "*i32"}
     else:
         form = Moves if name == "adamw" else Momentum
         types |= {"rates": "*fp32", "skip": "*fp32", "form": form(*["fp32"] * len(form._fields))}  # type: ignore[arg-type]

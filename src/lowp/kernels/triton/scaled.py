@@ -172,11 +172,17 @@ def _launched(
         *(integers(x) if one is None else one for one in (outer, lost)),
     )
     if is_block:
-        launch(scaled.blocks, x, x.numel(), BLOCK, *given, key, x.numel(), first, *tables, *compiled, size)
+        more = {"warps": warps_of(made.form)}
+        launch(scaled.blocks, x, x.numel(), BLOCK, *given, key, x.numel(), first, *tables, *compiled, size, **more)
     else:
         block = min(BLOCK if not x.is_cpu else INTERPRETED_BLOCK, max(16, 1 << (size - 1).bit_length()))
         run(scaled.rows, (x.numel() // size,), *given, size, *tables, *compiled, size <= block, block)
     return out, scales, outer, lost
+
+
+def warps_of(form: Form) -> int:
+    """Return the warps of a program of blocks: random bits need registers, and more warps have fewer numbers each."""
+    return 8 if form.random_bits else 4
 
 
 def _group(x: Tensor, cast: Cast) -> int | None:

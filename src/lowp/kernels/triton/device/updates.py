@@ -230,11 +230,11 @@ def check(
     squares = tl.reduce(energy, 0, tl.standard._sum_combine)
     if first + CHUNK >= count:  # the last chunk: what lies behind the last vector of 16
         last = whole + tl.arange(0, 16)
-        magnitude, value = _check_block(grads, scale, last, last < count, DTYPE, UNSCALE)
-        size = tl.maximum(size, tl.reduce(magnitude, 0, tl.standard._elementwise_max))
-        squares += tl.reduce(value * value, 0, tl.standard._sum_combine)
+        few, values = _check_block(grads, scale, last, last < count, DTYPE, UNSCALE)  # a name has one shape in Triton
+        size = tl.maximum(size, tl.reduce(few, 0, tl.standard._elementwise_max))
+        squares += tl.reduce(values * values, 0, tl.standard._sum_combine)
         if COUNTS:
-            bins += _exponents(magnitude, last < count)
+            bins += _exponents(few, last < count)
     if size >= 0x7F800000:
         tl.store(found, 1.0)
     tl.atomic_max(largest + tensor, size)
