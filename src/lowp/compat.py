@@ -177,11 +177,20 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             return model
 
 
+def sparse_values(x: torch.Tensor) -> torch.Tensor | None:
+    """The dense tensor that holds the numbers of a sparse or jagged one; None for layouts that show none (mkldnn)."""
+    if x.layout is torch.sparse_coo:
+        return _values(x)  # as they are: values() asks for coalesced ones
+    return None if x.layout is _MKLDNN else x.values()
+
+
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
 check_torch(torch.__version__)
+_values = cast(Callable[[torch.Tensor], torch.Tensor], private("torch.Tensor._values"))
+_MKLDNN = private("torch._mkldnn")
 _modes = cast(Callable[[], int], private("torch._C._len_torch_dispatch_stack"))
 _modes_before_dispatch = cast(Callable[[], int], private("torch._ops._len_torch_dispatch_stack_pre_dispatch"))
 _without_modes = cast(

@@ -206,6 +206,52 @@ def test_a_fault_inside_a_compiled_module_is_named() -> None:
     assert_place(fault, "exp", "between", "torch.exp(")
 
 
+def graph_of(weights: Tensor) -> Tensor:
+    """A ring of as many nodes, as a sparse matrix whose entries are these weights."""
+    nodes = torch.arange(len(weights))
+    return torch.sparse_coo_tensor(torch.stack((nodes, nodes.roll(1))), weights, (len(weights),) * 2, is_coalesced=True)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_fault_is_followed_through_sparse_tensors(layout: torch.layout) -> None:
+    def mixed(x: Tensor) -> Tensor:
+        weights = zeros_once(x.detach()).abs().sum(1).log()  # the fault
+        graph = graph_of(weights).to_sparse(layout=layout)
+        other = graph_of(torch.full_like(weights, math.inf)).to_sparse(layout=layout)  # no part of the loss
+        del other
+        return torch.sparse.mm(graph, x)
+
+    assert_place(fault_of(Model(mixed)), "log", "between", "the fault")
+
+
+def test_gradients_of_a_sparse_embedding_are_looked_at() -> None:
+    class Looked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.last = nn.Embedding(9, 8, sparse=True), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.last(zeros_once(self.table(x[:, 0].abs().long())).sqrt())  # the fault
+            return found
+
+    model = Looked()
+    with torch.no_grad():
+        model.table.weight.abs_()
+    assert_place(fault_of(model), "sqrt", "", "the fault")
+
+
+def test_a_step_that_cannot_be_run_again_is_told_and_the_training_goes_on() -> None:
+    def once(x: Tensor) -> Tensor:
+        if (call := Counter.next()) > 3:
+            raise RuntimeError("no more data")
+        return x * (math.nan if call == 3 else 1.0)
+
+    fault = fault_of(Model(once))
+    assert fault["kind"] == "unknown" and "cannot be run again: RuntimeError: no more data" in fault["hint"]
+
+
 def test_a_step_that_a_healthy_scaler_skips_is_no_fault() -> None:
     model = Model(lambda x: x)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

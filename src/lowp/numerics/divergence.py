@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowp.compat import unwrapped
 from lowp.numerics.models import Models
-from lowp.numerics.modes import Paths, local, tensors_in
+from lowp.numerics.modes import Paths, numbers_of, tensors_in
 from lowp.numerics.record import StepSeen
 from lowp.numerics.replay import Event, Trace, state_of, tracing
 from lowp.numerics.tape import Slot, Tape, mapped, random_state, set_random_state
@@ -73,7 +73,14 @@ class Diagnosis:
         if not self._tape.models:
             fault.hint = "The step cannot be run again: the model was not called in it."
             return fault
-        last = self._replay()
+        try:
+            last = self._replay()
+        except (
+            Exception
+        ) as error:  # of the model's own code, which need not run twice: the training goes on as it would
+            told = (str(error).splitlines() or [""])[0]
+            fault.hint = f"The step cannot be run again: {type(error).__name__}: {told[:200]}"
+            return fault
         if last is None:
             fault.hint = (
                 "Run again with the same batch and random state, the step was finite: something outside of the "
@@ -167,8 +174,8 @@ class Diagnosis:
         if loss is not None and any(state_of(loss)):
             return trace.event_of(loss)
         for _, parameter in reversed(list(self._models.named_parameters())):
-            if parameter.grad is not None and any(state_of(local(parameter.grad))):
-                return trace.event_of(local(parameter.grad))
+            if parameter.grad is not None and any(state_of(parameter.grad)):
+                return trace.event_of(parameter.grad)
         return None
 
 
@@ -197,7 +204,7 @@ def _growth(models: Models, first: float | None) -> float | None:
     """How many times larger the largest weight is than at the first step."""
     if not first:
         return None
-    largest = [float(local(one.detach()).abs().amax()) for _, one in models.named_parameters() if one.numel()]
+    largest = [float(numbers_of(one.detach()).abs().amax()) for _, one in models.named_parameters() if one.numel()]
     return max(largest, default=0.0) / first
 
 

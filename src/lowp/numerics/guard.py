@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowp.kernels.spectra import largest_of
 from lowp.numerics.divergence import Diagnosis, Fault
 from lowp.numerics.models import Models
-from lowp.numerics.modes import local
+from lowp.numerics.modes import numbers_of
 from lowp.numerics.record import StepSeen
 from lowp.numerics.tape import Tape
 
@@ -94,8 +94,8 @@ class Guard:
         if not self._is_on:
             return None
         if self._first_weight is None:
-            self._first_weight = largest_of([local(one.detach()) for one in parameters])
-        gradients = [local(one.grad) for one in parameters if one.grad is not None and not one.grad.is_sparse]
+            self._first_weight = largest_of([numbers_of(one.detach()) for one in parameters])
+        gradients = [numbers_of(one.grad) for one in parameters if one.grad is not None]
         if not gradients:
             return None
         seen.largest_gradient = largest_of(gradients)

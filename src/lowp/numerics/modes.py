@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowp.compat import private
+from lowp.compat import private, sparse_values
 from lowp.numerics.models import Models
 from lowp.ops import table
 from lowp.ops.table import Row
@@ -22,7 +22,7 @@ __all__ = [
     "depth",
     "in_backward",
     "is_on",
-    "local",
+    "numbers_of",
     "op_of",
     "put_on",
     "source_line",
@@ -81,10 +81,15 @@ def op_of(function: Callable[..., Any]) -> Row | None:
     return None if row is None or row.op_class == "structural" else row
 
 
-def local(x: Tensor) -> Tensor:
-    """This rank's shard of a distributed tensor; any other as it is."""
+def numbers_of(x: Tensor) -> Tensor:
+    """The strided tensor that a tensor's numbers lie in: this rank's shard of a distributed one, the values of a sparse
+    one, which may be shorter; an empty one where torch shows none. Any other as it is.
+    """
     found: Tensor = x.to_local() if hasattr(x, "to_local") else x
-    return found
+    if found.layout is torch.strided:
+        return found
+    values = sparse_values(found)
+    return torch.empty(0) if values is None else values
 
 
 def tensors_in(value: Any) -> list[Tensor]:

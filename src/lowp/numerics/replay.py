@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowp.compat import private
 from lowp.numerics.models import Models
-from lowp.numerics.modes import Paths, local, source_line, tensors_in
+from lowp.numerics.modes import Paths, numbers_of, source_line, tensors_in
 from lowp.ops.table import name_of
 
 __all__ = ["Event", "Place", "Trace", "ranges_of", "state_of", "tracing"]
@@ -25,7 +25,7 @@ _current_node = cast(Callable[[], Any], private("torch._C._current_autograd_node
 
 # ops that write the infinity they are given, or one that they stand for: a mask, not a fault
 _FILLS = frozenset("masked_fill full full_like fill new_full scalar_tensor lift_fresh constant_pad_nd where".split())
-_ALIASES = frozenset("alias detach lift_fresh view view_as".split())
+_ALIASES = frozenset("alias detach lift_fresh view view_as values _values".split())
 _MARK = "lowp_place"
 _OUTSIDE = "a tensor made outside of torch's operations"
 
@@ -76,6 +76,7 @@ def state_of(x: Tensor) -> tuple[int, int]:
     """How many elements are NaN, and how many infinite."""
     if not (x.is_floating_point() or x.is_complex()) or not x.numel() or x.is_meta:
         return 0, 0
+    x = numbers_of(x.detach())
     nan = int(torch.isnan(x).sum())
     return nan, int((~torch.isfinite(x)).sum()) - nan
 
@@ -86,7 +87,7 @@ def ranges_of(tensors: list[Tensor]) -> list[dict[str, Any]]:
     for one in tensors[:6]:
         entry: dict[str, Any] = {"shape": list(one.shape), "dtype": str(one.dtype).removeprefix("torch.")}
         if one.numel() and not one.is_complex() and not one.is_meta:
-            wide = one.detach().double()
+            wide = numbers_of(one.detach()).double()
             kept = wide[torch.isfinite(wide)]
             if kept.numel():
                 entry.update(smallest=float(kept.min()), largest=float(kept.max()), zeros=int((kept == 0).sum()))
@@ -107,15 +108,17 @@ class Trace:
 
     def event_of(self, x: Tensor) -> Event | None:
         """What last gave a tensor's memory a number that is not finite."""
-        found = self._bad.get(_address(x))
-        return None if found is None else found[0]
+        found = self._bad.get(address := _address(x))
+        if found is None or _address(found[1]) != address:  # its memory was given back, as FSDP does with parameters
+            return None
+        return found[0]
 
     def give(self, x: Tensor, what: str) -> None:
         """Note a tensor that was there before: of the batch, or a parameter."""
         nan, inf = state_of(x)
         if (not nan and not inf) or _address(x) in self._bad:
             return
-        only_minus = not nan and not bool((x == math.inf).any())
+        only_minus = not nan and not bool((numbers_of(x.detach()) == math.inf).any())
         event = self._add(what, Place(what, "", ""), "given", (nan, inf), [x])
         event.fills = not nan and (only_minus or x.ndim == 0)
         self._bad[_address(x)] = (event, x)
@@ -177,10 +180,8 @@ def _all_fill(events: list[Event]) -> bool:
 
 
 def _address(x: Tensor) -> int:
-    try:
-        return x.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse and other tensors without one
-        return id(x)
+    """Where the numbers of a tensor lie; views, and a sparse tensor and its values, have one address."""
+    return numbers_of(x.detach()).untyped_storage().data_ptr()
 
 
 def _marks(node: Any) -> dict[str, Place]:
@@ -274,7 +275,7 @@ def tracing(trace: Trace, models: Models) -> Iterator[None]:
                 trace.mark(one, Place(_node_name(one.grad_fn), paths.current, ""))
 
     for name, parameter in models.named_parameters():
-        trace.give(local(parameter.detach()), f"parameter {name}")
+        trace.give(parameter.detach(), f"parameter {name}")
     for name, buffer in models.named_buffers():
         trace.give(buffer, f"buffer {name}")
     with ExitStack() as stack:

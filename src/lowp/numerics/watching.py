@@ -26,7 +26,7 @@ from lowp.numerics.modes import (
     depth,
     in_backward,
     is_on,
-    local,
+    numbers_of,
     op_of,
     put_on,
     source_line,
@@ -189,14 +189,14 @@ class Watch(TorchFunctionMode):
         """Look at a gradient as backward leaves it: before it is clipped, which formats do not see."""
         started = time.perf_counter()
         gradient = parameter.grad
-        if gradient is not None and not gradient.is_sparse:
+        if gradient is not None:
             key = parameter_key(name, "weight_grad", "backward")
             self._weight_gradients[name] = looked_at(key, gradient, self._scale())
         self._spent(started, self._costs.hook)
 
     @cached_property
     def _addresses(self) -> dict[int, str]:
-        return {local(one.detach()).data_ptr(): name for name, one in self._models.named_parameters()}
+        return {numbers_of(one.detach()).data_ptr(): name for name, one in self._models.named_parameters()}
 
     def _in_region(self) -> bool:
         entry = entries.current()
@@ -267,7 +267,7 @@ class Watch(TorchFunctionMode):
                 self._count(Key(module, op, role, "forward"), one)
 
     def _count(self, key: Key, tensor: Tensor) -> None:
-        if not (tensor.is_sparse or tensor.is_meta):
+        if not tensor.is_meta:
             self._keep(looked_at(key, tensor))
 
     def _keep(self, seen: Seen) -> None:
@@ -295,11 +295,11 @@ class Watch(TorchFunctionMode):
         for name, parameter in parameters:
             if name in self._weights or not self.looks_at(name.rpartition(".")[0]):
                 continue
-            weight = local(parameter.detach())
+            weight = numbers_of(parameter.detach())
             self._count(parameter_key(name, "weight", "step"), weight)
             self._weights[name] = weight.clone()
-            if name not in self._weight_gradients and parameter.grad is not None and not parameter.grad.is_sparse:
-                self._count(parameter_key(name, "weight_grad", "backward"), local(parameter.grad))
+            if name not in self._weight_gradients and parameter.grad is not None:
+                self._count(parameter_key(name, "weight_grad", "backward"), numbers_of(parameter.grad))
 
     def after_step(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Look at what the step has changed."""
@@ -307,10 +307,10 @@ class Watch(TorchFunctionMode):
             before = self._weights.pop(name, None)
             if before is None or parameter.grad is None:
                 continue
-            update = local(parameter.detach()).float() - before.float()
+            update = numbers_of(parameter.detach()).float() - before.float()
             key = parameter_key(name, "update", "step")
             self.part.tensors[key] = Spectrum.of(update)
-            gradient = None if parameter.grad.is_sparse else local(parameter.grad)
+            gradient = numbers_of(parameter.grad) if parameter.grad.layout is torch.strided else None
             seen = Updates.of(before, update, gradient)
             self.part.updates[name] = self.part.updates[name] + seen if name in self.part.updates else seen
 
@@ -384,7 +384,7 @@ def guessed_cost(module: nn.Module, written: int) -> float:
 
 def looked_at(key: Key, tensor: Tensor, scale: float = 1.0) -> Seen:
     """Count a tensor divided by `scale`, in one read, and take its print: the sum of its bits, and a few numbers."""
-    flat = local(tensor.detach()).reshape(-1)
+    flat = numbers_of(tensor.detach()).reshape(-1)
     counts, last = count_tensor(flat, scale), flat.numel() - 1
     numbers: list[float] = []
     if last >= 0:
