@@ -65,10 +65,10 @@ def test_every_format_is_read_back_as_its_values(format: str, source: str, targe
     reports = {one.name: one for one in convert(source, target, format).tensors}
     found = lowp.load(target)
     for name, tensor in _state().items():
-        wanted = tensor if reports[name].kept else lowp.quantize(tensor, format)
+        wanted = tensor if reports[name].reason else lowp.quantize(tensor, format)
         assert torch.equal(found[name].to(tensor.dtype), wanted.to(found[name].dtype).to(tensor.dtype))
         assert found[name].dtype is (torch.float32 if tensor.is_floating_point() else tensor.dtype)
-    assert not reports["linear.weight"].kept
+    assert not reports["linear.weight"].reason
 
 
 def test_a_format_with_a_dtype_opens_in_plain_torch_and_in_safetensors() -> None:
@@ -195,7 +195,11 @@ def test_what_is_kept_is_told_with_why(lowp: Callable[..., Any]) -> None:
     assert "kept in float32, asked for (keep): c" in result.out
     result = lowp("convert", "odd.pt", "out.pt", "--to", "int8", "--overwrite", "--report", "report.json")
     assert "holds 1 NaN and 0 infinite numbers, which int8 has not: b" in result.out
-    assert [bool(one["kept"]) for one in json.loads(Path("report.json").read_text())["tensors"]] == [False, True, False]
+    assert [bool(one["reason"]) for one in json.loads(Path("report.json").read_text())["tensors"]] == [
+        False,
+        True,
+        False,
+    ]
 
 
 # -- what a run wrote -------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def test_autoflex_draws_three_tensors_step_by_step_and_again_from_its_file(lowp:
     assert (folder / "a.svg").read_text().count("<path") > 20 and drawn_again(lowp, "autoflex", "a.svg")
     document = json.loads((folder / "a.json").read_text())
     assert document["kind"] == "figure-autoflex" and document["layer"] == "0"
-    assert {name: one["place"] for name, one in document["series"].items()} == {
+    assert {name: one["site"] for name, one in document["series"].items()} == {
         "weights": "weight of 0.weight",
         "activations": "output of 0 linear",
         "updates": "update of 0.weight",

@@ -197,9 +197,9 @@ def test_a_state_of_another_kind_is_refused_and_changes_nothing() -> None:
     exponents.write(torch.ones(1), FLEX, "output of x")
     exponents.flush()
     good = exponents.state_dict()
-    with pytest.raises(InvalidInput, match="shared exponents of version 7 cannot be read: this lowp reads 1"):
+    with pytest.raises(InvalidInput, match="shared exponents of version 7 cannot be read: this lowp reads 2"):
         exponents.load_state_dict({**good, "version": 7})
-    broken = {**good["groups"][0], "places": ["output of x", "output of y"]}
+    broken = {**good["groups"][0], "sites": ["output of x", "output of y"]}
     with pytest.raises(InvalidInput, match="are incomplete"):
         exponents.load_state_dict({**good, "groups": [broken]})
     assert exponents.sites() == ["output of x"]

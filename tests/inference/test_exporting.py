@@ -69,7 +69,7 @@ def test_onnxruntime_and_torch_export_give_the_answers_of_groups_lines_and_atten
     torch.manual_seed(0)
     model, x = Block().eval(), torch.randn(8, 4, 12)
     served = lowp.quantize_model(model, "int8", [x])
-    assert lowp.inference.kept(served) == {}
+    assert lowp.inference.unquantized(served) == {}
     wanted = served(x)
     export_onnx(served, (x,), tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])

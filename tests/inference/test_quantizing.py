@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lowp
 from lowp import kernels
 from lowp.errors import InvalidInput, UnknownName
-from lowp.inference import attention, footprint, kept
+from lowp.inference import attention, footprint, unquantized
 from lowp.inference.convolutions import ServedConvolution
 from lowp.inference.modules import Int8, ServedLinear
 from lowp.kernels import byte_products
@@ -46,7 +46,7 @@ def _error(found: Tensor, wanted: Tensor) -> float:
 def test_every_format_serves_near_the_trained_model(format: str) -> None:
     model, x = _network(), _images()
     served = lowp.quantize_model(model, format)
-    assert kept(served) == {}
+    assert unquantized(served) == {}
     assert _error(served(x), model(x)) <= NEAR[format]
     with kernels.use("reference"):
         assert _error(served(x), model(x)) <= NEAR[format]
@@ -166,7 +166,7 @@ def test_what_cannot_be_served_is_kept_and_told() -> None:
     model = nn.Sequential(nn.ConvTranspose2d(4, 4, 3), nn.Conv2d(4, 4, 1), nn.Linear(4, 4).double(), nn.BatchNorm2d(4))
     reasons = {"0": "ConvTranspose2d has no packed form", "1": "asked for (keep)"}
     reasons["2"] = "its parameters are neither fp32, fp16 nor bf16"
-    assert kept(lowp.quantize_model(model, "int8", keep=["1"])) == reasons
+    assert unquantized(lowp.quantize_model(model, "int8", keep=["1"])) == reasons
 
 
 CONVOLUTIONS = {

@@ -144,7 +144,7 @@ def _steps(contender: Contender, data: Data, batch: int, marks: _Marks, taken: _
     casts = _CastWatch(training) if isinstance(training.precision, TorchAmp) else None
     with casts or nullcontext():
         _marked_step(training, contender, batch_of(training, batch), marks, casts)
-    marks.after_step = _kept(training)
+    marks.after_step = _persistent(training)
     _mark(_END)
     taken.end()
 
@@ -165,7 +165,7 @@ def _marked_step(training: Training, contender: Contender, batch: Any, marks: _M
     backward, step = precision.backward, precision.step
 
     def marked_backward(loss: Tensor, **options: Any) -> None:
-        marks.after_forward = {**_kept(training), **({} if casts is None else casts.found())}
+        marks.after_forward = {**_persistent(training), **({} if casts is None else casts.found())}
         _mark(_FORWARD_ENDS)
         backward(loss, **options)
 
@@ -212,12 +212,12 @@ def _silent() -> Iterator[None]:
 
 
 # -- who holds what ---------------------------------------------------------------------------------------------------
-def _kept(training: Training) -> dict[int, str]:
+def _persistent(training: Training) -> dict[int, str]:
     """The storages of a training by address, and what they hold."""
     model, optimizer = training.model, training.optimizer
     parameters = list(model.parameters())
     region = training.precision.autocast()
-    masters = optimizer.masters_kept() if isinstance(optimizer, (MasterWeights, BlockwiseOptimizer)) else []
+    masters = optimizer.master_weights() if isinstance(optimizer, (MasterWeights, BlockwiseOptimizer)) else []
     groups: list[tuple[str, object]] = [
         ("weights", [*parameters, *model.buffers()]),
         ("gradients", [one.grad for one in parameters]),

@@ -78,15 +78,15 @@ def _show(converted: Converted) -> None:
     table = plain_table(f"to {converted.format}", columns)
     for one in converted.tensors:
         numbers = [f"{one.largest_error:.3g}", f"{one.rms_error:.3g}", f"{one.flushed:,}"]
-        cells = ["-"] * 3 if one.kept else numbers
+        cells = ["-"] * 3 if one.reason else numbers
         shape = "x".join(map(str, one.shape)) or "scalar"
         table.add_row(Text(one.name), shape, bytes_of(one.bytes_after), *cells, f"{one.overflowed:,}")
     terminal = console()
     show(terminal, table)
     reasons: dict[str, list[str]] = {}
     for one in converted.tensors:
-        if one.kept:
-            reasons.setdefault(f"kept in {one.dtype}, {one.kept}", []).append(one.name)
+        if one.reason:
+            reasons.setdefault(f"kept in {one.dtype}, {one.reason}", []).append(one.name)
     for reason, names in reasons.items():
         terminal.print(f"{reason}: {', '.join(names)}", markup=False)
     for name, kind in converted.left_out.items():

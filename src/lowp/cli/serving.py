@@ -52,7 +52,7 @@ def _print(document: Mapping[str, Any]) -> None:
     tables.show(console, _table(document))
     lines = []
     for row in document["rows"]:
-        for name, why in row.get("kept", {}).items():
+        for name, why in row.get("unquantized", {}).items():
             lines.append(f"{row['format']}: {name} stays as it was: {why}.")
         if "failure" in row:
             lines.append(f"{row['format']}: {row['failure']}.")

@@ -40,7 +40,7 @@ from lowp.kernels.mantissas import Mantissas, exact_mantissas
 
 __all__ = ["SharedExponents", "Summary"]
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass
@@ -321,7 +321,7 @@ class SharedExponents:
         groups = [
             {
                 "cast": str(cast),
-                "places": list(group.names),
+                "sites": list(group.names),
                 "state": {name: value.clone() for name, value in group.state._asdict().items()},
                 "counts": {name: value.clone() for name, value in group.counts.items()},
                 "before": group.before.clone(),
@@ -342,13 +342,15 @@ class SharedExponents:
             )
         groups = {}
         for saved in state["groups"]:
+            if not isinstance(saved, Mapping) or not isinstance(saved.get("cast"), str):
+                raise InvalidInput("the shared exponents in this checkpoint are incomplete: a group without its cast")
             cast = casts.parse(saved["cast"])
             group = ExponentTable(cast, torch.device(device))
-            names, kept = list(saved["places"]), saved["state"]
-            fields = type(group.state)._fields
             _check_whole(group, saved)
+            names, values = saved["sites"], saved["state"]
+            fields = type(group.state)._fields
             group.names = {name: index for index, name in enumerate(names)}
-            group.state = type(group.state)(*(kept[name].to(device, copy=True) for name in fields))
+            group.state = type(group.state)(*(values[name].to(device, copy=True) for name in fields))
             group.counts = {name: saved["counts"][name].to(device, copy=True) for name in COUNTS}
             group.before = saved["before"].to(device, copy=True)
             group.exponents, group.started = group.state.exponent.tolist(), group.state.started.tolist()
@@ -358,18 +360,30 @@ class SharedExponents:
 
 def _check_whole(group: ExponentTable, saved: Mapping[str, Any]) -> None:
     """Raise InvalidInput unless saved entries have names, and tensors of the sizes and types that this group keeps."""
-    names, wanted = saved["places"], group.state._asdict()
-    parts = [(saved["state"], wanted), (saved["counts"], group.counts), ({"": saved["before"]}, {"": group.before})]
-    whole = isinstance(names, list) and all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
-    for found, own in parts:
-        whole = whole and isinstance(found, Mapping) and set(found) == set(own)
-        whole = whole and all(_is_alike(found[name], own[name], len(names)) for name in own)
-    if not whole:
+    names = saved.get("sites")
+    parts: list[tuple[object, Mapping[str, Tensor]]] = [
+        (saved.get("state"), group.state._asdict()),
+        (saved.get("counts"), group.counts),
+        ({"": saved.get("before")}, {"": group.before}),
+    ]
+    if (
+        not isinstance(names, list)
+        or not all(isinstance(name, str) for name in names)
+        or len(set(names)) != len(names)
+        or not all(_are_alike(found, own, len(names)) for found, own in parts)
+    ):
         raise InvalidInput(f"the shared exponents of {group.cast} in this checkpoint are incomplete")
 
 
-def _is_alike(found: object, own: Tensor, length: int) -> bool:
-    return isinstance(found, Tensor) and found.dtype is own.dtype and found.shape == (length, *own.shape[1:])
+def _are_alike(found: object, own: Mapping[str, Tensor], length: int) -> bool:
+    """Whether `found` has tensors of `own`'s names, types and shapes, for `length` sites."""
+    return (
+        isinstance(found, Mapping)
+        and set(found) == set(own)
+        and all(isinstance(value, Tensor) for value in found.values())
+        and all(found[name].dtype is own[name].dtype for name in own)
+        and all(found[name].shape == (length, *own[name].shape[1:]) for name in own)
+    )
 
 
 def _listed(callbacks: list[Any], callback: Any) -> Callable[[], None]:

@@ -4,7 +4,16 @@ from lowp.inference.attention import attention
 from lowp.inference.calibration import METHODS
 from lowp.inference.exporting import export_onnx
 from lowp.inference.measuring import Footprint, footprint
-from lowp.inference.quantizing import kept, quantize_model
+from lowp.inference.quantizing import quantize_model, unquantized
 from lowp.inference.training import training_policy
 
-__all__ = ["METHODS", "Footprint", "attention", "export_onnx", "footprint", "kept", "quantize_model", "training_policy"]
+__all__ = [
+    "METHODS",
+    "Footprint",
+    "attention",
+    "export_onnx",
+    "footprint",
+    "quantize_model",
+    "training_policy",
+    "unquantized",
+]

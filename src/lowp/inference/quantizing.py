@@ -21,9 +21,9 @@ from lowp.inference.convolutions import ServedConvolution, matrix_of
 from lowp.inference.modules import ServedEmbedding, ServedLinear, packed
 from lowp.kernels.byte_products import Range
 
-__all__ = ["kept", "quantize_model"]
+__all__ = ["quantize_model", "unquantized"]
 
-_KEPT = "_lowp_kept"
+_UNQUANTIZED = "_lowp_unquantized"
 _ROLES = ("query", "key", "value", "out")
 
 
@@ -40,8 +40,8 @@ def quantize_model(
 ) -> nn.Module:
     """Return a copy of a trained model for inference, whose layers hold their weights in `format`.
 
-    Linear, Conv1d, Conv2d, Embedding and MultiheadAttention layers are replaced; `kept` tells which layers with weights
-    were not, and why. ``int8``: a scale a row (an output channel) of the weight, products of bytes in int32.
+    Linear, Conv1d, Conv2d, Embedding and MultiheadAttention layers are replaced; `unquantized` tells which layers with
+    weights were not, and why. ``int8``: a scale a row (an output channel) of the weight, products of bytes in int32.
     Activations are quantised over a range of their own layer: found from `calibration_data`, by ``maximum``,
     ``percentile`` (the middle 99.99 %) or ``error`` (least squared error), or without data anew from every tensor. They
     have 7 `bits`, whose sums of pairs always fit 16 bits, or 8. ``int4``, ``mxfp4``, ``nvfp4``, ``e2m1`` and others of
@@ -82,17 +82,17 @@ def quantize_model(
             continue
         for parent, attribute in places[name]:
             setattr(_module_at(served, parent), attribute, made.eval())
-    object.__setattr__(served, _KEPT, reasons)
+    object.__setattr__(served, _UNQUANTIZED, reasons)
     for parameter in served.parameters():
         parameter.requires_grad_(False)
     return served
 
 
-def kept(model: nn.Module) -> Mapping[str, str]:
+def unquantized(model: nn.Module) -> Mapping[str, str]:
     """The layers that `quantize_model` left as they were, and why."""
-    found = getattr(model, _KEPT, None)
+    found = getattr(model, _UNQUANTIZED, None)
     if found is None:
-        raise InvalidInput("kept needs a model from lowp.quantize_model")
+        raise InvalidInput("unquantized needs a model from lowp.quantize_model")
     reasons: Mapping[str, str] = found
     return reasons
 

@@ -39,11 +39,11 @@ class Computation(ABC):
         return self.plain(x, weight, bias)
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the result and what `backward` wants kept of it, which is to be small."""
+        """Return the result and what `backward` wants saved of it, which is to be small."""
         return self.plain(x, weight, bias), ()
 
     def backward(
-        self, gradient: Tensor, kept: tuple[Tensor, ...], x: Tensor, *parameters: Tensor | None, wanted: list[bool]
+        self, gradient: Tensor, saved: tuple[Tensor, ...], x: Tensor, *parameters: Tensor | None, wanted: list[bool]
     ) -> Gradients:
         """Return the gradients of x and the parameters."""
         with torch.enable_grad():
@@ -89,7 +89,7 @@ def is_one_kernel(computation: Computation | type[Computation], x: Tensor, casts
 
 
 class _InFp32(torch.autograd.Function):
-    """The computation in fp32; saves x as it was read, the parameters and what the computation wants kept."""
+    """The computation in fp32; saves x as it was read, the parameters and what the computation wants saved."""
 
     @staticmethod
     def forward(
@@ -103,22 +103,22 @@ class _InFp32(torch.autograd.Function):
         reads = (
             computation.reads_16_bits and weight is not None and bias is not None and is_torchs_own(x, is_exact=True)
         )
-        result, kept = computation.forward(x if reads else x.float(), weight, bias)
+        result, saved = computation.forward(x if reads else x.float(), weight, bias)
         ctx.computation, ctx.casts = computation, casts
-        ctx.save_for_backward(x, weight, bias, *kept)
+        ctx.save_for_backward(x, weight, bias, *saved)
         return casts.cast(result, "output")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         with shield():
-            x, weight, bias, *kept = ctx.saved_tensors
+            x, weight, bias, *saved = ctx.saved_tensors
             wanted, watch = list(ctx.needs_input_grad[2:]), ctx.casts.watch
             gradient = ctx.casts.cast(gradient, "grad").float()
             if torch.is_grad_enabled():  # double backward: torch's own op once more, as part of the graph
                 result = ctx.computation.again(x.float(), weight, bias)
                 graded = _three(result, [x, weight, bias], wanted, gradient, create_graph=True)
             else:
-                graded = ctx.computation.backward(gradient, tuple(kept), x.float(), weight, bias, wanted=wanted)
+                graded = ctx.computation.backward(gradient, tuple(saved), x.float(), weight, bias, wanted=wanted)
             found: list[Tensor | None] = [None, None]
             for one, want, source, role in zip(graded, wanted, (x, weight, bias), _GRADIENTS, strict=True):
                 if one is None or not want:

@@ -45,10 +45,10 @@ class LayerNorm(Computation):
         return result, (mean, rstd)
 
     def backward(
-        self, gradient: Tensor, kept: tuple[Tensor, ...], x: Tensor, *parameters: Tensor | None, wanted: list[bool]
+        self, gradient: Tensor, saved: tuple[Tensor, ...], x: Tensor, *parameters: Tensor | None, wanted: list[bool]
     ) -> Gradients:
         gradients: Gradients = torch.ops.aten.native_layer_norm_backward(
-            gradient, x, self.shape, *kept, *parameters, wanted
+            gradient, x, self.shape, *saved, *parameters, wanted
         )
         return gradients
 
@@ -84,10 +84,10 @@ class GroupNorm(Computation):
         return result, (mean, rstd)
 
     def backward(
-        self, gradient: Tensor, kept: tuple[Tensor, ...], x: Tensor, *parameters: Tensor | None, wanted: list[bool]
+        self, gradient: Tensor, saved: tuple[Tensor, ...], x: Tensor, *parameters: Tensor | None, wanted: list[bool]
     ) -> Gradients:
         gradients: Gradients = torch.ops.aten.native_group_norm_backward(
-            gradient.contiguous(), x.contiguous(), *kept, parameters[0], *self._sizes(x), self.groups, wanted
+            gradient.contiguous(), x.contiguous(), *saved, parameters[0], *self._sizes(x), self.groups, wanted
         )
         return gradients
 
@@ -121,15 +121,15 @@ class BatchNorm(Computation):
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         statistics = (self.running_mean, self.running_var)
-        result, *kept = torch.native_batch_norm(x, weight, bias, *statistics, self.training, self.momentum, self.eps)
+        result, *saved = torch.native_batch_norm(x, weight, bias, *statistics, self.training, self.momentum, self.eps)
         if not self.training:  # what the gradient is computed with may be updated before backward
-            kept += [one.clone() for one in statistics if one is not None]
-        return result, tuple(kept)
+            saved += [one.clone() for one in statistics if one is not None]
+        return result, tuple(saved)
 
     def backward(
-        self, gradient: Tensor, kept: tuple[Tensor, ...], x: Tensor, *parameters: Tensor | None, wanted: list[bool]
+        self, gradient: Tensor, saved: tuple[Tensor, ...], x: Tensor, *parameters: Tensor | None, wanted: list[bool]
     ) -> Gradients:
-        mean, rstd, *running = kept
+        mean, rstd, *running = saved
         statistics = running if running else [None, None]
         gradients: Gradients = torch.ops.aten.native_batch_norm_backward(
             gradient, x, parameters[0], *statistics, mean, rstd, self.training, self.eps, wanted
@@ -318,8 +318,8 @@ class _Written(Fp32Function):
     def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
         x, *parameters = tensors
         assert x is not None
-        kept = tuple(one for one in small if one is not None)
-        return self.computation.backward(gradient, kept, x, *parameters, wanted=list(wanted))
+        saved = tuple(one for one in small if one is not None)
+        return self.computation.backward(gradient, saved, x, *parameters, wanted=list(wanted))
 
 
 def _normed(call: Call, computation: Computation, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

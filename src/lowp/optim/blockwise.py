@@ -34,7 +34,7 @@ from lowp.optim.zero import refuse_to_convert
 
 # 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache
 BLOCK = 1 << 16
-_KEPT = (MASTER_WEIGHT, "remainder")  # the entries of a parameter's state that belong to its storage
+_STORAGE_STATE = (MASTER_WEIGHT, "remainder")  # the entries of a parameter's state that belong to its storage
 _COPIED = ("storage", "moment_cast", "moments", "names", "seed")  # what a copy has beside what torch's optimizers have
 _STOCHASTIC_BF16 = "bf16:stochastic"  # nearest would stall: 0.001 of a second moment is below half a bf16 ulp
 
@@ -174,7 +174,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self,
         stored: Tensor,
         gradient: Tensor,
-        kept: dict[str, Tensor],
+        state: dict[str, Tensor],
         step: Tensor,
         group: dict[str, Any],
         seed: int | Tensor,
@@ -184,8 +184,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
         `seen` gets the fp32 weights before they are stored, where an observer is told of them.
         """
-        weight = self.storage.load(stored, kept)
-        moments = {name: kept[name].to(torch.float32) for name in self.moments if name in kept}
+        weight = self.storage.load(stored, state)
+        moments = {name: state[name].to(torch.float32) for name in self.moments if name in state}
         gradient = gradient.to(torch.float32)
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if grad_scale is not None:
@@ -199,10 +199,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 value.copy_(torch.where(skip, old[1][name], value))
         if seen is not None:
             seen.copy_(weight)
-        self.storage.save(stored, kept, weight, seed)
+        self.storage.save(stored, state, weight, seed)
         for slot, (name, value) in enumerate(moments.items(), 1):
-            if kept[name].dtype != torch.float32:
-                kept[name].copy_(kernels.quantize(value, _STOCHASTIC_BF16, seed=seed_of(0, seed, slot)))
+            if state[name].dtype != torch.float32:
+                state[name].copy_(kernels.quantize(value, _STOCHASTIC_BF16, seed=seed_of(0, seed, slot)))
 
     def _start(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
         """Make the step counter and the moments as they are before the first step."""
@@ -227,7 +227,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def _master_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """What is kept beside a stored parameter for its fp32 value."""
-        return {name: value for name, value in self.state[parameter].items() if name in _KEPT}
+        return {name: value for name, value in self.state[parameter].items() if name in _STORAGE_STATE}
 
     def attach(self, model: nn.Module) -> Attachment:
         """Make `model.state_dict()` give the fp32 masters, and `model.load_state_dict()` set them."""
@@ -236,14 +236,14 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         names = [name for name, one in model.named_parameters(remove_duplicate=False) if one in mine]
         return attach(model, StoredModel(self.storage, names, self))
 
-    def masters_kept(self) -> list[Tensor]:
+    def master_weights(self) -> list[Tensor]:
         """The tensors that are kept beside the parameters for their fp32 values: copies, or remainders."""
         return [value for _, parameter in self._parameters() for value in self._master_state(parameter).values()]
 
     def memory(self) -> dict[str, int]:
         """Bytes held: stored ``parameters``, what is kept for ``masters``, the moments in ``state``."""
         entries = [value for state in self.state.values() for value in state.values() if value.dim() > 0]
-        masters = sum(value.nbytes for value in self.masters_kept())
+        masters = sum(value.nbytes for value in self.master_weights())
         return {
             "parameters": sum(parameter.nbytes for _, parameter in self._parameters()),
             "masters": masters,
@@ -264,7 +264,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             state = self.state[parameter]
             if "step" not in state:
                 self._start(parameter, state)
-            entry = {name: value for name, value in state.items() if name not in _KEPT}
+            entry = {name: value for name, value in state.items() if name not in _STORAGE_STATE}
             if self.storage.cast is not None:
                 entry[MASTER_WEIGHT] = self.master(parameter).clone()
             entries[index] = entry
@@ -285,7 +285,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             group.update({name: copy.deepcopy(value) for name, value in given.items() if name != "params"})
         for parameter, entry in saved.items():
             state = self.state[parameter]
-            for name in [name for name in state if name not in _KEPT]:
+            for name in [name for name in state if name not in _STORAGE_STATE]:
                 del state[name]
             moments = [name for name in self.moments if entry.get(name) is not None]
             if "step" in entry or moments:
@@ -301,7 +301,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         """The saved state by parameter, once every tensor in it is known to fit its parameter."""
         saved = entries_by_parameter(self, state_dict)
         for index, (parameter, entry) in enumerate(saved.items()):
-            if "step" not in entry and any(name in entry for name in _KEPT):
+            if "step" not in entry and any(name in entry for name in _STORAGE_STATE):
                 raise InvalidInput(
                     f"the state of parameter {index} has masters but no step, as torch.distributed.checkpoint leaves "
                     "it if the optimizer had no state: call optimizer.state_dict() before loading"

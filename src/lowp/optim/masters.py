@@ -151,7 +151,7 @@ class MasterWeights(Wrapper):
         names = [name for name, one in model.named_parameters(remove_duplicate=False) if one in self._master_state]
         return attach(model, StoredModel(self.storage, names, self))
 
-    def masters_kept(self) -> list[Tensor]:
+    def master_weights(self) -> list[Tensor]:
         """The tensors that are kept beside the parameters for their fp32 values: copies, or remainders."""
         return [value for entry in self._master_state.values() for value in entry.values()]
 
@@ -160,7 +160,7 @@ class MasterWeights(Wrapper):
         state = [value for entry in self.inner.state.values() for value in entry.values() if isinstance(value, Tensor)]
         return {
             "parameters": sum(parameter.nbytes for parameter in self._master_state),
-            "masters": sum(value.nbytes for value in self.masters_kept()),
+            "masters": sum(value.nbytes for value in self.master_weights()),
             "state": sum(value.nbytes for value in state if value.dim() > 0),
         }
 
@@ -179,14 +179,14 @@ class MasterWeights(Wrapper):
                 f"a sharded parameter (DTensor) cannot have masters of kind {self.storage.kind}: give kind='fp32', or "
                 "use lowp.optim.AdamW or SGD, which keep every kind on shards"
             )
-        kept: dict[str, Tensor] = {}
-        self.storage.adopt(parameter, kept)
+        state: dict[str, Tensor] = {}
+        self.storage.adopt(parameter, state)
         if is_sharded(parameter):  # torch cannot put other data under a DTensor: this one stays what it is
-            master = nn.Parameter(kept.get(MASTER_WEIGHT, parameter.detach()))
-            kept |= {MASTER_WEIGHT: master} if kept else {}
+            master = nn.Parameter(state.get(MASTER_WEIGHT, parameter.detach()))
+            state |= {MASTER_WEIGHT: master} if state else {}
         else:
             master = nn.Parameter(torch.empty(0, device=parameter.device))
-        self._master_state[parameter], self._masters[parameter] = kept, master
+        self._master_state[parameter], self._masters[parameter] = state, master
         if parameter in self.inner.state:  # it has stepped, or fills its state when made (Adagrad)
             self.inner.state[master] = self.inner.state.pop(parameter)
 
@@ -223,10 +223,10 @@ class MasterWeights(Wrapper):
             for index, (parameter, master) in enumerate(self._masters.items()):
                 draws = self.storage.draws
                 seed = seed_of(self.seed, self._steps_on(parameter.device), index) if draws else None
-                kept = {name: local(value) for name, value in self._master_state[parameter].items()}
+                state = {name: local(value) for name, value in self._master_state[parameter].items()}
                 if parameter in told:
                     told[parameter](local(master.detach()), "weight", self.storage.cast, "step")
-                self.storage.save(local(parameter), kept, local(master.detach()), seed)
+                self.storage.save(local(parameter), state, local(master.detach()), seed)
 
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure as an inner optimizer calls it: on parameters that follow the masters, giving fp32 gradients."""
@@ -234,8 +234,8 @@ class MasterWeights(Wrapper):
         def evaluate() -> Any:
             with torch.no_grad():
                 for parameter, master in self._masters.items():
-                    kept = {name: local(value) for name, value in self._master_state[parameter].items()}
-                    self.storage.save(local(parameter), kept, local(master.detach()).clone(), None)
+                    state = {name: local(value) for name, value in self._master_state[parameter].items()}
+                    self.storage.save(local(parameter), state, local(master.detach()).clone(), None)
             self._put_into_groups({master: parameter for parameter, master in self._masters.items()})
             try:
                 result = closure()

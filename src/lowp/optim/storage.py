@@ -81,9 +81,9 @@ class Storage:
         if parameter.dtype is not self.dtype:
             parameter.data = torch.empty_like(parameter, dtype=self.dtype)
             here = parameter
-        kept: dict[str, Tensor] = {}
-        self.save(here, kept, master, None)
-        state.update({name: shard_like(value, parameter) for name, value in kept.items()})
+        unsharded: dict[str, Tensor] = {}
+        self.save(here, unsharded, master, None)
+        state.update({name: shard_like(value, parameter) for name, value in unsharded.items()})
 
     def load(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """The fp32 value of a stored parameter that is not sharded; what `save` is given back. Not always a copy."""
@@ -118,7 +118,7 @@ class Storage:
     def save_whole(self, parameter: Tensor, state: Mapping[str, Tensor], value: Tensor) -> None:
         """As `save`, rounded to nearest, of a parameter that may be sharded; `value` is whole, or sharded alike."""
         value = local(shard_of(value.detach().to(parameter.device), parameter)).to(torch.float32, copy=True)
-        self.save(local(parameter), {key: local(kept) for key, kept in state.items()}, value, None)
+        self.save(local(parameter), {key: local(one) for key, one in state.items()}, value, None)
 
     def rounded(self, master: Tensor, seed: int | Tensor | None) -> Tensor:
         """`master` as values of the format: stochastically where that is the kind and a seed is given."""
@@ -134,11 +134,11 @@ class Storage:
 
 
 def _put(state: dict[str, Tensor], key: str, value: Tensor) -> None:
-    kept = state.get(key)
-    if kept is None:
+    current = state.get(key)
+    if current is None:
         state[key] = value
-    elif kept.data_ptr() != value.data_ptr():
-        kept.copy_(value)
+    elif current.data_ptr() != value.data_ptr():
+        current.copy_(value)
 
 
 def check_seed(seed: object) -> None:

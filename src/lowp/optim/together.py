@@ -41,8 +41,8 @@ def by_kernel(
             continue
         if "step" not in state[parameter]:
             start(parameter, state[parameter])
-        kept = [state[parameter][name] for name in moments if name in state[parameter]]
-        if len(kept) == len(moments) and all(one.dtype is torch.float32 and one.is_contiguous() for one in kept):
+        found = [state[parameter][name] for name in moments if name in state[parameter]]
+        if len(found) == len(moments) and all(one.dtype is torch.float32 and one.is_contiguous() for one in found):
             groups[parameter.device, gradient.dtype].append(parameter)
     yield from groups.values()
 

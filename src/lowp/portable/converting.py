@@ -31,12 +31,12 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 @dataclass(frozen=True)
 class TensorReport:
-    """What became of one tensor: `kept` says why it was left as it was, and is empty where it was converted."""
+    """What became of one tensor: `reason` says why it was left as it was, and is empty where it was converted."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    kept: str
+    reason: str
     largest_error: float
     rms_error: float
     flushed: int
@@ -206,8 +206,8 @@ def _spool(source: Source, names: list[str], job: _Job, spool: Spool) -> tuple[l
     for name in names:
         x = source.tensor(name)
         before, errors = spool.nbytes, Errors()
-        kept = _why_kept(name, x, job, errors)
-        if kept:
+        reason = _why_unconverted(name, x, job, errors)
+        if reason:
             spool.add(name, [x], tuple(x.shape))
         else:
             parts = store(x, job.cast, job.seed, errors)
@@ -218,19 +218,19 @@ def _spool(source: Source, names: list[str], job: _Job, spool: Spool) -> tuple[l
                 dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
                 packed[name] = Packed(job.cast, tuple(x.shape), dtype)
             del parts
-        reports.append(_report(name, x, kept, errors, spool.nbytes - before))
+        reports.append(_report(name, x, reason, errors, spool.nbytes - before))
         del x  # before the next one is read
         job.done(name)
     return reports, packed
 
 
-def _report(name: str, x: Tensor, kept: str, errors: Errors, size: int) -> TensorReport:
+def _report(name: str, x: Tensor, reason: str, errors: Errors, size: int) -> TensorReport:
     seen = (errors.largest, errors.rms, errors.flushed, errors.overflowed)
     dtype = str(x.dtype).removeprefix("torch.")
-    return TensorReport(name, tuple(x.shape), dtype, kept, *seen, x.numel() * x.element_size(), size)
+    return TensorReport(name, tuple(x.shape), dtype, reason, *seen, x.numel() * x.element_size(), size)
 
 
-def _why_kept(name: str, x: Tensor, job: _Job, errors: Errors) -> str:
+def _why_unconverted(name: str, x: Tensor, job: _Job, errors: Errors) -> str:
     """Why a tensor is left as it is; nothing where it is to be converted."""
     if not x.is_floating_point():
         return f"{str(x.dtype).removeprefix('torch.')}, not floating-point"

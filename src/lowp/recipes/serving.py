@@ -13,7 +13,7 @@ from torch import nn
 
 from lowp import casts
 from lowp.errors import InvalidInput
-from lowp.inference import footprint, kept, quantize_model, training_policy
+from lowp.inference import footprint, quantize_model, training_policy, unquantized
 from lowp.precision import Precision
 from lowp.recipes import results
 from lowp.recipes.training import STOPS, Settings, Training, moved
@@ -77,8 +77,8 @@ class Serving:
             numbers = _evaluated(trained, model)
             took = min(took, time.perf_counter() - begun)
         found = footprint(model, forward=lambda one: trained.recipe.loss(one, _batches(trained, 1)[0]))
-        left = {} if format == "fp32" else dict(kept(model))
-        return {"format": format, "numbers": numbers, "seconds": took, **asdict(found), "kept": left}
+        left = {} if format == "fp32" else dict(unquantized(model))
+        return {"format": format, "numbers": numbers, "seconds": took, **asdict(found), "unquantized": left}
 
     def _served(self, trained: Training, format: str) -> nn.Module:
         if format == "fp32":

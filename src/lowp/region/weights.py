@@ -157,7 +157,7 @@ class WeightCasts:
             return carried(weight, to)
         sign = self._sign(weight)
         known = self._known(weight, to, sign)
-        return self._kept(weight, to, sign, carried(weight, to)) if known is None else known
+        return self._remember(weight, to, sign, carried(weight, to)) if known is None else known
 
     def together(self, weights: Sequence[Tensor], to: Cast) -> list[Tensor]:
         """Return several weights cast likewise; those that have to be cast anew, in one launch."""
@@ -173,7 +173,7 @@ class WeightCasts:
         values = dict(zip(missing, cast(Any, _Together).apply(dtype, *missing.values()), strict=True))
         for weight, sign in zip(weights, signs, strict=True):
             if id(weight) in values and not is_traced and _can_serve(weight):
-                self._kept(weight, to, sign, values[id(weight)])
+                self._remember(weight, to, sign, values[id(weight)])
         return [values[id(weight)] if one is None else one for weight, one in zip(weights, found, strict=True)]
 
     def _known(self, weight: Tensor, to: Cast, sign: _Sign | None) -> Tensor | None:
@@ -183,7 +183,7 @@ class WeightCasts:
                 return entry.in_graph() if weight.requires_grad and torch.is_grad_enabled() else entry.value
         return None
 
-    def _kept(self, weight: Tensor, to: Cast, sign: _Sign | None, value: Tensor) -> Tensor:
+    def _remember(self, weight: Tensor, to: Cast, sign: _Sign | None, value: Tensor) -> Tensor:
         others = [entry for entry in self._entries.pop(id(weight), ()) if entry.to != to]
         if value is not weight:
             self._made.append(TensorWeakRef(value))

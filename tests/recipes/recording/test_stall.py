@@ -37,11 +37,11 @@ def test_the_first_step_in_fp32_is_that_of_the_formula() -> None:
     first = document["variants"][0]
     assert first["moving"] == [toy.share(toy.flat(moved) != toy.flat(weights), toy.flat(gradients) != 0)]
     assert document["parameter"] == "0.weight"
-    place = tuple(document["place"])
-    assert document["ways"][0] == [float(weights["0.weight"][place]), float(moved["0.weight"][place])]
+    index = tuple(document["index"])
+    assert document["ways"][0] == [float(weights["0.weight"][index]), float(moved["0.weight"][index])]
     assert document["way_steps"] == [0, 1]
     distances = (moved["0.weight"] - weights["0.weight"]).abs()
-    assert distances[place] == distances[distances > 0].median()
+    assert distances[index] == distances[distances > 0].median()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "flex16+5"])

@@ -47,7 +47,7 @@ def record_series(
         rows = [(number, flush, at[site]) for number, (flush, at) in enumerate(kept) if site in at]
         rows = [(number, flush, index) for number, flush, index in rows if bool(flush.written[index])]
         series[name] = {
-            "place": site,
+            "site": site,
             "step": [number for number, _, _ in rows],
             "mantissa": [int(flush.mantissa[index]) for _, flush, index in rows],
             "exponent": [int(flush.exponent[index]) for _, flush, index in rows],
@@ -93,7 +93,7 @@ def record_windows(
     layer, sites = _sites(exponents, layer)
     windows = {
         name: {
-            "place": site,
+            "site": site,
             **{moment: histograms[moment, site].document() for moment in moments if (moment, site) in histograms},
         }
         for name, site in zip(CLASSES, sites, strict=True)

@@ -24,7 +24,7 @@ VARIANTS = {
     "{format}, to nearest": "none",
 }
 _MOMENTS = 200
-_KEPT = 4096  # weights of the layer whose way is recorded, of which one is drawn
+_WATCHED = 4096  # weights of the layer whose way is recorded, of which one is drawn
 
 
 def record_stall(
@@ -90,14 +90,14 @@ def _layer(model: nn.Module, layer: str | None) -> str:
 def _weight(watched: list[_Moving]) -> dict[str, Any]:
     """Where the first run's (fp32's) median mover is, and its values in every run."""
     if not watched:
-        return {"place": None, "ways": [], "way_steps": []}
+        return {"index": None, "ways": [], "way_steps": []}
     ways = [torch.stack(observer.ways) for observer in watched]
     distance = (ways[0][-1] - ways[0][0]).abs()
     distance = torch.where(distance > 0, distance, torch.nan)
     median = (distance - distance.nanmedian()).abs().nan_to_num(torch.inf)
     chosen = int(median.argmin())
     return {
-        "place": watched[0].places[chosen],
+        "index": watched[0].indices[chosen],
         "ways": [way[:, chosen].tolist() for way in ways],
         "way_steps": [0, *(step + 1 for step in watched[0].steps)],
     }
@@ -116,9 +116,9 @@ class _Moving:
         weights = self._weights(training.model)
         self._first = {name: weight.detach().clone() for name, weight in weights.items()}
         shape = weights[parameter].shape
-        self._kept = torch.arange(shape.numel())[:: max(1, shape.numel() // _KEPT)]
-        self.ways = [self._first[parameter].flatten()[self._kept]]
-        self.places = [[int(index) for index in torch.unravel_index(place, shape)] for place in self._kept]
+        self._watched = torch.arange(shape.numel())[:: max(1, shape.numel() // _WATCHED)]
+        self.ways = [self._first[parameter].flatten()[self._watched]]
+        self.indices = [[int(i) for i in torch.unravel_index(element, shape)] for element in self._watched]
 
     def wants(self, progress: float) -> bool:
         """200 steps of the run."""
@@ -141,7 +141,7 @@ class _Moving:
                 moved += int((wanting & (weights[name] != self._before[name])).sum())
         self.steps.append(self._step())
         self.moving.append(moved / max(1, asked))
-        self.ways.append(weights[self._parameter].detach().flatten()[self._kept].clone())
+        self.ways.append(weights[self._parameter].detach().flatten()[self._watched].clone())
 
     def never(self, fp32: _Moving) -> float:
         """Of the weights that ended elsewhere than they began in fp32, the share that did not here."""

@@ -30,7 +30,7 @@ def autoflex(document: Mapping[str, Any], path: Path) -> None:
         top.plot(steps, series["mantissa"], ".", markersize=2, color=_MEASURED)
         top.axhline(limit, color=_LIMIT, linewidth=1)
         top.set_ylim(0, 2 ** (_MANTISSA_BITS - 1) * 1.08)
-        top.set_title(f"{name}\n{series['place']}", fontsize=9)
+        top.set_title(f"{name}\n{series['site']}", fontsize=9)
         middle.step(steps, units, where="mid", color=_MEASURED, linewidth=1.2)
         middle.set_yscale("log", base=2)
         maxima = [mantissa * unit for mantissa, unit in zip(series["mantissa"], units, strict=True)]
@@ -71,7 +71,7 @@ def flex_window(document: Mapping[str, Any], path: Path) -> None:
             if low != high:
                 panel.plot([low, low + _MANTISSA_BITS - 1], [height, height], color=color, linewidth=_THIN, alpha=0.4)
             lost.append(f"{found['below_maximum']:.2%}")
-        panel.set_title(f"{name}\n{window['place']}", fontsize=9)
+        panel.set_title(f"{name}\n{window['site']}", fontsize=9)
         panel.set_xlabel(f"floor(log2|x|); below max/2^15: {', '.join(lost)}", fontsize=8)
         panel.set_xlim(_range(window, lowest))
         panel.grid(alpha=0.3)

@@ -34,7 +34,7 @@ def stall(document: Mapping[str, Any], path: Path) -> None:
         loss.plot([one["epoch"] for one in known], [one["loss"] for one in known], **shown)
     moving.set(xlabel="step", ylabel="weights with a gradient that the step moves, %", title="how many weights move")
     moving.set_ylim(0, 105)
-    where = f"[{', '.join(map(str, document['place']))}]" if document["place"] else ""
+    where = f"[{', '.join(map(str, document['index']))}]" if document["index"] else ""
     way.set(xlabel="step", ylabel=f"{document['parameter']}{where}", title="where one weight goes")
     way.ticklabel_format(axis="y", useOffset=False)
     loss.set(xlabel="epoch", ylabel="loss on what was held back", title="what it does to training")
