@@ -202,17 +202,15 @@ void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
   _mm256_storeu_ps(out, total[0]), _mm256_storeu_ps(out + 8, total[1]);
 }
 
-void codes(const Digits& row, const CodePanel& panel, float* out) {
-  if (panel.bits == 4)
-    sum_codes<4, 3>(row, panel, out);
-  else if (panel.bits == 2)
-    (row.planes == 1 ? sum_codes<2, 1> : sum_codes<2, 2>)(row, panel, out);
-  else
-    (row.planes == 1 ? sum_codes<1, 1> : sum_codes<1, 2>)(row, panel, out);
-}
+struct CodeSums {
+  template <int bits, int planes>
+  static void add(const Digits& row, const CodePanel& panel, float* out) {
+    sum_codes<bits, planes>(row, panel, out);
+  }
+};
 
 }  // namespace
 
-const ByteKernels kAvx2Bytes = {extremes, quantize, row, multiply_panels<Sums>, numbers, codes, differing};
+const ByteKernels kAvx2Bytes = {extremes, quantize, row, multiply_panels<Sums>, numbers, dispatch_codes<CodeSums>, differing};
 
 }  // namespace lowp

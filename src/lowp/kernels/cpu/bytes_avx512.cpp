@@ -158,17 +158,15 @@ void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
   _mm512_storeu_ps(out, total);
 }
 
-void codes(const Digits& row, const CodePanel& panel, float* out) {
-  if (panel.bits == 4)
-    sum_codes<4, 3>(row, panel, out);
-  else if (panel.bits == 2)
-    (row.planes == 1 ? sum_codes<2, 1> : sum_codes<2, 2>)(row, panel, out);
-  else
-    (row.planes == 1 ? sum_codes<1, 1> : sum_codes<1, 2>)(row, panel, out);
-}
+struct CodeSums {
+  template <int bits, int planes>
+  static void add(const Digits& row, const CodePanel& panel, float* out) {
+    sum_codes<bits, planes>(row, panel, out);
+  }
+};
 
 }  // namespace
 
-const ByteKernels kAvx512Bytes = {extremes, quantize, row, multiply, numbers, codes, differing};
+const ByteKernels kAvx512Bytes = {extremes, quantize, row, multiply, numbers, dispatch_codes<CodeSums>, differing};
 
 }  // namespace lowp

@@ -1,7 +1,6 @@
 // What the byte products do in loops that the compiler makes vectors of, compiled once for each instruction set.
 #pragma once
-#include <cstring>
-
+#include "bits.hpp"
 #include "bytes.hpp"
 
 namespace lowp {
@@ -17,22 +16,23 @@ inline float rounded(float x) {
 }
 
 inline float power_of_two(int exponent) {
-  const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
+  return bit_cast<float>(static_cast<uint32_t>(exponent + 127) << 23);
+}
+
+// The bits of the largest magnitude of count numbers: those of non-negative floats are ordered like these.
+inline uint32_t largest_bits(const float* x, int64_t count) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const uint32_t bits = bit_cast<uint32_t>(x[i]) & 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  return largest;
 }
 
 bool numbers(const float* x, int64_t count, int64_t group, int32_t* numbers, float* scales) {
   for (int64_t begin = 0; begin < count; begin += group) {
     const int64_t size = group < count - begin ? group : count - begin;
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < size; i++) {
-      uint32_t bits;
-      std::memcpy(&bits, x + begin + i, 4);
-      bits &= 0x7fffffff;
-      largest = bits > largest ? bits : largest;
-    }
+    const uint32_t largest = largest_bits(x + begin, size);
     if (largest >= 0x7f800000) return false;
     const int exponent = static_cast<int>(largest >> 23) - 127;
     const int shift = kTopBits - (exponent < kLeastExponent ? kLeastExponent : exponent);
@@ -50,21 +50,24 @@ inline double rounded(double x) {
 }
 
 bool row(const float* x, int64_t count, int32_t zero, uint8_t* out, float* scale) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < count; i++) {
-    uint32_t bits;
-    std::memcpy(&bits, x + i, 4);
-    bits &= 0x7fffffff;
-    largest = bits > largest ? bits : largest;
-  }
+  const uint32_t largest = largest_bits(x, count);
   if (largest >= 0x7f800000) return false;
-  float most;
-  std::memcpy(&most, &largest, 4);
-  const float found = static_cast<float>(static_cast<double>(most) / 127);
+  const float found = static_cast<float>(static_cast<double>(bit_cast<float>(largest)) / 127);
   *scale = largest == 0 ? 1 : found < 0x1p-126f ? 0x1p-126f : found;
   const double by = *scale;  // in fp64: a quotient in fp32 might be rounded to the middle of two numbers
   for (int64_t i = 0; i < count; i++) out[i] = static_cast<uint8_t>(static_cast<int32_t>(rounded(x[i] / by)) + zero);
   return true;
+}
+
+// `codes` of ByteKernels: Sum::add<bits, planes> for the bits of a code and the planes of digits that there are.
+template <class Sum>
+void dispatch_codes(const Digits& row, const CodePanel& panel, float* out) {
+  if (panel.bits == 4)
+    Sum::template add<4, 3>(row, panel, out);
+  else if (panel.bits == 2)
+    (row.planes == 1 ? Sum::template add<2, 1> : Sum::template add<2, 2>)(row, panel, out);
+  else
+    (row.planes == 1 ? Sum::template add<1, 1> : Sum::template add<1, 2>)(row, panel, out);
 }
 
 int64_t differing(const uint64_t* a, const uint64_t* b, int64_t words) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "bits.hpp"
 #include "cast.hpp"
 
 #if defined(__x86_64__)
@@ -38,26 +39,10 @@ struct F64 {
   static constexpr int kMinExponent = -1022, kRandomBits = 32;
 };
 
-static inline float number(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-static inline double number(uint64_t bits) {
-  double value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-static inline uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-static inline uint64_t bits_of(double value) {
-  uint64_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
+static inline float number(uint32_t bits) { return bit_cast<float>(bits); }
+static inline double number(uint64_t bits) { return bit_cast<double>(bits); }
+static inline uint32_t bits_of(float value) { return bit_cast<uint32_t>(value); }
+static inline uint64_t bits_of(double value) { return bit_cast<uint64_t>(value); }
 
 template <class C>
 struct Constants {

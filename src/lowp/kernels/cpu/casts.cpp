@@ -4,6 +4,7 @@
 #include <mutex>
 #include <new>
 
+#include "bits.hpp"
 #include "cast.hpp"
 #include "parallel.hpp"
 
@@ -333,9 +334,7 @@ LOWP_EXPORT float lowp_largest(const float* const* tensors, const int64_t* count
       if (found > most) most = found;
     });
   }
-  float value;
-  std::memcpy(&value, &most, sizeof most);
-  return value;
+  return lowp::bit_cast<float>(most);
 }
 
 // What the profiler records of a step of fp32 weights. counts: the joint counts, then those without an update; energy:

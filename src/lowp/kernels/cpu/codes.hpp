@@ -8,6 +8,17 @@
 namespace lowp {
 namespace LOWP_ISA {
 
+// run(a zero of the unsigned type of `bytes` bytes)
+template <class Run>
+static auto with_code_type(int bytes, Run run) {
+  switch (bytes) {
+    case 1: return run(uint8_t{});
+    case 2: return run(uint16_t{});
+    case 4: return run(uint32_t{});
+    default: return run(uint64_t{});
+  }
+}
+
 // What `encode` and `decode` need beyond the lane.
 template <class C>
 struct Code {
@@ -127,12 +138,7 @@ static int64_t encode_in(const Task& task, int64_t begin, int64_t end) {
 
 template <class C>
 static int64_t encode_as(const Task& task, int64_t begin, int64_t end) {
-  switch (task.out_type) {
-    case 1: return encode_in<C, uint8_t>(task, begin, end);
-    case 2: return encode_in<C, uint16_t>(task, begin, end);
-    case 4: return encode_in<C, uint32_t>(task, begin, end);
-    default: return encode_in<C, uint64_t>(task, begin, end);
-  }
+  return with_code_type(task.out_type, [&](auto code) { return encode_in<C, decltype(code)>(task, begin, end); });
 }
 
 static int64_t encode(const Task& task, int64_t begin, int64_t end) {
@@ -191,12 +197,7 @@ static void decode_in(const Task& task, int64_t begin, int64_t end) {
 
 template <class C>
 static void decode_as(const Task& task, int64_t begin, int64_t end) {
-  switch (task.in_type) {
-    case 1: return decode_in<C, uint8_t>(task, begin, end);
-    case 2: return decode_in<C, uint16_t>(task, begin, end);
-    case 4: return decode_in<C, uint32_t>(task, begin, end);
-    default: return decode_in<C, uint64_t>(task, begin, end);
-  }
+  with_code_type(task.in_type, [&](auto code) { decode_in<C, decltype(code)>(task, begin, end); });
 }
 
 static void decode(const Task& task, int64_t begin, int64_t end) {

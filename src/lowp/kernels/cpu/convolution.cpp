@@ -184,10 +184,7 @@ LOWP_EXPORT int lowp_integer_convolution(const char* forced, int product, const 
     if (product == 0) lowp::forward(shape, a, b, products, call);
     if (product == 1) lowp::input_gradient(shape, a, b, products, call);
     if (product == 2) lowp::weight_gradient(shape, a, b, products, call);
-    seen[0] = tally.saturated;
-    seen[1] = tally.largest_mantissa;
-    seen[2] = tally.largest_sum;
-    *largest = tally.largest_value;
+    tally.report(seen, largest);
     return 0;
   } catch (const std::exception&) {
     return 2;

@@ -37,6 +37,11 @@ void Tally::merge(const Tally& other) {
   largest_value = std::max(largest_value, other.largest_value);
 }
 
+void Tally::report(int64_t* seen, double* largest) const {
+  seen[0] = saturated, seen[1] = largest_mantissa, seen[2] = largest_sum;
+  *largest = largest_value;
+}
+
 void Target::offsets(int64_t first, int64_t count, int64_t* out) const {
   for (int64_t i = 0; i < count; i++) out[i] = first + i;
 }
@@ -328,10 +333,7 @@ LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const 
     }
     lowp::Tally tally;
     lowp::run(*micro, products, {static_cast<lowp::Kind>(kind), exponent, lowest}, true, threads, tally);
-    seen[0] = tally.saturated;
-    seen[1] = tally.largest_mantissa;
-    seen[2] = tally.largest_sum;
-    *largest = tally.largest_value;
+    tally.report(seen, largest);
     return 0;
   } catch (const std::exception&) {
     return 2;

@@ -34,6 +34,8 @@ struct Tally {
   int64_t largest_sum = 0;       // max |exact sum|, before rounding and saturation
   double largest_value = 0;      // max |value written|, chained
   void merge(const Tally& other);
+  // seen = saturated, largest_mantissa, largest_sum; largest = largest_value
+  void report(int64_t* seen, double* largest) const;
 };
 
 // The leading digits of one panel over one step (gemm_digits.hpp), there only where they may be needed.

@@ -90,31 +90,39 @@ static void pack_lines(const int16_t* const* lines, int64_t length, int32_t* pan
   }
 }
 
+// `count` elements of two neighbouring k as pairs.
+static inline void pair_up(const int16_t* even, const int16_t* odd, int64_t count, int32_t* to) {
+  int64_t done = 0;
 #if defined(__AVX2__)
-// WIDTH elements of two neighbouring k, interleaved
+  for (; done + 8 <= count; done += 8) {
+    const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(even + done));
+    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(odd + done));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + done), _mm_unpacklo_epi16(a, b));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + done + 4), _mm_unpackhi_epi16(a, b));
+  }
+  if (done + 4 <= count) {
+    const __m128i a = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(even + done));
+    const __m128i b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(odd + done));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + done), _mm_unpacklo_epi16(a, b));
+    done += 4;
+  }
+#endif
+  for (; done < count; done++) to[done] = pair_of(even[done], odd[done]);
+}
+
+#if defined(__AVX2__)
+// The same of a whole row of a panel.
 template <int WIDTH>
-static inline void interleave_pair(const int16_t* even, const int16_t* odd, int32_t* to) {
-  int done = 0;
-  for (; done + 16 <= WIDTH; done += 16) {
+static inline void pair_up_row(const int16_t* even, const int16_t* odd, int32_t* to) {
+  constexpr int WHOLE = WIDTH / 16 * 16;
+  for (int done = 0; done < WHOLE; done += 16) {
     const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(even + done));
     const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd + done));
     const __m256i low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + done), _mm256_permute2x128_si256(low, high, 0x20));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + done + 8), _mm256_permute2x128_si256(low, high, 0x31));
   }
-  for (; done + 8 <= WIDTH; done += 8) {
-    const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(even + done));
-    const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(odd + done));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + done), _mm_unpacklo_epi16(a, b));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + done + 4), _mm_unpackhi_epi16(a, b));
-  }
-  if (done + 4 <= WIDTH) {
-    const __m128i a = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(even + done));
-    const __m128i b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(odd + done));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + done), _mm_unpacklo_epi16(a, b));
-    done += 4;
-  }
-  for (; done < WIDTH; done++) to[done] = pair_of(even[done], odd[done]);
+  pair_up(even + WHOLE, odd + WHOLE, WIDTH - WHOLE, to + WHOLE);
 }
 #endif
 
@@ -124,7 +132,7 @@ static void pack_rows(const int16_t* source, const int64_t* offsets, int64_t len
 #if defined(__AVX2__)
   if (count >= WIDTH) {
     for (; k + 1 < length; k += 2)
-      interleave_pair<WIDTH>(source + offsets[k], source + offsets[k + 1], panel + k / 2 * WIDTH);
+      pair_up_row<WIDTH>(source + offsets[k], source + offsets[k + 1], panel + k / 2 * WIDTH);
   }
 #endif
   for (; k < length; k += 2) {
@@ -142,22 +150,7 @@ static void pack_some_rows(const int16_t* source, const int64_t* offsets, int64_
   static const int16_t none[64] = {};
   for (int64_t k = 0; k < length; k += 2, panel += WIDTH) {
     const int16_t *even = source + offsets[k], *odd = k + 1 < length ? source + offsets[k + 1] : none;
-    int64_t w = 0;
-#if defined(__AVX2__)
-    for (; w + 8 <= count; w += 8) {
-      const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(even + w));
-      const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(odd + w));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(panel + w), _mm_unpacklo_epi16(a, b));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(panel + w + 4), _mm_unpackhi_epi16(a, b));
-    }
-    if (w + 4 <= count) {
-      const __m128i a = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(even + w));
-      const __m128i b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(odd + w));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(panel + w), _mm_unpacklo_epi16(a, b));
-      w += 4;
-    }
-#endif
-    for (; w < count; w++) panel[w] = pair_of(even[w], odd[w]);
+    pair_up(even, odd, count, panel);
   }
 }
 

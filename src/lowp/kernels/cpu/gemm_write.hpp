@@ -1,9 +1,10 @@
 // Tiles of sums into rows of results `stride` apart, rounded once; included by gemm_tile.hpp.
 #include <cmath>
-#include <cstring>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+
+#include "bits.hpp"
 
 namespace {
 
@@ -12,19 +13,7 @@ using lowp::Tally;
 // 1.5 * 2^52: adding it to |x| < 2^51 leaves x, rounded to nearest even, in the low bits.
 constexpr double MAGIC = 6755399441055744.0;
 
-static inline double bits_to_double(int64_t bits) {
-  double value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-static inline int64_t double_to_bits(double value) {
-  int64_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-static inline double narrow_to_double(int64_t sum) { return bits_to_double(sum + 0x4338000000000000) - MAGIC; }
+static inline double narrow_to_double(int64_t sum) { return lowp::bit_cast<double>(sum + 0x4338000000000000) - MAGIC; }
 
 #if defined(__AVX2__)
 // four sums below 2^51
@@ -160,7 +149,7 @@ static void finish_int16(const int64_t* sums, bool narrow, int exponent, int low
       double value = narrow_to_double(sums[t]) * scale;
       value = value < -65536.0 ? -65536.0 : value;
       value = value > 65536.0 ? 65536.0 : value;
-      rounded[t] = static_cast<int32_t>(double_to_bits(value + MAGIC));
+      rounded[t] = static_cast<int32_t>(lowp::bit_cast<int64_t>(value + MAGIC));
     }
   } else {
     for (int t = 0; t < TILE; t++) rounded[t] = shift_rounded(sums[t], exponent);
@@ -216,11 +205,7 @@ static void finish_int64(const int64_t* sums, bool narrow, int64_t* out, int64_t
 }
 
 // Non-negative floats are ordered like their bits.
-static inline int32_t magnitude_bits(float value) {
-  int32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits & 0x7fffffff;
-}
+static inline int32_t magnitude_bits(float value) { return lowp::bit_cast<int32_t>(value) & 0x7fffffff; }
 
 template <class Convert>
 static inline void finish_chained_as(const float* sums, float* out, int64_t stride, Tally& tally, Convert convert) {
@@ -230,9 +215,7 @@ static inline void finish_chained_as(const float* sums, float* out, int64_t stri
     const int32_t magnitude = magnitude_bits(convert(sums[t]));
     bits = magnitude > bits ? magnitude : bits;
   }
-  float largest;
-  std::memcpy(&largest, &bits, sizeof largest);
-  tally.largest_value = larger(tally.largest_value, double{largest});
+  tally.largest_value = larger(tally.largest_value, double{lowp::bit_cast<float>(bits)});
 }
 
 static void finish_chained(const float* sums, int exponent, float* out, int64_t stride, Tally& tally) {

@@ -1,0 +1,126 @@
+// multiply and multiply_block (gemm_tile.hpp) where a vector of pairs of int16 is multiplied at once. A tile is two vectors
+// of columns wide, and its 2 * ROWS sums stay in registers. The including file defines ROWS and LANES, the int32 of a
+// vector, in an anonymous namespace before it includes this, and the functions declared here after that.
+
+namespace {
+
+constexpr int COLUMNS = 2 * LANES;
+
+typedef uint32_t Ints __attribute__((vector_size(4 * LANES)));  // unsigned: sums are meant modulo 2^32
+typedef int32_t SignedInts __attribute__((vector_size(4 * LANES)));
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef double HalfDoubles __attribute__((vector_size(4 * LANES)));  // half as many lanes
+
+// sums + what the pairs of int16 in each lane of a and b give, multiplied and added up
+inline Ints add_pairs(Ints sums, Ints a, Ints b);
+// Half of the lanes, the lower (0) or the upper (1), as signed numbers in fp64.
+template <int half>
+inline HalfDoubles widened(Ints lanes);
+// a * b + c, rounded once
+inline HalfDoubles multiply_add(HalfDoubles a, HalfDoubles b, HalfDoubles c);
+// Both halves, rounded to fp32.
+inline Floats narrowed(HalfDoubles lower, HalfDoubles upper);
+
+inline Ints load(const int32_t* from) {
+  Ints lanes;
+  std::memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+
+inline void store(int32_t* to, Ints lanes) { std::memcpy(to, &lanes, sizeof lanes); }
+
+// The same lane everywhere.
+inline Ints broadcast(int32_t lane) { return Ints{} + static_cast<uint32_t>(lane); }
+
+inline void clear(Ints c[ROWS][2]) {
+#pragma GCC unroll ROWS
+  for (int i = 0; i < ROWS; i++) c[i][0] = c[i][1] = Ints{};
+}
+
+inline void store_tile(int32_t* sums, const Ints c[ROWS][2]) {
+#pragma GCC unroll ROWS
+  for (int i = 0; i < ROWS; i++) {
+    store(sums + i * COLUMNS, c[i][0]);
+    store(sums + i * COLUMNS + LANES, c[i][1]);
+  }
+}
+
+// c = add(c, lanes of a, lanes of b) over `count` steps of depth.
+template <Ints (*add)(Ints, Ints, Ints)>
+inline __attribute__((always_inline)) void add_depth(Ints c[ROWS][2], int64_t count, const int32_t* a,
+                                                     const int32_t* b) {
+  for (int64_t k = 0; k < count; k++, a += ROWS, b += COLUMNS) {
+    const Ints left = load(b), right = load(b + LANES);
+#pragma GCC unroll ROWS
+    for (int i = 0; i < ROWS; i++) {
+      const Ints lane = broadcast(a[i]);
+      c[i][0] = add(c[i][0], lane, left);
+      c[i][1] = add(c[i][1], lane, right);
+    }
+  }
+}
+
+// All chains; what is not `kept` counts as 0.
+inline __attribute__((always_inline)) void sum_chains(Ints c[ROWS][2], const int64_t* chains, int64_t count,
+                                                      const int32_t* a, const int32_t* b, int32_t* tops) {
+  Ints kept = Ints{};  // the first chain finds no tops
+  for (int64_t chain = 0; chain < count; a += chains[chain] * ROWS, b += chains[chain] * COLUMNS, chain++) {
+    if (chain > 0) {
+#pragma GCC unroll ROWS
+      for (int i = 0; i < ROWS; i++) {
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+          int32_t* top = tops + i * COLUMNS + LANES * h;
+          store(top, (load(top) & kept) + (Ints)((SignedInts)c[i][h] >> lowp::TOP_SHIFT));
+          c[i][h] &= (1 << lowp::TOP_SHIFT) - 1;
+        }
+      }
+      kept = ~Ints{};
+    }
+    add_depth<add_pairs>(c, chains[chain], a, b);
+  }
+}
+
+// Kept out of line, since beside other vector code the sums would be spilled.
+__attribute__((noinline, noclone)) void multiply(const int64_t* chains, int64_t count, const int32_t* __restrict a,
+                                                 const int32_t* __restrict b, int32_t* __restrict tops,
+                                                 int32_t* __restrict sums) {
+  Ints c[ROWS][2];
+  clear(c);
+  sum_chains(c, chains, count, a, b, tops);
+  store_tile(sums, c);
+}
+
+// sums + 2^TOP_SHIFT * tops as fp32: exact in fp64, and rounded once
+inline Floats joined(Ints sums, Ints tops) {
+  const HalfDoubles shift = HalfDoubles{} + (1 << lowp::TOP_SHIFT);
+  return narrowed(multiply_add(widened<0>(tops), shift, widened<0>(sums)),
+                  multiply_add(widened<1>(tops), shift, widened<1>(sums)));
+}
+
+inline void add_to(float* sums, Ints kept, Floats sum) {
+  Ints before;
+  std::memcpy(&before, sums, sizeof before);
+  const Floats after = (Floats)(before & kept) + sum;
+  std::memcpy(sums, &after, sizeof after);
+}
+
+__attribute__((noinline, noclone)) void multiply_block(const int64_t* chains, int64_t count,
+                                                       const int32_t* __restrict a, const int32_t* __restrict b,
+                                                       int32_t* __restrict tops, bool begin, float* __restrict sums) {
+  Ints c[ROWS][2];
+  clear(c);
+  sum_chains(c, chains, count, a, b, tops);
+  const Ints kept = begin ? Ints{} : ~Ints{};
+  if (count == 1) {
+#pragma GCC unroll 2 * ROWS
+    for (int v = 0; v < 2 * ROWS; v++)
+      add_to(sums + LANES * v, kept, __builtin_convertvector((SignedInts)c[v / 2][v % 2], Floats));
+  } else {
+#pragma GCC unroll 2 * ROWS
+    for (int v = 0; v < 2 * ROWS; v++)
+      add_to(sums + LANES * v, kept, joined(c[v / 2][v % 2], load(tops + LANES * v)));
+  }
+}
+
+}  // namespace
