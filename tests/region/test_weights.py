@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowp.region import autocast
+from lowp.region import autocast, weights
 
 
 class CountCasts(TorchDispatchMode):
@@ -147,6 +148,27 @@ def test_a_weight_in_memory_of_others_is_cast_at_every_use() -> None:
         assert layer(x).tolist() == [[12.0] * 4]
         shared(x)
         assert len(region._weights) == 0
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["attached later", "attached from the start"])
+def test_a_debugger_changes_nothing_of_which_casts_serve_again(first: bool) -> None:
+    free, held, x = ones(), ones(), torch.ones(1, 4)
+    storage = held.weight.untyped_storage()  # held by another: it may be written through
+    weights._one_holder.cache_clear()
+    if not first:
+        weights._one_holder()
+    with autocast("bf16") as region:
+        sys.setprofile(lambda *_: None)
+        try:
+            free(x)
+            held(x)
+        finally:
+            sys.setprofile(None)
+        assert len(region._weights) == 1
+        free(x)
+        held(x)
+        assert len(region._weights) == 1
+    assert storage.nbytes() == 64
 
 
 def test_a_raw_address_of_before_is_what_forget_is_for() -> None:

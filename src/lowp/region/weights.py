@@ -203,9 +203,11 @@ class WeightCasts:
 
     def _sign(self, weight: Tensor) -> _Sign | None:
         """Return what a later use compares; None where others may write the weight unseen."""
-        storage = weight.untyped_storage()
         one_holder, one_name = _one_holder()
-        if sys.getrefcount(storage) != one_name or _storage_holders(storage._cdata) != one_holder:
+        if sys.getrefcount(weight.untyped_storage()) != one_name:  # before it has a name here, see `_holders`
+            return None
+        storage = weight.untyped_storage()
+        if _storage_holders(storage._cdata) != one_holder:
             return None
         memory = storage.data_ptr()
         if not storage.resizable() or memory in self._handed_out or (weight.is_cpu and storage.is_shared()):
@@ -249,10 +251,11 @@ class WeightCasts:
 def _holders(tensor: Tensor) -> tuple[int, int]:
     """Return how many tensors hold a tensor's memory, and how many names in Python its storage object has.
 
-    It takes the tensor, not the storage: torch.compile holds the arguments of functions that it has looked at.
+    It takes the tensor, not the storage: torch.compile holds the arguments of functions that it has looked at. Nor is
+    the storage named here: up to Python 3.11 a debugger or a profiler (sys.settrace, sys.setprofile) holds the locals
+    of the functions that it looks at.
     """
-    storage = tensor.untyped_storage()
-    return _storage_holders(storage._cdata), sys.getrefcount(storage)
+    return _storage_holders(tensor.untyped_storage()._cdata), sys.getrefcount(tensor.untyped_storage())
 
 
 @cache
