@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lowp import kernels
 from lowp.errors import InvalidInput, Unavailable
-from lowp.kernels import byte_products, cpu, few_bits
-from lowp.kernels.byte_products import Bytes, Range
+from lowp.kernels import byte_products, byte_rows, cpu, few_bits
+from lowp.kernels.byte_rows import Bytes, Range
 
 needs_library = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
 LEVELS = (0, 1, -1)  # portable, AVX2, the best; as far as the processor has them
@@ -83,9 +83,9 @@ def test_activations_become_bytes_as_torch_rounds_them(level: int) -> None:
         1,
     )
     for scale, zero, highest in ((1.0, 3, 127), (0.1, 0, 255), (0.037, 64, 127)):
-        found = byte_products.to_bytes(x, scale, zero, highest, level)
+        found = byte_rows.to_bytes(x, scale, zero, highest, level)
         with kernels.use("reference"):
-            wanted = byte_products.to_bytes(x, scale, zero, highest)
+            wanted = byte_rows.to_bytes(x, scale, zero, highest)
         assert torch.equal(found.payload, wanted.payload)
         assert bool((found.payload[:, x.shape[1] :] == zero).all())
 
@@ -104,12 +104,12 @@ def test_activations_are_multiplied_as_the_bytes_that_they_become(level: int, hi
     nan[8, 69] = torch.nan
     for x in (given, given.t().contiguous().t(), -positive, positive, zeros, given * 1e-44, infinite, nan, given[:0]):
         for over in ranges:
-            found = byte_products.multiply(byte_products.Activations(x, over), panels, None, level)
+            found = byte_products.multiply(byte_rows.Activations(x, over), panels, None, level)
             with kernels.use("bitwise"):
-                own = byte_products.own_range(x, highest)
-                wanted = byte_products.multiply(byte_products.Activations(x, over), panels)
+                own = byte_rows.own_range(x, highest)
+                wanted = byte_products.multiply(byte_rows.Activations(x, over), panels)
             assert torch.equal(found.nan_to_num(7), wanted.nan_to_num(7))
-            assert str(byte_products.own_range(x, highest, level)) == str(own)  # NaN too
+            assert str(byte_rows.own_range(x, highest, level)) == str(own)  # NaN too
 
 
 INTEGERS = [code - (code >> 3 << 4) for code in range(16)]
@@ -177,7 +177,7 @@ def test_bytes_by_codes_of_few_bits_are_exact(rows: int, k: int, levels: list[in
     codes, scales, bias = torch.randint(0, 3 if len(levels) > 2 else 2, (19, k)), torch.rand(19, 1), torch.randn(19)
     packed = few_bits.pack_codes(codes, scales, levels, 0)
     assert packed.memory.numel() == 32 * packed.depth // (8 if len(levels) == 2 else 4)
-    a = byte_products.to_bytes(torch.randn(rows, k) * 40, 1.0, 31, highest)
+    a = byte_rows.to_bytes(torch.randn(rows, k) * 40, 1.0, 31, highest)
     a.payload[0, :k] = highest  # the largest sums
     numbers = torch.tensor(levels).double()[codes]
     sums = (a.payload[:, :k].double() - 31) @ numbers.t()
@@ -192,7 +192,7 @@ def test_activations_that_do_not_fit_codes_are_refused() -> None:
     with pytest.raises(InvalidInput, match="do not fit weights with a scale a row: give bytes"):
         few_bits.multiply_codes(torch.ones(1, 24), rows)
     with pytest.raises(InvalidInput, match="bytes of depth 16 do not fit codes of 24 inputs in groups of 0"):
-        few_bits.multiply_codes(byte_products.to_bytes(torch.ones(1, 16), 1.0, 0, 127), rows)
+        few_bits.multiply_codes(byte_rows.to_bytes(torch.ones(1, 16), 1.0, 0, 127), rows)
     with pytest.raises(InvalidInput, match="groups of 8: give 16, 32 or 64"):
         few_bits.pack_codes(torch.zeros(4, 24, dtype=torch.int64), torch.ones(4, 3), INTEGERS, 8)
 
@@ -201,9 +201,9 @@ def test_windows_are_those_of_a_convolution() -> None:
     image = torch.randint(0, 128, (2, 9, 7, 3), dtype=torch.uint8)
     x = Bytes(image.flatten(), 1.0, 5, 127)
     geometry = {"kernel": (3, 2), "stride": (2, 1), "padding": (1, 2), "dilation": (2, 1)}
-    found = byte_products.windows(x, (2, 9, 7, 3), geometry)
+    found = byte_rows.windows(x, (2, 9, 7, 3), geometry)
     with kernels.use("reference"):
-        wanted = byte_products.windows(x, (2, 9, 7, 3), geometry)
+        wanted = byte_rows.windows(x, (2, 9, 7, 3), geometry)
     assert found[1:] == wanted[1:]
     assert torch.equal(found[0].payload, wanted[0].payload)
 
@@ -211,8 +211,8 @@ def test_windows_are_those_of_a_convolution() -> None:
 def test_operands_that_do_not_fit_are_refused() -> None:
     panels = byte_products.pack(torch.zeros(4, 24, dtype=torch.int8), torch.ones(4), 127)
     with pytest.raises(InvalidInput, match="bytes of depth 16 up to 127 do not fit weights of 24 inputs"):
-        byte_products.multiply(byte_products.to_bytes(torch.ones(1, 16), 1.0, 0, 127), panels)
+        byte_products.multiply(byte_rows.to_bytes(torch.ones(1, 16), 1.0, 0, 127), panels)
     with pytest.raises(InvalidInput, match="up to 255 do not fit"):
-        byte_products.multiply(byte_products.to_bytes(torch.ones(1, 24), 1.0, 0, 255), panels)
+        byte_products.multiply(byte_rows.to_bytes(torch.ones(1, 24), 1.0, 0, 255), panels)
     with pytest.raises(Unavailable, match="may leave int32"):
         byte_products.pack(torch.zeros(1, 70_000, dtype=torch.int8), torch.ones(1), 127)

@@ -13,7 +13,18 @@ from torch.utils._pytree import tree_leaves
 
 import lowp
 from lowp.casts import Rounding, parse
-from lowp.kernels import available, byte_products, cpu, dequantize, few_bits, integer, mantissas, spectra, use, writes
+from lowp.kernels import (
+    available,
+    byte_rows,
+    cpu,
+    dequantize,
+    few_bits,
+    integer,
+    mantissas,
+    spectra,
+    use,
+    writes,
+)
 from lowp.kernels.integer import ConvolutionShape
 
 X = torch.linspace(-3, 3, 120).reshape(3, 40)
@@ -98,9 +109,9 @@ def library_functions() -> object:
         mantissas.rounds_to_int16(X, old, -13, mantissas.Rows(1, X.numel(), X.numel()), True),
         mantissas.step_int16(weight, old, (0, -13, -13), True),
         mantissas.words_int16(X.clone(), -13, 14, True),
-        byte_products.rows_in_bytes(X),
-        byte_products.own_range(X, 127),
-        byte_products.to_bytes(X, 0.1, 3, 127).payload,
+        byte_rows.rows_in_bytes(X),
+        byte_rows.own_range(X, 127),
+        byte_rows.to_bytes(X, 0.1, 3, 127).payload,
         few_bits.multiply_signs(few_bits.signs(X), few_bits.signs(X)),
         spectra.count_tensor(X),
         spectra.largest_of([X]),

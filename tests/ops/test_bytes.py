@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import lowp
 from lowp import kernels
 from lowp.inference import training_policy
-from lowp.kernels import byte_products, cpu
+from lowp.kernels import byte_rows, cpu
 from lowp.kernels.products import LEAST_ROWS
 from lowp.policy import Policy, Rule
 
@@ -78,15 +78,15 @@ def test_rows_in_bytes_are_those_of_format_int8(level: int) -> None:
     x[5, 0], x[6], x[6, 0] = 127, (torch.arange(77) - 38.5).nextafter(torch.tensor(0.0)), -127
     x[7], x[8] = -x[7].abs(), x[8].nextafter(torch.tensor(9.0))
     wanted = kernels.encode(x, "int8")
-    found = byte_products.rows_in_bytes(x, level)
+    found = byte_rows.rows_in_bytes(x, level)
     assert found is not None
     assert torch.equal(found.scales, wanted.scale)
     assert torch.equal(found.payload[:, :77].int() - 128, wanted.payload.int())
     assert bool((found.payload[:, 77:] == 128).all())
     with kernels.use("bitwise"):
-        defined = byte_products.rows_in_bytes(x)
+        defined = byte_rows.rows_in_bytes(x)
     assert defined is not None
     assert torch.equal(defined.payload, found.payload)
     assert torch.equal(defined.scales, found.scales)
     x[3, 5] = torch.nan
-    assert byte_products.rows_in_bytes(x, level) is None
+    assert byte_rows.rows_in_bytes(x, level) is None

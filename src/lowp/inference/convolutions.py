@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowp.inference.modules import Int8, Served, Weight
-from lowp.kernels import byte_products
-from lowp.kernels.byte_products import PANEL, Bytes
+from lowp.kernels import byte_rows
+from lowp.kernels.byte_products import PANEL
+from lowp.kernels.byte_rows import Bytes
 from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
 
@@ -50,7 +51,7 @@ class Geometry(NamedTuple):
 
     @property
     def windows(self) -> dict[str, Pair]:
-        """What `byte_products.windows` takes."""
+        """What `byte_rows.windows` takes."""
         return {"kernel": self.kernel, "stride": self.stride, "padding": self.padding, "dilation": self.dilation}
 
     def convolved(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -111,7 +112,7 @@ class ServedConvolution(Served):
         results = []
         for group in range(groups):
             taken = (group * channels, channels)
-            rows, high, wide = byte_products.windows(flat, shape, self.geometry.windows, taken)
+            rows, high, wide = byte_rows.windows(flat, shape, self.geometry.windows, taken)
             panels = weight.panels() if groups == 1 else weight.part(group * count, count)
             some = None if bias is None else bias[group * count :][:count]
             results.append(contract_packed((rows, panels), some))

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from lowp import kernels
 from lowp.casts import Cast
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
-from lowp.kernels import byte_products, few_bits, scaled
-from lowp.kernels.byte_products import Activations, Bytes, Panels, Range
+from lowp.kernels import byte_products, byte_rows, few_bits, scaled
+from lowp.kernels.byte_products import Panels
+from lowp.kernels.byte_rows import Activations, Bytes, Range
 from lowp.kernels.few_bits import Codes
 from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
@@ -75,7 +76,7 @@ class _Bytewise(Weight):
     def bytes(self, rows: Tensor) -> Bytes:
         """Activations in bytes."""
         over = self.range()
-        return byte_products.to_bytes(rows, *(byte_products.own_range(rows, over) if isinstance(over, int) else over))
+        return byte_rows.to_bytes(rows, *(byte_rows.own_range(rows, over) if isinstance(over, int) else over))
 
 
 class Int8(_Bytewise):

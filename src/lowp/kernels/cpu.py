@@ -192,6 +192,14 @@ def _level(own: ctypes.CDLL, instruction_set: str | None) -> int:
     return INSTRUCTION_SETS.index(instruction_set)
 
 
+def level(forced: int | None = None) -> int:
+    """Return the instruction set for a call, by its place in INSTRUCTION_SETS: `forced`, `asked`, or -1, the best."""
+    if forced is not None:
+        return forced
+    name = asked()
+    return INSTRUCTION_SETS.index(name) if name in INSTRUCTION_SETS else -1
+
+
 def available(own: ctypes.CDLL | None = None) -> tuple[str, ...]:
     """Return the instruction sets that this CPU has kernels for."""
     own = own or loaded()
@@ -209,6 +217,11 @@ def address(x: Tensor) -> int:
         f"a tensor {tuple(x.shape)} without memory: its storage was resized to 0, as FSDP frees parameters, "
         "or it is a zero tensor of autograd: gather the parameter first, or give torch.zeros"
     )
+
+
+def optional_address(x: Tensor | None) -> int | None:
+    """Return the `address` of a tensor that may be left out; None is a null pointer."""
+    return None if x is None else address(x)
 
 
 def threads() -> int:
@@ -301,8 +314,8 @@ def quantize_statistics(
         parameters(cast),
         CARRIERS[x.dtype],
         address(x),
-        address(previous) if previous is not None else None,
-        address(out) if out is not None else None,
+        optional_address(previous),
+        optional_address(out),
         x.numel(),
         seed & MASK,
         threads(),
@@ -343,7 +356,7 @@ def quantize_scaled(
         length,
         group,
         address(wide),
-        address(points) if points is not None else None,
+        optional_address(points),
         *_drawn(seed),
         threads(),
     )

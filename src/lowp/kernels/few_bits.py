@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lowp.errors import InvalidInput
 from lowp.kernels import cpu
-from lowp.kernels.byte_products import EIGHT, PANEL, Bytes, chosen_level, library, on_cpu, up
+from lowp.kernels.byte_products import PANEL
+from lowp.kernels.byte_rows import EIGHT, Bytes, matrix, numbered, on_cpu, up
 from lowp.kernels.dispatch import uses_library
 
 __all__ = ["Codes", "Signs", "code_values", "multiply_codes", "multiply_signs", "pack_codes", "signs", "whole_levels"]
@@ -146,8 +147,8 @@ def _multiplied(x: _Operand, w: Codes, bias: Tensor | None, level: int | None) -
     offset = -int(min(w.levels.tolist()))
     levels = bytes(one + offset for one in w.levels.tolist()).ljust(16, b"\0")
     numbers = array("q", (rows, w.n, w.depth, w.group or w.depth, planes, w.bits, offset))
-    library().lowp_codes_multiply(
-        chosen_level(level),
+    cpu.loaded().lowp_codes_multiply(
+        cpu.level(level),
         numbers.buffer_info()[0],
         cpu.address(x.digits),
         cpu.address(x.scales),
@@ -155,7 +156,7 @@ def _multiplied(x: _Operand, w: Codes, bias: Tensor | None, level: int | None) -
         cpu.address(w.memory),
         levels,
         cpu.address(w.scales),
-        None if bias is None else cpu.address(bias),
+        cpu.optional_address(bias),
         cpu.address(out),
         cpu.threads(),
     )
@@ -172,7 +173,7 @@ def _of_bytes(x: Bytes, w: Codes) -> _Operand:
     planes = 1 if x.highest < 128 else 2
     digits = torch.zeros(rows, planes, w.depth, dtype=torch.int8, device="cpu")
     sums = torch.empty(rows, 1, dtype=torch.int32, device="cpu")
-    library().lowp_codes_bytes(
+    cpu.loaded().lowp_codes_bytes(
         cpu.address(x.payload),
         rows,
         w.k,
@@ -199,16 +200,13 @@ def _of_floats(x: Tensor, w: Codes, level: int | None) -> _Operand | None:
         scales = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1 - TOP_BITS)
         numbers = (grouped / scales).round()
         return _Operand(numbers.reshape(rows, 1, -1), scales[..., 0].float(), numbers.sum(2).int())
-    x = x if x.stride(-1) == 1 or w.k < 2 else x.contiguous()
+    x = numbered(x)
     digits = torch.zeros(rows, 3, w.depth, dtype=torch.int8, device="cpu")
     scales = torch.zeros(rows, groups, device="cpu")
     sums = torch.zeros(rows, groups, dtype=torch.int32, device="cpu")
-    finite = library().lowp_codes_numbers(
-        chosen_level(level),
-        cpu.address(x),
-        rows,
-        w.k,
-        x.stride(0),
+    finite = cpu.loaded().lowp_codes_numbers(
+        cpu.level(level),
+        *matrix(x),
         w.group,
         w.depth,
         cpu.address(digits),
@@ -241,8 +239,8 @@ def multiply_signs(a: Signs, b: Signs, bias: Tensor | None = None, level: int | 
         raise InvalidInput(f"rows of {a.length} signs do not fit rows of {b.length}")
     if uses_library():
         sums = torch.empty(a.memory.shape[0], b.memory.shape[0], dtype=torch.int32, device="cpu")
-        library().lowp_bits_multiply(
-            chosen_level(level),
+        cpu.loaded().lowp_bits_multiply(
+            cpu.level(level),
             cpu.address(a.memory),
             a.memory.shape[0],
             cpu.address(b.memory),

@@ -31,7 +31,8 @@ from lowp.casts import Cast
 from lowp.errors import Unavailable
 from lowp.formats import FORMATS
 from lowp.kernels import byte_products, few_bits
-from lowp.kernels.byte_products import MOST_DEPTH, Activations, ByteRows, Bytes, Panels
+from lowp.kernels.byte_products import MOST_DEPTH, Panels
+from lowp.kernels.byte_rows import Activations, ByteRows, Bytes
 from lowp.kernels.dispatch import forced
 from lowp.kernels.few_bits import Codes, Signs
 from lowp.kernels.hardware import multiplies

@@ -150,7 +150,7 @@ def count_updates(
     cpu.loaded().lowp_updates(
         cpu.address(weight),
         cpu.address(update),
-        None if slope is None else cpu.address(slope),
+        cpu.optional_address(slope),
         weight.numel(),
         cpu.threads(),
         _pointer(counts),

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowp.casts import Cast, parse
-from lowp.kernels.byte_products import Panels, rows_in_bytes, weights_in_bytes
+from lowp.kernels.byte_products import Panels, weights_in_bytes
+from lowp.kernels.byte_rows import rows_in_bytes
 from lowp.kernels.products import contract_packed, multiplies_int8
 from lowp.ops.call import Call
 from lowp.ops.casting import functorch_is_active, rounded
