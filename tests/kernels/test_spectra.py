@@ -30,8 +30,9 @@ def test_the_library_and_torch_count_alike(dtype: torch.dtype, scale: float) -> 
     with use("bitwise"):
         wanted = count_tensor(x, scale)
     assert np.array_equal(found.bins, wanted.bins) and np.array_equal(found.significant, wanted.significant)
+    assert np.array_equal(found.powers, wanted.powers) and found.powers.any()
     # NaN: a division may keep another payload, and nothing else depends on it
-    assert found[2:6] == wanted[2:6] and (scale != 1.0 or found.checksum == wanted.checksum)
+    assert found[3:7] == wanted[3:7] and (scale != 1.0 or found.checksum == wanted.checksum)
     assert found.sum_squares == pytest.approx(wanted.sum_squares, rel=1e-12)
 
 
@@ -57,7 +58,12 @@ def test_an_empty_tensor_counts_nothing(name: str) -> None:
     with use(name):
         found = count_tensor(torch.empty(3, 0))
         joint, energy, none = count_updates(torch.empty(0), torch.empty(0), None)
-    assert not found.bins.any() and not found.significant.any() and found[2:] == (0, 0, 0, 0.0, 0.0, 0)
+    assert (
+        not found.bins.any()
+        and not found.significant.any()
+        and not found.powers.any()
+        and found[3:] == (0, 0, 0, 0.0, 0.0, 0)
+    )
     assert not joint.any() and not energy.any() and none == 0
 
 

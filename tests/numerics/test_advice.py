@@ -34,8 +34,10 @@ def test_a_healthy_model_gets_no_finding() -> None:
 
 
 def test_updates_that_bf16_would_lose_are_found() -> None:
-    advice = advise(record_of(network(), rate=1e-4))
+    record = record_of(network(), rate=1e-4)
+    advice = advise(record)
     (finding,) = advice.findings
+    assert advice.quiet == len(record.tensors) - 3 * len(finding.modules), "weight, gradient and update of each"
     assert finding.id == "N101" and finding.change == "keep master weights" and "2.weight" in finding.modules
     assert verdict(advice, "pure bf16") == "WILL STALL"
 

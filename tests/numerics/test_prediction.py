@@ -64,6 +64,15 @@ def test_the_signal_to_noise_ratio_is_that_of_a_cast(name: str) -> None:
         assert effect(Spectrum.of(x), name).signal_to_noise == pytest.approx(real, abs=0.25), what
 
 
+@pytest.mark.parametrize("name", ["fp16", "e5m2", "e4m3fn", "e4m3fnuz", "e5m7", "e6m9", "e3m4", "e5m5", "e2m1"])
+def test_numbers_halfway_to_the_smallest_one_go_to_zero(name: str) -> None:
+    format = float_format(name)
+    x = torch.ldexp(torch.ones(8), torch.tensor(format.min_exponent - format.precision) - torch.arange(-3, 5))
+    cast = lowp.quantize(x, name)
+    assert effect(Spectrum.of(x), name).flushed == float((cast == 0).float().mean())
+    assert effect(Spectrum.of(x * 4), name, 0.25).flushed == float((cast == 0).float().mean())
+
+
 def test_numbers_that_a_format_holds_lose_nothing() -> None:
     assert effect(Spectrum.of(torch.randint(0, 17, (1000,)) / 16), "bf16").signal_to_noise == math.inf
 

@@ -36,18 +36,21 @@ LONGEST = 24  # bits of a significand of fp32
 ROWS = 96  # exponents of weights, and of updates
 LOWEST_WEIGHT, LOWEST_UPDATE = -70, -80  # the exponents of the first row and column; smaller ones are counted there
 _BINS = 256 * PARTS
+_POWERS = _BINS + LONGEST + 1  # where the powers of two are counted in what the library writes
 _BIAS = 127
 _CELLS = ROWS * ROWS * 3
 
 
 class TensorCounts(NamedTuple):
-    """Of the finite numbers that are not zero: `bins` int64 [8192], `significant` int64 [25]; and of all of them.
+    """Of the finite numbers that are not zero: `bins` int64 [8192], `significant` int64 [25], `powers` int64 [256].
 
+    Those that are powers of two are in `powers` too, by exponent field. The others are of all numbers;
     `checksum` is the sum of the bits of the fp32 numbers, read as integers with a sign.
     """
 
     bins: NDArray[np.int64]
     significant: NDArray[np.int64]
+    powers: NDArray[np.int64]
     zeros: int
     nan: int
     inf: int
@@ -70,7 +73,7 @@ def count_tensor(x: Tensor, scale: float = 1.0) -> TensorCounts:
 
 
 def _counted(x: Tensor, scale: float) -> TensorCounts:
-    counts = np.empty(_BINS + LONGEST + 7, np.int64)  # SpectrumSeen of cpu/cast.hpp
+    counts = np.empty(_POWERS + 256 + 6, np.int64)  # SpectrumSeen of cpu/cast.hpp
     failed = cpu.loaded().lowp_spectrum(
         cpu.CARRIERS[x.dtype], cpu.address(x), x.numel(), scale, cpu.threads(), _pointer(counts)
     )
@@ -78,7 +81,9 @@ def _counted(x: Tensor, scale: float) -> TensorCounts:
         raise MemoryError(f"no memory for the partial sums of {x.numel()} elements")
     zeros, nan, inf, checksum = counts[-6:-2].tolist()
     maximum, squares = counts[-2:].view(np.float64).tolist()
-    return TensorCounts(counts[:_BINS], counts[_BINS:-6], zeros, nan, inf, maximum, squares, checksum)
+    return TensorCounts(
+        counts[:_BINS], counts[_BINS:_POWERS], counts[_POWERS:-6], zeros, nan, inf, maximum, squares, checksum
+    )
 
 
 def _pointer(array: NDArray[np.int64] | NDArray[np.float64]) -> int:
@@ -98,15 +103,16 @@ def _counted_by_torch(flat: Tensor, scale: float) -> TensorCounts:
     lowest = (fraction & -fraction).float().view(torch.int32) >> 23
     needed = torch.where(fraction == 0, 1, LONGEST + _BIAS - lowest)
     significant = torch.bincount(torch.where(finite & present, needed, 0), minlength=LONGEST + 1)
+    powers = torch.bincount(torch.where(finite & present & (fraction == 0), kept >> 23, 0), minlength=256)
     wide = torch.where(finite, flat, 0.0).double()
     few = torch.stack(((~present).sum(), nan.sum(), (~finite & ~nan).sum(), bits.sum(dtype=torch.int64)))
     largest = wide.abs().amax() if flat.numel() else wide.sum()
     maximum, squares = torch.stack((largest, (wide * wide).sum())).tolist()
     zeros, nans, inf, checksum = few.tolist()
-    counted, lengths = bins.cpu().numpy(), significant.cpu().numpy()
+    counted, lengths, exact = (one.cpu().numpy() for one in (bins, significant, powers))
     counted[255 * PARTS :] = 0
-    lengths[0] = 0
-    return TensorCounts(counted, lengths, zeros, nans, inf, maximum, squares, checksum)
+    lengths[0] = exact[0] = 0
+    return TensorCounts(counted, lengths, exact, zeros, nans, inf, maximum, squares, checksum)
 
 
 def numbers_at(flat: Tensor, places: Sequence[int], scale: float = 1.0) -> list[float]:

@@ -94,8 +94,7 @@ def advise(record: Record) -> Advice:
         _fp8(record, coarse),
         _sixteen(record, "dfp16", "with fp32 masters"),
     )
-    troubled = {key for key in record.tensors if key.module in named}
-    quiet = len(record.tensors) - len(troubled)
+    quiet = sum(not {key.module, key.path}.intersection(named) for key in record.tensors)
     return Advice(
         verdicts, tuple(found[:MOST_FINDINGS]), window, policy, max(len(found) - MOST_FINDINGS, 0), quiet, named
     )

@@ -57,7 +57,10 @@ class Effect:
 
 @dataclass(frozen=True)
 class _Grid:
-    """A format seen as a grid: spacing 2^(max(e, lowest) - precision + 1), a largest number, nothing below `flush`."""
+    """A format seen as a grid: spacing 2^(max(e, lowest) - precision + 1), a largest number, nothing below `flush`.
+
+    `ties`: numbers at `flush` itself are halfway between zero and the smallest number, and go to zero, which is even.
+    """
 
     precision: int
     lowest: int
@@ -65,6 +68,7 @@ class _Grid:
     overflow_from: float
     flush: float
     fixed: bool = False
+    ties: bool = True
 
 
 @lru_cache(maxsize=512)
@@ -77,7 +81,8 @@ def _grid(format: FloatFormat | IntFormat) -> _Grid:
     flush = format.smallest / 2 if format.subnormals else format.smallest_normal
     if format.subnormals and format.mantissa_bits == 0:
         flush = format.smallest_normal / 2
-    return _Grid(format.precision, format.min_exponent, format.maximum, format.maximum + ulp / 2, flush)
+    top = format.maximum + ulp / 2
+    return _Grid(format.precision, format.min_exponent, format.maximum, top, flush, ties=format.subnormals)
 
 
 def effect(seen: Spectrum, to: str | Cast | Format, scale: float = 1.0) -> Effect:
@@ -98,7 +103,7 @@ def _on_grid(seen: Spectrum, grid: _Grid, scale: float) -> Effect:
     shift, mantissa = math.frexp(scale)[1] - 1, math.ldexp(scale, 1 - math.frexp(scale)[1])
     if mantissa == 1.0:
         exponents = _EXPONENTS + shift
-        below = _count_below(counts, exponents, grid.flush)
+        below = _count_flushed(seen, counts, grid, shift)
         small = _count_below(counts, exponents, math.ldexp(1.0, grid.lowest))
         above = total - _count_below(counts, exponents, grid.overflow_from)
     else:
@@ -112,6 +117,14 @@ def _on_grid(seen: Spectrum, grid: _Grid, scale: float) -> Effect:
     ratio = math.inf if noise == 0 else 10 * math.log10(energy / noise) if energy else -math.inf
     small = max(small - below, 0.0) if not grid.fixed else 0.0
     return Effect(below / total, small / total, above / total, ratio, largest, grid.maximum)
+
+
+def _count_flushed(seen: Spectrum, counts: NDArray[np.float64], grid: _Grid, power: int) -> float:
+    """How many numbers a grid flushes at the scale 2^power; of those at its limit itself the powers of two tell."""
+    fraction, exponent = math.frexp(grid.flush)
+    octave = exponent - 1 - power + _BIAS
+    at = int(seen.powers[octave]) if grid.ties and fraction == 0.5 and 0 <= octave < 256 else 0
+    return _count_below(counts, _EXPONENTS + power, grid.flush) + at
 
 
 def _count_below(counts: NDArray[np.float64], exponents: NDArray[np.int64], limit: float) -> float:
@@ -293,7 +306,7 @@ def scale_window(seen: Spectrum, to: str | Cast | Format, flushed: float = MOST_
 def effect_flushed(seen: Spectrum, grid: _Grid, power: int) -> float:
     """The share of a tensor that a grid flushes at the scale 2^power."""
     counts = seen.bins.astype(np.float64).reshape(256, PARTS)
-    return _count_below(counts, _EXPONENTS + power, grid.flush) / seen.nonzero
+    return _count_flushed(seen, counts, grid, power) / seen.nonzero
 
 
 def sensitivity(seen: Updates, to: str | Cast | Format) -> float:

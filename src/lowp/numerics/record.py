@@ -19,7 +19,7 @@ from lowp.numerics.updates import Updates
 
 __all__ = ["KIND", "PHASES", "ROLES", "VERSION", "Key", "OpSeen", "Part", "Print", "Record", "StepSeen"]
 
-KIND, VERSION = "lowp profile", 2
+KIND, VERSION = "lowp profile", 3
 ROLES = ("input", "weight", "output", "grad", "weight_grad", "update")
 PHASES = ("forward", "backward", "step")
 
@@ -36,6 +36,11 @@ class Key(NamedTuple):
     op: str
     role: str
     phase: str
+
+    @property
+    def path(self) -> str:
+        """The module and the op; of a parameter its name."""
+        return f"{self.module}.{self.op}" if self.module else self.op
 
     def of_model(self, name: str) -> Key:
         """The same with a model's name before the path."""

@@ -33,12 +33,14 @@ class Spectrum:
 
     `bins`: int64 [8192]; bin 32 (e + 127) + i counts the numbers with 2^e (1 + i/32) <= |x| < 2^e (1 + (i + 1)/32), the
     first 32 everything below 2^-126 but zeros, the last 32 nothing. `significant`: int64 [25]; how many numbers need so
-    many bits of significand, the leading one included. `maximum` is the largest finite |x|, `sum_squares` the energy of
-    the finite numbers, `tensors` how many were added up.
+    many bits of significand, the leading one included. `powers`: int64 [256]; bin e + 127 counts the numbers that are
+    2^e, down to 2^-126. `maximum` is the largest finite |x|, `sum_squares` the energy of the finite numbers, `tensors`
+    how many were added up.
     """
 
     bins: Counts = field(default_factory=lambda: _zeros(_BINS))
     significant: Counts = field(default_factory=lambda: _zeros(LONGEST + 1))
+    powers: Counts = field(default_factory=lambda: _zeros(256))
     count: int = 0
     zeros: int = 0
     nan: int = 0
@@ -56,7 +58,16 @@ class Spectrum:
     def from_counts(cls, seen: TensorCounts, count: int) -> Spectrum:
         """The spectrum of a tensor of `count` numbers that has been counted."""
         return cls(
-            seen.bins, seen.significant, count, seen.zeros, seen.nan, seen.inf, seen.maximum, seen.sum_squares, 1
+            seen.bins,
+            seen.significant,
+            seen.powers,
+            count,
+            seen.zeros,
+            seen.nan,
+            seen.inf,
+            seen.maximum,
+            seen.sum_squares,
+            1,
         )
 
     def __add__(self, other: Spectrum) -> Spectrum:
@@ -65,6 +76,7 @@ class Spectrum:
         return Spectrum(
             self.bins + other.bins,
             self.significant + other.significant,
+            self.powers + other.powers,
             self.count + other.count,
             self.zeros + other.zeros,
             self.nan + other.nan,
@@ -125,6 +137,7 @@ class Spectrum:
             "first_bin": first,
             "bins": self.bins[first : last + 1].tolist(),
             "significant": self.significant.tolist(),
+            "powers": [[int(place), int(self.powers[place])] for place in np.flatnonzero(self.powers)],
             **{name: getattr(self, name) for name in _NUMBERS},
         }
 
@@ -138,12 +151,16 @@ class Spectrum:
             if not 0 <= first <= _BINS - len(given):
                 raise ValueError("its bins lie outside")
             significant = np.asarray(document["significant"], np.int64)
+            powers = _zeros(256)
+            for place, number in document["powers"]:
+                powers[place] = number
             numbers = {name: float(document[name]) if name in _REALS else int(document[name]) for name in _NUMBERS}
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise InvalidInput(f"it contains an invalid spectrum: {error!r}") from None
-        if significant.shape != (LONGEST + 1,) or bins.min() < 0 or any(not number >= 0 for number in numbers.values()):
+        counts = (*numbers.values(), bins.min(), powers.min())
+        if significant.shape != (LONGEST + 1,) or any(not number >= 0 for number in counts):
             raise InvalidInput("it contains an invalid spectrum: its counts are not those of numbers")
-        return cls(bins, significant, **numbers)  # type: ignore[arg-type]
+        return cls(bins, significant, powers, **numbers)  # type: ignore[arg-type]
 
 
 _REALS = ("maximum", "sum_squares")

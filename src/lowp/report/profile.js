@@ -14,13 +14,14 @@
 
   // what a format with these limits does to a row whose numbers are multiplied by 2^shift
   const judge = (row, shift) => {
-    const [, first, counts, maximum] = row;
+    const [, first, counts, maximum, powers] = row;
     let all = 0, flushed = 0, subnormal = 0, overflow = 0;
     counts.forEach((count, place) => {
       const exponent = first + place + shift;
       all += count;
-      if (exponent < limits.smallest) flushed += count;
-      else if (exponent < limits.normal) subnormal += count;
+      const tied = powers && exponent === limits.smallest ? powers[place] : 0;
+      flushed += exponent < limits.smallest ? count : tied;
+      if (exponent >= limits.smallest && exponent < limits.normal) subnormal += count - tied;
       if (2 ** exponent > limits.maximum) overflow += count;
     });
     if (!overflow && maximum * 2 ** shift > limits.maximum) overflow = 1;

@@ -61,7 +61,10 @@ def page(record: Record, advice: Advice, other: Record | None = None) -> str:
 
 
 def _data(record: Record, advice: Advice) -> dict[str, Any]:
-    """What the script counts: by heat map a row a tensor, its counts by octave from the first one."""
+    """What the script counts: by heat map a row a tensor, its counts by octave from the first one.
+
+    A tensor with powers of two has theirs too: one that is half the smallest number of a format goes to zero.
+    """
     maps: dict[str, list[list[Any]]] = {name: [] for name in _MAPS}
     left_out: dict[str, int] = dict.fromkeys(_MAPS, 0)
     for key, seen in record.tensors.items():
@@ -75,7 +78,9 @@ def _data(record: Record, advice: Advice) -> dict[str, Any]:
         present = [place for place, count in enumerate(seen.octaves) if count]
         first, last = present[0], present[-1]
         label = f"{key.module} {key.op}".strip()
-        maps[name].append([label, first - _BIAS, seen.octaves[first : last + 1].tolist(), seen.maximum])
+        powers = seen.powers[first : last + 1]
+        row = [label, first - _BIAS, seen.octaves[first : last + 1].tolist(), seen.maximum]
+        maps[name].append([*row, powers.tolist()] if powers.any() else row)
     scale = advice.window.recommended if not advice.window.is_empty else 0
     return {
         "maps": maps,

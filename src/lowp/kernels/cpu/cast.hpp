@@ -90,6 +90,7 @@ inline constexpr int kUpdateCells = kUpdateRows * kUpdateRows * 3;
 struct SpectrumSeen {
   int64_t bins[kSpectrumBins];
   int64_t significant[kSignificant];
+  int64_t powers[256];  // of two, by exponent field; fp32's subnormal ones are left out
   int64_t zeros, nans, infinities;
   int64_t checksum;  // the sum of the bits, as integers with a sign
   double maximum, sum_squares;

@@ -82,6 +82,7 @@ void merge(const Statistics& part, Statistics* all) {
 void merge(const SpectrumSeen& part, SpectrumSeen* all) {
   for (int bin = 0; bin < kSpectrumBins; ++bin) all->bins[bin] += part.bins[bin];
   for (int length = 0; length < kSignificant; ++length) all->significant[length] += part.significant[length];
+  for (int exponent = 0; exponent < 256; ++exponent) all->powers[exponent] += part.powers[exponent];
   all->zeros += part.zeros;
   all->nans += part.nans;
   all->infinities += part.infinities;
@@ -316,7 +317,7 @@ LOWP_EXPORT int lowp_spectrum(int type, const void* x, int64_t count, double sca
       kernel.spectrum(task, static_cast<float>(scale), part, partial.sums, begin, end);
     });
   }
-  all->bins[0] -= all->zeros, all->significant[1] -= all->zeros;
+  all->bins[0] -= all->zeros, all->significant[1] -= all->zeros, all->powers[0] = 0;
   all->sum_squares = partial.total();
   return 0;
 }

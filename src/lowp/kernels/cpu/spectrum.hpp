@@ -13,13 +13,21 @@ static inline unsigned significant_bits(uint32_t bits) {
   return 24 - static_cast<unsigned>(__builtin_ctz(bits | 0x800000));
 }
 
+constexpr int kNoPower = 256;
+
+// The exponent field of a power of two, kNoPower of any other number; chosen without a branch, which would be missed.
+static inline int power_field(uint32_t magnitude) {
+  return (magnitude & 0x7fffff) == 0 ? static_cast<int>(magnitude >> 23) : kNoPower;
+}
+
 // Neighbours often share a bin: several tables, so that an increment does not wait for the one before.
 struct SpectrumTables {
   uint32_t bins[2][kSpectrumBins];
   uint32_t significant[4][kSignificant];
+  uint32_t powers[4][kNoPower + 1];
   int64_t held = 0;
 
-  SpectrumTables() : bins(), significant() {}
+  SpectrumTables() : bins(), significant(), powers() {}
 
   void add(const uint32_t* bits, int64_t count) {
     int64_t i = 0;
@@ -28,11 +36,13 @@ struct SpectrumTables {
         const uint32_t magnitude = bits[i + lane] & 0x7fffffff;
         ++bins[lane & 1][magnitude >> kSpectrumShift];
         ++significant[lane][significant_bits(magnitude)];
+        ++powers[lane][power_field(magnitude)];
       }
     for (; i < count; ++i) {
       const uint32_t magnitude = bits[i] & 0x7fffffff;
       ++bins[0][magnitude >> kSpectrumShift];
       ++significant[0][significant_bits(magnitude)];
+      ++powers[0][power_field(magnitude)];
     }
     held += count;
   }
@@ -41,6 +51,8 @@ struct SpectrumTables {
     for (int bin = 0; bin < kSpectrumBins; ++bin) seen->bins[bin] += int64_t{bins[0][bin]} + bins[1][bin];
     for (int length = 0; length < kSignificant; ++length)
       for (int lane = 0; lane < 4; ++lane) seen->significant[length] += significant[lane][length];
+    for (int field = 0; field < kNoPower; ++field)
+      for (int lane = 0; lane < 4; ++lane) seen->powers[field] += powers[lane][field];
     *this = SpectrumTables();
   }
 };
@@ -52,6 +64,7 @@ static void add_finite(const uint32_t* bits, int64_t count, SpectrumSeen* seen) 
     if (magnitude >= 0x7f800000) continue;
     ++seen->bins[magnitude >> kSpectrumShift];
     ++seen->significant[significant_bits(magnitude)];
+    if (const int field = power_field(magnitude); field != kNoPower) ++seen->powers[field];
   }
 }
 
