@@ -23,7 +23,7 @@ from lowp import kernels
 from lowp.casts import Cast, Rounding, parse
 from lowp.errors import Unavailable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels import bitwise, checks, cpu, integer, mantissas, reference
+from lowp.kernels import abi, bitwise, checks, cpu, integer, mantissas, reference
 
 SEED = 0x0123_4567_89AB_CDEF
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -590,7 +590,7 @@ def test_python_calls_the_functions_as_the_sources_declare_them() -> None:
     }
     called = {
         name: tuple("*" if one in (c_void_p, c_char_p) else one for one in (result, *arguments))
-        for name, (result, arguments) in cpu._SIGNATURES.items()
+        for name, (result, arguments) in abi.SIGNATURES.items()
     }
     assert declared == called
 

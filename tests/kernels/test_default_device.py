@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 import lowp
 from lowp.casts import Rounding, parse
 from lowp.kernels import (
+    abi,
     available,
     byte_rows,
     cpu,
@@ -211,4 +212,4 @@ def test_these_calls_reach_every_function_of_the_library(monkeypatch: pytest.Mon
     monkeypatch.setattr(cpu, "library", Recorder)
     for calls in (casts, products, under_exponents, library_functions, served):
         calls()
-    assert Recorder.called >= cpu._SIGNATURES.keys() - {"lowp_build", "lowp_casts_select"}
+    assert Recorder.called >= abi.SIGNATURES.keys() - {"lowp_build", "lowp_casts_select"}

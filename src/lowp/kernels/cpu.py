@@ -14,17 +14,17 @@ import os
 import platform
 import struct
 import warnings
-from ctypes import byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import c_char_p, c_int64, c_uint32
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lowp import __version__
-from lowp.casts import Cast, Overflow, Rounding
-from lowp.compat import remembered_by_identity
+from lowp.casts import Cast
 from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import FloatFormat, IntFormat
+from lowp.kernels.abi import SIGNATURES, TYPE_NUMBERS, format_parameters, parameters
 from lowp.kernels.philox import Seed, drawn
 
 # another build of the library, such as that of `make sanitize`, goes by the environment variable
@@ -32,76 +32,7 @@ PATH = Path(os.environ.get("LOWP_CPU_LIBRARY") or Path(__file__).parent / "liblo
 INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # by level; on other processors than x86-64 only the first exists
 MASK = (1 << 64) - 1
 
-CARRIERS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
-_ROUNDINGS = {mode: number for number, mode in enumerate(Rounding)}
-_OVERFLOWS = {overflow: number for number, overflow in enumerate(Overflow)}
-_FLOAT, _INTEGER, _BINARY = 0, 1, 2
 _FP32, _WORD = struct.Struct("=f"), struct.Struct("=I")
-
-
-class _Cast(ctypes.Structure):
-    """struct lowp_cast of cpu/cast.hpp."""
-
-    _fields_ = (
-        *((name, c_int32) for name in ("kind", "bits", "mantissa_bits", "bias", "min_exponent", "has_nan")),
-        *((name, c_int32) for name in ("minus_zero", "is_signed", "subnormals", "has_zero", "rounding", "overflow")),
-        *((name, c_int32) for name in ("random_bits", "unused")),
-        *((name, c_int64) for name in ("infinity", "nan")),
-        ("maximum", c_double),
-        ("minimum", c_double),
-    )
-
-
-_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    "lowp_build": (c_char_p, ()),
-    "lowp_casts_select": (c_int, (c_int,)),
-    "lowp_quantize": (None, (c_void_p, c_int, c_void_p, c_void_p, c_int64, c_uint64, c_int64, c_int)),
-    "lowp_encode": (c_int64, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_uint64, c_int64, c_int)),
-    "lowp_decode": (None, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_int)),
-    "lowp_quantize_scaled": (
-        None,
-        (c_void_p, c_int, c_void_p, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_uint64, c_int64, c_int),
-    ),
-    "lowp_write_int16": (None, (*(c_void_p, c_int) * 2, c_void_p, c_void_p, c_int64, c_uint64, c_int, c_void_p)),
-    "lowp_from_int16": (None, (c_void_p, c_int, c_void_p, c_int64, c_int)),
-    "lowp_grid": (None, (c_void_p, c_int64, c_int, c_int, c_void_p)),
-    "lowp_exact_int16": (c_int64, (c_void_p, c_int, c_void_p, c_int64, c_int)),
-    "lowp_same_int16": (c_int64, (c_void_p, c_void_p, *(c_int64,) * 3, *(c_int,) * 4)),
-    "lowp_step_int16": (None, (c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int, c_void_p)),
-    "lowp_words_int16": (None, (c_void_p, *(c_int,) * 3, c_int64, c_int, c_void_p)),
-    "lowp_statistics": (c_int, (c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p)),
-    "lowp_spectrum": (c_int, (c_int, c_void_p, c_int64, c_double, c_int, c_void_p)),
-    "lowp_largest": (c_float, (c_void_p, c_void_p, c_int64, c_int)),
-    "lowp_updates": (None, (*(c_void_p,) * 3, c_int64, c_int, c_void_p, c_void_p)),
-    "lowp_quantize_statistics": (
-        c_int,
-        (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_uint64, c_int, c_void_p, c_void_p),
-    ),
-    "lowp_random_words": (None, (c_uint64, c_uint64, c_int64, c_void_p)),
-    "lowp_random_block": (None, (c_uint64, c_void_p, c_void_p)),
-    "lowp_bytes_pack": (None, (c_void_p, *(c_int64,) * 3, c_int, *(c_void_p,) * 3, c_int)),
-    "lowp_bytes_extremes": (None, (c_int, c_void_p, *(c_int64,) * 3, c_void_p, c_int)),
-    "lowp_bytes_quantize": (
-        None,
-        (c_int, c_void_p, *(c_int64,) * 3, c_float, c_int, c_int, c_int64, c_void_p, c_int),
-    ),
-    "lowp_bytes_rows": (c_int, (c_int, c_void_p, *(c_int64,) * 3, c_int, c_int64, c_void_p, c_void_p, c_int)),
-    "lowp_bytes_multiply": (
-        None,
-        (c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_float, c_int, *(c_void_p,) * 4, c_int),
-    ),
-    "lowp_bytes_linear": (
-        None,
-        (c_int, c_void_p, *(c_int64,) * 3, c_float, c_int, c_int, c_void_p, c_void_p, c_int64, *(c_void_p,) * 5, c_int),
-    ),
-    "lowp_bytes_windows": (None, (c_void_p, c_void_p, c_int, c_void_p, c_int)),
-    "lowp_codes_numbers": (c_int, (c_int, c_void_p, *(c_int64,) * 5, *(c_void_p,) * 3)),
-    "lowp_codes_bytes": (None, (c_void_p, *(c_int64,) * 3, c_int, c_int, c_int64, c_void_p, c_void_p)),
-    "lowp_codes_multiply": (None, (c_int, *(c_void_p,) * 9, c_int)),
-    "lowp_bits_multiply": (None, (c_int, c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_void_p, c_int)),
-    "lowp_integer_matmul": (c_int, (*(c_void_p,) * 6, *(c_int,) * 4, c_void_p, c_void_p)),
-    "lowp_integer_convolution": (c_int, (c_void_p, c_int, *(c_void_p,) * 4, *(c_int,) * 4, c_void_p, c_void_p)),
-}
 
 
 @functools.cache
@@ -110,7 +41,7 @@ def library() -> ctypes.CDLL | None:
     try:
         own = ctypes.CDLL(str(PATH))
         _check_build(own)
-        for name, (result, arguments) in _SIGNATURES.items():
+        for name, (result, arguments) in SIGNATURES.items():
             function = getattr(own, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
@@ -233,7 +164,7 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
     """Write the value that `cast` makes of every element into `out`, of x's dtype and shape; it may be `x`."""
     loaded().lowp_quantize(
         parameters(cast),
-        CARRIERS[x.dtype],
+        TYPE_NUMBERS[x.dtype],
         address(x),
         address(out),
         x.numel(),
@@ -257,7 +188,7 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
     """
     nans: int = loaded().lowp_encode(
         parameters(cast),
-        CARRIERS[x.dtype],
+        TYPE_NUMBERS[x.dtype],
         address(x),
         out.element_size(),
         address(out),
@@ -271,10 +202,10 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
 def decode(codes: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
     """Write the value of every code (integers of 1, 2, 4 or 8 bytes) into `out`, exactly."""
     loaded().lowp_decode(
-        _format_parameters(format),
+        format_parameters(format),
         codes.element_size(),
         address(codes),
-        CARRIERS[out.dtype],
+        TYPE_NUMBERS[out.dtype],
         address(out),
         codes.numel(),
         threads(),
@@ -290,7 +221,7 @@ def statistics(x: Tensor) -> tuple[Tensor, float, float, int, int, int]:
     counts = torch.zeros(259, dtype=torch.int64, device="cpu")
     reals = torch.zeros(2, dtype=torch.float64, device="cpu")
     failed = loaded().lowp_statistics(
-        CARRIERS[x.dtype], address(x), x.numel(), threads(), address(counts), address(reals)
+        TYPE_NUMBERS[x.dtype], address(x), x.numel(), threads(), address(counts), address(reals)
     )
     if failed:
         raise MemoryError(f"no memory for the partial sums of {x.numel()} elements")
@@ -312,7 +243,7 @@ def quantize_statistics(
     reals = torch.zeros(2, dtype=torch.float64, device="cpu")
     failed = loaded().lowp_quantize_statistics(
         parameters(cast),
-        CARRIERS[x.dtype],
+        TYPE_NUMBERS[x.dtype],
         address(x),
         optional_address(previous),
         optional_address(out),
@@ -349,7 +280,7 @@ def quantize_scaled(
     points = zero_point.to(torch.int32).contiguous() if zero_point is not None else None
     loaded().lowp_quantize_scaled(
         parameters(cast.element_cast),
-        CARRIERS[x.dtype],
+        TYPE_NUMBERS[x.dtype],
         address(x),
         address(out),
         x.numel(),
@@ -400,37 +331,3 @@ def loaded() -> ctypes.CDLL:
     if found is None:
         raise Unavailable("lowp's C++ library is not available; the bitwise and reference kernels are")
     return found
-
-
-@functools.lru_cache(maxsize=1024)
-def _format_parameters(format: FloatFormat | IntFormat) -> object:
-    return parameters(Cast(format))
-
-
-@remembered_by_identity
-def parameters(cast: Cast) -> object:
-    """Return a pointer to the parameter block of a cast; it keeps the block alive."""
-    element = cast.element
-    block = _Cast(
-        bits=element.bits,
-        rounding=_ROUNDINGS[cast.rounding],
-        overflow=_OVERFLOWS[cast.overflow or Overflow.SATURATE],
-        random_bits=cast.random_bits or 0,
-        maximum=element.maximum,
-        minimum=element.minimum,
-    )
-    if isinstance(element, FloatFormat):
-        block.kind = _FLOAT
-        block.mantissa_bits = element.mantissa_bits
-        block.bias = element.bias
-        block.min_exponent = element.min_exponent
-        block.has_nan = element.has_nan
-        block.minus_zero = element.has_minus_zero
-        block.infinity = -1 if element.infinity_code is None else element.infinity_code
-        block.nan = -1 if element.nan_code is None else element.nan_code
-        block.is_signed = element.signed
-        block.subnormals = element.subnormals
-        block.has_zero = element.has_zero
-    else:
-        block.kind = _BINARY if element.bits == 1 else _INTEGER
-    return byref(block)

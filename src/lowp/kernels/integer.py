@@ -24,19 +24,16 @@ by the host: a call waits for the device. All of it is forward only: autograd se
 from __future__ import annotations
 
 import itertools
-import math
-from array import array
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowp.errors import InvalidInput, Unavailable, unknown
-from lowp.kernels import cpu, integer_reference, triton
+from lowp.kernels import cpu, integer_run, triton
 from lowp.kernels.dispatch import capability, forced
 from lowp.kernels.integer_reference import ConvolutionShape
+from lowp.kernels.integer_run import KINDS, PRODUCTS, Output, observed
 
 __all__ = [
     "PRODUCTS",
@@ -54,16 +51,6 @@ __all__ = [
 KERNELS = ("avx512", "avx2", "neon", "portable", "reference")
 LARGEST_DEPTH = 1 << 32  # |sum| <= depth * 2^30 must fit int64
 LARGEST_EXPONENT = 900  # so that no intermediate of fp64 under- or overflows
-KINDS = {torch.int16: 1, torch.float32: 2, torch.float64: 3, torch.int64: 4}
-# A row a product of a convolution, as the C++ library numbers them: its operands, and what it gives.
-PRODUCTS = {
-    "forward": ("input", "weight", "gradient"),
-    "input_gradient": ("gradient", "weight", "input"),
-    "weight_gradient": ("input", "gradient", "weight"),
-}
-Observer = Callable[[int], AbstractContextManager[None]]
-_observers: list[Observer] = []
-_NOBODY = nullcontext()
 _DEVICES = ("cpu", "cuda")
 _ANYWHERE = ("reference", "triton")  # the kernels that are no C++
 _FIRST_CAPABILITY = (8, 0)  # Ampere: for Turing's int8 products Triton makes no code
@@ -91,28 +78,6 @@ class Chained(NamedTuple):
 
     values: Tensor
     largest: float
-
-
-@contextmanager
-def observed(observer: Observer) -> Iterator[None]:
-    """Enter `observer(operations)` around each product of this process for a while, in whichever thread it runs.
-
-    The operations are the multiplications and additions of the product. torch's dispatch modes do not see a call into
-    the C++ library, and see other ops where the definition stands in for it.
-    """
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
-
-
-@contextmanager
-def _told(operations: int) -> Iterator[None]:
-    with ExitStack() as stack:
-        for observer in _observers:
-            stack.enter_context(observer(operations))
-        yield
 
 
 def safe_chain_length(bits: int) -> int:
@@ -154,7 +119,7 @@ def matmul_exact(
     machine lacks.
     """
     left, right = _matrices(a, b, transpose_a, transpose_b)
-    found, integers, _ = _matmul(left, right, _output(a, exponent, dtype, symmetric, kernel))
+    found, integers, _ = integer_run.matmul(left, right, _output(a, exponent, dtype, symmetric, kernel))
     return Exact(found, *integers)
 
 
@@ -172,7 +137,7 @@ def matmul_chained(
     Shapes, `exponent` (here Ea + Eb), `kernel` and errors are those of `matmul_exact`.
     """
     left, right = _matrices(a, b, transpose_a, transpose_b)
-    found, _, largest = _matmul(left, right, _output(a, exponent, None, False, kernel))
+    found, _, largest = integer_run.matmul(left, right, _output(a, exponent, None, False, kernel))
     return Chained(found, largest[0])
 
 
@@ -194,7 +159,8 @@ def convolution_exact(
     output's gradient. `shape` is `ConvolutionShape.of(...)`, 1 to 3 spatial dimensions. The rest is as in
     `matmul_exact`.
     """
-    found, integers, _ = _convolution(product, a, b, shape, _output(a, exponent, dtype, symmetric, kernel))
+    _check_convolution(product, a, b, shape)
+    found, integers, _ = integer_run.convolution(product, a, b, shape, _output(a, exponent, dtype, symmetric, kernel))
     return Exact(found, *integers)
 
 
@@ -214,24 +180,15 @@ def convolution_chained(
     it, and (image, pixel) for the weight gradient; the last index is fastest. Channels of a group, and in the last
     case the pixels of an image, are padded with a zero to an even number.
     """
-    found, _, largest = _convolution(product, a, b, shape, _output(a, exponent, None, False, kernel))
+    _check_convolution(product, a, b, shape)
+    found, _, largest = integer_run.convolution(product, a, b, shape, _output(a, exponent, None, False, kernel))
     return Chained(found, largest[0])
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
-class _Output(NamedTuple):
-    """What a product writes: its dtype, exact or chained, times 2^exponent, int16 from `lowest`, by a kernel."""
-
-    dtype: torch.dtype
-    chained: bool
-    exponent: int
-    lowest: int
-    kernel: str
-
-
 def _output(
     like: Tensor, exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, kernel: str | None
-) -> _Output:
+) -> Output:
     power = int(exponent)
     if abs(power) > LARGEST_EXPONENT:
         raise InvalidInput(f"exponent {power}; allowed: -{LARGEST_EXPONENT} to {LARGEST_EXPONENT}")
@@ -250,7 +207,7 @@ def _output(
     if not like.is_cpu and (chosen not in _ANYWHERE or way == "cpu"):
         raise Unavailable(f"{way or chosen} has no integer products on {like.device}; triton and reference have them")
     lowest = -32767 if symmetric else -32768
-    return _Output(torch.float32 if dtype is None else dtype, dtype is None, power, lowest, chosen)
+    return Output(torch.float32 if dtype is None else dtype, dtype is None, power, lowest, chosen)
 
 
 def _on_device(device: torch.device) -> str:
@@ -271,6 +228,17 @@ def _check_operands(a: Tensor, b: Tensor) -> None:
 def _check_depth(depth: int) -> None:
     if depth > LARGEST_DEPTH:
         raise InvalidInput(f"a depth of {depth} could overflow int64; allowed: up to {LARGEST_DEPTH}; sum in parts")
+
+
+def _check_convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape) -> None:
+    if product not in PRODUCTS:
+        raise InvalidInput(unknown("product of a convolution", product, tuple(PRODUCTS)))
+    _check_operands(a, b)
+    for name, operand in zip(PRODUCTS[product], (a, b), strict=False):
+        expected = shape.of_operand(name)
+        if tuple(operand.shape) != expected:
+            raise InvalidInput(f"the {name} has shape {tuple(operand.shape)}; this convolution takes {expected}")
+    _check_depth(shape.depth(product))
 
 
 def _matrices(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> tuple[Tensor, Tensor]:
@@ -299,127 +267,3 @@ def _broadcast(left: torch.Size, right: torch.Size) -> tuple[int, ...]:
             raise InvalidInput(f"the leading dimensions {tuple(left)} of a and {tuple(right)} of b do not broadcast")
         found.append(second if first == 1 else first)
     return tuple(reversed(found))
-
-
-# -- calls ------------------------------------------------------------------------------------------------------------
-class _Seen(NamedTuple):
-    """The result, and what was seen: (saturated, largest mantissa, largest sum) of integers, (largest,) of chains."""
-
-    values: Tensor
-    integers: array[int]
-    largest: array[float]
-
-
-def _batched(x: Tensor) -> Tensor:
-    """Return [..., r, c] as [batch, r, c] with one of the last two strides 1 (a copy only where neither is)."""
-    if x.dim() == 2:
-        x = x.unsqueeze(0)
-    elif x.dim() != 3:
-        x = x.reshape(-1, *x.shape[-2:]) if x.numel() else x.new_empty(x.shape[:-2].numel(), *x.shape[-2:])
-    return x if x.stride(1) == 1 or x.stride(2) == 1 else x.contiguous()
-
-
-def _matmul(left: Tensor, right: Tensor, output: _Output) -> _Seen:
-    with _told(2 * math.prod(left.shape) * right.shape[-1]) if _observers else _NOBODY:
-        if output.kernel == "triton":
-            return _matmul_by_triton(left, right, output)
-        library = None if output.kernel == "reference" else cpu.library()
-        if library is None:
-            return _by_definition(integer_reference.matmul(left, right, output.chained), output)
-        result = torch.empty(*left.shape[:-1], right.shape[-1], dtype=output.dtype, device="cpu")
-        a, b = _batched(left), _batched(right)
-        # Where both strides are 1 (a single row or column), the kernels read along the depth.
-        a_depth = 1 if a.shape[2] <= 1 else a.stride(2)
-        a_rows = a.stride(1)
-        if a_depth != 1 and a.shape[1] == 1:
-            a, a_depth, a_rows = a.contiguous(), 1, a.shape[2]
-        m, k, n = a.shape[1], a.shape[2], b.shape[2]
-        sizes = array("q", (a.shape[0], m, n, k))
-        strides = array("q", (a.stride(0), a_rows, a_depth, b.stride(0), b.stride(2), b.stride(1), m * n, n))
-        given = _address(sizes), _address(strides)
-        addresses = (cpu.address(a), cpu.address(b), cpu.address(result), *given)
-        return _called(library.lowp_integer_matmul, output, result, addresses)
-
-
-def _matmul_by_triton(left: Tensor, right: Tensor, output: _Output) -> _Seen:
-    """Run the kernel and wait for what it saw."""
-    from lowp.kernels.triton import products
-
-    a, b = _batched(left), _batched(right)
-    scale = torch.full((), 2.0**output.exponent, dtype=torch.float64, device=left.device)
-    values, found = products.matmul(a, b, scale, output.dtype, output.chained, output.lowest)
-    values = values.reshape(*left.shape[:-1], right.shape[-1])
-    if not output.chained:
-        return _Seen(values, array("q", found.tolist()), array("d", (0.0,)))
-    return _Seen(values, array("q", (0, 0, 0)), array("d", (float(values.abs().max()) if values.numel() else 0.0,)))
-
-
-def _sums_by_triton(left: Tensor, right: Tensor, chained: bool) -> Tensor:
-    """Return [..., m, k] @ [..., k, n] as `integer_reference.matmul` does: int64, or chained in fp32."""
-    from lowp.kernels.triton import products
-
-    one = torch.ones((), dtype=torch.float64, device=left.device)
-    dtype = torch.float32 if chained else torch.int64
-    sums, _ = products.matmul(_batched(left), _batched(right), one, dtype, chained, -32768)
-    return sums.reshape(*left.shape[:-1], right.shape[-1])
-
-
-def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: _Output) -> _Seen:
-    if product not in PRODUCTS:
-        raise InvalidInput(unknown("product of a convolution", product, tuple(PRODUCTS)))
-    _check_operands(a, b)
-    for name, operand in zip(PRODUCTS[product], (a, b), strict=False):
-        expected = shape.of_operand(name)
-        if tuple(operand.shape) != expected:
-            raise InvalidInput(f"the {name} has shape {tuple(operand.shape)}; this convolution takes {expected}")
-    _check_depth(shape.depth(product))
-    # each output place meets each weight of its group once, in all three products
-    operations = 2 * shape.output[0] * math.prod(shape.output[2:]) * math.prod(shape.weight)
-    with _told(operations) if _observers else _NOBODY:
-        if output.kernel == "triton":
-            sums = integer_reference.convolution(product, a, b, shape, output.chained, _sums_by_triton)
-            return _by_definition(sums, output)
-        library = None if output.kernel == "reference" else cpu.library()
-        if library is None:
-            return _by_definition(integer_reference.convolution(product, a, b, shape, output.chained), output)
-        result = torch.empty(shape.of_operand(PRODUCTS[product][2]), dtype=output.dtype, device="cpu")
-        a, b = a.contiguous(), b.contiguous()
-        geometry = array("q", shape.numbers())
-        given = _address(geometry)
-        addresses = (cpu.address(a), cpu.address(b), cpu.address(result), given)
-        operands = (list(PRODUCTS).index(product), *addresses)
-        return _called(library.lowp_integer_convolution, output, result, operands)
-
-
-def _called(function: Callable[..., int], output: _Output, result: Tensor, operands: tuple[Any, ...]) -> _Seen:
-    """Call the library; `operands` are numbers and addresses of memory that the caller keeps."""
-    integers, largest = array("q", (0, 0, 0)), array("d", (0.0,))
-    status = function(
-        output.kernel.encode() or None,
-        *operands,
-        0 if output.chained else KINDS[output.dtype],
-        output.exponent,
-        output.lowest,
-        torch.get_num_threads(),
-        _address(integers),
-        _address(largest),
-    )
-    if status == 1:
-        raise Unavailable(f"this processor has no {output.kernel}; portable and reference run everywhere")
-    if status:
-        raise MemoryError("no memory for the packed operands of an integer product")
-    return _Seen(result, integers, largest)
-
-
-def _by_definition(sums: Tensor, output: _Output) -> _Seen:
-    if output.kernel not in ("", "reference", "triton"):
-        raise Unavailable(f"{output.kernel} needs lowp's C++ library, which is not loaded; reference runs without it")
-    if output.chained:
-        result = (sums.double() * 2.0**output.exponent).float()
-        return _Seen(result, array("q", (0, 0, 0)), array("d", (float(result.abs().max()) if sums.numel() else 0.0,)))
-    result, counts = integer_reference.rounded_sums(sums, output.exponent, output.dtype, output.lowest)
-    return _Seen(result, array("q", counts), array("d", (0.0,)))
-
-
-def _address(numbers: array[int] | array[float]) -> int:
-    return numbers.buffer_info()[0]

@@ -13,6 +13,7 @@ from torch import Tensor
 from lowp.casts import Cast, Rounding
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
 from lowp.kernels import bitwise, cpu
+from lowp.kernels.abi import TYPE_NUMBERS, parameters
 from lowp.kernels.dispatch import uses_library
 
 _WIDE = IntFormat("wide", 32)  # rounds without saturating what int16 still has to be seen to saturate
@@ -255,7 +256,7 @@ def to_int16(
     counts = array("q", (0,) * 4)
     cpu.loaded().lowp_write_int16(
         _mantissa_parameters(symmetric, rounding, random_bits),
-        cpu.CARRIERS[x.dtype],
+        TYPE_NUMBERS[x.dtype],
         cpu.address(x),
         exponent,
         cpu.optional_address(out),
@@ -356,4 +357,4 @@ def _wide(rounding: Rounding, random_bits: int | None) -> Cast:
 
 @functools.cache
 def _mantissa_parameters(symmetric: bool, rounding: Rounding, random_bits: int | None) -> object:
-    return cpu.parameters(Cast(IntFormat("int16", 16, symmetric), rounding, random_bits=random_bits))
+    return parameters(Cast(IntFormat("int16", 16, symmetric), rounding, random_bits=random_bits))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowp.kernels import cpu
+from lowp.kernels.abi import TYPE_NUMBERS
 from lowp.kernels.dispatch import forced
 
 __all__ = [
@@ -66,7 +67,7 @@ def _runs_native(x: Tensor) -> bool:
 def count_tensor(x: Tensor, scale: float = 1.0) -> TensorCounts:
     """Count a floating-point tensor divided by `scale`, as fp32 holds its numbers; NaN, infinities, empty too."""
     x = x.detach()
-    if x.dtype not in cpu.CARRIERS or x.dtype == torch.float64:
+    if x.dtype not in TYPE_NUMBERS or x.dtype == torch.float64:
         x = x.float()
     x = x if x.is_contiguous() else x.contiguous()
     return _counted(x, scale) if _runs_native(x) else _counted_by_torch(x.float().reshape(-1), scale)
@@ -75,7 +76,7 @@ def count_tensor(x: Tensor, scale: float = 1.0) -> TensorCounts:
 def _counted(x: Tensor, scale: float) -> TensorCounts:
     counts = np.empty(_POWERS + 256 + 6, np.int64)  # SpectrumSeen of cpu/cast.hpp
     failed = cpu.loaded().lowp_spectrum(
-        cpu.CARRIERS[x.dtype], cpu.address(x), x.numel(), scale, cpu.threads(), _pointer(counts)
+        TYPE_NUMBERS[x.dtype], cpu.address(x), x.numel(), scale, cpu.threads(), _pointer(counts)
     )
     if failed:
         raise MemoryError(f"no memory for the partial sums of {x.numel()} elements")

@@ -1,0 +1,121 @@
+"""The C ABI of the library: the types of its functions, and the block of numbers that a cast is to them.
+
+The functions are declared in cpu/*.cpp, the block in cpu/cast.hpp, whose enums and order of fields this repeats.
+"""
+
+from __future__ import annotations
+
+import functools
+from ctypes import Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+
+import torch
+
+from lowp.casts import Cast, Overflow, Rounding
+from lowp.compat import remembered_by_identity
+from lowp.formats import FloatFormat, IntFormat
+
+TYPE_NUMBERS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+_ROUNDINGS = {mode: number for number, mode in enumerate(Rounding)}
+_OVERFLOWS = {overflow: number for number, overflow in enumerate(Overflow)}
+_FLOAT, _INTEGER, _BINARY = 0, 1, 2
+
+
+class CastBlock(Structure):
+    """struct lowp_cast of cpu/cast.hpp."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "bits", "mantissa_bits", "bias", "min_exponent", "has_nan")),
+        *((name, c_int32) for name in ("minus_zero", "is_signed", "subnormals", "has_zero", "rounding", "overflow")),
+        *((name, c_int32) for name in ("random_bits", "unused")),
+        *((name, c_int64) for name in ("infinity", "nan")),
+        ("maximum", c_double),
+        ("minimum", c_double),
+    )
+
+
+# a row a function: what it returns, and its arguments
+SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "lowp_build": (c_char_p, ()),
+    "lowp_casts_select": (c_int, (c_int,)),
+    "lowp_quantize": (None, (c_void_p, c_int, c_void_p, c_void_p, c_int64, c_uint64, c_int64, c_int)),
+    "lowp_encode": (c_int64, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_uint64, c_int64, c_int)),
+    "lowp_decode": (None, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_int)),
+    "lowp_quantize_scaled": (
+        None,
+        (c_void_p, c_int, c_void_p, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_uint64, c_int64, c_int),
+    ),
+    "lowp_write_int16": (None, (*(c_void_p, c_int) * 2, c_void_p, c_void_p, c_int64, c_uint64, c_int, c_void_p)),
+    "lowp_from_int16": (None, (c_void_p, c_int, c_void_p, c_int64, c_int)),
+    "lowp_grid": (None, (c_void_p, c_int64, c_int, c_int, c_void_p)),
+    "lowp_exact_int16": (c_int64, (c_void_p, c_int, c_void_p, c_int64, c_int)),
+    "lowp_same_int16": (c_int64, (c_void_p, c_void_p, *(c_int64,) * 3, *(c_int,) * 4)),
+    "lowp_step_int16": (None, (c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int, c_void_p)),
+    "lowp_words_int16": (None, (c_void_p, *(c_int,) * 3, c_int64, c_int, c_void_p)),
+    "lowp_statistics": (c_int, (c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p)),
+    "lowp_spectrum": (c_int, (c_int, c_void_p, c_int64, c_double, c_int, c_void_p)),
+    "lowp_largest": (c_float, (c_void_p, c_void_p, c_int64, c_int)),
+    "lowp_updates": (None, (*(c_void_p,) * 3, c_int64, c_int, c_void_p, c_void_p)),
+    "lowp_quantize_statistics": (
+        c_int,
+        (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_uint64, c_int, c_void_p, c_void_p),
+    ),
+    "lowp_random_words": (None, (c_uint64, c_uint64, c_int64, c_void_p)),
+    "lowp_random_block": (None, (c_uint64, c_void_p, c_void_p)),
+    "lowp_bytes_pack": (None, (c_void_p, *(c_int64,) * 3, c_int, *(c_void_p,) * 3, c_int)),
+    "lowp_bytes_extremes": (None, (c_int, c_void_p, *(c_int64,) * 3, c_void_p, c_int)),
+    "lowp_bytes_quantize": (
+        None,
+        (c_int, c_void_p, *(c_int64,) * 3, c_float, c_int, c_int, c_int64, c_void_p, c_int),
+    ),
+    "lowp_bytes_rows": (c_int, (c_int, c_void_p, *(c_int64,) * 3, c_int, c_int64, c_void_p, c_void_p, c_int)),
+    "lowp_bytes_multiply": (
+        None,
+        (c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_float, c_int, *(c_void_p,) * 4, c_int),
+    ),
+    "lowp_bytes_linear": (
+        None,
+        (c_int, c_void_p, *(c_int64,) * 3, c_float, c_int, c_int, c_void_p, c_void_p, c_int64, *(c_void_p,) * 5, c_int),
+    ),
+    "lowp_bytes_windows": (None, (c_void_p, c_void_p, c_int, c_void_p, c_int)),
+    "lowp_codes_numbers": (c_int, (c_int, c_void_p, *(c_int64,) * 5, *(c_void_p,) * 3)),
+    "lowp_codes_bytes": (None, (c_void_p, *(c_int64,) * 3, c_int, c_int, c_int64, c_void_p, c_void_p)),
+    "lowp_codes_multiply": (None, (c_int, *(c_void_p,) * 9, c_int)),
+    "lowp_bits_multiply": (None, (c_int, c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_void_p, c_int)),
+    "lowp_integer_matmul": (c_int, (*(c_void_p,) * 6, *(c_int,) * 4, c_void_p, c_void_p)),
+    "lowp_integer_convolution": (c_int, (c_void_p, c_int, *(c_void_p,) * 4, *(c_int,) * 4, c_void_p, c_void_p)),
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def format_parameters(format: FloatFormat | IntFormat) -> object:
+    """Return a pointer to the parameter block of a format, of which codes alone are asked."""
+    return parameters(Cast(format))
+
+
+@remembered_by_identity
+def parameters(cast: Cast) -> object:
+    """Return a pointer to the parameter block of a cast; it keeps the block alive."""
+    element = cast.element
+    block = CastBlock(
+        bits=element.bits,
+        rounding=_ROUNDINGS[cast.rounding],
+        overflow=_OVERFLOWS[cast.overflow or Overflow.SATURATE],
+        random_bits=cast.random_bits or 0,
+        maximum=element.maximum,
+        minimum=element.minimum,
+    )
+    if isinstance(element, FloatFormat):
+        block.kind = _FLOAT
+        block.mantissa_bits = element.mantissa_bits
+        block.bias = element.bias
+        block.min_exponent = element.min_exponent
+        block.has_nan = element.has_nan
+        block.minus_zero = element.has_minus_zero
+        block.infinity = -1 if element.infinity_code is None else element.infinity_code
+        block.nan = -1 if element.nan_code is None else element.nan_code
+        block.is_signed = element.signed
+        block.subnormals = element.subnormals
+        block.has_zero = element.has_zero
+    else:
+        block.kind = _BINARY if element.bits == 1 else _INTEGER
+    return byref(block)

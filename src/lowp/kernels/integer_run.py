@@ -1,0 +1,188 @@
+"""Integer products run: by the C++ library, by Triton, or by the definition, as `integer` has chosen; and who watches.
+
+Operands and sizes are checked when they come here.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.errors import Unavailable
+from lowp.kernels import cpu, integer_reference
+from lowp.kernels.integer_reference import ConvolutionShape
+
+# what an exact product can be written as, numbered as in cpu/gemm.hpp, where 0 is a chained one
+KINDS = {torch.int16: 1, torch.float32: 2, torch.float64: 3, torch.int64: 4}
+# the products of a convolution, in the order of the C++ library: their operands, and what they give
+PRODUCTS = {
+    "forward": ("input", "weight", "gradient"),
+    "input_gradient": ("gradient", "weight", "input"),
+    "weight_gradient": ("input", "gradient", "weight"),
+}
+Observer = Callable[[int], AbstractContextManager[None]]
+_observers: list[Observer] = []
+_NOBODY = nullcontext()
+
+
+class Output(NamedTuple):
+    """What a product writes: its dtype, exact or chained, times 2^exponent, int16 from `lowest`, by a kernel."""
+
+    dtype: torch.dtype
+    chained: bool
+    exponent: int
+    lowest: int
+    kernel: str
+
+
+class Result(NamedTuple):
+    """The result, and what was seen: (saturated, largest mantissa, largest sum) of integers, (largest,) of chains."""
+
+    values: Tensor
+    integers: array[int]
+    largest: array[float]
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Enter `observer(operations)` around each product of this process for a while, in whichever thread it runs.
+
+    The operations are the multiplications and additions of the product. torch's dispatch modes do not see a call into
+    the C++ library, and see other ops where the definition stands in for it.
+    """
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def _watched(operations: int) -> AbstractContextManager[None]:
+    return _told(operations) if _observers else _NOBODY
+
+
+@contextmanager
+def _told(operations: int) -> Iterator[None]:
+    with ExitStack() as stack:
+        for observer in _observers:
+            stack.enter_context(observer(operations))
+        yield
+
+
+def _batched(x: Tensor) -> Tensor:
+    """Return [..., r, c] as [batch, r, c] with one of the last two strides 1 (a copy only where neither is)."""
+    if x.dim() == 2:
+        x = x.unsqueeze(0)
+    elif x.dim() != 3:
+        x = x.reshape(-1, *x.shape[-2:]) if x.numel() else x.new_empty(x.shape[:-2].numel(), *x.shape[-2:])
+    return x if x.stride(1) == 1 or x.stride(2) == 1 else x.contiguous()
+
+
+def matmul(left: Tensor, right: Tensor, output: Output) -> Result:
+    """Return [..., m, k] @ [..., k, n], whose leading dimensions are the same."""
+    with _watched(2 * math.prod(left.shape) * right.shape[-1]):
+        if output.kernel == "triton":
+            return _matmul_by_triton(left, right, output)
+        library = None if output.kernel == "reference" else cpu.library()
+        if library is None:
+            return _by_definition(integer_reference.matmul(left, right, output.chained), output)
+        return _matmul_by_library(library, left, right, output)
+
+
+def _matmul_by_library(library: Any, left: Tensor, right: Tensor, output: Output) -> Result:
+    result = torch.empty(*left.shape[:-1], right.shape[-1], dtype=output.dtype, device="cpu")
+    a, b = _batched(left), _batched(right)
+    # Where both strides are 1 (a single row or column), the kernels read along the depth.
+    a_depth = 1 if a.shape[2] <= 1 else a.stride(2)
+    a_rows = a.stride(1)
+    if a_depth != 1 and a.shape[1] == 1:
+        a, a_depth, a_rows = a.contiguous(), 1, a.shape[2]
+    m, k, n = a.shape[1], a.shape[2], b.shape[2]
+    sizes = array("q", (a.shape[0], m, n, k))
+    strides = array("q", (a.stride(0), a_rows, a_depth, b.stride(0), b.stride(2), b.stride(1), m * n, n))
+    addresses = (cpu.address(a), cpu.address(b), cpu.address(result), _address(sizes), _address(strides))
+    return _called(library.lowp_integer_matmul, output, result, addresses)
+
+
+def _matmul_by_triton(left: Tensor, right: Tensor, output: Output) -> Result:
+    """Run the kernel and wait for what it saw."""
+    from lowp.kernels.triton import products
+
+    a, b = _batched(left), _batched(right)
+    scale = torch.full((), 2.0**output.exponent, dtype=torch.float64, device=left.device)
+    values, found = products.matmul(a, b, scale, output.dtype, output.chained, output.lowest)
+    values = values.reshape(*left.shape[:-1], right.shape[-1])
+    if not output.chained:
+        return Result(values, array("q", found.tolist()), array("d", (0.0,)))
+    return _chained(values)
+
+
+def _sums_by_triton(left: Tensor, right: Tensor, chained: bool) -> Tensor:
+    """Return [..., m, k] @ [..., k, n] as `integer_reference.matmul` does: int64, or chained in fp32."""
+    from lowp.kernels.triton import products
+
+    one = torch.ones((), dtype=torch.float64, device=left.device)
+    dtype = torch.float32 if chained else torch.int64
+    sums, _ = products.matmul(_batched(left), _batched(right), one, dtype, chained, -32768)
+    return sums.reshape(*left.shape[:-1], right.shape[-1])
+
+
+def convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: Output) -> Result:
+    """Return one of the PRODUCTS of a convolution."""
+    # each output place meets each weight of its group once, in all three products
+    with _watched(2 * shape.output[0] * math.prod(shape.output[2:]) * math.prod(shape.weight)):
+        if output.kernel == "triton":
+            sums = integer_reference.convolution(product, a, b, shape, output.chained, _sums_by_triton)
+            return _by_definition(sums, output)
+        library = None if output.kernel == "reference" else cpu.library()
+        if library is None:
+            return _by_definition(integer_reference.convolution(product, a, b, shape, output.chained), output)
+        result = torch.empty(shape.of_operand(PRODUCTS[product][2]), dtype=output.dtype, device="cpu")
+        a, b = a.contiguous(), b.contiguous()
+        geometry = array("q", shape.numbers())
+        addresses = (cpu.address(a), cpu.address(b), cpu.address(result), _address(geometry))
+        return _called(library.lowp_integer_convolution, output, result, (list(PRODUCTS).index(product), *addresses))
+
+
+def _called(function: Callable[..., int], output: Output, result: Tensor, operands: tuple[Any, ...]) -> Result:
+    """Call the library; `operands` are numbers and addresses of memory that the caller keeps."""
+    integers, largest = array("q", (0, 0, 0)), array("d", (0.0,))
+    status = function(
+        output.kernel.encode() or None,
+        *operands,
+        0 if output.chained else KINDS[output.dtype],
+        output.exponent,
+        output.lowest,
+        torch.get_num_threads(),
+        _address(integers),
+        _address(largest),
+    )
+    if status == 1:
+        raise Unavailable(f"this processor has no {output.kernel}; portable and reference run everywhere")
+    if status:
+        raise MemoryError("no memory for the packed operands of an integer product")
+    return Result(result, integers, largest)
+
+
+def _by_definition(sums: Tensor, output: Output) -> Result:
+    if output.kernel not in ("", "reference", "triton"):
+        raise Unavailable(f"{output.kernel} needs lowp's C++ library, which is not loaded; reference runs without it")
+    if output.chained:
+        return _chained((sums.double() * 2.0**output.exponent).float())
+    result, counts = integer_reference.rounded_sums(sums, output.exponent, output.dtype, output.lowest)
+    return Result(result, array("q", counts), array("d", (0.0,)))
+
+
+def _chained(values: Tensor) -> Result:
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    return Result(values, array("q", (0, 0, 0)), array("d", (largest,)))
+
+
+def _address(numbers: array[int] | array[float]) -> int:
+    return numbers.buffer_info()[0]
