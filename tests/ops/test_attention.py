@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from ops.cases import sixteen_bit, under
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowp import kernels
+from lowp import casts, kernels
+from lowp.kernels.attention import widened
 from lowp.ops import attention
 from lowp.policy import Rule
 
@@ -156,6 +158,56 @@ def test_the_definition_of_fused_attention_is_in_fp64_forward_and_backward(maske
     for one, other in zip(narrow, wide, strict=True):
         assert one.grad is not None and other.grad is not None
         assert torch.allclose(one.grad, other.grad.float(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("masked", [None, "causal", "boolean", "float"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-trunc"])
+def test_backward_reads_the_result_as_it_was_before_it_was_rounded(name: str, masked: str | None) -> None:
+    torch.manual_seed(0)
+    # values that are nearly equal: what is left of a gradient is a difference of numbers a thousand times as large,
+    # and with the rounded result nothing would be
+    cast, dtype = casts.parse(name), torch.float16 if name == "fp16" else torch.bfloat16
+    query, key = (torch.randn(2, 2, 33, 8).to(dtype) for _ in range(2))
+    value = (10 + 0.05 * torch.randn(2, 2, 33, 8)).to(dtype)
+    mask = {"boolean": torch.ones(33, 33).tril().bool(), "float": torch.randn(33, 33)}.get(masked or "")
+    given: dict[str, Any] = {"attn_mask": mask, "is_causal": masked == "causal"}
+    narrow = [x.clone().requires_grad_() for x in (query, key, value)]
+    wide = [x.float().requires_grad_() for x in (query, key, value)]
+    rule = Rule.of(input=cast, grad=cast, output=cast)
+    result = under(rule, F.scaled_dot_product_attention, *narrow, **given)
+    wanted = F.scaled_dot_product_attention(*wide, **given)
+    gradient = torch.randn_like(wanted).to(dtype)
+    with Counted() as counted:
+        found = torch.autograd.grad(result, narrow, gradient)
+    assert counted.names.count(FORWARD) == 0  # nothing is computed again
+    assert counted.names.count(f"{FORWARD}_backward") == 1
+    for one, other in zip(found, torch.autograd.grad(wanted, wide, gradient.float()), strict=True):
+        assert one.dtype is dtype
+        assert (one.float() - other).norm() <= 2.0**-7 * other.norm()
+
+
+FORWARD = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+class Counted(TorchDispatchMode):
+    """Keeps the names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_operands_are_widened_to_the_same_numbers_wherever_they_lie(fused: bool) -> None:
+    block = torch.randn(2, 5, 3, 4, 6).bfloat16()
+    tensors = list(block.permute(2, 0, 3, 1, 4))
+    tensors = tensors if fused else [tensors[0], tensors[2], tensors[1].clone()]
+    for one, other in zip(widened(tensors), tensors, strict=True):
+        assert one.dtype is torch.float32 and torch.equal(one, other.float())
 
 
 def test_attention_asks_torch_for_its_product_in_one_place() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +15,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowp.compat import gradients_of
+from lowp.kernels.attention import Attended, attended, gradients, joined, split, widened
 from lowp.kernels.products import contract, is_native
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import (
     Operand,
     carrier_dtype,
     functorch_is_active,
+    native_dtype,
     operand,
     result_dtype,
     shield,
@@ -53,8 +56,9 @@ def scaled_dot_product_attention(call: Call) -> Tensor:
     """F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa).
 
     Query, key and value have the role `input`. Scores and probabilities stay fp32 within; only the result is rounded.
-    Backward keeps the three operands as they were rounded, nothing else, and computes the attention again. A rule with
-    a narrow accumulator runs it as two contractions, whose second has the probabilities as operand.
+    Backward keeps the three operands as they were rounded. Where torch has a fused kernel for it, it keeps the result
+    as well, and what its rounding to 16 bits took off; elsewhere it computes the attention again. A rule with a narrow
+    accumulator runs it as two contractions, whose second has the probabilities as operand.
     """
     query, key, value, mask, dropout, causal, scale, grouped = bound(
         call, *"query key value".split(), attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
@@ -108,7 +112,7 @@ def _plain_carrier(rule: Rule) -> torch.dtype:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention in fp32 of rounded operands; saves those."""
+    """Attention in fp32 of rounded operands; saves those, and of the result what backward would compute again."""
 
     @staticmethod
     def forward(ctx: Any, settings: Attention, casts: RoleCasts, mask: Tensor | None, *operands: Any) -> Tensor:
@@ -117,31 +121,69 @@ class _Attention(torch.autograd.Function):
         ctx.settings, ctx.casts = settings, casts
         ctx.edges = [None if one.value is None else one.edge for one in pairs]
         ctx.random = _RandomState(values[0].device) if settings.dropout else None
-        ctx.save_for_backward(mask, *values)
-        return contract(settings, OUTPUT, tuple(values), bias=mask, finish=partial(casts.cast, role="output"))
+        finish = partial(casts.cast, role="output")
+        found = _attended(ctx, settings, casts, mask, values)
+        if found is None:
+            ctx.save_for_backward(mask, *values)
+            return contract(settings, OUTPUT, tuple(values), bias=mask, finish=finish)
+        result = finish(found.output)
+        ctx.save_for_backward(mask, *values, found.logarithms, result, split(found.output, result))
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         with shield():
-            mask, *values = ctx.saved_tensors
-            graph = torch.is_grad_enabled()
-            if graph:  # connected to where the operands came from, so that the gradient can be differentiated again
-                pairs = zip(ctx.edges, values, strict=True)
-                inputs = [(Operand(x) if edge is None else Operand(edge, x)).connected for edge, x in pairs]
-            else:
-                inputs = [x.float().requires_grad_() for x in values]
-                mask = mask.detach().requires_grad_() if ctx.needs_input_grad[2] else mask
+            mask, query, key, value, *kept = ctx.saved_tensors
+            values = [query, key, value]
             wide = ctx.casts.carry(gradient, "grad").float()
-            kernel = _differentiable_kernel() if graph else nullcontext()
-            with torch.enable_grad(), kernel, ctx.random or nullcontext():
-                result = contract(ctx.settings, OUTPUT, tuple(inputs), bias=mask)
-            candidates = dict(zip((2, 3, 4, 5), (mask, *inputs), strict=True))
-            wanted = [index for index in candidates if ctx.needs_input_grad[index]]
-            found = gradients_of(result, [candidates[index] for index in wanted], wide, create_graph=graph)
-            gradients: list[Tensor | None] = [None] * 9
+            if kept and not torch.is_grad_enabled():
+                logarithms, result, rest = kept
+                known, settings = Attended(joined(result, rest), logarithms), ctx.settings
+                three = gradients(wide, widened(values), known, mask, settings.causal, settings.scale)
+                wanted = [index for index in (3, 4, 5) if ctx.needs_input_grad[index]]
+                found: Sequence[Tensor] = [three[index - 3] for index in wanted]
+            else:
+                wanted, found = _recomputed(ctx, wide, mask, values)
+            graded: list[Tensor | None] = [None] * 9
             for index, one in zip(wanted, found, strict=True):
-                gradients[index] = ctx.casts.cast(one, "input gradient") if index > 2 else one
-            return tuple(gradients)
+                graded[index] = ctx.casts.cast(one, "input gradient") if index > 2 else one
+            return tuple(graded)
+
+
+def _attended(
+    ctx: Any, settings: Attention, casts: RoleCasts, mask: Tensor | None, values: Sequence[Tensor]
+) -> Attended | None:
+    """Return attention by a kernel whose backward reads its result, where there is one and a gradient is asked for.
+
+    A result that is rounded to fewer than 16 bits is not saved: it would be saved beside the one that is returned.
+    """
+    _, _, of_mask, *of_operands = ctx.needs_input_grad[:6]
+    if settings.dropout or settings.grouped or of_mask or not any(of_operands):
+        return None
+    to = casts.rule.output
+    if to is not None and result_dtype(to) is torch.float32 and native_dtype(to) is not torch.float32:
+        return None
+    return attended(widened(values), mask, settings.causal, settings.scale)
+
+
+def _recomputed(
+    ctx: Any, gradient: Tensor, mask: Tensor | None, values: Sequence[Tensor]
+) -> tuple[list[int], Sequence[Tensor]]:
+    """Return which gradients are asked for, by argument, and these, from the attention computed again."""
+    graph = torch.is_grad_enabled()
+    if graph:  # connected to where the operands came from, so that the gradient can be differentiated again
+        pairs = zip(ctx.edges, values, strict=True)
+        inputs = [(Operand(x) if edge is None else Operand(edge, x)).connected for edge, x in pairs]
+    else:
+        inputs = [x.float().requires_grad_() for x in values]
+        mask = mask.detach().requires_grad_() if mask is not None and ctx.needs_input_grad[2] else mask
+    kernel = _differentiable_kernel() if graph else nullcontext()
+    with torch.enable_grad(), kernel, ctx.random or nullcontext():
+        result = contract(ctx.settings, OUTPUT, tuple(inputs), bias=mask)
+    candidates = dict(zip((2, 3, 4, 5), (mask, *inputs), strict=True))
+    wanted = [index for index in candidates if ctx.needs_input_grad[index]]
+    chosen = [cast(Tensor, candidates[index]) for index in wanted]
+    return wanted, gradients_of(result, chosen, gradient, create_graph=graph)
 
 
 class _RandomState:

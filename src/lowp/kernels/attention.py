@@ -1,0 +1,88 @@
+"""Fused attention in fp32 on a CPU, forward and backward apart, so that backward computes nothing again.
+
+torch's fused kernel gives two results: the output, and for each row of scores the logarithm of the sum of their
+exponentials. Its backward reads both, and query, key and value. The output is read for one number a row, its product
+with the gradient, from which nearly equal numbers are subtracted: the output as it was rounded to 16 bits would not
+do (Qiu and Yao 2025, arXiv 2510.04212). So `split` keeps what the rounding took off as well, in bf16, and 16 bits or
+more of every number are there again in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from lowp.compat import private
+from lowp.kernels.dispatch import forced
+from lowp.kernels.tracing import is_compiling
+
+__all__ = ["Attended", "attended", "gradients", "joined", "split", "widened"]
+
+_NARROW = (torch.float16, torch.bfloat16)
+_choice = cast(Callable[..., int], private("torch._fused_sdp_choice"))
+_kernel = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"
+_forward = cast(Callable[..., "tuple[Tensor, Tensor]"], cast(Any, private(_kernel)).default)
+_backward = cast(Callable[..., "tuple[Tensor, ...]"], cast(Any, private(f"{_kernel}_backward")).default)
+
+
+class Attended(NamedTuple):
+    """Attention of fp32 tensors, and the logarithms of the sums of its exponentials [..., rows], both in fp32."""
+
+    output: Tensor
+    logarithms: Tensor
+
+
+def attended(
+    operands: Sequence[Tensor], mask: Tensor | None, causal: bool = False, scale: float | None = None
+) -> Attended | None:
+    """Return the attention of query, key and value in fp32; None where torch would not take its fused CPU kernel."""
+    query, key, value = operands
+    if is_compiling() or not query.is_cpu or query.dtype is not torch.float32 or forced() == "reference":
+        return None
+    if _choice(query, key, value, mask, 0.0, causal, scale=scale) != SDPBackend.FLASH_ATTENTION.value:
+        return None
+    return Attended(*_forward(query, key, value, 0.0, causal, attn_mask=_added(mask), scale=scale))
+
+
+def gradients(
+    gradient: Tensor,
+    operands: Sequence[Tensor],
+    found: Attended,
+    mask: Tensor | None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key and value, from that of the output; all in fp32."""
+    return _backward(gradient, *operands, *found, 0.0, causal, attn_mask=_added(mask), scale=scale)
+
+
+def _added(mask: Tensor | None) -> Tensor | None:
+    """Return a mask as it is added to the scores: minus infinity where a boolean one says no."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+
+
+def split(wide: Tensor, rounded: Tensor) -> Tensor | None:
+    """Return in bf16 what a rounding to fp16 or bf16 took off fp32 numbers; None where it took off nothing."""
+    return None if rounded is wide else (wide - rounded.float()).bfloat16()
+
+
+def joined(rounded: Tensor, rest: Tensor | None) -> Tensor:
+    """Return the numbers that were rounded, in fp32, to 2^-17 of their size or better."""
+    return rounded if rest is None else rounded.float().add_(rest.float())
+
+
+def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors in fp32; those that fill a block of memory together, as a fused projection, in one conversion."""
+    first = tensors[0]
+    storage = first.untyped_storage()
+    same = all(x.dtype is first.dtype and x.untyped_storage().data_ptr() == storage.data_ptr() for x in tensors)
+    if not same or first.dtype not in _NARROW or sum(x.nbytes for x in tensors) != storage.nbytes():
+        return [x.float() for x in tensors]
+    whole = first.as_strided((storage.nbytes() // first.element_size(),), (1,), 0).float()
+    return [whole.as_strided(x.shape, x.stride(), x.storage_offset()) for x in tensors]
