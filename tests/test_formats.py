@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from libraries import LIBRARIES
 
 from lowp import formats
 from lowp.errors import InvalidInput
@@ -40,22 +41,6 @@ LIMITS = {
     "e3m2": (28.0, 0.25, 0.0625, 3),
     "e2m3": (7.5, 1.0, 0.125, 1),
     "e2m1": (6.0, 1.0, 0.5, 1),
-}
-
-LIBRARIES = {
-    "fp16": np.float16,
-    "bf16": ml_dtypes.bfloat16,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "e4m3fn": ml_dtypes.float8_e4m3fn,
-    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
-    "e4m3": ml_dtypes.float8_e4m3,
-    "e3m4": ml_dtypes.float8_e3m4,
-    "e8m0": ml_dtypes.float8_e8m0fnu,
-    "e3m2": ml_dtypes.float6_e3m2fn,
-    "e2m3": ml_dtypes.float6_e2m3fn,
-    "e2m1": ml_dtypes.float4_e2m1fn,
 }
 
 

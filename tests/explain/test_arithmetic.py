@@ -7,6 +7,7 @@ from math import isnan
 
 import numpy as np
 import pytest
+from explained import bits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,13 +20,6 @@ from lowp.explain import (
     split_expression,
     subtract,
 )
-from lowp.explain.text import bits_text
-
-
-def bits(value: object) -> str:
-    """The fields of the result of an explanation."""
-    rounded = value.rounded if hasattr(value, "rounded") else value
-    return bits_text(rounded.code, rounded.format)  # type: ignore[attr-defined]
 
 
 @given(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from explained import bits
+
 from lowp.explain import (
     RoundingRule,
     Verdict,
@@ -13,15 +15,8 @@ from lowp.explain import (
     round_exact,
     weight_update,
 )
-from lowp.explain.text import bits_text
 from lowp.formats import FloatFormat
 from lowp.formats import parse as parse_format
-
-
-def bits(value: object) -> str:
-    """The fields of the result of an explanation."""
-    rounded = value.rounded if hasattr(value, "rounded") else value
-    return bits_text(rounded.code, rounded.format)  # type: ignore[attr-defined]
 
 
 def test_a_decimal_in_fp32_and_fp16_comes_out_to_the_last_digit() -> None:

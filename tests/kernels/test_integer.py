@@ -6,22 +6,18 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 
 import hypothesis.strategies as st
+import int16_operands
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
+from int16_operands import CONVOLUTIONS, Fill, convolution_shape, int64_product, normal, random_int16
 from torch import Tensor
 
 from lowp import kernels as lowp_kernels
 from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import cpu, integer
 from lowp.kernels.integer import ConvolutionShape
-
-Fill = Callable[..., Tensor]
-
-
-def random_int16(*shape: int) -> Tensor:
-    return torch.randint(-32768, 32768, shape).to(torch.int16)
 
 
 def one_hot(*shape: int) -> Tensor:
@@ -30,16 +26,9 @@ def one_hot(*shape: int) -> Tensor:
     return x
 
 
-def normal(deviation: float) -> Fill:
-    return lambda *shape: (torch.randn(shape) * deviation).round().clamp(-32767, 32767).to(torch.int16)
-
-
 # The deviations lead through every way to sum a block: one chain, several chains, some chunks by digits, all by digits.
 FILLS: dict[str, Fill] = {
-    "random": random_int16,
-    "all largest": lambda *shape: torch.full(shape, 32767, dtype=torch.int16),
-    "all smallest": lambda *shape: torch.full(shape, -32768, dtype=torch.int16),
-    "mixed signs": lambda *shape: torch.where(torch.rand(shape) < 0.5, 32767, -32768).to(torch.int16),
+    **int16_operands.FILLS,
     "one-hot": one_hot,
     "largest rests": lambda *shape: torch.randint(-64, 64, shape).mul(512).add(torch.randint(2, shape) * 511).short(),
     **{f"normal {deviation}": normal(deviation) for deviation in (100.0, 2500.0, 4000.0, 6500.0)},
@@ -69,11 +58,6 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
-
-
-def int64_product(a: Tensor, b: Tensor) -> Tensor:
-    """Exact for a depth below 2^23: every partial sum is an integer that fp64 holds."""
-    return (a.double() @ b.double()).to(torch.int64)
 
 
 def same(left: tuple[object, ...], right: tuple[object, ...]) -> bool:
@@ -257,31 +241,16 @@ def test_a_forked_child_multiplies_too(two_threads: None) -> None:
         child.join()
 
 
-# channels, out channels, kernel, stride, padding, dilation, groups
-CONVOLUTIONS = (
-    (6, 4, 3, 1, 1, 1, 1),
-    (4, 6, 3, 2, 1, 1, 2),
-    (3, 5, 2, 3, 0, 2, 1),
-    (40, 33, 3, 1, 1, 1, 1),
-    (12, 9, 3, 1, 1, 1, 1),
-    (4, 4, 1, 2, 0, 1, 4),
-    (2, 3, 3, 1, 3, 1, 1),
-)
 CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
-@pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize("case", (*CONVOLUTIONS, (12, 9, 3, 1, 1, 1, 1)), ids=str)
 @pytest.mark.parametrize("dims", CONVOLVE)
 def test_convolutions_equal_torch_in_fp64(dims: int, case: tuple[int, ...]) -> None:
-    channels, out_channels, kernel_size, stride, padding, dilation, groups = case
-    shape = ConvolutionShape.of(
-        (2, channels, *(9, 8, 7)[:dims]),
-        (out_channels, channels // groups, *(kernel_size,) * dims),
-        stride, padding, dilation, groups,
-    )  # fmt: skip
+    shape = convolution_shape(dims, case)
     x, w, g = random_int16(*shape.input), random_int16(*shape.weight), random_int16(*shape.output)
     wide_x, wide_w = x.double().requires_grad_(), w.double().requires_grad_()
-    y = CONVOLVE[dims](wide_x, wide_w, None, stride, padding, dilation, groups)
+    y = CONVOLVE[dims](wide_x, wide_w, None, *case[3:])
     y.backward(g.double())
     for product, a, b, expected in (
         ("forward", x, w, y.detach()),

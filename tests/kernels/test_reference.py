@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from exact_casts import FORMATS_TRIED, bits, casts, exact_cast, inputs, philox, uniform
+from libraries import LIBRARIES
 from torch import Tensor
 
 from lowp.casts import Cast, parse
@@ -19,21 +19,6 @@ from lowp.kernels.philox import tail_words, words
 
 SEED = 0xC0FFEE_1234_5678_9ABC
 
-LIBRARIES = {
-    "fp16": np.float16,
-    "bf16": ml_dtypes.bfloat16,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "e4m3fn": ml_dtypes.float8_e4m3fn,
-    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
-    "e4m3": ml_dtypes.float8_e4m3,
-    "e3m4": ml_dtypes.float8_e3m4,
-    "e3m2": ml_dtypes.float6_e3m2fn,
-    "e2m3": ml_dtypes.float6_e2m3fn,
-    "e2m1": ml_dtypes.float4_e2m1fn,
-    "e8m0": ml_dtypes.float8_e8m0fnu,
-}
 TORCH = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
+import int16_operands
 import pytest
 import torch
 from gpu.fake_cuda import fake_cuda
-from torch import Tensor
+from int16_operands import CONVOLUTIONS, Fill, convolution_shape, int64_product, normal, random_int16
 
 from lowp import kernels
 from lowp.errors import InvalidInput, Unavailable
@@ -17,26 +17,7 @@ from lowp.kernels import integer
 pytest.importorskip("triton", reason="triton is not installed")
 
 
-def normal(*shape: int) -> Tensor:
-    return (torch.randn(shape) * 4000).round().clamp(-32767, 32767).to(torch.int16)
-
-
-def random_int16(*shape: int) -> Tensor:
-    return torch.randint(-32768, 32768, shape).to(torch.int16)
-
-
-FILLS: dict[str, Callable[..., Tensor]] = {
-    "random": random_int16,
-    "normal": normal,
-    "all largest": lambda *shape: torch.full(shape, 32767, dtype=torch.int16),
-    "all smallest": lambda *shape: torch.full(shape, -32768, dtype=torch.int16),
-    "mixed signs": lambda *shape: torch.where(torch.rand(shape) < 0.5, 32767, -32768).to(torch.int16),
-}
-
-
-def int64_product(a: Tensor, b: Tensor) -> Tensor:
-    """Exact for a depth below 2^23: every partial sum is an integer that fp64 holds."""
-    return (a.double() @ b.double()).to(torch.int64)
+FILLS: dict[str, Fill] = {**int16_operands.FILLS, "normal": normal(4000.0)}
 
 
 @pytest.mark.parametrize("fill", FILLS)
@@ -92,7 +73,7 @@ def test_floats_are_the_sum_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_chained_has_the_bits_of_its_definition() -> None:
-    a, b = normal(7, 777), random_int16(777, 19)
+    a, b = normal(4000.0)(7, 777), random_int16(777, 19)
     wanted = integer.matmul_chained(a, b, exponent=-31, kernel="reference")
     found = integer.matmul_chained(a, b, exponent=-31, kernel="triton")
     assert torch.equal(found.values, wanted.values) and found.largest == wanted.largest
@@ -107,24 +88,11 @@ def test_batches_views_and_empty_operands_are_taken_as_they_lie() -> None:
     assert torch.equal(found.values, expected)
 
 
-# as the CPU's kernels are tried: channels, out channels, kernel, stride, padding, dilation, groups
-CONVOLUTIONS = (
-    (6, 4, 3, 1, 1, 1, 1),
-    (4, 6, 3, 2, 1, 1, 2),
-    (3, 5, 2, 3, 0, 2, 1),
-    (40, 33, 3, 1, 1, 1, 1),
-    (4, 4, 1, 2, 0, 1, 4),
-    (2, 3, 3, 1, 3, 1, 1),
-)
 PLACES = [(1, CONVOLUTIONS[1]), (2, CONVOLUTIONS[2]), (1, CONVOLUTIONS[3]), (1, CONVOLUTIONS[4])]
 
 
 def check_convolution(dims: int, case: tuple[int, ...], dtypes: tuple[tuple[torch.dtype, int], ...]) -> None:
-    channels, out_channels, size, stride, padding, dilation, groups = case
-    shape = integer.ConvolutionShape.of(
-        (2, channels, *(9, 8, 7)[:dims]), (out_channels, channels // groups, *(size,) * dims), stride, padding,
-        dilation, groups,
-    )  # fmt: skip
+    shape = convolution_shape(dims, case)
     x, w, g = random_int16(*shape.input), random_int16(*shape.weight), random_int16(*shape.output)
     for product, a, b in (("forward", x, w), ("input_gradient", g, w), ("weight_gradient", x, g)):
         calls = [partial(integer.convolution_chained, product, a, b, shape, exponent=-30)]

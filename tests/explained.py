@@ -1,0 +1,11 @@
+"""What tests of explanations read off them."""
+
+from __future__ import annotations
+
+from lowp.explain.text import bits_text
+
+
+def bits(value: object) -> str:
+    """The fields of the result of an explanation."""
+    rounded = value.rounded if hasattr(value, "rounded") else value
+    return bits_text(rounded.code, rounded.format)  # type: ignore[attr-defined]
