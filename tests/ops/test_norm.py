@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -69,6 +70,24 @@ def test_result_and_gradients_are_those_of_fp32_rounded_once(name: str, format: 
     assert torch.equal(found[0], exact[0].to(dtype).float())
     for one, other in zip(found[1:], exact[1:], strict=True):
         assert one.dtype is torch.float32 and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("format", DTYPES)
+@pytest.mark.parametrize("name", ["layer_norm", "group_norm", "batch_norm", "batch_norm in evaluation"])
+def test_torchs_own_norms_of_16_bits_differ_from_fp32_ones_by_the_order_of_sums(name: str, format: str) -> None:
+    norm, dtype = NORMS[name], DTYPES[format]
+    x, parameters = tensors(norm)
+    ulp = torch.finfo(dtype).eps
+    found = []
+    for way in ("own", "emulated"):
+        with nullcontext() if way == "own" else kernels.use("bitwise"):
+            mine = [one.clone().requires_grad_() for one in (x, *parameters)]
+            result = under(sixteen_bit(format, weight=None), norm.function, *norm.args(*mine))
+            assert result.dtype is dtype
+            gradients = torch.autograd.grad(result, mine, torch.linspace(-1, 1, x.numel()).view(x.shape).to(dtype))
+        found.append([result.float(), *gradients])
+    for one, other in zip(*found, strict=True):
+        assert ((one - other).abs() <= ulp * other.abs() + 1e-5 * other.abs().max()).all()
 
 
 def test_a_rule_may_cast_the_scale_of_a_norm() -> None:

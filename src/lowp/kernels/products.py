@@ -30,7 +30,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import Unavailable
 from lowp.formats import FORMATS
-from lowp.kernels import byte_products, few_bits
+from lowp.kernels import byte_products, few_bits, large
 from lowp.kernels.byte_products import MOST_DEPTH, Panels
 from lowp.kernels.byte_rows import Activations, ByteRows, Bytes
 from lowp.kernels.dispatch import forced
@@ -38,6 +38,7 @@ from lowp.kernels.few_bits import Codes, Signs
 from lowp.kernels.hardware import multiplies
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas
+from lowp.kernels.scratch import Scratch, is_large
 from lowp.policy import Accumulation
 
 __all__ = [
@@ -139,8 +140,12 @@ def contract(
         result = _in_dtype(form, slot, operands, bias, torch.float64)
     elif forced() == "reference":
         result = _in_dtype(form, slot, operands, bias, torch.float64).float()
-    else:
+    elif torch.compiler.is_compiling():
         result = _in_dtype(form, slot, operands, bias, torch.float32)
+    else:
+        bias = bias.float() if bias is not None and bias.is_floating_point() else bias
+        with Scratch() as scratch:
+            result = form.product(slot, *[scratch.wide(one) for one in operands], bias=bias)
     return result if finish is None else finish(result)
 
 
@@ -150,6 +155,8 @@ def contract_sixteen_bits(form: Any, slot: int, left: Tensor, right: Tensor, bia
     The same choice with nothing left to look up: for callers that know the rule, where a microsecond counts.
     """
     dtype = _sixteen_bits_run_in(left)
+    if dtype is torch.float32 and is_large(left, right):
+        return large.linear(left, right, bias)
     if dtype is torch.float32:
         bias = None if bias is None else bias.float()
         result: Tensor = form.product(slot, left.float(), right.float(), bias)
@@ -161,12 +168,15 @@ def contract_sixteen_bits(form: Any, slot: int, left: Tensor, right: Tensor, bia
 
 
 def gradients_sixteen_bits(
-    form: Any, operands: tuple[Tensor | None, Tensor | None], gradient: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return the gradients of both operands of such a product, and the gradient of its result in fp32.
+    form: Any, operands: tuple[Tensor | None, Tensor | None], gradient: Tensor, wants_bias: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of both operands of such a product, and that of its bias in fp32.
 
     The gradient of one operand is the product with the other; where that is None, so is the gradient.
     """
+    are_matrices = len(form.first) > 1 < len(form.second)
+    if are_matrices and is_large(gradient, *operands) and _sixteen_bits_run_in(gradient) is torch.float32:
+        return large.linear_gradients((form.first, form.second), operands, gradient, wants_bias)
     dtype, own = _sixteen_bits_run_in(gradient), gradient.dtype
     wide, (first, second) = gradient.float(), operands
     incoming = wide if dtype is torch.float32 else gradient.to(dtype)
@@ -174,7 +184,8 @@ def gradients_sixteen_bits(
     of_second = None if first is None else form.product(1, first.to(dtype), incoming)
     if dtype is torch.float64:
         of_first, of_second = (None if one is None else one.float() for one in (of_first, of_second))
-    return None if of_first is None else of_first.to(own), None if of_second is None else of_second.to(own), wide
+    of_bias = form.bias_gradient(wide) if wants_bias else None
+    return None if of_first is None else of_first.to(own), None if of_second is None else of_second.to(own), of_bias
 
 
 def _sixteen_bits_run_in(x: Tensor) -> torch.dtype:
@@ -231,8 +242,10 @@ def is_native(output: Cast | None, *operands: Tensor) -> bool:
 def is_torchs_own(x: Tensor, is_exact: bool = False) -> bool:
     """Whether torch's own kernel of an op that is no product runs on 16 bits where x lies: on a GPU, or if asked.
 
-    On a CPU that multiplies the dtype also where the kernel is said to compute in fp32 there (`is_exact`).
+    On every CPU also where the kernel is said to compute in fp32 there (`is_exact`).
     """
+    if is_exact and x.is_cpu and forced() is None:
+        return x.dtype in _TO_NEAREST
     return torchs_own_device(x, x.dtype, is_fused=not is_exact) is not None
 
 
@@ -262,9 +275,14 @@ def multiplies_int8(x: Tensor, weight: Tensor) -> bool:
     return x.numel() >= LEAST_ROWS * x.shape[-1] > 0 and weight.shape[0] > 0
 
 
-def ready_operand(value: Tensor) -> Tensor:
-    """Return an operand that several products will read, as they will want it: in fp32 where they run in fp32."""
-    return value if torchs_own_device(value, value.dtype) is not None else value.float()
+def ready_operand(value: Tensor, scratch: Scratch | None = None) -> Tensor:
+    """Return an operand that several products will read, as they will want it: in fp32 where they run in fp32.
+
+    It may lie in a scratch then, if one is given.
+    """
+    if torchs_own_device(value, value.dtype) is not None:
+        return value
+    return value.float() if scratch is None else scratch.wide(value)
 
 
 def _in_blocks(form: Form, slot: int, left: Tensor, right: Tensor, accumulation: Accumulation) -> Tensor:

@@ -21,7 +21,7 @@ is_compiling = torch.compiler.is_compiling
 
 def is_plain(x: Tensor) -> bool:
     """Whether torch has no business with this call: no gradient, no mode, no transform, no lazy negation."""
-    return not is_differentiated(x) and _is_quiet() and not x.is_neg()
+    return not is_differentiated(x) and is_quiet() and not x.is_neg()
 
 
 def is_differentiated(x: Tensor) -> bool:
@@ -31,7 +31,7 @@ def is_differentiated(x: Tensor) -> bool:
 
 def is_eager(x: Tensor) -> bool:
     """Whether the kernels may run on the tensor at once: it is an ordinary one, and nobody else wants to see it."""
-    return type(x) in (Tensor, torch.nn.Parameter) and _is_quiet() and not x.is_meta
+    return type(x) in (Tensor, torch.nn.Parameter) and is_quiet() and not x.is_meta
 
 
 def is_transformed() -> bool:
@@ -50,6 +50,6 @@ def is_traced() -> bool:
     return bool(_is_traced())
 
 
-def _is_quiet() -> bool:
+def is_quiet() -> bool:
     """Whether no mode and no transform wants to see the call."""
     return _dispatch_modes() == 0 and _transform() is None and forward_ad._current_level < 0 and not _is_traced()

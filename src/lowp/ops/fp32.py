@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowp.compat import gradients_of
 from lowp.kernels.products import is_torchs_own
+from lowp.kernels.scratch import Scratch
 from lowp.ops.call import RoleCasts
 from lowp.ops.casting import functorch_is_active, is_jit_tracing, native_dtype, shield
 from lowp.ops.generic import finished
@@ -103,22 +104,25 @@ class _InFp32(torch.autograd.Function):
         reads = (
             computation.reads_16_bits and weight is not None and bias is not None and is_torchs_own(x, is_exact=True)
         )
-        result, saved = computation.forward(x if reads else x.float(), weight, bias)
         ctx.computation, ctx.casts = computation, casts
-        ctx.save_for_backward(x, weight, bias, *saved)
-        return casts.cast(result, "output")
+        with Scratch() as scratch:
+            result, saved = computation.forward(x if reads else scratch.wide(x), weight, bias)
+            ctx.save_for_backward(x, weight, bias, *saved)
+            return casts.cast(result, "output")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         with shield():
             x, weight, bias, *saved = ctx.saved_tensors
             wanted, watch = list(ctx.needs_input_grad[2:]), ctx.casts.watch
-            gradient = ctx.casts.cast(gradient, "grad").float()
+            gradient = ctx.casts.cast(gradient, "grad")
             if torch.is_grad_enabled():  # double backward: torch's own op once more, as part of the graph
                 result = ctx.computation.again(x.float(), weight, bias)
-                graded = _three(result, [x, weight, bias], wanted, gradient, create_graph=True)
+                graded = _three(result, [x, weight, bias], wanted, gradient.float(), create_graph=True)
             else:
-                graded = ctx.computation.backward(gradient, tuple(saved), x.float(), weight, bias, wanted=wanted)
+                with Scratch() as scratch:
+                    wide = scratch.wide(gradient), tuple(saved), scratch.wide(x)
+                    graded = ctx.computation.backward(*wide, weight, bias, wanted=wanted)
             found: list[Tensor | None] = [None, None]
             for one, want, source, role in zip(graded, wanted, (x, weight, bias), _GRADIENTS, strict=True):
                 if one is None or not want:

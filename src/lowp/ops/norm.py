@@ -3,8 +3,8 @@
 A norm reads its input in the rule's format, computes in fp32 and writes the rule's output; backward keeps the input as
 it was read, in 16 bits where the format has 16. Its own scale and shift stay fp32, running statistics too. torch's
 kernels for 16-bit inputs are used on a GPU: they compute in fp32, but layer, RMS and group norm's take scale and shift
-in 16 bits alone. Where a CPU multiplies the format itself, batch and group norm's are, but not layer norm's, which sums
-the gradient of its weight in 16 bits.
+in 16 bits alone. On CPUs batch and group norm's are, and of layer norm the forward: its backward sums the gradient of
+the weight in 16 bits. `lowp.kernels.use` with another way than torch's has all of them made of fp32 ones.
 """
 
 from __future__ import annotations

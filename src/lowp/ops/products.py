@@ -22,6 +22,7 @@ from lowp import kernels
 from lowp.casts import Cast
 from lowp.formats import ScaledFormat
 from lowp.kernels.products import ready_operand
+from lowp.kernels.scratch import Scratch
 from lowp.kernels.words import has_low_word, warn_of_loss, with_low_word
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import (
@@ -38,7 +39,7 @@ from lowp.ops.casting import (
 )
 from lowp.ops.int16.contraction import integer_contraction
 from lowp.ops.int16.nodes import fp64_contraction
-from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
+from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Form, Linear
 from lowp.policy import Rule
 
 __all__ = ["contract", "product"]
@@ -196,8 +197,23 @@ def _gradients(
     saved: Saved,
 ) -> Gradients:
     """Return the gradients of both operands and of the bias. `saved`: the operands' values, and edges of the graph."""
-    values, edges = saved
-    graph = torch.is_grad_enabled() or functorch_is_active()
+    if torch.is_grad_enabled() or functorch_is_active():
+        return _computed_gradients(form, slot, casts, wanted, gradient, saved)
+    with Scratch() as scratch:
+        return _computed_gradients(form, slot, casts, wanted, gradient, saved, scratch)
+
+
+def _computed_gradients(
+    form: Form,
+    slot: int,
+    casts: RoleCasts,
+    wanted: _Wanted,
+    gradient: Tensor,
+    saved: Saved,
+    scratch: Scratch | None = None,
+) -> Gradients:
+    """Return the gradients; as part of the graph where no scratch is given."""
+    (values, edges), graph = saved, scratch is None
     rounded_gradient: dict[int, Operand] = {}
     to = casts.rule.grad
 
@@ -209,8 +225,8 @@ def _gradients(
             value = carried(gradient, to, casts.seed, axis) if is_told else casts.carry(gradient, "grad", axis)
             if not graph and to is not None and isinstance(form, Linear):
                 value = _whole(gradient, value, to)
-            if not graph:
-                value = ready_operand(value)  # once for all the products and the bias
+            if not graph:  # once for all the products and the bias, which of an einsum may be this tensor itself
+                value = ready_operand(value, None if wanted.bias and isinstance(form, Einsum) else scratch)
             rounded_gradient[axis] = operand(gradient, value, casts.gradient_dtype) if graph else Operand(value)
         return rounded_gradient[axis]
 

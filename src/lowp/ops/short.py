@@ -112,6 +112,6 @@ class _Short(torch.autograd.Function):
             if torch.is_grad_enabled() or functorch_is_active():
                 casts, needs = RoleCasts(ctx.rule, ctx.rule.accumulate), (needs_x, needs_weight, needs_bias)
                 return *gradients_of_linear(form, casts, needs, ctx.bias_dtype, gradient, (x, weight)), None
-            of_x, of_weight, wide = gradients_sixteen_bits(form, (x, weight), gradient)
-            of_bias = form.bias_gradient(wide).to(gradient.dtype).to(ctx.bias_dtype) if needs_bias else None
+            of_x, of_weight, of_bias = gradients_sixteen_bits(form, (x, weight), gradient, needs_bias)
+            of_bias = None if of_bias is None else of_bias.to(gradient.dtype).to(ctx.bias_dtype)
             return of_x, of_weight, of_bias, None

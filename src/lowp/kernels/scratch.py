@@ -1,0 +1,99 @@
+"""Memory for tensors that live no longer than one product: fp32 copies of 16-bit operands, and sums before rounding.
+
+An fp32 product of 16-bit tensors needs an fp32 tensor for each operand and for its result. Made anew each time, they
+can cost more than the conversions that fill them: the C library gives blocks of megabytes back to the system, which
+clears them page by page at their next use. Here they are lent from blocks that a thread keeps: as many as are in use
+at once (three or four), of up to 64 MiB each.
+
+    with Scratch() as scratch:
+        return torch.mm(scratch.wide(x), scratch.wide(y), out=scratch.empty(m, n)).to(x.dtype)
+
+What was lent must not be reachable once the context is left: not returned, not saved for backward, not given to hooks.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from lowp.compat import real_tensors
+from lowp.kernels.tracing import is_quiet
+
+__all__ = ["Scratch", "is_large"]
+
+LEAST = 1 << 15  # elements: what is smaller the C library keeps for its next use
+MOST = 1 << 24
+
+
+class _Blocks(threading.local):
+    """The blocks of a thread that are not lent: how many elements each has, and its memory."""
+
+    def __init__(self) -> None:
+        self.free: list[tuple[int, Tensor]] = []
+
+    def take(self, elements: int) -> tuple[int, Tensor]:
+        """Return the smallest block of so many elements; where none is so large, a new one in place of the largest."""
+        best, largest = None, None
+        for one in self.free:
+            if one[0] >= elements and (best is None or one[0] < best[0]):
+                best = one
+            if largest is None or one[0] > largest[0]:
+                largest = one
+        if best is not None:
+            self.free.remove(best)
+            return best
+        if largest is not None:
+            self.free.remove(largest)
+        with real_tensors(), torch.inference_mode(False):
+            return elements, torch.empty(elements, dtype=torch.float32, device="cpu")
+
+
+_blocks = _Blocks()
+
+
+class Scratch:
+    """Lends fp32 tensors within a ``with`` statement; those of few elements, or too many, are ordinary ones.
+
+    So are all where torch follows what is computed: gradients, transforms, modes, compilers.
+    """
+
+    __slots__ = ("lends", "lent")
+
+    def __enter__(self) -> Scratch:
+        self.lent: list[tuple[int, Tensor]] = []
+        self.lends = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and is_quiet()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _blocks.free += self.lent
+
+    def wide(self, x: Tensor) -> Tensor:
+        """Return x in fp32, in the memory format that ``x.float()`` has; x itself where it is fp32."""
+        elements = x.numel()
+        if not LEAST <= elements <= MOST or x.dtype is torch.float32 or not self._serves(x):
+            return x.float()
+        return self._take(elements).as_strided(x.shape, x.stride()).copy_(x)
+
+    def empty(self, rows: int, columns: int) -> Tensor:
+        """Return a matrix for the result of a product of what `wide` returned."""
+        elements = rows * columns
+        if not self.lends or not LEAST <= elements <= MOST:
+            return torch.empty(rows, columns, dtype=torch.float32, device="cpu")
+        return self._take(elements).as_strided((rows, columns), (columns, 1))
+
+    def _serves(self, x: Tensor) -> bool:
+        if not self.lends or type(x) is not Tensor or not x.is_cpu:
+            return False
+        return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
+
+    def _take(self, elements: int) -> Tensor:
+        block = _blocks.take(elements)
+        self.lent.append(block)
+        return block[1]
+
+
+def is_large(*tensors: Tensor | None) -> bool:
+    """Whether there is memory to lend for one of these."""
+    return any(x is not None and x.numel() >= LEAST and x.is_cpu for x in tensors)

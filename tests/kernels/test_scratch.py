@@ -1,0 +1,126 @@
+"""Lent memory: the bits are those of plain conversions, and nothing that was lent is seen outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lowp
+from lowp.kernels import large, scratch
+from lowp.kernels.scratch import LEAST, Scratch
+from lowp.policy import Policy, Rule
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 1),
+    "with gaps": lambda x: x[:, ::2],
+    "repeated": lambda x: x[:1].expand(x.shape),
+    "small": lambda x: x[:1, :1],
+}
+
+
+class Passing(TorchDispatchMode):
+    """A mode that sees every operation and changes none."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> scratch._Blocks:
+    """Return the blocks of this thread: none yet."""
+    fresh = scratch._Blocks()
+    monkeypatch.setattr(scratch, "_blocks", fresh)
+    return fresh
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_wide_copy_has_the_values_and_the_strides_of_a_conversion(layout: str, blocks: scratch._Blocks) -> None:
+    x = LAYOUTS[layout](torch.randn(8, 16, 24, 24).bfloat16())
+    with torch.no_grad(), Scratch() as one:
+        found = one.wide(x)
+        assert torch.equal(found, x.float()) and found.stride() == x.float().stride()
+    assert bool(blocks.free) == (layout in ("contiguous", "channels last"))
+
+
+def test_blocks_are_used_again_and_make_room_for_larger_ones(blocks: scratch._Blocks) -> None:
+    def use(*elements: int) -> list[int]:
+        with torch.no_grad(), Scratch() as one:
+            for count in elements:
+                one.wide(torch.zeros(count, dtype=torch.half))
+        return sorted(count for count, _ in blocks.free)
+
+    assert use(LEAST, 2 * LEAST) == use(2 * LEAST, LEAST) == [LEAST, 2 * LEAST]
+    assert use(3 * LEAST) == [LEAST, 3 * LEAST]
+    assert use(LEAST - 1) == use(scratch.MOST + 1) == [LEAST, 3 * LEAST]
+
+
+def test_what_torch_follows_is_not_lent(blocks: scratch._Blocks) -> None:
+    x = torch.zeros(2 * LEAST).half()
+    with Scratch() as one:  # gradients are recorded
+        one.wide(x.requires_grad_()).sum().backward()
+
+    def wide(x: Tensor) -> Tensor:
+        with torch.no_grad(), Scratch() as one:
+            return one.wide(x).sum()
+
+    with Passing():
+        wide(x)
+    with forward_ad.dual_level():
+        wide(x)
+    assert x.grad is not None and not blocks.free
+
+
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("shape", [(256, 160), (4, 64, 160), (160,), (0, 160)], ids=str)
+@pytest.mark.parametrize("format", DTYPES)
+def test_a_large_linear_layer_has_the_bits_of_plain_conversions(
+    format: str, shape: tuple[int, ...], has_bias: bool
+) -> None:
+    dtype = DTYPES[format]
+    x, weight, bias = torch.randn(shape).to(dtype), torch.randn(224, 160).to(dtype), torch.randn(224)
+    bias = bias if has_bias else None
+    wide = [one if one is None else one.float().requires_grad_() for one in (x, weight, bias)]
+    expected = F.linear(*wide)  # type: ignore[arg-type]
+    gradient = torch.randn_like(expected).to(dtype)
+    expected.backward(gradient.float())
+    with torch.no_grad():
+        assert torch.equal(large.linear(x, weight, bias), expected.to(dtype))
+        if len(shape) > 1:
+            found = large.linear_gradients((x.shape, weight.shape), (x, weight), gradient, has_bias)
+            for one, other in zip(found, wide, strict=True):
+                assert (one is other is None) or torch.equal(one, other.grad.to(one.dtype))  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("emulated")
+def test_results_and_gradients_are_not_written_over_by_the_next_call() -> None:
+    rule = Rule.of("contraction", input="bf16", weight="bf16", grad="bf16", output="fp32")
+    cases: list[tuple[Callable[..., Tensor], list[Tensor]]] = [
+        (F.linear, [torch.randn(256, 160), torch.randn(224, 160), torch.randn(224)]),
+        (torch.addmm, [torch.randn(256, 224), torch.randn(256, 160), torch.randn(160, 224)]),
+        (torch.addmm, [torch.randn(224), torch.randn(256, 160), torch.randn(160, 224)]),
+        (torch.matmul, [torch.randn(256, 160), torch.randn(160, 224)]),
+        (torch.conv2d, [torch.randn(4, 8, 40, 40), torch.randn(8, 8, 3, 3), torch.randn(8)]),
+        (F.scaled_dot_product_attention, [torch.randn(4, 4, 64, 64)] * 3),
+        (lambda x: F.layer_norm(x, (160,)), [torch.randn(256, 160)]),
+    ]
+    for region in (lowp.autocast("bf16"), lowp.autocast(Policy((rule,)))):
+        for function, tensors in cases:
+            leaves = [one.clone().requires_grad_() for one in tensors]
+            with region:
+                result = function(*leaves)
+            found = [result, *torch.autograd.grad(result, leaves, torch.ones_like(result))]
+            kept = [one.clone() for one in found]
+            with torch.no_grad(), Scratch() as one:
+                for _ in range(6):
+                    one.wide(torch.full((1 << 18,), torch.nan, dtype=torch.half))
+            assert all(torch.equal(one, other) for one, other in zip(found, kept, strict=True))
