@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lowp import casts, distributed
+from lowp.callbacks import listed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents.ranks import AgreedSites
@@ -302,14 +303,14 @@ class SharedExponents:
 
     def watch(self, callback: Callable[[Flush], object]) -> Callable[[], None]:
         """Call back with what each step has written, when it is flushed; return what ends that."""
-        return _listed(self._watchers, callback)
+        return listed(self._watchers, callback)
 
     def listen(self, callback: Callable[[str, Tensor, int], object]) -> Callable[[], None]:
         """Call back at every write, with the site, what is written, not yet rounded, and the exponent; return the end.
 
         On an accelerator the exponent is the one that the site began with.
         """
-        return _listed(self._listeners, callback)
+        return listed(self._listeners, callback)
 
     # -- copies and checkpoints ----------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
@@ -384,13 +385,3 @@ def _are_alike(found: object, own: Mapping[str, Tensor], length: int) -> bool:
         and all(found[name].dtype is own[name].dtype for name in own)
         and all(found[name].shape == (length, *own[name].shape[1:]) for name in own)
     )
-
-
-def _listed(callbacks: list[Any], callback: Any) -> Callable[[], None]:
-    callbacks.append(callback)
-
-    def end() -> None:
-        if callback in callbacks:
-            callbacks.remove(callback)
-
-    return end

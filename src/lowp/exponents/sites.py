@@ -195,65 +195,66 @@ def _requires_grad(values: Any) -> bool:
     return any(_requires_grad(one) for one in values)
 
 
+@dataclass(eq=False)
 class SiteWriter:
     """One op at one spot of the step: writes each of its results under the site that its role makes.
 
     `tell` is called with what is written, its role and its cast, for who observes.
     """
 
-    def __init__(
-        self,
-        exponents: SharedExponents,
-        cast: Cast,
-        where: str,
-        training: bool,
-        trail: Trail | None = None,
-        tell: Tell | None = None,
-    ) -> None:
-        self._exponents, self._cast, self._where, self._training = exponents, cast, where, training
-        self._trail, self._tell = trail, tell
-        self._parts: Iterator[int] = iter(range(1 << 30))
+    exponents: SharedExponents
+    cast: Cast
+    where: str
+    training: bool
+    trail: Trail | None = None
+    tell: Tell | None = None
+    _parts: Iterator[int] = field(default_factory=count, init=False)
 
     def write(self, x: Tensor, role: str, unless_exact: bool = False) -> Tensor:
         """Return x (fp32 or fp64, outside the graph) as values of the format, in fp32, under the role's exponent.
 
         `unless_exact`: a tensor that is in the format already stays as it is. See `SharedExponents.write`.
         """
-        if self._tell is not None:
-            self._tell(x, role, self._cast)
-        site = f"{role} of {self._where}"
-        trail = None if self._trail is None or role.endswith("gradient") else self._trail
+        if self.tell is not None:
+            self.tell(x, role, self.cast)
+        site = f"{role} of {self.where}"
+        trail = self._trail_of(role)
         if trail is not None and trail.is_repeated and site in trail.exponents:
-            return self._exponents.write_again(x, self._cast, site, trail.exponents[site], unless_exact)
-        result = self._exponents.write(x, self._cast, site, training=self._training, unless_exact=unless_exact)
+            return self.exponents.write_again(x, self.cast, site, trail.exponents[site], unless_exact)
+        result = self.exponents.write(x, self.cast, site, training=self.training, unless_exact=unless_exact)
         if trail is not None:
             self._note(trail, site)
         return result
 
     def exponent_of_sum(self, role: str) -> int | None:
         """Return the exponent under which `write_sum` takes an exact sum; None where `write` has to see the sum."""
-        is_repeated = self._trail is not None and not role.endswith("gradient") and self._trail.is_repeated
-        if not self._training or is_repeated or self._tell is not None:
+        trail = self._trail_of(role)
+        if not self.training or (trail is not None and trail.is_repeated) or self.tell is not None:
             return None
-        return self._exponents.exponent_of_sum(self._cast, f"{role} of {self._where}")
+        return self.exponents.exponent_of_sum(self.cast, f"{role} of {self.where}")
 
     def write_sum(self, found: Exact, role: str) -> Tensor:
         """Write an exact sum from its mantissas under `exponent_of_sum`."""
-        site = f"{role} of {self._where}"
-        result = self._exponents.write_sum(found, self._cast, site)
-        if self._trail is not None and not role.endswith("gradient"):
-            self._note(self._trail, site)
+        site = f"{role} of {self.where}"
+        result = self.exponents.write_sum(found, self.cast, site)
+        trail = self._trail_of(role)
+        if trail is not None:
+            self._note(trail, site)
         return result
+
+    def _trail_of(self, role: str) -> Trail | None:
+        """The trail for results; gradients are written once, by the run that repeats."""
+        return None if role.endswith("gradient") else self.trail
 
     @property
     def is_symmetric(self) -> bool:
         """Whether -32768 is left out of the format."""
-        element = self._cast.element
+        element = self.cast.element
         return isinstance(element, IntFormat) and element.symmetric
 
     def _note(self, trail: Trail, site: str) -> None:
         if not trail.is_repeated:
-            exponent = self._exponents.latest_exponent(self._cast, site)
+            exponent = self.exponents.latest_exponent(self.cast, site)
             if exponent is not None:
                 trail.exponents[site] = exponent
 
@@ -262,8 +263,7 @@ class SiteWriter:
         number = next(self._parts)
         if number == 0:
             return self
-        where = f"{self._where}, product {number + 1}"
-        return SiteWriter(self._exponents, self._cast, where, self._training, self._trail, self._tell)
+        return replace(self, where=f"{self.where}, product {number + 1}")
 
 
 # -- classes ------------------------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lowp.callbacks import listed
 from lowp.casts import Cast
 from lowp.ops.casting import shield
 
-__all__ = ["Observation", "Observer", "Watch", "everywhere", "listed", "observe", "phase_of", "role_of"]
+__all__ = ["Observation", "Observer", "Watch", "everywhere", "observe", "phase_of", "role_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,17 +54,6 @@ def observe(callback: Observer) -> Callable[[], None]:
     training, and costs nothing after it has ended.
     """
     return listed(everywhere, callback)
-
-
-def listed(callbacks: list[Observer], callback: Observer) -> Callable[[], None]:
-    """Add a callback to a list; return what takes it out again."""
-    callbacks.append(callback)
-
-    def end() -> None:
-        if callback in callbacks:
-            callbacks.remove(callback)
-
-    return end
 
 
 def phase_of(role: str) -> str:

@@ -13,11 +13,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lowp import presets
+from lowp.callbacks import listed
 from lowp.compat import accelerator
 from lowp.errors import InvalidInput, Unavailable
 from lowp.exponents import SharedExponents, Spots
 from lowp.ops import table
-from lowp.ops.observing import Observer, everywhere, listed
+from lowp.ops.observing import Observer, everywhere
 from lowp.policy import OP_CLASSES, Policy, check_ops
 from lowp.presets import Preset
 from lowp.region import entries, steps, threads
