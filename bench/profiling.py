@@ -39,7 +39,7 @@ def once(name: str, steps: int, share: str | None, guard: bool) -> tuple[float, 
     if share is not None:
         profiler = Profiler(training.model, training.optimizer, precision=training.precision, max_overhead=share)
         if guard:
-            profiler.rounds = NoTurn()
+            profiler.plan.rounds = NoTurn()
         profiler.__enter__()
     started = time.process_time()
     _run(training, lambda taken: taken >= steps)

@@ -11,8 +11,11 @@ import lowp
 from lowp.errors import InvalidInput, UnknownName
 from lowp.numerics.advice import Advice, advise
 from lowp.numerics.findings import FINDINGS, explained
-from lowp.numerics.record import Record
+from lowp.numerics.record import Part, Record
 from lowp.numerics.search import cheapest
+from lowp.presets import PRESETS
+from lowp.report.profile import verdict_line
+from lowp.report.profile_html import page
 
 
 def record_of(model: nn.Module, rate: float = 0.1, loss: object = nn.functional.cross_entropy) -> Record:
@@ -31,6 +34,21 @@ def test_a_healthy_model_gets_no_finding() -> None:
     assert not advice.findings and advice.quiet > 20
     assert verdict(advice, "fp16").startswith("with loss scale 2^")
     assert not advice.window.is_empty
+
+
+def test_what_was_not_looked_at_gets_no_verdict() -> None:
+    whole = record_of(network())
+    forward = Record(whole.header, Part(ops=whole.ops))
+    forward.part.tensors = {key: seen for key, seen in whole.tensors.items() if key.phase == "forward"}
+    advice = advise(forward)
+    assert advice.window.is_unknown and advice.policy.rules == PRESETS["bf16"].policy.rules
+    assert verdict(advice, "fp16") == "not judged: no gradient was looked at"
+    assert verdict(advice, "pure bf16") == "not judged: no update was looked at"
+    assert not any(one.usable for one in advice.verdicts if one.format in ("fp16", "pure bf16"))
+    forward.part.tensors = {key: seen for key, seen in whole.tensors.items() if key.op == "layer_norm"}
+    advice = advise(forward)
+    assert not advice.verdicts and "no product of the model" in verdict_line(forward, advice)
+    assert "no product of the model" in page(forward, advice)
 
 
 def test_updates_that_bf16_would_lose_are_found() -> None:

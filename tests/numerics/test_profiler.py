@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import lowp
 from lowp.errors import InvalidInput, Misuse
 from lowp.numerics import watching
+from lowp.numerics.clock import Clock
 from lowp.numerics.record import Key, Record
 from lowp.numerics.sampling import Budget, Rounds, is_sampled, parse_share
 from lowp.numerics.spectrum import Spectrum
@@ -210,6 +211,28 @@ def test_what_a_look_costs_is_held_to_a_budget_and_said(monkeypatch: pytest.Monk
     sampling = profile.record.sampling
     assert 0.01 < sampling["overhead"] <= 0.03 and sampling["looks"] > 2
     assert profile.record.sampled and set(profile.record.tensors) == set(profiled(network()).tensors)
+
+
+@pytest.mark.parametrize("runs_otherwise", [False, True])
+def test_an_evaluation_in_a_step_that_is_looked_at_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch, runs_otherwise: bool
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = Clock(Budget(0.03))
+    clock.start()
+    looks = []
+    for step in range(60):
+        now[0] += 1.0  # the training's
+        if step % 10 == 9:
+            now[0] += 0.3  # a look, of which a third is not measured
+            clock.budget.spent(0.2, True)
+            now[0] += 100.0 * (step == 39)  # an evaluation
+            looks.append(clock.end_watched(runs_otherwise))
+        else:
+            clock.end_unwatched(False)
+    assert looks == pytest.approx([0.3] * 6)
+    assert clock.budget.own == pytest.approx(1.8)
 
 
 def test_a_run_that_is_too_short_for_a_look_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,8 @@ def start() -> None:
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     settings = json.loads(os.environ[PROFILE])
+    # the hook below is one, and looks at calls of compiled modules as well
+    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
     wait = _Waiting(Path(settings["out"]), settings["max_overhead"], settings["title"])
     wait.handle = register_module_forward_pre_hook(wait)
 

@@ -47,7 +47,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Advice:
-    """Verdicts, findings, the window of loss scales, and the policy; `more` findings were left out."""
+    """Verdicts, findings, the window of loss scales, and the policy; `more` findings were left out.
+
+    There is no verdict where no operand of a product was looked at.
+    """
 
     verdicts: tuple[Verdict, ...]
     findings: tuple[Finding, ...]
@@ -88,11 +91,15 @@ def advise(record: Record) -> Advice:
     named = tuple(dict.fromkeys(module for one in found for module in one.modules))
     policy = _policy(window, {record.within(module) for module in (*outside, *large)})
     verdicts = (
-        _fp16(record, window, {*outside, *large}),
-        _sixteen(record, "bf16", "with fp32 masters"),
-        _stored(record, "bf16"),
-        _fp8(record, coarse),
-        _sixteen(record, "dfp16", "with fp32 masters"),
+        ()
+        if not _operands(record)
+        else (
+            _fp16(record, window, {*outside, *large}),
+            _sixteen(record, "bf16", "with fp32 masters"),
+            _stored(record, "bf16"),
+            _fp8(record, coarse),
+            _sixteen(record, "dfp16", "with fp32 masters"),
+        )
     )
     quiet = sum(not {key.module, key.path}.intersection(named) for key in record.tensors)
     return Advice(
@@ -205,6 +212,9 @@ def _judged(record: Record, to: str, scale: float = 1.0, without: Iterable[str] 
 
 
 def _fp16(record: Record, window: Window, outside: set[str]) -> Verdict:
+    if window.is_unknown:
+        _, overflow, ratio = _judged(record, "fp16", 1.0, outside)
+        return Verdict("fp16", 0.0, overflow, None, ratio, "not judged: no gradient was looked at", False)
     scale = max(min(window.recommended, 24), 0)
     flushed, overflow, ratio = _judged(record, "fp16", 2.0**scale, outside)
     rest = f", {len(outside)} layers in bf16" if outside else ""
@@ -229,6 +239,8 @@ def _stored(record: Record, name: str) -> Verdict:
     lost = sum(_lost_share(record, name, parameter) * one.present for parameter, one in record.updates.items())
     share = lost / present if present else 0.0
     flushed, overflow, ratio = _judged(record, name)
+    if not present:
+        return Verdict(f"pure {name}", flushed, overflow, None, ratio, "not judged: no update was looked at", False)
     whole = sum(_lost_share(record, name, one) >= _LOST_WHOLLY for one, seen in record.updates.items() if seen.present)
     word = f"STALLS in {whole} of {len(record.updates)} parameters" if whole else "works without masters"
     word = "WILL STALL" if share > _STALLS else word
@@ -360,8 +372,8 @@ def _skipped(record: Record, window: Window) -> list[Finding]:
 
 # -- the policy -------------------------------------------------------------------------------------------------------
 def _policy(window: Window, apart: set[str]) -> Policy:
-    """fp16 where it fits, and bf16 where it does not: the preset with rules for single modules before it."""
-    base = presets.PRESETS["fp16" if not window.is_empty else "bf16"].policy
+    """fp16 where it fits, and bf16 where it does not or no gradient told: a preset after rules for single modules."""
+    base = presets.PRESETS["bf16" if window.is_empty or window.is_unknown else "fp16"].policy
     rules = [
         Rule.of("contraction", "norm", where=module, input="bf16", weight="bf16", grad="bf16", output="bf16")
         for module in sorted(apart)

@@ -276,6 +276,11 @@ class Window:
         return self.lowest > self.highest
 
     @property
+    def is_unknown(self) -> bool:
+        """Whether no gradient has narrowed it."""
+        return self == _WIDEST
+
+    @property
     def recommended(self) -> int:
         """log2 of the scale to use."""
         return max(self.lowest, self.highest - 3)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -24,22 +19,21 @@ from lowp.compat import has_compiled
 from lowp.errors import InvalidInput, Misuse
 from lowp.grad_scaler import GradScaler
 from lowp.numerics.advice import window_of
+from lowp.numerics.clock import Clock
 from lowp.numerics.cycle import Cycle
 from lowp.numerics.divergence import Fault
 from lowp.numerics.guard import Guard
+from lowp.numerics.loss_scale import WatchedScale
 from lowp.numerics.models import Models
-from lowp.numerics.modes import Paths, depth, in_backward, put_on, take_off, tensors_in
+from lowp.numerics.modes import Paths, depth, in_backward, put_on, take_off
+from lowp.numerics.plan import Plan
 from lowp.numerics.record import Journal, Part, Record, StepSeen
-from lowp.numerics.sampling import Budget, Rounds, parse_share
-from lowp.numerics.watching import Watch, call_costs, guessed_cost
+from lowp.numerics.sampling import Budget, parse_share
+from lowp.numerics.watching import Watch
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries
 
 __all__ = ["Profiler"]
-
-_TYPICAL = 20  # steps whose time says what a step takes
-_REST = 8  # steps of which nothing is kept once there is no time for more
-_GUARD, _GUARD_AGAIN = 0.5, 0.8  # of the budget, what guarding may take; and of that, where it begins again
 
 
 class Profiler:
@@ -67,12 +61,11 @@ class Profiler:
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise TypeError(f"a profile needs a torch optimizer, not {type(optimizer).__name__}")
         self.models, self.optimizer = Models(model), optimizer
-        self.budget, self.rounds = Budget(parse_share(max_overhead)), Rounds()
-        self.step = 0
-        scaler = scaler if scaler is not None else getattr(precision, "scaler", None)
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.budget, self.step = Budget(parse_share(max_overhead)), 0
+        self._scale = WatchedScale(scaler if scaler is not None else getattr(precision, "scaler", None))
         self._precision, self._title, self._divergence = precision, title, divergence
-        self._paths = Paths(self.models)
+        self._paths, self._clock = Paths(self.models), Clock(self.budget)
+        self.plan = Plan(self.models, self._paths, self._clock, divergence)
         self._header = self._described()
         self._out = None if out is None else Path(out)
         self._journal: Journal | None = None
@@ -80,25 +73,12 @@ class Profiler:
         self._watch: Watch | None = None
         self._guard = Guard(self.models, self._saw_loss, self._looking_away)
         self._cycle = Cycle(self.models)
-        self._times: deque[float] = deque(maxlen=_TYPICAL)  # of steps that were not looked at, without own time
-        self._idle_times: deque[float] = deque(maxlen=_TYPICAL)
-        self._guarded_times: deque[float] = deque(maxlen=_TYPICAL)
-        self._guard_costs = 0.0  # what guarding a step costs, as the difference of both tells
         self._ends: list[Callable[[], None]] = []
         self._place = 0
         self._entered = False
         self._eager: Any = None
-        self._begun = self._own_before = 0.0
-        self._scale_before: float | None = None
-        self._next: list[str] = []  # the modules that the step to come is looked at in
-        self._guards = False  # whether the step to come is guarded
-        self._costs = call_costs()
-        self._is_in_region = self.budget.share is None  # whether regions of lowp's may round what is watched
         self._end_observing: Callable[[], None] | None = None
-        self._sizes: dict[int, int] | None = None  # of outputs, by module; None where nothing is to be guessed
-        self._end_sizing: Callable[[], None] | None = None
         self._listening: list[Callable[[], None]] = []  # ends of the hooks that a step needs of which anything is kept
-        self._idle_until, self._idle_steps = 0.0, 0
         self._alone: Optimizer | None = None  # the only one that steps, while nothing is kept of its steps
         self._guarded = 0  # steps
 
@@ -110,8 +90,8 @@ class Profiler:
         if self._out is not None:
             self._journal = Journal(self._out, {**self._header, "max_overhead": self.budget.share})
         self._place = depth()
-        self._take_turns()
-        self.budget.started = self._begun = time.perf_counter()
+        self.plan.take_turns()
+        self._clock.start()
         if self.optimizer is not None:
             self._ends.append(self.optimizer.register_step_post_hook(self._after_step).remove)
         else:
@@ -145,8 +125,7 @@ class Profiler:
             end()
         self._listen(False)
         self._drop_watch()
-        if self._end_sizing is not None:
-            self._end_sizing()
+        self.plan.stop()
         self._guard.forget()
         self.budget.end()
         if self._journal is not None:
@@ -160,11 +139,11 @@ class Profiler:
         renamed = self.models.add(model)
         if renamed:
             self._part = self._part.renamed(renamed)
-            self._rename_turns(renamed)
+            self._rename(renamed)
         self._header = {**self._described(), "started": self._header["started"]}
         if self._journal is not None:
             self._journal.add_models(self._header, renamed)
-        self._take_turns()
+        self.plan.take_turns()
         self._listen(False)
         self._listen(True)
         if self._watch is not None:
@@ -181,14 +160,14 @@ class Profiler:
         """Whether a step is being run again, for what made it not finite."""
         return self._guard.is_replaying
 
-    def _rename_turns(self, first: str) -> None:
+    def _rename(self, first: str) -> None:
         """Go on with the names that modules have now; a look at some of them is given up."""
-        self.rounds = Rounds()
         if self._watch is not None and self._watch.is_whole:
             self._watch.rename(first)
-            self._next = ["", *self.models.modules]
+            self.plan.rename(True)
         else:
             self._drop_watch()
+            self.plan.rename(False)
 
     def _described(self) -> dict[str, Any]:
         header = self.models.header(self._precision)
@@ -211,30 +190,6 @@ class Profiler:
                 handles.append(register_optimizer_step_pre_hook(self._before_step))
             self._listening = [one.remove for one in handles]
 
-    def _take_turns(self) -> None:
-        """Let every module have its turn, and what runs outside of them: the loss; how large they are is seen first."""
-        self.rounds.add("")
-        for path in self.models.modules:
-            self.rounds.add(path)
-        self._sizes = {} if self.budget.share is not None else None
-
-    def _begin_sizing(self, running: nn.Module) -> None:
-        sizes = self._sizes = {}
-
-        def left(module: nn.Module, result: Any) -> None:
-            sizes[id(module)] = sum(one.numel() for one in tensors_in(result))
-            self.budget.spent(2 * self._costs.hook, False)
-
-        self._end_sizing = self._paths.follow(left=left, running=running)
-
-    def _sized(self) -> None:
-        """Guess what looks at modules cost, from what they have written in one step."""
-        if self._end_sizing is not None and self._sizes is not None:
-            self._end_sizing()
-            for path, module in self.models.modules.items():
-                self.rounds.guess(path, guessed_cost(module, self._sizes.get(id(module), 0)))
-            self._end_sizing = self._sizes = None
-
     @property
     def record(self) -> Record:
         """What was seen so far."""
@@ -246,9 +201,9 @@ class Profiler:
             "every_step_seconds": budget.always,
             "total_seconds": budget.total,
             "steps": self.step,
-            "looks": self.rounds.done,
-            "modules": self.rounds.modules,
-            "modules_seen": self.rounds.seen,
+            "looks": self.plan.rounds.done,
+            "modules": self.plan.rounds.modules,
+            "modules_seen": self.plan.rounds.seen,
             "unguarded": self.step - self._guarded if self._divergence else self.step,
         }
         return Record(dict(self._header), self._part, sampling, complete=self.budget.ended is not None)
@@ -276,82 +231,60 @@ class Profiler:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
         if not self._is_idle(module):
-            if self._scaler is not None:
-                self._note_skipped()
-            if self._next and self._watch is None:
+            if self._scale.is_used and self._scale.has_skipped():
+                self._skip_step()
+            if self.plan.modules and self._watch is None:
                 self._begin_watch(module)
-            elif self._sizes is not None and self._end_sizing is None:
-                self._begin_sizing(module)
-            if self._guards and torch.is_grad_enabled():
+            elif self.plan.wants_sizes:
+                self.plan.begin_sizing(module)
+            if self.plan.guards and torch.is_grad_enabled():
                 self._guard.unguarded = self.step - self._guarded
                 self._guard.begin(module, args, kwargs)
         self._spent(started)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._guards and not self._is_idle(module) and torch.is_grad_enabled():
+        if self.plan.guards and not self._is_idle(module) and torch.is_grad_enabled():
             started = time.perf_counter()
             self._guard.open(module, output, self._place)
             self._spent(started)
 
     def _spent(self, started: float) -> None:
-        seconds = time.perf_counter() - started + self._costs.hook
-        self.budget.spent(seconds, self._watch is not None)
+        self._clock.spent_since(started, self._watch is not None)
 
     def _begin_watch(self, running: nn.Module) -> None:
-        entry = entries.current()
-        if entry is not None and entry.engine is not None and not self._is_in_region:
-            self._is_in_region = True  # it must know before it is entered that it is observed
-            self._next = []
+        plan, entry = self.plan, entries.current()
+        if entry is not None and entry.engine is not None and not plan.in_region:
+            plan.in_region = True  # it must know before it is entered that it is observed
+            plan.modules = []
             return
-        modules = None if len(self._next) == self.rounds.modules else self._next
-        self._watch = Watch(self.step, self._paths, self.models, self._scale, modules, self._place)
+        modules = None if plan.is_whole else plan.modules
+        self._watch = Watch(self.step, self._paths, self.models, self._scale.value, modules, self._place)
         self._watch.on_backward = self._saw_loss
         if has_compiled() or (self.budget.share is None and "torch._dynamo" in sys.modules):  # it may compile now
             self._eager = torch.compiler.set_stance("force_eager")
             self._eager.__enter__()
         self._watch.follow(running)
 
-    @property
-    def _is_run_otherwise(self) -> bool:
-        """Whether a step that is looked at runs otherwise as a whole: not compiled, or observed by regions."""
-        return has_compiled() or (self._is_in_region and self.budget.share is not None)
-
     def _prepare(self) -> None:
-        """Decide in which modules the next step is looked at, whether it is guarded, and when to ask again."""
-        budget = self.budget
-        room = budget.room
-        if self._sizes is not None or (self._is_run_otherwise and room < self.rounds.whole):
-            room = 0.0
-        self._next = self.rounds.turn(self.step, room)
-        if self._next and self._is_in_region and self._end_observing is None:
+        """Be ready for the next step, or leave it alone."""
+        plan = self.plan
+        plan.decide(self.step)
+        if plan.modules and plan.in_region and self._end_observing is None:
             self._end_observing = observe(self._observed)
-        self._guards = self._divergence and (budget.share is None or self._can_guard())
-        if not self._guards:
+        if not plan.guards:
             self._guard.rest()
-        busy = bool(self._next) or self._guards or self._scaler is not None or self._sizes is not None
+        busy = plan.is_busy or self._scale.is_used
         self._listen(busy)
-        self._alone = None
-        if busy:
-            return
-        self._alone = self._cycle.alone
-        self._idle_steps = self.rounds.idle_steps(self.step)
-        is_due = not self._idle_steps
-        self._idle_steps = max(self._idle_steps, self.step + _REST)
-        next_look = budget.time_of(self.rounds.whole if self._is_run_otherwise else self.rounds.next_cost)
-        next_guard = budget.time_of_always(_GUARD_AGAIN * _GUARD) if self._divergence else math.inf
-        self._idle_until = min(next_guard, next_look if is_due else math.inf)
-
-    def _can_guard(self) -> bool:
-        """Whether guarding every step takes little enough; once it did not, it rests for a while."""
-        share = _GUARD if self._guards or not self.step else _GUARD * _GUARD_AGAIN
-        return self.budget.always <= share * (self.budget.share or 0.0) * self.budget.training
+        self._alone = None if busy else self._cycle.alone
+        if not busy:
+            plan.rest(self.step)
 
     def _observed(self, seen: Observation) -> None:
         if self._watch is not None and not self._guard.is_replaying:
             self._watch.observed(seen)
 
     def _drop_watch(self) -> None:
-        self._next = []
+        self.plan.modules = []
         if self._end_observing is not None:
             self._end_observing()
             self._end_observing = None
@@ -363,20 +296,12 @@ class Profiler:
             self._eager = None
 
     # -- the backward pass --------------------------------------------------------------------------------------------
-    def _scale(self) -> float:
-        scaler = self._scaler
-        if scaler is None or not scaler.is_enabled():
-            return 1.0
-        return float(scaler.get_scale())
-
     def _saw_loss(self, loss: Tensor) -> None:
         """Note a loss whose backward pass begins."""
         started = time.perf_counter()
-        scale = self._scale()
-        if self._scaler is not None:
-            self._scale_before = scale
+        scale = self._scale.begin_backward()
         seen = self._guard.current(self.step)
-        seen.scale = scale if self._scaler is not None else None
+        seen.scale = scale if self._scale.is_used else None
         if loss.numel() == 1:
             seen.loss = float(loss.detach()) / scale
             self._keep(self._guard.saw_loss(loss, seen, scale))
@@ -399,50 +324,45 @@ class Profiler:
             if self._journal is not None:
                 self._journal.add(Part(faults=[fault.document()]))
 
-    def _note_skipped(self) -> None:
+    def _skip_step(self) -> None:
         """End a step that a loss scaler has skipped: its optimizer was not called."""
-        scaler, before = self._scaler, self._scale_before
-        if scaler is None or before is None:
-            return
-        now = float(scaler.get_scale())
-        self._scale_before = None
-        if now < before:
-            seen = self._guard.current(self.step)
-            seen.skipped = True
-            self._part.add(Part(steps=[seen]))
-            self._end_step()
+        seen = self._guard.current(self.step)
+        seen.skipped = True
+        self._part.add(Part(steps=[seen]))
+        self._end_step()
 
     # -- the optimizer's step -----------------------------------------------------------------------------------------
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._watch is None and not self._guards:
+        if self._watch is None and not self.plan.guards:
             return
         started = time.perf_counter()
         parameters = self._cycle.parameters(optimizer)
         if parameters:
-            if self._guards:
+            if self.plan.guards:
                 self._guard.close()
                 seen = self._guard.current(self.step)
-                self._keep(self._guard.before_step([one for _, one in parameters], seen, self._scale()))
+                self._keep(self._guard.before_step([one for _, one in parameters], seen, self._scale.value()))
             if self._watch is not None:
                 self._watch.pause()
-                self._feed(self._watch.exponents())
+                self._scale.feed(self._watch.exponents())
                 self._watch.before_step(parameters)
         self._spent(started)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
-        if optimizer is self._alone and (started < self._idle_until or self.step < self._idle_steps):
-            self._pass_by(started)
+        if optimizer is self._alone and self.plan.rests(self.step, started):
+            self.step += 1
+            self._clock.pass_by(started)
             return
         parameters = self._cycle.parameters(optimizer)
         if not parameters:
             return
-        self._scale_before = None
-        if self._guards:
+        self._scale.stepped()
+        if self.plan.guards:
             self._guard.forget()
         if self._watch is not None:
             self._watch.after_step(parameters)
-        self._sized()
+        self.plan.end_sizing()
         if self._cycle.ends_with(optimizer):
             self._spent(started)
             self._end_step()
@@ -451,29 +371,14 @@ class Profiler:
                 self._watch.follow()
             self._spent(started)
 
-    def _pass_by(self, started: float) -> None:
-        """Count a step of which nothing is kept, and the time that this takes."""
-        self.step += 1
-        self._idle_times.append(started - self._begun)
-        self._begun = started
-        self.budget.pass_by(time.perf_counter() - started + self._costs.hook)
-
-    def _feed(self, counts: NDArray[np.int64]) -> None:
-        """Tell a scaler of lowp's of the gradients of activations, which underflow as those of weights do."""
-        feed = getattr(self._scaler, "add_exponents", None)
-        if feed is not None:
-            power = round(math.log2(self._scale()))
-            scaled = np.zeros(256, np.int64)
-            places = np.flatnonzero(counts)
-            np.add.at(scaled, np.clip(places + power, 0, 254), counts[places])
-            feed(torch.from_numpy(scaled))
-
     def grad_scaler(self, device: str | None = None, target_underflow: float = 1e-3) -> GradScaler:
         """A scaler that begins where this profile says and grows when more than this share of gradients is lost.
 
-        Raises InvalidInput for an empty profile, or one in which no loss scale fits all layers.
+        Raises InvalidInput for an empty profile, for one without gradients, and where no loss scale fits all layers.
         """
         window, outside = window_of(self.record.require_content())
+        if window.is_unknown:
+            raise InvalidInput("no gradient was looked at, which a loss scale could follow: give max_overhead=None")
         if window.is_empty:
             raise InvalidInput(f"no loss scale fits fp16 here: {outside}")
         return GradScaler(device, init_scale=2.0**window.recommended, target_underflow=target_underflow)
@@ -481,7 +386,7 @@ class Profiler:
     def _end_step(self) -> None:
         """Keep what a step has seen, and count its time."""
         started = time.perf_counter()
-        watch, looked = self._watch, self._next
+        watch, looked = self._watch, self.plan.modules
         if watch is not None:
             seen = self._guard.current(self.step)
             part = watch.finish()
@@ -491,16 +396,22 @@ class Profiler:
             if self._journal is not None:
                 self._journal.add(part)
             self._drop_watch()
-        elif self._scaler is not None:
+        elif self._scale.is_used:
             self._note_scale()
-        self._clock(started, watch, looked)
+        self.budget.spent(self._guard.dispatched * self._clock.costs.mode, False)
+        self._guard.forget_dispatched()
+        self.budget.spent(time.perf_counter() - started, watch is not None)
+        if watch is not None:
+            self.budget.spent(watch.seconds, True)
+            self.plan.rounds.looked(looked, self._clock.end_watched(self.plan.runs_otherwise))
+        else:
+            self._clock.end_unwatched(self.plan.guards and self.step > 0)
         self.step += 1
-        self._guarded += self._guards
+        self._guarded += self.plan.guards
         started = time.perf_counter()
-        if watch is not None or not self._next:
+        if watch is not None or not self.plan.modules:
             self._prepare()
         self.budget.spent(time.perf_counter() - started, watch is not None)
-        self._own_before = self.budget.own
 
     def _note_scale(self) -> None:
         """Keep a step that was not looked at, if its scale was another one than that before."""
@@ -508,43 +419,3 @@ class Profiler:
         before = self._part.steps[-1] if self._part.steps else None
         if seen.scale is not None and (before is None or before.scale != seen.scale):
             self._part.add(Part(steps=[StepSeen(**vars(seen))]))
-
-    def _clock(self, started: float, watch: Watch | None, looked: list[str]) -> None:
-        """Count what a step took for the profiler, and tell whose turn it was what it cost."""
-        budget, now = self.budget, time.perf_counter()
-        dispatched = self._guard.dispatched * self._costs.mode
-        self._guard.forget_dispatched()
-        budget.spent(dispatched, False)
-        budget.spent(now - started + (watch.seconds if watch is not None else 0.0), watch is not None)
-        took, self._begun = now - self._begun, now
-        own = budget.own - self._own_before
-        if watch is None:
-            if self._guards and self.step:
-                hidden = self._hidden_by_guard(took, own)
-                budget.spent(hidden, False)
-                own += hidden
-            self._times.append(took - own)
-        else:
-            hidden = took - own - self._usual_time
-            budget.spent(max(hidden, 0.0), True)
-            own += max(hidden, 0.0)
-            self.rounds.looked(looked, own)
-        self._own_before = budget.own
-
-    @property
-    def _usual_time(self) -> float:
-        """What a step takes that is not looked at, infinite where that is not known.
-
-        Where the step runs as ever, only what is longer than nearly all others counts: the rest is measured.
-        """
-        if self._is_run_otherwise:
-            return statistics.median(self._times) if self._times else math.inf
-        return sorted(self._idle_times)[-_TYPICAL // 5] if len(self._idle_times) == _TYPICAL else math.inf
-
-    def _hidden_by_guard(self, took: float, own: float) -> float:
-        """What a guarded step took beside what was measured, where steps that are not guarded tell: torch is slower."""
-        self._guarded_times.append(took)
-        if len(self._guarded_times) == _TYPICAL and len(self._idle_times) == _TYPICAL:
-            self._guard_costs = statistics.median(self._guarded_times) - statistics.median(self._idle_times)
-            self._guarded_times.clear()
-        return max(self._guard_costs - own, 0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowp.compat import real_tensors
 from lowp.kernels.spectra import count_tensor, numbers_at
+from lowp.numerics.clock import call_costs
 from lowp.numerics.models import Models
 from lowp.numerics.modes import (
     Paths,
@@ -39,7 +39,7 @@ from lowp.numerics.updates import Updates
 from lowp.ops.observing import Observation
 from lowp.region import entries
 
-__all__ = ["CallCosts", "Watch", "call_costs", "guessed_cost", "looked_at", "parameter_key"]
+__all__ = ["Watch", "guessed_cost", "looked_at", "parameter_key"]
 
 _READ = ("contraction", "norm", "softmax", "wide")  # classes whose inputs are looked at
 _PROBES = 4
@@ -331,48 +331,6 @@ class Watch(TorchFunctionMode):
         self._weight_gradients.clear()
         self.part.prints[self.step] = self._prints
         return self.part
-
-
-class CallCosts(NamedTuple):
-    """Seconds that torch needs to call a function mode for one of its functions, and a hook."""
-
-    mode: float
-    hook: float
-
-
-@cache
-def call_costs() -> CallCosts:
-    """What calls of Python cost around what is written in them, measured once: the profiler cannot see it otherwise."""
-    with real_tensors():
-        x, module = torch.zeros(1, device="cpu"), nn.Identity()
-    plain, called = _fastest(partial(torch.neg, x)), _fastest(partial(module, x))
-    with _Nothing():
-        mode = _fastest(partial(torch.neg, x)) - plain
-    handle = module.register_forward_hook(_Nothing.hook)
-    try:
-        return CallCosts(max(mode, 0.0), max(_fastest(partial(module, x)) - called, 0.0))
-    finally:
-        handle.remove()
-
-
-def _fastest(call: Callable[[], object], runs: int = 20) -> float:
-    taken = []
-    for _ in range(runs):
-        started = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - started)
-    return min(taken)
-
-
-class _Nothing(TorchFunctionMode):
-    """A function mode, and a hook, that add nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-    @staticmethod
-    def hook(module: nn.Module, given: Any, output: Any) -> None:
-        pass
 
 
 def guessed_cost(module: nn.Module, written: int) -> float:

@@ -54,7 +54,7 @@ def profiled(
         def is_enough(taken: int) -> bool:
             if steps is not None:
                 return taken >= steps
-            return taken >= _STEPS and (profiler.rounds.taken >= _LOOKS or time.perf_counter() - begun > _SECONDS)
+            return taken >= _STEPS and (profiler.plan.rounds.taken >= _LOOKS or time.perf_counter() - begun > _SECONDS)
 
         with profiler:
             _run(training, is_enough)

@@ -25,7 +25,8 @@ def print_profile(console: Console, record: Record, advice: Advice, next_command
     console.print(f"VERDICT  {escape(verdict_line(record, advice))}")
     for line in findings(advice):
         console.print(line)
-    show(console, verdict_table(advice.verdicts))
+    if advice.verdicts:
+        show(console, verdict_table(advice.verdicts))
     console.print(escape(scale_line(advice.window)))
     if left_out := unseen(record):
         console.print(escape(left_out))
@@ -82,6 +83,7 @@ def verdict_line(record: Record, advice: Advice) -> str:
     """One word on each format, and of which modules it holds where not all were looked at."""
     part = _part_seen(record)
     words = " · ".join(f"{one.format} {one.verdict}" for one in advice.verdicts)
+    words = words or "none: no product of the model (linear, convolution, matmul) was looked at"
     return f"for {part} alone: {words}" if part else words
 
 
@@ -112,6 +114,8 @@ def verdict_table(verdicts: Sequence[Verdict]) -> Table:
 
 def scale_line(window: Window) -> str:
     """The window of loss scales for fp16, with the recommended one in it."""
+    if window.is_unknown:
+        return "Scale window: unknown, no gradient was looked at"
     if window.is_empty:
         return "Scale window: none fits all layers"
     low, high, width = max(window.lowest, -24), min(window.highest, 40), 24

@@ -81,7 +81,7 @@ def _data(record: Record, advice: Advice) -> dict[str, Any]:
         powers = seen.powers[first : last + 1]
         row = [label, first - _BIAS, seen.octaves[first : last + 1].tolist(), seen.maximum]
         maps[name].append([*row, powers.tolist()] if powers.any() else row)
-    scale = advice.window.recommended if not advice.window.is_empty else 0
+    scale = 0 if advice.window.is_empty or advice.window.is_unknown else advice.window.recommended
     return {
         "maps": maps,
         "left_out": left_out,
@@ -131,7 +131,7 @@ def _verdict(record: Record, advice: Advice) -> str:
         f"<h1>{escape(str(record.header.get('title', 'profile')))}</h1><p>{escape(headline(record))}</p>"
         f'<section id="verdict"><h2>Verdict</h2><p class="verdict">{escape(verdict_line(record, advice))}</p>'
         f'<p><code id="command">{command}</code> <button type="button" data-copy="command">Copy</button></p>'
-        f"{_table('What each format would do', head, rows)}</section>"
+        f"{_table('What each format would do', head, rows) if rows else ''}</section>"
     )
 
 
@@ -151,6 +151,7 @@ def _controls(advice: Advice) -> str:
     options = "".join(f"<option>{name}</option>" for name in _LIMITS)
     window = advice.window
     span = "none fits all layers" if window.is_empty else f"2^{window.lowest} to 2^{window.highest}"
+    span = "unknown, no gradient was looked at" if window.is_unknown else span
     return (
         '<section id="controls" aria-label="Limits of the heat maps"><h2>Limits</h2>'
         f'<label>Format <select id="format">{options}</select></label> '

@@ -1,0 +1,127 @@
+"""What is done in the step to come: in which modules it is looked at, whether it is guarded, and when to ask again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lowp.compat import has_compiled
+from lowp.numerics.clock import Clock
+from lowp.numerics.models import Models
+from lowp.numerics.modes import Paths, tensors_in
+from lowp.numerics.sampling import Rounds
+from lowp.numerics.watching import guessed_cost
+
+__all__ = ["Plan"]
+
+_REST = 8  # steps of which nothing is kept once there is no time for more
+_GUARD, _GUARD_AGAIN = 0.5, 0.8  # of the budget, what guarding may take; and of that, where it begins again
+
+
+class Plan:
+    """Decides before each step, by what the budget has room for.
+
+    `modules` are the paths of those that the step to come is looked at in, `guards` says whether it is guarded against
+    NaN, `rounds` whose turn it is. With a budget the first step is spent on what modules write, from which the cost of
+    a look is guessed.
+    """
+
+    def __init__(self, models: Models, paths: Paths, clock: Clock, divergence: bool) -> None:
+        self.rounds = Rounds()
+        self.modules: list[str] = []
+        self.guards = False
+        self.in_region = clock.budget.share is None  # whether regions of lowp's may round what is watched
+        self._models, self._paths, self._clock, self._divergence = models, paths, clock, divergence
+        self._sizes: dict[int, int] | None = None  # of outputs, by module; None where nothing is to be guessed
+        self._end_sizing: Callable[[], None] | None = None
+        self._idle_until, self._idle_steps = 0.0, 0
+
+    # -- whose turn it is ---------------------------------------------------------------------------------------------
+    def take_turns(self) -> None:
+        """Let every module have its turn, and what runs outside of them: the loss; how large they are is seen first."""
+        self.rounds.add("")
+        for path in self._models.modules:
+            self.rounds.add(path)
+        self._sizes = {} if self._clock.budget.share is not None else None
+
+    def rename(self, goes_on: bool) -> None:
+        """Begin the rounds again, as modules have other names now; `goes_on`: this step is looked at as a whole."""
+        self.rounds = Rounds()
+        self.modules = ["", *self._models.modules] if goes_on else []
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the step is looked at in every module."""
+        return len(self.modules) == self.rounds.modules
+
+    @property
+    def runs_otherwise(self) -> bool:
+        """Whether a step that is looked at runs otherwise as a whole: not compiled, or observed by regions."""
+        return has_compiled() or (self.in_region and self._clock.budget.share is not None)
+
+    def decide(self, step: int) -> None:
+        """Choose the modules for a step, and whether to guard it."""
+        room = self._clock.budget.room
+        if self._sizes is not None or (self.runs_otherwise and room < self.rounds.whole):
+            room = 0.0
+        self.modules = self.rounds.turn(step, room)
+        self.guards = self._divergence and self._can_guard(step)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is to be done in the step."""
+        return bool(self.modules) or self.guards or self._sizes is not None
+
+    def _can_guard(self, step: int) -> bool:
+        """Whether guarding every step takes little enough; once it did not, it rests for a while."""
+        budget = self._clock.budget
+        share = _GUARD if self.guards or not step else _GUARD * _GUARD_AGAIN
+        return budget.share is None or budget.always <= share * budget.share * budget.training
+
+    # -- rest ---------------------------------------------------------------------------------------------------------
+    def rest(self, step: int) -> None:
+        """Do nothing until there can be room for a look or for guarding, and for a few steps at least."""
+        budget = self._clock.budget
+        self._idle_steps = self.rounds.idle_steps(step)
+        is_due = not self._idle_steps
+        self._idle_steps = max(self._idle_steps, step + _REST)
+        next_look = budget.time_of(self.rounds.whole if self.runs_otherwise else self.rounds.next_cost)
+        next_guard = budget.time_of_always(_GUARD_AGAIN * _GUARD) if self._divergence else math.inf
+        self._idle_until = min(next_guard, next_look if is_due else math.inf)
+
+    def rests(self, step: int, now: float) -> bool:
+        """Whether it is too early to decide anew."""
+        return now < self._idle_until or step < self._idle_steps
+
+    # -- sizes --------------------------------------------------------------------------------------------------------
+    @property
+    def wants_sizes(self) -> bool:
+        """Whether what modules write is to be seen in this step, and is not yet."""
+        return self._sizes is not None and self._end_sizing is None
+
+    def begin_sizing(self, running: nn.Module) -> None:
+        """See how much each module writes; `running` is a model whose call has begun."""
+        sizes = self._sizes = {}
+        clock = self._clock
+
+        def left(module: nn.Module, result: Any) -> None:
+            sizes[id(module)] = sum(one.numel() for one in tensors_in(result))
+            clock.budget.spent(2 * clock.costs.hook, False)
+
+        self._end_sizing = self._paths.follow(left=left, running=running)
+
+    def end_sizing(self) -> None:
+        """Guess what looks at modules cost, from what they have written in the step that ends."""
+        if self._end_sizing is not None and self._sizes is not None:
+            self._end_sizing()
+            for path, module in self._models.modules.items():
+                self.rounds.guess(path, guessed_cost(module, self._sizes.get(id(module), 0)))
+            self._end_sizing = self._sizes = None
+
+    def stop(self) -> None:
+        """Take hooks away that are there still."""
+        if self._end_sizing is not None:
+            self._end_sizing()
