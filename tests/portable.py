@@ -48,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = arguments[end + 1 :] or ["-n", "2", "--dist", "worksteal"]
     every = configurations()
+    plain = {key: value for key, value in os.environ.items() if not any(key in held for held in every.values())}
     chosen = arguments[:end] or list(every)
     if unknown := [name for name in chosen if name not in every]:
         print(f"no configuration {', '.join(unknown)} on this machine; it has {', '.join(every)}", file=sys.stderr)
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in chosen:
         print(f"== {name}: {' '.join(f'{key}={value}' for key, value in every[name].items())}", flush=True)
         command = [sys.executable, "-m", "pytest", "-q", *options]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **every[name]}
+        environment = {"OMP_NUM_THREADS": "1", **plain, **every[name]}
         if subprocess.run(command, cwd=root, env=environment).returncode:
             failed.append(name)
     told = "".join(f", not {name}" for name in failed)

@@ -56,6 +56,15 @@ def test_the_spectra_are_those_of_the_tensors() -> None:
     assert np.array_equal(record.tensors[Key("0", "weight", "update", "step")].bins, Spectrum.of(update).bins)
 
 
+def test_what_the_profiler_computes_itself_is_not_counted() -> None:
+    expected = profiled(network())
+    with lowp.kernels.use("bitwise"):  # by operations of torch, as on a GPU
+        found = profiled(network())
+    assert set(found.tensors) == set(expected.tensors)
+    assert not {key for key in found.tensors if key.op in ("abs", "amax", "stack")}
+    assert [one.largest_gradient for one in found.steps] == [one.largest_gradient for one in expected.steps]
+
+
 def test_watching_changes_no_bit_of_the_training() -> None:
     ends = []
     for watched in (False, True):

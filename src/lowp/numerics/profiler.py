@@ -338,12 +338,13 @@ class Profiler:
         started = time.perf_counter()
         parameters = self._cycle.parameters(optimizer)
         if parameters:
+            if self._watch is not None:
+                self._watch.pause()  # before what the guard computes
             if self.plan.guards:
                 self._guard.close()
                 seen = self._guard.current(self.step)
                 self._keep(self._guard.before_step([one for _, one in parameters], seen, self._scale.value()))
             if self._watch is not None:
-                self._watch.pause()
                 self._scale.feed(self._watch.exponents())
                 self._watch.before_step(parameters)
         self._spent(started)
