@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -121,3 +123,112 @@ def test_triton_is_imported_by_the_triton_kernels_alone(repository: Path) -> Non
         if not path.startswith("kernels/triton/") and any(name.partition(".")[0] == "triton" for name in imported(tree))
     ]
     assert not found
+
+
+# Who may ask on which device a tensor lies, beside the kernels, and why.
+MAY_ASK = {
+    "recipes/": "programs, which choose their device and measure it",
+    "benchmarking/": "times and memory of a device",
+    "cli/bench.py": "devices that cannot be timed are refused by name",
+    "compat.py": "the kind of accelerator that torch tells of",
+    "distributed.py": "a group's back ends are told by device",
+    "exponents/ranks.py": "entries are made on the device that the other ranks' are on",
+    "grad_scaler/": "the scale is placed where the gradients are",
+    "ops/attention.py": "the state of a device's random generator",
+    "optim/adamw.py": "a counter on an accelerator is not read",
+    "optim/masters.py": "state is placed where the parameters are",
+    "optim/sgd.py": "a rate on an accelerator is not read",
+    "optim/storage.py": "a seed on an accelerator is not read",
+    "precision.py": "the scale is placed where the model is",
+    "region/context.py": "torch.autocast is spelled with a device",
+    "region/engine.py": "torch.autocast is asked by device",
+    "region/handover.py": "torch.autocast is entered for a device whose lists agree",
+    "region/weights.py": "memory that processes share is told by what a CPU's storage says",
+    "scaling/loss_scale.py": "fp64 is not on every device",
+    "step_guard.py": "a flag on an accelerator is not waited for",
+}
+DEVICES = {"cpu", "cuda", "mps", "xpu", "hpu", "ipu", "xla", "mtia", "maia", "vulkan", "privateuseone"}
+ASKING = {"type", "get_device", *(f"is_{name}" for name in DEVICES)}
+
+
+def asks_for_a_device(node: ast.AST) -> bool:
+    """Whether a node asks on which device a tensor lies. Two devices may be compared; `is_meta` asks for numbers."""
+    if isinstance(node, ast.Attribute):  # x.is_cuda, x.device.type, and so `where.type`; x.device.index
+        return node.attr in ASKING or (node.attr == "index" and is_a_device(node.value))
+    if isinstance(node, ast.Compare):  # device == "cpu", x.device != CPU, device in ("cuda", "mps")
+        sides = [node.left, *node.comparators]
+        named = any(names_a_device(side) for side in sides)
+        return named or (any(map(is_a_device, sides)) and not all(is_a_device(side) or is_none(side) for side in sides))
+    if isinstance(node, ast.MatchValue):  # case "cpu":
+        return names_a_device(node.value)
+    if isinstance(node, ast.Call):  # getattr(x, "is_cuda"), str(x.device).startswith("cuda")
+        words = [word for one in node.args if isinstance(one, ast.Constant) and isinstance(word := one.value, str)]
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if called in ("getattr", "attrgetter", "hasattr"):
+            return any(part in ASKING for word in words for part in word.split("."))
+        return called in ("startswith", "removeprefix", "partition") and any(word in DEVICES for word in words)
+    if isinstance(node, ast.Subscript):  # {"cpu": one, "cuda": other}[kind]
+        keys = node.value.keys if isinstance(node.value, ast.Dict) else []
+        return any(key is not None and names_a_device(key) for key in keys)
+    return False
+
+
+def is_a_device(node: ast.AST) -> bool:
+    """Whether a node is called a device: x.device, self._device, device, its_device."""
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name == "device" or name.endswith("_device")
+
+
+def is_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def names_a_device(node: ast.AST) -> bool:
+    """Whether this is the name of a kind of device, a `torch.device(...)`, or a collection with such in it."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and node.value.partition(":")[0] in DEVICES
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) == "torch.device"
+    return isinstance(node, (ast.Tuple, ast.List, ast.Set)) and any(names_a_device(one) for one in node.elts)
+
+
+def test_outside_the_kernels_nobody_asks_on_which_device_a_tensor_lies(repository: Path) -> None:
+    found = {
+        path: lines
+        for path, tree in sources(repository)
+        if not path.startswith("kernels/")
+        and (lines := sorted({node.lineno for node in ast.walk(tree) if asks_for_a_device(node)}))  # type: ignore[attr-defined]
+    }
+    allowed = {path: next((one for one in MAY_ASK if path == one or path.startswith(one)), None) for path in found}
+    assert {path: lines for path, lines in found.items() if allowed[path] is None} == {}
+    assert MAY_ASK.keys() == set(allowed.values()), "who no longer asks is taken off the list"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "x.is_cuda", "x.untyped_storage().is_cpu", "x.get_device() < 0", "torch.Tensor.is_mps.__get__(x)",
+        "x.device.type", "self._device.type", "where.type", "x.device.index is None", "x.type()",
+        "device == 'cpu'", "'cuda' in str(x.device)", "kind not in ('cpu', 'mps')", "str(x.device) != 'cuda:0'",
+        "x.device == torch.device('cpu')", "device in {torch.device('cpu')}", "x.device == CPU", "CPU != x.device",
+        "device in ACCELERATORS", "self._device == self.cpu",
+        "getattr(x, 'is_cuda')", "getattr(x.device, 'type')", "attrgetter('device.type')(x)", "hasattr(x, 'is_cuda')",
+        "str(x.device).startswith('cuda')", "{'cpu': one, 'cuda': other}[kind]",
+        "match kind:\n  case 'cpu':\n    pass", "match x.device.type:\n  case _:\n    pass",
+    ],
+)  # fmt: skip
+def test_questions_for_a_device_are_recognised(written: str) -> None:
+    assert any(map(asks_for_a_device, ast.walk(ast.parse(written))))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "x.device", "a.device == b.device", "x.device is None", "x.device != own_device",
+        "torch.zeros(3, device='cpu')", "x.to('cuda')",
+        "kernels.has_integer_kernels(x)", "x.is_meta", "x.type_as(y)", "states['cuda'] == 1", "isinstance(x, Tensor)",
+        "{'cpu': one, 'cuda': other}", "name.startswith('cp')", "getattr(x, name)", "{x.device: y}[z]",
+    ],
+)  # fmt: skip
+def test_what_only_goes_along_with_a_device_is_no_question(written: str) -> None:
+    assert not any(map(asks_for_a_device, ast.walk(ast.parse(written))))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,46 +17,6 @@ from lowp.errors import Unavailable
 from lowp.kernels import cpu
 from lowp.ops.trilinear import OUTPUT, Linear
 from lowp.precision import Precision
-
-SOURCE = Path(lowp.__file__).parent
-
-# Who may ask on which device a tensor lies, beside the kernels, and why.
-ALLOWED = {
-    "recipes": "programs, which choose their device and measure it",
-    "benchmarking": "times and memory of a device",
-    "grad_scaler": "the scale is placed where the gradients are",
-    "step_guard.py": "a flag on an accelerator is not waited for",
-    "scaling/loss_scale.py": "fp64 is not on every device",
-    "optim": "state is placed where the parameters are",
-    "distributed.py": "a group's back ends are told by device",
-    "exponents/ranks.py": "entries are made on the device that the other ranks' are on",
-    "region/weights.py": "memory that processes share is told by what a CPU's storage says",
-    "region/engine.py": "torch.autocast is asked by device",
-    "ops/attention.py": "the state of a device's random generator",
-}
-
-
-def _asks(tree: ast.AST) -> Iterator[int]:
-    """Yield the lines that ask for a device: is_cuda, is_cpu, device.type."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (
-            node.attr in ("is_cuda", "is_cpu")
-            or (node.attr == "type" and isinstance(node.value, ast.Attribute) and node.value.attr == "device")
-            or (node.attr == "type" and isinstance(node.value, ast.Name) and node.value.id == "device")
-        ):
-            yield node.lineno
-
-
-def test_outside_the_kernels_nobody_asks_on_which_device_a_tensor_lies() -> None:
-    found = []
-    for path in sorted(SOURCE.rglob("*.py")):
-        name = path.relative_to(SOURCE).as_posix()
-        if name.startswith("kernels/"):
-            continue
-        lines = list(_asks(ast.parse(path.read_text())))
-        if lines and not any(name == one or name.startswith(one + "/") for one in ALLOWED):
-            found.append(f"{name}:{lines}")
-    assert found == []
 
 
 def _step(precision: str) -> list[Tensor]:

@@ -15,7 +15,7 @@ from lowp.grad_scaler import gradients as grads
 from lowp.grad_scaler.provenance import all_finite
 from lowp.grad_scaler.state import ScalerState
 from lowp.scaling import SMALLEST_SCALE, AdaptiveLossScale
-from lowp.scaling.loss_scale import underflow
+from lowp.scaling.loss_scale import inverse_of, underflow, widest_dtype
 
 _Replicator = cast(Callable[[torch.Tensor], Any], private("torch.amp.grad_scaler._MultiDeviceReplicator"))
 _is_functorch_wrapped = cast(Callable[[torch.Tensor], bool], private("torch._C._functorch.is_functorch_wrapped_tensor"))
@@ -24,10 +24,9 @@ Optimizer = torch.optim.Optimizer
 _MOST_LOSSES = 64  # of one step, that are looked at when gradients overflow
 
 
-def _inverse(scale: torch.Tensor) -> torch.Tensor:
-    """Return 1 / scale, computed in fp64 as torch does; never infinite, so that a zero gradient stays zero."""
-    bounded = scale.clamp(min=SMALLEST_SCALE)
-    return bounded.reciprocal() if scale.device.type == "mps" else bounded.double().reciprocal().float()
+def _bounded_inverse(scale: torch.Tensor) -> torch.Tensor:
+    """Return 1 / scale; never infinite, so that a zero gradient stays zero."""
+    return inverse_of(scale.clamp(min=SMALLEST_SCALE))
 
 
 def combined(found: Mapping[Any, torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -84,7 +83,7 @@ class Checks(ScalerState):
         if allow_fp16:
             grads.widen_fp16(optimizer)
         found_inf = torch.zeros((), dtype=torch.float32, device=state.scale.device)
-        found = self._unscale_grads_(optimizer, _inverse(state.scale), found_inf, allow_fp16)
+        found = self._unscale_grads_(optimizer, _bounded_inverse(state.scale), found_inf, allow_fp16)
         stage["found_inf_per_device"] = self._agreed(optimizer, found, found_inf)
         stage["stage"] = OptState.UNSCALED
 
@@ -124,7 +123,7 @@ class Checks(ScalerState):
         state = self._state("_check_inf_per_device")
         found_inf = torch.zeros((), dtype=torch.float32, device=state.scale.device)
         kinds = grads.by_kind(grads.collect(optimizer, True))
-        inverse = _inverse(state.scale)
+        inverse = _bounded_inverse(state.scale)
         found = self._checked(optimizer, kinds, inverse, found_inf, self._looked_at(optimizer, kinds, inverse))
         stage = self._per_optimizer_states[id(optimizer)]
         stage["found_inf_per_device"] = self._agreed(optimizer, found, found_inf)
@@ -168,11 +167,8 @@ class Checks(ScalerState):
         return cast("dict[torch.device, torch.Tensor]", flags._per_device_tensors)
 
     def _about(self, inverse: torch.Tensor) -> torch.Tensor:
-        """Return what is kept of this step: its number, the scale, whether the losses were finite; fp64 on the device.
-
-        Not on mps, which has no fp64: fp32 there.
-        """
-        kind = torch.float32 if inverse.device.type == "mps" else torch.float64
+        """Return what is kept of this step, on the device: its number, the scale, whether the losses were finite."""
+        kind = widest_dtype(inverse.device)
         step = torch.full((), float(self._steps), dtype=kind, device=inverse.device)
         return torch.stack((step, inverse.to(kind).reciprocal(), all_finite(self._losses, step)))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lowp.errors import Unavailable
 from lowp.kernels import dispatch, triton
 from lowp.kernels.tracing import is_eager
+from lowp.scaling.loss_scale import inverse_of
 
 __all__ = [
     "GRADIENTS",
@@ -164,7 +165,7 @@ def _by_column(columns: Columns) -> list[Sequence[Tensor]]:
 
 
 def _inverse(grad_scale: Tensor | None) -> Tensor | None:
-    return None if grad_scale is None else grad_scale.double().reciprocal().float()
+    return None if grad_scale is None else inverse_of(grad_scale)
 
 
 # -- the definition ---------------------------------------------------------------------------------------------------

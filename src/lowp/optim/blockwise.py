@@ -31,6 +31,7 @@ from lowp.optim.storage import Storage, check_seed, seed_of
 from lowp.optim.together import by_kernel, columns_of, count_step, count_steps
 from lowp.optim.torch_options import refuse_others
 from lowp.optim.zero import refuse_to_convert
+from lowp.scaling.loss_scale import inverse_of
 
 # 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache
 BLOCK = 1 << 16
@@ -189,7 +190,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         gradient = gradient.to(torch.float32)
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if grad_scale is not None:
-            gradient = gradient * _inverse(grad_scale)
+            gradient = gradient * inverse_of(grad_scale)
         old = None if found_inf is None else (weight.clone(), {name: value.clone() for name, value in moments.items()})
         self.update_block(weight, gradient, moments, step, group)
         if old is not None and found_inf is not None:
@@ -323,8 +324,3 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._step_supports_amp_scaling = True
         own(self, parameters_of(self))
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    """Return 1 / scale, in fp64 and rounded once; Apple's GPUs have no fp64."""
-    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()

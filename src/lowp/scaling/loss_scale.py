@@ -263,8 +263,16 @@ def _float_format(name: str) -> FloatFormat:
     return number_format
 
 
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Return fp64, or fp32 for Apple's GPUs (mps), which have no fp64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def inverse_of(scale: torch.Tensor) -> torch.Tensor:
+    """Return 1 / scale of fp32, in fp64 and rounded once, as torch's kernel does."""
+    return scale.to(widest_dtype(scale.device)).reciprocal().float()
+
+
 def _product(scale: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply in fp64 and round once, as torch's kernel does; mps has no fp64."""
-    if scale.device.type == "mps":
-        return scale * factor
-    return (scale.double() * factor).float()
+    """Multiply in fp64 and round once, as torch's kernel does."""
+    return (scale.to(widest_dtype(scale.device)) * factor).float()
