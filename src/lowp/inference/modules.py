@@ -240,7 +240,10 @@ class Stored(Weight):
         return parts[""].float() if stored_dtype(self.packed.cast) else unpack("", self.packed, parts)
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """In fp32."""
+        """In fp32; few rows read weights of 16 bits as they are stored, and sum in fp64."""
+        weight = self._buffers.get("part")
+        if weight is not None and weight.is_cpu and weight.dtype in (torch.float16, torch.bfloat16):
+            return contract_packed((rows, weight), bias)
         return F.linear(rows, self.values(), bias)
 
 

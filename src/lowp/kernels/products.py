@@ -9,7 +9,7 @@ values in their carriers or as integers under an exponent, how it is summed, and
   (`hardware`): on GPUs, and of bf16 on CPUs that multiply it;
 * fp32: an fp32 product of the rounded values (each product of significands of up to 12 bits is exact), rounded once;
 * reference: the same in fp64, the definition of the sum;
-* packed: weights in bytes, codes of few bits or signs, with activations of their kind (`contract_packed`).
+* packed: weights in bytes, codes of few bits, signs or 16 bits, with activations of their kind (`contract_packed`).
 
 Fused attention is a form of three operands, whose `bias` is the mask: native on GPUs, fp32 or reference. On CPUs
 torch's fused attention of bf16 rounds the probabilities too, and takes twice the time of its fp32 one.
@@ -30,7 +30,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.errors import Unavailable
 from lowp.formats import FORMATS
-from lowp.kernels import byte_products, few_bits, large
+from lowp.kernels import byte_products, few_bits, few_rows, large
 from lowp.kernels.byte_products import MOST_DEPTH, Panels
 from lowp.kernels.byte_rows import Activations, ByteRows, Bytes
 from lowp.kernels.dispatch import forced
@@ -202,11 +202,19 @@ def contract_mantissas(
     return form.mantissas(slot, *operands, exponent, symmetric)
 
 
-Packed = tuple[Bytes | Activations | ByteRows, Panels] | tuple[Tensor | Bytes, Codes] | tuple[Signs, Signs]
+Packed = (
+    tuple[Bytes | Activations | ByteRows, Panels]
+    | tuple[Tensor | Bytes, Codes]
+    | tuple[Signs, Signs]
+    | tuple[Tensor, Tensor]
+)
 
 
 def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
-    """Return rows times packed weights, plus bias, in fp32 [rows, n]: of bytes, of codes of few bits, of signs."""
+    """Return rows times packed weights, plus bias, in fp32 [rows, n].
+
+    The weights are bytes, codes of few bits, signs, or a tensor in fp16 or bf16 for rows of fp32.
+    """
     left, right = operands
     if isinstance(right, Panels):
         assert isinstance(left, (Bytes, Activations, ByteRows))
@@ -215,6 +223,9 @@ def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
         assert isinstance(left, Signs)
         return few_bits.multiply_signs(left, right, bias)
     assert isinstance(left, (Tensor, Bytes))
+    if isinstance(right, Tensor):
+        assert isinstance(left, Tensor)
+        return few_rows.multiply(left, right, bias)
     return few_bits.multiply_codes(left, right, bias)
 
 

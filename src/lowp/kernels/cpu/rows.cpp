@@ -1,0 +1,51 @@
+// The C function of few rows times a matrix in 16 bits: which instruction set, which thread does what.
+#include "rows.hpp"
+
+#include "parallel.hpp"
+
+#define LOWP_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace lowp {
+namespace {
+
+// 0 portable, 1 AVX2, above it and -1 AVX-512, as far as the processor has them; see casts.cpp for the levels.
+Rows kernel(int level) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512vnni");
+  if (level != 0 && level != 1 && avx2 && avx512) return kAvx512Rows;
+  if (level != 0 && avx2) return kAvx2Rows;
+#endif
+  (void)level;
+  return kPortableRows;
+}
+
+}  // namespace
+}  // namespace lowp
+
+using namespace lowp;
+
+// out[m][n] = x[m][stride] times the rows of weights[n][k], plus bias, rounded once to fp32; see rows.hpp. `is_fp16`: the
+// weights are fp16, else bf16.
+LOWP_EXPORT void lowp_rows_multiply(int level, const double* x, int64_t m, int64_t stride, const uint16_t* weights,
+                                    int is_fp16, int64_t n, int64_t k, const float* bias, float* out, int threads) {
+  const Rows run = kernel(level);
+  parallel_for(n, 16, threads, [=](int64_t begin, int64_t end) {
+    double sums[kColumns * kMostRows * kRowSums];
+    for (int64_t j = begin; j < end; j += kColumns) {
+      const int64_t columns = end - j < kColumns ? end - j : kColumns;
+      for (int64_t first = 0; first < m; first += kMostRows) {
+        const int64_t rows = m - first < kMostRows ? m - first : kMostRows;
+        run(weights + j * k, is_fp16 != 0, columns, k, x + first * stride, stride, rows, sums);
+        for (int64_t c = 0; c < columns; c++)
+          for (int64_t i = 0; i < rows; i++) {
+            const double sum = sums[c * rows + i];
+            out[(first + i) * n + j + c] = static_cast<float>(bias ? sum + static_cast<double>(bias[j + c]) : sum);
+          }
+      }
+    }
+  });
+}
