@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections.abc import Callable, Iterator
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from lowp import kernels as lowp_kernels
 from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import cpu, integer
-from lowp.kernels.integer import ConvolutionShape
+from lowp.kernels.integer import Bias, ConvolutionShape
 
 
 def one_hot(*shape: int) -> Tensor:
@@ -300,6 +301,51 @@ def test_small_groups_have_the_bits_of_the_reference(
                 assert same(found, exact[dtype]), (product, kernel, dtype)
 
 
+# input, weight, stride, groups: by panels, with 32 columns and with a few; without packing, a channel a group
+BIASED = (
+    ((2, 6, 9, 33), (14, 6, 3, 3), 1, 1),
+    ((3, 8, 8, 4), (6, 4, 2, 2), 2, 2),
+    ((2, 5, 12, 15), (10, 1, 3, 5), 2, 5),
+)
+
+
+@pytest.mark.parametrize("case", BIASED, ids=str)
+def test_a_bias_is_added_before_the_one_rounding(case: tuple[tuple[int, ...], tuple[int, ...], int, int]) -> None:
+    sizes, weight, stride, groups = case
+    shape = ConvolutionShape.of(sizes, weight, stride, 1, 1, groups)
+    a, b = normal(3000)(*shape.output), normal(3000)(*shape.weight)
+    bias = torch.randn(sizes[1]) * 2.0**-3  # about as large as the product's largest, 2**-31 a unit
+    bias[0] = 0.5
+    wide = integer.convolution_exact("input_gradient", a, b, shape, exponent=-31, dtype=torch.float64).values
+    rounded = ((wide + bias.double()[:, None, None]) * 2.0**16).round()
+    expected = rounded.clamp(-32767, 32767)
+    assert int((rounded != expected).sum()) > 0  # some saturate
+    chained = integer.convolution_chained("input_gradient", a, b, shape, exponent=-31).values + bias[:, None, None]
+    for kernel in (*KERNELS, "reference"):
+        given = {"exponent": -15, "symmetric": True, "bias": Bias(bias, 16), "kernel": kernel}
+        found = integer.convolution_exact("input_gradient", a, b, shape, **given)
+        assert torch.equal(found.values, expected.to(torch.int16)), kernel
+        assert found[1:3] == (int((rounded != expected).sum()), 32767)
+        assert found.largest_sum == math.ceil(float((wide + bias.double()[:, None, None]).abs().max()) * 2**31)
+        given = {"exponent": -31, "bias": Bias(bias), "kernel": kernel}
+        assert torch.equal(integer.convolution_chained("input_gradient", a, b, shape, **given).values, chained)
+
+
+@pytest.mark.parametrize("sizes", ((40, 130, 70), (13, 300, 32), (1, 5, 3)))
+def test_a_bias_of_a_matrix_belongs_to_its_columns(sizes: tuple[int, int, int]) -> None:
+    m, k, n = sizes
+    a, b, bias = normal(2000)(m, k), normal(2000)(k, n), torch.randn(n) * 2.0**24
+    wide = integer.matmul_exact(a, b, dtype=torch.float64).values + bias.double()
+    for kernel in (*KERNELS, "reference"):
+        found = integer.matmul_exact(a, b, exponent=-12, bias=Bias(bias, -12), kernel=kernel)
+        assert torch.equal(found.values, (wide * 2.0**-12).round().clamp(-32768, 32767).to(torch.int16)), kernel
+        chained = integer.matmul_chained(a, b, bias=Bias(bias), kernel=kernel)
+        assert torch.equal(chained.values, integer.matmul_chained(a, b, kernel="reference").values + bias), kernel
+        assert chained.largest == float(chained.values.abs().max())
+        with pytest.raises(integer.NotFinite, match="the bias is infinite or NaN"):
+            integer.matmul_exact(a, b, exponent=-12, bias=Bias(bias / 0, -12), kernel=kernel)
+
+
 def test_pixels_that_no_window_reaches_have_no_gradient() -> None:
     shape = ConvolutionShape.of((1, 2, 6), (2, 2, 1), stride=3)
     grad, weight = random_int16(*shape.output), random_int16(*shape.weight)
@@ -343,6 +389,11 @@ MISTAKES: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: integer.matmul_exact(X, X.mT, dtype=torch.int32), r"cannot be torch.int32; allowed: torch.int16"),
     (lambda: integer.matmul_exact(X, X.mT, exponent=-901), r"exponent -901; allowed: -900 to 900"),
     (lambda: integer.matmul_exact(X, X.mT, exponent=1, dtype=torch.int64), r"exponent must be 0, not 1; use float64"),
+    (
+        lambda: integer.matmul_chained(X, X.mT, bias=Bias(torch.ones(3))),
+        r"a bias of shape \(3,\); this product takes 2",
+    ),
+    (lambda: integer.matmul_exact(X, X.mT, dtype=torch.float64, bias=Bias(torch.ones(2))), r"not to torch.float64"),
     (lambda: integer.matmul_exact(X, X.mT, kernel="avx3"), r"unknown integer kernel 'avx3'; did you mean avx2"),
     (lambda: integer.matmul_exact(X[:1, :1].expand(1, 2**32 + 1), X[:1, :1].expand(2**32 + 1, 1)), r"sum in parts"),
     (

@@ -85,8 +85,11 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (c_int, c_void_p, c_int64, c_int64, c_void_p, c_int, c_int64, c_int64, c_void_p, c_void_p, c_int),
     ),
     "lowp_bits_multiply": (None, (c_int, c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_void_p, c_int)),
-    "lowp_integer_matmul": (c_int, (*(c_void_p,) * 6, *(c_int,) * 4, c_void_p, c_void_p)),
-    "lowp_integer_convolution": (c_int, (c_void_p, c_int, *(c_void_p,) * 4, *(c_int,) * 4, c_void_p, c_void_p)),
+    "lowp_integer_matmul": (c_int, (*(c_void_p,) * 6, *(c_int,) * 3, c_void_p, c_int, c_int, c_void_p, c_void_p)),
+    "lowp_integer_convolution": (
+        c_int,
+        (c_void_p, c_int, *(c_void_p,) * 4, *(c_int,) * 3, c_void_p, c_int, c_int, c_void_p, c_void_p),
+    ),
 }
 
 

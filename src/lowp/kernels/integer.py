@@ -33,13 +33,15 @@ from lowp.errors import InvalidInput, Unavailable, unknown
 from lowp.kernels import cpu, integer_run, triton
 from lowp.kernels.dispatch import capability, forced
 from lowp.kernels.integer_reference import ConvolutionShape
-from lowp.kernels.integer_run import KINDS, PRODUCTS, Output, observed
+from lowp.kernels.integer_run import KINDS, PRODUCTS, Bias, NotFinite, Output, observed
 
 __all__ = [
     "PRODUCTS",
+    "Bias",
     "Chained",
     "ConvolutionShape",
     "Exact",
+    "NotFinite",
     "convolution_chained",
     "convolution_exact",
     "matmul_chained",
@@ -102,6 +104,7 @@ def matmul_exact(
     exponent: int | Tensor = 0,
     dtype: torch.dtype = torch.int16,
     symmetric: bool = False,
+    bias: Bias | None = None,
     kernel: str | None = None,
 ) -> Exact:
     """Return a @ b of int16 matrices, exact, times 2^exponent, rounded once to nearest even.
@@ -113,13 +116,15 @@ def matmul_exact(
     sums; `exponent` must be 0). `exponent` is an integer or a 0-d integer tensor, -900 to 900. `kernel` forces one of
     avx512, avx2, neon, portable, reference, triton (on a CPU in its interpreter) (default: reference inside
     `lowp.kernels.use` of reference or bitwise, triton inside its own; on CUDA by its compute capability; else what
-    `cpu.select` or LOWP_CPU_ISA say, or the best of this machine). A depth of 0 gives zeros.
+    `cpu.select` or LOWP_CPU_ISA say, or the best of this machine). A depth of 0 gives zeros. With a `bias`, of int16
+    alone, `largest_sum` is that of sum and bias, rounded up.
 
-    Raises InvalidInput for other dtypes, devices, shapes or a depth above 2^32, Unavailable for a kernel that this
-    machine lacks.
+    Raises InvalidInput for other dtypes, devices, shapes or a depth above 2^32 (NotFinite for such a bias), Unavailable
+    for a kernel that this machine lacks.
     """
     left, right = _matrices(a, b, transpose_a, transpose_b)
-    found, integers, _ = integer_run.matmul(left, right, _output(a, exponent, dtype, symmetric, kernel))
+    output = _output(a, exponent, dtype, symmetric, kernel, _checked(bias, right.shape[-1], dtype))
+    found, integers, _ = integer_run.matmul(left, right, output)
     return Exact(found, *integers)
 
 
@@ -130,6 +135,7 @@ def matmul_chained(
     transpose_a: bool = False,
     transpose_b: bool = False,
     exponent: int | Tensor = 0,
+    bias: Bias | None = None,
     kernel: str | None = None,
 ) -> Chained:
     """Return a @ b of int16 matrices times 2^exponent in fp32, summed in chains of 256; see the head of this module.
@@ -137,7 +143,8 @@ def matmul_chained(
     Shapes, `exponent` (here Ea + Eb), `kernel` and errors are those of `matmul_exact`.
     """
     left, right = _matrices(a, b, transpose_a, transpose_b)
-    found, _, largest = integer_run.matmul(left, right, _output(a, exponent, None, False, kernel))
+    output = _output(a, exponent, None, False, kernel, _checked(bias, right.shape[-1], None))
+    found, _, largest = integer_run.matmul(left, right, output)
     return Chained(found, largest[0])
 
 
@@ -150,6 +157,7 @@ def convolution_exact(
     exponent: int | Tensor = 0,
     dtype: torch.dtype = torch.int16,
     symmetric: bool = False,
+    bias: Bias | None = None,
     kernel: str | None = None,
 ) -> Exact:
     """Return one of the three products of a convolution of int16 tensors, exact, rounded once.
@@ -160,7 +168,9 @@ def convolution_exact(
     `matmul_exact`.
     """
     _check_convolution(product, a, b, shape)
-    found, integers, _ = integer_run.convolution(product, a, b, shape, _output(a, exponent, dtype, symmetric, kernel))
+    added = _checked(bias, shape.of_operand(PRODUCTS[product][2])[1], dtype)
+    output = _output(a, exponent, dtype, symmetric, kernel, added)
+    found, integers, _ = integer_run.convolution(product, a, b, shape, output)
     return Exact(found, *integers)
 
 
@@ -171,6 +181,7 @@ def convolution_chained(
     shape: ConvolutionShape,
     *,
     exponent: int | Tensor = 0,
+    bias: Bias | None = None,
     kernel: str | None = None,
 ) -> Chained:
     """Return one of the three products of a convolution of int16 tensors times 2^exponent in fp32, in chains of 256.
@@ -181,13 +192,31 @@ def convolution_chained(
     case the pixels of an image, are padded with a zero to an even number.
     """
     _check_convolution(product, a, b, shape)
-    found, _, largest = integer_run.convolution(product, a, b, shape, _output(a, exponent, None, False, kernel))
+    added = _checked(bias, shape.of_operand(PRODUCTS[product][2])[1], None)
+    output = _output(a, exponent, None, False, kernel, added)
+    found, _, largest = integer_run.convolution(product, a, b, shape, output)
     return Chained(found, largest[0])
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
+def _checked(bias: Bias | None, count: int, dtype: torch.dtype | None) -> Bias | None:
+    """Return a bias of `count` numbers as the kernels read it; `dtype` is None of a chained product."""
+    if bias is None:
+        return None
+    if dtype not in (None, torch.int16):
+        raise InvalidInput(f"a bias is added to a chained product or to one of int16, not to {dtype}")
+    if tuple(bias.numbers.shape) != (count,):
+        raise InvalidInput(f"a bias of shape {tuple(bias.numbers.shape)}; this product takes {count} numbers")
+    return Bias(bias.numbers.detach().to(torch.float32).contiguous(), bias.exponent)
+
+
 def _output(
-    like: Tensor, exponent: int | Tensor, dtype: torch.dtype | None, symmetric: bool, kernel: str | None
+    like: Tensor,
+    exponent: int | Tensor,
+    dtype: torch.dtype | None,
+    symmetric: bool,
+    kernel: str | None,
+    bias: Bias | None,
 ) -> Output:
     power = int(exponent)
     if abs(power) > LARGEST_EXPONENT:
@@ -207,7 +236,7 @@ def _output(
     if not like.is_cpu and (chosen not in _ANYWHERE or way == "cpu"):
         raise Unavailable(f"{way or chosen} has no integer products on {like.device}; triton and reference have them")
     lowest = -32767 if symmetric else -32768
-    return Output(torch.float32 if dtype is None else dtype, dtype is None, power, lowest, chosen)
+    return Output(torch.float32 if dtype is None else dtype, dtype is None, power, lowest, chosen, bias)
 
 
 def _on_device(device: torch.device) -> str:

@@ -162,6 +162,16 @@ def rounded_sums(sums: Tensor, exponent: int, dtype: torch.dtype, lowest: int) -
     return mantissas.to(torch.int16), (int((mantissas != rounded).sum()), int(mantissas.abs().max()), largest)
 
 
+def rounded_values(values: Tensor, exponent: int, lowest: int) -> tuple[Tensor, tuple[int, int, int]]:
+    """Return values of fp64 as int16, rounded once, and what `rounded_sums` counts; sums are values / 2^exponent."""
+    if not values.numel():
+        return values.to(torch.int16), (0, 0, 0)
+    rounded = values.round()
+    mantissas = rounded.clamp(lowest, 32767)
+    largest = min(math.ceil(math.ldexp(float(values.abs().max()), -exponent)), 1 << 62)
+    return mantissas.to(torch.int16), (int((mantissas != rounded).sum()), int(mantissas.abs().max()), largest)
+
+
 # -- convolution ------------------------------------------------------------------------------------------------------
 def convolution(
     product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, chained: bool, multiply: Multiply = matmul

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowp.errors import Unavailable
+from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import cpu, integer_reference
 from lowp.kernels.integer_reference import ConvolutionShape
 
@@ -31,14 +31,30 @@ _observers: list[Observer] = []
 _NOBODY = nullcontext()
 
 
+class Bias(NamedTuple):
+    """Numbers that are added to a product, fp32: one a column of a matrix, or one a channel of a convolution's result.
+
+    A chained result is rounded to fp32 first, and the number added to it in fp32. An exact one is int16: the number is
+    multiplied by 2^exponent (-E for a result of exponent E) and added in fp64, before the only rounding to mantissas.
+    """
+
+    numbers: Tensor
+    exponent: int = 0
+
+
+class NotFinite(InvalidInput):
+    """A bias is infinite or NaN, for which no integer stands."""
+
+
 class Output(NamedTuple):
-    """What a product writes: its dtype, exact or chained, times 2^exponent, int16 from `lowest`, by a kernel."""
+    """What a product writes: dtype, exact or chained, times 2^exponent, int16 from `lowest`, plus bias, by a kernel."""
 
     dtype: torch.dtype
     chained: bool
     exponent: int
     lowest: int
     kernel: str
+    bias: Bias | None
 
 
 class Result(NamedTuple):
@@ -91,7 +107,7 @@ def matmul(left: Tensor, right: Tensor, output: Output) -> Result:
             return _matmul_by_triton(left, right, output)
         library = None if output.kernel == "reference" else cpu.library()
         if library is None:
-            return _by_definition(integer_reference.matmul(left, right, output.chained), output)
+            return _by_definition(integer_reference.matmul(left, right, output.chained), output, -1)
         return _matmul_by_library(library, left, right, output)
 
 
@@ -114,6 +130,8 @@ def _matmul_by_triton(left: Tensor, right: Tensor, output: Output) -> Result:
     """Run the kernel and wait for what it saw."""
     from lowp.kernels.triton import products
 
+    if output.bias is not None:
+        return _by_definition(_sums_by_triton(left, right, output.chained), output, -1)
     a, b = _batched(left), _batched(right)
     scale = torch.full((), 2.0**output.exponent, dtype=torch.float64, device=left.device)
     values, found = products.matmul(a, b, scale, output.dtype, output.chained, output.lowest)
@@ -139,10 +157,10 @@ def convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, out
     with _watched(2 * shape.output[0] * math.prod(shape.output[2:]) * math.prod(shape.weight)):
         if output.kernel == "triton":
             sums = integer_reference.convolution(product, a, b, shape, output.chained, _sums_by_triton)
-            return _by_definition(sums, output)
+            return _by_definition(sums, output, 1)
         library = None if output.kernel == "reference" else cpu.library()
         if library is None:
-            return _by_definition(integer_reference.convolution(product, a, b, shape, output.chained), output)
+            return _by_definition(integer_reference.convolution(product, a, b, shape, output.chained), output, 1)
         result = torch.empty(shape.of_operand(PRODUCTS[product][2]), dtype=output.dtype, device="cpu")
         a, b = a.contiguous(), b.contiguous()
         geometry = array("q", shape.numbers())
@@ -159,22 +177,42 @@ def _called(function: Callable[..., int], output: Output, result: Tensor, operan
         0 if output.chained else KINDS[output.dtype],
         output.exponent,
         output.lowest,
+        None if output.bias is None else cpu.address(output.bias.numbers),
+        0 if output.bias is None else output.bias.exponent,
         torch.get_num_threads(),
         _address(integers),
         _address(largest),
     )
     if status == 1:
         raise Unavailable(f"this processor has no {output.kernel}; portable and reference run everywhere")
+    if status == 3:
+        raise _not_finite()
     if status:
         raise MemoryError("no memory for the packed operands of an integer product")
     return Result(result, integers, largest)
 
 
-def _by_definition(sums: Tensor, output: Output) -> Result:
+def _not_finite() -> NotFinite:
+    return NotFinite("the bias is infinite or NaN, for which no int16 stands; add it to the sums in float64")
+
+
+def _by_definition(sums: Tensor, output: Output, axis: int) -> Result:
+    """Return what a product writes of its sums; a bias has its numbers along `axis`."""
     if output.kernel not in ("", "reference", "triton"):
         raise Unavailable(f"{output.kernel} needs lowp's C++ library, which is not loaded; reference runs without it")
+    bias = None
+    if output.bias is not None:
+        bias = output.bias.numbers.reshape(-1, *(1,) * (sums.dim() - 1 - axis % sums.dim()))
     if output.chained:
-        return _chained((sums.double() * 2.0**output.exponent).float())
+        values = (sums.double() * 2.0**output.exponent).float()
+        return _chained(values if bias is None else values + bias)
+    if output.bias is not None and bias is not None:
+        if not bool(bias.isfinite().all()):
+            raise _not_finite()
+        added = torch.ldexp(bias.double(), torch.tensor(output.bias.exponent, device=bias.device))
+        wide = torch.ldexp(sums.double(), torch.tensor(output.exponent, device=sums.device)) + added
+        result, counts = integer_reference.rounded_values(wide, output.exponent, output.lowest)
+        return Result(result, array("q", counts), array("d", (0.0,)))
     result, counts = integer_reference.rounded_sums(sums, output.exponent, output.dtype, output.lowest)
     return Result(result, array("q", counts), array("d", (0.0,)))
 

@@ -36,7 +36,7 @@ from lowp.kernels.byte_rows import Activations, ByteRows, Bytes
 from lowp.kernels.dispatch import forced
 from lowp.kernels.few_bits import Codes, Signs
 from lowp.kernels.hardware import multiplies
-from lowp.kernels.integer import Exact
+from lowp.kernels.integer import Exact, NotFinite
 from lowp.kernels.mantissas import Mantissas
 from lowp.kernels.scratch import Scratch, is_large
 from lowp.policy import Accumulation
@@ -71,12 +71,26 @@ class Form(Protocol):
         """Return the operands as matrices, and what shapes their product back."""
 
     def integer_product(
-        self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype = torch.float32
+        self,
+        slot: int,
+        left: Mantissas,
+        right: Mantissas,
+        exact: bool,
+        dtype: torch.dtype = torch.float32,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Return the product of mantissas, summed exactly or in chains."""
+        """Return the product of mantissas, summed exactly or in chains, with its bias added."""
 
-    def mantissas(self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool) -> Exact | None:
-        """Return the exact product as mantissas under an exponent; None where it is none."""
+    def mantissas(
+        self,
+        slot: int,
+        left: Mantissas,
+        right: Mantissas,
+        exponent: int,
+        symmetric: bool,
+        bias: Tensor | None = None,
+    ) -> Exact | None:
+        """Return the exact product, and bias, as mantissas under an exponent; None where it is none."""
 
     def with_bias(self, result: Tensor, bias: Tensor) -> Tensor:
         """Return the output with its bias added."""
@@ -128,8 +142,7 @@ def contract(
     result: Tensor
     if isinstance(operands[0], Mantissas):
         exact = accumulate is not None and accumulate.format == "exact"
-        result = form.integer_product(slot, *operands, exact, dtype)
-        result = result if bias is None else form.with_bias(result, bias.to(result.dtype))
+        result = form.integer_product(slot, *operands, exact, dtype, bias)
     elif accumulate is not None and accumulate.format != "fp32":
         left, right = operands
         result = _in_blocks(form, slot, left.float(), right.float(), accumulate)
@@ -196,10 +209,21 @@ def _sixteen_bits_run_in(x: Tensor) -> torch.dtype:
 
 
 def contract_mantissas(
-    form: Form, slot: int, operands: tuple[Mantissas, Mantissas], exponent: int, symmetric: bool
+    form: Form,
+    slot: int,
+    operands: tuple[Mantissas, Mantissas],
+    exponent: int,
+    symmetric: bool,
+    bias: Tensor | None = None,
 ) -> Exact | None:
-    """Return the exact product of integers as int16 under an exponent, rounded once; None where the sum is needed."""
-    return form.mantissas(slot, *operands, exponent, symmetric)
+    """Return the exact product of integers, and bias, as int16 under an exponent, rounded once.
+
+    None where the sum is needed itself: also for a bias that is not finite, or that is no number a column.
+    """
+    try:
+        return form.mantissas(slot, *operands, exponent, symmetric, bias)
+    except NotFinite:
+        return None
 
 
 Packed = (

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.kernels import integer
-from lowp.kernels.integer import Exact
+from lowp.kernels.integer import Bias, Exact
 from lowp.kernels.mantissas import Mantissas
 from lowp.ops.call import Call
 from lowp.ops.contraction import runner
 from lowp.ops.products import contract
 from lowp.ops.signature import Mismatch, bound, check, require
-from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair
+from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair, has_numbers
 
 Sizes = tuple[int, ...]
 _PRODUCTS = {OUTPUT: "forward", FIRST: "input_gradient", SECOND: "weight_gradient"}
@@ -77,23 +77,49 @@ class Convolution(Form):
         gradient: Tensor = result[slot]
         return gradient
 
-    def integer_product(
-        self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype = torch.float32
+    def _integer_product(
+        self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype, bias: Tensor | None
     ) -> Tensor:
         operands = self._plain_operands(slot, left.payload, right.payload)
         if operands is None:
-            return super().integer_product(slot, left, right, exact, dtype)
+            return super()._integer_product(slot, left, right, exact, dtype, None)
         exponent = left.exponent + right.exponent
         if exact:
             return integer.convolution_exact(*operands, exponent=exponent, dtype=dtype).values
-        return integer.convolution_chained(*operands, exponent=exponent).values
+        added = None if bias is None else Bias(bias)
+        return integer.convolution_chained(*operands, exponent=exponent, bias=added).values
 
-    def mantissas(self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool) -> Exact | None:
+    def mantissas(
+        self,
+        slot: int,
+        left: Mantissas,
+        right: Mantissas,
+        exponent: int,
+        symmetric: bool,
+        bias: Tensor | None = None,
+    ) -> Exact | None:
         operands = self._plain_operands(slot, left.payload, right.payload)
         if operands is None:
-            return super().mantissas(slot, left, right, exponent, symmetric)
+            return super().mantissas(slot, left, right, exponent, symmetric, bias)
+        numbers = self.numbers_a_column(bias)
+        if bias is not None and numbers is None:
+            return None
         shift = left.exponent + right.exponent - exponent
-        return integer.convolution_exact(*operands, exponent=shift, symmetric=symmetric)
+        added = None if numbers is None else Bias(numbers, -exponent)
+        return integer.convolution_exact(*operands, exponent=shift, symmetric=symmetric, bias=added)
+
+    def numbers_a_column(self, bias: Tensor | None) -> Tensor | None:
+        fits = bias is not None and has_numbers(bias, (self.channels,))
+        return bias if fits and self._is_plain else None
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the kernels' own convolution computes it, and not windows made by torch."""
+        if not self.transposed:
+            return True
+        whole = self._transposed_output(self.first)
+        sizes = self.stride, self.padding, self.dilation, self.groups
+        return integer.ConvolutionShape.of(whole, self.second, *sizes).output == self.first
 
     def _plain_operands(
         self, slot: int, left: Tensor, right: Tensor

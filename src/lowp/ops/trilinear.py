@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.kernels import integer
-from lowp.kernels.integer import Exact
+from lowp.kernels.integer import Bias, Exact
 from lowp.kernels.mantissas import Mantissas
 
 FIRST, SECOND, OUTPUT = 0, 1, 2
@@ -40,12 +40,27 @@ class Form(ABC):
         """Return the same product as matrices (batch, m, k) and (batch, k, n), and what shapes the result back."""
 
     def integer_product(
-        self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype = torch.float32
+        self,
+        slot: int,
+        left: Mantissas,
+        right: Mantissas,
+        exact: bool,
+        dtype: torch.dtype = torch.float32,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Return the same product of int16 mantissas, summed exactly and rounded once to `dtype`, or in int32 chains.
 
-        Chains are flushed to fp32 and returned in it.
+        Chains are flushed to fp32 and returned in it. The output's bias is added to what was rounded, in its dtype.
         """
+        columns = None if exact else self.numbers_a_column(bias)
+        if bias is None or columns is not None:
+            return self._integer_product(slot, left, right, exact, dtype, columns)
+        result = self._integer_product(slot, left, right, exact, dtype, None)
+        return self.with_bias(result, bias.to(result.dtype))
+
+    def _integer_product(
+        self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype, bias: Tensor | None
+    ) -> Tensor:
         rows, columns, finish = self.matrices(slot, left.payload, right.payload)
         if rows.dtype is not torch.int16 or columns.dtype is not torch.int16:  # summed along a letter of its own
             wide = (one.values for one in (left, right))
@@ -53,16 +68,36 @@ class Form(ABC):
         exponent = left.exponent + right.exponent
         if exact:
             return finish(integer.matmul_exact(rows, columns, exponent=exponent, dtype=dtype).values)
-        return finish(integer.matmul_chained(rows, columns, exponent=exponent).values)
+        added = None if bias is None else Bias(bias)
+        return finish(integer.matmul_chained(rows, columns, exponent=exponent, bias=added).values)
 
-    def mantissas(self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool) -> Exact | None:
-        """Return the same product as int16 under an exponent: the exact sum, rounded once. None for other sums."""
+    def mantissas(
+        self,
+        slot: int,
+        left: Mantissas,
+        right: Mantissas,
+        exponent: int,
+        symmetric: bool,
+        bias: Tensor | None = None,
+    ) -> Exact | None:
+        """Return the same product as int16 under an exponent: the exact sum, and bias, rounded once.
+
+        None for other sums. Raises NotFinite for such a bias.
+        """
+        numbers = self.numbers_a_column(bias)
+        if bias is not None and numbers is None:
+            return None
         rows, columns, finish = self.matrices(slot, left.payload, right.payload)
         if rows.dtype is not torch.int16 or columns.dtype is not torch.int16:
             return None
         shift = left.exponent + right.exponent - exponent
-        seen = integer.matmul_exact(rows, columns, exponent=shift, dtype=torch.int16, symmetric=symmetric)
+        added = None if numbers is None else Bias(numbers, -exponent)
+        seen = integer.matmul_exact(rows, columns, exponent=shift, symmetric=symmetric, bias=added)
         return seen._replace(values=finish(seen.values))
+
+    def numbers_a_column(self, bias: Tensor | None) -> Tensor | None:
+        """Return a bias that kernels can add, a number a column of the output's matrix or a channel; None if not."""
+        return None
 
     def with_bias(self, result: Tensor, bias: Tensor) -> Tensor:
         """Return the output with its bias added."""
@@ -75,6 +110,11 @@ class Form(ABC):
     @abstractmethod
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         """Return the gradient of the bias."""
+
+
+def has_numbers(bias: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a bias is a vector of that shape which fp32 holds."""
+    return len(shape) == 1 and tuple(bias.shape) == shape and bias.dtype is not torch.float64
 
 
 @dataclass(frozen=True)
@@ -112,6 +152,9 @@ class Linear(Form):
         if slot == FIRST:
             return gradient[None], weight[None], lambda y: y.reshape(self.first)
         return gradient.t()[None], weight[None], lambda y: y.reshape(self.second)
+
+    def numbers_a_column(self, bias: Tensor | None) -> Tensor | None:
+        return bias if bias is not None and has_numbers(bias, self.second[:-1]) else None
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         return gradient.reshape(math.prod(self.first[:-1]), self.second[0]).sum(0)
@@ -201,10 +244,18 @@ class Einsum(Form):
 
         return flat(left, terms[0], batch, rows, summed), flat(right, terms[1], batch, summed, columns), finish
 
-    def mantissas(self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool) -> Exact | None:
+    def mantissas(
+        self,
+        slot: int,
+        left: Mantissas,
+        right: Mantissas,
+        exponent: int,
+        symmetric: bool,
+        bias: Tensor | None = None,
+    ) -> Exact | None:
         if self.scale != 1 or self._reachable(slot) != self.terms[slot]:
             return None
-        return super().mantissas(slot, left, right, exponent, symmetric)
+        return super().mantissas(slot, left, right, exponent, symmetric, bias)
 
     def spread(self, bias: Tensor) -> Tensor:
         return bias * self.bias_scale

@@ -23,10 +23,10 @@ DFP16 = {"lowp_grid": 9, "lowp_write_int16": 9, "lowp_integer_matmul": 8, "lowp_
 # written is written once, statistics in the same pass; weights and their updates by one call.
 FLEX = {
     "lowp_grid": 6,
-    "lowp_write_int16": 12,
+    "lowp_write_int16": 9,
     "lowp_integer_matmul": 8,
     "lowp_same_int16": 18,
-    "lowp_from_int16": 9,
+    "lowp_from_int16": 12,
     "lowp_exact_int16": 8,
     "lowp_step_int16": 6,
 }

@@ -1,6 +1,7 @@
 // Convolution in 1 to 3 dimensions as integer matrix products. Nothing of the size of all windows is ever stored: the
-// image is copied once, padded, with its channels innermost, and each panel of windows (16 KiB) is packed from that
-// copy where it is used. The three products of training are three matrix products:
+// image is copied once, padded, and each panel of windows (16 KiB) is packed from that copy where it is used. Windows as
+// columns want pairs of channels, of which neighbours in the image are neighbours in the panel: planes of pairs. Their
+// transpose wants pairs of pixels: channels innermost. The three products of training are three matrix products:
 //   forward          y[out channel, pixel]      = sum over (tap, channel)     w * x
 //   input gradient   dx[channel, pixel]         = sum over (tap, out channel) w * g, one product for each residue of
 //   the
@@ -23,29 +24,32 @@ namespace {
 // One product for each group, and for the input gradient one for each residue too; all run together.
 class Products {
  public:
-  Products(const Format& format, void* out) : format_(format), out_(out) {}
+  Products(const Format& format, void* out, const Call& call) : format_(format), out_(out), call_(call) {}
 
+  // `first_row`: which channel of the result the first row of the product is
   void add(std::unique_ptr<Operand> left, std::unique_ptr<Operand> right, int64_t depth, std::unique_ptr<Target> target,
-           int64_t first_element, int64_t row_stride) {
+           int64_t first_row, int64_t first_element, int64_t row_stride) {
     static const int64_t bytes[] = {4, 2, 4, 8, 8};
     target->data = static_cast<char*>(out_) + first_element * bytes[static_cast<int>(format_.kind)];
     target->row_stride = row_stride;
-    products_.push_back({left.get(), right.get(), depth, target.get()});
+    addends_.push_back(call_.bias.panels(first_row, left->count, call_.micro.rows));
+    const double* addends = call_.bias.numbers ? addends_.back().data() : nullptr;
+    products_.push_back({left.get(), right.get(), depth, target.get(), addends, nullptr});
     operands_.push_back(std::move(left));
     operands_.push_back(std::move(right));
     targets_.push_back(std::move(target));
   }
 
-  void run(const Micro& micro, int threads, Tally& tally) const {
-    lowp::run(micro, products_, format_, false, threads, tally);
-  }
+  void run() const { lowp::run(call_.micro, products_, format_, false, call_.threads, call_.tally); }
 
  private:
   const Format format_;
   void* out_;
+  const Call& call_;
   std::vector<Product> products_;
   std::vector<std::unique_ptr<Operand>> operands_;
   std::vector<std::unique_ptr<Target>> targets_;
+  std::vector<std::vector<double>> addends_;
 };
 
 Padded pad_for_windows(const Geometry& g, const int16_t* x, const Call& call) {
@@ -68,36 +72,38 @@ std::vector<int64_t> window_taps(const Geometry& g, const Padded& padded) {
 }
 
 void forward(const Geometry& g, const int16_t* x, const int16_t* w, Products& products, const Call& call) {
-  const Padded padded = pad_for_windows(g, x, call);
-  const std::vector<int64_t> taps = window_taps(g, padded);
+  const PairPlanes planes(x, g.batch, g.channels, g.groups, g.size, g.padding, window_extent(g), g.stride[2],
+                          call.micro, call.threads);
+  std::vector<int64_t> taps;
+  each(g.kernel, [&](const Triple& k) {
+    taps.push_back(planes.place({k[0] * g.dilation[0], k[1] * g.dilation[1], k[2] * g.dilation[2]}));
+  });
   const int64_t out_channels = g.out_channels / g.groups, channels = g.channels / g.groups,
-                length = padded.group_channels;
+                length = 2 * planes.group_pairs();
   const int64_t tap_count = volume(g.kernel), depth = tap_count * length, out_pixels = volume(g.out_size);
   std::vector<int16_t> weights(static_cast<size_t>(g.out_channels * depth));
   for (int64_t o = 0; o < g.out_channels; o++)
     for (int64_t c = 0; c < channels; c++)
       for (int64_t t = 0; t < tap_count; t++)
         weights[static_cast<size_t>(o * depth + t * length + c)] = w[(o * channels + c) * tap_count + t];
-  const Lattice from(g.out_size, padded.image, window_steps(g, padded));
+  const Triple steps = planes.steps();
+  const Lattice from(g.out_size, planes.image(), {g.stride[0] * steps[0], g.stride[1] * steps[1], 1});
   const Lattice to(g.out_size, g.out_channels * out_pixels, {g.out_size[1] * g.out_size[2], g.out_size[2], 1});
   for (int64_t group = 0; group < g.groups; group++)
     products.add(std::make_unique<Rows>(weights.data() + group * out_channels * depth, out_channels, depth),
-                 std::make_unique<Windows>(padded.data.get() + group * length, from, g.batch, taps, length), depth,
-                 std::make_unique<Pixels>(to, 0), group * out_channels * out_pixels, out_pixels);
-  products.run(call.micro, call.threads, call.tally);
-}
-
-Padded pad_for_input_gradient(const Geometry& g, const int16_t* grad, const Call& call) {
-  Triple before{}, extent{};
-  gradient_extent(g, before, extent);
-  return Padded(grad, g.batch, g.out_channels, g.groups, g.out_size, before, extent, call.micro, call.threads);
+                 std::make_unique<Windows>(planes, group, 0, from, g.batch, taps), depth,
+                 std::make_unique<Pixels>(to, 0), group * out_channels, group * out_channels * out_pixels, out_pixels);
+  products.run();
 }
 
 void input_gradient(const Geometry& g, const int16_t* grad, const int16_t* w, Products& products, const Call& call) {
-  const Padded padded = pad_for_input_gradient(g, grad, call);
-  const Triple steps = padded.steps();
+  Triple before{}, extent{};
+  gradient_extent(g, before, extent);
+  const PairPlanes planes(grad, g.batch, g.out_channels, g.groups, g.out_size, before, extent, 1, call.micro,
+                          call.threads);
+  const Triple steps = planes.steps();
   const int64_t out_channels = g.out_channels / g.groups, channels = g.channels / g.groups,
-                length = padded.group_channels;
+                length = 2 * planes.group_pairs();
   const int64_t tap_count = volume(g.kernel), pixels = volume(g.size);
   const Triple plane{g.size[1] * g.size[2], g.size[2], 1};
   const Triple residues{std::min(g.stride[0], g.size[0]), std::min(g.stride[1], g.size[1]),
@@ -132,14 +138,13 @@ void input_gradient(const Geometry& g, const int16_t* grad, const int16_t* w, Pr
           rows[(o / out_channels * channels + c) * depth + place + o % out_channels] =
               w[(o * channels + c) * tap_count + tap];
     });
-    const Lattice from(counts, padded.image, steps), to(counts, g.channels * pixels, step);
+    const Lattice from(counts, planes.image(), steps), to(counts, g.channels * pixels, step);
     for (int64_t group = 0; group < g.groups; group++)
       products.add(std::make_unique<Rows>(rows + group * channels * depth, channels, depth),
-                   std::make_unique<Windows>(padded.data.get() + padded.origin() + group * length, from, g.batch,
-                                             *taps.back(), length),
-                   depth, std::make_unique<Pixels>(to, first), group * channels * pixels, pixels);
+                   std::make_unique<Windows>(planes, group, planes.origin(), from, g.batch, *taps.back()), depth,
+                   std::make_unique<Pixels>(to, first), group * channels, group * channels * pixels, pixels);
   });
-  products.run(call.micro, call.threads, call.tally);
+  products.run();
 }
 
 void weight_gradient(const Geometry& g, const int16_t* x, const int16_t* grad, Products& products, const Call& call) {
@@ -153,9 +158,9 @@ void weight_gradient(const Geometry& g, const int16_t* x, const int16_t* grad, P
     products.add(std::make_unique<ImageRows>(grad + group * out_channels * out_pixels, out_channels, out_pixels,
                                              g.out_channels * out_pixels),
                  std::make_unique<WindowColumns>(padded.data.get() + group * length, from, taps, length),
-                 g.batch * even(out_pixels), std::make_unique<Weights>(tap_count, channels), group * out_channels * row,
-                 row);
-  products.run(call.micro, call.threads, call.tally);
+                 g.batch * even(out_pixels), std::make_unique<Weights>(tap_count, channels), group * out_channels,
+                 group * out_channels * row, row);
+  products.run();
 }
 
 }  // namespace
@@ -168,18 +173,22 @@ void weight_gradient(const Geometry& g, const int16_t* x, const int16_t* grad, P
 //   geometry  int64[22]: batch, channels, out channels, groups; then three numbers each (1 or 0 for a missing
 //   dimension):
 //             size, out size, kernel, stride, padding, dilation
+//   bias      null, or a number for each channel of the result, which is not that of product 2
 // The rest is as in lowp_integer_matmul.
 LOWP_EXPORT int lowp_integer_convolution(const char* forced, int product, const int16_t* a, const int16_t* b, void* c,
-                                         const int64_t* geometry, int kind, int exponent, int lowest, int threads,
-                                         int64_t* seen, double* largest) {
+                                         const int64_t* geometry, int kind, int exponent, int lowest,
+                                         const float* bias, int bias_exponent, int threads, int64_t* seen,
+                                         double* largest) {
   const lowp::Micro* micro = lowp::choose_micro(forced);
   if (!micro) return 1;
   try {
     lowp::Tally tally;
     const lowp::Geometry shape(geometry);
-    const lowp::Call call{*micro, threads, tally};
+    const lowp::Bias added{bias, product == 1 ? shape.channels : shape.out_channels, bias_exponent};
+    if (static_cast<lowp::Kind>(kind) == lowp::Kind::int16 && !added.is_finite()) return 3;
+    const lowp::Call call{*micro, added, threads, tally};
     const lowp::Format format{static_cast<lowp::Kind>(kind), exponent, lowest};
-    lowp::Products products(format, c);
+    lowp::Products products(format, c, call);
     if (lowp::convolve_directly(shape, product, a, b, c, format, call)) product = -1;
     if (product == 0) lowp::forward(shape, a, b, products, call);
     if (product == 1) lowp::input_gradient(shape, a, b, products, call);

@@ -82,6 +82,7 @@ inline Triple window_extent(const Geometry& g) {
 
 struct Call {
   const Micro& micro;
+  const Bias& bias;
   int threads;
   Tally& tally;
 };

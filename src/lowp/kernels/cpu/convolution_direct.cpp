@@ -52,42 +52,50 @@ class Sink {
   Sink(const Micro& micro, const Format& format, int64_t depth, void* out)
       : micro_(micro), format_(format), narrow_(depth < int64_t{1} << 21), out_(out) {}
 
-  // Whole[i] or, chained, floats[i] goes to element first + i.
-  void write(const int64_t* whole, const float* floats, int64_t count, int64_t first, Tally& tally) const {
+  // Whole[i] or, chained, floats[i], with `addend` (null: nothing) added, goes to element first + i.
+  void write(const int64_t* whole, const float* floats, int64_t count, int64_t first, const double* addend,
+             Tally& tally) const {
     static const int64_t bytes[] = {4, 2, 4, 8, 8};
-    const int64_t size = bytes[static_cast<int>(format_.kind)], tile = micro_.rows * micro_.columns;
+    const int64_t size = bytes[static_cast<int>(format_.kind)], columns = micro_.columns;
     alignas(64) int64_t sums[12 * 32];
     alignas(64) float chained[12 * 32];
     alignas(64) char results[12 * 32 * 8];
-    for (int64_t i = 0; i < count; i += tile) {
-      const int64_t here = std::min(tile, count - i);
+    double addends[12];
+    for (double& one : addends) one = addend ? *addend : 0.0;
+    for (int64_t i = 0, here; i < count; i += here) {  // whole rows of a tile; then the beginning of a row
+      const int64_t rows = std::max<int64_t>(1, std::min<int64_t>(micro_.rows, (count - i) / columns));
+      here = std::min(rows * columns, count - i);
       std::memset(sums, 0, sizeof sums);
       std::memset(chained, 0, sizeof chained);
       if (format_.kind == Kind::chained)
         std::memcpy(chained, floats + i, static_cast<size_t>(here) * sizeof(float));
       else
         std::memcpy(sums, whole + i, static_cast<size_t>(here) * sizeof(int64_t));
-      finish(sums, chained, results, tally);
+      finish(sums, chained, {addend ? addends : nullptr, nullptr, std::min(here, columns)}, static_cast<int>(rows), results, tally);
       std::memcpy(static_cast<char*>(out_) + (first + i) * size, results, static_cast<size_t>(here * size));
     }
   }
 
  private:
-  void finish(const int64_t* sums, const float* chained, char* out, Tally& tally) const {
-    const int64_t stride = micro_.columns;
+  template <class Out>
+  Place<Out> at(void* out, int rows) const {
+    return {static_cast<Out*>(out), micro_.columns, rows};
+  }
+
+  void finish(const int64_t* sums, const float* chained, const Addends& addends, int rows, char* out,
+              Tally& tally) const {
     const int exponent = format_.exponent;
-    void* to = out;
     switch (format_.kind) {
       case Kind::chained:
-        return micro_.finish_chained(chained, exponent, static_cast<float*>(to), stride, tally);
+        return micro_.finish_chained(chained, exponent, addends, at<float>(out, rows), tally);
       case Kind::int16:
-        return micro_.finish_int16(sums, narrow_, exponent, format_.lowest, static_cast<int16_t*>(to), stride, tally);
+        return micro_.finish_int16(sums, narrow_, exponent, addends, format_.lowest, at<int16_t>(out, rows), tally);
       case Kind::float32:
-        return micro_.finish_float(sums, narrow_, exponent, static_cast<float*>(to), stride, tally);
+        return micro_.finish_float(sums, narrow_, exponent, at<float>(out, rows), tally);
       case Kind::float64:
-        return micro_.finish_double(sums, narrow_, exponent, static_cast<double*>(to), stride, tally);
+        return micro_.finish_double(sums, narrow_, exponent, at<double>(out, rows), tally);
       case Kind::int64:
-        return micro_.finish_int64(sums, narrow_, static_cast<int64_t*>(to), stride, tally);
+        return micro_.finish_int64(sums, narrow_, at<int64_t>(out, rows), tally);
     }
   }
 
@@ -181,13 +189,14 @@ Sums gradient_sums(const Geometry& g) {
 class Correlator {
  public:
   Correlator(const Geometry& g, const Sums& sums, const int16_t* source, const int16_t* weights, const Sink& sink,
-             const Micro& micro)
+             const Call& call)
       : g_(g),
         sums_(sums),
         source_(source),
         weights_(weights),
         sink_(sink),
-        micro_(micro),
+        micro_(call.micro),
+        addends_(call.bias.panels(0, g.groups * sums.targets, 1)),
         planes_(sums.sources, sums.size, sums.before, sums.extent),
         result_(static_cast<size_t>(sums.pixels)),
         whole_(result_.size()),
@@ -204,8 +213,9 @@ class Correlator {
         whole_[i] = static_cast<int64_t>(result_[i]);
         floats_[i] = static_cast<float>(result_[i]);
       }
-      sink_.write(whole_.data(), floats_.data(), sums_.pixels,
-                  ((n * g_.groups + group) * sums_.targets + target) * sums_.pixels, tally);
+      const int64_t channel = group * sums_.targets + target;
+      sink_.write(whole_.data(), floats_.data(), sums_.pixels, (n * g_.groups * sums_.targets + channel) * sums_.pixels,
+                  addends_.empty() ? nullptr : &addends_[static_cast<size_t>(channel)], tally);
     }
   }
 
@@ -239,6 +249,7 @@ class Correlator {
   const int16_t *source_, *weights_;
   const Sink& sink_;
   const Micro& micro_;
+  const std::vector<double> addends_;
   Planes planes_;
   std::vector<double> result_;
   std::vector<int64_t> whole_;
@@ -286,7 +297,7 @@ class WeightGradient {
       }
     }
     for (size_t i = 0; i < partial_.size(); i++) flush(i);
-    sink_.write(whole_.data(), floats_.data(), results, group * results, tally);
+    sink_.write(whole_.data(), floats_.data(), results, group * results, nullptr, tally);
   }
 
  private:
@@ -344,7 +355,7 @@ bool convolve_directly(const Geometry& g, int product, const int16_t* a, const i
   if (taps * even(product == 0 ? channels : outs) > BLOCK) return false;  // rounded more than once
   const Sums sums = product == 0 ? forward_sums(g) : gradient_sums(g);
   const Sink sink(call.micro, format, BLOCK, c);
-  share(g.batch * g.groups, call, [&] { return std::make_unique<Correlator>(g, sums, a, b, sink, call.micro); });
+  share(g.batch * g.groups, call, [&] { return std::make_unique<Correlator>(g, sums, a, b, sink, call); });
   return true;
 }
 

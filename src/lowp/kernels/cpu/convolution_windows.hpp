@@ -53,22 +53,97 @@ struct Padded {
   int64_t origin() const { return ((before[0] * extent[1] + before[1]) * extent[2] + before[2]) * pixel; }
 };
 
-// Visits the lattice of pixels of a batch in order, giving each one's place n * image + (its three indices) * step.
+// An image as planes of pairs of channels, with zeros around: pairs[n][pair of channels][row][position], the operand of
+// which a panel of windows is copied. Positions that are `stride` apart, as those of neighbouring windows are, lie side
+// by side: a row is cut into `stride` parts by the residue of the position.
+class PairPlanes {
+ public:
+  PairPlanes(const int16_t* source, int64_t batch, int64_t channels, int64_t groups, const Triple& size,
+             const Triple& before, const Triple& extent, int64_t stride, const Micro& micro, int threads)
+      : before_(before),
+        extent_(extent),
+        stride_(stride),
+        part_(divide_up(extent[2], stride)),
+        groups_(groups),
+        group_pairs_(even(channels / groups) / 2),
+        data_(new int32_t[static_cast<size_t>(batch * groups * group() + OVERRUN)]) {
+    const int64_t rows = extent[0] * extent[1], real = channels / groups, pixels = volume(size);
+    parallel_for(batch * groups * group_pairs_ * rows, 1, threads, [&](int64_t begin, int64_t end) {
+      std::vector<int32_t> line(static_cast<size_t>(stride == 1 ? 0 : extent[2]));
+      for (int64_t r = begin; r < end; r++) {
+        const int64_t y0 = r % rows / extent[1] - before[0], y1 = r % extent[1] - before[1];
+        const int64_t pair = r / rows % group_pairs_, channel = r / rows / group_pairs_ * real + 2 * pair;
+        const bool inside = y0 >= 0 && y0 < size[0] && y1 >= 0 && y1 < size[1];
+        const int16_t* first = inside ? source + channel * pixels + (y0 * size[1] + y1) * size[2] : nullptr;
+        fill_row(first, inside && 2 * pair + 1 < real ? first + pixels : nullptr, size[2], micro, line.data(),
+                 data_.get() + r * row());
+      }
+    });
+  }
+
+  int64_t row() const { return stride_ * part_; }
+  int64_t plane() const { return extent_[0] * extent_[1] * row(); }
+  int64_t group() const { return group_pairs_ * plane(); }
+  int64_t image() const { return groups_ * group(); }
+  int64_t group_pairs() const { return group_pairs_; }
+  const int32_t* data() const { return data_.get(); }
+  // from one row to the next in each dimension but the last, in which it is from one window to the next
+  Triple steps() const { return {extent_[1] * row(), row(), 1}; }
+  // where a position lies in its plane, positions counted from the first that is there
+  int64_t place(const Triple& at) const {
+    return (at[0] * extent_[1] + at[1]) * row() + at[2] % stride_ * part_ + at[2] / stride_;
+  }
+  int64_t origin() const { return place(before_); }
+
+ private:
+  // One row of pairs of two channels (null: zeros) that have `length` positions, with zeros around.
+  void fill_row(const int16_t* first, const int16_t* second, int64_t length, const Micro& micro, int32_t* line,
+                int32_t* to) const {
+    if (!first) {
+      std::memset(to, 0, static_cast<size_t>(row()) * sizeof *to);
+      return;
+    }
+    if (stride_ == 1) return fill_line(first, second, length, micro, to);
+    fill_line(first, second, length, micro, line);
+    for (int64_t residue = 0; residue < stride_; residue++, to += part_) {
+      const int64_t count = divide_up(extent_[2] - residue, stride_);
+      for (int64_t i = 0; i < count; i++) to[i] = line[residue + i * stride_];
+      if (count < part_) to[count] = 0;
+    }
+  }
+
+  void fill_line(const int16_t* first, const int16_t* second, int64_t length, const Micro& micro, int32_t* to) const {
+    const int64_t skipped = std::max<int64_t>(0, -before_[2]), begin = before_[2] + skipped;
+    const int64_t count = std::max<int64_t>(0, std::min(length - skipped, extent_[2] - begin));
+    std::memset(to, 0, static_cast<size_t>(std::min(begin, extent_[2])) * sizeof *to);
+    micro.pair(first + skipped, second ? second + skipped : nullptr, count, to + begin);
+    if (begin + count < extent_[2])
+      std::memset(to + begin + count, 0, static_cast<size_t>(extent_[2] - begin - count) * sizeof *to);
+  }
+
+  Triple before_, extent_;
+  int64_t stride_, part_, groups_, group_pairs_;
+  std::unique_ptr<int32_t[]> data_;
+};
+
+// The lattice of pixels of a batch, in order. Each has a place: n * image + (its three indices) * step.
 class Lattice {
  public:
   Lattice(const Triple& counts, int64_t image, const Triple& step) : counts_(counts), image_(image), step_(step) {}
 
   int64_t pixels() const { return volume(counts_); }
 
+  // Calls visit(done, place, length) for each run of `count` pixels from `first` on: neighbours in the last dimension.
   template <class Visit>
-  void visit(int64_t first, int64_t count, Visit&& visit) const {
+  void runs(int64_t first, int64_t count, Visit&& visit) const {
     int64_t i2 = first % counts_[2], rest = first / counts_[2];
     int64_t i1 = rest % counts_[1];
     rest /= counts_[1];
     int64_t i0 = rest % counts_[0], n = rest / counts_[0];
-    for (int64_t done = 0; done < count; done++) {
-      visit(done, n * image_ + i0 * step_[0] + i1 * step_[1] + i2 * step_[2]);
-      if (++i2 < counts_[2]) continue;
+    for (int64_t done = 0; done < count;) {
+      const int64_t length = std::min(count - done, counts_[2] - i2);
+      visit(done, n * image_ + i0 * step_[0] + i1 * step_[1] + i2 * step_[2], length);
+      done += length;
       i2 = 0;
       if (++i1 < counts_[1]) continue;
       i1 = 0;
@@ -78,44 +153,44 @@ class Lattice {
     }
   }
 
+  void places(int64_t first, int64_t count, int64_t shift, int64_t* out) const {
+    const int64_t step = step_[2];
+    runs(first, count, [&](int64_t done, int64_t place, int64_t length) {
+      for (int64_t i = 0; i < length; i++) out[done + i] = shift + place + i * step;
+    });
+  }
+
  private:
   Triple counts_;
   int64_t image_;
   Triple step_;
 };
 
-// Windows as columns: element (k = (tap, channel), column = pixel).
+// Windows as columns: element (k = (tap, channel), column = pixel); `taps` are places in a plane. The numbers of
+// neighbouring windows lie side by side, so that a panel is copied of them, whatever the taps are.
 class Windows : public Operand {
  public:
-  Windows(const int16_t* data, const Lattice& lattice, int64_t batch, const std::vector<int64_t>& taps, int64_t length)
-      : Operand(batch * lattice.pixels()), data_(data), lattice_(lattice), taps_(taps), length_(length) {}
+  // of a group of channels, with the lattice's first window at `origin` of a plane
+  Windows(const PairPlanes& planes, int64_t group, int64_t origin, const Lattice& lattice, int64_t batch,
+          const std::vector<int64_t>& taps)
+      : Operand(batch * lattice.pixels()), data_(planes.data()), lattice_(lattice) {
+    for (const int64_t tap : taps)
+      for (int64_t pair = 0; pair < planes.group_pairs(); pair++)
+        offsets_.push_back(origin + tap + group * planes.group() + pair * planes.plane());
+  }
 
   void pack(const Packer& packer, int64_t first, int64_t k0, int64_t k1, int32_t* panel) const override {
-    int64_t bases[64];
-    const int64_t present = std::min<int64_t>(packer.width, count - first);
-    lattice_.visit(first, present, [&](int64_t w, int64_t place) { bases[w] = place; });
-    for (int64_t k = k0; k < k1;) {
-      const int64_t tap = k / length_, channel = k % length_, length = std::min(run_of(tap) - channel, k1 - k);
-      const int16_t* lines[64];
-      for (int64_t w = 0; w < packer.width; w++)
-        lines[w] = w < present ? data_ + bases[w] + taps_[static_cast<size_t>(tap)] + channel : nullptr;
-      packer.lines(lines, length, panel + (k - k0) / 2 * packer.width);
-      k += length;
-    }
+    Run runs[64];
+    int64_t found = 0;
+    lattice_.runs(first, std::min<int64_t>(packer.width, count - first),
+                  [&](int64_t done, int64_t place, int64_t length) { runs[found++] = {done, place, length}; });
+    packer.copies(data_, offsets_.data() + k0 / 2, (k1 - k0) / 2, runs, found, panel);
   }
 
  private:
-  // How many elements from a tap on lie side by side: neighbouring taps of a row do.
-  int64_t run_of(int64_t tap) const {
-    size_t last = static_cast<size_t>(tap);
-    while (last + 1 < taps_.size() && taps_[last + 1] == taps_[last] + length_) last++;
-    return (static_cast<int64_t>(last) - tap + 1) * length_;
-  }
-
-  const int16_t* data_;
+  const int32_t* data_;
   const Lattice lattice_;
-  const std::vector<int64_t>& taps_;
-  const int64_t length_;
+  std::vector<int64_t> offsets_;  // of each pair of a window
 };
 
 // Rows of a small dense matrix.
@@ -177,7 +252,7 @@ class WindowColumns : public Operand {
     for (int64_t k = k0; k < k1;) {
       const int64_t n = k / even(pixels), pixel = k % even(pixels), length = std::min(pixels - pixel, k1 - k);
       int64_t offsets[STEP];
-      lattice_.visit(n * pixels + pixel, length, [&](int64_t i, int64_t place) { offsets[i] = place; });
+      lattice_.places(n * pixels + pixel, length, 0, offsets);
       int32_t* to = panel + (k - k0) / 2 * packer.width;
       if (together)
         packer.rows(data_ + columns[0], offsets, length, packer.width, to);
@@ -210,7 +285,7 @@ class Pixels : public Target {
  public:
   Pixels(const Lattice& lattice, int64_t first) : lattice_(lattice), first_(first) {}
   void offsets(int64_t first, int64_t count, int64_t* out) const override {
-    lattice_.visit(first, count, [&](int64_t i, int64_t place) { out[i] = first_ + place; });
+    lattice_.places(first, count, first_, out);
   }
 
  private:

@@ -42,6 +42,18 @@ void Tally::report(int64_t* seen, double* largest) const {
   *largest = largest_value;
 }
 
+bool Bias::is_finite() const {
+  return !numbers || std::all_of(numbers, numbers + count, [](float number) { return std::isfinite(number); });
+}
+
+std::vector<double> Bias::panels(int64_t first, int64_t count, int width) const {
+  if (!numbers) return {};
+  std::vector<double> whole(static_cast<size_t>(divide_up(count, width) * width));
+  for (int64_t i = 0; i < count; i++)
+    whole[static_cast<size_t>(i)] = std::ldexp(static_cast<double>(numbers[first + i]), exponent);
+  return whole;
+}
+
 void Target::offsets(int64_t first, int64_t count, int64_t* out) const {
   for (int64_t i = 0; i < count; i++) out[i] = first + i;
 }
@@ -125,14 +137,16 @@ class Writer {
     for (int64_t j = 0; j < count_; j++) together_ = together_ && offsets_[j] == offsets_[0] + j;
   }
 
-  // Writes a tile by finish(out, stride): where it belongs if all of it belongs together, else through a buffer.
+  // Writes a tile by finish(place, addends): where it belongs if all its columns belong together, else through a buffer.
   template <class Finish>
   void write(int64_t row_panel, Finish&& finish) {
     const int64_t first_row = row_panel * micro_.rows, stride = product_.target->row_stride;
-    const int64_t rows = std::min<int64_t>(micro_.rows, product_.left->count - first_row);
+    const int rows = static_cast<int>(std::min<int64_t>(micro_.rows, product_.left->count - first_row));
+    const double *by_row = product_.row_addends, *by_column = product_.column_addends;
+    const Addends addends{by_row ? by_row + first_row : nullptr, by_column ? by_column + first_ : nullptr, count_};
     Out* data = static_cast<Out*>(product_.target->data) + first_row * stride;
-    if (together_ && count_ == micro_.columns && rows == micro_.rows) return finish(data + offsets_[0], stride);
-    finish(results_, micro_.columns);
+    if (together_ && count_ == micro_.columns) return finish(Place<Out>{data + offsets_[0], stride, rows}, addends);
+    finish(Place<Out>{results_, micro_.columns, rows}, addends);
     for (int64_t i = 0; i < rows; i++) write_row(data + i * stride, results_ + i * micro_.columns);
   }
 
@@ -157,14 +171,14 @@ class Writer {
 Side pack_right(const Micro& micro, const Operand& operand, int64_t panel, int64_t k, const PackedSide& left,
                 Buffers& buffers) {
   const int64_t end = left.end(k), pairs = (end - k + 1) / 2;
-  int32_t* data = buffers.right.get(STEP / 2 * micro.columns);
+  int32_t* data = buffers.right.get(STEP / 2 * micro.columns + OVERRUN);
   float* bounds = buffers.right_bounds.get(Digits::ERRORS);
   const Digits digits = Digits::in(buffers.right_digits.get(Digits::size(micro.columns, STEP)),
                                    buffers.right_errors.get(Digits::ERRORS), micro.columns);
   operand.pack(micro.right, panel * micro.columns, k, end, data);
   micro.right.bound(pairs, data, bounds);
   if (needs_digits(bounds, left.largest.data() + k / BLOCK * BOUNDS, end - k)) micro.right.digits(pairs, data, digits);
-  return {data, bounds, pairs, digits};
+  return {data, bounds, pairs, digits, 0};
 }
 
 // Sums all tiles of a unit over the depth, step by step, and writes each tile when it has its last step; `finish` turns
@@ -190,7 +204,8 @@ void run_tiles(const Micro& micro, const Unit& unit, const Product& product, con
         T* tile_sums = one_step ? sums : sums + (c * unit.rows + r) * tile;
         add(micro, left.side(unit.row + r, k), b, k == 0, tile_sums);
         if (!last) continue;
-        writer.write(unit.row + r, [&](Out* out, int64_t stride) { finish(tile_sums, out, stride); });
+        writer.write(unit.row + r,
+                     [&](const Place<Out>& to, const Addends& addends) { finish(tile_sums, addends, to); });
       }
     }
     k += left.step;
@@ -205,29 +220,29 @@ void run_unit(const Micro& micro, const Unit& unit, const Product& product, cons
   switch (format.kind) {
     case Kind::chained:
       return run_tiles<float, float>(micro, unit, product, left, right, buffers,
-                                     [&](const float* sums, float* out, int64_t stride) {
-                                       micro.finish_chained(sums, exponent, out, stride, tally);
+                                     [&](const float* sums, const Addends& addends, const Place<float>& to) {
+                                       micro.finish_chained(sums, exponent, addends, to, tally);
                                      });
     case Kind::int16:
-      return run_tiles<int64_t, int16_t>(micro, unit, product, left, right, buffers,
-                                         [&](const int64_t* sums, int16_t* out, int64_t stride) {
-                                           micro.finish_int16(sums, narrow, exponent, format.lowest, out, stride,
-                                                              tally);
-                                         });
+      return run_tiles<int64_t, int16_t>(
+          micro, unit, product, left, right, buffers,
+          [&](const int64_t* sums, const Addends& addends, const Place<int16_t>& to) {
+            micro.finish_int16(sums, narrow, exponent, addends, format.lowest, to, tally);
+          });
     case Kind::float32:
       return run_tiles<int64_t, float>(micro, unit, product, left, right, buffers,
-                                       [&](const int64_t* sums, float* out, int64_t stride) {
-                                         micro.finish_float(sums, narrow, exponent, out, stride, tally);
+                                       [&](const int64_t* sums, const Addends&, const Place<float>& to) {
+                                         micro.finish_float(sums, narrow, exponent, to, tally);
                                        });
     case Kind::float64:
       return run_tiles<int64_t, double>(micro, unit, product, left, right, buffers,
-                                        [&](const int64_t* sums, double* out, int64_t stride) {
-                                          micro.finish_double(sums, narrow, exponent, out, stride, tally);
+                                        [&](const int64_t* sums, const Addends&, const Place<double>& to) {
+                                          micro.finish_double(sums, narrow, exponent, to, tally);
                                         });
     case Kind::int64:
       return run_tiles<int64_t, int64_t>(micro, unit, product, left, right, buffers,
-                                         [&](const int64_t* sums, int64_t* out, int64_t stride) {
-                                           micro.finish_int64(sums, narrow, out, stride, tally);
+                                         [&](const int64_t* sums, const Addends&, const Place<int64_t>& to) {
+                                           micro.finish_int64(sums, narrow, to, tally);
                                          });
   }
 }
@@ -308,11 +323,14 @@ class Matrix : public Operand {
 //   sizes   batch, m, n, k
 //   strides of a: batch, m, k; of b: batch, n, k (one of the last two is 1 each); of c: batch, m (n has stride 1)
 //   kind    0 chained fp32; exact: 1 int16, 2 fp32, 3 fp64, 4 int64
+//   bias    null, or n numbers that are added to chained results, or times 2^bias_exponent to what int16 is rounded from
 //   seen    int64[3]: saturated, largest mantissa, largest sum; largest: the largest value written (chained)
-// Returns 0; 1 where `forced` names a kernel this machine lacks; 2 where memory ran out.
+// Returns 0; 1 where `forced` names a kernel this machine lacks; 2 where memory ran out; 3 where int16 is to be rounded
+// from numbers that are not finite.
 LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const int16_t* b, void* c,
                                     const int64_t* sizes, const int64_t* strides, int kind, int exponent, int lowest,
-                                    int threads, int64_t* seen, double* largest) {
+                                    const float* bias, int bias_exponent, int threads, int64_t* seen,
+                                    double* largest) {
   const lowp::Micro* micro = lowp::choose_micro(forced);
   if (!micro) return 1;
   try {
@@ -321,6 +339,9 @@ LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const 
     std::vector<lowp::Matrix> lefts, rights;
     std::vector<lowp::Target> targets(static_cast<size_t>(batch));
     std::vector<lowp::Product> products;
+    const lowp::Bias numbers{bias, n, bias_exponent};
+    if (static_cast<lowp::Kind>(kind) == lowp::Kind::int16 && !numbers.is_finite()) return 3;
+    const std::vector<double> added = numbers.panels(0, n, micro->columns);
     lefts.reserve(static_cast<size_t>(batch));
     rights.reserve(static_cast<size_t>(batch));
     for (int64_t i = 0; i < batch; i++) {
@@ -329,7 +350,7 @@ LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const 
       lowp::Target& target = targets[static_cast<size_t>(i)];
       target.data = static_cast<char*>(c) + i * strides[6] * bytes[kind];
       target.row_stride = strides[7];
-      products.push_back({&lefts.back(), &rights.back(), k, &target});
+      products.push_back({&lefts.back(), &rights.back(), k, &target, nullptr, bias ? added.data() : nullptr});
     }
     lowp::Tally tally;
     lowp::run(*micro, products, {static_cast<lowp::Kind>(kind), exponent, lowest}, true, threads, tally);

@@ -57,7 +57,16 @@ struct Side {
   const float* bounds;
   int64_t count;  // pairs, at most STEP / 2
   Digits digits;
+  int rows;  // of A: how many rows of the panel there are; the others are zero
 };
+
+// Columns [column, column + length) of a panel, side by side in memory from `place` on.
+struct Run {
+  int64_t column, place, length;
+};
+
+// How far beyond what they are asked for `copies` may read, in int32, and how far beyond the panel it may write.
+constexpr int64_t OVERRUN = 16;
 
 // Packs one side. `lines[w]` may be null (zeros); an odd length is filled with a zero.
 struct Packer {
@@ -67,8 +76,28 @@ struct Packer {
                int32_t* panel);  // along w
   // the same for `count` of the columns alone; the others are left as they are
   void (*some_rows)(const int16_t* source, const int64_t* offsets, int64_t length, int64_t count, int32_t* panel);
+  // panel[i][column of a run] = pairs[offsets[i] + place ...] for `count` rows, zeros where there is no run; the runs
+  // lie side by side
+  void (*copies)(const int32_t* pairs, const int64_t* offsets, int64_t count, const Run* runs, int64_t run_count,
+                 int32_t* panel);
   void (*bound)(int64_t pairs, const int32_t* panel, float* bounds);
   void (*digits)(int64_t pairs, const int32_t* panel, const Digits& to);
+};
+
+// Where a tile of results goes, its rows `stride` apart, and how many of its rows are wanted.
+template <class Out>
+struct Place {
+  Out* out;
+  int64_t stride;
+  int rows;
+};
+
+// Numbers that are added to the results of a tile, one a row or one a column (null: none), in its first `count` columns:
+// in fp64 to what a mantissa is rounded from, in units of the result; in fp32 to a chained one.
+struct Addends {
+  const double* rows;
+  const double* columns;
+  int64_t count;
 };
 
 struct Micro {
@@ -78,13 +107,15 @@ struct Micro {
   // accumulators += the tile's sums over a step, which begins at a multiple of BLOCK; `begin`: they are taken as zeros
   void (*add_chained)(const Side& a, const Side& b, bool begin, float* accumulators);
   void (*add_exact)(const Side& a, const Side& b, bool begin, int64_t* accumulators);
-  // a tile of sums -> rows of results, `stride` apart
-  void (*finish_chained)(const float* sums, int exponent, float* out, int64_t stride, Tally& tally);
-  void (*finish_int16)(const int64_t* sums, bool narrow, int exponent, int lowest, int16_t* out, int64_t stride,
-                       Tally& tally);
-  void (*finish_float)(const int64_t* sums, bool narrow, int exponent, float* out, int64_t stride, Tally& tally);
-  void (*finish_double)(const int64_t* sums, bool narrow, int exponent, double* out, int64_t stride, Tally& tally);
-  void (*finish_int64)(const int64_t* sums, bool narrow, int64_t* out, int64_t stride, Tally& tally);
+  // a tile of sums -> results
+  void (*finish_chained)(const float* sums, int exponent, const Addends& addends, const Place<float>& to, Tally& tally);
+  void (*finish_int16)(const int64_t* sums, bool narrow, int exponent, const Addends& addends, int lowest,
+                       const Place<int16_t>& to, Tally& tally);
+  void (*finish_float)(const int64_t* sums, bool narrow, int exponent, const Place<float>& to, Tally& tally);
+  void (*finish_double)(const int64_t* sums, bool narrow, int exponent, const Place<double>& to, Tally& tally);
+  void (*finish_int64)(const int64_t* sums, bool narrow, const Place<int64_t>& to, Tally& tally);
+  // two lines of numbers (the second null: zeros) as pairs
+  void (*pair)(const int16_t* even, const int16_t* odd, int64_t count, int32_t* to);
   // [channels][positions] -> [positions][channels], positions `to_stride` apart
   void (*interleave)(const int16_t* from, int64_t from_stride, int64_t channels, int64_t positions, int16_t* to,
                      int64_t to_stride);
@@ -136,6 +167,18 @@ struct Product {
   const Operand* right;
   int64_t depth;
   const Target* target;
+  const double* row_addends;  // null: none; in whole panels
+  const double* column_addends;
+};
+
+// Numbers that are added to the results (null: none), one a row or one a column of them, times 2^exponent.
+struct Bias {
+  const float* numbers;
+  int64_t count;
+  int exponent;
+  bool is_finite() const;
+  // `count` of them from `first` on, in whole panels of a micro-kernel; nothing where there are none
+  std::vector<double> panels(int64_t first, int64_t count, int width) const;
 };
 
 // All products have the same kind of result. `right_ahead`: pack B once before, instead of where it is used.

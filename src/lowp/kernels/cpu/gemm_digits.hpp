@@ -101,7 +101,7 @@ static inline void add_near(const Span& span, const int32_t* a, const Digits& a_
                             const Digits& b_digits, int64_t* accumulators) {
   alignas(64) int32_t low[TILE], high[TILE], row[ROWS], column[COLUMNS];
   const int64_t pairs = span.end - span.begin;
-  multiply(&pairs, 1, a + span.begin * ROWS, b + span.begin * COLUMNS, nullptr, low);
+  multiply(ROWS, &pairs, 1, a + span.begin * ROWS, b + span.begin * COLUMNS, nullptr, low);
   approximate(span.groups(), a_digits.groups + span.begin / 2 * ROWS, b_digits.groups + span.begin / 2 * COLUMNS, high);
   const int64_t from = span.begin / CHUNK_PAIRS, to = lowp::divide_up(span.end, CHUNK_PAIRS);
   const int32_t* a_sums = a_digits.sums;

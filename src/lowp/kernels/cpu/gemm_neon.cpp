@@ -21,9 +21,9 @@ inline void add_row(int32x4_t c[4], int16x8_t a, const int16x8x2_t& left, const 
 }
 
 // 24 accumulators, 4 registers of B, 2 of A: 30 of the 32 there are
-__attribute__((noinline, noclone)) void multiply(const int64_t* chains, int64_t count, const int32_t* __restrict a,
-                                                 const int32_t* __restrict b, int32_t* __restrict tops,
-                                                 int32_t* __restrict sums) {
+__attribute__((noinline, noclone)) void multiply(int, const int64_t* chains, int64_t count,
+                                                 const int32_t* __restrict a, const int32_t* __restrict b,
+                                                 int32_t* __restrict tops, int32_t* __restrict sums) {
   int32x4_t c[ROWS][4];
   for (auto& row : c) row[0] = row[1] = row[2] = row[3] = vdupq_n_s32(0);
   for (int64_t chain = 0; chain < count; chain++) {

@@ -174,6 +174,19 @@ static inline void fold_rows_of_six(const __m256i* rows, uint32_t* totals) {
 template <int WIDTH>
 static inline void add_squares(int64_t pairs, const int32_t* panel, uint32_t* totals) {
   int64_t done = 0;
+#if defined(__AVX512BW__)
+  if constexpr (WIDTH % 16 == 0) {
+    for (int v = 0; v < WIDTH; v += 16) {
+      __m512i sum = _mm512_add_epi32(_mm512_loadu_si512(totals + v), _mm512_set1_epi32(static_cast<int>(pairs)));
+      for (int64_t k = 0; k < pairs; k++) {
+        const __m512i x = _mm512_loadu_si512(panel + k * WIDTH + v);
+        sum = _mm512_add_epi32(sum, _mm512_srli_epi32(_mm512_madd_epi16(x, x), 8));
+      }
+      _mm512_storeu_si512(totals + v, sum);
+    }
+    return;
+  }
+#endif
 #if defined(__AVX2__)
   constexpr int PERIOD = WIDTH % 8 == 0 ? WIDTH : WIDTH % 4 == 0 ? 2 * WIDTH : 4 * WIDTH;
   constexpr int STEPS = PERIOD / WIDTH;

@@ -2,11 +2,11 @@
 
 namespace {
 
-static void multiply_block(const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b, int32_t* tops,
-                           bool begin, float* sums) {
+static void multiply_block(int rows, const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b,
+                           int32_t* tops, bool begin, float* sums) {
   alignas(64) int32_t last[ROWS * COLUMNS];
-  multiply(chains, count, a, b, tops, last);
-  for (int t = 0; t < ROWS * COLUMNS; t++) {
+  multiply(rows, chains, count, a, b, tops, last);
+  for (int t = 0; t < rows * COLUMNS; t++) {
     // |sum| <= 2^38 is exact in fp64, so this rounds once
     const double top = count == 1 ? 0.0 : static_cast<double>(tops[t]);
     const float sum = static_cast<float>(top * (1 << lowp::TOP_SHIFT) + static_cast<double>(last[t]));

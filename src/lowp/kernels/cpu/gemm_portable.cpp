@@ -6,7 +6,8 @@ namespace {
 constexpr int ROWS = 6, COLUMNS = 16;
 
 // Unsigned, since the sums may pass 2^31 and are meant modulo 2^32; conversions to int32_t and back wrap around.
-void multiply(const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b, int32_t* tops, int32_t* sums) {
+void multiply(int, const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b, int32_t* tops,
+              int32_t* sums) {
   uint32_t total[ROWS][COLUMNS] = {};
   for (int64_t chain = 0; chain < count; chain++) {
     for (int t = 0; chain > 0 && t < ROWS * COLUMNS; t++) {

@@ -94,7 +94,8 @@ struct PackedSide {
                       packer->width);
   }
   Side side(int64_t index, int64_t k) const {
-    return {panel(index, k), bound(index, k), (end(k) - k + 1) / 2, digits(index, k)};
+    const int rows = static_cast<int>(std::min<int64_t>(packer->width, operand->count - index * packer->width));
+    return {panel(index, k), bound(index, k), (end(k) - k + 1) / 2, digits(index, k), rows};
   }
 };
 

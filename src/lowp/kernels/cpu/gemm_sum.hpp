@@ -8,20 +8,16 @@ using lowp::Side;
 using lowp::STEP;
 using lowp::TOP_SHIFT;
 
-static inline void multiply_one(int64_t pairs, const int32_t* a, const int32_t* b, int32_t* sums) {
-  multiply(&pairs, 1, a, b, nullptr, sums);
-}
-
 // sums += the product over several chains
-static __attribute__((noinline)) void add_chains(const int64_t* chains, int64_t count, const int32_t* a,
+static __attribute__((noinline)) void add_chains(int rows, const int64_t* chains, int64_t count, const int32_t* a,
                                                  const int32_t* b, int64_t* accumulators) {
   alignas(64) int32_t tops[TILE], sums[TILE];
-  multiply(chains, count, a, b, tops, sums);
+  multiply(rows, chains, count, a, b, tops, sums);
   if (count == 1) {
-    for (int t = 0; t < TILE; t++) accumulators[t] += sums[t];
+    for (int t = 0; t < rows * COLUMNS; t++) accumulators[t] += sums[t];
     return;
   }
-  for (int t = 0; t < TILE; t++)
+  for (int t = 0; t < rows * COLUMNS; t++)
     accumulators[t] += static_cast<int64_t>(tops[t]) * (1 << TOP_SHIFT) + static_cast<int64_t>(sums[t]);
 }
 
@@ -95,7 +91,7 @@ static __attribute__((noinline)) void add_carefully(const Part& part, int64_t* a
     end = cut_chains(part, begin, chains, &count);
     if (count > 0) {
       const int64_t from = part.first + part.pair(begin);
-      add_chains(chains, count, part.a.pairs + from * ROWS, part.b.pairs + from * COLUMNS, accumulators);
+      add_chains(part.a.rows, chains, count, part.a.pairs + from * ROWS, part.b.pairs + from * COLUMNS, accumulators);
       continue;
     }
     while (end < part.chunks && !(part.bounds[end] < SAFE)) end++;
@@ -111,17 +107,17 @@ static void add_chained(const Side& a, const Side& b, bool begin, float* accumul
     const int64_t block = first / BLOCK_PAIRS, count = smaller(a.count - first, BLOCK_PAIRS);
     const int32_t *left = a.pairs + first * ROWS, *right = b.pairs + first * COLUMNS;
     if (count == 0 || a.bounds[block * BOUNDS] * b.bounds[block * BOUNDS] < SAFE) {
-      multiply_block(&count, 1, left, right, tops, begin, accumulators);
+      multiply_block(a.rows, &count, 1, left, right, tops, begin, accumulators);
     } else {
       const Part part(a, b, first, count);
       int64_t chains[STEP / CHUNK], chain_count;
       if (cut_chains(part, 0, chains, &chain_count) == part.chunks) {
-        multiply_block(chains, chain_count, left, right, tops, begin, accumulators);
+        multiply_block(a.rows, chains, chain_count, left, right, tops, begin, accumulators);
       } else {
         alignas(64) int64_t sums[TILE];
         std::memset(sums, 0, sizeof sums);
         add_carefully(part, sums);
-        for (int t = 0; t < TILE; t++)
+        for (int t = 0; t < a.rows * COLUMNS; t++)
           accumulators[t] = (begin ? 0.0f : accumulators[t]) + static_cast<float>(narrow_to_double(sums[t]));
       }
     }
@@ -140,8 +136,8 @@ static void add_exact(const Side& a, const Side& b, bool begin, int64_t* accumul
     return add_carefully(Part(a, b, 0, a.count), accumulators);
   }
   alignas(64) int32_t sums[TILE];
-  multiply_one(a.count, a.pairs, b.pairs, sums);
-  for (int t = 0; t < TILE; t++) accumulators[t] = (begin ? 0 : accumulators[t]) + sums[t];
+  multiply(a.rows, &a.count, 1, a.pairs, b.pairs, nullptr, sums);
+  for (int t = 0; t < a.rows * COLUMNS; t++) accumulators[t] = (begin ? 0 : accumulators[t]) + sums[t];
 }
 
 }  // namespace

@@ -1,13 +1,14 @@
 // What every instruction set does alike, compiled once in each of their files. The including file defines, in an
 // anonymous namespace, ROWS, COLUMNS and, before it includes this,
-//   void multiply(const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b, int32_t* tops,
+//   void multiply(int rows, const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b, int32_t* tops,
 //                 int32_t* sums);
-//   void multiply_block(const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b, int32_t* tops,
-//                       bool begin, float* sums);
+//   void multiply_block(int rows, const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b,
+//                       int32_t* tops, bool begin, float* sums);
 //   void approximate(int64_t groups, const int32_t* a, const int32_t* b, int32_t* sums);
 // multiply runs `count` chains of chains[i] pairs each, one after the other, in int32, modulo 2^32. Between two chains
 // it moves all but the lowest TOP_SHIFT bits of each sum to `tops`, so each chain begins near zero; the result is
-// 2^TOP_SHIFT * tops + sums. One chain leaves `tops` alone. There is at least one, and `tops` and `sums` are aligned.
+// 2^TOP_SHIFT * tops + sums. One chain leaves `tops` alone. There is at least one, and `tops` and `sums` are aligned. Of
+// the tile at least the first `rows` rows are computed, and those beyond may be left alone.
 // multiply_block rounds that result to fp32 and adds it to `sums`, or with `begin` puts it there. approximate gives the sums of
 // products of digits (gemm_digits.hpp) over groups of four elements. Everything here is `static`: nothing compiled for
 // AVX-512 may be merged into other files.
@@ -25,6 +26,7 @@ static inline int64_t smaller(int64_t a, int64_t b) { return b < a ? b : a; }
 }  // namespace
 
 #include "gemm_pack.hpp"
+#include "gemm_copy.hpp"
 #include "gemm_write.hpp"
 #include "gemm_digits.hpp"
 #include "gemm_sum.hpp"
@@ -36,8 +38,8 @@ static constexpr lowp::Micro make_micro(const char* name) {
   return {name,
           ROWS,
           COLUMNS,
-          {ROWS, pack_lines<ROWS>, pack_rows<ROWS>, pack_some_rows<ROWS>, bound<ROWS>, read_digits<ROWS, false>},
-          {COLUMNS, pack_lines<COLUMNS>, pack_rows<COLUMNS>, pack_some_rows<COLUMNS>, bound<COLUMNS>, read_digits<COLUMNS, true>},
+          {ROWS, pack_lines<ROWS>, pack_rows<ROWS>, pack_some_rows<ROWS>, copy_runs<ROWS>, bound<ROWS>, read_digits<ROWS, false>},
+          {COLUMNS, pack_lines<COLUMNS>, pack_rows<COLUMNS>, pack_some_rows<COLUMNS>, copy_runs<COLUMNS>, bound<COLUMNS>, read_digits<COLUMNS, true>},
           add_chained,
           add_exact,
           finish_chained,
@@ -45,6 +47,7 @@ static constexpr lowp::Micro make_micro(const char* name) {
           finish_float,
           finish_double,
           finish_int64,
+          pair_lines,
           interleave,
           correlate,
           dot};

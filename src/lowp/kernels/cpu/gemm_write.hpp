@@ -8,12 +8,37 @@
 
 namespace {
 
+using lowp::Addends;
+using lowp::Place;
 using lowp::Tally;
 
 // 1.5 * 2^52: adding it to |x| < 2^51 leaves x, rounded to nearest even, in the low bits.
 constexpr double MAGIC = 6755399441055744.0;
 
 static inline double narrow_to_double(int64_t sum) { return lowp::bit_cast<double>(sum + 0x4338000000000000) - MAGIC; }
+
+// Lays numbers a row or a column out like a tile; false where there are none.
+static bool lay_out(const Addends& addends, int rows, double* added) {
+  if (!addends.rows && !addends.columns) return false;
+  for (int i = 0; i < rows; i++) {
+    const double number = addends.rows ? addends.rows[i] : 0.0;
+    for (int j = 0; j < COLUMNS; j++)
+      added[i * COLUMNS + j] = j >= addends.count ? 0.0 : addends.columns ? addends.columns[j] : number;
+  }
+  return true;
+}
+
+// A magnitude in units of the sums, rounded up: not zero unless it is.
+static inline int64_t whole_units(double value, double factor) {
+  const double units = std::ceil(value / factor);
+  return units < 0x1p62 ? static_cast<int64_t>(units) : int64_t{1} << 62;
+}
+
+// Notes the largest magnitude of a tile: of a value in units of the result, or of a sum.
+template <bool ADDS>
+static inline void note_largest(double largest, double factor, Tally& tally) {
+  tally.largest_sum = larger(tally.largest_sum, ADDS ? whole_units(largest, factor) : static_cast<int64_t>(largest));
+}
 
 #if defined(__AVX2__)
 // four sums below 2^51
@@ -39,43 +64,48 @@ static inline int64_t largest_lane(__m256i magnitudes) {
 
 // A tile in which nothing saturates, 16 sums at a time; the conversion to int32 rounds to nearest even. Returns false,
 // and what it wrote is to be replaced, where something does saturate.
-static bool finish_int16_fitting(const int64_t* sums, double factor, int16_t* out, int64_t stride, Tally& tally) {
+template <bool ADDS>
+static bool finish_int16_fitting(const int64_t* sums, double factor, const double* added, const Place<int16_t>& to,
+                                 Tally& tally) {
   const __m256d scale = _mm256_set1_pd(factor);
   __m256i largest = _mm256_setzero_si256();
-  __m256d largest_sums = _mm256_setzero_pd();
-  for (int t = 0; t < TILE; t += 16) {
+  __m256d largest_values = _mm256_setzero_pd();
+  for (int t = 0; t < to.rows * COLUMNS; t += 16) {
     __m128i rounded[4];
     for (int v = 0; v < 4; v++) {
-      const __m256d sum = load_narrow(sums + t + 4 * v);
-      largest_sums = _mm256_max_pd(largest_sums, magnitude(sum));
-      rounded[v] = _mm256_cvtpd_epi32(_mm256_mul_pd(sum, scale));
+      const __m256d sum = load_narrow(sums + t + 4 * v), scaled = _mm256_mul_pd(sum, scale);
+      const __m256d value = ADDS ? _mm256_add_pd(scaled, _mm256_load_pd(added + t + 4 * v)) : scaled;
+      largest_values = _mm256_max_pd(largest_values, magnitude(ADDS ? value : sum));
+      rounded[v] = _mm256_cvtpd_epi32(value);
     }
     const __m256i both =
         _mm256_packs_epi32(_mm256_set_m128i(rounded[1], rounded[0]), _mm256_set_m128i(rounded[3], rounded[2]));
     largest = _mm256_max_epu16(largest, _mm256_abs_epi16(both));
-    int16_t* to = out + t / COLUMNS * stride + t % COLUMNS;
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(both, 0xd8));
+    int16_t* out = to.out + t / COLUMNS * to.stride + t % COLUMNS;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permute4x64_epi64(both, 0xd8));
   }
-  const double largest_sum = largest_lane(largest_sums);
-  if (!(largest_sum * factor < 32767.0)) return false;
+  const double largest_value = largest_lane(largest_values);
+  if (!(largest_value * (ADDS ? 1.0 : factor) < 32767.0)) return false;
   tally.largest_mantissa = larger(tally.largest_mantissa, largest_lane(largest));
-  tally.largest_sum = larger(tally.largest_sum, static_cast<int64_t>(largest_sum));
+  note_largest<ADDS>(largest_value, factor, tally);
   return true;
 }
 
 // any other tile
-static void finish_int16_narrow(const int64_t* sums, double factor, int lowest, int16_t* out, int64_t stride,
-                                Tally& tally) {
+template <bool ADDS>
+static void finish_int16_narrow(const int64_t* sums, double factor, const double* added, int lowest,
+                                const Place<int16_t>& to, Tally& tally) {
   const __m256d scale = _mm256_set1_pd(factor), least = _mm256_set1_pd(-65536.0), most = _mm256_set1_pd(65536.0);
   const __m256i low = _mm256_set1_epi32(lowest), high = _mm256_set1_epi32(32767);
   __m256i fitting = _mm256_setzero_si256(), largest = fitting;
-  __m256d largest_sum = _mm256_setzero_pd();
-  for (int t = 0; t < TILE; t += 16) {
+  __m256d largest_values = _mm256_setzero_pd();
+  for (int t = 0; t < to.rows * COLUMNS; t += 16) {
     __m128i rounded[4];
     for (int v = 0; v < 4; v++) {
-      const __m256d sum = load_narrow(sums + t + 4 * v);
-      largest_sum = _mm256_max_pd(largest_sum, magnitude(sum));
-      rounded[v] = _mm256_cvtpd_epi32(_mm256_min_pd(_mm256_max_pd(_mm256_mul_pd(sum, scale), least), most));
+      const __m256d sum = load_narrow(sums + t + 4 * v), scaled = _mm256_mul_pd(sum, scale);
+      const __m256d value = ADDS ? _mm256_add_pd(scaled, _mm256_load_pd(added + t + 4 * v)) : scaled;
+      largest_values = _mm256_max_pd(largest_values, magnitude(ADDS ? value : sum));
+      rounded[v] = _mm256_cvtpd_epi32(_mm256_min_pd(_mm256_max_pd(value, least), most));
     }
     __m256i fit[2];
     for (int h = 0; h < 2; h++) {
@@ -85,33 +115,41 @@ static void finish_int16_narrow(const int64_t* sums, double factor, int lowest, 
       largest = _mm256_max_epi32(largest, _mm256_abs_epi32(fit[h]));
     }
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(fit[0], fit[1]), 0xd8);
-    int16_t* to = out + t / COLUMNS * stride + t % COLUMNS;
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), packed);
+    int16_t* out = to.out + t / COLUMNS * to.stride + t % COLUMNS;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), packed);
   }
   alignas(32) int32_t counts[8], mantissas[8];
   _mm256_store_si256(reinterpret_cast<__m256i*>(counts), fitting);
   _mm256_store_si256(reinterpret_cast<__m256i*>(mantissas), largest);
-  tally.saturated += TILE;
+  tally.saturated += to.rows * COLUMNS;
   for (int l = 0; l < 8; l++) {
     tally.saturated -= counts[l];
     tally.largest_mantissa = larger(tally.largest_mantissa, int64_t{mantissas[l]});
   }
-  tally.largest_sum = larger(tally.largest_sum, static_cast<int64_t>(largest_lane(largest_sum)));
+  const double largest_value = largest_lane(largest_values);
+  note_largest<ADDS>(largest_value, factor, tally);
+}
+
+template <bool ADDS>
+static void finish_int16_vectors(const int64_t* sums, double factor, const double* added, int lowest,
+                                 const Place<int16_t>& to, Tally& tally) {
+  if (!finish_int16_fitting<ADDS>(sums, factor, added, to, tally))
+    finish_int16_narrow<ADDS>(sums, factor, added, lowest, to, tally);
 }
 #endif
 
-static void note_sums(const int64_t* sums, bool narrow, Tally& tally) {
+static void note_sums(const int64_t* sums, int count, bool narrow, Tally& tally) {
   int64_t largest = tally.largest_sum;
   int done = 0;
 #if defined(__AVX2__)
   if (narrow) {
     __m256d most = _mm256_setzero_pd();
-    for (; done < TILE; done += 4) most = _mm256_max_pd(most, magnitude(load_narrow(sums + done)));
+    for (; done < count; done += 4) most = _mm256_max_pd(most, magnitude(load_narrow(sums + done)));
     largest = larger(largest, static_cast<int64_t>(largest_lane(most)));
   }
 #endif
   (void)narrow;
-  for (; done < TILE; done++) largest = larger(largest, sums[done] < 0 ? -sums[done] : sums[done]);
+  for (; done < count; done++) largest = larger(largest, sums[done] < 0 ? -sums[done] : sums[done]);
   tally.largest_sum = largest;
 }
 
@@ -133,98 +171,120 @@ static int32_t shift_rounded(int64_t sum, int exponent) {
   return negative ? -static_cast<int32_t>(rounded) : static_cast<int32_t>(rounded);
 }
 
-static void finish_int16(const int64_t* sums, bool narrow, int exponent, int lowest, int16_t* out, int64_t stride,
-                         Tally& tally) {
+// A rounded value of fp64 below 2^51 as an integer; what leaves +-65536 is cut there.
+static inline int32_t to_int32(double value) {
+  value = value < -65536.0 ? -65536.0 : value;
+  value = value > 65536.0 ? 65536.0 : value;
+  return static_cast<int32_t>(lowp::bit_cast<int64_t>(value + MAGIC));
+}
+
+static void finish_int16(const int64_t* sums, bool narrow, int exponent, const Addends& addends, int lowest,
+                         const Place<int16_t>& to, Tally& tally) {
   const double scale = std::ldexp(1.0, exponent);
+  const int count = to.rows * COLUMNS;
+  alignas(64) double added[TILE];
+  const bool adds = lay_out(addends, to.rows, added);
 #if defined(__AVX2__)
-  if (narrow) {
-    if (!finish_int16_fitting(sums, scale, out, stride, tally))
-      finish_int16_narrow(sums, scale, lowest, out, stride, tally);
-    return;
-  }
+  if (narrow && adds) return finish_int16_vectors<true>(sums, scale, added, lowest, to, tally);
+  if (narrow) return finish_int16_vectors<false>(sums, scale, added, lowest, to, tally);
 #endif
   alignas(64) int32_t rounded[TILE];
-  if (narrow) {
-    for (int t = 0; t < TILE; t++) {
-      double value = narrow_to_double(sums[t]) * scale;
-      value = value < -65536.0 ? -65536.0 : value;
-      value = value > 65536.0 ? 65536.0 : value;
-      rounded[t] = static_cast<int32_t>(lowp::bit_cast<int64_t>(value + MAGIC));
+  if (adds) {
+    double largest = 0;
+    for (int t = 0; t < count; t++) {
+      const double value = (narrow ? narrow_to_double(sums[t]) : static_cast<double>(sums[t])) * scale + added[t];
+      largest = larger(largest, value < 0 ? -value : value);
+      rounded[t] = to_int32(value);
     }
+    note_largest<true>(largest, scale, tally);
+  } else if (narrow) {
+    for (int t = 0; t < count; t++) rounded[t] = to_int32(narrow_to_double(sums[t]) * scale);
   } else {
-    for (int t = 0; t < TILE; t++) rounded[t] = shift_rounded(sums[t], exponent);
+    for (int t = 0; t < count; t++) rounded[t] = shift_rounded(sums[t], exponent);
   }
   int32_t saturated = 0, largest = 0;
-  for (int t = 0; t < TILE; t++) {
+  for (int t = 0; t < count; t++) {
     int32_t value = rounded[t];
     value = value < lowest ? lowest : value;
     value = value > 32767 ? 32767 : value;
     saturated += value != rounded[t];
     const int32_t magnitude = value < 0 ? -value : value;
     largest = magnitude > largest ? magnitude : largest;
-    out[t / COLUMNS * stride + t % COLUMNS] = static_cast<int16_t>(value);
+    to.out[t / COLUMNS * to.stride + t % COLUMNS] = static_cast<int16_t>(value);
   }
   tally.saturated += saturated;
   if (largest > tally.largest_mantissa) tally.largest_mantissa = largest;
-  note_sums(sums, narrow, tally);
+  if (!adds) note_sums(sums, count, narrow, tally);
 }
 
 // out = convert(sum) for each sum of a tile
 template <class Sum, class Out, class Convert>
-static inline void write_rows(const Sum* sums, Out* out, int64_t stride, Convert convert) {
-  for (int i = 0; i < ROWS; i++)
-    for (int j = 0; j < COLUMNS; j++) out[i * stride + j] = convert(sums[i * COLUMNS + j]);
+static inline void write_rows(const Sum* sums, const Place<Out>& to, Convert convert) {
+  for (int i = 0; i < to.rows; i++)
+    for (int j = 0; j < COLUMNS; j++) to.out[i * to.stride + j] = convert(sums[i * COLUMNS + j]);
 }
 
-static void finish_float(const int64_t* sums, bool narrow, int exponent, float* out, int64_t stride, Tally& tally) {
+static void finish_float(const int64_t* sums, bool narrow, int exponent, const Place<float>& to, Tally& tally) {
   const double scale = std::ldexp(1.0, exponent);
   if (narrow) {
-    write_rows(sums, out, stride, [=](int64_t sum) { return static_cast<float>(narrow_to_double(sum) * scale); });
+    write_rows(sums, to, [=](int64_t sum) { return static_cast<float>(narrow_to_double(sum) * scale); });
   } else {
-    write_rows(sums, out, stride, [=](int64_t sum) {
+    write_rows(sums, to, [=](int64_t sum) {
       const bool exact = sum >= -(int64_t{1} << 53) && sum <= int64_t{1} << 53;
       return exact ? static_cast<float>(static_cast<double>(sum) * scale)
                    : static_cast<float>(static_cast<double>(static_cast<float>(sum)) * scale);
     });
   }
-  note_sums(sums, narrow, tally);
+  note_sums(sums, to.rows * COLUMNS, narrow, tally);
 }
 
-static void finish_double(const int64_t* sums, bool narrow, int exponent, double* out, int64_t stride, Tally& tally) {
+static void finish_double(const int64_t* sums, bool narrow, int exponent, const Place<double>& to, Tally& tally) {
   const double scale = std::ldexp(1.0, exponent);
   if (narrow)
-    write_rows(sums, out, stride, [=](int64_t sum) { return narrow_to_double(sum) * scale; });
+    write_rows(sums, to, [=](int64_t sum) { return narrow_to_double(sum) * scale; });
   else
-    write_rows(sums, out, stride, [=](int64_t sum) { return static_cast<double>(sum) * scale; });
-  note_sums(sums, narrow, tally);
+    write_rows(sums, to, [=](int64_t sum) { return static_cast<double>(sum) * scale; });
+  note_sums(sums, to.rows * COLUMNS, narrow, tally);
 }
 
-static void finish_int64(const int64_t* sums, bool narrow, int64_t* out, int64_t stride, Tally& tally) {
-  write_rows(sums, out, stride, [](int64_t sum) { return sum; });
-  note_sums(sums, narrow, tally);
+static void finish_int64(const int64_t* sums, bool narrow, const Place<int64_t>& to, Tally& tally) {
+  write_rows(sums, to, [](int64_t sum) { return sum; });
+  note_sums(sums, to.rows * COLUMNS, narrow, tally);
 }
 
 // Non-negative floats are ordered like their bits.
 static inline int32_t magnitude_bits(float value) { return lowp::bit_cast<int32_t>(value) & 0x7fffffff; }
 
 template <class Convert>
-static inline void finish_chained_as(const float* sums, float* out, int64_t stride, Tally& tally, Convert convert) {
-  write_rows(sums, out, stride, convert);
-  int32_t bits = 0;
-  for (int t = 0; t < TILE; t++) {
-    const int32_t magnitude = magnitude_bits(convert(sums[t]));
-    bits = magnitude > bits ? magnitude : bits;
+static inline void finish_chained_as(const float* sums, const Addends& addends, const Place<float>& to, Tally& tally,
+                                     Convert convert) {
+  alignas(64) double added[TILE];
+  const bool adds = lay_out(addends, to.rows, added);
+  int32_t largest[COLUMNS] = {};  // of each column, the bits of a magnitude
+  for (int i = 0; i < to.rows; i++) {
+    float row[COLUMNS];
+    for (int j = 0; j < COLUMNS; j++) row[j] = convert(sums[i * COLUMNS + j]);
+    if (adds)
+      for (int j = 0; j < COLUMNS; j++) row[j] += static_cast<float>(added[i * COLUMNS + j]);
+    for (int j = 0; j < COLUMNS; j++) {
+      const int32_t magnitude = magnitude_bits(row[j]);
+      largest[j] = magnitude > largest[j] ? magnitude : largest[j];
+    }
+    std::memcpy(to.out + i * to.stride, row, sizeof row);
   }
+  int32_t bits = 0;
+  for (int j = 0; j < COLUMNS; j++) bits = largest[j] > bits ? largest[j] : bits;
   tally.largest_value = larger(tally.largest_value, double{lowp::bit_cast<float>(bits)});
 }
 
-static void finish_chained(const float* sums, int exponent, float* out, int64_t stride, Tally& tally) {
+static void finish_chained(const float* sums, int exponent, const Addends& addends, const Place<float>& to,
+                           Tally& tally) {
   if (exponent >= -126 && exponent <= 127) {
     const float scale = std::ldexp(1.0f, exponent);
-    finish_chained_as(sums, out, stride, tally, [=](float sum) { return sum * scale; });
+    finish_chained_as(sums, addends, to, tally, [=](float sum) { return sum * scale; });
   } else {
     const double scale = std::ldexp(1.0, exponent);
-    finish_chained_as(sums, out, stride, tally,
+    finish_chained_as(sums, addends, to, tally,
                       [=](float sum) { return static_cast<float>(static_cast<double>(sum) * scale); });
   }
 }

@@ -167,8 +167,11 @@ def _as_it_came(gradient: Tensor, rule: Rule) -> Mantissas | None:
 def _write_output(
     form: Form, casts: RoleCasts, writer: SiteWriter, a: Mantissas, b: Mantissas, bias: Tensor | None
 ) -> Tensor:
+    found = _written_sum(form, OUTPUT, casts.accumulate, writer, OUTPUT_ROLE, (a, b), bias)
+    if found is not None:
+        return found
     if bias is None:
-        return _write_sum(form, OUTPUT, casts.accumulate, writer, OUTPUT_ROLE, (a, b))
+        return writer.write(contract(form, OUTPUT, (a, b), casts.accumulate, dtype=torch.float64), OUTPUT_ROLE)
     result = contract(form, OUTPUT, (a, b), casts.accumulate, dtype=torch.float64).double()
     wide = form.spread(bias.double())
     return writer.write(result.add_(wide) if result.is_contiguous() else result + wide, OUTPUT_ROLE)
@@ -183,12 +186,29 @@ def _write_sum(
     operands: tuple[Mantissas, Mantissas],
 ) -> Tensor:
     """Return the product that fills a slot, its sum written under a role; an exact one straight from the integers."""
-    if accumulate is not None and accumulate.format == "exact":
-        exponent = writer.exponent_of_sum(role)
-        found = None if exponent is None else contract_mantissas(form, slot, operands, exponent, writer.is_symmetric)
-        if found is not None:
-            return writer.write_sum(found, role)
+    found = _written_sum(form, slot, accumulate, writer, role, operands)
+    if found is not None:
+        return found
     return writer.write(contract(form, slot, operands, accumulate, dtype=torch.float64), role)
+
+
+def _written_sum(
+    form: Form,
+    slot: int,
+    accumulate: Accumulation | None,
+    writer: SiteWriter,
+    role: str,
+    operands: tuple[Mantissas, Mantissas],
+    bias: Tensor | None = None,
+) -> Tensor | None:
+    """Return an exact product, and bias, written straight from the integers; None where the sum has to be seen."""
+    if accumulate is None or accumulate.format != "exact":
+        return None
+    exponent = writer.exponent_of_sum(role)
+    if exponent is None:
+        return None
+    found = contract_mantissas(form, slot, operands, exponent, writer.is_symmetric, bias)
+    return None if found is None else writer.write_sum(found, role)
 
 
 def _summed_gradients(
