@@ -209,4 +209,6 @@ def test_a_finding_is_explained(lowp: Callable[..., Any]) -> None:
 def test_what_a_precision_would_do_is_told(lowp: Callable[..., Any], digits: Path) -> None:
     told = lowp("profile", str(digits), "--precision", "e2m1").out
     assert "tensors are rounded" in told and "those that lose most:" in told and "0 linear" in told
+    moved = told.partition("how far the loss is predicted to move")[2]
+    assert {"0.weight", "2.weight"} <= set(moved.replace(",", "").split()) and "inf" not in moved
     assert "did you mean bf16" in lowp("profile", str(digits), "--precision", "bf61").err

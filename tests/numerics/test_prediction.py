@@ -125,21 +125,35 @@ def test_windows_meet_and_may_be_empty() -> None:
     assert Window(2, 9).meet(Window(11, 20)).is_empty
 
 
-def test_sensitivity_is_the_first_order_of_what_rounding_does_to_the_loss() -> None:
+@pytest.mark.parametrize(
+    "name", ["e5m2", "bf16", "e5m5", "e2m1", "e4m3fn@fp32/tensor", "i8s@fp32/tensor", "dfp16", "flex16+5"]
+)
+def test_sensitivity_is_the_first_order_of_what_rounding_does_to_the_loss(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight, gradient = torch.randn(2, 100_000, generator=generator)
-    changes = [
-        float(((lowp.quantize(weight, "e5m2:stochastic", seed=seed) - weight) * gradient).sum()) for seed in range(30)
-    ]
-    real = math.sqrt(sum(change**2 for change in changes) / len(changes) / 2)  # twice the variance of nearest
-    found = sensitivity(Updates.of(weight, weight, gradient), "e5m2")
+    weight, gradient = torch.randn(2, 50_000, generator=generator)
+    error = lowp.quantize(weight, name) - weight
+    signs = torch.randn(30, len(weight), generator=generator).sign()  # gradients of other batches, as large
+    real = float((signs * (error * gradient)).sum(1).square().mean().sqrt())
+    seen, spectrum = Updates.of(weight, weight, gradient), Spectrum.of(weight)
+    found = sensitivity(seen, name, spectrum)
     assert found == pytest.approx(real, rel=0.35)
+    assert sensitivity(seen + seen, name, spectrum + spectrum) == pytest.approx(found), "of two steps the mean"
+
+
+def test_weights_that_a_format_flushes_or_cannot_hold_move_the_loss_by_themselves() -> None:
+    weight, gradient = torch.full((2, 64), 2.0**-12)
+    flushed = sensitivity(Updates.of(weight, weight, gradient), "e4m3fn")
+    assert flushed == pytest.approx(8 * 2.0**-24 * math.sqrt(7 / 3))
+    assert sensitivity(Updates.of(weight * 2.0**22, weight, gradient), "e4m3fn") == math.inf
+    assert sensitivity(Updates.of(weight * 0, weight, gradient), "e4m3fn") < 1e-20
 
 
 def test_what_has_no_prediction_is_said() -> None:
     seen = Spectrum.of(torch.ones(3))
     with pytest.raises(InvalidInput, match="float formats"):
         lost_updates(Updates.of(torch.ones(3), torch.ones(3), None), seen, "int8")
+    with pytest.raises(InvalidInput, match="follows the largest weight"):
+        sensitivity(Updates.of(torch.ones(3), torch.ones(3), None), "int8")
     with pytest.raises(InvalidInput, match="its own"):
         scale_window(seen, "dfp16")
     with pytest.raises(InvalidInput, match="did you mean bf16"):

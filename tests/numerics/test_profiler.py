@@ -148,6 +148,31 @@ def test_a_compiled_model_is_seen_in_the_steps_that_are_looked_at() -> None:
     assert profile.record.tensors[Key("0", "linear", "grad", "backward")].tensors == 3
 
 
+def test_a_compiled_model_is_not_traced_with_the_profiler_s_hooks() -> None:
+    def compiled(share: str | None) -> tuple[list[int], Record | None]:
+        torch.compiler.reset()
+        nodes: list[int] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+            nodes.append(len(graph.graph.nodes))
+            return graph.forward
+
+        inner = network()
+        optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+        model = torch.compile(inner, backend=backend)
+        if share is None:
+            train(model, optimizer, 4)
+            return nodes, None
+        with lowp.profile(model, optimizer, max_overhead=share) as profile:
+            train(model, optimizer, 12)
+        return nodes, profile.record
+
+    plain, _ = compiled(None)
+    watched, record = compiled("900%")
+    assert watched == plain, "nodes of each graph"
+    assert record is not None and len(record.sampled) > 1
+
+
 def test_a_run_goes_on_through_nan() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -260,7 +260,7 @@ def _write_page(path: Path, record: Record, advice: Advice, other: Record | None
 def _told_of(record: Record, name: str, recommended: int) -> None:
     """Print what a precision would do, and the tensors that suffer most."""
     from lowp import presets
-    from lowp.numerics.policies import effects, worst
+    from lowp.numerics.policies import effects, sensitivities, worst
 
     preset = presets.parse(name)
     scale = 2.0 ** max(min(recommended, 24), 0) if preset.loss_scale.kind != "none" else 1.0
@@ -273,3 +273,7 @@ def _told_of(record: Record, name: str, recommended: int) -> None:
             f"  {key}: {100 * one.flushed:.3f} % flushed, {100 * one.overflow:.3f} % too large, "
             f"{one.signal_to_noise:.0f} dB{bound}"
         )
+    moved = sorted(sensitivities(record, preset.policy).items(), key=lambda pair: -pair[1])[:5]
+    if moved:
+        told = ", ".join(f"{name} {size:.1e}" for name, size in moved)
+        print(f"how far the loss is predicted to move where one of these weights alone is rounded: {told}")

@@ -119,6 +119,10 @@ class _Waiting:
         self._refused: set[int] = set()
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        import torch
+
+        if torch.compiler.is_compiling():
+            return  # within a compiled module: what follows would be guarded, and compiled again when it changes
         profiler = self.profiler
         if profiler is not None and (profiler.models.owns(module) or profiler.is_replaying):
             if profiler.step >= _SEARCHED or len(profiler.models.roots) >= _MOST_MODELS:

@@ -65,8 +65,10 @@ class Plan:
     def decide(self, step: int) -> None:
         """Choose the modules for a step, and whether to guard it."""
         room = self._clock.budget.room
-        if self._sizes is not None or (self.runs_otherwise and room < self.rounds.whole):
+        if self._sizes is not None:
             room = 0.0
+        elif self.runs_otherwise:
+            room = math.inf if room >= self.rounds.whole else 0.0  # the step is dear, however few modules are seen
         self.modules = self.rounds.turn(step, room)
         self.guards = self._divergence and self._can_guard(step)
 
@@ -102,6 +104,11 @@ class Plan:
         """Whether what modules write is to be seen in this step, and is not yet."""
         return self._sizes is not None and self._end_sizing is None
 
+    @property
+    def is_sizing(self) -> bool:
+        """Whether what modules write is seen just now."""
+        return self._end_sizing is not None
+
     def begin_sizing(self, running: nn.Module) -> None:
         """See how much each module writes; `running` is a model whose call has begun."""
         sizes = self._sizes = {}
@@ -113,15 +120,18 @@ class Plan:
 
         self._end_sizing = self._paths.follow(left=left, running=running)
 
-    def end_sizing(self) -> None:
-        """Guess what looks at modules cost, from what they have written in the step that ends."""
-        if self._end_sizing is not None and self._sizes is not None:
-            self._end_sizing()
-            for path, module in self._models.modules.items():
-                self.rounds.guess(path, guessed_cost(module, self._sizes.get(id(module), 0)))
-            self._end_sizing = self._sizes = None
+    def end_sizing(self) -> bool:
+        """Guess what looks cost, from what modules have written in the step that ends; whether that was seen."""
+        if self._end_sizing is None or self._sizes is None:
+            return False
+        self._end_sizing()
+        for path, module in self._models.modules.items():
+            self.rounds.guess(path, guessed_cost(module, self._sizes.get(id(module), 0)))
+        self._end_sizing = self._sizes = None
+        return True
 
     def stop(self) -> None:
         """Take hooks away that are there still."""
         if self._end_sizing is not None:
             self._end_sizing()
+            self._end_sizing = None

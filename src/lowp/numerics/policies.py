@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 
 from lowp.casts import Cast
-from lowp.numerics.prediction import Effect, effect
+from lowp.numerics.prediction import Effect, effect, sensitivity
 from lowp.numerics.record import Key, OpSeen, Record
 from lowp.policy import Policy, Rule
 
-__all__ = ["effects", "worst"]
+__all__ = ["effects", "sensitivities", "worst"]
 
 
 def effects(record: Record, policy: Policy, loss_scale: float = 1.0) -> dict[Key, Effect]:
@@ -39,6 +39,19 @@ def _casts(module: str, op: str, seen: OpSeen, rule: Rule) -> Iterator[tuple[Key
             yield Key(path, own, "weight", "step"), rule.weight
         if seen.op_class == "contraction":
             yield Key(path, own, "weight_grad", "backward"), rule.output
+
+
+def sensitivities(record: Record, policy: Policy) -> dict[str, float]:
+    """By parameter that the policy rounds before a product: how far that alone is predicted to move the loss."""
+    found: dict[str, float] = {}
+    for (module, op), seen in record.ops.items():
+        rule, name = policy.match(op, seen.op_class, module), seen.parameters.get("weight")
+        if rule is not None and rule.weight is not None and name in record.updates:
+            path, _, own = name.rpartition(".")
+            weights = record.tensors.get(Key(path, own, "weight", "step"))
+            if weights is not None:
+                found[name] = sensitivity(record.updates[name], rule.weight, weights)
+    return found
 
 
 def worst(found: dict[Key, Effect], count: int = 5) -> list[tuple[Key, Effect]]:

@@ -314,11 +314,34 @@ def effect_flushed(seen: Spectrum, grid: _Grid, power: int) -> float:
     return _count_flushed(seen, counts, grid, power) / seen.nonzero
 
 
-def sensitivity(seen: Updates, to: str | Cast | Format) -> float:
-    """How far the loss moves, to first order, where a weight is rounded: sqrt(sum g^2 ulp(w)^2 / 12)."""
-    format = _format_of(to)
-    if not isinstance(format, FloatFormat):
-        raise InvalidInput(f"sensitivity is predicted for float formats, not for {format}")
-    exponents = np.arange(len(seen.gradient_energy)) + LOWEST_WEIGHT
-    ulp = np.exp2(2.0 * (np.maximum(exponents, format.min_exponent) - format.precision + 1))
-    return math.sqrt(float((seen.gradient_energy * ulp).sum()) / 12)
+# -- sensitivity ------------------------------------------------------------------------------------------------------
+def sensitivity(seen: Updates, to: str | Cast | Format, weights: Spectrum | None = None) -> float:
+    """How far the loss moves in a step, to first order, where a weight is rounded: sqrt(sum g^2 error(w)^2).
+
+    The squared error is ulp(w)^2 / 12, and w^2 where the format flushes; infinite where it overflows. `weights` is the
+    spectrum of the same weights over the same steps, of which the mean is returned: formats with a shared scale need
+    it, for their largest number. The scale is that of the whole tensor, a bound where blocks or rows have their own.
+    """
+    format, scale = _format_of(to), 1.0
+    if isinstance(format, ScaledFormat):
+        if weights is None:
+            raise InvalidInput(f"the sensitivity to {format} follows the largest weight: give the weights' spectrum")
+        scale, format = _shared_scale(weights.maximum, format), format.element
+    grid = _grid(format)
+    exponent = np.arange(len(seen.gradient_energy)) + LOWEST_WEIGHT + math.log2(scale)
+    octave = np.floor(exponent)
+    above = 2 - np.exp2(1 - (exponent - octave))  # of numbers spread evenly, those that the scale brings to the next
+    spacing = (1 - above) * _squared_spacing(octave, grid) + above * _squared_spacing(octave + 1, grid)
+    mean_square = np.exp2(2 * exponent) * 7 / 3  # of numbers that are spread evenly over an octave
+    error = np.where(np.exp2(exponent + 1) <= grid.flush, mean_square, np.minimum(spacing / 12, mean_square))
+    if not grid.ties:
+        error = np.where(np.exp2(exponent) < grid.flush, mean_square, error)
+    error[np.exp2(exponent) >= grid.overflow_from] = math.inf
+    present = seen.gradient_energy > 0
+    total = float((seen.gradient_energy[present] * error[present]).sum()) / scale**2
+    return math.sqrt(total / max(weights.tensors if weights is not None else 1, 1))
+
+
+def _squared_spacing(octave: NDArray[np.float64], grid: _Grid) -> NDArray[np.float64]:
+    spacing: NDArray[np.float64] = np.exp2(2.0 * (np.maximum(octave, grid.lowest) - grid.precision + 1))
+    return spacing

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowp import distributed
-from lowp.compat import has_compiled
 from lowp.errors import InvalidInput, Misuse
 from lowp.grad_scaler import GradScaler
 from lowp.numerics.advice import window_of
@@ -124,8 +123,8 @@ class Profiler:
         for end in self._ends:
             end()
         self._listen(False)
-        self._drop_watch()
         self.plan.stop()
+        self._drop_watch()
         self._guard.forget()
         self.budget.end()
         if self._journal is not None:
@@ -236,6 +235,7 @@ class Profiler:
             if self.plan.modules and self._watch is None:
                 self._begin_watch(module)
             elif self.plan.wants_sizes:
+                self._compile(False)
                 self.plan.begin_sizing(module)
             if self.plan.guards and torch.is_grad_enabled():
                 self._guard.unguarded = self.step - self._guarded
@@ -260,9 +260,7 @@ class Profiler:
         modules = None if plan.is_whole else plan.modules
         self._watch = Watch(self.step, self._paths, self.models, self._scale.value, modules, self._place)
         self._watch.on_backward = self._saw_loss
-        if has_compiled() or (self.budget.share is None and "torch._dynamo" in sys.modules):  # it may compile now
-            self._eager = torch.compiler.set_stance("force_eager")
-            self._eager.__enter__()
+        self._compile(False)
         self._watch.follow(running)
 
     def _prepare(self) -> None:
@@ -291,7 +289,14 @@ class Profiler:
         if self._watch is not None:
             self._watch.pause()
             self._watch = None
-        if self._eager is not None:
+        self._compile(not self.plan.is_sizing)
+
+    def _compile(self, on: bool) -> None:
+        """Let compiled code run, or run as it was written: hooks within it must not be compiled, nor seen by guards."""
+        if not on and self._eager is None and "torch._dynamo" in sys.modules:
+            self._eager = torch.compiler.set_stance("force_eager")
+            self._eager.__enter__()
+        elif on and self._eager is not None:
             self._eager.__exit__(None, None, None)
             self._eager = None
 
@@ -363,7 +368,8 @@ class Profiler:
             self._guard.forget()
         if self._watch is not None:
             self._watch.after_step(parameters)
-        self.plan.end_sizing()
+        if self.plan.end_sizing():
+            self._compile(True)
         if self._cycle.ends_with(optimizer):
             self._spent(started)
             self._end_step()
