@@ -124,11 +124,16 @@ class _Waiting:
         if torch.compiler.is_compiling():
             return  # within a compiled module: what follows would be guarded, and compiled again when it changes
         profiler = self.profiler
-        if profiler is not None and (profiler.models.owns(module) or profiler.is_replaying):
-            if profiler.step >= _SEARCHED or len(profiler.models.roots) >= _MOST_MODELS:
+        if profiler is not None:
+            if profiler.step >= _SEARCHED:
                 self.handle.remove()
-            return
+            if profiler.step >= _SEARCHED or profiler.models.owns(module) or profiler.is_replaying:
+                return
         if id(module) in self._refused or not self._is_model(module):
+            return
+        if profiler is not None and len(profiler.models.roots) >= _MOST_MODELS:
+            self.handle.remove()
+            print(f"lowp profile: {_MOST_MODELS} models are watched, more are not", file=sys.stderr)
             return
         try:
             if profiler is None:

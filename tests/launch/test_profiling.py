@@ -1,0 +1,82 @@
+"""How `lowp profile script.py` finds the models of a script: for how long it searches, and what it leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from lowp.launch import profiling
+from lowp.numerics.profiler import Profiler
+
+
+@pytest.fixture
+def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[profiling._Waiting]:
+    """What waits in a process of a script, in this one."""
+    monkeypatch.setattr(profiling.atexit, "register", lambda *given: None)
+    wait = profiling._Waiting(tmp_path / "run.json", "900%", "script.py")
+    wait.handle = register_module_forward_pre_hook(wait)
+    yield wait
+    wait.handle.remove()
+    if wait.profiler is not None:
+        wait.profiler._stop()
+
+
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def trained(count: int) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+    models = [nn.Linear(3, 1 + place) for place in range(count)]
+    return [(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+
+
+def profiler_of(waiting: profiling._Waiting) -> Profiler:
+    assert waiting.profiler is not None
+    return waiting.profiler
+
+
+def test_a_model_that_comes_early_is_watched_and_one_that_comes_late_is_not(waiting: profiling._Waiting) -> None:
+    first, early, late = trained(3)
+    for step in range(profiling._SEARCHED + 4):
+        take_step(*first)
+        if step > 2:
+            take_step(*early)
+        if step > profiling._SEARCHED + 1:
+            take_step(*late)
+    assert list(profiler_of(waiting).models.roots.values()) == [first[0], early[0]]
+
+
+def test_a_population_of_models_is_watched_in_part_and_that_is_said(
+    waiting: profiling._Waiting, capsys: pytest.CaptureFixture[str]
+) -> None:
+    population = trained(profiling._MOST_MODELS + 3)
+    for _ in range(3):
+        for one in population:
+            take_step(*one)
+    watched = profiler_of(waiting).models.roots
+    assert list(watched.values()) == [model for model, _ in population[: profiling._MOST_MODELS]]
+    assert list(watched)[:2] == ["Linear", "Linear2"]
+    assert capsys.readouterr().err.count("16 models are watched, more are not") == 1
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_a_compiled_module_is_compiled_as_often_as_without_a_profile(waiting: profiling._Waiting) -> None:
+    torch.compiler.reset()
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        compiled.append(len(graph.graph.nodes))
+        return graph.forward
+
+    inner = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    model, optimizer = torch.compile(inner, backend=backend), torch.optim.SGD(inner.parameters(), lr=0.1)
+    for _ in range(12):
+        take_step(model, optimizer)
+    assert profiler_of(waiting).step == 12 and len(compiled) == 1
