@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -195,16 +195,35 @@ class Precision:
             if self._unscaled.skips(self.guard, self.steps + 1):
                 self.steps += 1
                 return None
-        if self.steps == 0 and isinstance(self._storing, MasterStorage):
-            agree_on_masters(optimizers)
+        self._agree_on_masters(optimizers)
         result = None
         for optimizer in optimizers:
             result = self.scaler.step(optimizer) if closure is None else optimizer.step(closure)
-        self.scaler.update()
-        self.steps += 1
+        self.end_step()
         if not self.scaler.is_enabled():
             self._unscaled.end(self.guard, self.steps, optimizers)
         return result
+
+    @region.at_rest
+    def step_one(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Step one of several optimizers that share a loss scale; `end_step` moves it, once, after the last of them.
+
+        For callers that see one optimizer at a time. With a loss scale only.
+        """
+        self._require_backward("step_one")
+        step_comes(self.scaler)
+        self._agree_on_masters((optimizer,))
+        return self.scaler.step(optimizer)
+
+    @region.at_rest
+    def end_step(self) -> None:
+        """Count a step, and move the loss scale by what the optimizers of this step found; `step` does it itself."""
+        self.scaler.update()
+        self.steps += 1
+
+    def _agree_on_masters(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if self.steps == 0 and isinstance(self._storing, MasterStorage):
+            agree_on_masters(optimizers)
 
     def _require_backward(self, what: str) -> None:
         if self.scaler.is_enabled() and not self.scaler.has_scaled:

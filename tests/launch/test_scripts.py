@@ -120,6 +120,17 @@ def test_updates_without_an_optimizer_run_in_fp32_where_a_step_would_have_to_be_
     assert refused.returncode == 2 and refused.stdout == ""
 
 
+def test_the_scale_moves_once_for_all_optimizers_of_a_pass(plain: Callable[[str], str], tmp_path: Path) -> None:
+    options = ("--loss-scale", "dynamic(4194304)", "--report", "report.json")
+    ran = run_in("fp16", "many_optimizers.py", tmp_path, *options)
+    assert numbers(ran.stdout) == pytest.approx(numbers(plain("many_optimizers.py")), rel=0.1)
+    summary = json.loads((tmp_path / "report.json").read_text())["summary"]
+    scales = [scale for _, scale in summary["scales"]]
+    assert summary["steps"] == 48 and summary["skipped"] == len(scales) - 1 >= 1
+    assert scales == [scales[0] / 2**skips for skips in range(len(scales))]
+    assert summary["notes"] == []  # the model ran in fp32 only until it had optimizers
+
+
 def test_a_closure_optimizer_runs_in_fp32_and_says_so(plain: Callable[[str], str], tmp_path: Path) -> None:
     ran = run_in("bf16", "lbfgs.py", tmp_path)
     assert ran.stdout == plain("lbfgs.py")

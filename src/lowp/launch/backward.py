@@ -87,8 +87,7 @@ def has_no_optimizer(session: Session, leaves: list[Tensor]) -> bool:
     parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
     if not parameters or session.forward is None or any(session.is_stepped(one) for one in parameters):
         return False
-    name = session.forward.leave_alone(parameters)
-    session.keeps_in_fp32(f"model {name}", "no torch.optim optimizer holds its parameters, whose step could be skipped")
+    session.forward.leave_alone(parameters)
     return True
 
 
@@ -108,6 +107,7 @@ def install(session: Session) -> None:
         # a reentrant checkpoint calls from within a pass, whose gradients are scaled already
         if session.rests or local.backward:
             return original_backward(tensors, grad_tensors, *args, **kwargs)
+        session.end_step()
         session.record.backward_passes += 1
         outputs = _tensors(tensors)
         local.backward += 1

@@ -39,6 +39,8 @@ class Forward:
         self.session, self.original = session, original
         self._left_alone: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._in_fp32: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # what was said of models that no optimizer held, and these models
+        self._unstepped: list[tuple[str, list[weakref.ref[nn.Module]]]] = []
         # the modules that the script has called under the rules
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -64,6 +66,7 @@ class Forward:
     def under_rules(self, compute: Callable[[], Any]) -> Any:
         """Return what is computed under the rules, in fp32."""
         session = self.session
+        session.end_step()
         session.record.calls += 1
         session.local.calls += 1
         try:
@@ -98,17 +101,25 @@ class Forward:
         with self.session.in_fp32():
             return self.original(module, *_tree_map(to_fp32, args), **_tree_map(to_fp32, kwargs))
 
-    def leave_alone(self, leaves: Iterable[Tensor]) -> str:
-        """Run the models that hold any of these parameters in fp32 from now on; returns the name of one."""
+    def leave_alone(self, leaves: Iterable[Tensor]) -> None:
+        """Run the models that hold any of these parameters, which no optimizer does, in fp32 from now on."""
         parameters = {id(leaf) for leaf in leaves}
         held = [one for one in self.models if any(id(parameter) in parameters for parameter in one.parameters())]
         for module in held:
             self._left_alone[module] = True
-        return type(held[0]).__name__ if held else "a model"
+        name = type(held[0]).__name__ if held else "a model"
+        sentence = self.session.keeps_in_fp32(
+            f"model {name}", "no torch.optim optimizer holds its parameters, whose step could be skipped"
+        )
+        self._unstepped.append((sentence, [weakref.ref(module) for module in held]))
 
     def look_again(self) -> None:
-        """Ask anew which models are left alone: an optimizer has been made."""
+        """Ask anew which models are left alone: an optimizer has been made, maybe after the first backward pass."""
         self._left_alone.clear()
+        for sentence, modules in self._unstepped:
+            alive = [module for one in modules if (module := one()) is not None]
+            if alive and all(any(map(self.session.is_stepped, module.parameters())) for module in alive):
+                self.session.record.take_back(sentence)
 
     def _is_left_alone(self, module: nn.Module) -> bool:
         """Whether the rules are not for a module: losses, which get fp32, and models of another dtype than fp32."""

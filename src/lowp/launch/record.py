@@ -49,6 +49,11 @@ class Record:
         self.notes.append(sentence)
         return True
 
+    def take_back(self, sentence: str) -> None:
+        """Forget a sentence that is true no longer."""
+        if sentence in self.notes:
+            self.notes.remove(sentence)
+
     def save(self, directory: str) -> None:
         """Leave the record for the leader of the run."""
         os.makedirs(directory, mode=0o700, exist_ok=True)

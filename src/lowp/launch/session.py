@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import types
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from lowp.launch.gradients import Gradients
     from lowp.precision import Precision
 
-__all__ = ["Session", "start"]
+__all__ = ["Session", "nothing", "start"]
 
 _EXIT_REFUSED = 2
 
@@ -56,6 +57,7 @@ class Session:
         from torch.utils.weak import WeakTensorKeyDictionary
 
         self.stepped: Any = WeakTensorKeyDictionary()  # the parameters that optimizers hold
+        self.end_step: Callable[[], None] = nothing  # of a step whose further optimizers may still come
         self.forward: Forward | None = None
         self.gradients: Gradients | None = None
         # plain fp32 changes nothing, so only steps are counted
@@ -87,11 +89,12 @@ class Session:
             self.rests = True
             self.record.stood_down = reason
 
-    def keeps_in_fp32(self, what: str, why: str) -> None:
-        """Say that something does not run in the precision; refuse it under --strict."""
+    def keeps_in_fp32(self, what: str, why: str) -> str:
+        """Say that something does not run in the precision, in the sentence that it returns; refuse under --strict."""
         sentence = f"{what} runs in fp32: {why}"
         if self.record.note(sentence) and self.settings.strict:
             self.refuse(sentence)
+        return sentence
 
     def refuse(self, sentence: str) -> None:
         """End the script, which --strict asks for where it cannot run wholly in the precision."""
@@ -112,6 +115,8 @@ class Session:
     def close(self) -> None:
         """Tell what was done, or leave it for the process that does; once."""
         record, settings = self.record, self.settings
+        with suppress(LowpError):  # a step that is too many ends a script that goes on, not one that has ended
+            self.end_step()
         if "precision" in self.__dict__:
             record.skipped = self.precision.skipped_steps
             if self.is_scaling and record.steps:
@@ -125,15 +130,15 @@ class Session:
             records.tell_of_run([record] if record.has_content else [], settings)
         elif record.has_content and record.rank == 0:
             records.tell([record], settings)
-        self.close = _nothing  # type: ignore[method-assign]
+        self.close = nothing  # type: ignore[method-assign]
 
     def start_afresh(self) -> None:
         """Begin the record of a forked child, which has the parent's modules and has done nothing itself."""
-        self.record = Record(self.preset.name, rank=self.record.rank)
+        self.record, self.end_step = Record(self.preset.name, rank=self.record.rank), nothing
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Do nothing: what is left to do where everything is done."""
 
 
 def start() -> None:

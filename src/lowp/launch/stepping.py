@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lowp import distributed
 from lowp.launch.gradients import Gradients
-from lowp.launch.session import Session
+from lowp.launch.session import Session, nothing
 
 __all__ = ["install"]
 
@@ -64,6 +64,7 @@ class _Steps:
         self.gradients: Gradients | None = session.gradients
         self._held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
         self._prepared: weakref.WeakKeyDictionary[Optimizer, Optimizer] = weakref.WeakKeyDictionary()
+        self._stepped: set[int] = set()  # the parameters of the optimizers that have stepped in this step, by identity
 
     def step(self, optimizer: Optimizer, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take one step of the script's."""
@@ -107,17 +108,37 @@ class _Steps:
             held = self._held[optimizer] = Held(optimizer, inner)
         held.arguments = args, kwargs
         if self.session.is_scaling:
-            self._check(held, nonfinite)
-        result = precision.step(self._of(optimizer, held))
-        if self.session.is_scaling:
-            self._note_scale()
+            result = self._scaled_step(optimizer, held, parameters, nonfinite)
+        else:
+            result = precision.step(self._of(optimizer, held))
         cast(Any, optimizer)._opt_called = True  # a scheduler asks for it; torch.amp's skipped steps set it, too
         return result
 
-    def _check(self, held: Held, nonfinite: Tensor | None) -> None:
-        scaler = self.session.precision.scaler
+    def _scaled_step(self, optimizer: Optimizer, held: Held, parameters: list[Tensor], nonfinite: Tensor | None) -> Any:
+        """Step one optimizer; the scale moves once after all that share a backward pass, however many they are.
+
+        All have stepped when no gradient is left but theirs. Where others have gradients, of another pass it may be,
+        the next forward or backward pass ends the step.
+        """
+        session, identities = self.session, {id(one) for one in parameters}
+        if not self._stepped.isdisjoint(identities):
+            session.end_step()
+        scaler = session.precision.scaler
         scaler.scale(torch.ones(()))  # the scale is made at the first loss; a script may step before
         scaler.check_(held, nonfinite)
+        result = session.precision.step_one(self._of(optimizer, held))
+        self._stepped |= identities
+        session.end_step = self._end_step
+        is_only = len(self._stepped) >= len(session.stepped)
+        if is_only or all(one.grad is None or id(one) in self._stepped for one in list(session.stepped)):
+            self._end_step()
+        return result
+
+    def _end_step(self) -> None:
+        self.session.end_step = nothing
+        self._stepped.clear()
+        self.session.precision.end_step()
+        self._note_scale()
 
     def _note_scale(self) -> None:
         record, scale = self.session.record, self.session.precision.scale
