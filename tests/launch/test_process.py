@@ -80,6 +80,35 @@ def test_ctrl_c_reaches_the_script(tmp_path: Path) -> None:
     assert ran.returncode == -signal.SIGINT and "KeyboardInterrupt" in ran.stderr
 
 
+STEP = (
+    "import multiprocessing, os, signal, time, torch\nm = torch.nn.Linear(2, 1)\n"
+    "o = torch.optim.SGD(m.parameters(), 0.1)\nm(torch.ones(1, 2)).sum().backward()\no.step()\n"
+)
+
+
+def test_sigterm_ends_the_script_as_python_does_and_the_run_is_told(tmp_path: Path) -> None:
+    text = "try:\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(60)\nfinally:\n    print('no', flush=True)\n"
+    ran = lowp_run(tmp_path, STEP + text)
+    assert (ran.returncode, ran.stdout) == (-signal.SIGTERM, "")
+    assert re.fullmatch(r"lowp run: bf16, 1 optimizer steps, 0 skipped, .* s\n", ran.stderr)
+
+
+def test_a_script_that_handles_sigterm_itself_finds_what_it_finds_in_python(tmp_path: Path) -> None:
+    text = (
+        "assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL\n"
+        "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
+        "child.start()\nchild.terminate()\nchild.join()\nassert child.exitcode == -signal.SIGTERM\n"
+        "handler = lambda *_: print('handled')\n"
+        "assert signal.signal(signal.SIGTERM, handler) == signal.SIG_DFL\n"
+        "assert signal.getsignal(signal.SIGTERM) is handler\nos.kill(os.getpid(), signal.SIGTERM)\n"
+        "assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is handler\n"
+        "print('default', flush=True)\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n"
+    )
+    ran = lowp_run(tmp_path, STEP + text)
+    assert (ran.returncode, ran.stdout) == (-signal.SIGTERM, "handled\ndefault\n"), ran.stderr
+    assert re.fullmatch(r"lowp run: bf16, 1 optimizer steps, .* s\n", ran.stderr)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lowp import presets
 from lowp.errors import LowpError
 from lowp.launch import record as records
+from lowp.launch import sigterm
 from lowp.launch.record import Record
 from lowp.launch.settings import Settings
 
@@ -168,6 +169,8 @@ def _close_at_the_end(session: Session) -> None:
         multiprocessing.util.Finalize(None, close, exitpriority=0)
 
     atexit.register(close)
+    if session.settings.leader == os.getpid():
+        sigterm.tell_first(close)
     multiprocessing.util.register_after_fork(session, in_child)
     if multiprocessing.current_process().name != "MainProcess" or "--multiprocessing-fork" in sys.argv:
         # a spawned child ends without atexit's functions, but with these
