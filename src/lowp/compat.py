@@ -145,6 +145,47 @@ def gradients_of(
     return found
 
 
+def applied_at_once(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return `apply` of a Function for tensors that no transform of torch.func has ever followed.
+
+    torch's own `apply` first asks whether one does, looks into every argument for what a past one has left, and hands
+    over to this.
+    """
+    return cast(Any, super(torch.autograd.Function, function)).apply  # type: ignore[no-any-return]
+
+
+def with_tangents(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return `apply` of a Function whose `tangent` method gives forward-mode derivatives.
+
+    Three classes serve it: torch.compile refuses any Function that defines `jvp`, torch.func wants `setup_context`
+    apart from `forward`, and without either the two together cost half as much a call, since torch then need not bind
+    the arguments by their names.
+    """
+    forward, setup_context = function.forward, function.setup_context
+
+    def at_once(ctx: Any, *arguments: Any) -> Any:
+        output = forward(*arguments)
+        setup_context(ctx, arguments, output)
+        return output
+
+    tangent = staticmethod(function.tangent)  # type: ignore[attr-defined]
+    transformed = cast(Any, type(function.__name__, (function,), {"jvp": tangent}))
+    members = {"forward": staticmethod(at_once), "backward": staticmethod(function.backward), "jvp": tangent}
+    eager = cast(Any, type(function.__name__, (torch.autograd.Function,), members))
+
+    def apply(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return cast(Any, function).apply(*arguments)
+        return (transformed if _functorch_is_active() else eager).apply(*arguments)
+
+    return apply
+
+
+def is_transformed() -> bool:
+    """Whether torch.func or forward-mode autograd follows what runs now: for code that no compiler traces."""
+    return _functorch_is_active() or _forward_mode._current_level >= 0
+
+
 def real_tensors() -> AbstractContextManager[object]:
     """Return a context in which tensors have values whatever mode is on: for constants that outlive the mode.
 
@@ -191,6 +232,8 @@ def _dotted(version: tuple[int, int]) -> str:
 check_torch(torch.__version__)
 _values = cast(Callable[[torch.Tensor], torch.Tensor], private("torch.Tensor._values"))
 _MKLDNN = private("torch._mkldnn")
+_forward_mode = cast(Any, private("torch.autograd.forward_ad"))
+_functorch_is_active = cast(Callable[[], bool], private("torch._C._are_functorch_transforms_active"))
 _modes = cast(Callable[[], int], private("torch._C._len_torch_dispatch_stack"))
 _modes_before_dispatch = cast(Callable[[], int], private("torch._ops._len_torch_dispatch_stack_pre_dispatch"))
 _without_modes = cast(

@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from lowp.kernels import hardware
 from lowp.session import BatchNormJournal
 
 __all__ = ["LateNumber", "StepGuard"]
@@ -73,8 +74,9 @@ class StepGuard:
     def settle(self, stepped: torch.Tensor) -> None:
         """End a step: `stepped` is a 0-dimensional bool tensor. Nothing is read."""
         self.stepped = stepped
-        skipped = (~stepped).to(torch.int64)
-        self._skipped = skipped if self._skipped is None else self._skipped.to(skipped.device) + skipped
+        if not (hardware.is_on_host(stepped) and bool(stepped)):
+            skipped = (~stepped).to(torch.int64)
+            self._skipped = skipped if self._skipped is None else self._skipped.to(skipped.device) + skipped
         for journal in self._journals:
             journal.settle(stepped)
 

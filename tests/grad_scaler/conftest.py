@@ -11,6 +11,8 @@ from grad_scaler.cases import (
     OPTIMIZERS,
 )
 
+from lowp.kernels import hardware
+
 
 @pytest.fixture
 def to_list(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -24,6 +26,12 @@ def to_list(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(torch.Tensor, "tolist", counting)
     return calls
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read nothing on the host, as where numbers lie on a device that has to be waited for."""
+    monkeypatch.setattr(hardware, "is_on_host", lambda x: False)
 
 
 @pytest.fixture(params=OPTIMIZERS)

@@ -82,6 +82,7 @@ def test_a_finite_gradient_that_unscaling_would_make_infinite_is_an_overflow(nam
     assert not bool(scaler.stepped) and parameter_of(optimizer).tolist() == [1.0]
 
 
+@pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("name", UNREAD)
 def test_nothing_is_read_with_optimizers_that_skip_by_themselves(name: str, to_list: list[int]) -> None:
     model = nn.Sequential(make_model(), nn.BatchNorm1d(8))
@@ -105,6 +106,7 @@ def test_nothing_is_read_with_optimizers_that_skip_by_themselves(name: str, to_l
     assert (mode.reads, len(to_list)) == (0, 0)
 
 
+@pytest.mark.usefixtures("as_on_a_device")
 def test_other_optimizers_cost_one_read(to_list: list[int]) -> None:
     scaler, mode = GradScaler("cpu"), CountReads()
     optimizer = one_parameter([1.0])

@@ -12,6 +12,7 @@ from grad_scaler.cases import INF, NAN, batches, loss_of, make_model
 from torch import nn
 
 from lowp.grad_scaler import GradScaler, gradients
+from lowp.kernels import hardware
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -94,3 +95,32 @@ def test_negative_gradients_count_by_their_magnitude(value: float) -> None:
     assert scaler.nonfinite.maximum == (5.0 if value == -5.0 else 2.0)
     sizes = gradients.largest(gradients.by_kind([gradients.Gradient(torch.tensor([-7.0, 3.0]), 0)]), 1, weight.device)
     assert sizes.tolist() == [7.0]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"hysteresis": 2, "ceiling": 4096.0}, {"target_underflow": 1e-3}, {"dynamic": False}]
+)
+def test_the_host_decides_as_a_device_does(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[object]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = GradScaler("cpu", init_scale=512.0, growth_interval=3, **options)
+        scaler.watch(model)
+        seen: list[object] = []
+        for number in range(30):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(4, 3)).square().mean()).backward()
+            if number % 7 in (2, 3):
+                model[0].weight.grad.view(-1)[number % 9] = (INF, NAN)[number % 2]
+            if number % 5 == 0:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            stepped = bool(scaler.stepped)
+            scaler.update()
+            seen += [stepped, scaler.state_dict(), str(scaler.nonfinite), scaler.guard.skipped_steps]
+        return [*seen, *(one.tolist() for one in model.state_dict().values())]
+
+    here = run()
+    monkeypatch.setattr(hardware, "is_on_host", lambda x: False)
+    assert here == run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import lowp
 from lowp import kernels
 from lowp.ops import short
 from lowp.policy import Policy, Rule
+from lowp.region.engine import Engine
 
 SHAPES = {
     "matrix": ((5, 7), (3, 7)),
@@ -63,6 +65,31 @@ def test_both_ways_give_the_same_bits(
     slow = results(lowp.autocast(precision), given, twice)
     for one, other in zip(fast, slow, strict=True):
         assert one.dtype is other.dtype and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("shape", ["matrix", "batches", "vector", "nothing summed"])
+@pytest.mark.parametrize("precision", ["e5m7", "fp8", "e4m3fn", "e2m1", "i4s@fp32/tensor"])
+def test_calls_made_of_their_arguments_alone_give_the_same_bits(
+    precision: str, shape: str, twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tensors(SHAPES[shape], torch.float32)
+    given[0].data.view(-1)[:1] = 1e9  # type: ignore[union-attr]  # beyond the largest number of all but one
+    fast = results(lowp.autocast(precision), given, twice)
+    monkeypatch.setattr(Engine, "_is_quick", lambda self, plan: False)
+    slow = results(lowp.autocast(precision), given, twice)
+    for one, other in zip(fast, slow, strict=True):
+        assert one.dtype is other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("precision", ["e5m7", "fp8", "e2m1"])
+def test_what_is_not_finite_stays_so_in_calls_made_of_their_arguments(precision: str, bad: float) -> None:
+    for index in (0, 1):
+        given = tensors(SHAPES["matrix"], torch.float32)
+        given[index].data[0, 0] = bad  # type: ignore[union-attr]
+        y, of_x, of_weight, *_ = results(lowp.autocast(precision), given, False)
+        assert not y[0, 0].isfinite() and not (of_weight if index == 0 else of_x)[0, 0].isfinite()
 
 
 @pytest.mark.parametrize("way", ["native", "reference", "bitwise"])

@@ -18,11 +18,11 @@ from lowp.kernels import cpu
 ROOT = str(Path(lowp.__file__).parent)
 # of a linear layer without gradient, with it, and of its backward; a tenth above what they are
 MOST = {
-    "fp16": (39, 33, 51),
-    "bf16": (39, 33, 51),
-    "e5m7": (133, 90, 108),
-    "fp8": (164, 82, 122),
-    "dfp16": (104, 112, 119),
+    "fp16": (17, 24, 28),
+    "bf16": (17, 24, 28),
+    "e5m7": (60, 44, 58),
+    "fp8": (56, 43, 59),
+    "dfp16": (110, 119, 124),
 }
 
 

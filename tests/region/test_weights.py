@@ -36,6 +36,12 @@ class CountCasts(TorchDispatchMode):
 PRECISIONS = ("bf16", "e5m7")
 
 
+@pytest.fixture(autouse=True)
+def small_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the casts of small weights as those of large ones."""
+    monkeypatch.setattr(weights, "_SMALL", 0)
+
+
 def ones() -> nn.Linear:
     """Return a layer without bias whose weights are 1."""
     layer = nn.Linear(4, 4, bias=False)

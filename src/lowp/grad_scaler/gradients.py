@@ -66,6 +66,8 @@ def _values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         elif not gradient.is_coalesced():
             parameter.grad = gradient = gradient.coalesce()
         return gradient._values()
+    if type(gradient) is torch.Tensor:
+        return gradient
     to_local = getattr(gradient, "to_local", None)
     return gradient if to_local is None else cast(torch.Tensor, to_local())
 

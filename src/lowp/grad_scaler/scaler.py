@@ -18,8 +18,9 @@ from lowp.grad_scaler.checking import Checks, Optimizer, combined, starts_moment
 from lowp.grad_scaler.options import Options
 from lowp.grad_scaler.provenance import NonFinite, NonFiniteGradients
 from lowp.grad_scaler.state import OutOfOrder, new_stage
+from lowp.kernels import hardware
 from lowp.presets import LossScale
-from lowp.scaling import DynamicLossScale, GradientsSeen, LossScaling
+from lowp.scaling import DynamicLossScale, GradientsSeen, LossScaleState, LossScaling
 from lowp.step_guard import StepGuard
 
 
@@ -138,7 +139,10 @@ class GradScaler(Checks):
         """Read once whether the gradients were finite, and step if they were."""
         state = self._state("step")
         found = combined(optimizer_state["found_inf_per_device"], state.scale.device)
-        skip, scale = torch.stack((found, state.scale.reshape(()))).tolist()
+        if hardware.is_on_host(state.scale):
+            skip, scale = found.item(), state.scale.item()
+        else:
+            skip, scale = torch.stack((found, state.scale.reshape(()))).tolist()
         at_floor = scale <= self._scaling.floor or not isinstance(self._scaling, DynamicLossScale)
         self._skipped_at_floor.append(bool(skip) and at_floor)
         self._note_stepped(optimizer, found == 0)
@@ -213,10 +217,7 @@ class GradScaler(Checks):
             nonfinite = combined(dict(enumerate(found)), state.scale.device)
             self._guard.settle(nonfinite == 0)
             if new_scale is None:
-                seen = GradientsSeen(nonfinite, self._exponents_of_all(state.scale.device))
-                moved = self._scaling.observe(state, seen)
-                for kept, new in zip(state, moved, strict=True):
-                    kept.copy_(new.expand_as(kept))
+                self._move_scale(state, nonfinite)
         self._per_optimizer_states = defaultdict(new_stage)
         self._losses = []
         self._scaled_since_update = False
@@ -228,6 +229,16 @@ class GradScaler(Checks):
             self._skipped_at_floor = []
         if found and self._guard.too_many(state.stuck):
             self._raise_stuck()
+
+    def _move_scale(self, state: LossScaleState, nonfinite: torch.Tensor) -> None:
+        """Let the scale observe a step; where it is known on the host that only good steps are counted, count it."""
+        if hardware.is_on_host(state.scale) and not nonfinite.item() and self._scaling.only_counts(state):
+            state.good_steps.add_(1)
+            state.stuck.zero_()
+            return
+        seen = GradientsSeen(nonfinite, self._exponents_of_all(state.scale.device))
+        for kept, new in zip(state, self._scaling.observe(state, seen), strict=True):
+            kept.copy_(new.expand_as(kept))
 
     def add_exponents(self, counts: torch.Tensor) -> None:
         """Let further gradients of this step decide with those of the parameters how the scale moves at `update`.

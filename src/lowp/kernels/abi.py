@@ -12,7 +12,7 @@ import torch
 
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.compat import remembered_by_identity
-from lowp.formats import FloatFormat, IntFormat
+from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 
 TYPE_NUMBERS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _ROUNDINGS = {mode: number for number, mode in enumerate(Rounding)}
@@ -33,11 +33,18 @@ class CastBlock(Structure):
     )
 
 
+class ScaleBlock(Structure):
+    """struct lowp_scale of cpu/cast.hpp."""
+
+    _fields_ = tuple((name, c_double) for name in ("headroom", "maximum", "limit", "smallest"))
+
+
 # a row a function: what it returns, and its arguments
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_build": (c_char_p, ()),
     "lowp_casts_select": (c_int, (c_int,)),
     "lowp_quantize": (None, (c_void_p, c_int, c_void_p, c_void_p, c_int64, c_uint64, c_int64, c_int)),
+    "lowp_quantize_finite": (c_int, (*(c_void_p,) * 4, c_int64, c_uint64, c_int)),
     "lowp_encode": (c_int64, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_uint64, c_int64, c_int)),
     "lowp_decode": (None, (c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_int)),
     "lowp_quantize_scaled": (
@@ -97,6 +104,17 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 def format_parameters(format: FloatFormat | IntFormat) -> object:
     """Return a pointer to the parameter block of a format, of which codes alone are asked."""
     return parameters(Cast(format))
+
+
+@remembered_by_identity
+def scale_parameters(cast: Cast) -> object:
+    """Return a pointer to what chooses one scale in fp32 for a tensor; None for a cast without a shared scale."""
+    format, scaling = cast.format, cast.scaling
+    if not isinstance(format, ScaledFormat) or scaling is None:
+        return None
+    assert isinstance(format.scale, FloatFormat)
+    limits = format.scale.maximum, format.scale.smallest_normal
+    return byref(ScaleBlock(2.0**scaling.headroom, float(format.element.maximum), *limits))
 
 
 @remembered_by_identity

@@ -24,7 +24,7 @@ from lowp import __version__
 from lowp.casts import Cast
 from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels.abi import SIGNATURES, TYPE_NUMBERS, format_parameters, parameters
+from lowp.kernels.abi import SIGNATURES, TYPE_NUMBERS, format_parameters, parameters, scale_parameters
 from lowp.kernels.philox import Seed, drawn
 
 # another build of the library, such as that of `make sanitize`, goes by the environment variable
@@ -171,6 +171,15 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
         *_drawn(seed),
         torch.get_num_threads(),
     )
+
+
+def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
+    """Write the values that `cast` makes of x, of fp32, into `out`; return False, with nothing written, if it cannot.
+
+    x has to be finite, and a shared scale one in fp32 for the whole tensor, from its largest magnitude.
+    """
+    given = parameters(cast), scale_parameters(cast), x.data_ptr(), out.data_ptr(), x.numel(), seed & MASK
+    return not loaded().lowp_quantize_finite(*given, torch.get_num_threads())
 
 
 def _drawn(seed: Seed) -> tuple[int, int]:

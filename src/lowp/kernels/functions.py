@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp.casts import Cast
+from lowp.casts import Cast, Overflow
+from lowp.compat import constant_when_compiled, remembered_by_identity
 from lowp.errors import InvalidInput
-from lowp.formats import Format
+from lowp.formats import FloatFormat, Format, Specials
 from lowp.formats.checks import whole_number
 from lowp.kernels import arrays, checks, cpu, custom_ops, packing, run, scaled, tracing
 from lowp.kernels.dispatch import implementation, uses_library
@@ -54,8 +55,8 @@ def quantize(
         return _with_arrays(quantize, x, cast, scale=scale, seed=seed, offset=offset, out=out)
     plan = checks.plan(cast, x.dtype)
     # the shortest way for the most frequent call: microseconds count here
-    if out is None and scale is None and type(seed) is int and type(offset) is int and type(x) in _PLAIN and x.is_cpu:
-        if offset == 0 and uses_library() and tracing.is_plain(x) and _is_direct(x):
+    if out is None and scale is None and type(seed) is int and type(offset) is int and offset == 0:
+        if _goes_straight(x):
             if plan.scaling is not None:
                 return run.quantize(cpu, x, plan, None, seed)
             out = torch.empty_like(x)
@@ -92,16 +93,41 @@ class _StraightThrough(torch.autograd.Function):
         return None, gradient, None, None, None
 
 
-def quantize_finite(x: Tensor, cast: Cast, seed: int | Tensor, is_traced: bool) -> Tensor:
-    """Return what `quantize` makes of x, but x itself where that is infinite or NaN.
+def quantize_operand(x: Tensor, cast: Cast, seed: int | Tensor, is_traced: bool) -> Tensor:
+    """Return what `quantize` makes of x, but x itself where that is infinite or NaN: an operand of a training step.
 
-    On a CPU one sum tells whether there is any; an accelerator is not waited for, nor what torch traces.
+    On a CPU the same pass, or one sum, tells whether there is any; an accelerator is not waited for, nor what torch
+    traces.
     """
+    keeps = _keeps_infinities(cast)
+    if not is_traced and type(seed) is int and x.dtype is torch.float32 and _goes_straight(x) and _in_one_pass(cast):
+        out = torch.empty_like(x)
+        if keeps:
+            cpu.quantize(x, cast, seed, out)
+            return out
+        if cpu.quantize_finite(x, cast, seed, out):
+            return out
     rounded: Tensor = quantize(x, cast, seed=seed)
+    if keeps:
+        return rounded
     # a sum that overflows means a second look, no more
     if not is_traced and x.is_cpu and not x.is_meta and math.isfinite(float(x.detach().sum())):
         return rounded
     return torch.where(x.isfinite(), rounded, x)
+
+
+@constant_when_compiled
+@remembered_by_identity
+def _keeps_infinities(cast: Cast) -> bool:
+    """Whether the cast itself makes infinities or NaNs of infinities, and NaNs of NaNs."""
+    is_float = isinstance(cast.format, FloatFormat) and cast.format.specials is not Specials.FINITE
+    return is_float and cast.overflow is not Overflow.SATURATE
+
+
+@remembered_by_identity
+def _in_one_pass(cast: Cast) -> bool:
+    """Whether the C++ library casts a whole fp32 tensor in one call."""
+    return cast.scaling is None or run.has_one_scale(cast)
 
 
 def encode(
@@ -194,8 +220,10 @@ def statistics(x: Any) -> Statistics:
     return Statistics(*custom_ops.statistics(x), x.numel())
 
 
-def _is_direct(x: Tensor) -> bool:
-    """Whether the C++ library reads the tensor as it lies: other layouts raise at the second question."""
+def _goes_straight(x: Tensor) -> bool:
+    """Whether the C++ library reads the tensor as it lies, and torch has no business with it."""
+    if not (type(x) in _PLAIN and x.is_cpu and uses_library() and tracing.is_plain(x)):
+        return False
     return x.layout is torch.strided and x.is_contiguous() and x.data_ptr() != 0
 
 

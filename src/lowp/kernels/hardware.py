@@ -19,7 +19,7 @@ import torch
 
 from lowp.compat import constant_when_compiled
 
-__all__ = ["multiplies", "products_of_bf16"]
+__all__ = ["is_on_host", "multiplies", "products_of_bf16"]
 
 _INSTRUCTIONS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX-BF16", "bf16": "Arm BF16"}
 # The values of ONEDNN_MAX_CPU_ISA that leave oneDNN without products of bf16
@@ -52,6 +52,11 @@ def _decided(instructions: list[str], capability: str, environment: Mapping[str,
         if (given := environment.get(limit, "").upper()) in _WITHOUT:
             return False, f"{has}, but {limit} holds oneDNN to {given}"
     return True, has
+
+
+def is_on_host(x: torch.Tensor) -> bool:
+    """Whether a number of a tensor is read without waiting for a device."""
+    return x.is_cpu
 
 
 @constant_when_compiled

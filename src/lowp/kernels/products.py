@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.casts import Cast
@@ -46,18 +47,20 @@ __all__ = [
     "contract",
     "contract_mantissas",
     "contract_packed",
-    "contract_sixteen_bits",
     "gradients_sixteen_bits",
     "has_launches",
     "is_native",
     "is_torchs_own",
+    "linear_sixteen_bits",
     "multiplies_int8",
     "ready_operand",
+    "sixteen_bits_run_in",
     "torchs_own_device",
 ]
 
 # Casts to the dtypes that devices multiply; made here, since torch.compile does not trace the making of a cast
 _TO_NEAREST = {torch.float16: Cast(FORMATS["fp16"]), torch.bfloat16: Cast(FORMATS["bf16"])}
+NARROW = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16}  # what `Tensor.to` does, sooner
 _BLOCK_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -162,22 +165,19 @@ def contract(
     return result if finish is None else finish(result)
 
 
-def contract_sixteen_bits(form: Any, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return what `contract` does of two operands in fp16 or in bf16: summed in fp32, rounded to their dtype.
+def linear_sixteen_bits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return what `contract` does of a linear layer in fp16 or in bf16: summed in fp32, rounded to the operands' dtype.
 
-    The same choice with nothing left to look up: for callers that know the rule, where a microsecond counts.
+    `dtype` is what `sixteen_bits_run_in` says, so that nothing is left to look up: for callers that know the rule,
+    where a microsecond counts.
     """
-    dtype = _sixteen_bits_run_in(left)
-    if dtype is torch.float32 and is_large(left, right):
-        return large.linear(left, right, bias)
+    if dtype is torch.float32 and is_large(x, weight):
+        return large.linear(x, weight, bias)
+    narrow = NARROW[x.dtype]
     if dtype is torch.float32:
-        bias = None if bias is None else bias.float()
-        result: Tensor = form.product(slot, left.float(), right.float(), bias)
-    else:
-        bias = None if bias is None else bias.to(dtype)
-        result = form.product(slot, left.to(dtype), right.to(dtype), bias)
-        result = result.float() if dtype is torch.float64 else result
-    return result.to(left.dtype)
+        return narrow(F.linear(x.float(), weight.float(), None if bias is None else bias.float()))
+    result = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    return narrow(result.float()) if dtype is torch.float64 else result
 
 
 def gradients_sixteen_bits(
@@ -187,25 +187,31 @@ def gradients_sixteen_bits(
 
     The gradient of one operand is the product with the other; where that is None, so is the gradient.
     """
-    are_matrices = len(form.first) > 1 < len(form.second)
-    if are_matrices and is_large(gradient, *operands) and _sixteen_bits_run_in(gradient) is torch.float32:
+    own = gradient.dtype
+    dtype, are_matrices = sixteen_bits_run_in(gradient, own), len(form.first) > 1 < len(form.second)
+    if dtype is torch.float32 and are_matrices and is_large(gradient, *operands):
         return large.linear_gradients((form.first, form.second), operands, gradient, wants_bias)
-    dtype, own = _sixteen_bits_run_in(gradient), gradient.dtype
     wide, (first, second) = gradient.float(), operands
-    incoming = wide if dtype is torch.float32 else gradient.to(dtype)
+    of_bias = form.bias_gradient(wide) if wants_bias else None
+    if dtype is torch.float32:
+        narrow = NARROW[own]
+        of_first = None if second is None else narrow(form.product(0, second.float(), wide))
+        of_second = None if first is None else narrow(form.product(1, first.float(), wide))
+        return of_first, of_second, of_bias
+    incoming = gradient.to(dtype)
     of_first = None if second is None else form.product(0, second.to(dtype), incoming)
     of_second = None if first is None else form.product(1, first.to(dtype), incoming)
     if dtype is torch.float64:
-        of_first, of_second = (None if one is None else one.float() for one in (of_first, of_second))
-    of_bias = form.bias_gradient(wide) if wants_bias else None
-    return None if of_first is None else of_first.to(own), None if of_second is None else of_second.to(own), of_bias
+        of_first, of_second = (None if one is None else one.float().to(own) for one in (of_first, of_second))
+    return of_first, of_second, of_bias
 
 
-def _sixteen_bits_run_in(x: Tensor) -> torch.dtype:
-    """Return the dtype that products of 16-bit operands are made in where x lies."""
-    if torchs_own_device(x, x.dtype) is not None:
-        return x.dtype
-    return torch.float64 if forced() == "reference" else torch.float32
+def sixteen_bits_run_in(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that products of operands in a 16-bit dtype are made in where x lies."""
+    way = forced()
+    if way == "native" or (way is None and multiplies(x.device.type, dtype)):
+        return dtype
+    return torch.float64 if way == "reference" else torch.float32
 
 
 def contract_mantissas(

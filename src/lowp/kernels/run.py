@@ -6,13 +6,13 @@ computed in fp64; for devices without it, on the CPU.
 
 from __future__ import annotations
 
-import struct
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels import cpu, packing, scaled
@@ -20,8 +20,6 @@ from lowp.kernels.floats import home, narrow, widen
 from lowp.kernels.philox import Seed
 from lowp.kernels.scaled import Scales
 from lowp.quantized import Quantized
-
-_FP32 = struct.Struct("=f")  # rounds to nearest even
 
 
 def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
@@ -146,9 +144,11 @@ def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales |
     fused = getattr(module, "quantize_groups", None) if scales is None else None
     if fused is not None and (found := fused(x, cast, seed)) is not None:
         return found  # type: ignore[no-any-return]
-    if module is cpu and scales is None and (number := _current_number(x, cast)) is not None:
-        scales = Scales(torch.tensor(number, dtype=torch.float64, device=x.device))
-    elif scales is None:
+    if module is cpu and scales is None and x.dtype is torch.float32 and has_one_scale(cast):
+        out = torch.empty_like(x)
+        if isinstance(seed, int) and cpu.quantize_finite(x, cast, seed, out):
+            return out
+    if scales is None:
         scales = scaled.choose(x, cast)
     if module is cpu and x.numel() and x.dtype in (torch.float32, torch.float64):
         return _quantize_scaled_in_one_pass(x, cast, scales, seed)
@@ -156,24 +156,14 @@ def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales |
     return scaled.values(scaled.elements(wide, cast, scales, _element_cast(module, seed)), cast, scales, x.dtype)
 
 
-def _current_number(x: Tensor, cast: Cast) -> float | None:
-    """Return the scale in fp32 that `scaled.choose` gives a tensor as a whole, found without a tensor of its own.
-
-    None where there is no such scale, and where it has to be looked for more closely: of what is not finite.
-    """
+@remembered_by_identity
+def has_one_scale(cast: Cast) -> bool:
+    """Whether a format has one scale for a tensor, in fp32, from its largest magnitude."""
     format, scaling = cast.format, cast.scaling
-    assert isinstance(format, ScaledFormat) and scaling is not None
-    if format.scope.kind != "tensor" or format.scale != scaled.FP32 or format.affine or format.element.bits <= 2:
-        return None
-    assert isinstance(format.scale, FloatFormat)
-    if scaling.kind != "current" or x.dtype is not torch.float32 or x.numel() == 0:
-        return None
-    largest, _ = cpu.grid(x, False)
-    wanted = largest * 2.0**scaling.headroom / float(format.element.maximum)
-    if not wanted < format.scale.maximum:
-        return None
-    (rounded,) = _FP32.unpack(_FP32.pack(wanted))
-    return max(float(rounded), format.scale.smallest_normal) if wanted else 1.0
+    if not isinstance(format, ScaledFormat) or scaling is None or scaling.kind != "current":
+        return False
+    is_ratio = format.scale == scaled.FP32 and not format.affine and format.element.bits > 2
+    return is_ratio and format.scope.kind == "tensor"
 
 
 def _quantize_scaled_in_one_pass(x: Tensor, cast: Cast, scales: Scales, seed: Seed) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,22 @@ from lowp.ops.casting import carried, carrier_dtype, draw_seed, result_dtype, ro
 from lowp.ops.observing import Watch, role_of
 from lowp.policy import Accumulation, Rule
 
-__all__ = ["Call", "RoleCasts", "cast_weight"]
+__all__ = ["Call", "Quick", "QuickCasts", "RoleCasts", "WeightCast", "cast_weight"]
+
+WeightCast = Callable[[Tensor, Cast], Tensor]
+# Runs the usual call of a function, given its arguments and what casts weights: eager, observed by nobody, transformed
+# by nothing. Returns None, with nothing done, for a call that a runner has to look at.
+Quick = Callable[[Callable[..., Any], "tuple[Any, ...]", "dict[str, Any]", "QuickCasts"], Any]
+
+
+class QuickCasts(Protocol):
+    """How a region casts the leaf parameters of a `Quick` call; both keep what they have cast."""
+
+    def narrowed(self, weight: Tensor, to: Cast) -> Tensor:
+        """Return a weight in the 16-bit dtype that is its cast, part of the graph where gradients are recorded."""
+
+    def rounded(self, weight: Tensor, to: Cast, dtype: torch.dtype) -> Tensor:
+        """Return the values of a weight's cast in a dtype that holds them, apart from the graph."""
 
 
 def cast_weight(weight: Tensor, to: Cast) -> Tensor:
@@ -120,7 +135,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rule: Rule
-    weight_cast: Callable[[Tensor, Cast], Tensor]
+    weight_cast: WeightCast
     seed: Callable[[], Tensor | int]
     writer: SiteWriter | None
     watch: Watch | None
@@ -133,7 +148,7 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         rule: Rule,
-        weight_cast: Callable[[Tensor, Cast], Tensor] = cast_weight,
+        weight_cast: WeightCast = cast_weight,
         seed: Callable[[], Tensor | int] = draw_seed,
         writer: SiteWriter | None = None,
         watch: Watch | None = None,

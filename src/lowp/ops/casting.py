@@ -16,20 +16,30 @@ from torch import Tensor
 
 from lowp import kernels
 from lowp.casts import Cast, Overflow, Rounding
-from lowp.compat import accelerator, constant_when_compiled, private, remembered_by_identity
+from lowp.compat import (
+    accelerator,
+    constant_when_compiled,
+    is_transformed,
+    private,
+    remembered_by_identity,
+    with_tangents,
+)
 from lowp.errors import InvalidInput
-from lowp.formats import FORMATS, FloatFormat, IntFormat, ScaledFormat, Specials
-from lowp.kernels.functions import quantize_finite
+from lowp.formats import FORMATS, FloatFormat, IntFormat, ScaledFormat
+from lowp.kernels.functions import quantize_operand
+from lowp.kernels.run import has_one_scale
 
-__all__ = ["Operand", "carried", "carrier_dtype", "operand", "rounded", "shield", "with_tangents", "without_autocast"]
+__all__ = ["Operand", "carried", "carrier_dtype", "operand", "rounded", "shield", "without_autocast"]
 
 _Answer = TypeVar("_Answer")
+_PLAIN = (Tensor, torch.nn.Parameter)
+_UP_TO_32 = (torch.float32, torch.float16, torch.bfloat16)
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
 _DisableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C.DisableTorchFunction"))
+_function_modes = cast(Callable[[], int], private("torch._C._len_torch_function_stack"))
+_is_any_autocast_enabled = cast(Callable[[], bool], private("torch._C._is_any_autocast_enabled"))
 is_jit_tracing = cast(Callable[[], bool], private("torch._C._is_tracing"))  # whether torch.jit.trace records what runs
-_forward_mode = cast(Any, private("torch.autograd.forward_ad"))
-_functorch_is_active = cast(Callable[[], bool], private("torch._C._are_functorch_transforms_active"))
 
 
 def draw_seed(device: torch.device | str = "cpu") -> Tensor:
@@ -95,33 +105,6 @@ def _is_mkldnn(x: Tensor) -> bool:
 
 
 # -- cast nodes ---------------------------------------------------------------------------------------------------
-
-
-def with_tangents(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return `apply` of a Function whose `tangent` method gives forward-mode derivatives.
-
-    Three classes serve it: torch.compile refuses any Function that defines `jvp`, torch.func wants `setup_context`
-    apart from `forward`, and without either the two together cost half as much a call, since torch then need not bind
-    the arguments by their names.
-    """
-    forward, setup_context = function.forward, function.setup_context
-
-    def at_once(ctx: Any, *arguments: Any) -> Any:
-        output = forward(*arguments)
-        setup_context(ctx, arguments, output)
-        return output
-
-    tangent = staticmethod(function.tangent)  # type: ignore[attr-defined]
-    transformed = cast(Any, type(function.__name__, (function,), {"jvp": tangent}))
-    members = {"forward": staticmethod(at_once), "backward": staticmethod(function.backward), "jvp": tangent}
-    eager = cast(Any, type(function.__name__, (torch.autograd.Function,), members))
-
-    def apply(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return cast(Any, function).apply(*arguments)
-        return (transformed if _functorch_is_active() else eager).apply(*arguments)
-
-    return apply
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -194,16 +177,7 @@ def _quantized(x: Tensor, to: Cast, seed: Tensor | int, axis: int) -> Tensor:
         return _with_values(x, to, seed)
     if axis != -1 and _has_groups(to):
         return _quantized(x.movedim(axis, -1).contiguous(), to, seed, -1).movedim(-1, axis)
-    if _keeps_infinities(to):
-        return cast(Tensor, kernels.quantize(x, to, seed=seed))
-    return quantize_finite(x, to, seed, functorch_is_active())
-
-
-@_constant
-def _keeps_infinities(to: Cast) -> bool:
-    """Whether the cast itself makes infinities or NaNs of infinities, and NaNs of NaNs."""
-    is_float = isinstance(to.format, FloatFormat) and to.format.specials is not Specials.FINITE
-    return is_float and to.overflow is not Overflow.SATURATE
+    return quantize_operand(x, to, seed, functorch_is_active())
 
 
 def is_irregular(x: Tensor) -> bool:
@@ -235,6 +209,17 @@ def _with_values(x: Tensor, to: Cast, seed: Tensor | int) -> Tensor:
     indices = (x.crow_indices(), x.col_indices()) if is_by_rows else (x.ccol_indices(), x.row_indices())
     values = kernels.quantize(x.values(), to, seed=seed)
     return torch.sparse_compressed_tensor(*indices, values, x.shape, layout=x.layout, check_invariants=False)
+
+
+@_constant
+def is_one_pass(to: Cast) -> bool:
+    """Whether a cast rounds to nearest, each number alone or under one scale in fp32 a tensor, and clips nothing.
+
+    No cast that torch's own conversion is.
+    """
+    if to.is_stochastic or native_dtype(to) is not None or _clipped_beyond(to) is not None:
+        return False
+    return to.scaling is None or has_one_scale(to)
 
 
 def _has_groups(to: Cast) -> bool:
@@ -351,7 +336,12 @@ def operand(x: Tensor, value: Tensor, gradient_dtype: torch.dtype) -> Operand:
 
 def functorch_is_active() -> bool:
     """Whether torch.func (vmap, grad, jvp), forward-mode autograd or torch.compile follows what runs now."""
-    return torch.compiler.is_compiling() or _functorch_is_active() or _forward_mode._current_level >= 0
+    return torch.compiler.is_compiling() or is_transformed()
+
+
+def is_plain(x: Any) -> bool:
+    """Whether rules apply to a tensor, and it is no more than its numbers: no subclass, in one strided block."""
+    return type(x) in _PLAIN and x.dtype in _UP_TO_32 and x.layout is torch.strided and not x.is_nested
 
 
 # -- shields ------------------------------------------------------------------------------------------------------
@@ -360,6 +350,15 @@ def functorch_is_active() -> bool:
 def shield() -> AbstractContextManager[object]:
     """Keep function modes and torch.autocast away from what runs inside: a backward may be called within a region."""
     return without_autocast() if torch.compiler.is_compiling() else _Shield()
+
+
+def shielded(function: Callable[[Tensor, Any], _Answer], gradient: Tensor, ctx: Any) -> _Answer:
+    """Return what a backward function returns within `shield`, entered only where something could come in between."""
+    if not torch.compiler.is_compiling() and type(gradient) is Tensor:
+        if not (_function_modes() or _is_any_autocast_enabled()):
+            return function(gradient, ctx)
+    with shield():
+        return function(gradient, ctx)
 
 
 def without_autocast() -> AbstractContextManager[object]:

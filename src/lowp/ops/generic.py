@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowp.casts import Cast
-from lowp.compat import remembered
+from lowp.compat import remembered, with_tangents
 from lowp.errors import Misuse
 from lowp.ops.call import Call, RoleCasts
-from lowp.ops.casting import is_castable, is_irregular, native_dtype, shield, with_tangents
+from lowp.ops.casting import is_castable, is_irregular, is_plain, native_dtype, shield
 from lowp.ops.signature import into_out, without_out
+from lowp.policy import Rule
 
 __all__ = [
     "changed",
@@ -35,13 +36,13 @@ __all__ = [
     "plain",
     "pointwise",
     "promote",
+    "quick_wide",
     "refused",
     "run_changed",
     "wide",
 ]
 
 _Change = Callable[[Tensor], Tensor]
-_UP_TO_32 = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def plain(call: Call) -> Any:
@@ -51,23 +52,27 @@ def plain(call: Call) -> Any:
 
 def wide(call: Call) -> Any:
     """Cast the inputs by the rule (to fp32), run the op, cast the result by the rule's `output`."""
-    if (x := _only_widened(call)) is not None:
-        return call.func(x.float(), *call.args[1:], **call.kwargs)
     return _run(call, call.casts.read)
 
 
-def _only_widened(call: Call) -> Tensor | None:
-    """Return the tensor of a call that has one, which its rule widens to fp32 and does no more; None elsewhere."""
-    rule, args = call.rule, call.args
-    if call.watch is not None or torch.compiler.is_compiling() or not (args and type(args[0]) is Tensor):
-        return None
-    x: Tensor = args[0]
+def quick_wide(rule: Rule) -> Callable[..., Any] | None:
+    """Return what runs an op of one tensor under a rule that widens it to fp32 and does no more; None for other rules.
+
+    It returns None for a call with more than one tensor, in place or in a list; see `Row.quick`.
+    """
     if rule.input is None or native_dtype(rule.input) is not torch.float32 or not (rule.output is rule.grad is None):
         return None
-    if x.dtype not in _UP_TO_32 or is_irregular(x) or _out_of_place(call.func) is not None:
-        return None
-    others = (*args[1:], *call.kwargs.values()) if call.kwargs else args[1:]
-    return None if any(isinstance(one, (Tensor, list, tuple, dict)) for one in others) else x
+
+    def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
+        if not (args and type(args[0]) is Tensor and is_plain(args[0])) or is_in_place(function):
+            return None
+        x, *others = args
+        for one in (*others, *kwargs.values()) if kwargs else others:
+            if isinstance(one, (Tensor, list, tuple, dict)) and type(one) is not torch.Size:
+                return None
+        return function(x.float(), *others, **kwargs)
+
+    return run
 
 
 def pointwise(call: Call) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lowp import kernels
 from lowp.casts import Cast
+from lowp.compat import with_tangents
 from lowp.formats import ScaledFormat
 from lowp.kernels.products import ready_operand
 from lowp.kernels.scratch import Scratch
@@ -35,7 +36,6 @@ from lowp.ops.casting import (
     operand,
     rounded,
     shield,
-    with_tangents,
 )
 from lowp.ops.int16.contraction import integer_contraction
 from lowp.ops.int16.nodes import fp64_contraction
@@ -267,9 +267,10 @@ def gradients_of_linear(
     bias_dtype: torch.dtype | None,
     gradient: Tensor,
     values: Sequence[Tensor | None],
+    edges: Sequence[Tensor | None] = (None, None),
 ) -> Gradients:
     """Return the gradients of a linear layer from its rounded operands, part of the graph where one is recorded."""
-    return _gradients(form, OUTPUT, casts, _Wanted(needs[:2], needs[2], bias_dtype), gradient, (values, (None, None)))
+    return _gradients(form, OUTPUT, casts, _Wanted(needs[:2], needs[2], bias_dtype), gradient, (values, edges))
 
 
 def _integer_gradients(

@@ -1,7 +1,7 @@
-"""The short way of a linear layer whose operands and result a rule rounds to one 16-bit dtype.
+"""The short ways of a linear layer: all of it in one 16-bit dtype, or operands in another format and results in fp32.
 
-It computes what `products.contract` does, bit for bit, with no description of the casts: what can be decided of a rule
-is decided once, when a region plans the op, and `kernels.products.contract_sixteen_bits` chooses how the product runs.
+They compute what `products.contract` does, bit for bit, with no description of the call or of the casts: what can be
+decided of a rule is decided once, when a region plans the op, and `kernels.products` chooses how the product runs.
 Everything else, higher derivatives included, goes the long way.
 """
 
@@ -11,26 +11,29 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
-from lowp.compat import remembered_by_identity
-from lowp.kernels.products import contract_sixteen_bits, gradients_sixteen_bits
+from lowp.casts import Cast
+from lowp.compat import applied_at_once, remembered_by_identity
+from lowp.kernels.dispatch import forced
+from lowp.kernels.functions import quantize_operand
+from lowp.kernels.hardware import is_on_host
+from lowp.kernels.products import NARROW, gradients_sixteen_bits, linear_sixteen_bits, sixteen_bits_run_in
+from lowp.kernels.scratch import is_large
+from lowp.kernels.words import FEATURES
 from lowp.ops.bytes import is_int8, linear_in_bytes
-from lowp.ops.call import Call, RoleCasts
-from lowp.ops.casting import functorch_is_active, native_dtype, shield
+from lowp.ops.call import Call, Quick, QuickCasts, RoleCasts, WeightCast
+from lowp.ops.casting import carrier_dtype, edge, functorch_is_active, is_one_pass, is_plain, native_dtype, shielded
 from lowp.ops.contraction import linear as long_linear
 from lowp.ops.eight_bits import is_fp8, linear_in_fp8
 from lowp.ops.products import gradients_of_linear
-from lowp.ops.trilinear import OUTPUT, Linear
+from lowp.ops.trilinear import FIRST, SECOND, Linear
 from lowp.policy import Rule
 
-__all__ = ["linear", "one_dtype", "short_linear", "under"]
+__all__ = ["linear", "one_dtype", "quick", "short_linear", "under"]
 
 Runner = Callable[[Call], Any]
-
-_PLAIN = (Tensor, nn.Parameter)
-_CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
-_ANY = Linear((), ())  # the product of the output asks for no shapes
 
 
 @remembered_by_identity
@@ -46,10 +49,27 @@ def under(rule: Rule) -> Runner | None:
             return long_linear(call)
         if in_bytes is not None:
             result = in_bytes(call)
+        elif call.kwargs or not _is_usual(call) or functorch_is_active():
+            return long_linear(call)
         else:
-            assert dtype is not None
-            result = short_linear(dtype, call)
+            result = short_linear(call.rule, cast(torch.dtype, dtype), call.args, call.weight_cast)
         return long_linear(call) if result is None else result
+
+    return run
+
+
+@remembered_by_identity
+def quick(rule: Rule) -> Quick | None:
+    """Return what runs F.linear under a rule from its arguments alone, see `Row.quick`; None for other rules.
+
+    Those are of 16 bits throughout, and those that round the operands alone, to nearest.
+    """
+    dtype = one_dtype(rule)
+    if dtype is None:
+        return _quick_rounded(rule) if _rounds_operands(rule) else None
+
+    def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], casts: QuickCasts) -> Tensor | None:
+        return None if kwargs else short_linear(rule, dtype, args, casts.narrowed, True)
 
     return run
 
@@ -60,24 +80,48 @@ def linear(call: Call) -> Tensor:
     return cast(Tensor, (shortest or long_linear)(call))
 
 
-def short_linear(dtype: torch.dtype, call: Call) -> Tensor | None:
-    """Return F.linear(input, weight, bias) in a 16-bit dtype; None where it has to go the long way."""
-    if functorch_is_active() or call.kwargs or not 2 <= len(call.args) <= 3:
+def short_linear(
+    rule: Rule, dtype: torch.dtype, args: tuple[Any, ...], weight_cast: WeightCast, as_autocast: bool = False
+) -> Tensor | None:
+    """Return F.linear(input, weight, bias) in a 16-bit dtype; None where it has to go the long way.
+
+    `as_autocast`: where torch's own product is the way, it is left to torch with its gradients and the bias's cast.
+    """
+    if not _fits(args):
         return None
-    if call.writer is not None or call.watch is not None or call.roles is not None:
+    x, weight, bias = args if len(args) == 3 else (*args, None)
+    runs_in, narrow, to = sixteen_bits_run_in(x, dtype), NARROW[dtype], cast(Cast, rule.weight)
+    if as_autocast and runs_in is dtype and not is_on_host(x):
         return None
-    x, weight, *rest = call.args
-    bias = rest[0] if rest else None
-    if not (_is_plain(x) and _is_plain(weight) and (bias is None or _is_plain(bias))):
-        return None
-    if not (x.dim() >= 1 and 1 <= weight.dim() <= 2 and x.shape[-1] == weight.shape[-1]):
-        return None
-    value, to = x.to(dtype), call.rule.weight
-    assert to is not None
-    factor = call.weight_cast(weight, to) if weight.is_leaf and weight.requires_grad else weight.to(dtype)
+    value = narrow(x)
+    factor = weight_cast(weight, to) if weight.is_leaf and weight.requires_grad else narrow(weight)
+    if as_autocast and runs_in is dtype:
+        if bias is not None:
+            bias = weight_cast(bias, to) if bias.is_leaf and bias.requires_grad else narrow(bias)
+        return F.linear(value, factor, bias)
     if torch.is_grad_enabled():
-        return cast(Tensor, _Short.apply(value, factor, bias, call.rule))  # type: ignore[no-untyped-call]
-    return contract_sixteen_bits(_ANY, OUTPUT, value, factor, bias)
+        return cast(Tensor, _apply_short(value, factor, bias, rule))
+    return linear_sixteen_bits(value, factor, bias, runs_in)
+
+
+def _is_usual(call: Call) -> bool:
+    """Whether nobody observes a call, its operands have the roles of every linear layer, and no site its result."""
+    return call.writer is None and call.watch is None and call.roles is None
+
+
+def _fits(args: tuple[Any, ...]) -> bool:
+    """Whether these are an input, a weight and perhaps a bias, plain ones, of shapes that F.linear takes."""
+    if len(args) == 3:
+        x, weight, bias = args
+        if bias is not None and not is_plain(bias):
+            return False
+    elif len(args) == 2:
+        x, weight = args
+    else:
+        return False
+    if not (is_plain(x) and is_plain(weight)):
+        return False
+    return x.dim() >= 1 and 1 <= weight.dim() <= 2 and bool(x.size(-1) == weight.size(-1))
 
 
 def one_dtype(rule: Rule) -> torch.dtype | None:
@@ -89,10 +133,6 @@ def one_dtype(rule: Rule) -> torch.dtype | None:
     return one if one in (torch.float16, torch.bfloat16) and sums_in_fp32 else None
 
 
-def _is_plain(x: Any) -> bool:
-    return type(x) in _PLAIN and x.dtype in _CASTABLE and x.layout is torch.strided and not x.is_nested
-
-
 class _Short(torch.autograd.Function):
     """The product of a rounded input and a rounded weight; saves both, as the long way does."""
 
@@ -100,18 +140,104 @@ class _Short(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule) -> Tensor:
         first, second, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if second else None, weight if first else None)
-        ctx.rule, ctx.bias_dtype = rule, None if bias is None else bias.dtype
-        ctx.form = form = Linear(x.shape, weight.shape)
-        return contract_sixteen_bits(form, OUTPUT, x, weight, bias)
+        ctx.shapes, ctx.rule, ctx.bias_dtype = (x.shape, weight.shape), rule, None if bias is None else bias.dtype
+        return linear_sixteen_bits(x, weight, bias, sixteen_bits_run_in(x, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with shield():
-            (x, weight), (needs_x, needs_weight, needs_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
-            form: Linear = ctx.form
-            if torch.is_grad_enabled() or functorch_is_active():
-                casts, needs = RoleCasts(ctx.rule, ctx.rule.accumulate), (needs_x, needs_weight, needs_bias)
-                return *gradients_of_linear(form, casts, needs, ctx.bias_dtype, gradient, (x, weight)), None
-            of_x, of_weight, of_bias = gradients_sixteen_bits(form, (x, weight), gradient, needs_bias)
-            of_bias = None if of_bias is None else of_bias.to(gradient.dtype).to(ctx.bias_dtype)
-            return of_x, of_weight, of_bias, None
+        return shielded(_gradients, gradient, ctx)
+
+
+_apply_short = applied_at_once(_Short)
+
+
+def _gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
+    (x, weight), (needs_x, needs_weight, needs_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+    form = Linear(*ctx.shapes)
+    if torch.is_grad_enabled() or functorch_is_active():
+        casts, needs = RoleCasts(ctx.rule, ctx.rule.accumulate), (needs_x, needs_weight, needs_bias)
+        return *gradients_of_linear(form, casts, needs, ctx.bias_dtype, gradient, (x, weight)), None
+    of_x, of_weight, of_bias = gradients_sixteen_bits(form, (x, weight), gradient, needs_bias)
+    of_bias = None if of_bias is None else NARROW[gradient.dtype](of_bias).to(ctx.bias_dtype)
+    return of_x, of_weight, of_bias, None
+
+
+# -- operands in other formats, results in fp32 -------------------------------------------------------------------
+
+
+def _rounds_operands(rule: Rule) -> bool:
+    """Whether a rule rounds operands to nearest, each number alone or under one scale a tensor, and sums in fp32."""
+    if rule.output is not None or not (rule.accumulate is None or rule.accumulate.format == "fp32"):
+        return False
+    return all(one is not None and is_one_pass(one) for one in (rule.input, rule.weight, rule.grad))
+
+
+def _quick_rounded(rule: Rule) -> Quick:
+    to_input, to_weight = cast(Cast, rule.input), cast(Cast, rule.weight)
+    input_dtype, weight_dtype = carrier_dtype(to_input), carrier_dtype(to_weight)
+
+    def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], casts: QuickCasts) -> Tensor | None:
+        if kwargs or not _fits(args) or not all(one is None or _is_fp32_on_cpu(one) for one in args):
+            return None
+        if forced() == "reference":  # sums in fp64
+            return None
+        x, weight, bias = args if len(args) == 3 else (*args, None)
+        value = quantize_operand(x.detach() if x.requires_grad else x, to_input, 0, False)
+        if weight.is_leaf and weight.requires_grad:
+            factor = casts.rounded(weight, to_weight, weight_dtype)
+        else:
+            factor = quantize_operand(weight.detach(), to_weight, 0, False)
+        if not torch.is_grad_enabled():
+            return F.linear(value, factor.float(), bias)
+        value = value if input_dtype is torch.float32 else value.to(input_dtype)
+        return cast(Tensor, _apply_rounded(_end(x), _end(weight), bias, value, factor.to(weight_dtype), rule))
+
+    return run
+
+
+def _is_fp32_on_cpu(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and is_on_host(x)
+
+
+def _end(x: Tensor) -> Tensor:
+    """Return where the gradient of an operand goes, which keeps no memory of what is not kept anyway."""
+    return edge(x, torch.float32) if x.requires_grad and not x.is_leaf else x
+
+
+class _Rounded(torch.autograd.Function):
+    """The product of operands whose rounded values are given apart from the graph; saves these.
+
+    Gradients go to the operands as they are, in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, value: Tensor, factor: Tensor, rule: Rule
+    ) -> Tensor:
+        first, second, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(value if second else None, factor if first else None)
+        ctx.edges, ctx.rule = (x if first else None, weight if second else None), rule
+        ctx.shapes = x.shape, weight.shape
+        return F.linear(value.float(), factor.float(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return shielded(_rounded_gradients, gradient, ctx)
+
+
+_apply_rounded = applied_at_once(_Rounded)
+
+
+def _rounded_gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
+    values, needs, form = ctx.saved_tensors, ctx.needs_input_grad[:3], Linear(*ctx.shapes)
+    rule: Rule = ctx.rule
+    is_long = forced() == "reference" or gradient.shape[-1:] >= (FEATURES,)  # of many features some may be lost
+    if is_long or is_large(gradient, *values) or torch.is_grad_enabled() or functorch_is_active():
+        edges = cast("tuple[Tensor | None, Tensor | None]", ctx.edges)
+        casts = RoleCasts(rule, rule.accumulate)
+        return *gradients_of_linear(form, casts, needs, torch.float32, gradient, values, edges), None, None, None
+    (value, factor), to = values, cast(Cast, rule.grad)
+    incoming = quantize_operand(gradient, to, 0, False)
+    of_x = None if factor is None else form.product(FIRST, factor.float(), incoming)
+    of_weight = None if value is None else form.product(SECOND, value.float(), incoming)
+    return of_x, of_weight, form.bias_gradient(incoming) if needs[2] else None, None, None, None

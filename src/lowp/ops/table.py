@@ -21,7 +21,7 @@ import torch
 import torch.overrides
 
 from lowp.compat import remembered
-from lowp.ops.call import Call
+from lowp.ops.call import Call, Quick
 from lowp.ops.torch_lists import LISTS
 from lowp.policy import Policy, Rule
 
@@ -60,6 +60,11 @@ class Row:
         shorter = runner(_SHORTER[spelled])(rule) if is_short else None
         return shorter or runner(spelled)
 
+    def quick(self, rule: Rule | None) -> Quick | None:
+        """Return what runs the usual calls under a rule, without a `Call`; None where there is none."""
+        is_quick = rule is not None and not rule.is_empty and self.runner in _QUICK
+        return runner(_QUICK[self.runner])(rule) if is_quick else None
+
 
 @remembered
 def runner(spelled: str) -> Callable[..., Any]:
@@ -97,6 +102,8 @@ _CONTRACTIONS = {
 }
 # runner -> what finds a shorter one under a rule
 _SHORTER = {"contraction:linear": "short:under"}
+# runner -> what finds a `Quick` under a rule
+_QUICK = {"contraction:linear": "short:quick", "generic:wide": "generic:quick_wide"}
 # the tensors that come first, where they are not input and weight; other weights are told by being parameters
 _OPERANDS = {
     "contraction:added": "bias input weight",

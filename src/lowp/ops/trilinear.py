@@ -157,7 +157,9 @@ class Linear(Form):
         return bias if bias is not None and has_numbers(bias, self.second[:-1]) else None
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
-        return gradient.reshape(math.prod(self.first[:-1]), self.second[0]).sum(0)
+        if len(self.first) != 2:
+            gradient = gradient.reshape(math.prod(self.first[:-1]), self.second[0])
+        return gradient.sum(0)
 
 
 @dataclass(frozen=True)

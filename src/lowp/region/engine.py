@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lowp.compat import constant_when_compiled, private
+from lowp.compat import constant_when_compiled, is_transformed, private
 from lowp.errors import Unavailable
 from lowp.exponents import SharedExponents
 from lowp.ops import table
@@ -36,7 +36,7 @@ from lowp.region.weights import HANDS_OUT, RUNS_HOOKS, WeightCasts
 __all__ = ["Engine"]
 
 _DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("torch._C._DisableAutocast"))
-_tracing = cast(Callable[[], object], private("torch._guards.TracingContext.try_get"))
+_of_thread = cast(Any, private("torch._guards._TLS"))  # holds a tracing context while a compiler's backend runs
 _checkpoint_operator = private("torch._higher_order_ops.wrap.tag_activation_checkpoint")
 _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|not implemented for (Half|BFloat16)")
 # torch's own: those in torch's place answer a generator or coroutine that asks, which costs more
@@ -88,7 +88,8 @@ class Engine(TorchFunctionMode):
             self.weights.forget()
         if self.look is not None:
             self.look()
-        if not self.active or _tracing() is not None:  # a compiler's backend runs what was traced, casts included
+        # a compiler's backend runs what was traced, casts included
+        if not self.active or getattr(_of_thread, "tracing_context", None) is not None:
             return func(*args, **(kwargs or {}))
         if self.path.running and self.path.settle(sys._getframe()):
             self.move()
@@ -101,11 +102,21 @@ class Engine(TorchFunctionMode):
         if self.resting is not None and self.rests():
             with _DisableAutocast():
                 return func(*args, **kwargs)
-        way = plan.way
-        if way is not None and not (self.observers or everywhere) and device_of(way, args, kwargs) is not None:
-            return self._handed_over(plan, way, func, args, kwargs)
+        if not (self.observers or everywhere):
+            if plan.quick is not None and self._is_quick(plan):
+                with _DisableAutocast():
+                    result = plan.quick(func, args, kwargs, self.weights)
+                if result is not None:
+                    self.rulebook.has_rounded |= plan.rounds
+                    return result
+            if plan.way is not None and device_of(plan.way, args, kwargs) is not None:
+                return self._handed_over(plan, plan.way, func, args, kwargs)
         with _DisableAutocast():
             return self._run(plan, func, args, kwargs)
+
+    def _is_quick(self, plan: Plan) -> bool:
+        """Whether nothing but its arguments decides how a call runs."""
+        return not (self.rulebook.strict or is_transformed() or (plan.looks and is_jit_tracing()))
 
     def apply(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call that is this region's, also while torch.compile traces it."""
@@ -144,7 +155,7 @@ class Engine(TorchFunctionMode):
             self.running = before
 
     def _run(self, plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        row, rule, run, at_site, rounds, looks, _ = plan
+        row, rule, run, at_site, rounds, looks, *_ = plan
         if row.op_class == "structural":
             return self._suspended(func, args, kwargs)
         if looks and is_jit_tracing():

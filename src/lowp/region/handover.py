@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.kernels.products import torchs_own_device
-from lowp.ops.casting import is_irregular, native_dtype
+from lowp.ops.casting import native_dtype
 from lowp.ops.generic import is_in_place
 from lowp.ops.short import one_dtype
 from lowp.ops.table import Row
@@ -72,20 +72,18 @@ def device_of(way: HandOver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 
     Its tensors are strided and of up to 32 bits, and torch's own arithmetic is the way where they lie.
     """
-    device = None
+    device, is_compiling = None, torch.compiler.is_compiling()
     for one in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(one, (list, tuple)):
-            tensors = [x for x in one if isinstance(x, Tensor)]
-        elif isinstance(one, Tensor):
-            tensors = [one]
-        else:
+        if not isinstance(one, (Tensor, list, tuple)):
             continue
-        for x in tensors:
+        for x in (one,) if isinstance(one, Tensor) else one:
+            if not isinstance(x, Tensor):
+                continue
             if device is None:
                 device = torchs_own_device(x, way.dtype, way.op in _FUSED)
                 if device not in way.devices:
                     return None
-            if x.dtype in _LEFT_ALONE or is_irregular(x):
+            if x.dtype in _LEFT_ALONE or not (is_compiling or (x.layout is torch.strided and not x.is_nested)):
                 return None
     if kwargs.get("out") is not None or (way.op == _ATTENTION and _returns_probabilities(args, kwargs)):
         return None

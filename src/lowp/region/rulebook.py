@@ -15,7 +15,7 @@ from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import ScaledFormat
 from lowp.ops import table
-from lowp.ops.call import Call
+from lowp.ops.call import Call, Quick
 from lowp.ops.casting import result_dtype
 from lowp.ops.generic import sixteen_bit
 from lowp.ops.int16 import flexpoint
@@ -42,6 +42,7 @@ class Plan(NamedTuple):
     rounds: bool = False  # it is a contraction, and the rule rounds it
     looks: bool = False  # a cast of the rule looks at the numbers, or draws some: a trace would keep those of one run
     way: HandOver | None = None  # where torch's own dispatcher carries out the rule
+    quick: Quick | None = None  # runs the usual calls where nobody looks on
 
 
 Plans = dict[Callable[..., Any], "Plan | None"]
@@ -112,7 +113,8 @@ class Rulebook:
             return Plan(row, rule, _under(alone, row.run(alone)), at_site, row.is_contraction, True)
         rounds = row.is_contraction and rule is not None and not rule.is_empty
         looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
-        return Plan(row, rule, run, None, rounds, looks, hand_over(function, row, rule, self.main_dtype()))
+        way = hand_over(function, row, rule, self.main_dtype())
+        return Plan(row, rule, run, None, rounds, looks, way, row.quick(rule))
 
     def missed(self, name: str) -> None:
         """Note a contraction that no rule spoke of; raise InvalidInput where the region is strict."""

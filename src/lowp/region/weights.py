@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import TensorWeakRef
 
 from lowp.casts import Cast
-from lowp.compat import private, real_tensors
-from lowp.kernels.products import has_launches
+from lowp.compat import applied_at_once, private, real_tensors
+from lowp.kernels.functions import quantize_operand
+from lowp.kernels.products import NARROW, has_launches
 from lowp.ops.casting import carried, functorch_is_active, is_irregular, native_dtype, shield
 
 __all__ = ["HANDS_OUT", "RUNS_HOOKS", "WeightCasts", "forget_all"]
@@ -72,6 +73,9 @@ class _Attached(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
+_attach = applied_at_once(_Attached)  # nothing is kept where torch.func transforms
+
+
 class _Together(torch.autograd.Function):
     """Several fp32 weights cast in one launch, and their gradients in one launch on the way back."""
 
@@ -96,16 +100,15 @@ def _copied(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]
     return tuple(copies)
 
 
-class _Sign(NamedTuple):
-    """What tells that a weight still holds the numbers it held; `writes` counts what may have changed any weight."""
-
-    version: int
-    memory: int
-    writes: int
+# What tells that a weight still holds the numbers it held: its version, its address, and `_writes`, which counts what
+# may have changed any weight. A tuple, since one is made at every use.
+_Sign = tuple[int, int, int]
 
 
 _ONE_NAME = sys.getrefcount(SimpleNamespace(name=object()).name) + 1  # of what one attribute holds
 _PRUNE_AT = 1024
+_SMALL = 1024  # elements
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class _Entry:
@@ -122,7 +125,7 @@ class _Entry:
     def in_graph(self) -> Tensor:
         """Return the values as part of the graph: their gradient reaches the weight."""
         if self.attached is None:
-            self.attached = cast(Tensor, _Attached.apply(self.weight, self.value))  # type: ignore[no-untyped-call]
+            self.attached = cast(Tensor, _attach(self.weight, self.value))
         return self.attached
 
 
@@ -153,11 +156,36 @@ class WeightCasts:
 
     def __call__(self, weight: Tensor, to: Cast) -> Tensor:
         """Return the weight cast for a contraction, part of the graph where gradients are recorded."""
-        if not _can_serve(weight) or _is_traced():
+        if _is_traced() or not _can_serve(weight):
             return carried(weight, to)
-        sign = self._sign(weight)
-        known = self._known(weight, to, sign)
+        sign, held = self._sign(weight), self._entries.get(id(weight))
+        known = None if held is None else self._known(weight, to, sign)
         return self._remember(weight, to, sign, carried(weight, to)) if known is None else known
+
+    def narrowed(self, weight: Tensor, to: Cast) -> Tensor:
+        """Return a plain leaf in the 16-bit dtype that is its cast, where nothing is traced; see `__call__`.
+
+        Without gradients a small one is cast anew: that takes less time than to find out whether it was written.
+        """
+        held, narrow = self._entries.get(id(weight)), NARROW[cast(torch.dtype, native_dtype(to))]
+        if held is None and weight.numel() <= _SMALL and not torch.is_grad_enabled():
+            return narrow(weight)
+        if torch.is_inference_mode_enabled():
+            return narrow(weight)
+        sign = self._sign(weight)
+        known = None if held is None else self._known(weight, to, sign)
+        return self._remember(weight, to, sign, narrow(weight)) if known is None else known
+
+    def rounded(self, weight: Tensor, to: Cast, dtype: torch.dtype) -> Tensor:
+        """Return the values of a plain leaf's cast in a dtype that holds them, apart from the graph, likewise."""
+        if torch.is_inference_mode_enabled():
+            return quantize_operand(weight, to, 0, False).to(dtype)
+        sign = self._sign(weight)
+        for entry in self._entries.get(id(weight), ()):
+            if entry.sign == sign and (entry.to is to or entry.to == to):
+                return entry.value
+        value = quantize_operand(weight.detach(), to, 0, False)
+        return self._remember(weight, to, sign, value if dtype is torch.float32 else value.to(dtype))
 
     def together(self, weights: Sequence[Tensor], to: Cast) -> list[Tensor]:
         """Return several weights cast likewise; those that have to be cast anew, in one launch."""
@@ -184,22 +212,23 @@ class WeightCasts:
         return None
 
     def _remember(self, weight: Tensor, to: Cast, sign: _Sign | None, value: Tensor) -> Tensor:
-        others = [entry for entry in self._entries.pop(id(weight), ()) if entry.to != to]
+        held = self._entries.pop(id(weight), None)
+        others = [] if held is None else [entry for entry in held if entry.to != to]
         if value is not weight:
             self._made.append(TensorWeakRef(value))
             if sign is not None:
                 others.append(_Entry(weight, to, value, sign))
         if others:
             self._entries[id(weight)] = others
-            self._prune()
+            if len(self._entries) >= self._prune_at:
+                self._prune()
         return value
 
     def _prune(self) -> None:
         """Let go of weights that are no longer used, each time that there are twice as many as were left then."""
-        if len(self._entries) >= self._prune_at:
-            self._entries = {key: held for key, held in self._entries.items() if not _are_alone(held)}
-            self._made = [reference for reference in self._made if reference() is not None]
-            self._prune_at = max(_PRUNE_AT, 2 * len(self._entries))
+        self._entries = {key: held for key, held in self._entries.items() if not _are_alone(held)}
+        self._made = [reference for reference in self._made if reference() is not None]
+        self._prune_at = max(_PRUNE_AT, 2 * len(self._entries))
 
     def _sign(self, weight: Tensor) -> _Sign | None:
         """Return what a later use compares; None where others may write the weight unseen."""
@@ -212,7 +241,7 @@ class WeightCasts:
         memory = storage.data_ptr()
         if not storage.resizable() or memory in self._handed_out or (weight.is_cpu and storage.is_shared()):
             return None
-        return _Sign(weight._version, weight.data_ptr(), _writes[0])
+        return weight._version, weight.data_ptr(), _writes[0]
 
     def cast_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], to: Cast
@@ -285,7 +314,7 @@ def _is_traced() -> bool:
 
 def _can_serve(weight: Tensor) -> bool:
     """Whether a cast of this tensor may be kept, outside of what is traced."""
-    return weight.is_leaf and type(weight) in (Tensor, nn.Parameter) and not is_irregular(weight)
+    return weight.is_leaf and type(weight) in _PLAIN and weight.layout is torch.strided and not weight.is_nested
 
 
 def _go_together(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:

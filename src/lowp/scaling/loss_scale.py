@@ -88,6 +88,10 @@ class LossScaling:
         _, good_steps, overflows, stuck = self._count(state, seen)
         return LossScaleState(self._bounded(state.scale), good_steps, overflows, stuck)
 
+    def only_counts(self, state: LossScaleState) -> bool:
+        """Whether `observe` of a good step does no more than to count it; waits for the device."""
+        return self.floor <= float(state.scale) <= self.ceiling
+
     def scale(self, state: LossScaleState) -> torch.Tensor:
         """Return the scale, a 0-dimensional fp32 tensor."""
         return state.scale
@@ -155,6 +159,10 @@ class DynamicLossScale(LossScaling):
             self._bounded(scale), torch.where(grows, 0, good_steps), torch.where(grows, 0, overflows), stuck
         )
 
+    def only_counts(self, state: LossScaleState) -> bool:
+        """Whether `observe` of a good step does no more than to count it; waits for the device."""
+        return super().only_counts(state) and int(state.good_steps) + 1 < self.growth_interval
+
     def _growth(
         self, state: LossScaleState, good_steps: torch.Tensor, overflows: torch.Tensor, seen: GradientsSeen
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,6 +193,10 @@ class AdaptiveLossScale(DynamicLossScale):
                 "1e-3 allows one in a thousand to be flushed"
             )
         flush_field(self.format)
+
+    def only_counts(self, state: LossScaleState) -> bool:
+        """False: exponents may let the scale grow at any step."""
+        return False
 
     def _growth(
         self, state: LossScaleState, good_steps: torch.Tensor, overflows: torch.Tensor, seen: GradientsSeen

@@ -25,6 +25,11 @@ struct lowp_cast {
   double minimum;       // most negative value; of an unsigned format the smallest
 };
 
+// What chooses the scale of a whole tensor: largest * headroom / maximum, in fp32, below `limit` and at least `smallest`.
+struct lowp_scale {
+  double headroom, maximum, limit, smallest;
+};
+
 namespace lowp {
 
 enum Kind : int32_t { kFloat = 0, kInteger = 1, kBinary = 2 };

@@ -218,6 +218,31 @@ LOWP_EXPORT void lowp_grid(const float* x, int64_t count, int lowest, int thread
   found[0] = all.maximum, found[1] = all.lowest;
 }
 
+// Casts all of x, of fp32, which has to be finite: under a format's own scale, that of the largest magnitude, or without
+// one (`scale` null). Returns 0; 1, with nothing written, where x is not finite or its scale is none below the limit.
+LOWP_EXPORT int lowp_quantize_finite(const lowp_cast* cast, const lowp_scale* scale, const float* x, float* out,
+                                     int64_t count, uint64_t seed, int threads) {
+  int64_t found[2];
+  lowp_grid(x, count, 0, threads, found);
+  constexpr int64_t kInfinity = 0x7f800000, kSmallestNormal = 0x00800000;
+  if (found[0] >= kInfinity) return 1;
+  if (scale == nullptr) {
+    lowp_quantize(cast, kFp32, x, out, count, seed, 0, threads);
+    return 0;
+  }
+  const uint32_t bits = static_cast<uint32_t>(found[0]);
+  float number;
+  std::memcpy(&number, &bits, sizeof(number));
+  // a subnormal, which the thread may be set to take for zero, is its integer
+  const double largest = bits < kSmallestNormal ? bits * 0x1p-149 : static_cast<double>(number);
+  const double wanted = largest * scale->headroom / scale->maximum;
+  if (!(wanted < scale->limit)) return 1;
+  const double rounded = static_cast<float>(wanted);
+  const double chosen = wanted == 0 ? 1.0 : rounded > scale->smallest ? rounded : scale->smallest;
+  lowp_quantize_scaled(cast, kFp32, x, out, count, count, count > 0 ? count : 1, &chosen, nullptr, seed, 0, threads);
+  return 0;
+}
+
 // Writes x * 2**-exponent and returns the largest |mantissa|; -1 where some x is no int16 under this exponent.
 LOWP_EXPORT int64_t lowp_exact_int16(const float* x, int exponent, int16_t* out, int64_t count, int threads) {
   const Kernels& kernel = kernels();
