@@ -6,9 +6,9 @@
 The parts, in order: `build` (what is there, and what each kernel's first call takes), `kernels` (every cast against
 the definition, bit for bit), `bandwidth` (each kernel beside torch.copy_), then the recipes `rossmann`, `unet` and
 `bert` at full size: time a step, wall time, memory allocated and reserved, in fp32 (TF32 off and on), torch.amp and
-lowp. After each part the file is written anew, so that a call that is cut off leaves what it has found. `goals` says
-which of the goals are met: nowhere slower or larger than torch.amp in the same format, BERT 1.10 times as fast and
-15 % smaller.
+lowp, one row after the other, each alone on the device. After each part the file is written anew, so that a call that
+is cut off leaves what it has found. `goals` says which of the goals are met: nowhere slower or larger than torch.amp in
+the same format, BERT 1.10 times as fast and 15 % smaller.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ FASTER, SMALLER = {"bert": 1.10}, {"bert": 0.85}  # of torch.amp; elsewhere 1
 CASTS = ("", ":stochastic", ":toward-zero", ":nearest-away", ":saturate")
 SCALED = ("mxfp8", "mxfp4", "nvfp4", "int8", "e4m3fn@fp32/row", "dfp16")
 SHARES = {"kernels": 0.25, "rossmann": 0.15, "unet": 0.3, "bert": 1.0}  # of the time that is left when a part begins
+ROWS_METHOD = (
+    "the rows follow each other, each with the device to itself, where `lowp bench` has them take turns: `relative` is "
+    "the median by that of fp32; memory is that of a step of a training of its own, from an empty cache"
+)
 Part = Callable[["Run"], dict[str, Any]]
 
 
@@ -216,7 +220,7 @@ def _seconds(device: torch.device, call: Callable[[], object]) -> float:
 
 # -- the recipes ------------------------------------------------------------------------------------------------------
 def recipe(name: str) -> Part:
-    """Return the part that trains a recipe in every precision."""
+    """Return the part that trains a recipe in every precision, one after the other: no row holds another's memory."""
 
     def measure(run: Run) -> dict[str, Any]:
         settings = Settings(name, size=None if run.is_tiny else "full", device=str(run.device))
@@ -225,11 +229,15 @@ def recipe(name: str) -> Part:
         started = time.perf_counter()
         data = load_data(settings)
         loaded, rows = time.perf_counter() - started, contenders_of(settings, PRECISIONS, torch_amp=True)
-        timers = time_steps(rows, data, run.seconds, lambda: time.monotonic() > ends)
         assert settings.batch is not None
-        found = {}
-        for one in timers:
-            found[one.contender.label] = _row(one, timers[0], _peaks(one, data, settings.batch), data, settings.batch)
+        found: dict[str, Any] = {}
+        for place, one in enumerate(rows):
+            turn_ends = time.monotonic() + (ends - time.monotonic()) / (len(rows) - place)
+            found[one.label] = _alone(one, data, settings.batch, run, turn_ends)
+        first = found[rows[0].label]["step"]["median"]
+        for row in found.values():
+            own = row["step"]["median"]
+            row["step"]["relative"] = own / first if own and first else None
         return {
             **results.recipe_head(get(name), data, settings.size),
             "batch": settings.batch,
@@ -238,6 +246,26 @@ def recipe(name: str) -> Part:
         }
 
     return measure
+
+
+def _alone(contender: Contender, data: Data, batch: int, run: Run, ends: float) -> dict[str, Any]:
+    """Return what one row takes, with nothing else on the device, until a moment by time.monotonic()."""
+    timer = StepTimer(contender)
+    if time.monotonic() < ends:
+        (timer,) = time_steps([contender], data, run.seconds, lambda: time.monotonic() > ends)
+    else:
+        timer.failure = "no time was left"
+    _free(run.device)
+    row = _row(timer, _peaks(timer, data, batch), data, batch)
+    _free(run.device)
+    return row
+
+
+def _free(device: torch.device) -> None:
+    """Hand back to the device what nobody holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _peaks(timer: StepTimer, data: Data, batch: int) -> tuple[int | None, int | None]:
@@ -249,20 +277,16 @@ def _peaks(timer: StepTimer, data: Data, batch: int) -> tuple[int | None, int | 
     except STOPPED_BY as error:
         timer.failure = f"{type(error).__name__}: {error}"
         return None, None
-    finally:
-        gc.collect()
 
 
-def _row(
-    timer: StepTimer, first: StepTimer, peaks: tuple[int | None, int | None], data: Data, batch: int
-) -> dict[str, Any]:
+def _row(timer: StepTimer, peaks: tuple[int | None, int | None], data: Data, batch: int) -> dict[str, Any]:
     contender: Contender = timer.contender
     return {
         "kind": contender.kind,
         "precision": contender.settings.precision,
         "tf32": contender.tf32,
         "failure": timer.failure,
-        "step": {**timer.step(), "relative": timer.relative_to(first)},
+        "step": timer.step(),
         "wall": timer.wall(len(data.training) // batch),
         "allocated": peaks[0],
         "reserved": peaks[1],
@@ -322,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "device": str(run.device),
         "is_gpu": run.device.type == "cuda",
         "size": run.size,
-        "methods": {"step": STEP_METHOD.format(slow=slow_limit(run.seconds)), "wall": WALL_METHOD},
+        "methods": {"step": STEP_METHOD.format(slow=slow_limit(run.seconds)), "wall": WALL_METHOD, "rows": ROWS_METHOD},
         "seconds": {},
         "failures": {},
         "tracebacks": {},

@@ -2,19 +2,22 @@
 
     python bench/gpu_static.py [--chips A100,H100] [--kernels quantize] [--out bounds.json]
 
-For every kernel the bytes an element moves, at the memory bandwidth of a chip's data sheet, give the least time; so do
+For every kernel the bytes an element moves, at the memory bandwidth of a chip's data sheet, give the least time. So do
 the instructions an element takes, at the rate at which the chip issues them: each of a multiprocessor's four schedulers
-one instruction of 32 threads a clock. The larger of the two bounds the kernel. All instructions of the machine code are
-counted once, those of rare branches too, but for the branch that compares more than 32 random bits, which one draw in
-2**32 takes; latencies, caches, launches and the rates of single units (integers, fp64) are not.
+one instruction of 32 threads a clock. And so do the instructions of a single unit: integers and logic, of which a
+multiprocessor has half as many lanes as it issues, fp32 with the multiplications of integers, fp64, conversions. The
+largest bounds the kernel. All instructions of the machine code are counted once, those of rare branches too, but for
+the branch that compares more than 32 random bits, which one draw in 2**32 takes (the question whether it is taken is
+counted), and the branch for rare numbers in kernels that share a scale and in statistics; latencies, caches and
+launches are not.
 
 For V100 the code of compute capability 7.5 is counted: the disassembler that comes with Triton does not read that of
-7.0. In kernels that share a scale and in statistics the branch for rare numbers is left out, too.
+7.0.
 
 Sources. T4: NVIDIA T4 data sheet (320 GB/s), Turing whitepaper (40 SMs, 1.59 GHz). V100: NVIDIA V100 data sheet
 (SXM2: 900 GB/s), Volta whitepaper (80 SMs, 1.53 GHz). A100: NVIDIA A100 data sheet (SXM 80 GB: 2039 GB/s), Ampere
 whitepaper (108 SMs, 1.41 GHz). H100: NVIDIA H100 data sheet (SXM: 3350 GB/s), Hopper whitepaper (132 SMs; 67 TFLOP/s of
-fp32 are 1.98 GHz).
+fp32 are 1.98 GHz). Lanes of units: CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions".
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from lowp.kernels.triton import ahead
 from lowp.kernels.triton.ahead import Compiled, Configuration
 
 LANES = 4 * 32  # threads' instructions that a multiprocessor issues a clock
-HEADER = "The larger of both times an element, from machine code and data sheets: a bound, not a measurement."
+HEADER = "The largest of the times an element (ps), from machine code and data sheets: a bound, not a measurement."
 
 
 class Chip(NamedTuple):
@@ -42,6 +45,7 @@ class Chip(NamedTuple):
     bandwidth: float  # bytes a second
     multiprocessors: int
     clock: float  # Hz
+    lanes: dict[str, int]  # results a clock of a multiprocessor, by unit
 
     @property
     def issued(self) -> float:
@@ -49,11 +53,25 @@ class Chip(NamedTuple):
         return self.multiprocessors * LANES * self.clock
 
 
+UNITS = {  # by the names of instructions; what is in none of them is bound by its issue
+    "integer": "LOP3|PLOP3|IADD3|ISETP|SEL|SHF|IMNMX|VIMNMX|PRMT|LEA|SGXT|BMSK|FSETP|FSEL|FMNMX|IABS|P2R|R2P",
+    "fp32": "FADD|FMUL|FFMA|IMAD|HADD2|HMUL2|HFMA2",
+    "fp64": "DADD|DMUL|DFMA|DSETP",
+    "fp64 conversion": r"F2F\.F64\S*|F2F\.\S*\.F64|I2F\.F64\S*|F2I\S*\.F64\S*",
+    "conversion": "F2F|F2I|I2F|I2I|MUFU|POPC|FLO|BREV",
+}
+
+
+def lanes(fp32: int, fp64: int, wide_conversion: int) -> dict[str, int]:
+    """Return results a clock of a multiprocessor, by unit: those in which the chips differ are given."""
+    return {"integer": 64, "fp32": fp32, "fp64": fp64, "fp64 conversion": wide_conversion, "conversion": 16}
+
+
 CHIPS = (
-    Chip("T4", 75, 320e9, 40, 1.59e9),
-    Chip("V100", 75, 900e9, 80, 1.53e9),
-    Chip("A100", 80, 2039e9, 108, 1.41e9),
-    Chip("H100", 90, 3350e9, 132, 1.98e9),
+    Chip("T4", 75, 320e9, 40, 1.59e9, lanes(64, 2, 2)),
+    Chip("V100", 75, 900e9, 80, 1.53e9, lanes(64, 32, 16)),
+    Chip("A100", 80, 2039e9, 108, 1.41e9, lanes(64, 32, 16)),
+    Chip("H100", 90, 3350e9, 132, 1.98e9, lanes(128, 64, 16)),
 )
 
 
@@ -66,20 +84,56 @@ class Bound(NamedTuple):
     instructions: float
     memory: float
     issue: float
+    busiest: float  # of the unit that takes longest
+    unit: str
     registers: int
 
     @property
     def is_memory_bound(self) -> bool:
-        """Whether the memory takes longer than the issue of instructions."""
-        return self.memory >= self.issue
+        """Whether the memory takes longer than the issue of instructions, and than any unit."""
+        return self.memory >= max(self.issue, self.busiest)
+
+    @property
+    def bound_by(self) -> str:
+        """What takes longest."""
+        if self.is_memory_bound:
+            return "memory"
+        return "issue" if self.issue >= self.busiest else self.unit
 
 
 def bound(configuration: Configuration, chip: Chip) -> Bound:
     """Compile a kernel for a chip and count."""
-    taken: Compiled = ahead.compiled(ahead.usual_path(configuration), chip.capability)
-    count = ahead.instructions(taken) * configuration.warps * 32 / configuration.elements
+    taken = compiled(configuration, chip.capability)
+    share = configuration.warps * 32 / configuration.elements  # threads' instructions an element, of one in the code
+    count = ahead.instructions(taken) * share
     memory, issue = configuration.bytes / chip.bandwidth * 1e12, count / chip.issued * 1e12
-    return Bound(configuration.name, chip.name, configuration.bytes, count, memory, issue, taken.registers)
+    clocks = {unit: of_unit(taken.sass, unit) * share / rate for unit, rate in chip.lanes.items()}
+    unit = max(clocks, key=clocks.__getitem__)
+    busiest = clocks[unit] / chip.multiprocessors / chip.clock * 1e12
+    return Bound(
+        configuration.name, chip.name, configuration.bytes, count, memory, issue, busiest, unit, taken.registers
+    )
+
+
+def of_unit(sass: str, unit: str) -> int:
+    """Return how many instructions of machine code a unit carries out."""
+    return len(re.findall(rf"^\s*(?:@!?U?P\w+\s+)?(?:{UNITS[unit]})\b", sass, re.MULTILINE))
+
+
+_compiled: dict[tuple[str, int], Compiled] = {}  # chips of one capability share the code
+
+
+def compiled(configuration: Configuration, capability: int) -> Compiled:
+    """Compile a kernel without its rare branches, once."""
+    key = (configuration.name, capability)
+    if key not in _compiled:
+        _compiled[key] = ahead.compiled(ahead.usual_path(configuration), capability)
+    return _compiled[key]
+
+
+def rounded(one: Bound) -> dict[str, object]:
+    """Return a row as it is written."""
+    return {name: round(value, 2) if isinstance(value, float) else value for name, value in one._asdict().items()}
 
 
 def main() -> None:
@@ -91,7 +145,10 @@ def main() -> None:
     asked = parser.parse_args()
     chips = [chip for chip in CHIPS if chip.name in asked.chips.split(",")]
     print(HEADER)
-    print(f"{'kernel':58} {'chip':5} {'bytes':>6} {'instr.':>6} {'memory ps':>9} {'issue ps':>8} {'reg':>4}  bound by")
+    print(
+        f"{'kernel':58} {'chip':5} {'bytes':>6} {'instr.':>6} {'memory ps':>9} "
+        f"{'issue ps':>8} {'unit ps':>8} {'reg':>4}  bound by"
+    )
     found = []
     for configuration in ahead.configurations():
         if not re.search(asked.kernels, configuration.name):
@@ -99,17 +156,21 @@ def main() -> None:
         for chip in chips:
             one = bound(configuration, chip)
             found.append(one)
-            by = "memory" if one.is_memory_bound else "instructions"
             print(
                 f"{one.kernel:58.58} {one.chip:5} {one.bytes:6.1f} {one.instructions:6.1f} {one.memory:9.2f} "
-                f"{one.issue:8.2f} {one.registers:4}  {by}",
+                f"{one.issue:8.2f} {one.busiest:8.2f} {one.registers:4}  {one.bound_by}",
                 flush=True,
             )
-    if asked.out:
-        rows = [{**one._asdict(), "is_memory_bound": one.is_memory_bound} for one in found]
-        document = {"kind": "gpu-static", "what": HEADER, "triton": triton.__version__}
-        document |= {"chips": [one._asdict() for one in chips]}
-        asked.out.write_text(json.dumps({**document, "bounds": rows}, indent=1) + "\n")
+        if asked.out:  # after each kernel: a run that is cut off leaves what it has found
+            write(asked.out, chips, found)
+
+
+def write(path: Path, chips: list[Chip], found: list[Bound]) -> None:
+    """Write what was found so far."""
+    rows = [{**rounded(one), "bound_by": one.bound_by} for one in found]
+    document = {"kind": "gpu-static", "what": HEADER, "triton": triton.__version__}
+    document |= {"chips": [one._asdict() for one in chips]}
+    path.write_text(json.dumps({**document, "bounds": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

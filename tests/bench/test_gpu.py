@@ -51,6 +51,35 @@ def test_a_recipe_is_trained_in_every_precision(
     }
 
 
+def test_rows_are_alone_and_one_that_fails_or_has_no_time_leaves_the_others(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[str] = []
+    real = gpu.time_steps
+
+    def timed(contenders: Any, *rest: Any) -> Any:
+        assert len(contenders) == 1
+        alive.append(contenders[0].label)
+        timers = real(contenders, *rest)
+        if contenders[0].label == "torch.amp bf16":
+            timers[0].failure = "OutOfMemoryError: 40 GiB"
+        assert all(timer.training is None and timer.batch is None for timer in timers)
+        return timers
+
+    monkeypatch.setattr(gpu, "PRECISIONS", ("bf16",))
+    monkeypatch.setattr(gpu, "time_steps", timed)
+    _, document = _ran(gpu, tmp_path / "gpu.json", "--parts", "rossmann")
+    variants = document["parts"]["rossmann"]["variants"]
+    assert alive == list(variants) == ["fp32", "torch.amp fp16", "torch.amp bf16", "lowp bf16"]
+    assert variants["torch.amp bf16"]["allocated"] is None and variants["lowp bf16"]["allocated"]
+    assert variants["fp32"]["step"]["relative"] == 1
+
+    monkeypatch.setitem(gpu.SHARES, "rossmann", 0.0)
+    _, document = _ran(gpu, tmp_path / "gpu.json", "--parts", "rossmann")
+    rows = document["parts"]["rossmann"]["variants"].values()
+    assert {row["failure"] for row in rows} == {"no time was left"} and all(row["allocated"] is None for row in rows)
+
+
 @pytest.mark.parametrize("name", ["bert", pytest.param("unet", marks=pytest.mark.slow)])
 def test_the_larger_recipes_are_trained_too(
     name: str, gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

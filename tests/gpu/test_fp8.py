@@ -58,6 +58,38 @@ def test_a_layer_and_its_gradients_are_those_of_the_long_way(
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "products"),
+    [
+        ((16, 32), (32, 9), 3),
+        ((3, 5, 32), (32, 9), 3),
+        ((20,), (20, 9), 3),
+        ((2, 5, 32), (2, 32, 9), 0),
+        ((5, 32), (32,), 0),
+    ],
+)
+def test_a_product_with_one_matrix_is_a_layer_and_one_of_batches_is_emulated(
+    first: tuple[int, ...], second: tuple[int, ...], products: int, request: pytest.FixtureRequest
+) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(first), torch.randn(second)
+
+    def stepped() -> list[Tensor]:
+        one, other = a.clone().requires_grad_(), b.clone().requires_grad_()
+        with lowp.autocast("fp8"):
+            result = one @ other
+        result.square().sum().backward()
+        return [result.detach(), *(x.grad for x in (one, other) if x.grad is not None)]
+
+    expected = stepped()
+    request.getfixturevalue("capable")
+    with Products() as counted:
+        found = stepped()
+    assert counted.count == products
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+
+
 @pytest.mark.parametrize("cast", [FORWARD, BACKWARD])
 def test_the_operands_have_the_casts_own_bits(cast: lowp.Cast) -> None:
     x = torch.randn(20, 30) * 100

@@ -1,4 +1,6 @@
-"""Linear layers in fp8 on chips that multiply it: torch's own scaled product, and a quarter of the bytes kept.
+"""Products with one matrix in fp8 on chips that multiply it: torch's own scaled product, a quarter of the bytes kept.
+
+Of linear layers, and of ``x @ matrix``, which is one. torch scales no product of batches, and no convolution.
 
 The operands are those of the rule, to the bit; the product is summed in fp32 and scaled afterwards, where the long way
 multiplies scaled values. Everything else, higher derivatives included, goes the long way.
@@ -7,6 +9,7 @@ multiplies scaled values. Everything else, higher derivatives included, goes the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -15,33 +18,69 @@ from torch import Tensor, nn
 from lowp.kernels.eight_bits import Eight, encoded, is_eight_bits, multiplied, multiplies_fp8
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import functorch_is_active, shield
+from lowp.ops.contraction import matmul
 from lowp.ops.products import gradients_of_linear
 from lowp.ops.trilinear import Linear
 from lowp.policy import Rule
 
-__all__ = ["is_fp8", "linear_in_fp8"]
+__all__ = ["is_fp8", "linear_in_fp8", "matmul_under"]
 
 _E5M2 = "e5m2"
 
 
 def linear_in_fp8(call: Call) -> Tensor | None:
     """Return F.linear(input, weight, bias) under a rule of fp8; None where it has to go the long way."""
-    if call.kwargs or not 2 <= len(call.args) <= 3 or functorch_is_active():
-        return None
-    if not isinstance(call.args[0], Tensor) or not multiplies_fp8(call.args[0]):
-        return None
-    if call.writer is not None or call.watch is not None or call.roles is not None:
+    if not 2 <= len(call.args) <= 3 or not _is_plain(call):
         return None
     x, weight, *rest = call.args
-    bias = rest[0] if rest else None
+    return _multiplied(call.rule, x, weight, rest[0] if rest else None)
+
+
+def matmul_under(rule: Rule) -> Callable[[Call], Any] | None:
+    """Return the runner of matmul and mm that takes the scaled product where it can; None for other rules."""
+    if not is_fp8(rule):
+        return None
+
+    def run(call: Call) -> Any:
+        if (
+            len(call.args) == 2
+            and call.op in ("matmul", "mm")
+            and not torch.compiler.is_compiling()
+            and _is_plain(call)
+        ):
+            x, matrix = call.args
+            is_weight = isinstance(x, nn.Parameter)  # a parameter that stands first is the weight
+            if not is_weight and isinstance(matrix, Tensor) and matrix.dim() == 2:
+                result = _multiplied(call.rule, x, matrix, None, is_turned=True)
+                if result is not None:
+                    return result
+        return matmul(call)
+
+    return run
+
+
+def _is_plain(call: Call) -> bool:
+    """Whether nobody looks at a call's operands, and the device multiplies fp8."""
+    if call.kwargs or functorch_is_active():
+        return False
+    if call.writer is not None or call.watch is not None or call.roles is not None:
+        return False
+    return isinstance(call.args[0], Tensor) and multiplies_fp8(call.args[0])
+
+
+def _multiplied(rule: Rule, x: Any, weight: Any, bias: Any, is_turned: bool = False) -> Tensor | None:
+    """Return x [..., k] times the transpose of weight [n, k] ([k, n] where it `is_turned`), plus bias; or None."""
     operands = (x, weight) if bias is None else (x, weight, bias)
     if not all(type(one) in (Tensor, nn.Parameter) and one.dtype is torch.float32 for one in operands):
         return None
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or not x.numel():
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[0 if is_turned else 1]:
         return None
+    if not x.numel() * weight.numel():
+        return None
+    weight = weight.t() if is_turned else weight
     if not torch.is_grad_enabled():
-        return _product(_rows(x, call.rule), encoded(weight, cast(Any, call.rule.weight)), bias, x.shape[:-1])
-    return cast(Tensor, _EightBits.apply(x, weight, bias, call.rule))  # type: ignore[no-untyped-call]
+        return _product(_rows(x, rule), encoded(weight, cast(Any, rule.weight)), bias, x.shape[:-1])
+    return cast(Tensor, _EightBits.apply(x, weight, bias, rule))  # type: ignore[no-untyped-call]
 
 
 def is_fp8(rule: Rule) -> bool:

@@ -101,7 +101,7 @@ _CONTRACTIONS = {
     ),
 }
 # runner -> what finds a shorter one under a rule
-_SHORTER = {"contraction:linear": "short:under"}
+_SHORTER = {"contraction:linear": "short:under", "contraction:matmul": "eight_bits:matmul_under"}
 # runner -> what finds a `Quick` under a rule
 _QUICK = {"contraction:linear": "short:quick", "generic:wide": "generic:quick_wide"}
 # the tensors that come first, where they are not input and weight; other weights are told by being parameters

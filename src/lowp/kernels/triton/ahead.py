@@ -81,14 +81,15 @@ def instructions(compiled: Compiled) -> int:
 def usual_path(configuration: Configuration) -> Configuration:
     """Return the kernel without its rare branches.
 
-    Of more than 32 random bits, which one draw in 2**32 takes; of quotients that are divided again, which one block of
+    Of more than 32 random bits, which one draw in 2**32 takes (where a word decides, the question stays, and the branch
+    copies); of quotients that are divided again, which one block of
     fp8 numbers in a few hundred takes; of statistics outside of 32 octaves, or not finite.
     """
     constants = dict(configuration.constants)
     form, sharing = constants.get("FORM"), constants.get("SHARING")
     if form is not None and form.random_bits > 32:
-        constants["FORM"] = usual = form._replace(random_bits=32)
-        constants["EXACT"] = exact(usual)
+        usual = form if form.by_noise else form._replace(random_bits=32)
+        constants["FORM"], constants["EXACT"] = usual, exact(usual)._replace(cuts=not form.by_noise)
     if "OTHERS" in constants:
         constants["OTHERS"] = False
     if sharing is not None:
@@ -146,23 +147,17 @@ def decode(cast: Cast, dtype: torch.dtype) -> Configuration:
     )
 
 
-def statistics(dtype: torch.dtype) -> Configuration:
-    """Return the kernel of a tensor's statistics."""
-    types = {"x": f"*{INTEGER_NAMES[dtype.itemsize]}", "partial": "*i64", "count": "i32"}
-    constants = {"DTYPE": DTYPES[dtype], "OTHERS": True, "ROUNDS": ROUNDS, "BLOCK": BLOCK}
-    name, elements = f"statistics {DTYPES[dtype]}", BLOCK * ROUNDS
-    return Configuration(name, counts.statistics, types, constants, elements, dtype.itemsize, COUNTING_WARPS)
-
-
-def counted(cast: Cast, dtype: torch.dtype) -> Configuration:
-    """Return the kernel that casts and counts in one read."""
-    form, numbers = plan(cast, dtype)
+def statistics(dtype: torch.dtype, cast: Cast | None = None) -> Configuration:
+    """Return the kernel of a tensor's statistics, or the one that casts, too, in the same read."""
+    form, numbers = (None, None) if cast is None else plan(cast, dtype)
     pointer = f"*{INTEGER_NAMES[dtype.itemsize]}"
     types = {"x": pointer, "out": pointer, "seed": "*i64", "partial": "*i64", "count": "i32"}
-    arguments = types | {"numbers": _typed(form.wide, numbers)}
-    constants = {"DTYPE": DTYPES[dtype], "FORM": exact(form), "BLOCK": BLOCK}
-    text = f"quantize and count {cast} {DTYPES[dtype]}"
-    return Configuration(text, counts.quantize_and_count, arguments, constants, BLOCK, 2 * dtype.itemsize)
+    arguments = types | {"numbers": _typed(False, numbers or Numbers(*[0] * len(Numbers._fields)))}
+    constants: dict[str, Any] = {"DTYPE": DTYPES[dtype], "FORM": None if form is None else exact(form)}
+    constants |= {"OTHERS": True, "TAIL": False, "ROUNDS": ROUNDS, "BLOCK": BLOCK}
+    name = f"{'statistics' if cast is None else f'quantize and count {cast}'} {DTYPES[dtype]}"
+    size = dtype.itemsize if cast is None else 2 * dtype.itemsize
+    return Configuration(name, counts.statistics, arguments, constants, BLOCK * ROUNDS, size, COUNTING_WARPS)
 
 
 def shared(text: str, dtype: torch.dtype, written_as_codes: bool, row: int = 2048) -> Configuration:
@@ -251,7 +246,7 @@ def configurations() -> Iterator[Configuration]:
     for text in ("e4m3fn", "e5m2", "e2m1", "i8s"):
         yield from (decode(parse(text), dtype) for dtype in (torch.float32, *half))
     yield from (statistics(dtype) for dtype in (torch.float32, *half, torch.float64))
-    yield from (counted(parse("e4m3fn"), dtype) for dtype in (torch.float32, *half))
+    yield from (statistics(dtype, parse("e4m3fn")) for dtype in (torch.float32, *half))
     for text in SHARED:
         yield from (shared(text, dtype, codes) for dtype in (torch.float32, *half) for codes in (False, True))
     for gradient in ("fp32", "bf16", "fp16"):

@@ -11,7 +11,7 @@ from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.philox import Seed, drawn
 from lowp.kernels.triton.device import casts, codes, counts
 from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK, launch, programs_for
-from lowp.kernels.triton.plans import DTYPES, exact, is_direct, layout, plan
+from lowp.kernels.triton.plans import DTYPES, Form, Numbers, exact, is_direct, layout, plan
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -99,32 +99,35 @@ def decode(raw: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
 
 def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the exponent histogram, maximum, sum of squares, zeros, NaNs and infinities."""
-    count = x.numel()
-    rounds = 1 if x.is_cpu else ROUNDS
-    programs = programs_for(x, count, BLOCK * rounds)
-    partial = torch.zeros(programs, 264, dtype=torch.int64, device=x.device)
-    if count:
-        arguments = (integers(x.contiguous()), partial, count, DTYPES[x.dtype], True, rounds)
-        launch(counts.statistics, x, -(-count // rounds), BLOCK, *arguments, warps=COUNTING_WARPS)
-    return merged(partial)
+    return _counted(x.contiguous(), None, x, 0, None)
 
 
 def quantize_and_count(
     x: Tensor, cast: Cast, seed: int | Tensor, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Write the values that `cast` makes of `x` into `out`, both contiguous, and return x's statistics, in one read.
+    """Write the values that `cast` makes of `x` into `out`, and return x's statistics, in one read.
 
-    In formats that fp32 holds, whose bits are read once; raises ValueError for others.
+    Both are contiguous, and not the same memory. In formats that fp32 holds, whose bits are read once; raises
+    InvalidInput for others.
     """
     form, numbers = plan(cast, x.dtype)
     if form.wide and x.dtype != torch.float64:
         raise InvalidInput(f"{cast} of {x.dtype} is computed in fp64: call lowp.quantize and lowp.statistics")
+    return _counted(x, exact(form), out, seed, numbers)
+
+
+def _counted(
+    x: Tensor, form: Form | None, out: Tensor, seed: int | Tensor, numbers: Numbers | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     count = x.numel()
-    partial = torch.zeros(programs_for(x, count, BLOCK), 264, dtype=torch.int64, device=x.device)
+    rounds = 1 if x.is_cpu else ROUNDS
+    programs = programs_for(x, count, BLOCK * rounds)
+    partial = torch.zeros(programs, 264, dtype=torch.int64, device=x.device)
     if count:
-        key, _ = key_of(x, seed, form.random_bits > 0)
-        arguments = (integers(x), integers(out), key, partial, count, numbers, DTYPES[x.dtype], exact(form))
-        launch(counts.quantize_and_count, x, count, BLOCK, *arguments)
+        key, _ = key_of(x, seed, form is not None and form.random_bits > 0)
+        given = (integers(x), integers(out), key, partial, count, numbers or Numbers(*[0] * len(Numbers._fields)))
+        flags = (DTYPES[x.dtype], form, True, count % 16 != 0, rounds)
+        launch(counts.statistics, x, -(-count // rounds), BLOCK, *given, *flags, warps=COUNTING_WARPS)
     return merged(partial)
 
 

@@ -20,6 +20,7 @@ INTEGER_NAMES = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}  # of Triton, by bytes
 _UNLIMITED = 160
 _LARGEST_UNIT = 104  # 2**(104 + 23) is fp32's largest power of two
 _SMALLEST_UNIT = -148  # fp32 holds half of it
+_DIGITS = 56  # of fp32's significand, and of a word drawn: what is cut below all of them decides on nothing
 _BY_ADDITION = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.TOWARD_ZERO, Rounding.UP, Rounding.DOWN)
 
 
@@ -33,7 +34,8 @@ class Form(NamedTuple):
     cuts: bool  # normal numbers lose bits, or all numbers do below 2**mantissa_bits (integers)
     varying: bool  # the format has another smallest normal number than the carrier: small numbers lose more bits
     by_addition: bool  # rounded by adding to fp32's bits, and below the normal numbers by fp32's own addition
-    by_noise: bool  # stochastic by adding noise to fp32's bits
+    by_noise: bool  # stochastic by one word of 32 bits, in fp32's bits
+    reaches_subnormals: bool  # of such a rounding: 32 bits may decide on numbers below fp32's normal ones
     by_code: bool  # "even" is the parity of the exponent field
     flush: bool
     has_zero: bool
@@ -41,6 +43,11 @@ class Form(NamedTuple):
     minus_zero: bool
     two_ends: bool  # the smallest number is not minus the largest
     binary: bool
+
+    @property
+    def nan_beyond(self) -> bool:
+        """Whether what is too large is NaN, as NaN itself is: one comparison finds both."""
+        return self.overflow == "nan" and self.signed and not (self.wide or self.two_ends or self.is_directed)
 
     @property
     def is_directed(self) -> bool:
@@ -119,6 +126,7 @@ def _form(cast: Cast, p: Parameters) -> Form:
     wide = p.carrier == CARRIERS[torch.float64]
     varying = not is_float or p.min_exponent + p.carrier.bias > 1
     is_sum = cast.rounding in _BY_ADDITION and p.parity_offset is None
+    by_noise = cast.is_stochastic and not wide and _adds_noise(cast)
     anchored = not varying or _SMALLEST_UNIT <= _unit(cast) <= _LARGEST_UNIT
     return Form(
         wide=wide,
@@ -128,7 +136,8 @@ def _form(cast: Cast, p: Parameters) -> Form:
         cuts=p.dropped > 0 or varying,
         varying=varying,
         by_addition=is_sum and not wide and p.dropped < p.carrier.mantissa_bits and anchored,
-        by_noise=cast.is_stochastic and not wide and _adds_noise(cast),
+        by_noise=by_noise,
+        reaches_subnormals=by_noise and varying and p.dropped + _low_field(cast, p) <= _DIGITS,
         by_code=p.parity_offset is not None,
         flush=p.flush_below != 0,
         has_zero=element.has_zero,
@@ -157,15 +166,20 @@ def _unit(cast: Cast) -> int:
     return element.min_exponent - element.mantissa_bits if isinstance(element, FloatFormat) else 0
 
 
+def _low_field(cast: Cast, p: Parameters) -> int:
+    """The exponent field below which more bits are cut: of the smallest normal number, or of integers' last place."""
+    lowest = p.min_exponent if isinstance(cast.element, FloatFormat) else p.carrier.mantissa_bits
+    return lowest + p.carrier.bias
+
+
 def _numbers(cast: Cast, p: Parameters) -> Numbers:
     mantissa_bits, bias = p.carrier.mantissa_bits, p.carrier.bias
-    low_field = p.min_exponent + bias if isinstance(cast.element, FloatFormat) else mantissa_bits + bias
     anchor = _unit(cast) + mantissa_bits + bias
     return Numbers(
         dropped=p.dropped,
-        low_field=low_field,
+        low_field=_low_field(cast, p),
         quantum=p.quantum,
-        smallest_normal=max(low_field, 0) << mantissa_bits,
+        smallest_normal=max(_low_field(cast, p), 0) << mantissa_bits,
         below_half=(1 << p.dropped >> 1) - 1 if p.dropped else 0,
         anchor=min(max(anchor, 0), 2 * bias) << mantissa_bits,
         flush_below=p.flush_below,
@@ -225,11 +239,12 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
 
 
 def is_direct(form: Form, shape: Layout) -> bool:
-    """Whether codes come at once out of the bits of fp32: by addition, into a signed format with subnormals.
+    """Whether codes come at once out of the bits of fp32: by addition or a word, into a signed format with subnormals.
 
     What is directed and does not saturate is left out: it makes its largest number of some that are too large.
     """
-    is_plain = form.by_addition and form.signed and not form.flush and form.has_zero and not shape.wide
+    is_known = form.by_addition or form.by_noise
+    is_plain = is_known and form.signed and not form.flush and form.has_zero and not shape.wide
     is_plain = is_plain and (form.overflow == "saturate" or not form.is_directed)
     return is_plain and form.overflow == "saturate" if shape.integer else is_plain and form.cuts
 

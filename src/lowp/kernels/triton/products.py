@@ -31,7 +31,7 @@ def matmul(
     if depth > DEPTH and not chained:
         return _in_pieces(left, right, scale, dtype, lowest)
     rows, columns, inner, warps = _tile(left, m, n, depth, chained)
-    grid = (-(-m // rows), -(-n // columns), batch)
+    grid = (-(-m // rows) * -(-n // columns) * batch,)
     kind = "chained" if chained else _KINDS[dtype]
     strides = (left.stride(0), left.stride(1), left.stride(2), right.stride(0), right.stride(1), right.stride(2))
     arguments = (left, right, result, seen, scale, m, n, depth, *strides, kind, lowest, rows, columns, inner)

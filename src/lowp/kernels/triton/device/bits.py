@@ -89,6 +89,7 @@ def write(pointer, offsets, mask, magnitude, sign, DTYPE: tl.constexpr, WIDE: tl
 @triton.jit
 def philox(counter, seed, KIND: tl.constexpr):
     """Return the four words (uint32) of Philox-4x32-10 at the counters (low, high, KIND, 0) of int64 numbers."""
+    counter = counter.to(tl.int64)  # an argument that fits int32 is one
     c0 = counter.to(tl.uint32)
     c1 = (counter >> 32).to(tl.uint32)
     c2 = c0 * 0 + KIND

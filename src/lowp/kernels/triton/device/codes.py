@@ -3,8 +3,18 @@
 import triton
 import triton.language as tl
 
-from lowp.kernels.triton.device.bits import read, write
-from lowp.kernels.triton.device.rounding import cast, in_quanta, infinity_bits, is_undecided, quiet_bit, raised
+from lowp.kernels.triton.device.bits import first_words, read, write
+from lowp.kernels.triton.device.rounding import (
+    cast,
+    compared,
+    drawn_up,
+    in_quanta,
+    infinity_bits,
+    is_undecided,
+    quiet_bit,
+    raised,
+    split,
+)
 
 
 @triton.jit
@@ -46,33 +56,73 @@ def encoded(magnitude, sign, codes, LAYOUT: tl.constexpr):
             code = tl.where(is_nan, codes.nan_code, code)
         elif LAYOUT.nan == "none":
             code = tl.where(is_nan, 0, code)
-    return code, is_nan
+    return code
 
 
 @triton.jit
-def direct(magnitude, sign, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.constexpr):
-    """Return the codes of numbers of fp32, rounded by addition, without their values in between, and which are NaN.
-
-    What overflows does so in the code: its exponent field has room for it in 32 bits.
-    """
-    is_nan = magnitude > infinity_bits(False)
+def _nearest_code(magnitude, sign, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return codes without sign, or integers, of numbers rounded by addition."""
     _near, small = in_quanta(magnitude, sign, numbers, FORM)
     if LAYOUT.integer:
-        size = tl.minimum(small, tl.where(sign != 0, codes.least, codes.most))
-        code = tl.where(sign != 0, -size, size)
+        code = small
     else:
         code = ((magnitude + raised(magnitude, sign, numbers, FORM)) >> codes.dropped) - codes.offset
         if LAYOUT.varying:
             code = tl.where(magnitude < codes.smallest_normal, small, code)
+    return code
+
+
+@triton.jit
+def _drawn_code(
+    magnitude, first, seed, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """Return codes without sign, or integers, of numbers that a word each rounds: `split` counts units already.
+
+    Above the smallest normal number, whose hidden bit is the exponent field's 1, each binade adds 2**mantissa_bits.
+    """
+    word = compared(first_words(first, seed, COUNT), FORM)
+    if FORM.varying:
+        shift, whole, digit = split(magnitude, numbers, FORM)
+        code = whole + (digit > word).to(tl.int32)
+        if not LAYOUT.integer:
+            binades = (magnitude >> 23) + shift - (numbers.low_field + numbers.dropped)
+            if FORM.reaches_subnormals:
+                binades = tl.maximum(binades, 0)
+            code = code + binades * codes.subnormals_from
+    else:
+        up = drawn_up(magnitude, word, numbers).to(tl.uint32, bitcast=True)  # what was NaN may have left int32
+        code = (up >> tl.cast(codes.dropped, tl.uint32)).to(tl.int32, bitcast=True) - codes.offset
+    return code
+
+
+@triton.jit
+def direct(
+    magnitude, sign, first, seed, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """Return the codes of COUNT numbers of fp32 without their values in between; zero for a NaN that has none.
+
+    What overflows does so in the code: its exponent field has room for it in 32 bits.
+    """
+    is_nan = magnitude > infinity_bits(False)
+    if FORM.by_noise:
+        code = _drawn_code(magnitude, first, seed, numbers, codes, FORM, LAYOUT, COUNT)
+    else:
+        code = _nearest_code(magnitude, sign, numbers, codes, FORM, LAYOUT)
+    if LAYOUT.integer:
+        size = tl.minimum(code, tl.where(sign != 0, codes.least, codes.most))
+        code = tl.where(sign != 0, -size, size)
+    else:
         if FORM.overflow == "saturate":
             code = tl.minimum(code, codes.most)
+        elif FORM.overflow == "nan":
+            code = tl.where(code > codes.most, codes.nan_code, code)
         else:
             code = tl.where(code > codes.most, codes.beyond, code)
-        if LAYOUT.infinity and FORM.overflow == "nan":
-            code = tl.where(code > codes.most, codes.nan_code, code)
-        if LAYOUT.nan == "above":
+        if LAYOUT.nan == "above" and not (FORM.by_noise and FORM.overflow == "nan"):  # else NaN is what is too large
             code = tl.where(is_nan, codes.nan_code, code)
-        side = (sign.to(tl.uint32, bitcast=True) >> (31 - codes.sign_place).to(tl.uint32)).to(tl.int32, bitcast=True)
+        side = (sign.to(tl.uint32, bitcast=True) >> tl.cast(31 - codes.sign_place, tl.uint32)).to(
+            tl.int32, bitcast=True
+        )
         if LAYOUT.minus_zero:
             code = code | side
         else:
@@ -81,39 +131,52 @@ def direct(magnitude, sign, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.const
             code = tl.where(is_nan, codes.nan_code, code)
     if LAYOUT.nan == "none":
         code = tl.where(is_nan, 0, code)
-    return code, is_nan
+    return code
+
+
+@triton.jit
+def _put(
+    out, places, mask, magnitude, sign, seed, first, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.constexpr,
+    DIRECT: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Write the codes of COUNT numbers, the first of which has the logical index `first`."""
+    if DIRECT:
+        code = direct(magnitude, sign, first, seed, numbers, codes, FORM, LAYOUT, COUNT)
+    else:
+        magnitude, sign = cast(magnitude, sign, first, seed, numbers, FORM, COUNT)
+        code = encoded(magnitude, sign, codes, LAYOUT)
+    tl.store(out + places, code.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _encode(
     x, out, seed, start, skipped, end, first, numbers, codes, DTYPE: tl.constexpr, FORM: tl.constexpr,
-    LAYOUT: tl.constexpr, DIRECT: tl.constexpr, COUNT: tl.constexpr,
+    EXACT: tl.constexpr, LAYOUT: tl.constexpr, DIRECT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
+    """Encode the COUNT places from `start` on that lie in `skipped` .. `end`; return which are NaN."""
     places = start + tl.arange(0, COUNT)
     mask = (places >= skipped) & (places < end)
     magnitude, sign = read(x, places - skipped, mask, DTYPE, FORM.wide)
-    if DIRECT:
-        code, is_nan = direct(magnitude, sign, numbers, codes, FORM, LAYOUT)
+    if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
+        if is_undecided(magnitude, first + start, seed, numbers, FORM, COUNT):  # as in `casts`: in small pieces
+            PIECE: tl.constexpr = 128 if COUNT > 128 else COUNT
+            for piece in range(0, COUNT, PIECE):
+                few = start + piece + tl.arange(0, PIECE)
+                inside = (few >= skipped) & (few < end)
+                size, side = read(x, few - skipped, inside, DTYPE, FORM.wide)
+                here = first + start + piece
+                _put(out, few - skipped, inside, size, side, seed, here, numbers, codes, EXACT, LAYOUT, False, PIECE)
+        else:
+            _put(
+                out, places - skipped, mask, magnitude, sign, seed, first + start, numbers, codes, FORM, LAYOUT, DIRECT,
+                COUNT,
+            )  # fmt: skip
     else:
-        magnitude, sign = cast(magnitude, sign, first + start, seed, numbers, FORM, COUNT)
-        code, is_nan = encoded(magnitude, sign, codes, LAYOUT)
-    tl.store(out + (places - skipped), code.to(out.dtype.element_ty), mask=mask)
-    return is_nan & mask
-
-
-@triton.jit
-def _encode_exactly(
-    x, out, seed, start, skipped, end, first, numbers, codes, DTYPE: tl.constexpr, FORM: tl.constexpr,
-    LAYOUT: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """Encode again, in small pieces and with all bits, what holds a draw that 32 bits do not decide."""
-    places = start + tl.arange(0, COUNT)
-    mask = (places >= skipped) & (places < end)
-    magnitude, _sign = read(x, places - skipped, mask, DTYPE, FORM.wide)
-    PIECE: tl.constexpr = 128 if COUNT > 128 else COUNT
-    if is_undecided(magnitude, first + start, seed, numbers, FORM, COUNT):
-        for piece in range(0, COUNT, PIECE):
-            _encode(x, out, seed, start + piece, skipped, end, first, numbers, codes, DTYPE, FORM, LAYOUT, False, PIECE)
+        _put(
+            out, places - skipped, mask, magnitude, sign, seed, first + start, numbers, codes, FORM, LAYOUT, DIRECT,
+            COUNT,
+        )  # fmt: skip
+    return (magnitude > infinity_bits(LAYOUT.wide)) & mask
 
 
 @triton.jit(do_not_specialize=["count", "first", "numbers", "codes"])
@@ -126,17 +189,23 @@ def encode(
     whole = end // 16 * 16
     key = tl.load(seed) if FORM.random_bits > 0 else 0
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    is_nan = _encode(x, out, key, start, skipped, whole, first, numbers, codes, DTYPE, FORM, LAYOUT, DIRECT, BLOCK)
-    if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
-        _encode_exactly(x, out, key, start, skipped, whole, first, numbers, codes, DTYPE, EXACT, LAYOUT, BLOCK)
+    lost = _encode(x, out, key, start, skipped, whole, first, numbers, codes, DTYPE, FORM, EXACT, LAYOUT, DIRECT, BLOCK)
     if LAYOUT.nan == "none":
-        if tl.reduce(is_nan.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
-            tl.atomic_add(nans, tl.reduce(is_nan.to(tl.int32), 0, tl.standard._sum_combine))
+        _add(nans, lost)
     if TAIL:
         if tl.program_id(0) == tl.num_programs(0) - 1:
-            lost = _encode(x, out, key, whole, skipped, end, first, numbers, codes, DTYPE, EXACT, LAYOUT, DIRECT, 16)
+            few = _encode(  # a name has one shape in Triton
+                x, out, key, whole, skipped, end, first, numbers, codes, DTYPE, FORM, EXACT, LAYOUT, DIRECT, 16
+            )
             if LAYOUT.nan == "none":
-                tl.atomic_add(nans, tl.reduce(lost.to(tl.int32), 0, tl.standard._sum_combine))
+                _add(nans, few)
+
+
+@triton.jit
+def _add(counter, those):
+    """Add how many are true, where there are any."""
+    if tl.reduce(those.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
+        tl.atomic_add(counter, tl.reduce(those.to(tl.int32), 0, tl.standard._sum_combine))
 
 
 @triton.jit
@@ -215,5 +284,5 @@ def decode(raw, out, count, codes, DTYPE: tl.constexpr, LAYOUT: tl.constexpr, TA
     _decode(raw, out, places, places < whole, codes, DTYPE, LAYOUT)
     if TAIL:
         if tl.program_id(0) == tl.num_programs(0) - 1:
-            places = whole + tl.arange(0, 16)
-            _decode(raw, out, places, places < count, codes, DTYPE, LAYOUT)
+            few = tl.cast(whole, tl.int64) + tl.arange(0, 16)
+            _decode(raw, out, few, few < count, codes, DTYPE, LAYOUT)

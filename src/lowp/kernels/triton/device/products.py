@@ -53,7 +53,7 @@ def _total(
         sum_b += tl.reduce(right.to(tl.int32), 0, tl.standard._sum_combine)
     sums = sum_a[:, None].to(tl.int64) + sum_b[None, :].to(tl.int64)
     total = (high.to(tl.int64) << 16) + (middle.to(tl.int64) << 8) + low.to(tl.int64)
-    return total + (sums << 7) - ((steps * DEPTH).to(tl.int64) << 14)
+    return total + (sums << 7) - (tl.cast(steps * DEPTH, tl.int64) << 14)
 
 
 @triton.jit
@@ -66,15 +66,19 @@ def matmul(
 
     seen, int64 [3]: how many did not fit int16, the largest |mantissa| written, and the largest |sum| are taken in.
     """
-    batch = tl.program_id(2).to(tl.int64)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    # tiles down a matrix, then along it, then of the next of the batch: a second axis of CUDA's has 65,535 at most
+    tall = (m + ROWS - 1) // ROWS
+    wide = (n + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(0)
+    rows = tile % tall * ROWS + tl.arange(0, ROWS)
+    columns = tile // tall % wide * COLUMNS + tl.arange(0, COLUMNS)
+    batch = (tile // tall // wide).to(tl.int64)
     a += batch * batch_a
     b += batch * batch_b
     if KIND == "chained":
         chain = (rows[:, None] * 0 + columns[None, :] * 0).to(tl.float32)
         for first in range(0, depth, 256):
-            left, right = a + first * along_ak, b + first * along_bk
+            left, right = a + tl.cast(first, tl.int64) * along_ak, b + tl.cast(first, tl.int64) * along_bk
             few = tl.minimum(depth - first, 256)
             total = _total(
                 left, right, rows, columns, m, n, few, along_m, along_ak, along_bk, along_n, ROWS, COLUMNS, DEPTH

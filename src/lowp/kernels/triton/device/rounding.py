@@ -25,7 +25,9 @@ def cast(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.co
             else:
                 refused = (sign < 0) | (magnitude == 0)
             rounded = tl.where(refused, numbers.refused, rounded)
-    rounded = tl.where(magnitude > infinity_bits(FORM.wide), infinity_bits(FORM.wide) + quiet_bit(FORM.wide), rounded)
+    if not FORM.nan_beyond:
+        nan = infinity_bits(FORM.wide) + quiet_bit(FORM.wide)
+        rounded = tl.where(magnitude > infinity_bits(FORM.wide), nan, rounded)
     if not FORM.signed:
         sign = tl.where(rounded > infinity_bits(FORM.wide), sign, 0)
     elif not FORM.minus_zero:
@@ -162,6 +164,9 @@ def _overflowed(rounded, magnitude, sign, numbers, FORM: tl.constexpr):
         largest = tl.where(sign != 0, numbers.minimum, numbers.maximum)
     if FORM.overflow == "saturate":
         rounded = tl.where(rounded > largest, largest, rounded)  # infinity, too
+    elif FORM.nan_beyond:  # a NaN that was rounded up may have left int32 for uint32
+        beyond = rounded.to(tl.uint32, bitcast=True) > tl.cast(largest, tl.uint32)
+        rounded = tl.where(beyond, infinity_bits(False) + quiet_bit(False), rounded)
     else:
         beyond = infinity_bits(FORM.wide)
         if FORM.overflow == "nan":
@@ -195,42 +200,53 @@ def compared(word, FORM: tl.constexpr):
 
 
 @triton.jit
-def _noisy(magnitude, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
-    """Do `_rounded` of fp32 by adding noise below the place where a number is cut: the carry is the step.
+def split(magnitude, numbers, FORM: tl.constexpr):
+    """Return how many bits of fp32 numbers are cut, what is left of the significand, and the first 32 bits that go.
 
-    rest > w >> (32 - shift), of the word w, is rest + (~w >> (32 - shift)) >= 2**shift. A number of less than half a
-    quantum or so has no place for it (shift above 23): what the format would keep of it is compared.
+    significand * 2**32 >> shift:   1mmmmm|mmmmmmmmmmmmmmmmmm0000...     64 bits: whole, and digit as uint32
+    Of a shift of 56 and more nothing is in either word.
     """
+    field = magnitude >> 23
+    hidden = (magnitude & 0) + 0x00800000
+    if FORM.reaches_subnormals:
+        hidden = tl.where(field > 0, hidden, 0)
+        field = tl.maximum(field, 1)
+    shift = tl.maximum(numbers.dropped + numbers.low_field - field, numbers.dropped)
+    significand = ((magnitude & 0x007FFFFF) | hidden).to(tl.uint64) << 32
+    halves = significand >> tl.minimum(shift, 63).to(tl.uint64)
+    return shift, (halves >> 32).to(tl.int32), halves.to(tl.uint32)
+
+
+@triton.jit
+def _noisy(magnitude, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
+    """Do `_rounded` of fp32 by comparing 32 bits of what is cut with the word drawn."""
     word = compared(first_words(first, seed, COUNT), FORM)
     if FORM.varying:
-        field = tl.maximum(magnitude >> 23, 1)
-        shift = numbers.dropped + tl.maximum(numbers.low_field - field, 0)
-        inside = tl.minimum(shift, 23)
-        rounded = _carried(magnitude, word, inside)
-        digit = (magnitude - ((field - 1) << 23)) >> tl.minimum(tl.maximum(shift - 32, 0), 31)
-        drawn = word >> tl.minimum(tl.maximum(32 - shift, 0), 31).to(tl.uint32)
-        step = tl.where(digit.to(tl.uint32) > drawn, numbers.quantum, 0)
-        rounded = tl.where(shift > 23, step, rounded)
+        shift, _whole, digit = split(magnitude, numbers, FORM)
+        away = digit > word
+        unit = (magnitude & 0) - 1 << shift  # all bits from the place on: minus a step
+        rounded = (magnitude & unit) - tl.where(away, unit, 0)
+        rounded = tl.where(shift > 23, tl.where(away, numbers.quantum, 0), rounded)
     else:
-        rounded = _carried(magnitude, word, (magnitude & 0) + numbers.dropped)
+        rounded = drawn_up(magnitude, word, numbers) & ((magnitude & 0) - 1 << numbers.dropped)
     return rounded
 
 
 @triton.jit
-def _carried(magnitude, word, places):
-    noise = ((word ^ 0xFFFFFFFF) >> 1) >> (31 - places).to(tl.uint32)
-    step = (magnitude & 0) + 1 << places
-    return (magnitude + noise.to(tl.int32)) & -step
+def drawn_up(magnitude, word, numbers):
+    """Return numbers that are all cut at one place with noise added below it: the carry is the step.
+
+    For the word w, rest > w >> (32 - dropped) is rest + (~w >> (32 - dropped)) >= 2**dropped.
+    """
+    noise = (word ^ 0xFFFFFFFF) >> tl.cast(32 - numbers.dropped, tl.uint32)
+    return magnitude + noise.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def is_undecided(magnitude, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
     """Return whether any number equals, in the bits that `_noisy` compares, the word drawn: one in 2**32 does."""
-    field = tl.maximum(magnitude >> 23, 1)
-    shift = numbers.dropped + tl.maximum(numbers.low_field - field, 0)
-    digit = (magnitude - ((field - 1) << 23)) >> tl.minimum(tl.maximum(shift - 32, 0), 31)
-    equal = (digit.to(tl.uint32) == first_words(first, seed, COUNT)) & (shift > 32)
-    return tl.reduce(equal.to(tl.int32), 0, tl.standard._elementwise_max) > 0
+    _shift, _whole, digit = split(magnitude, numbers, FORM)
+    return tl.reduce(digit ^ first_words(first, seed, COUNT), 0, tl.standard._elementwise_min) == 0
 
 
 @triton.jit

@@ -155,9 +155,10 @@ def put(
     """
     poisoned = by > 0x7F800000
     if SHARING.codes:
-        code, is_nan = encoded(tl.where(poisoned, 0, element), tl.where(poisoned, 0, side), codes, LAYOUT)
+        element = tl.where(poisoned, 0, element)
+        code = encoded(element, tl.where(poisoned, 0, side), codes, LAYOUT)
         tl.store(out + places, code.to(out.dtype.element_ty), mask=mask)
-        lost = is_nan & mask
+        lost = (element > 0x7F800000) & mask
     else:
         is_nan = poisoned | (element > 0x7F800000)
         side = tl.where(poisoned, 0, side)
@@ -196,7 +197,7 @@ def keep(scales, places, mask, by, exponent, numbers, codes, sharing, SHARING: t
     if SHARING.power:
         kept = tl.where(poisoned, 0xFF, exponent - sharing.lowest).to(tl.int8)
     elif SHARING.outer:
-        code, _ = encoded(by, by & 0, codes, SHARING.layout)
+        code = encoded(by, by & 0, codes, SHARING.layout)
         kept = code.to(tl.int8)
     else:
         kept = by

@@ -1,0 +1,161 @@
+"""Kernels take the arguments of every call as Triton's own launcher types them on a GPU.
+
+It makes int32 of a number that fits, a constant of 1, and compiles another kernel where a length is no multiple of 16.
+`ahead` compiles the usual case to the end; here every call goes as far as Triton's first code for it, without a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from exact_casts import FORMATS_TRIED
+from torch import Tensor
+
+import lowp
+from lowp import kernels
+from lowp.casts import Cast, parse
+from lowp.errors import LowpError
+from lowp.formats import FloatFormat, IntFormat
+from lowp.kernels import triton as implementation
+from lowp.kernels.integer import matmul_chained, matmul_exact
+from lowp.kernels.scaled import code_dtype
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime import driver
+
+from lowp.kernels.triton import calls, launch, products, scaled, steps
+
+_devices = itertools.count(1000)  # of whose kernels Triton has none yet
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Driver:
+    """What Triton asks of a GPU before it compiles."""
+
+    def __init__(self) -> None:
+        self.number = next(_devices)
+
+    def get_current_device(self) -> int:
+        return self.number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 80, 32)
+
+
+def first_code(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> Any:
+    """Do what triton.compile begins with: from Python to Triton's own language of tensors."""
+    backend = make_backend(target)
+    parsed = backend.parse_options(options | source.parse_options())
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    return source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Have launches on CPU tensors compiled as those on a GPU are, with its blocks; return the kernels' names."""
+    names: list[str] = []
+
+    def instead(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 4) -> None:
+        assert all(0 < size < limit for size, limit in zip(grid, (2**31, 2**16, 2**16), strict=False))
+        kernel.warmup(*arguments, grid=grid, num_warps=warps, enable_fp_fusion=False)
+        names.append(kernel.fn.__name__)
+
+    for module in (launch, products, scaled, steps):
+        monkeypatch.setattr(module, "run", instead)
+    monkeypatch.setattr(launch, "block_for", lambda like, count, block: block)
+    monkeypatch.setattr(products, "_tile", lambda *given: products.CHAINED_TILE if given[-1] else products.TILE)
+    monkeypatch.setattr("triton.compiler.compile", first_code)
+    before = driver._active  # what Triton has found, if it was asked
+    driver.set_active(Driver())
+    with kernels.use("triton"):
+        yield names
+    driver._active = before
+
+
+@pytest.mark.parametrize(("name", "count"), [("e4m3fn:stochastic", 7), ("e8m22:stochastic", 64), ("i2s", 1)])
+def test_casts_and_codes_of_any_length(launched: list[str], name: str, count: int) -> None:
+    x = torch.randn(count)
+    lowp.quantize(x, name, seed=3)
+    lowp.quantize(x, name, seed=torch.tensor(3), offset=5)
+    calls.quantize_and_count(x, parse(name), 3, torch.empty_like(x))
+    codes = lowp.encode(x, name, seed=3)
+    lowp.decode(codes, parse(name).element)
+    assert launched == ["quantize", "quantize", "statistics", "encode", "decode"]
+
+
+def test_statistics_of_any_length(launched: list[str]) -> None:
+    for count in (1, 64):
+        lowp.statistics(torch.randn(count))
+    assert launched == ["statistics"] * 2
+
+
+@pytest.mark.parametrize(("name", "shape"), [("mxfp8:stochastic", (1, 32)), ("nvfp4", (3, 64)), ("int8", (3, 4096))])
+def test_shared_scales_of_any_shape(launched: list[str], name: str, shape: tuple[int, int]) -> None:
+    lowp.quantize(torch.randn(shape), name, seed=1)
+    lowp.encode(torch.randn(shape), name, seed=1)
+    assert launched.count("rows" if name == "int8" else "blocks") == 2
+
+
+@pytest.mark.parametrize("shape", [(70, 90, 33), (70, 1, 33), (1, 1, 1)])
+def test_products_of_any_shape(launched: list[str], shape: tuple[int, int, int]) -> None:
+    m, depth, n = shape
+    a, b = torch.ones(2, m, depth, dtype=torch.int16), torch.ones(2, depth, n, dtype=torch.int16)
+    matmul_exact(a, b)
+    matmul_exact(a.mT.contiguous(), b.mT.contiguous(), transpose_a=True, transpose_b=True, dtype=torch.float32)
+    matmul_chained(a, b)
+    assert launched == ["matmul"] * 3
+
+
+def test_a_product_of_more_tiles_than_a_second_axis_of_a_grid_has(launched: list[str]) -> None:
+    many = torch.ones(1, dtype=torch.int16).expand(1 << 16, 1, 1)
+    matmul_exact(many, many)
+    assert launched == ["matmul"]
+
+
+@pytest.mark.parametrize(("make", "is_split"), [(lowp.optim.AdamW, True), (lowp.optim.SGD, False)])
+def test_steps_and_checks_of_gradients(launched: list[str], make: Callable[..., Any], is_split: bool) -> None:
+    dtype = torch.bfloat16 if is_split else torch.float32
+    parameters = [torch.nn.Parameter(torch.ones(count, dtype=dtype)) for count in (1, 7, 64)]
+    optimizer = make(parameters, lr=0.1, **({"storage": "bf16", "split": True} if is_split else {}))
+    scaler = lowp.GradScaler("cpu")
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert set(launched) == {"check", make.__name__.lower()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS_TRIED, ids=str)
+def test_casts_and_codes_of_every_format_and_dtype(launched: list[str], format: FloatFormat | IntFormat) -> None:
+    for dtype, rounding, count in itertools.product(DTYPES, ("nearest-even", "stochastic", "up"), (7, 64)):
+        x = torch.ones(count, dtype=dtype)
+        for call in (_values, _codes):
+            call(x, Cast(format).with_rounding(rounding))
+    assert len(launched) > 2 * len(DTYPES)
+
+
+def _values(x: Tensor, cast: Cast) -> None:
+    try:
+        lowp.quantize(x, cast, seed=1)
+    except LowpError:  # 16 bits do not hold them
+        return
+
+
+def _codes(x: Tensor, cast: Cast) -> None:
+    codes = torch.empty(x.shape, dtype=code_dtype(cast.element))
+    implementation.encode(x, cast, 1, codes)
+    implementation.decode(codes, cast.element, x)
