@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowp import casts, kernels
 from lowp.kernels.attention import widened
+from lowp.kernels.scratch import Scratch
 from lowp.ops import attention
 from lowp.policy import Rule
 
@@ -206,8 +207,9 @@ def test_operands_are_widened_to_the_same_numbers_wherever_they_lie(fused: bool)
     block = torch.randn(2, 5, 3, 4, 6).bfloat16()
     tensors = list(block.permute(2, 0, 3, 1, 4))
     tensors = tensors if fused else [tensors[0], tensors[2], tensors[1].clone()]
-    for one, other in zip(widened(tensors), tensors, strict=True):
-        assert one.dtype is torch.float32 and torch.equal(one, other.float())
+    with Scratch() as scratch:
+        for one, other in zip(widened(tensors, scratch), tensors, strict=True):
+            assert one.dtype is torch.float32 and torch.equal(one, other.float())
 
 
 def test_attention_asks_torch_for_its_product_in_one_place() -> None:

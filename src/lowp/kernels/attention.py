@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from lowp.compat import private
 from lowp.kernels.dispatch import forced
+from lowp.kernels.scratch import Scratch
 from lowp.kernels.tracing import is_compiling
 
 __all__ = ["Attended", "attended", "gradients", "joined", "split", "widened"]
@@ -67,22 +68,28 @@ def _added(mask: Tensor | None) -> Tensor | None:
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
 
 
-def split(wide: Tensor, rounded: Tensor) -> Tensor | None:
-    """Return in bf16 what a rounding to fp16 or bf16 took off fp32 numbers; None where it took off nothing."""
-    return None if rounded is wide else (wide - rounded.float()).bfloat16()
+def split(wide: Tensor, rounded: Tensor, scratch: Scratch) -> Tensor | None:
+    """Return in bf16 what a rounding to fp16 or bf16 took off fp32 numbers, which are written over; None for nothing."""
+    return None if rounded is wide else wide.sub_(*widened([rounded], scratch)).bfloat16()
 
 
-def joined(rounded: Tensor, rest: Tensor | None) -> Tensor:
+def joined(rounded: Tensor, rest: Tensor | None, scratch: Scratch) -> Tensor:
     """Return the numbers that were rounded, in fp32, to 2^-17 of their size or better."""
-    return rounded if rest is None else rounded.float().add_(rest.float())
+    if rest is None:
+        return rounded
+    high, low = widened([rounded], scratch) + widened([rest], scratch)
+    return high.add_(low)
 
 
-def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors in fp32; those that fill a block of memory together, as a fused projection, in one conversion."""
+def widened(tensors: Sequence[Tensor], scratch: Scratch) -> list[Tensor]:
+    """Return tensors in fp32, for as long as the scratch lends memory.
+
+    Those that fill a block of memory together, as a fused projection, are converted at once.
+    """
     first = tensors[0]
     storage = first.untyped_storage()
     same = all(x.dtype is first.dtype and x.untyped_storage().data_ptr() == storage.data_ptr() for x in tensors)
     if not same or first.dtype not in _NARROW or sum(x.nbytes for x in tensors) != storage.nbytes():
-        return [x.float() for x in tensors]
-    whole = first.as_strided((storage.nbytes() // first.element_size(),), (1,), 0).float()
+        return [scratch.wide(x) for x in tensors]
+    whole = scratch.wide(first.as_strided((storage.nbytes() // first.element_size(),), (1,), 0))
     return [whole.as_strided(x.shape, x.stride(), x.storage_offset()) for x in tensors]

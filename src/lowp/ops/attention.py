@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowp.compat import gradients_of
 from lowp.kernels.attention import Attended, attended, gradients, joined, split, widened
 from lowp.kernels.products import contract, is_native
+from lowp.kernels.scratch import Scratch
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import (
     Operand,
@@ -122,48 +123,47 @@ class _Attention(torch.autograd.Function):
         ctx.edges = [None if one.value is None else one.edge for one in pairs]
         ctx.random = _RandomState(values[0].device) if settings.dropout else None
         finish = partial(casts.cast, role="output")
-        found = _attended(ctx, settings, casts, mask, values)
-        if found is None:
-            ctx.save_for_backward(mask, *values)
-            return contract(settings, OUTPUT, tuple(values), bias=mask, finish=finish)
-        result = finish(found.output)
-        ctx.save_for_backward(mask, *values, found.logarithms, result, split(found.output, result))
-        return result
+        if _keeps_result(ctx, settings, casts):
+            with Scratch() as scratch:
+                found = attended(widened(values, scratch), mask, settings.causal, settings.scale)
+                if found is not None:
+                    result = finish(found.output)
+                    rest = split(found.output, result, scratch)
+                    ctx.save_for_backward(mask, *values, found.logarithms, result, rest)
+                    return result
+        ctx.save_for_backward(mask, *values)
+        return contract(settings, OUTPUT, tuple(values), bias=mask, finish=finish)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        with shield():
+        with shield(), Scratch() as scratch:
             mask, query, key, value, *kept = ctx.saved_tensors
-            values = [query, key, value]
-            wide = ctx.casts.carry(gradient, "grad").float()
+            values, gradient = [query, key, value], ctx.casts.carry(gradient, "grad")
             if kept and not torch.is_grad_enabled():
                 logarithms, result, rest = kept
-                known, settings = Attended(joined(result, rest), logarithms), ctx.settings
-                three = gradients(wide, widened(values), known, mask, settings.causal, settings.scale)
+                known, settings = Attended(joined(result, rest, scratch), logarithms), ctx.settings
+                (wide,) = widened([gradient], scratch)
+                three = gradients(wide, widened(values, scratch), known, mask, settings.causal, settings.scale)
                 wanted = [index for index in (3, 4, 5) if ctx.needs_input_grad[index]]
                 found: Sequence[Tensor] = [three[index - 3] for index in wanted]
             else:
-                wanted, found = _recomputed(ctx, wide, mask, values)
+                wanted, found = _recomputed(ctx, gradient.float(), mask, values)
             graded: list[Tensor | None] = [None] * 9
             for index, one in zip(wanted, found, strict=True):
                 graded[index] = ctx.casts.cast(one, "input gradient") if index > 2 else one
             return tuple(graded)
 
 
-def _attended(
-    ctx: Any, settings: Attention, casts: RoleCasts, mask: Tensor | None, values: Sequence[Tensor]
-) -> Attended | None:
-    """Return attention by a kernel whose backward reads its result, where there is one and a gradient is asked for.
+def _keeps_result(ctx: Any, settings: Attention, casts: RoleCasts) -> bool:
+    """Whether backward may read the result: a gradient is asked for, and saving it saves no tensor of its own.
 
-    A result that is rounded to fewer than 16 bits is not saved: it would be saved beside the one that is returned.
+    One that is rounded to fewer than 16 bits would be saved in fp32 beside the one that is returned.
     """
     _, _, of_mask, *of_operands = ctx.needs_input_grad[:6]
     if settings.dropout or settings.grouped or of_mask or not any(of_operands):
-        return None
+        return False
     to = casts.rule.output
-    if to is not None and result_dtype(to) is torch.float32 and native_dtype(to) is not torch.float32:
-        return None
-    return attended(widened(values), mask, settings.causal, settings.scale)
+    return to is None or result_dtype(to) is not torch.float32 or native_dtype(to) is torch.float32
 
 
 def _recomputed(
