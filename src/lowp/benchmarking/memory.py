@@ -34,7 +34,7 @@ from lowp.recipes.recipe import Data
 from lowp.recipes.training import Training, moved
 from lowp.region import autocast
 
-__all__ = ["METHODS", "PARTS", "Split", "batch_of", "memory_of", "peaks_of", "warm_up"]
+__all__ = ["METHODS", "PARTS", "Split", "batch_of", "memory_of", "peak_of", "peaks_of", "warm_up"]
 
 # A row a part: its name in tables, and what it is. The order is that of the bars of a picture, from the bottom.
 PARTS: dict[str, str] = {
@@ -102,19 +102,42 @@ def memory_of(contender: Contender, data: Data, batch: int) -> Split:
     device = torch.device(contender.settings.device)
     taken = _Taken(device)
     marks = _Marks()
+    events = _profiled(lambda: _steps(contender, data, batch, marks, taken))
+    found = _split(events, marks, device, batch)
+    return taken.corrected(found)
+
+
+def peak_of(begin: Callable[[], Callable[[], object]]) -> int:
+    """Return the most bytes on the CPU at once in a third step; `begin` makes what is trained, and returns the step."""
+
+    def run() -> None:
+        step = begin()
+        step()
+        step()
+        _mark(_FORWARD)
+        step()
+        _mark(_END)
+
+    events = _profiled(run)
+    first, last = (next(event["ts"] for event in events if event.get("name") == name) for name in (_FORWARD, _END))
+    peak, _ = _highest(list(_allocations(events, _DEVICE_TYPES["cpu"])), first, last)
+    return peak
+
+
+def _profiled(run: Callable[[], object]) -> list[dict[str, Any]]:
+    """Return the events of a profile of the memory that something takes."""
     with tempfile.TemporaryDirectory() as folder:
         with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             _enable_record_function(False)
             try:
-                _steps(contender, data, batch, marks, taken)
+                run()
             finally:
                 _enable_record_function(True)
         trace = Path(folder, "trace.json")
         with _silent():
             profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    found = _split(events, marks, device, batch)
-    return taken.corrected(found)
+        events: list[dict[str, Any]] = json.loads(trace.read_text())["traceEvents"]
+    return events
 
 
 def peaks_of(contender: Contender, data: Data, batch: int) -> tuple[int, int | None]:

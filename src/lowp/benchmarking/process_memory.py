@@ -10,7 +10,8 @@ import gc
 import io
 import multiprocessing
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,7 +24,7 @@ from lowp.benchmarking.contenders import STOPPED_BY, Contender, begin, step_of
 from lowp.benchmarking.memory import batch_of, warm_up
 from lowp.recipes.recipe import Data
 
-__all__ = ["METHOD", "is_known", "process_growth"]
+__all__ = ["METHOD", "growth", "is_known", "process_growth"]
 
 METHOD = (
     "reserved: growth of a fresh process' resident memory from before the model was made to its highest (VmHWM of "
@@ -56,7 +57,7 @@ def process_growth(
         while not receiving.poll(0.1):
             if stop() or not process.is_alive():
                 break
-        return int(growth) if receiving.poll() and (growth := receiving.recv()) is not None else None
+        return int(found) if receiving.poll() and (found := receiving.recv()) is not None else None
     except EOFError:  # it ended without a word, as when the system has no memory left for it
         return None
     finally:
@@ -99,19 +100,26 @@ def _measure(sending: Connection, contender: Contender, examples: _Same, threads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one tells it to stop
     torch.set_num_threads(threads)
     try:
-        _load_libraries()
-        gc.collect()
-        _forget_highest()
-        before = _kibibytes("VmRSS")
-        training = begin(contender, Data(examples, examples, ""))
-        training.model.train()
-        inputs = batch_of(training, len(examples))
-        warm_up(training, contender, inputs)
-        step_of(training, contender, inputs)
-        growth: int | None = 1024 * max(0, _kibibytes("VmHWM") - before)
+        with growth() as grown:
+            training = begin(contender, Data(examples, examples, ""))
+            training.model.train()
+            inputs = batch_of(training, len(examples))
+            warm_up(training, contender, inputs)
+            step_of(training, contender, inputs)
+            found = grown()
     except STOPPED_BY:
-        growth = None
-    sending.send(growth)
+        found = None
+    sending.send(found)
+
+
+@contextmanager
+def growth() -> Iterator[Callable[[], int | None]]:
+    """Yield what tells by how many bytes this process has grown at its highest since; None where no system tells."""
+    _load_libraries()
+    gc.collect()
+    _forget_highest()
+    before = _kibibytes("VmRSS") if is_known() else 0
+    yield lambda: 1024 * max(0, _kibibytes("VmHWM") - before) if is_known() else None
 
 
 def _load_libraries() -> None:

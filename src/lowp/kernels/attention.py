@@ -69,7 +69,7 @@ def _added(mask: Tensor | None) -> Tensor | None:
 
 
 def split(wide: Tensor, rounded: Tensor, scratch: Scratch) -> Tensor | None:
-    """Return in bf16 what a rounding to fp16 or bf16 took off fp32 numbers, which are written over; None for nothing."""
+    """Return in bf16 what a rounding to fp16 or bf16 took off fp32 numbers, written over; None for nothing."""
     return None if rounded is wide else wide.sub_(*widened([rounded], scratch)).bfloat16()
 
 
