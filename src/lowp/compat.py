@@ -201,6 +201,23 @@ def accelerator() -> str | None:
     return None if found is None else found.type
 
 
+@constant_when_compiled
+def has_fp64(device: str) -> bool:
+    """Whether a type of device computes in fp64: Apple's GPUs do not, nor some of Intel's."""
+    return _tried_fp64(device)
+
+
+@functools.cache
+def _tried_fp64(device: str) -> bool:
+    if device in ("cpu", "cuda", "meta"):
+        return True
+    try:
+        with real_tensors():
+            return bool((torch.ones((), dtype=torch.float64, device=device) + 1 == 2).item())
+    except (RuntimeError, TypeError):
+        return False
+
+
 def has_compiled() -> bool:
     """Whether torch.compile has compiled anything in this process; asked without loading it."""
     found = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowp
 from lowp.casts import parse
-from lowp.kernels import eight_bits
+from lowp.kernels import fp8_products
 from lowp.ops import eight_bits as layers
 from lowp.ops import short
 
@@ -95,7 +95,7 @@ def test_a_product_with_one_matrix_is_a_layer_and_one_of_batches_is_emulated(
 @pytest.mark.parametrize("cast", [FORWARD, BACKWARD])
 def test_the_operands_have_the_casts_own_bits(cast: lowp.Cast) -> None:
     x = torch.randn(20, 30) * 100
-    assert torch.equal(eight_bits.encoded(x, cast).values, lowp.quantize(x, cast))
+    assert torch.equal(fp8_products.encoded(x, cast).values, lowp.quantize(x, cast))
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
@@ -127,7 +127,7 @@ def test_a_gradient_of_a_gradient_goes_the_long_way(capable: None) -> None:
 
 @pytest.mark.parametrize(("capability", "multiplies"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
 def test_the_chip_decides(capability: tuple[int, int], multiplies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bits, "capability", lambda device: capability)
+    monkeypatch.setattr(fp8_products, "capability", lambda device: capability)
     with fake_cuda():
-        assert eight_bits.multiplies_fp8(torch.empty(2, device="cuda")) is multiplies
-    assert not eight_bits.multiplies_fp8(torch.empty(2))
+        assert fp8_products.multiplies_fp8(torch.empty(2, device="cuda")) is multiplies
+    assert not fp8_products.multiplies_fp8(torch.empty(2))

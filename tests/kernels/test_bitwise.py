@@ -15,7 +15,7 @@ from lowp.errors import Unavailable
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import IMPLEMENTATIONS, available, bitwise, checks, native, philox, reference
 from lowp.kernels.floats import widen16
-from lowp.kernels.packing import as_integers
+from lowp.kernels.packing import as_integers, wrapped
 from lowp.kernels.scaled import code_dtype
 
 FAST = [name for name in available() if name not in ("reference", "native")]
@@ -67,7 +67,7 @@ def test_every_code_decodes_to_its_value_and_back(format: FloatFormat | IntForma
         codes = torch.tensor([i * 0x9E3779B97F4A7C15 % min(count, 1 << 62) for i in range(2000)])
     if format.bits == 1:
         codes = torch.tensor([1, -1])
-    codes = reference.wrap(codes, code_dtype(format))
+    codes = wrapped(codes, code_dtype(format))
     if isinstance(format, IntFormat) and format.bits > 1:
         codes = codes[(as_integers(codes) >= format.minimum) & (as_integers(codes) <= format.maximum)]
     wanted = torch.empty(codes.shape, dtype=torch.float64)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import parse
-from lowp.kernels import cpu, mantissas, words
+from lowp.kernels import cpu, low_words, mantissas
 from lowp.kernels.mantissas import (
     current_exponent,
     exact_exponent,
@@ -134,11 +134,11 @@ def test_two_words_in_place_are_the_first_and_what_it_leaves_in_a_second(
     x[0, :500] = torch.ldexp(x[0, :500], torch.arange(500) // -12)  # down to what both words lose
     x[1, 3] = math.inf
     high, first = mantissas_and_values(x, FLEX, exponent)
-    low = words.low_value(x, first, exponent, FLEX)
+    low = low_words.low_value(x, first, exponent, FLEX)
     version = x._version
     cpu.select(instructions)
     try:
-        seen = write_words_(x, FLEX, exponent, words.LOW_BITS)
+        seen = write_words_(x, FLEX, exponent, low_words.LOW_BITS)
     finally:
         cpu.select(None)
     assert torch.equal(x.nan_to_num(), (low + first).nan_to_num())
@@ -148,8 +148,8 @@ def test_two_words_in_place_are_the_first_and_what_it_leaves_in_a_second(
 def test_two_words_are_left_to_others_where_there_is_no_kernel_for_them() -> None:
     x = drawn(5, 700)
     before = x.clone()
-    assert write_words_(x.t(), FLEX, -12, words.LOW_BITS) is None and torch.equal(x, before)
-    assert write_words_(x, parse("flex16+5:down"), -12, words.LOW_BITS) is None and torch.equal(x, before)
+    assert write_words_(x.t(), FLEX, -12, low_words.LOW_BITS) is None and torch.equal(x, before)
+    assert write_words_(x, parse("flex16+5:down"), -12, low_words.LOW_BITS) is None and torch.equal(x, before)
 
 
 @needs_library

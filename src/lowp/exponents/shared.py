@@ -34,7 +34,7 @@ from lowp.exponents.sites import (
     is_result,
 )
 from lowp.exponents.table import COUNTS, ExponentTable, Flush
-from lowp.kernels import payloads, words
+from lowp.kernels import low_words, payloads
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, exact_mantissas
@@ -91,7 +91,7 @@ class SharedExponents:
             return group.write_apart(x, site)
         index = self._begun(group, site)
         result, nonfinite = group.write(x, index, site)
-        if max(x.shape, default=0) >= words.FEATURES:
+        if max(x.shape, default=0) >= low_words.FEATURES:
             result = self._with_low_word(group, x, result, site)
         if not isinstance(nonfinite, Tensor) and nonfinite and site not in self._faults:
             self._faults.append(site)
@@ -105,8 +105,8 @@ class SharedExponents:
         axis = features_axis(site, x)
         if axis is None:
             return high
-        if not words.has_low_word(group.cast):
-            words.warn_of_loss(x, high, group.cast, f"the {site}", axis)
+        if not low_words.has_low_word(group.cast):
+            low_words.warn_of_loss(x, high, group.cast, f"the {site}", axis)
             return high
         low = group.low_word(x, high, group.names[site], None if is_of_optimizer(site) else axis)
         return high if low is None else low.add_(high)
@@ -133,8 +133,8 @@ class SharedExponents:
             return
         group = self._group(cast, x.device)
         index = self._begun(group, site)
-        axis = features_axis(site, x)
-        if axis is not None and words.has_low_word(cast) and (is_of_optimizer(site) or group.is_coarse(x, index, axis)):
+        axis = features_axis(site, x) if low_words.has_low_word(cast) else None
+        if axis is not None and (is_of_optimizer(site) or group.is_coarse(x, index, axis)):
             if not group.write_words_(x, index):
                 x.copy_(self.write(x, cast, site))
                 return

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowp.casts import Cast
 from lowp.formats import IntFormat
-from lowp.kernels import words
+from lowp.kernels import low_words
 from lowp.kernels.integer import Exact
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def features_axis(site: str, x: Tensor) -> int | None:
 
     Of parameters the first; of activations the longest but the first, which is that of examples.
     """
-    if x.dim() == 0 or max(x.shape) < words.FEATURES:
+    if x.dim() == 0 or max(x.shape) < low_words.FEATURES:
         return None
     kind = class_of(site)
     if kind in ("weight gradients", "optimizer state"):
@@ -307,7 +307,7 @@ def features_axis(site: str, x: Tensor) -> int | None:
         axis = max(range(1, x.dim()), key=lambda one: x.shape[one])
     else:
         return None
-    return axis if x.shape[axis] >= words.FEATURES else None
+    return axis if x.shape[axis] >= low_words.FEATURES else None
 
 
 def is_result(site: str) -> bool:

@@ -12,7 +12,7 @@ from lowp.casts import Cast, Rounding
 from lowp.errors import InvalidInput
 from lowp.exponents.sites import is_result
 from lowp.formats import PowerOfTwo, ScaledFormat
-from lowp.kernels import payloads, words
+from lowp.kernels import low_words, payloads
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, Seen, current_exponent, has_mantissas, values
@@ -108,11 +108,11 @@ class ExponentTable:
         Without an axis it always needs one.
         """
         if not has_integer_kernels(x):
-            return words.low_value_there(x, high, self.state.exponent[index], axis)
+            return low_words.low_value_there(x, high, self.state.exponent[index], axis)
         exponent = self.exponents[index]
         return (
-            words.low_value(x, high, exponent, self.cast)
-            if axis is None or words.is_coarse(x, exponent, axis)
+            low_words.low_value(x, high, exponent, self.cast)
+            if axis is None or low_words.is_coarse(x, exponent, axis)
             else None
         )
 
@@ -120,7 +120,7 @@ class ExponentTable:
         """Whether one word under the entry's exponent loses features of x; waits for an accelerator."""
         if not self.started[index]:
             self._start(x, index)
-        return bool(words.is_coarse(x, int(self.state.exponent[index]), axis))
+        return bool(low_words.is_coarse(x, int(self.state.exponent[index]), axis))
 
     def exponent_of_sum(self, index: int) -> int | None:
         """Return the exponent under which an exact sum can be written straight from the integers that it is.
@@ -163,7 +163,7 @@ class ExponentTable:
             return False
         if not self.started[index]:
             self._start(x, index)
-        seen = write_words_(x, self.cast, self.exponents[index], words.LOW_BITS)
+        seen = write_words_(x, self.cast, self.exponents[index], low_words.LOW_BITS)
         if seen is not None:
             self._note(index, seen)
         return seen is not None

@@ -113,7 +113,7 @@ def checked_by_kernel(
     One launch for each device and dtype. None where gradients lie on a device without such a kernel, or have gaps.
     """
     groups = [[each.values.detach() for each in group] for group in kinds.values()]
-    if not all(updates.checks(values) for values in groups):
+    if not all(updates.can_check(values) for values in groups):
         return None
     device = inverse.device
     sizes = torch.zeros(count, dtype=torch.float32, device=device)

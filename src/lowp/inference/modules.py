@@ -196,7 +196,7 @@ def _nibbles_of(weight: Tensor, cast: Cast) -> tuple[Tensor, Tensor, int]:
     if isinstance(codes, Tensor):
         return codes.long() & 15, torch.ones(n, -(-k // 64), device="cpu"), 64
     format = scaled.scaled_format(cast)
-    scale = scaled.read(codes.scale, format) * (1.0 if codes.outer is None else codes.outer.double())
+    scale = scaled.read_scales(codes.scale, format) * (1.0 if codes.outer is None else codes.outer.double())
     spread = scaled.spread(scale, weight.shape, format.scope).expand(n, k)
     size = format.scope.size if format.scope.kind == "block" else 64
     group = next(one for one in (64, 32, 16) if size % one == 0)
@@ -240,9 +240,9 @@ class Stored(Weight):
         return parts[""].float() if stored_dtype(self.packed.cast) else unpack("", self.packed, parts)
 
     def product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """In fp32; few rows read weights of 16 bits as they are stored, and sum in fp64."""
+        """In fp32; on a CPU few rows read weights of 16 bits as they are stored, and sum in fp64."""
         weight = self._buffers.get("part")
-        if weight is not None and weight.is_cpu and weight.dtype in (torch.float16, torch.bfloat16):
+        if weight is not None and weight.dtype in (torch.float16, torch.bfloat16):
             return contract_packed((rows, weight), bias)
         return F.linear(rows, self.values(), bias)
 

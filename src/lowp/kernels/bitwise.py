@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Overflow, Rounding
+from lowp.compat import has_fp64
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import philox
 from lowp.kernels.floats import (
     CARRIERS,
     Carrier,
     from_integer_parts,
-    has_fp64,
     integer_parts,
     narrow,
     sign_and_magnitude,
@@ -28,6 +28,7 @@ from lowp.kernels.floats import (
     widen16,
     with_sign,
 )
+from lowp.kernels.packing import SIGNED, wrapped
 from lowp.kernels.philox import Seed
 from lowp.kernels.reference import INWARD, ties_by_code
 
@@ -61,7 +62,7 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
         codes = torch.where(is_nan, 0.0, rounded).to(CARRIERS[rounded.dtype].integer)
     else:
         codes = _codes(rounded, is_nan, element)
-    out.copy_(_wrap(codes, out.dtype))
+    out.copy_(wrapped(codes, out.dtype))
     return 0 if isinstance(element, FloatFormat) and element.has_nan else int(is_nan.sum())
 
 
@@ -107,10 +108,9 @@ def apply(x: Tensor, cast: Cast, prepared: Parameters, seed: Seed = 0) -> Tensor
 
 def decoded(codes: Tensor, format: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
     """Return the values of the codes, exactly, in `dtype`."""
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[codes.dtype.itemsize]
     is_wide = dtype == torch.float64 or _needs_fp64(Cast(format)) or codes.dtype == torch.uint64
     wide = torch.float64 if is_wide else torch.float32
-    code = codes.view(signed).to(CARRIERS[wide].integer)
+    code = codes.view(SIGNED[codes.dtype.itemsize]).to(CARRIERS[wide].integer)
     if isinstance(format, IntFormat):
         return narrow(code.to(wide), dtype)
     mantissa = code & ((1 << format.mantissa_bits) - 1)
@@ -387,9 +387,3 @@ def _signed_codes(codes: Tensor, negative: Tensor, format: FloatFormat) -> Tenso
     width = 8 * codes.dtype.itemsize
     sign = 1 << (format.bits - 1) if format.bits < width else -(1 << (width - 1))
     return torch.where(negative, codes | sign, codes) if format.signed else codes
-
-
-def _wrap(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return codes modulo the width of `dtype`, in `dtype`, signed or not."""
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    return codes.to(signed).view(dtype)

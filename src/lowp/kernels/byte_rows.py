@@ -110,7 +110,7 @@ def own_range(x: Tensor, highest: int, level: int | None = None) -> Range:
         low, high = torch.aminmax(x)
         return range_of(low.item(), high.item(), highest)
     x, found = numbered(x), array("f", (0.0, 0.0))
-    cpu.loaded().lowp_bytes_extremes(cpu.level(level), *matrix(x), found.buffer_info()[0], cpu.threads())
+    cpu.loaded().lowp_bytes_extremes(cpu.level(level), *matrix(x), cpu.array_address(found), cpu.threads())
     lowest, largest = found
     return range_of(lowest, largest, highest)
 
@@ -194,6 +194,6 @@ def windows(
     sizes = (batch, height, width, channels, begin, count, *kernel, high, wide, *stride, *padding, *dilation, depth)
     numbers = array("q", sizes)
     cpu.loaded().lowp_bytes_windows(
-        cpu.address(x.payload), numbers.buffer_info()[0], x.zero, cpu.address(out), cpu.threads()
+        cpu.address(x.payload), cpu.array_address(numbers), x.zero, cpu.address(out), cpu.threads()
     )
     return x._replace(payload=out), high, wide

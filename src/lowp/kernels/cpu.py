@@ -14,6 +14,7 @@ import os
 import platform
 import struct
 import warnings
+from array import array
 from ctypes import c_char_p, c_int64, c_uint32
 from pathlib import Path
 
@@ -148,6 +149,11 @@ def address(x: Tensor) -> int:
         f"a tensor {tuple(x.shape)} without memory: its storage was resized to 0, as FSDP frees parameters, "
         "or it is a zero tensor of autograd: gather the parameter first, or give torch.zeros"
     )
+
+
+def array_address(numbers: array[int] | array[float]) -> int:
+    """Return where the numbers of an array of Python's lie; the caller keeps it as long as it is used."""
+    return numbers.buffer_info()[0]
 
 
 def optional_address(x: Tensor | None) -> int | None:

@@ -277,7 +277,7 @@ def _(x: Tensor, cast: str, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
     zero_points = x.new_empty(groups, dtype=torch.int32) if format.affine else x.new_empty(0)
     outer = x.new_empty((), dtype=torch.float32) if format.outer is not None else x.new_empty(0)
     payload = _fake_codes(x, format.element, given[-1] and x.ndim > 0)
-    return payload, x.new_empty(groups, dtype=scaled.kept_dtype(format)), zero_points, outer
+    return payload, x.new_empty(groups, dtype=scaled.stored_scale_dtype(format)), zero_points, outer
 
 
 @_encode_scaled.register_vmap

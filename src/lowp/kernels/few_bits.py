@@ -149,7 +149,7 @@ def _multiplied(x: _Operand, w: Codes, bias: Tensor | None, level: int | None) -
     numbers = array("q", (rows, w.n, w.depth, w.group or w.depth, planes, w.bits, offset))
     cpu.loaded().lowp_codes_multiply(
         cpu.level(level),
-        numbers.buffer_info()[0],
+        cpu.array_address(numbers),
         cpu.address(x.digits),
         cpu.address(x.scales),
         cpu.address(x.sums),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.kernels import cpu
-from lowp.kernels.byte_rows import on_cpu, up
+from lowp.kernels.byte_rows import up
 from lowp.kernels.dispatch import uses_library
 
 __all__ = ["multiply"]
@@ -26,10 +26,11 @@ FEW = 24  # with more rows the weights are converted to fp32, once, for a produc
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, level: int | None = None) -> Tensor:
     """Return x @ weight.T (+ bias) in fp32, of x fp32 [rows, k] and a contiguous weight [n, k] in fp16 or bf16.
 
-    `level` forces an instruction set, by its place in `cpu.INSTRUCTION_SETS`.
+    More rows, and those on an accelerator, are a product of torch's in fp32. `level` forces an instruction set, by its
+    place in `cpu.INSTRUCTION_SETS`.
     """
-    rows, k = on_cpu(x, "x").shape
-    if rows > FEW or not weight.is_contiguous():
+    rows, k = x.shape
+    if rows > FEW or not weight.is_contiguous() or not (x.is_cpu and weight.is_cpu):
         return F.linear(x, weight.float(), bias)
     wide = F.pad(x.detach().double(), (0, up(k, SUMS) - k)).contiguous()
     bias = None if bias is None else bias.detach().float().contiguous()

@@ -7,13 +7,12 @@ is the canonical quiet one: sign | 0x7fc00000 in fp32, and likewise in the other
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowp.compat import constant_when_compiled, real_tensors
+from lowp.compat import has_fp64
 from lowp.errors import Unavailable
 
 
@@ -171,23 +170,6 @@ def from_integer_parts(significand: Tensor, exponent: Tensor, dtype: torch.dtype
     bits = torch.where(leading < 1 - carrier.bias, subnormal, normal)
     bits = torch.where(leading > carrier.bias, carrier.infinity, bits)
     return torch.where(significand == 0, 0, bits).view(dtype)
-
-
-@constant_when_compiled
-def has_fp64(device: str) -> bool:
-    """Whether a type of device computes in fp64: Apple's GPUs do not, nor some of Intel's."""
-    return _tried_fp64(device)
-
-
-@functools.cache
-def _tried_fp64(device: str) -> bool:
-    if device in ("cpu", "cuda", "meta"):
-        return True
-    try:
-        with real_tensors():
-            return bool((torch.ones((), dtype=torch.float64, device=device) + 1 == 2).item())
-    except (RuntimeError, TypeError):
-        return False
 
 
 def need_fp64(x: Tensor, what: str) -> None:

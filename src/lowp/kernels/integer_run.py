@@ -122,7 +122,13 @@ def _matmul_by_library(library: Any, left: Tensor, right: Tensor, output: Output
     m, k, n = a.shape[1], a.shape[2], b.shape[2]
     sizes = array("q", (a.shape[0], m, n, k))
     strides = array("q", (a.stride(0), a_rows, a_depth, b.stride(0), b.stride(2), b.stride(1), m * n, n))
-    addresses = (cpu.address(a), cpu.address(b), cpu.address(result), _address(sizes), _address(strides))
+    addresses = (
+        cpu.address(a),
+        cpu.address(b),
+        cpu.address(result),
+        cpu.array_address(sizes),
+        cpu.array_address(strides),
+    )
     return _called(library.lowp_integer_matmul, output, result, addresses)
 
 
@@ -164,7 +170,7 @@ def convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, out
         result = torch.empty(shape.of_operand(PRODUCTS[product][2]), dtype=output.dtype, device="cpu")
         a, b = a.contiguous(), b.contiguous()
         geometry = array("q", shape.numbers())
-        addresses = (cpu.address(a), cpu.address(b), cpu.address(result), _address(geometry))
+        addresses = (cpu.address(a), cpu.address(b), cpu.address(result), cpu.array_address(geometry))
         return _called(library.lowp_integer_convolution, output, result, (list(PRODUCTS).index(product), *addresses))
 
 
@@ -180,8 +186,8 @@ def _called(function: Callable[..., int], output: Output, result: Tensor, operan
         None if output.bias is None else cpu.address(output.bias.numbers),
         0 if output.bias is None else output.bias.exponent,
         torch.get_num_threads(),
-        _address(integers),
-        _address(largest),
+        cpu.array_address(integers),
+        cpu.array_address(largest),
     )
     if status == 1:
         raise Unavailable(f"this processor has no {output.kernel}; portable and reference run everywhere")
@@ -220,7 +226,3 @@ def _by_definition(sums: Tensor, output: Output, axis: int) -> Result:
 def _chained(values: Tensor) -> Result:
     largest = float(values.abs().max()) if values.numel() else 0.0
     return Result(values, array("q", (0, 0, 0)), array("d", (largest,)))
-
-
-def _address(numbers: array[int] | array[float]) -> int:
-    return numbers.buffer_info()[0]

@@ -63,6 +63,12 @@ def has_mantissas(cast: Cast | None) -> bool:
     )
 
 
+def int16_element(cast: Cast) -> IntFormat:
+    """Return the element format of a cast that has mantissas."""
+    assert isinstance(cast.element, IntFormat)
+    return cast.element
+
+
 def current_exponent(x: Tensor, cast: Cast) -> int | None:
     """The exponent that DFP-16 gives a tensor: floor(log2 max|x|) - 14, plus the headroom, within the format's range.
 
@@ -184,17 +190,16 @@ def to_mantissas(x: Tensor, cast: Cast, exponent: int, seed: int = 0) -> Mantiss
 
 
 def _converted(x: Tensor, cast: Cast, exponent: int, seed: int, by_library: bool) -> tuple[Tensor, Seen]:
-    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
     payload = torch.empty(x.shape, dtype=torch.int16, device=x.device)
     if by_library:
-        symmetric = cast.format.element.symmetric
+        symmetric = int16_element(cast).symmetric
         return payload, to_int16(x, exponent, symmetric, cast.rounding, seed, payload, cast.random_bits)
     scaled = torch.ldexp(x.double(), torch.tensor(-exponent, device=x.device))
     if cast.rounding is Rounding.NEAREST_EVEN:
         rounded = scaled.round()
     else:
         rounded = bitwise.quantized(scaled, _wide(cast.rounding, cast.random_bits), seed)
-    bounded = rounded.nan_to_num(nan=0.0).clamp(-32767 if cast.format.element.symmetric else -32768, 32767)
+    bounded = rounded.nan_to_num(nan=0.0).clamp(-32767 if int16_element(cast).symmetric else -32768, 32767)
     payload.copy_(bounded)
     finite = scaled.isfinite()
     largest = int(torch.where(finite, bounded.abs(), 0.0).max()) if x.numel() else 0
@@ -228,9 +233,8 @@ def mantissas_and_values(x: Tensor, cast: Cast, exponent: int) -> tuple[Mantissa
         result = _defined_values(payload, exponent)
         result = torch.where(x.isfinite(), result, x.float()) if seen.nonfinite else result
         return Mantissas(payload, exponent, seen), result
-    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
     payload, result = (torch.empty(x.shape, dtype=dtype, device="cpu") for dtype in (torch.int16, torch.float32))
-    symmetric = cast.format.element.symmetric
+    symmetric = int16_element(cast).symmetric
     seen = to_int16(x, exponent, symmetric, cast.rounding, 0, payload, cast.random_bits, result)
     return Mantissas(payload, exponent, seen), result
 
@@ -264,7 +268,7 @@ def to_int16(
         x.numel(),
         seed & cpu.MASK,
         cpu.threads(),
-        _address(counts),
+        cpu.array_address(counts),
     )
     return _seen(x, *counts)
 
@@ -324,7 +328,9 @@ def step_int16(
     counts, given = array("q", (0,) * 8), array("i", exponents)
     lowest = -32767 if symmetric else -32768
     sizes = (lowest, weight.numel(), cpu.threads())
-    cpu.loaded().lowp_step_int16(cpu.address(weight), cpu.address(mantissas), _address(given), *sizes, _address(counts))
+    cpu.loaded().lowp_step_int16(
+        cpu.address(weight), cpu.address(mantissas), cpu.array_address(given), *sizes, cpu.array_address(counts)
+    )
     return _seen(weight, *counts[:4]), _seen(weight, *counts[4:])
 
 
@@ -335,7 +341,7 @@ def words_int16(x: Tensor, exponent: int, low_bits: int, symmetric: bool) -> See
     """
     counts = array("q", (0,) * 4)
     lowest = -32767 if symmetric else -32768
-    given = (exponent, low_bits, lowest, x.numel(), cpu.threads(), _address(counts))
+    given = (exponent, low_bits, lowest, x.numel(), cpu.threads(), cpu.array_address(counts))
     cpu.loaded().lowp_words_int16(cpu.address(x), *given)
     return _seen(x, *counts)
 
@@ -344,10 +350,6 @@ def _seen(x: Tensor, largest: int, saturated: int, nonfinite: int, any_: int) ->
     """What the kernels count of a tensor; `any_` is whether anything in it was not zero before it was rounded."""
     vanished = largest == 0 and nonfinite == 0 and any_ != 0
     return Seen(largest, nonfinite > 0, vanished, saturated, 0, x.numel())
-
-
-def _address(numbers: array[int]) -> int:
-    return numbers.buffer_info()[0]
 
 
 @functools.cache

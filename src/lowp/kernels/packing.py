@@ -8,6 +8,8 @@ from torch import Tensor
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat
 
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+
 
 def pack(codes: Tensor, format: FloatFormat | IntFormat) -> Tensor:
     """Return the bits of every code in bytes, each row (last dimension) filled up to a byte with zeros.
@@ -85,6 +87,10 @@ def as_integers(codes: Tensor) -> Tensor:
     """Return codes of any integer dtype as int64, whose low bits they are; torch computes little in unsigned dtypes."""
     if codes.dtype.is_signed or codes.dtype == torch.uint8:
         return codes.to(torch.int64)
-    signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[codes.dtype.itemsize]
     mask = (1 << 8 * codes.dtype.itemsize) - 1
-    return codes.view(signed).to(torch.int64) & (mask if mask < 1 << 63 else -1)
+    return codes.view(SIGNED[codes.dtype.itemsize]).to(torch.int64) & (mask if mask < 1 << 63 else -1)
+
+
+def wrapped(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return integer codes modulo the width of `dtype`, in `dtype`, signed or not."""
+    return codes.to(SIGNED[dtype.itemsize]).view(dtype)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Rounding
-from lowp.formats import Format, IntFormat, ScaledFormat
+from lowp.formats import Format
 from lowp.kernels import mantissas
 from lowp.kernels.dispatch import uses_library
 from lowp.kernels.mantissas import (
@@ -27,6 +27,7 @@ from lowp.kernels.mantissas import (
     exact_exponent,
     exact_mantissas,
     exponent_of,
+    int16_element,
     to_mantissas,
     values,
 )
@@ -176,7 +177,7 @@ def _rounded_again(x: Tensor, cast: Cast, found: _Payload) -> Mantissas | None:
     lie = _rows(x)
     if lie is None or abs(found.exponent) > _LARGEST or not uses_library():
         return None
-    maximum = mantissas.rounds_to_int16(x, payload, found.exponent, lie, _is_symmetric(cast))
+    maximum = mantissas.rounds_to_int16(x, payload, found.exponent, lie, int16_element(cast).symmetric)
     if maximum is None or not math.isfinite(maximum) or exponent_of(maximum, cast) != found.exponent:
         return None
     return Mantissas(payload, found.exponent)
@@ -187,15 +188,14 @@ def _computed(x: Tensor, cast: Cast, exponent: int | None) -> Mantissas | None:
     x = x.detach().contiguous()
     if exponent is not None and abs(exponent) <= _LARGEST:
         found = exact_mantissas(x, cast, exponent)
-        if found is not None and found.seen is not None and not (found.seen.mantissa > 32767 and _is_symmetric(cast)):
+        if (
+            found is not None
+            and found.seen is not None
+            and not (found.seen.mantissa > 32767 and int16_element(cast).symmetric)
+        ):
             return found
     exponent = exact_exponent(x, cast)
     return None if exponent is None else to_mantissas(x, cast, exponent)
-
-
-def _is_symmetric(cast: Cast) -> bool:
-    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
-    return cast.format.element.symmetric
 
 
 # -- memory -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from lowp.casts import Cast, Overflow, Rounding
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import philox
 from lowp.kernels.floats import from_integer_parts, integer_parts, narrow, sign_and_magnitude, two_to_the, widen
+from lowp.kernels.packing import wrapped
 from lowp.kernels.philox import Seed
 
 # what goes beyond the maximum whatever its sign
@@ -35,7 +36,7 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
     if isinstance(element, FloatFormat) and element.signed and element.has_nan and element.has_minus_zero:
         negative_nan = rounded.isnan() & sign_and_magnitude(rounded)[0]
         found = torch.where(negative_nan, found | _as_int64(1 << (element.bits - 1)), found)
-    out.copy_(wrap(found, out.dtype))
+    out.copy_(wrapped(found, out.dtype))
     return int(rounded.isnan().sum()) if not _has_nan(element) else 0
 
 
@@ -240,9 +241,3 @@ def _value(element: FloatFormat | IntFormat, code: int) -> float:
     if isinstance(element, IntFormat):
         return float(code)
     return element.decode(code)
-
-
-def wrap(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return int64 codes modulo the width of `dtype`, in `dtype`, signed or not."""
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    return codes.to(signed).view(dtype)

@@ -107,7 +107,7 @@ def encode_scaled(
     zero_point = None if scales.zero_point is None else scales.zero_point.to(torch.int32)
     outer = None if scales.outer is None else narrow(scales.outer, torch.float32)
     length = _packed_length(payload, x, format, packed)
-    found = Quantized(payload, scaled.keep(scales.scale, format), cast, outer, zero_point, x.dtype, length)
+    found = Quantized(payload, scaled.stored_scales(scales.scale, format), cast, outer, zero_point, x.dtype, length)
     return found if x.device == device else found.to(device)
 
 
@@ -136,7 +136,7 @@ def dequantize(module: ModuleType, q: Quantized) -> Tensor:
     element = decode(module, codes, format.element, torch.float64)
     zero_point = None if q.zero_point is None else q.zero_point.to(torch.float64)
     outer = None if q.outer is None else widen(q.outer)
-    return scaled.values(element, q.cast, Scales(scaled.read(q.scale, format), zero_point, outer), q.dtype)
+    return scaled.values(element, q.cast, Scales(scaled.read_scales(q.scale, format), zero_point, outer), q.dtype)
 
 
 def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:

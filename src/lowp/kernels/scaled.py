@@ -19,6 +19,7 @@ from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, Sc
 from lowp.kernels import bitwise
 from lowp.kernels.dispatch import fastest
 from lowp.kernels.floats import CARRIERS, floor_log2, home, largest_finite, maximum, narrow, two_to_the, widen
+from lowp.kernels.packing import as_integers
 
 FP32 = FORMATS["fp32"]
 assert isinstance(FP32, FloatFormat)
@@ -255,7 +256,7 @@ def has_power_of_two(format: ScaledFormat) -> bool:
     return format.outer is None and (isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero)
 
 
-# -- scales that are given, and scales that are kept ------------------------------------------------------------------
+# -- scales that are given, and scales that are stored ----------------------------------------------------------------
 def given(scale: object, cast: Cast, x: Tensor) -> Scales:
     """Return scales that the caller gave: a number or tensor, one for each group; (scale, zero_point) where affine.
 
@@ -328,8 +329,8 @@ def _is_scale(scale: Tensor, format: FloatFormat | PowerOfTwo) -> Tensor:
     return found | scale.isnan() if isinstance(format, FloatFormat) else found
 
 
-def keep(scale: Tensor, format: ScaledFormat) -> Tensor:
-    """Return scales as `Quantized` keeps them: fp32 values, codes, or exponents."""
+def stored_scales(scale: Tensor, format: ScaledFormat) -> Tensor:
+    """Return scales as `Quantized` stores them: fp32 values, codes, or exponents."""
     if isinstance(format.scale, PowerOfTwo):
         exponent = floor_log2(scale)
         if format.scope.kind == "tensor":
@@ -343,8 +344,8 @@ def keep(scale: Tensor, format: ScaledFormat) -> Tensor:
     return codes
 
 
-def kept_dtype(format: ScaledFormat) -> torch.dtype:
-    """Return the dtype in which `keep` keeps scales."""
+def stored_scale_dtype(format: ScaledFormat) -> torch.dtype:
+    """Return the dtype of `stored_scales`."""
     if isinstance(format.scale, PowerOfTwo):
         if format.scope.kind == "tensor":
             return torch.int32
@@ -352,20 +353,18 @@ def kept_dtype(format: ScaledFormat) -> torch.dtype:
     return torch.float32 if format.scale == FP32 else code_dtype(format.scale)
 
 
-def read(kept: Tensor, format: ScaledFormat) -> Tensor:
-    """Return kept scales as fp64 values."""
+def read_scales(stored: Tensor, format: ScaledFormat) -> Tensor:
+    """Return `stored_scales` as fp64 values."""
     if isinstance(format.scale, PowerOfTwo):
         if format.scope.kind == "tensor":
-            return two_to_the(kept)
-        exponent = (
-            kept.view(torch.int16).to(torch.int64) & 0xFFFF if kept.dtype == torch.uint16 else kept.to(torch.int64)
-        )
+            return two_to_the(stored)
+        exponent = as_integers(stored)
         scale = two_to_the((exponent + format.scale.min_exponent).clamp(max=format.scale.max_exponent))
         beyond = exponent > format.scale.max_exponent - format.scale.min_exponent  # of mxint8 the NaN of e8m0
         return torch.where(beyond, torch.nan, scale)
     if format.scale == FP32:
-        return widen(kept)
-    return bitwise.decoded(kept, format.scale, torch.float64)
+        return widen(stored)
+    return bitwise.decoded(stored, format.scale, torch.float64)
 
 
 def code_dtype(element: FloatFormat | IntFormat) -> torch.dtype:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowp.kernels import cpu
 from lowp.kernels.abi import TYPE_NUMBERS
-from lowp.kernels.dispatch import forced
+from lowp.kernels.dispatch import uses_library
 
 __all__ = [
     "LONGEST",
@@ -60,17 +60,13 @@ class TensorCounts(NamedTuple):
     checksum: int
 
 
-def _runs_native(x: Tensor) -> bool:
-    return x.device.type == "cpu" and forced() in (None, "cpu") and cpu.library() is not None
-
-
 def count_tensor(x: Tensor, scale: float = 1.0) -> TensorCounts:
     """Count a floating-point tensor divided by `scale`, as fp32 holds its numbers; NaN, infinities, empty too."""
     x = x.detach()
     if x.dtype not in TYPE_NUMBERS or x.dtype == torch.float64:
         x = x.float()
     x = x if x.is_contiguous() else x.contiguous()
-    return _counted(x, scale) if _runs_native(x) else _counted_by_torch(x.float().reshape(-1), scale)
+    return _counted(x, scale) if x.is_cpu and uses_library() else _counted_by_torch(x.float().reshape(-1), scale)
 
 
 def _counted(x: Tensor, scale: float) -> TensorCounts:
@@ -125,7 +121,7 @@ def numbers_at(flat: Tensor, places: Sequence[int], scale: float = 1.0) -> list[
 
 def largest_of(tensors: Sequence[Tensor]) -> float:
     """The largest |x| of dense tensors, 0 where they have no elements; infinite or NaN where an element is."""
-    if forced() in (None, "cpu") and cpu.library() is not None:
+    if uses_library():
         plain = [one for one in tensors if one.dtype is torch.float32 and one.is_cpu and one.is_contiguous()]
     else:
         plain = []
@@ -133,7 +129,8 @@ def largest_of(tensors: Sequence[Tensor]) -> float:
     if plain:
         places = array("q", [cpu.address(one) for one in plain])
         counts = array("q", [one.numel() for one in plain])
-        most = cpu.loaded().lowp_largest(places.buffer_info()[0], counts.buffer_info()[0], len(plain), cpu.threads())
+        given = cpu.array_address(places), cpu.array_address(counts)
+        most = cpu.loaded().lowp_largest(*given, len(plain), cpu.threads())
     if len(plain) < len(tensors):
         known = set(map(id, plain))
         rest = [one.detach().abs().amax().double() for one in tensors if one.numel() and id(one) not in known]
@@ -151,7 +148,7 @@ def count_updates(
     """The joint counts [96, 96, 3] of a step of weights, squares of gradients by row [96], and weights not moved."""
     weight, update = (one.detach().float().reshape(-1) for one in (weight, update))
     slope = None if gradient is None else gradient.detach().float().reshape(-1)
-    if not _runs_native(weight):
+    if not (weight.is_cpu and uses_library()):
         return _updates_by_torch(weight, update, slope)
     counts, energy = np.empty(_CELLS + 1, np.int64), np.empty(ROWS)
     cpu.loaded().lowp_updates(

@@ -24,8 +24,8 @@ __all__ = [
     "Sgd",
     "adamw",
     "adamw_block",
+    "can_check",
     "check",
-    "checks",
     "has_kernels",
     "rates",
     "sgd",
@@ -139,7 +139,7 @@ def check(
     return Checked(squares, largest, bins)
 
 
-def checks(gradients: Sequence[Tensor]) -> bool:
+def can_check(gradients: Sequence[Tensor]) -> bool:
     """Whether `check` takes these gradients: on a device with kernels, of one of its dtypes, each without gaps."""
     return bool(gradients) and has_kernels(gradients[0].device) and all(map(_is_checked, gradients))
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Rounding
-from lowp.formats import IntFormat, ScaledFormat
 from lowp.kernels.mantissas import (
     Mantissas,
     Seen,
+    int16_element,
     is_direct,
     mantissas_and_values,
     step_int16,
@@ -36,8 +36,7 @@ def write(x: Tensor, cast: Cast, exponent: int | Tensor, crowded: bool = False) 
 
 
 def _limit(cast: Cast) -> int:
-    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
-    return int(cast.format.element.maximum)
+    return int(int16_element(cast).maximum)
 
 
 def _write_without_waiting(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Tensor, Seen]:
@@ -61,9 +60,8 @@ def _write_without_waiting(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Ten
 
 def write_(x: Tensor, cast: Cast, exponent: int) -> Seen:
     """Round x, of fp32, in place to values of the format, but for what is not finite; return what was seen."""
-    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
     if is_direct(x):
-        y, symmetric = x.detach(), cast.format.element.symmetric
+        y, symmetric = x.detach(), int16_element(cast).symmetric
         seen = to_int16(y, exponent, symmetric, cast.rounding, 0, None, cast.random_bits, y)
         torch.autograd.graph.increment_version(x)
         return seen
@@ -76,12 +74,11 @@ def write_(x: Tensor, cast: Cast, exponent: int) -> Seen:
 def write_words_(x: Tensor, cast: Cast, exponent: int, low_bits: int) -> Seen | None:
     """Write x, of fp32, in place as two words, the second `low_bits` lower, in one pass; return what was seen.
 
-    None, with nothing done, where there is no kernel for it: `write` and `words.low_value` are what it computes.
+    None, with nothing done, where there is no kernel for it: `write` and `low_words.low_value` are what it computes.
     """
-    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
     if cast.rounding is not Rounding.NEAREST_EVEN or abs(exponent) > 100 or not is_direct(x):
         return None
-    seen = words_int16(x, exponent, low_bits, cast.format.element.symmetric)
+    seen = words_int16(x, exponent, low_bits, int16_element(cast).symmetric)
     torch.autograd.graph.increment_version(x)
     return seen
 
@@ -92,9 +89,8 @@ def write_step(weight: Tensor, old: Mantissas, exponents: tuple[int, int], cast:
     `old` takes the new mantissas; `exponents` are those of the update and of the weight. Returns what was seen of both;
     None, with nothing done, where one is to be written after the other.
     """
-    assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.element, IntFormat)
     if not is_direct(weight):
         return None
-    seen = step_int16(weight, old.payload, (old.exponent, *exponents), cast.format.element.symmetric)
+    seen = step_int16(weight, old.payload, (old.exponent, *exponents), int16_element(cast).symmetric)
     torch.autograd.graph.increment_version(weight)
     return seen

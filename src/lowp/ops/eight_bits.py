@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowp.kernels.eight_bits import Eight, encoded, is_eight_bits, multiplied, multiplies_fp8
+from lowp.kernels.fp8_products import Fp8Matrix, encoded, is_eight_bits, multiplied, multiplies_fp8
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import functorch_is_active, shield
 from lowp.ops.contraction import matmul
@@ -93,11 +93,11 @@ def is_fp8(rule: Rule) -> bool:
     return sums_in_fp32 and all(_E5M2 not in name for name in forward)
 
 
-def _rows(x: Tensor, rule: Rule) -> Eight:
+def _rows(x: Tensor, rule: Rule) -> Fp8Matrix:
     return encoded(x.reshape(-1, x.shape[-1]), cast(Any, rule.input))
 
 
-def _product(rows: Eight, weight: Eight, bias: Tensor | None, shape: torch.Size) -> Tensor:
+def _product(rows: Fp8Matrix, weight: Fp8Matrix, bias: Tensor | None, shape: torch.Size) -> Tensor:
     return multiplied(rows, weight, bias).reshape(*shape, weight.numbers.shape[0])
 
 
@@ -117,15 +117,15 @@ class _EightBits(torch.autograd.Function):
         with shield():
             (first, second), (needs_x, needs_weight, needs_bias, _) = ctx.shapes, ctx.needs_input_grad
             numbers, scale, factors, factor_scale = ctx.saved_tensors
-            rows = Eight(numbers, scale) if needs_weight else None
-            weight = Eight(factors, factor_scale) if needs_x else None
+            rows = Fp8Matrix(numbers, scale) if needs_weight else None
+            weight = Fp8Matrix(factors, factor_scale) if needs_x else None
             if torch.is_grad_enabled():
                 values = None if rows is None else rows.values.reshape(first), None if weight is None else weight.values
                 needs = needs_x, needs_weight, needs_bias
                 casts = RoleCasts(ctx.rule, ctx.rule.accumulate)
                 return *gradients_of_linear(Linear(first, second), casts, needs, torch.float32, gradient, values), None
             incoming = encoded(gradient.reshape(math.prod(first[:-1]), second[0]), ctx.rule.grad)
-            turned = Eight(incoming.numbers.t(), incoming.scale)
+            turned = Fp8Matrix(incoming.numbers.t(), incoming.scale)
             return (
                 None if weight is None else multiplied(incoming, _turned(weight)).reshape(first),
                 None if rows is None else multiplied(turned, _turned(rows)),
@@ -134,5 +134,5 @@ class _EightBits(torch.autograd.Function):
             )
 
 
-def _turned(matrix: Eight) -> Eight:
-    return Eight(matrix.numbers.t(), matrix.scale)
+def _turned(matrix: Fp8Matrix) -> Fp8Matrix:
+    return Fp8Matrix(matrix.numbers.t(), matrix.scale)

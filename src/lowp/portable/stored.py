@@ -186,7 +186,7 @@ def _scale_of(codes: Tensor | Quantized, cast: Cast) -> Tensor | tuple[Tensor, T
     """The scale that was found, for `quantize` not to look for it again; None where it takes none."""
     if not isinstance(codes, Quantized) or codes.outer is not None:
         return None
-    scale = scaled.read(codes.scale, scaled.scaled_format(cast))
+    scale = scaled.read_scales(codes.scale, scaled.scaled_format(cast))
     return scale if codes.zero_point is None else (scale, codes.zero_point)
 
 
@@ -198,7 +198,7 @@ def _limit(codes: Tensor | Quantized, cast: Cast) -> Tensor | float:
     format = scaled.scaled_format(cast)
     if format.affine:
         return math.inf  # its range is that of the numbers
-    scale = scaled.read(codes.scale, format)
+    scale = scaled.read_scales(codes.scale, format)
     return (scale if codes.outer is None else scale * codes.outer.double()) * limit
 
 
@@ -217,7 +217,7 @@ def unpack(name: str, packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
     if not isinstance(format, ScaledFormat):
         return _values(codes, cast, packed.shape, packed.dtype)
     group = torch.Size(scaled.group_shape(shape, format.scope))
-    scale = _part(name, parts, "scale", scaled.kept_dtype(format), group)
+    scale = _part(name, parts, "scale", scaled.stored_scale_dtype(format), group)
     outer = _part(name, parts, "outer", torch.float32, torch.Size(())) if format.outer is not None else None
     zero_point = _part(name, parts, "zero_point", torch.int32, group) if format.affine else None
     packed_length = None if whole or not shape else length

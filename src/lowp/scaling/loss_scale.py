@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from lowp.compat import has_fp64
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, parse
 from lowp.presets import LossScale
@@ -276,8 +277,8 @@ def _float_format(name: str) -> FloatFormat:
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
-    """Return fp64, or fp32 for Apple's GPUs (mps), which have no fp64."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    """Return fp64, or fp32 where the device does not compute in fp64."""
+    return torch.float64 if has_fp64(device.type) else torch.float32
 
 
 def inverse_of(scale: torch.Tensor) -> torch.Tensor:

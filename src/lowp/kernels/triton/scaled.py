@@ -158,7 +158,7 @@ def _launched(
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=definition.code_dtype(format.element) if codes else x.dtype, device=x.device)
     groups = definition.group_shape(x.shape, format.scope) if codes else (1,)
-    scales = torch.empty(groups, dtype=definition.kept_dtype(format), device=x.device)
+    scales = torch.empty(groups, dtype=definition.stored_scale_dtype(format), device=x.device)
     lost = torch.zeros((), dtype=torch.int32, device=x.device) if made.sharing.loses else None
     outer = _outer(x, format) if made.sharing.outer else None
     key, first = key_of(x, seed, made.form.random_bits > 0)

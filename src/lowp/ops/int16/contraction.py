@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.exponents import SiteWriter
-from lowp.kernels import payloads, words
+from lowp.kernels import low_words, payloads
 from lowp.kernels.mantissas import Mantissas, has_mantissas
 from lowp.kernels.products import contract, contract_mantissas
 from lowp.ops.call import Call, RoleCasts
@@ -144,16 +144,16 @@ class _IntegerProduct(torch.autograd.Function):
 def _words(ctx: Any, gradient: Tensor, high: Mantissas) -> list[Mantissas]:
     """Return the gradient as the one word that it was rounded to, or as two where one would lose columns of it."""
     cast = ctx.casts.rule.grad
-    if gradient.shape[-1:] < (words.FEATURES,):
+    if gradient.shape[-1:] < (low_words.FEATURES,):
         return [high]
     if gradient.dim() != 2 and not isinstance(ctx.form, Linear):
         return [high]
-    if not words.has_low_word(cast):
+    if not low_words.has_low_word(cast):
         if not cast.is_stochastic:
             value = high.values
-            words.warn_of_loss(gradient, value, cast, f"the gradient of {ctx.op}, {list(gradient.shape)}")
+            low_words.warn_of_loss(gradient, value, cast, f"the gradient of {ctx.op}, {list(gradient.shape)}")
         return [high]
-    return [high, words.low_word(gradient, high, cast)] if words.is_coarse(gradient, high.exponent) else [high]
+    return [high, low_words.low_word(gradient, high, cast)] if low_words.is_coarse(gradient, high.exponent) else [high]
 
 
 def _as_it_came(gradient: Tensor, rule: Rule) -> Mantissas | None:

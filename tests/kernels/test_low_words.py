@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowp.casts import ScalingSpec, parse
 from lowp.errors import InvalidInput
-from lowp.kernels import words
+from lowp.kernels import low_words
 from lowp.kernels.mantissas import current_exponent, to_mantissas, values
 from lowp.policy import Policy, Rule
 from lowp.precision import Precision
@@ -37,35 +37,35 @@ def exponent_of(x: Tensor) -> int:
 def test_two_words_hold_what_one_loses() -> None:
     x = gradient(20_000)
     high = to_mantissas(x, DFP, exponent_of(x))
-    low = words.low_word(x, high, DFP)
+    low = low_words.low_word(x, high, DFP)
     one = values(high.payload, high.exponent)
     both = one + values(low.payload, low.exponent)
     assert (one == 0).float().mean() > 0.5  # most classes are lost in one word
     assert ((both - x).abs() <= 2.0 ** (low.exponent - 1)).all() and ((both - x).abs() / x.abs()).median() < 1e-3
-    assert torch.equal(both, one + words.low_value(x, one, high.exponent, DFP))
-    assert torch.equal(both, words.with_low_word(x, one, DFP))
-    assert int(low.payload.abs().max()) <= 2 ** (words.LOW_BITS - 1)
+    assert torch.equal(both, one + low_words.low_value(x, one, high.exponent, DFP))
+    assert torch.equal(both, low_words.with_low_word(x, one, DFP))
+    assert int(low.payload.abs().max()) <= 2 ** (low_words.LOW_BITS - 1)
 
 
 def test_a_second_word_is_taken_by_many_features_that_are_lost_and_by_nothing_else() -> None:
     x = gradient(20_000)
-    assert words.is_coarse(x, exponent_of(x))
-    assert words.is_coarse(x.t().contiguous(), exponent_of(x), axis=0)
+    assert low_words.is_coarse(x, exponent_of(x))
+    assert low_words.is_coarse(x.t().contiguous(), exponent_of(x), axis=0)
     few = gradient(1000)
-    assert not words.is_coarse(few, exponent_of(few) + 8)
+    assert not low_words.is_coarse(few, exponent_of(few) + 8)
     plain = torch.randn(16, 20_000, generator=torch.Generator().manual_seed(1))
-    assert not words.is_coarse(plain, exponent_of(plain))
+    assert not low_words.is_coarse(plain, exponent_of(plain))
     silent = plain * (torch.arange(20_000) % 3 == 0)  # features of zeros have nothing to lose
-    assert not words.is_coarse(silent, exponent_of(plain))
-    assert not words.is_coarse(torch.zeros(4, 5000), 0) and not words.is_coarse(torch.zeros(0, 5000), 0)
+    assert not low_words.is_coarse(silent, exponent_of(plain))
+    assert not low_words.is_coarse(torch.zeros(4, 5000), 0) and not low_words.is_coarse(torch.zeros(0, 5000), 0)
 
 
 def test_the_number_of_words_is_part_of_a_cast() -> None:
     cast = parse("flex16+5:autoflex(headroom=1,words=1)")
     assert cast.scaling == ScalingSpec("autoflex", headroom=1, words=1) and parse(str(cast)) == cast
     assert str(parse("dfp16:current(words=2)")) == "dfp16"
-    assert words.has_low_word(DFP) and not words.has_low_word(parse("dfp16:current(words=1)"))
-    assert not words.has_low_word(parse("dfp16:stochastic")) and not words.has_low_word(parse("bf16"))
+    assert low_words.has_low_word(DFP) and not low_words.has_low_word(parse("dfp16:current(words=1)"))
+    assert not low_words.has_low_word(parse("dfp16:stochastic")) and not low_words.has_low_word(parse("bf16"))
     with pytest.raises(InvalidInput, match="3 words are not possible: give 1 or 2"):
         parse("dfp16:current(words=3)")
 
@@ -116,7 +116,7 @@ def test_flexpoint_learns_a_large_vocabulary_with_gradients_and_moments_of_two_w
 
 @pytest.mark.parametrize("grad", ["dfp16:current(headroom=2,words=1)", "i8s@fp32/tensor"])
 def test_a_loss_of_features_without_a_second_word_is_told_once(grad: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "_warned", set())
+    monkeypatch.setattr(low_words, "_warned", set())
     head = nn.Linear(4, 20_000)
     rule = Rule.of("linear", grad=grad)
     if grad.startswith("dfp16"):

@@ -14,7 +14,7 @@ from lowp.formats import FORMATS, ScaledFormat
 from lowp.kernels.dispatch import capability, forced, implementation
 from lowp.kernels.run import encode_scaled
 
-__all__ = ["Eight", "encoded", "is_eight_bits", "multiplied", "multiplies_fp8"]
+__all__ = ["Fp8Matrix", "encoded", "is_eight_bits", "multiplied", "multiplies_fp8"]
 
 _scaled_mm = cast(Callable[..., Tensor], private("torch._scaled_mm"))
 _DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -23,7 +23,7 @@ _FIRST_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
 _MULTIPLE = 16  # torch's product takes rows and columns of so many bytes
 
 
-class Eight(NamedTuple):
+class Fp8Matrix(NamedTuple):
     """A matrix of fp8 numbers, and the fp32 scale of them all: value = number * scale."""
 
     numbers: Tensor
@@ -49,15 +49,15 @@ def multiplies_fp8(x: Tensor) -> bool:
     return x.is_cuda and forced() is None and capability(x.device) >= _FIRST_CAPABILITY
 
 
-def encoded(x: Tensor, to: Cast) -> Eight:
+def encoded(x: Tensor, to: Cast) -> Fp8Matrix:
     """Return x under a cast; what is infinite or NaN is NaN."""
     kept = encode_scaled(implementation(x.device, "encode"), x.detach(), to, None, 0, False)
     dtype = next(dtype for name, dtype in _DTYPES.items() if to.element == FORMATS[name])
     codes = torch.where(x.isfinite(), kept.payload, _NAN[dtype])
-    return Eight(codes.view(dtype), kept.scale)
+    return Fp8Matrix(codes.view(dtype), kept.scale)
 
 
-def multiplied(left: Eight, right: Eight, bias: Tensor | None = None) -> Tensor:
+def multiplied(left: Fp8Matrix, right: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
     """Return left [m, k] times the transpose of right [n, k], plus bias [n], in fp32: summed in fp32, then scaled."""
     rows, columns = (_filled(one.numbers) for one in (left, right))
     result = _scaled_mm(
