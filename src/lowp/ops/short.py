@@ -19,9 +19,9 @@ from lowp.compat import applied_at_once, remembered_by_identity
 from lowp.kernels.dispatch import forced
 from lowp.kernels.functions import quantize_operand
 from lowp.kernels.hardware import is_on_host
+from lowp.kernels.low_words import FEATURES
 from lowp.kernels.products import NARROW, gradients_sixteen_bits, linear_sixteen_bits, sixteen_bits_run_in
 from lowp.kernels.scratch import is_large
-from lowp.kernels.words import FEATURES
 from lowp.ops.bytes import is_int8, linear_in_bytes
 from lowp.ops.call import Call, Quick, QuickCasts, RoleCasts, WeightCast
 from lowp.ops.casting import carrier_dtype, edge, functorch_is_active, is_one_pass, is_plain, native_dtype, shielded
