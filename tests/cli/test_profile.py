@@ -116,6 +116,41 @@ def test_a_script_is_profiled_with_its_own_arguments(
     assert Record.load(out).sampled == [0, 1, 2, 4]
 
 
+ENDED = """
+import os, signal, sys, torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    model(torch.randn(6, 4)).sum().backward()
+    if step == 5 and sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "failed":
+        raise ValueError("of the script's own")
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("killed", 137), ("failed", 1)])
+def test_a_script_that_is_killed_leaves_its_steps_and_one_that_fails_its_exit_code(
+    lowp: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, code: int
+) -> None:
+    def call(command: list[str], env: Mapping[str, str]) -> int:
+        ran = forked.run(*command[1:], environment=env)
+        print(ran.stderr)
+        return ran.returncode
+
+    script, out = tmp_path / "train.py", tmp_path / "run.json"
+    script.write_text(ENDED)
+    monkeypatch.setattr("lowp.launch.profiling.subprocess", SimpleNamespace(call=call))
+    result = lowp("profile", "--max-overhead", "none", "--out", str(out), str(script), how)
+    assert result.code == code
+    if how == "killed":
+        assert "ended by signal 9" in result.err and "the run did not end" in result.out
+        assert Record.load(out).sampled == [0, 1, 2, 4]
+    else:
+        assert "of the script's own" in result.out and result.err.count("the profile is empty") == 1
+
+
 RANKS = """
 import os, torch
 import torch.distributed as ranks

@@ -43,6 +43,21 @@ def test_another_learning_rate_is_found_at_the_second_step() -> None:
     assert found is not None and found.step == 1 and found.key.module == "0"
 
 
+def budgeted(record: Record, *looked_at: str) -> Record:
+    """The record as a budget leaves it that had time for these modules alone."""
+    for step, prints in record.part.prints.items():
+        record.part.prints[step] = [one for one in prints if one.key.module in looked_at]
+    return record
+
+
+def test_of_two_budgeted_runs_what_both_have_seen_is_compared() -> None:
+    assert difference(budgeted(run(), "0", "3"), budgeted(run(), "3", "2")) is None
+    found = difference(budgeted(run(), "0", "3"), budgeted(run(spoil=True), "3", "2"))
+    assert found is not None and (found.step, found.key.module, found.equal_before) == (0, "3", 1)
+    with pytest.raises(InvalidInput, match="no tensor was recorded in the same step of both"):
+        difference(budgeted(run(), "0"), budgeted(run(), "3"))
+
+
 def test_runs_of_other_models_cannot_be_compared() -> None:
     other = run()
     other.header["fingerprint"] = "another"
@@ -50,7 +65,7 @@ def test_runs_of_other_models_cannot_be_compared() -> None:
         difference(run(), other)
     empty = run()
     empty.part.prints.clear()
-    with pytest.raises(InvalidInput, match="no step was recorded in both runs"):
+    with pytest.raises(InvalidInput, match="no tensor was recorded in the same step of both"):
         difference(run(), empty)
 
 

@@ -9,11 +9,15 @@ import pytest
 import torch
 
 import lowp
+from lowp.formats import FloatFormat
+from lowp.numerics import watching
 from lowp.numerics.advice import _gradients
 from lowp.numerics.prediction import effect, lost_updates
 from lowp.numerics.record import Key, Record
+from lowp.numerics.spectrum import PARTS, Spectrum
 from lowp.recipes.training import Settings, Training, load_data
 
+ODD = ("e5m5", "e4m6", "e6m9", "e3m4", "e5m3", "e2m3", "e2m1", "e4m3fn", "fp16")
 RECIPES = ["digits", pytest.param("gpt", marks=pytest.mark.slow), pytest.param("unet", marks=pytest.mark.slow)]
 RECIPES.append(pytest.param("ssd", marks=pytest.mark.slow))
 
@@ -88,3 +92,58 @@ def test_flushed_gradients_and_lost_updates_are_those_of_the_real_tensors(recipe
 def _add(sums: list[Any], share: float, some: torch.Tensor, among: torch.Tensor) -> None:
     count = int(among.sum())
     sums[0], sums[1], sums[2] = sums[0] + share * count, sums[1] + int((some & among).sum()), sums[2] + count
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_any_format_does_to_each_tensor_of_a_step_is_predicted(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, looks, wrong = watching.looked_at, [], {}
+    sums = {(name, what): [0.0, 0.0] for name in ODD for what in ("flushed", "overflow", "subnormal")}
+
+    def looked_at(key: Key, tensor: torch.Tensor, scale: float = 1.0) -> watching.Seen:
+        seen = plain(key, tensor, scale)
+        power = 10 if key.phase == "backward" else 0
+        x = tensor.detach().float().reshape(-1) * (2.0**power / scale)
+        looks.append(seen.spectrum.nonzero)
+        for name in ODD:
+            told = effect(seen.spectrum, name, 2.0**power)
+            for what, share in real(x, name).items():
+                predicted, bound = getattr(told, what), 1e-4
+                if what == "overflow":
+                    bound += unresolved(seen.spectrum, name, power)
+                if abs(predicted - share) > bound:
+                    wrong[str(key), name, what] = predicted, share
+                sums[name, what][0] += predicted * looks[-1]
+                sums[name, what][1] += share * looks[-1]
+        return seen
+
+    monkeypatch.setattr(watching, "looked_at", looked_at)
+    Once(recipe).profiled()
+    assert not wrong and len(looks) >= 19
+    for which, (predicted, found) in sums.items():
+        assert predicted / sum(looks) == pytest.approx(found / sum(looks), abs=1e-4), which
+
+
+def unresolved(seen: Spectrum, name: str, power: int) -> float:
+    """The share of a tensor in the bin that a format's limit cuts: with five bits of fraction and more it does."""
+    format = float_format(name)
+    last = PARTS * (format.max_exponent - power + 127) + PARTS - 1
+    return float(seen.bins[last]) / max(seen.nonzero, 1) if format.mantissa_bits > 4 else 0.0
+
+
+def float_format(name: str) -> FloatFormat:
+    found = lowp.format(name)
+    assert isinstance(found, FloatFormat)
+    return found
+
+
+def real(x: torch.Tensor, name: str) -> dict[str, float]:
+    """The shares of a tensor's numbers that a cast flushes, makes subnormal, and brings beyond the largest."""
+    format = float_format(name)
+    x = x[x != 0]
+    cast, count = lowp.quantize(x, name), max(x.numel(), 1)
+    beyond = x.abs() >= format.maximum + 2.0 ** (format.max_exponent - format.mantissa_bits - 1)
+    small = (x.abs() < format.smallest_normal) & (cast != 0)
+    counts = {"flushed": cast == 0, "overflow": beyond, "subnormal": small}
+    return {what: int(some.sum()) / count for what, some in counts.items()}

@@ -215,6 +215,9 @@ def _script(arguments: argparse.Namespace) -> int:
     record = Record.load(path)
     if arguments.out is None:
         path.unlink()
+    if record.is_empty:
+        print(f"lowp profile: {record.why_empty}", file=sys.stderr)
+        return code or 2
     told = _told(record, arguments, f"lowp run --policy policy.toml {' '.join(arguments.script)}")
     return code or told
 

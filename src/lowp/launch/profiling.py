@@ -55,8 +55,10 @@ def profile_script(script: Sequence[str], max_overhead: str, out: Path | None) -
     }
     sys.stdout.flush()
     code = subprocess.call([sys.executable, *script], env=environment)
+    if code < 0:
+        print(f"lowp profile: the script was ended by signal {-code}; what it had recorded follows", file=sys.stderr)
     _merge(path)
-    return code, path
+    return code if code >= 0 else 128 - code, path  # as a shell tells a signal
 
 
 def _part(path: Path, process: int | str) -> Path:
@@ -163,9 +165,5 @@ class _Waiting:
 
 
 def _end(profiler: Profiler, process: int) -> None:
-    if os.getpid() != process:
-        return
-    try:
+    if os.getpid() == process:
         profiler.end()
-    except LowpError as error:
-        print(f"lowp profile: {error}", file=sys.stderr)

@@ -43,9 +43,9 @@ def difference(first: Record, second: Record) -> Difference | None:
     """
     second.check_model(str(first.header.get("fingerprint")))
     steps = sorted(set(first.part.prints) & set(second.part.prints))
-    if not steps:
+    if not any(_pairs(first.part.prints[step], second.part.prints[step]) for step in steps):
         raise InvalidInput(
-            "no step was recorded in both runs: profile both with the same --max-overhead, preferably none"
+            "no tensor was recorded in the same step of both runs: profile both with --max-overhead none"
         )
     equal = 0
     for step in steps:

@@ -106,11 +106,10 @@ class Profiler:
             self._require_steps()
 
     def end(self) -> None:
-        """End as the context does, but write what this rank alone has seen: others may have ended before."""
+        """Stop, and write what this rank alone has seen, even where that is nothing: others may have ended before."""
         self._stop()
         if self._journal is not None:
             self.record.save(self._journal.path)
-        self._require_steps()
 
     def _require_steps(self) -> None:
         """Raise where no step ran; where the budget had no room for a look, say so."""

@@ -27,7 +27,7 @@ def print_profile(console: Console, record: Record, advice: Advice, next_command
         console.print(line)
     if advice.verdicts:
         show(console, verdict_table(advice.verdicts))
-    console.print(escape(scale_line(advice.window)))
+    console.print(escape(scale_line(advice.window, _part_seen(record))))
     if left_out := unseen(record):
         console.print(escape(left_out))
     if next_command:
@@ -112,8 +112,8 @@ def verdict_table(verdicts: Sequence[Verdict]) -> Table:
     return table
 
 
-def scale_line(window: Window) -> str:
-    """The window of loss scales for fp16, with the recommended one in it."""
+def scale_line(window: Window, part: str = "") -> str:
+    """The window of loss scales for fp16, with the recommended one in it; `part`: the modules that it is of alone."""
     if window.is_unknown:
         return "Scale window: unknown, no gradient was looked at"
     if window.is_empty:
@@ -121,4 +121,5 @@ def scale_line(window: Window) -> str:
     low, high, width = max(window.lowest, -24), min(window.highest, 40), 24
     at = round((window.recommended - low) / max(high - low, 1) * (width - 1))
     bar = "".join("■" if place == at else "─" for place in range(width))
-    return f"Scale window 2^{low} ├{bar}┤ 2^{high}, recommended 2^{window.recommended}"
+    of = f" of {part} alone" if part else ""
+    return f"Scale window{of} 2^{low} ├{bar}┤ 2^{high}, recommended 2^{window.recommended}"
