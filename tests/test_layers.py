@@ -232,3 +232,12 @@ def test_questions_for_a_device_are_recognised(written: str) -> None:
 )  # fmt: skip
 def test_what_only_goes_along_with_a_device_is_no_question(written: str) -> None:
     assert not any(map(asks_for_a_device, ast.walk(ast.parse(written))))
+
+
+def test_the_readme_of_the_kernels_names_every_file(repository: Path) -> None:
+    kernels = repository / "src" / "lowp" / "kernels"
+    text = (kernels / "README.md").read_text()
+    modules = {path.stem for path in kernels.glob("*.py")} - {"__init__"}
+    sources = {path.name for path in (kernels / "cpu").iterdir()}
+    unnamed = [name for name in sorted(modules) if f"`{name}`" not in text and f"`{name}.py`" not in text]
+    assert unnamed + [name for name in sorted(sources) if name not in text] == []
