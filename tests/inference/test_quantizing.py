@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any, cast
 
 import pytest
@@ -103,6 +104,7 @@ def test_the_packed_state_is_saved_and_loaded() -> None:
     assert torch.equal(other(x), served(x))
 
 
+@pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="oneDNN held to less than VNNI sums bytes wrongly")
 def test_weights_that_were_packed_for_another_processor_load(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(nn.Linear(40, 33), nn.Embedding(20, 12)), torch.randn(3, 40)
     here = lowp.quantize_model(model, "int8", [x], forward=lambda one, batch: one[0](batch))

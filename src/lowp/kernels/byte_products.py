@@ -6,7 +6,6 @@ torch below do, which are the definition: the bits are the same on every machine
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from lowp.kernels.byte_rows import (
     up,
 )
 from lowp.kernels.dispatch import uses_library
+from lowp.kernels.hardware import tiles_of_bytes
 
 __all__ = ["Panels", "multiply", "pack", "repacked", "unpacked", "weights_in_bytes"]
 
@@ -60,14 +60,7 @@ def multiplies_bytes() -> bool:
     Then `pack` leaves the weights as `torch._int_mm` takes them: its sums are as exact. An instruction set that was
     asked for is lowp's own.
     """
-    return not cpu.asked() and _reports_tiles()
-
-
-@functools.cache
-def _reports_tiles() -> bool:
-    reported = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    has_onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    return bool(reported.get("amx_int8")) and has_onednn and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return not cpu.asked() and tiles_of_bytes()
 
 
 def pack(weight: Tensor, scales: Tensor, highest: int) -> Panels:

@@ -1,4 +1,4 @@
-"""Which 16-bit formats a device multiplies itself, by what it reports and what torch is held to; never by timing.
+"""Which formats a device multiplies itself, by what it reports and what torch is held to; never by timing.
 
 A CPU multiplies bf16 alone, where it has instructions for that and torch and oneDNN may use them:
 
@@ -7,6 +7,9 @@ A CPU multiplies bf16 alone, where it has instructions for that and torch and on
 * Arm: the BF16 extension (bfmmla), unless ``ATEN_CPU_CAPABILITY`` is ``default``.
 
 Such a product sums in fp32 and is rounded once. The instructions take operands and sums below 2^-126 for zero.
+
+Bytes are torch's where the processor reports tiles for them (AMX-INT8) and nothing is held to less. Where oneDNN is
+held to less than VNNI, `torch._int_mm` gives wrong sums (torch 2.13).
 """
 
 from __future__ import annotations
@@ -57,6 +60,20 @@ def _decided(instructions: list[str], capability: str, environment: Mapping[str,
 def is_on_host(x: torch.Tensor) -> bool:
     """Whether a number of a tensor is read without waiting for a device."""
     return x.is_cpu
+
+
+@cache
+def tiles_of_bytes() -> bool:
+    """Whether this CPU multiplies bytes in tiles (AMX) that torch and oneDNN may use. Found once, as above."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    has_tiles = bool(torch.cpu.get_capabilities().get("amx_int8"))
+    return has_tiles and _uses_tiles(torch.backends.cpu.get_cpu_capability(), os.environ)
+
+
+def _uses_tiles(capability: str, environment: Mapping[str, str]) -> bool:
+    limits = [environment.get(limit, "").upper() for limit in _LIMITS]
+    return capability.startswith("AVX512") and all(one in ("", "ALL", "DEFAULT") or "AMX" in one for one in limits)
 
 
 @constant_when_compiled
