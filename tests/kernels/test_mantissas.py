@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowp
 from lowp.casts import parse
 from lowp.kernels import cpu, low_words, mantissas
 from lowp.kernels.mantissas import (
@@ -157,3 +158,16 @@ def test_a_step_without_effect_tells_so() -> None:
     old = torch.zeros(10, dtype=torch.int16)
     update, weight = mantissas.step_int16(torch.full((10,), 1e-9), old, (-14, -20, -14), False)
     assert (update.mantissa, update.vanished, weight.vanished) == (0, True, False)
+
+
+# a sum of 2^15 or more smallest numbers leaves int32; columns are summed in blocks of 1024
+SUMMED = (((70000, 3), -1), ((2, 3, 40000), 1), ((3, 1100), 1), ((4,), 0), ((0, 2), 1))
+
+
+@pytest.mark.parametrize(("shape", "axis"), SUMMED)
+def test_sums_of_channels_are_exact(shape: tuple[int, ...], axis: int) -> None:
+    for payload in (torch.randint(-32768, 32768, shape).to(torch.int16), torch.full(shape, -32768).to(torch.int16)):
+        moved = payload.to(torch.int64).movedim(axis, 0).reshape(shape[axis], -1).sum(1)
+        assert torch.equal(mantissas.sums(payload, axis), moved)
+        with lowp.kernels.use("bitwise"):
+            assert torch.equal(mantissas.sums(payload, axis), moved)

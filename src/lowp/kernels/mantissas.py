@@ -219,6 +219,18 @@ def values(payload: Tensor, exponent: int) -> Tensor:
     return result
 
 
+def sums(payload: Tensor, axis: int) -> Tensor:
+    """The sums of mantissas over all dimensions but one, as int64: exact."""
+    dims = [dim for dim in range(payload.dim()) if dim != axis % payload.dim()]
+    if not (payload.is_cpu and uses_library()):
+        return payload.sum(dims, dtype=torch.int64) if dims else payload.to(torch.int64)
+    payload, axis = payload.contiguous(), axis % payload.dim()
+    sizes = math.prod(payload.shape[:axis]), payload.shape[axis], math.prod(payload.shape[axis + 1 :])
+    result = torch.empty(payload.shape[axis], dtype=torch.int64, device="cpu")
+    cpu.loaded().lowp_sum_int16(cpu.address(payload), *sizes, cpu.address(result), cpu.threads())
+    return result
+
+
 def _defined_values(payload: Tensor, exponent: int) -> Tensor:
     if -100 <= exponent <= 100:
         return payload.to(torch.float32) * 2.0**exponent

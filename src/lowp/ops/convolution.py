@@ -140,6 +140,9 @@ class Convolution(Form):
     def spread(self, bias: Tensor) -> Tensor:
         return bias.reshape(-1, *(1 for _ in self.stride))
 
+    def bias_axis(self) -> int | None:
+        return 1
+
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         return gradient.sum([dim for dim in range(gradient.dim()) if dim != 1])
 

@@ -111,6 +111,10 @@ class Form(ABC):
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         """Return the gradient of the bias."""
 
+    def bias_axis(self) -> int | None:
+        """Return the axis of the output along which the bias has its numbers; None where that is not all there is."""
+        return None
+
 
 def has_numbers(bias: Tensor, shape: tuple[int, ...]) -> bool:
     """Whether a bias is a vector of that shape which fp32 holds."""
@@ -155,6 +159,9 @@ class Linear(Form):
 
     def numbers_a_column(self, bias: Tensor | None) -> Tensor | None:
         return bias if bias is not None and has_numbers(bias, self.second[:-1]) else None
+
+    def bias_axis(self) -> int | None:
+        return -1 if len(self.second) == 2 and len(self.first) > 1 else None
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         if len(self.first) != 2:

@@ -17,8 +17,8 @@ from lowp.ops.convolution import Convolution
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND
 
 # Three layers. Inputs, weights and output gradients are looked at and converted once each; of the nine products the
-# gradient of the data is not asked for; a bias's gradient is summed from the values of the mantissas.
-DFP16 = {"lowp_grid": 9, "lowp_write_int16": 9, "lowp_integer_matmul": 8, "lowp_from_int16": 3}
+# gradient of the data is not asked for; a bias's gradient is summed from the mantissas.
+DFP16 = {"lowp_grid": 9, "lowp_write_int16": 9, "lowp_integer_matmul": 8, "lowp_sum_int16": 3}
 # There every tensor is in the format when it is read: it is compared with its mantissas, or recognised, and what is
 # written is written once, statistics in the same pass; weights and their updates by one call.
 FLEX = {
@@ -26,7 +26,8 @@ FLEX = {
     "lowp_write_int16": 9,
     "lowp_integer_matmul": 8,
     "lowp_same_int16": 18,
-    "lowp_from_int16": 12,
+    "lowp_from_int16": 9,
+    "lowp_sum_int16": 3,
     "lowp_exact_int16": 8,
     "lowp_step_int16": 6,
 }

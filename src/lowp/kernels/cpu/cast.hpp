@@ -146,7 +146,7 @@ struct Stepped {
   Mantissas update, weight;
 };
 
-// The kernels of one instruction set, each for the elements begin .. end; begin is a multiple of kBlock.
+// The kernels of one instruction set, each for the elements begin .. end; but for sums, begin is a multiple of kBlock.
 struct Kernels {
   void (*quantize)(const Task&, int64_t begin, int64_t end);
   int64_t (*encode)(const Task&, int64_t begin, int64_t end);
@@ -154,6 +154,9 @@ struct Kernels {
   void (*quantize_scaled)(const Task&, const Scales&, int64_t begin, int64_t end);
   void (*to_int16)(const Task&, int exponent, float* values, Mantissas*, int64_t begin, int64_t end);
   void (*from_int16)(const int16_t* in, int exponent, float* out, int64_t begin, int64_t end);
+  // out[c] = the sum of in[.][c][.] of an [outer][channels][inner] tensor, for channels begin .. end
+  void (*sum_int16)(const int16_t* in, int64_t outer, int64_t channels, int64_t inner, int64_t* out, int64_t begin,
+                    int64_t end);
   void (*grid)(const float* in, bool lowest, Grid*, int64_t begin, int64_t end);
   bool (*exact_int16)(const float* in, int exponent, int16_t* out, int64_t* largest, int64_t begin, int64_t end);
   bool (*same_int16)(const float* in, const int16_t* mantissas, int exponent, float lower, uint32_t* largest,

@@ -201,6 +201,15 @@ LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x
   tell(all, counts);
 }
 
+LOWP_EXPORT void lowp_sum_int16(const int16_t* mantissas, int64_t outer, int64_t channels, int64_t inner, int64_t* out,
+                                int threads) {
+  const Kernels& kernel = kernels();
+  parallel_for(channels, inner == 1 ? 64 : 1, enough_threads(outer * channels * inner, threads),
+               [&](int64_t begin, int64_t end) {
+                 kernel.sum_int16(mantissas, outer, channels, inner, out, begin, end);
+               });
+}
+
 LOWP_EXPORT void lowp_from_int16(const int16_t* mantissas, int exponent, float* out, int64_t count, int threads) {
   const Kernels& kernel = kernels();
   parallel_for(count, kBlock, enough_threads(count, threads),

@@ -160,6 +160,49 @@ static void from_int16(const int16_t* in, int exponent, float* out, int64_t begi
   read_mantissas(in + begin, exponent, out + begin, end - begin);
 }
 
+// -- sums of channels -----------------------------------------------------------------------------------------------
+
+constexpr int64_t kSummed = 32768;  // so many int16 add up to less than 2**31
+
+// sums[c] += the sums of columns over `rows` rows `stride` apart
+__attribute__((noinline)) static void add_columns(const int16_t* in, int64_t rows, int64_t stride, int64_t count,
+                                                  int64_t* sums) {
+  alignas(64) int32_t totals[kBlock];
+  for (int64_t c = 0; c < count; ++c) totals[c] = 0;
+  for (int64_t r = 0; r < rows; ++r, in += stride) {
+    LOWP_VECTOR_LOOP
+    for (int64_t c = 0; c < count; ++c) totals[c] += in[c];
+  }
+  for (int64_t c = 0; c < count; ++c) sums[c] += totals[c];
+}
+
+__attribute__((noinline)) static int32_t sum_row(const int16_t* in, int64_t count) {
+  int32_t total = 0;
+  LOWP_VECTOR_LOOP
+  for (int64_t i = 0; i < count; ++i) total += in[i];
+  return total;
+}
+
+static void sum_int16(const int16_t* in, int64_t outer, int64_t channels, int64_t inner, int64_t* out, int64_t begin,
+                      int64_t end) {
+  for (int64_t c = begin; c < end; ++c) out[c] = 0;
+  if (inner == 1) {
+    for (int64_t first = begin; first < end; first += kBlock) {
+      const int64_t count = end - first < kBlock ? end - first : kBlock;
+      for (int64_t r = 0; r < outer; r += kSummed)
+        add_columns(in + r * channels + first, outer - r < kSummed ? outer - r : kSummed, channels, count, out + first);
+    }
+    return;
+  }
+  for (int64_t n = 0; n < outer; ++n) {
+    for (int64_t c = begin; c < end; ++c) {
+      const int16_t* const row = in + (n * channels + c) * inner;
+      for (int64_t i = 0; i < inner; i += kSummed)
+        out[c] += sum_row(row + i, inner - i < kSummed ? inner - i : kSummed);
+    }
+  }
+}
+
 // -- which power of two a tensor lies on ----------------------------------------------------------------------------
 
 __attribute__((noinline)) static uint32_t largest_magnitude(const uint32_t* in, int64_t count) {

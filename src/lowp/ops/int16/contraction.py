@@ -20,7 +20,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.exponents import SiteWriter
 from lowp.kernels import low_words, payloads
-from lowp.kernels.mantissas import Mantissas, has_mantissas
+from lowp.kernels.mantissas import Mantissas, has_mantissas, sums
 from lowp.kernels.products import contract, contract_mantissas
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import functorch_is_active, operand, shield
@@ -225,8 +225,7 @@ def _summed_gradients(
                 parts = [contract(form, target, (other, one), accumulate, dtype=torch.float64) for one in incoming]
                 result[index] = results.writer.write(sum(parts[1:], parts[0]), role)
     if ctx.needs_input_grad[4]:
-        wide = form.bias_gradient(_value(incoming).double())
-        result[2] = results.writer.write(wide, BIAS_GRADIENT)
+        result[2] = results.writer.write(_bias_gradient(form, incoming), BIAS_GRADIENT)
     return result
 
 
@@ -239,8 +238,17 @@ def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: list[Mantissa
             parts = [contract(form, target, (saved[1 - index], one), accumulate) for one in incoming]
             result[index] = sum(parts[1:], parts[0])
     if ctx.needs_input_grad[4]:
-        result[2] = form.bias_gradient(_value(incoming))
+        result[2] = _bias_gradient(form, incoming).float()
     return result
+
+
+def _bias_gradient(form: Form, incoming: list[Mantissas]) -> Tensor:
+    """Return the gradient of the bias in fp64: the exact sum of the mantissas, as far as fp64 holds it."""
+    axis = form.bias_axis()
+    if axis is None:
+        return form.bias_gradient(_value(incoming).double())
+    parts = [sums(one.payload, axis).double().mul_(2.0**one.exponent) for one in incoming]
+    return sum(parts[1:], parts[0])
 
 
 def _value(parts: list[Mantissas]) -> Tensor:
