@@ -54,6 +54,7 @@ def test_the_views_of_a_record_are_written(lowp: Callable[..., Any], digits: Pat
     )
     assert result.code == 0 and str(views["toml"]) in result.out
     assert views["html"].read_text().startswith("<!doctype html>")
+    assert f"lowp run --policy {views['toml']} train.py" in views["html"].read_text()
     rows = views["csv"].read_text().splitlines()
     assert rows[0].startswith("module,op,role,phase,count") and len(rows) == len(Record.load(digits).tensors) + 1
     assert package.Policy.load(views["toml"]).rules

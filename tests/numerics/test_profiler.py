@@ -269,6 +269,25 @@ def test_an_evaluation_in_a_step_that_is_looked_at_is_not_counted(
     assert clock.budget.own == pytest.approx(1.8)
 
 
+def test_guarding_rests_when_it_has_had_its_part_and_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    budget = Budget(0.03, started=0.0)
+    now[0] += 10.0
+    budget.spent(0.1, False)
+    budget.pass_by(0.05)
+    assert budget.may_guard(0.5), "0.1 s of half of what is left of 0.3 s"
+    budget.spent(0.1, False)
+    assert not budget.may_guard(0.5)
+    now[0] = budget.time_of_guarding(0.5)
+    assert now[0] < 30 and budget.idle == 0.05
+    budget.idle *= budget.training / 9.75  # what idle steps have cost goes on
+    assert budget.guarding == pytest.approx(0.5 * (0.03 * budget.training - budget.idle), rel=0.01)
+    budget.pass_by(1.0)
+    assert math.isinf(budget.time_of_guarding(0.5)) and not budget.may_guard(0.5)
+    assert Budget(None).may_guard(0.1)
+
+
 def test_a_run_that_is_too_short_for_a_look_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -14,12 +14,12 @@ again from the file. Use the policy with `lowp run --policy`, `lowp compare --pr
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowp.numerics.advice import Advice
     from lowp.numerics.record import Record
 
 _VALUED = {
@@ -157,7 +157,9 @@ def _difference(arguments: argparse.Namespace) -> int:
     first, second = (Record.load(path) for path in arguments.diff)
     found = difference(first, second)
     if arguments.html is not None:
-        _write_page(arguments.html, first, advise(first), second)
+        from lowp.report.profile_html import page
+
+        _write_page(arguments.html, page(first, advise(first), second))
     if found is None:
         print(f"{arguments.diff[0]} and {arguments.diff[1]} are equal to the bit in every step that both looked at")
         return 0
@@ -218,7 +220,7 @@ def _script(arguments: argparse.Namespace) -> int:
     if record.is_empty:
         print(f"lowp profile: {record.why_empty}", file=sys.stderr)
         return code or 2
-    told = _told(record, arguments, f"lowp run --policy policy.toml {' '.join(arguments.script)}")
+    told = _told(record, arguments, f"lowp run --policy policy.toml {shlex.join(arguments.script)}")
     return code or told
 
 
@@ -227,20 +229,21 @@ def _told(record: Record, arguments: argparse.Namespace, next_command: str) -> i
     from lowp import files
     from lowp.numerics.advice import advise
     from lowp.report.profile import print_profile
+    from lowp.report.profile_html import page
     from lowp.report.tables import console
 
-    advice = advise(record)
+    advice, command = advise(record), next_command
     if arguments.policy is None:
         next_command = f"--policy policy.toml, which writes the policy, then {next_command}"
     else:
-        next_command = next_command.replace("policy.toml", str(arguments.policy))
+        next_command = command = next_command.replace("policy.toml", str(arguments.policy))
         with files.replacing(arguments.policy) as file:
             file.write(advice.policy.to_toml().encode())
     print_profile(console(), record, advice, next_command)
     if arguments.precision is not None:
         _told_of(record, arguments.precision, advice.window.recommended)
     if arguments.html is not None:
-        _write_page(arguments.html, record, advice)
+        _write_page(arguments.html, page(record, advice, command=command))
     if arguments.csv is not None or arguments.tensorboard is not None:
         from lowp.report import profile_exports as exports
 
@@ -251,12 +254,11 @@ def _told(record: Record, arguments: argparse.Namespace, next_command: str) -> i
     return 0
 
 
-def _write_page(path: Path, record: Record, advice: Advice, other: Record | None = None) -> None:
+def _write_page(path: Path, text: str) -> None:
     from lowp import files
-    from lowp.report.profile_html import page
 
     with files.replacing(path) as file:
-        file.write(page(record, advice, other).encode())
+        file.write(text.encode())
     print(f"report: {path}")
 
 

@@ -19,6 +19,7 @@ __all__ = ["Plan"]
 
 _REST = 8  # steps of which nothing is kept once there is no time for more
 _GUARD, _GUARD_AGAIN = 0.5, 0.8  # of the budget, what guarding may take; and of that, where it begins again
+_GUARD_FIRST = 0.3  # the same until each module was looked at once
 
 
 class Plan:
@@ -79,9 +80,12 @@ class Plan:
 
     def _can_guard(self, step: int) -> bool:
         """Whether guarding every step takes little enough; once it did not, it rests for a while."""
-        budget = self._clock.budget
-        share = _GUARD if self.guards or not step else _GUARD * _GUARD_AGAIN
-        return budget.share is None or budget.always <= share * budget.share * budget.training
+        return self._clock.budget.may_guard(self._part * (1.0 if self.guards or not step else _GUARD_AGAIN))
+
+    @property
+    def _part(self) -> float:
+        """Of the budget, what guarding may take."""
+        return _GUARD if self.rounds.taken else _GUARD_FIRST
 
     # -- rest ---------------------------------------------------------------------------------------------------------
     def rest(self, step: int) -> None:
@@ -91,7 +95,7 @@ class Plan:
         is_due = not self._idle_steps
         self._idle_steps = max(self._idle_steps, step + _REST)
         next_look = budget.time_of(self.rounds.whole if self.runs_otherwise else self.rounds.next_cost)
-        next_guard = budget.time_of_always(_GUARD_AGAIN * _GUARD) if self._divergence else math.inf
+        next_guard = budget.time_of_guarding(_GUARD_AGAIN * self._part) if self._divergence else math.inf
         self._idle_until = min(next_guard, next_look if is_due else math.inf)
 
     def rests(self, step: int, now: float) -> bool:

@@ -196,7 +196,7 @@ class Profiler:
             "max_overhead": budget.share,
             "overhead": budget.overhead,
             "own_seconds": budget.own,
-            "every_step_seconds": budget.always,
+            "every_step_seconds": budget.guarding + budget.idle,
             "total_seconds": budget.total,
             "steps": self.step,
             "looks": self.plan.rounds.done,

@@ -44,7 +44,8 @@ class Budget:
 
     share: float | None = 0.03
     own: float = 0.0
-    always: float = 0.0  # of `own`, what every step costs, looked at or not
+    guarding: float = 0.0  # of `own`, what went to guarding steps, and to being called in those that were not looked at
+    idle: float = 0.0  # of `own`, what went to counting steps of which nothing is kept
     started: float = field(default_factory=time.perf_counter)
     ended: float | None = None
 
@@ -52,12 +53,12 @@ class Budget:
         """Count time that was spent for the profiler."""
         self.own += seconds
         if not looking:
-            self.always += seconds
+            self.guarding += seconds
 
     def pass_by(self, seconds: float) -> None:
         """Count what a step cost of which nothing is kept."""
         self.own += seconds
-        self.always += seconds
+        self.idle += seconds
 
     def end(self) -> None:
         """Stop the clock."""
@@ -72,9 +73,14 @@ class Budget:
         """When there will be room for so many seconds, on the clock, if nothing is spent before."""
         return math.inf if not self.share else self.started + self.own + (self.own + seconds) / self.share
 
-    def time_of_always(self, part: float) -> float:
-        """When what every step costs will be no more than a part of the budget."""
-        return math.inf if not self.share else self.started + self.own + self.always / (part * self.share)
+    def may_guard(self, part: float) -> bool:
+        """Whether guarding has taken no more than a part of what idle steps leave of the budget."""
+        return self.share is None or self.guarding <= part * (self.share * self.training - self.idle)
+
+    def time_of_guarding(self, part: float) -> float:
+        """When it may guard again, on the clock, if idle steps go on to cost what they have so far."""
+        left = (self.share or 0.0) - self.idle / self.training
+        return self.started + self.own + self.guarding / (part * left) if left > 0 else math.inf
 
     @property
     def total(self) -> float:

@@ -96,7 +96,7 @@
     const found = sections.map((one) => one()).filter((one) => one && data.scaled.includes(one.name));
     const all = found.reduce((sum, one) => sum + one.all, 0), flushed = found.reduce((sum, one) => sum + one.flushed, 0);
     const overflow = found.reduce((sum, one) => sum + one.rows, 0);
-    totals.textContent = `At this scale: ${percent(all ? flushed / all : 0)} of the gradients flushed, ${overflow} of their tensors overflow`;
+    totals.textContent = `At this scale: ${percent(all ? flushed / all : 0)} of the gradients of activations and weights flushed, ${overflow} of their tensors overflow`;
   };
   const choose = () => {
     limits = { ...data.formats[format.value] };

@@ -32,14 +32,17 @@ _MAPS = {
 _LIMITS = ("fp16", "bf16", "e5m2", "e4m3fn", "tf32", "fp32")
 
 
-def page(record: Record, advice: Advice, other: Record | None = None) -> str:
-    """The report of a profile; with `other`, a second run beside it."""
+_COMMAND = "lowp run --policy policy.toml train.py"
+
+
+def page(record: Record, advice: Advice, other: Record | None = None, command: str = _COMMAND) -> str:
+    """The report of a profile; with `other`, a second run beside it. `command` is what to run next."""
     here = files("lowp.report")
     style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("profile.css", "profile.js"))
     title = f"lowp profile: {record.header.get('title', '')}"
     body = "".join(
         (
-            _verdict(record, advice),
+            _verdict(record, advice, command),
             _findings(advice),
             _controls(advice),
             *(_map(name) for name in _MAPS),
@@ -113,8 +116,7 @@ def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]]) 
     return f"<table><caption>{escape(caption)}</caption><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table>"
 
 
-def _verdict(record: Record, advice: Advice) -> str:
-    command = "lowp run --policy policy.toml train.py"
+def _verdict(record: Record, advice: Advice, command: str) -> str:
     rows = [
         (
             one.format,
@@ -130,7 +132,7 @@ def _verdict(record: Record, advice: Advice) -> str:
     return (
         f"<h1>{escape(str(record.header.get('title', 'profile')))}</h1><p>{escape(headline(record))}</p>"
         f'<section id="verdict"><h2>Verdict</h2><p class="verdict">{escape(verdict_line(record, advice))}</p>'
-        f'<p><code id="command">{command}</code> <button type="button" data-copy="command">Copy</button></p>'
+        f'<p><code id="command">{escape(command)}</code> <button type="button" data-copy="command">Copy</button></p>'
         f"{_table('What each format would do', head, rows) if rows else ''}</section>"
     )
 
