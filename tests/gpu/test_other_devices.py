@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +20,7 @@ from lowp.casts import Cast, Overflow, Rounding
 from lowp.errors import Unavailable
 from lowp.formats import FORMATS, FloatFormat, IntFormat
 from lowp.kernels import bitwise, floats, run, scaled
+from lowp.scaling import loss_scale
 
 _WIDE = (torch.float64, torch.complex128)
 # what Apple's GPUs lack of what such kernels might ask for
@@ -43,7 +45,26 @@ def _is_tensor(x: object) -> bool:
 @pytest.fixture(autouse=True)
 def _no_fp64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(bitwise, "has_fp64", lambda device: False)
+    monkeypatch.setattr(loss_scale, "has_fp64", lambda device: False)
     yield
+
+
+@pytest.mark.parametrize("preset", ["fp16", "bf16-storage", "fp8", "e5m7"])
+def test_steps_of_a_region_are_taken_without_fp64(preset: str) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 8), nn.LayerNorm(8)
+    )
+    precision = lowp.Precision(preset)
+    model, optimizer = precision.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+    with lowp.kernels.use("bitwise"), WithoutFp64():
+        for _ in range(2):
+            optimizer.zero_grad()
+            with precision.autocast():
+                loss = F.cross_entropy(model(torch.randn(5, 1, 8, 8)), torch.randint(0, 8, (5,)))
+            precision.backward(loss)
+            precision.step(optimizer)
+    assert bool(loss.isfinite())
 
 
 def _fits_fp32(element: FloatFormat | IntFormat) -> bool:
