@@ -17,27 +17,43 @@ from torch.utils._pytree import tree_leaves
 
 import lowp
 from lowp import kernels
+from lowp.kernels import hardware, updates
 from lowp.step_guard import LateNumber
 
 _READS = frozenset("_local_scalar_dense item is_nonzero nonzero masked_select equal unique_dim _unique2".split())
 
 
 class HostReads(TorchDispatchMode):
-    """Refuses what needs the numbers of a device on the host."""
+    """Refuses what needs the numbers of a device on the host; notes what is sent there, which no graph captures.
+
+    `device`: which tensors stand for those of a device.
+    """
+
+    def __init__(self, device: str = "cuda") -> None:
+        super().__init__()
+        self.device, self.sent = device, list[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
-        if name in _READS:
+        if name in _READS and any(x.device.type == self.device for x in _tensors((args, kwargs))):
             raise AssertionError(f"{name} waits for the device")
         result = func(*args, **(kwargs or {}))
         given, written = _tensors((args, kwargs)), _tensors(result)
         if any(x.is_cuda for x in given) and any(x.is_cpu for x in written):
             raise AssertionError(f"{name} copies to the host")
+        if "copy" in name and any(x.is_cpu for x in given) and any(x.is_cuda for x in written):
+            self.sent.append(name)
         return result
 
 
 def _tensors(values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let numbers of the CPU be as far away as a device's."""
+    monkeypatch.setattr(hardware, "is_on_host", lambda x: False)
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +83,12 @@ OPTIMIZERS: dict[str, Make] = {
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["alone", "scaled", "unscaled before"])
-def test_two_steps_of_an_optimizer_read_nothing(name: str, way: str) -> None:
-    with fake_cuda(), HostReads():
+def test_two_steps_of_an_optimizer_read_nothing_and_the_second_sends_nothing(name: str, way: str) -> None:
+    with fake_cuda(), HostReads() as seen:
         parameters = [nn.Parameter(torch.empty(shape, device="cuda")) for shape in ((3, 4), (4,))]
         optimizer, scaler = OPTIMIZERS[name](parameters), lowp.GradScaler("cuda")
         for _ in range(2):
+            seen.sent.clear()
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
             if way == "alone":
@@ -83,6 +100,21 @@ def test_two_steps_of_an_optimizer_read_nothing(name: str, way: str) -> None:
                 nn.utils.clip_grad_norm_(parameters, 1.0)
             scaler.step(optimizer)
             scaler.update()
+    assert not seen.sent
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda lr: updates.AdamW(lr, 0.9, 0.999, 1e-8, 0.01, False),
+        lambda lr: updates.Sgd(lr, 0.9, 0, 0.1, False, False),
+    ],
+)
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_the_rates_of_a_step_by_one_kernel_are_made_on_the_device(make: Callable[[Any], Any], is_tensor: bool) -> None:
+    with fake_cuda(), HostReads() as seen:
+        table = updates.rates(torch.zeros(3, device="cuda"), make(torch.ones((), device="cuda") if is_tensor else 0.1))
+    assert table.is_cuda and not seen.sent
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -117,10 +149,11 @@ def _network() -> nn.Module:
 
 
 @pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.usefixtures("as_on_a_device")
 def test_on_real_numbers_a_step_is_skipped_without_a_read(bad: bool) -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
     optimizer, scaler = torch.optim.AdamW(parameters, lr=0.1, fused=True), lowp.GradScaler("cpu", init_scale=4.0)
-    with HostReads():
+    with HostReads("cpu"):
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, float("inf") if bad and len(parameter) == 2 else 8.0)
         scaler.scale(torch.ones(()))
@@ -131,6 +164,7 @@ def test_on_real_numbers_a_step_is_skipped_without_a_read(bad: bool) -> None:
     assert scaler.get_scale() == (2.0 if bad else 4.0)
 
 
+@pytest.mark.usefixtures("as_on_a_device")
 def test_another_optimizer_of_torchs_costs_the_one_read_that_torchs_own_scaler_makes() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), lowp.GradScaler("cpu")

@@ -115,7 +115,7 @@ def _tensors(scale: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
 def _tensor(scale: Any, x: Tensor) -> Tensor | None:
     if scale is None or isinstance(scale, Tensor):
         return scale
-    return torch.tensor(scale, dtype=torch.float64, device=home(x.device))
+    return torch.full((), scale, dtype=torch.float64, device=home(x.device))
 
 
 # -- operators --------------------------------------------------------------------------------------------------------

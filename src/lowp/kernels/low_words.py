@@ -52,7 +52,7 @@ def is_coarse(x: Tensor, exponent: int | Tensor, axis: int = -1) -> Tensor:
     A 0-d bool on x's device. Of many features every so-manieth is looked at, 256 at least.
     """
     if x.dim() == 0 or x.shape[axis] < FEATURES or x.numel() == 0:
-        return torch.tensor(False, device=x.device)
+        return torch.zeros((), dtype=torch.bool, device=x.device)
     largest = _features(x, axis).abs().amax(1)
     bound = torch.ldexp(torch.full((), float(UNITS), device=x.device), torch.as_tensor(exponent, device=x.device))
     return ((largest > 0) & (largest < bound)).sum() * 8 > (largest > 0).sum()
@@ -101,7 +101,7 @@ def with_low_word(x: Tensor, high: Tensor, cast: Cast) -> Tensor:
         own = torch.frexp(x.detach().abs().amax().float())[1] - 15 + cast.scaling.headroom
         exponent = own.clamp(cast.format.scale.min_exponent, cast.format.scale.max_exponent)
     else:
-        exponent = torch.tensor(cast.scaling.exponent, device=x.device)
+        exponent = torch.full((), cast.scaling.exponent, device=x.device)
     return high + low_value_there(x, high, exponent).to(high.dtype)
 
 

@@ -307,7 +307,7 @@ def _given(scale: object, name: str, cast: Cast, x: Tensor) -> Tensor:
             scale = scale.to(home(scale.device)).to(torch.float64)
         found = scale.detach().to(home(x.device))
     else:
-        found = torch.tensor(float(scale), dtype=torch.float64, device=home(x.device))
+        found = torch.full((), float(scale), dtype=torch.float64, device=home(x.device))
     count = 1
     for size in shape:
         count *= size

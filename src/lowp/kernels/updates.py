@@ -86,7 +86,10 @@ def rates(steps: Tensor, numbers: AdamW | Sgd) -> Tensor:
     AdamW: 1 - lr * weight decay, -lr / (1 - beta1**step), sqrt(1 - beta2**step). SGD: -lr, and the steps before.
     """
     before = steps.to(torch.float64)
-    rate = torch.as_tensor(numbers.lr, dtype=torch.float64, device=steps.device)
+    if isinstance(numbers.lr, Tensor):
+        rate = numbers.lr.to(steps.device, torch.float64)
+    else:  # filled in there: a copy from the host waits, and cannot be captured in a graph
+        rate = torch.full((), numbers.lr, dtype=torch.float64, device=steps.device)
     if isinstance(numbers, Sgd):
         found: tuple[Tensor, ...] = (-rate.expand_as(before), before)
     else:
