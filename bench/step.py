@@ -5,16 +5,15 @@
 Three networks at sizes where the fp32 step takes 50 ms or more: an MLP of width 1024, a ResNet-style CNN and a small
 transformer. A round makes one step of every kind, in turn; a ratio is the median over rounds of the ratio within a
 round, so that a machine that slows down slows all alike. torch.autocast takes part in the first rounds only where the
-processor does not multiply its format: it can be a hundred times slower there. `products` says how lowp's run.
+processor does not multiply its format: it can be a hundred times slower there. `products` says how lowp's run, and the
+lines below the table why.
 `--avx2` holds all libraries to AVX2.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -28,7 +27,9 @@ from torch import Tensor, nn
 
 import lowp
 from lowp.benchmarking.contenders import products_under
+from lowp.kernels.choices import choices
 from lowp.kernels.hardware import multiplies
+from lowp.recipes.results import header, write
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = ("bf16", "fp16", "e5m7", "fp8", "dfp16", "flex16+5")
@@ -123,13 +124,16 @@ def measured(network: nn.Module, x: Tensor, name: str, rounds: int, torch_rounds
     def ours() -> AbstractContextManager[object]:
         return precision.autocast()
 
-    for context in (ours, nullcontext):
+    for context in (ours, nullcontext, *([torch_autocast] if torch_rounds == rounds else [])):
         step(context)
         step(context)
     times: list[tuple[float, float, float]] = []
     for index in range(rounds):
-        theirs = step(torch_autocast) if index < torch_rounds else float("nan")
-        times.append((step(nullcontext), step(ours), theirs))
+        kinds: list[Callable[[], AbstractContextManager[object]]] = [nullcontext, ours]
+        kinds += [torch_autocast] if index < torch_rounds else []
+        # in turn, every other time backwards: who follows whom finds the memory as that one left it
+        taken = {kind: step(kind) for kind in (kinds if index % 2 else reversed(kinds))}
+        times.append((taken[nullcontext], taken[ours], taken.get(torch_autocast, float("nan"))))
     with_torch = times[:torch_rounds]
     return {
         "fp32_ms": 1e3 * statistics.median(plain for plain, _, _ in times),
@@ -176,14 +180,12 @@ def main() -> None:
             one = measured(network, x, format, given.rounds, given.torch_rounds)
             results.setdefault(name, {})[format] = {key: rounded(value) for key, value in one.items()}
             print(line(name, format, one), flush=True)
+    told = choices()
+    why = {subject: told[subject] for subject in ("bf16 products", "fp16 products", "int16 products")}
+    print("\n".join(f"{subject}: {words}" for subject, words in why.items()))
     if given.json is not None:
-        capability = torch.backends.cpu.get_cpu_capability()
-        machine = {
-            "machine": f"{platform.machine()} with {capability}, {given.threads} threads",
-            "torch": torch.__version__,
-        }
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps({**machine, "rounds": given.rounds, "results": results}, indent=1) + "\n")
+        measured_by = {"threads": given.threads, "rounds": given.rounds, "held_to_avx2": given.avx2}
+        write(given.json, {**header("bench-step", "bench/step.py"), **measured_by, "why": why, "results": results})
 
 
 if __name__ == "__main__":

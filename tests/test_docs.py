@@ -95,36 +95,58 @@ def test_the_speeds_of_served_layers_are_those_of_the_bench() -> None:
             assert found == wanted, f"docs/serving.md needs | {' | '.join(wanted)} |"
 
 
-def test_the_times_of_a_step_are_those_of_the_bench() -> None:
-    networks = result("step")["results"]
+def told(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+@pytest.mark.parametrize(("kind", "name"), [("AVX2", "step"), ("AVX-512", "step-avx512")])
+def test_the_times_of_a_step_are_those_of_the_bench(kind: str, name: str) -> None:
+    recorded = result(name)
+    assert recorded["held_to_avx2"] is (kind == "AVX2") and recorded["threads"] == 2
     wanted = [
         [
-            *(network, name, f"{row['fp32_ms']:.1f}", f"{row['lowp_ms']:.1f}", f"{row['torch_autocast_ms']:.0f}"),
-            *(f"{row['lowp_over_fp32']:.2f}", f"{row['torch_over_lowp']:.1f}"),
+            *(network, format, *(told(row[key], 1) for key in ("fp32_ms", "lowp_ms", "torch_autocast_ms"))),
+            *(told(row[key], 2) for key in ("lowp_over_fp32", "torch_over_fp32")),
+            row["products"],
         ]
-        for network, formats in networks.items()
-        for name, row in formats.items()
+        for network, formats in recorded["results"].items()
+        for format, row in formats.items()
     ]
-    assert table("performance.md", "network | format") == wanted
+    assert table("performance.md", f"network, {kind} | format") == wanted
+
+
+def test_the_times_of_an_int16_step_are_those_of_the_bench() -> None:
     rows = result("flex")["rows"]
     wanted = [[name, f"{1e3 * row['seconds']:.0f}", f"{row['of_fp32']:.2f}"] for name, row in rows.items()]
     assert table("performance.md", "precision | ms a step") == wanted
 
 
-def test_the_times_of_a_step_with_avx512_are_those_of_the_bench() -> None:
-    def told(value: float | None, digits: int) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
+def test_what_a_second_thread_gains_is_that_of_the_bench() -> None:
+    wanted = []
+    for kind, name in (("AVX-512", "step-avx512"), ("AVX2", "step")):
+        two, one = result(name)["results"], result(f"{name}-1")
+        assert one["threads"] == 1
+        for network, formats in one["results"].items():
+            for format, alone in formats.items():
+                both = two[network][format]
+                times = [(alone[key], both[key]) for key in ("fp32_ms", "lowp_ms")]
+                cells = [f"{one:.1f}" for pair in times for one in pair]
+                gains = [f"{first / second:.2f}" for first, second in times]
+                wanted.append([kind, network, format, *cells, *gains, told(alone["lowp_over_fp32"], 2)])
+    assert table("performance.md", "processor | network") == wanted
 
+
+def test_the_memory_of_a_step_is_that_of_the_bench() -> None:
+    networks = result("memory")["results"]
     wanted = [
-        [
-            *(network, name, *(told(row[key], 1) for key in ("fp32_ms", "lowp_ms", "torch_autocast_ms"))),
-            *(told(row[key], 2) for key in ("lowp_over_fp32", "torch_over_fp32")),
-            row["products"],
-        ]
-        for network, formats in result("step-avx512")["results"].items()
-        for name, row in formats.items()
+        [network, way, *(f"{row[key] / 2**20:.1f}" for key in ("saved", "peak", "process"))]
+        for network, ways in networks.items()
+        for way, row in ways.items()
     ]
-    assert table("performance.md", "network, AVX-512 | format") == wanted
+    assert table("performance.md", "network, MiB | way") == wanted
+    for ways in networks.values():  # what the page says of them
+        mine, theirs = ways["lowp bf16"], ways["torch.autocast bf16"]
+        assert mine["saved"] <= theirs["saved"] and mine["peak"] <= theirs["peak"] + 2048
 
 
 @pytest.mark.parametrize(("place", "results"), [(1, ""), (2, "-avx512")])

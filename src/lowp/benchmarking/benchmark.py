@@ -17,6 +17,7 @@ from lowp.benchmarking.largest_batch import Found
 from lowp.benchmarking.memory import PARTS, Split, memory_of
 from lowp.benchmarking.published import published
 from lowp.benchmarking.timing import StepTimer, slow_limit, time_steps
+from lowp.kernels.choices import choices
 from lowp.recipes import get, results
 from lowp.recipes.training import Settings, load_data, threads_of
 
@@ -217,6 +218,7 @@ class Benchmark:
             "complete": self.complete,
             "device": settings.device,
             "tf32": _TF32.get(device, _TF32["cpu"]),
+            "products": {subject: words for subject, words in choices().items() if subject.endswith("products")},
             "plan": asdict(self.plan),
             "methods": {
                 "step": timing.STEP_METHOD.format(slow=slow_limit(self.plan.seconds)),

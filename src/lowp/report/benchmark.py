@@ -140,6 +140,7 @@ def benchmark_notes(document: Mapping[str, Any], methods: bool = True, width: in
     if ways:
         told = "; ".join(f"{label}: {way}" for label, way in ways.items())
         lines.append(f"products of linear layers on this machine: {told}.")
+    lines += [f"{subject}: {words}." for subject, words in document.get("products", {}).items()]
     if any(row["step"]["only_one"] for _, row in rows):
         lines.append("*: a step took so long that only one was timed.")
     if methods:
