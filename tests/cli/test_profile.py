@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -129,14 +131,14 @@ def test_a_recipe_is_profiled_verified_and_searched(lowp: Callable[..., Any], tm
 def test_a_script_is_profiled_with_its_own_arguments(
     lowp: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def call(command: list[str], env: Mapping[str, str]) -> int:
+    def call(command: list[str], env: Mapping[str, str], stop: Callable[[], bool]) -> int:
         ran = forked.run(*command[1:], environment=env)
         print(ran.stdout, ran.stderr)
         return ran.returncode
 
     script, out = tmp_path / "train.py", tmp_path / "run.json"
     script.write_text(SCRIPT)
-    monkeypatch.setattr("lowp.launch.profiling.subprocess", SimpleNamespace(call=call))
+    monkeypatch.setattr("lowp.launch.profiling._call", call)
     result = lowp("profile", "--max-overhead", "none", "--out", str(out), str(script), "0.1", "--html")
     assert result.code == 0 and f"trained ['{script}', '0.1', '--html']" in result.out and "VERDICT" in result.out
     assert Record.load(out).sampled == [0, 1, 2, 4]
@@ -160,14 +162,14 @@ for step in range(6):
 def test_a_script_that_is_killed_leaves_its_steps_and_one_that_fails_its_exit_code(
     lowp: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, code: int
 ) -> None:
-    def call(command: list[str], env: Mapping[str, str]) -> int:
+    def call(command: list[str], env: Mapping[str, str], stop: Callable[[], bool]) -> int:
         ran = forked.run(*command[1:], environment=env)
         print(ran.stderr)
         return ran.returncode
 
     script, out = tmp_path / "train.py", tmp_path / "run.json"
     script.write_text(ENDED)
-    monkeypatch.setattr("lowp.launch.profiling.subprocess", SimpleNamespace(call=call))
+    monkeypatch.setattr("lowp.launch.profiling._call", call)
     result = lowp("profile", "--max-overhead", "none", "--out", str(out), str(script), how)
     assert result.code == code
     if how == "killed":
@@ -175,6 +177,32 @@ def test_a_script_that_is_killed_leaves_its_steps_and_one_that_fails_its_exit_co
         assert Record.load(out).sampled == [0, 1, 2, 4]
     else:
         assert "of the script's own" in result.out and result.err.count("the profile is empty") == 1
+
+
+LONG = """
+import time, torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.randn(6, 4)).sum().backward()
+    optimizer.step()
+    print("a step", flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_a_script_that_is_interrupted_is_told_of_as_far_as_it_came(tmp_path: Path, repository: Path) -> None:
+    (tmp_path / "train.py").write_text(LONG)
+    arguments = ("--max-overhead", "none", "--out", "run.json", "train.py")
+    environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
+    with forked.start("-m", "lowp", "profile", *arguments, cwd=tmp_path, environment=environment) as process:
+        for _ in range(3):
+            process.stdout.readline()
+        os.kill(process.pid, signal.SIGTERM)
+        printed, said = process.stdout.read(), process.stderr.read()
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert "VERDICT" in printed and "Traceback" not in said, said
+    assert 0 in Record.load(tmp_path / "run.json").sampled
 
 
 RANKS = """

@@ -207,10 +207,13 @@ def _verified(settings: Any, record: Record, arguments: argparse.Namespace) -> i
 
 
 def _script(arguments: argparse.Namespace) -> int:
+    from lowp.cli.interrupts import Interrupts
     from lowp.launch.profiling import profile_script
     from lowp.numerics.record import Record
 
-    code, path = profile_script(arguments.script, arguments.max_overhead, arguments.out)
+    with Interrupts(keeping="the script is being ended") as interrupts:
+        code, path = profile_script(arguments.script, arguments.max_overhead, arguments.out, interrupts)
+    code = interrupts.exit_code if interrupts() else code
     if not path.exists():
         print("lowp profile: no step of a torch optimizer ran in the script: nothing was seen", file=sys.stderr)
         return code or 1

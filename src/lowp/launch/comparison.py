@@ -19,7 +19,7 @@ from rich.table import Table
 
 from lowp.launch.settings import RUN
 
-__all__ = ["Outcome", "run"]
+__all__ = ["Outcome", "run", "waited"]
 
 _SHOWN = 160  # characters of a last line
 _LOOK = 0.1  # seconds between two questions whether to stop
@@ -78,7 +78,7 @@ def _once(
         given = {**environment, RUN: json.dumps({**settings, "leader": 0, "started": time.time()})}
         process = subprocess.Popen(command, env=given, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
-            code = _waited(process, stop)
+            code = waited(process, stop)
         finally:
             process.kill()
             process.wait()
@@ -96,10 +96,11 @@ def _once(
     )
 
 
-def _waited(process: subprocess.Popen[bytes], stop: Callable[[], bool]) -> int:
+def waited(process: subprocess.Popen[bytes], stop: Callable[[], bool], grace: float = _GRACE) -> int:
     """Return how a process ended; where `stop()` becomes true, end it.
 
-    Ctrl-C in a terminal has reached it as well, so it is given a moment to end by itself.
+    Ctrl-C in a terminal has reached it as well, so it is given `grace` seconds to end by itself, and again after
+    SIGTERM.
     """
     while not stop():
         try:
@@ -108,7 +109,7 @@ def _waited(process: subprocess.Popen[bytes], stop: Callable[[], bool]) -> int:
             continue
     for end in (process.terminate, process.kill):
         try:
-            return process.wait(_GRACE)
+            return process.wait(grace)
         except subprocess.TimeoutExpired:
             end()
     return process.wait()

@@ -14,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowp.errors import InvalidInput, LowpError
+from lowp.launch.comparison import waited
 from lowp.launch.settings import PRECISION
 
 if TYPE_CHECKING:
@@ -29,14 +30,18 @@ if TYPE_CHECKING:
 __all__ = ["PROFILE", "profile_script", "start"]
 
 PROFILE = "LOWP_PROFILE"
+_GRACE = 2.0  # seconds in which a script that is ended may write its record; what it has seen is in its file anyway
 _SEARCHED = 64  # steps in which models are looked for
 _MOST_MODELS = 16
 
 
-def profile_script(script: Sequence[str], max_overhead: str, out: Path | None) -> tuple[int, Path]:
+def profile_script(
+    script: Sequence[str], max_overhead: str, out: Path | None, stop: Callable[[], bool] = lambda: False
+) -> tuple[int, Path]:
     """Run a script as Python would, under the profiler; return its exit code and the file of the record of all ranks.
 
-    Raises InvalidInput where there is no such script.
+    Where `stop()` becomes true the script is ended, and the record is of what was seen so far. Raises InvalidInput
+    where there is no such script.
     """
     if script[0] != "-m" and not os.path.exists(script[0]):
         raise InvalidInput(f"there is no script {script[0]!r} here ({os.getcwd()})")
@@ -54,11 +59,20 @@ def profile_script(script: Sequence[str], max_overhead: str, out: Path | None) -
         "PYTHONPATH": os.pathsep.join(one for one in paths if one),
     }
     sys.stdout.flush()
-    code = subprocess.call([sys.executable, *script], env=environment)
+    code = _call([sys.executable, *script], environment, stop)
     if code < 0:
         print(f"lowp profile: the script was ended by signal {-code}; what it had recorded follows", file=sys.stderr)
     _merge(path)
     return code if code >= 0 else 128 - code, path  # as a shell tells a signal
+
+
+def _call(command: Sequence[str], environment: Mapping[str, str], stop: Callable[[], bool]) -> int:
+    process = subprocess.Popen(command, env=environment)
+    try:
+        return waited(process, stop, _GRACE)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _part(path: Path, process: int | str) -> Path:
