@@ -529,11 +529,11 @@ def test_one_choice_holds_for_casts_and_integer_products_or_is_refused_for_both(
         cpu.select(asked)
     except Unavailable as error:
         assert f"this CPU has no {asked}; it has portable" in str(error)
-        assert integer._output(torch.zeros(1), 0, torch.int16, False, None).kernel == cpu.asked() != asked
+        assert integer.chosen_kernel(torch.zeros(1)) == cpu.asked() != asked
     else:
-        assert cpu.available() and integer._output(torch.zeros(1), 0, torch.int16, False, None).kernel == asked
+        assert cpu.available() and integer.chosen_kernel(torch.zeros(1)) == asked
     cpu.select(None)
-    assert integer._output(torch.zeros(1), 0, torch.int16, False, None).kernel == ""
+    assert integer.chosen_kernel(torch.zeros(1)) == ""
 
 
 def test_an_instruction_set_that_is_not_there_is_named() -> None:

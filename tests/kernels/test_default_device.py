@@ -86,6 +86,7 @@ def under_exponents() -> object:
     return [
         mantissas.to_mantissas(X, cast, -13).payload,
         mantissas.values(written.payload, -13),
+        mantissas.sums(written.payload, 0),
         mantissas.values(written.payload.t()[::2], -13),
         mantissas.exact_mantissas(values, cast, -13),
         mantissas.current_exponent(X, cast),
@@ -102,6 +103,7 @@ def library_functions() -> object:
     return [
         cpu.statistics(X),
         cpu.quantize_statistics(X, parse("e4m3fn"), 0, out, before),
+        cpu.quantize_finite(X, parse("int8"), 0, out.clone()),
         cpu.random_words(3, 5, 7),
         cpu.random_block(3, (1, 2, 3, 4)),
         mantissas.to_int16(X, -13, True, Rounding.NEAREST_EVEN, 0, old),

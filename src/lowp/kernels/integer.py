@@ -227,6 +227,17 @@ def _output(
         raise InvalidInput(
             f"int64 holds the sums as they are, so exponent must be 0, not {power}; use float64 to scale"
         )
+    lowest = -32767 if symmetric else -32768
+    return Output(
+        torch.float32 if dtype is None else dtype, dtype is None, power, lowest, chosen_kernel(like, kernel), bias
+    )
+
+
+def chosen_kernel(like: Tensor, kernel: str | None = None) -> str:
+    """Return the kernel that multiplies where a tensor lies, or the one that is asked for; '': the library's best.
+
+    Raises InvalidInput for an unknown name, Unavailable for what is not there.
+    """
     way = forced()
     if way == "native" and not kernel:
         raise Unavailable("native has no integer products; cpu, bitwise and reference have them")
@@ -235,8 +246,7 @@ def _output(
         raise InvalidInput(unknown("integer kernel", chosen, KERNELS))
     if not like.is_cpu and (chosen not in _ANYWHERE or way == "cpu"):
         raise Unavailable(f"{way or chosen} has no integer products on {like.device}; triton and reference have them")
-    lowest = -32767 if symmetric else -32768
-    return Output(torch.float32 if dtype is None else dtype, dtype is None, power, lowest, chosen, bias)
+    return chosen
 
 
 def _on_device(device: torch.device) -> str:

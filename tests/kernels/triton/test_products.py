@@ -149,7 +149,7 @@ def test_the_compute_capability_chooses_the_kernel_of_a_gpu(
     monkeypatch.setattr(integer, "capability", lambda device: chip)
     with fake_cuda():
         there = torch.empty(2, 2, dtype=torch.int16, device="cuda")
-        assert integer._output(there, 0, torch.int16, False, None).kernel == kernel
+        assert integer.chosen_kernel(there) == kernel
         with pytest.raises(Unavailable, match="avx2 has no integer products on cuda"):
             integer.matmul_exact(there, there, kernel="avx2")
         monkeypatch.setattr(integer, "forced", lambda: "cpu")

@@ -6,9 +6,8 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "export.hpp"
 #include "parallel.hpp"
-
-#define LOWP_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace lowp {
 namespace {

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#define LOWP_EXPORT extern "C" __attribute__((visibility("default")))
+#include "export.hpp"
 
 namespace lowp {
 

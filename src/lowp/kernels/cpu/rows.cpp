@@ -1,9 +1,8 @@
 // The C function of few rows times a matrix in 16 bits: which instruction set, which thread does what.
 #include "rows.hpp"
 
+#include "export.hpp"
 #include "parallel.hpp"
-
-#define LOWP_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace lowp {
 namespace {

@@ -1,0 +1,32 @@
+// What the C functions of casts, mantissas and counts share: the kernels in use, and the work in pieces. For sources of the
+// platform's baseline alone.
+#pragma once
+#include <mutex>
+
+#include "cast.hpp"
+#include "export.hpp"
+#include "parallel.hpp"
+
+namespace lowp {
+
+// The kernels of the instruction set in use (casts.cpp).
+const Kernels& kernels();
+
+inline int enough_threads(int64_t count, int threads) { return count < kSerial ? 1 : threads; }
+
+// Runs work(part, begin, end) in pieces, and merges the parts with the source's own merge(part, all).
+template <class Part, class Work>
+void gather(int64_t count, int64_t grain, int threads, Part* all, Work work) {
+  std::mutex merging;
+  parallel_for(count, grain, enough_threads(count, threads), [&](int64_t begin, int64_t end) {
+    Part part{};
+    work(&part, begin, end);
+    std::lock_guard<std::mutex> lock(merging);
+    merge(part, all);
+  });
+}
+
+}  // namespace lowp
+
+// mantissas.cpp
+LOWP_EXPORT void lowp_grid(const float* x, int64_t count, int lowest, int threads, int64_t* found);

@@ -1,0 +1,137 @@
+// The C functions of int16 mantissas under one power of two, which lowp/kernels/mantissas.py calls.
+#include <atomic>
+
+#include "calls.hpp"
+
+namespace lowp {
+
+static void merge(const Mantissas& part, Mantissas* all) {
+  if (part.maximum > all->maximum) all->maximum = part.maximum;
+  all->saturated += part.saturated;
+  all->non_finite += part.non_finite;
+  all->any |= part.any;
+}
+
+static void merge(const Grid& part, Grid* all) {
+  if (part.maximum > all->maximum) all->maximum = part.maximum;
+  if (part.lowest < all->lowest) all->lowest = part.lowest;
+}
+
+static void merge(const Stepped& part, Stepped* all) {
+  merge(part.update, &all->update);
+  merge(part.weight, &all->weight);
+}
+
+static void tell(const Mantissas& seen, int64_t* counts) {
+  counts[0] = seen.maximum, counts[1] = seen.saturated, counts[2] = seen.non_finite, counts[3] = seen.any;
+}
+
+}  // namespace lowp
+
+using namespace lowp;
+
+// counts: largest |mantissa|, saturated, non-finite, any that was not zero. `out` takes the mantissas, `values` what they stand for, and may
+// be x; either may be null.
+LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x, int exponent, void* out,
+                                  float* values, int64_t count, uint64_t seed, int threads, int64_t* counts) {
+  const Task task{cast, x, out, type, 0, seed, false};
+  const Kernels& kernel = kernels();
+  Mantissas all{};
+  gather(count, kBlock, threads, &all, [&](Mantissas* part, int64_t begin, int64_t end) {
+    kernel.to_int16(task, exponent, values, part, begin, end);
+  });
+  tell(all, counts);
+}
+
+LOWP_EXPORT void lowp_sum_int16(const int16_t* mantissas, int64_t outer, int64_t channels, int64_t inner, int64_t* out,
+                                int threads) {
+  const Kernels& kernel = kernels();
+  parallel_for(channels, inner == 1 ? 64 : 1, enough_threads(outer * channels * inner, threads),
+               [&](int64_t begin, int64_t end) {
+                 kernel.sum_int16(mantissas, outer, channels, inner, out, begin, end);
+               });
+}
+
+LOWP_EXPORT void lowp_from_int16(const int16_t* mantissas, int exponent, float* out, int64_t count, int threads) {
+  const Kernels& kernel = kernels();
+  parallel_for(count, kBlock, enough_threads(count, threads),
+               [&](int64_t begin, int64_t end) { kernel.from_int16(mantissas, exponent, out, begin, end); });
+}
+
+// found: the bits of the largest |x|; with `lowest`, the biased exponent of the lowest bit (1000 of zeros), and then
+// the largest |x| may not be seen where no int16 holds the numbers.
+LOWP_EXPORT void lowp_grid(const float* x, int64_t count, int lowest, int threads, int64_t* found) {
+  const Kernels& kernel = kernels();
+  Grid all;
+  gather(count, kBlock, threads, &all, [&](Grid* part, int64_t begin, int64_t end) {
+    kernel.grid(x, lowest != 0, part, begin, end);
+  });
+  found[0] = all.maximum, found[1] = all.lowest;
+}
+
+// Writes x * 2**-exponent and returns the largest |mantissa|; -1 where some x is no int16 under this exponent.
+LOWP_EXPORT int64_t lowp_exact_int16(const float* x, int exponent, int16_t* out, int64_t count, int threads) {
+  const Kernels& kernel = kernels();
+  std::atomic<int64_t> largest{0};
+  std::atomic<bool> wrong{false};
+  parallel_for(count, kBlock, enough_threads(count, threads), [&](int64_t begin, int64_t end) {
+    int64_t part = 0;
+    if (wrong.load(std::memory_order_relaxed)) return;
+    if (!kernel.exact_int16(x, exponent, out, &part, begin, end)) wrong = true;
+    for (int64_t seen = largest; part > seen && !largest.compare_exchange_weak(seen, part);) {
+    }
+  });
+  return wrong ? -1 : largest.load();
+}
+
+// Whether the mantissas are those of x under this exponent, every one of them: exactly (returns 0), or with `rounded` as
+// x is rounded to nearest even and saturated from `lowest` to 32767 (returns the bits of the largest |x|). -1 if not.
+// Both lie in rows of `columns` elements, one every `stride` elements.
+LOWP_EXPORT int64_t lowp_same_int16(const float* x, const int16_t* mantissas, int64_t rows, int64_t columns,
+                                    int64_t stride, int exponent, int rounded, int lowest, int threads) {
+  const Kernels& kernel = kernels();
+  std::atomic<int64_t> largest{0};
+  std::atomic<bool> wrong{false};
+  const auto compare = [&](const float* in, const int16_t* kept, int64_t begin, int64_t end) {
+    uint32_t part = 0;
+    if (wrong.load(std::memory_order_relaxed)) return;
+    if (!kernel.same_int16(in, kept, exponent, static_cast<float>(lowest), rounded ? &part : nullptr, begin, end))
+      wrong = true;
+    for (int64_t seen = largest; part > seen && !largest.compare_exchange_weak(seen, part);) {
+    }
+  };
+  if (rows == 1) {
+    parallel_for(columns, kBlock, enough_threads(columns, threads),
+                 [&](int64_t begin, int64_t end) { compare(x, mantissas, begin, end); });
+  } else {
+    parallel_for(rows, 1, enough_threads(rows * columns, threads), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) compare(x + row * stride, mantissas + row * stride, 0, columns);
+    });
+  }
+  return wrong ? -1 : largest.load();
+}
+
+// The update of a weight, then the weight, each rounded once; exponents: of the old mantissas, the update, the weight.
+// counts: those of lowp_write_int16, of the update and then of the weight.
+LOWP_EXPORT void lowp_step_int16(float* weight, int16_t* mantissas, const int* exponents, int lowest, int64_t count,
+                                 int threads, int64_t* counts) {
+  const Step step{weight, mantissas, exponents[0], exponents[1], exponents[2], lowest};
+  const Kernels& kernel = kernels();
+  Stepped all{};
+  gather(count, kBlock, threads, &all,
+         [&](Stepped* part, int64_t begin, int64_t end) { kernel.step_int16(step, part, begin, end); });
+  tell(all.update, counts);
+  tell(all.weight, counts + 4);
+}
+
+// Writes x of fp32 in place as two words, the second `low_bits` lower. Exponents -100 to 100; counts: those of
+// lowp_write_int16, of the first word.
+LOWP_EXPORT void lowp_words_int16(float* x, int exponent, int low_bits, int lowest, int64_t count, int threads,
+                                  int64_t* counts) {
+  const Kernels& kernel = kernels();
+  Mantissas all{};
+  gather(count, kBlock, threads, &all, [&](Mantissas* part, int64_t begin, int64_t end) {
+    kernel.words_int16(x, exponent, low_bits, lowest, part, begin, end);
+  });
+  tell(all, counts);
+}
