@@ -6,7 +6,7 @@ Three networks at sizes where the fp32 step takes 50 ms or more: an MLP of width
 transformer. A round makes one step of every kind, in turn; a ratio is the median over rounds of the ratio within a
 round, so that a machine that slows down slows all alike. torch.autocast takes part in the first rounds only where the
 processor does not multiply its format: it can be a hundred times slower there. `products` says how lowp's run, and the
-lines below the table why.
+lines below the table why. `converted_mb` is how many MB the conversions between dtypes of a step read and write.
 `--avx2` holds all libraries to AVX2.
 """
 
@@ -20,10 +20,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowp
 from lowp.benchmarking.contenders import products_under
@@ -109,6 +111,23 @@ def stepper(network: nn.Module, x: Tensor) -> Callable[[Callable[[], AbstractCon
     return step
 
 
+class Conversions(TorchDispatchMode):
+    """Counts the bytes that conversions between floating-point dtypes read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.__name__.partition(".")[0]
+        if name in ("_to_copy", "copy_"):
+            source = args[1] if name == "copy_" else args[0]
+            if result.dtype is not source.dtype and result.is_floating_point():
+                self.bytes += result.numel() * (result.element_size() + source.element_size())
+        return result
+
+
 def measured(network: nn.Module, x: Tensor, name: str, rounds: int, torch_rounds: int) -> dict[str, float | str | None]:
     """Return milliseconds of each kind of step, lowp's as a multiple of fp32's and of torch.autocast's, and its way.
 
@@ -135,6 +154,8 @@ def measured(network: nn.Module, x: Tensor, name: str, rounds: int, torch_rounds
         taken = {kind: step(kind) for kind in (kinds if index % 2 else reversed(kinds))}
         times.append((taken[nullcontext], taken[ours], taken.get(torch_autocast, float("nan"))))
     with_torch = times[:torch_rounds]
+    with Conversions() as conversions:
+        step(ours)
     return {
         "fp32_ms": 1e3 * statistics.median(plain for plain, _, _ in times),
         "lowp_ms": 1e3 * statistics.median(mine for _, mine, _ in times),
@@ -142,6 +163,7 @@ def measured(network: nn.Module, x: Tensor, name: str, rounds: int, torch_rounds
         "lowp_over_fp32": statistics.median(mine / plain for plain, mine, _ in times),
         "torch_over_fp32": statistics.median(theirs / plain for plain, _, theirs in with_torch) if with_torch else None,
         "lowp_over_torch": statistics.median(mine / theirs for _, mine, theirs in with_torch) if with_torch else None,
+        "converted_mb": conversions.bytes / 1e6,
         "products": products_under(name, x.device),
     }
 

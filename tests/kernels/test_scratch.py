@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowp
 from lowp.kernels import large, scratch
-from lowp.kernels.scratch import LEAST, Scratch
+from lowp.kernels.scratch import HUGE_PAGE, LEAST, Scratch
 from lowp.policy import Policy, Rule
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -52,7 +53,11 @@ def test_a_wide_copy_has_the_values_and_the_strides_of_a_conversion(layout: str,
     assert bool(blocks.free) == (layout in ("contiguous", "channels last"))
 
 
-def test_blocks_are_used_again_and_make_room_for_larger_ones(blocks: scratch._Blocks) -> None:
+def test_blocks_are_used_again_and_make_room_for_larger_ones(
+    blocks: scratch._Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)  # with it, blocks are whole pages
+
     def use(*elements: int) -> list[int]:
         with torch.no_grad(), Scratch() as one:
             for count in elements:
@@ -62,6 +67,17 @@ def test_blocks_are_used_again_and_make_room_for_larger_ones(blocks: scratch._Bl
     assert use(LEAST, 2 * LEAST) == use(2 * LEAST, LEAST) == [LEAST, 2 * LEAST]
     assert use(3 * LEAST) == [LEAST, 3 * LEAST]
     assert use(LEAST - 1) == use(scratch.MOST + 1) == [LEAST, 3 * LEAST]
+    assert use(LEAST, LEAST, LEAST) == use(LEAST, LEAST) == [LEAST, LEAST, 3 * LEAST]
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
+def test_blocks_are_whole_huge_pages(blocks: scratch._Blocks) -> None:
+    page = HUGE_PAGE // 4
+    for elements, pages in ((1, 1), (page, 1), (page + 1, 2)):
+        count, block = blocks.take(elements)
+        block.fill_(1)
+        assert count == block.numel() == pages * page and float(block.sum()) == count
+        assert block.data_ptr() % HUGE_PAGE == 0
 
 
 def test_what_torch_follows_is_not_lent(blocks: scratch._Blocks) -> None:

@@ -13,7 +13,9 @@ What was lent must not be reachable once the context is left: not returned, not 
 
 from __future__ import annotations
 
+import mmap
 import threading
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ __all__ = ["Scratch", "is_large"]
 
 LEAST = 1 << 15  # elements: what is smaller the C library keeps for its next use
 MOST = 1 << 24
+HUGE_PAGE = 1 << 21  # bytes, on x86-64 and most of AArch64
 
 
 class _Blocks(threading.local):
@@ -35,19 +38,36 @@ class _Blocks(threading.local):
 
     def take(self, elements: int) -> tuple[int, Tensor]:
         """Return the smallest block of so many elements; where none is so large, a new one in place of the largest."""
-        best, largest = None, None
-        for one in self.free:
-            if one[0] >= elements and (best is None or one[0] < best[0]):
-                best = one
-            if largest is None or one[0] > largest[0]:
-                largest = one
-        if best is not None:
-            self.free.remove(best)
-            return best
-        if largest is not None:
-            self.free.remove(largest)
-        with real_tensors(), torch.inference_mode(False):
-            return elements, torch.empty(elements, dtype=torch.float32, device="cpu")
+        best = largest = -1
+        for index, (count, _) in enumerate(self.free):
+            if count >= elements and (best < 0 or count <= self.free[best][0]):  # of equals what was used last
+                best = index
+            if largest < 0 or count > self.free[largest][0]:
+                largest = index
+        if best >= 0:
+            return self.free.pop(best)
+        if largest >= 0:
+            del self.free[largest]
+        block = _memory(elements)
+        return block.numel(), block
+
+
+def _memory(elements: int) -> Tensor:
+    """Return memory for so many fp32 numbers or more, which belongs to no mode; in huge pages where there are some.
+
+    A processor looks the pages of memory up in a table that holds a few thousand of them: with pages of 4 KiB less than
+    the operands of one product.
+    """
+    pages = (elements * 4 + HUGE_PAGE - 1) // HUGE_PAGE
+    with real_tensors(), torch.inference_mode(False):
+        if not hasattr(mmap, "MADV_HUGEPAGE"):
+            return torch.empty(elements, dtype=torch.float32, device="cpu")
+        region = mmap.mmap(-1, (pages + 1) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a system without them
+            region.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(region, dtype=torch.float32)  # holds the region
+        first = -whole.data_ptr() % HUGE_PAGE // 4
+        return whole[first : first + pages * HUGE_PAGE // 4]
 
 
 _blocks = _Blocks()
