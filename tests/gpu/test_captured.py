@@ -42,6 +42,7 @@ def _training(preset: str) -> tuple[nn.Module, lowp.GradScaler, Step]:
     return model, scaler, step
 
 
+@pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("preset", ["fp16", "bf16"])
 def test_a_step_that_was_traced_once_trains_as_the_eager_one_with_skips_and_scales(preset: str) -> None:
     torch.manual_seed(1)

@@ -124,6 +124,7 @@ def test_no_node_of_lowps_is_in_the_graph_of_a_product() -> None:
     assert result.grad_fn is not None and result.grad_fn.name() == "AddmmBackward0"
 
 
+@pytest.mark.usefixtures("as_on_a_device")
 def test_the_weights_of_a_call_are_cast_in_one_launch_and_once_an_entry() -> None:
     layer, x = nn.Linear(3, 4), torch.randn(2, 3, dtype=torch.bfloat16)
     with kernels.use("native"), lowp.autocast("bf16"), Launches() as launches:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import lowp
 from lowp import kernels
-from lowp.kernels import hardware, updates
+from lowp.kernels import updates
 from lowp.step_guard import LateNumber
 
 _READS = frozenset("_local_scalar_dense item is_nonzero nonzero masked_select equal unique_dim _unique2".split())
@@ -48,12 +48,6 @@ class HostReads(TorchDispatchMode):
 
 def _tensors(values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
-
-
-@pytest.fixture
-def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let numbers of the CPU be as far away as a device's."""
-    monkeypatch.setattr(hardware, "is_on_host", lambda x: False)
 
 
 @pytest.fixture(autouse=True)
