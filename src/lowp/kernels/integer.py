@@ -216,7 +216,7 @@ def _output(
     dtype: torch.dtype | None,
     symmetric: bool,
     kernel: str | None,
-    bias: Bias | None,
+    bias: Bias | None = None,
 ) -> Output:
     power = int(exponent)
     if abs(power) > LARGEST_EXPONENT:

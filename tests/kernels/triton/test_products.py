@@ -79,6 +79,16 @@ def test_chained_has_the_bits_of_its_definition() -> None:
     assert torch.equal(found.values, wanted.values) and found.largest == wanted.largest
 
 
+def test_a_bias_has_the_bits_of_its_definition() -> None:
+    a, b, numbers = random_int16(5, 40), random_int16(40, 9), torch.randn(9) * 2.0**8
+    for exact in (True, False):
+        product = integer.matmul_exact if exact else integer.matmul_chained
+        found, expected = (
+            product(a, b, exponent=-20, bias=integer.Bias(numbers), kernel=kernel) for kernel in ("triton", "reference")
+        )
+        assert torch.equal(found.values, expected.values) and found[1:] == expected[1:]
+
+
 def test_batches_views_and_empty_operands_are_taken_as_they_lie() -> None:
     a, b = random_int16(2, 40, 5), random_int16(1, 30, 40)
     expected = int64_product(a.mT, b.mT)
