@@ -1,7 +1,13 @@
-"""What a region costs an op, whatever its size: `python bench/call.py`.
+"""What small steps cost beyond their arithmetic, whatever their size: `python bench/call.py`.
 
-The tensors are so small (a batch of one, 8 wide) that the time of a call is its fixed cost: Python, the dispatcher and
-autograd. Candidates take turns round by round; told is the best round, in microseconds of this thread's processor time.
+Three tables, of this thread's processor time; candidates take turns round by round, and told is the best round.
+
+* A call in a region: the tensors are so small (a batch of one, 8 wide) that its time is its fixed cost: Python, the
+  dispatcher and autograd. Three rows are what part of that is torch's own: torch.autocast, an empty function mode, and
+  one that runs linear layers by an empty autograd.Function.
+* What a step of the optimizer takes more under a loss scale and a precision, for a model of 4 parameters.
+* A step of the recipe `digits`: 64 to 128 to 10, a batch of 32.
+
 The result goes to bench/results/call.json with the machine in words.
 """
 
@@ -14,16 +20,48 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import lowp
 from lowp.recipes.results import header
 
-PRECISIONS = ("fp16", "bf16", "bf16-tpu", "fp8", "dfp16")
-CALLS = 500
+PRECISIONS = ("fp16", "bf16", "bf16-tpu", "e5m7", "fp8", "dfp16")
+CALLS = 300
+STEPS = 60
+Table = dict[str, dict[str, float]]
+
+
+class EmptyMode(TorchFunctionMode):
+    """A function mode that does nothing: what torch takes to call any."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class PlainLinear(torch.autograd.Function):
+    """A linear layer of two matrices in fp32: what torch takes to run any Function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight if ctx.needs_input_grad[0] else None, gradient.t() @ x, gradient.sum(0)
+
+
+class EmptyFunction(TorchFunctionMode):
+    """A function mode that runs linear layers by an autograd.Function."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (PlainLinear.apply if func is F.linear else func)(*args, **(kwargs or {}))
 
 
 def operations() -> dict[str, Callable[[], object]]:
@@ -60,11 +98,13 @@ def seconds(operation: Callable[[], object]) -> float:
     return (time.thread_time() - start) / CALLS
 
 
-def measured(rounds: int) -> dict[str, dict[str, float]]:
+def calls(rounds: int) -> Table:
     """Return microseconds by region and operation; torch.autocast is in torch's own bf16."""
     regions: dict[str, Callable[[], AbstractContextManager[object]]] = {
         "none": nullcontext,
         "torch.autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        "empty mode": EmptyMode,
+        "empty Function": EmptyFunction,
         **{name: lambda name=name: lowp.autocast(name) for name in PRECISIONS},  # type: ignore[misc]
     }
     ops, once = operations(), entering()
@@ -76,21 +116,142 @@ def measured(rounds: int) -> dict[str, dict[str, float]]:
                     best[region][name] = min(best[region][name], seconds(operation))
         for name, operation in once.items():
             best["fp16 region"][name] = min(best["fp16 region"][name], seconds(operation))
-    return {region: {name: round(1e6 * value, 1) for name, value in row.items()} for region, row in best.items()}
+    return in_microseconds(best)
+
+
+# -- steps --------------------------------------------------------------------------------------------------------
+
+
+class Small:
+    """A model of 4 parameters, its optimizer, and a loss whose gradients are there before the clock starts."""
+
+    def __init__(self) -> None:
+        self.model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        self.x = torch.randn(1, 8)
+
+    def loss(self) -> Tensor:
+        self.optimizer.zero_grad()
+        return self.model(self.x).sum()
+
+
+def plain() -> Callable[[], float]:
+    """Return what times a step of the optimizer alone."""
+    small = Small()
+
+    def run() -> float:
+        small.loss().backward()
+        return timed(small.optimizer.step)
+
+    return run
+
+
+def scaled(kind: Callable[[], torch.amp.GradScaler]) -> Callable[[], float]:
+    """Return what times `step` and `update` of a scaler."""
+    small, scaler = Small(), kind()
+
+    def step() -> None:
+        scaler.step(small.optimizer)
+        scaler.update()
+
+    def run() -> float:
+        scaler.scale(small.loss()).backward()  # type: ignore[no-untyped-call]
+        return timed(step)
+
+    return run
+
+
+def precise(name: str) -> Callable[[], float]:
+    """Return what times `Precision.step`."""
+    small, precision = Small(), lowp.Precision(name)
+    small.model, small.optimizer = precision.prepare(small.model, small.optimizer)
+
+    def run() -> float:
+        with precision.autocast():
+            loss = small.loss()
+        precision.backward(loss)
+        return timed(lambda: precision.step(small.optimizer))
+
+    return run
+
+
+def digits(name: str) -> Callable[[], float]:
+    """Return what times a whole step of the recipe `digits`: in fp32, in torch's autocast, or in a precision."""
+    model: nn.Module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    x, y = torch.rand(32, 64), torch.randint(10, (32,))
+    precision = None if name in ("fp32", "torch.autocast") else lowp.Precision(name)
+    if precision is not None:
+        model, optimizer = precision.prepare(model, optimizer)
+
+    def torchs() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16) if name == "torch.autocast" else nullcontext():
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def lowps() -> None:
+        assert precision is not None
+        with precision.autocast():
+            loss = F.cross_entropy(model(x), y)
+        precision.backward(loss)
+        precision.step(optimizer)
+        optimizer.zero_grad()
+
+    return lambda: timed(torchs if precision is None else lowps)
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Return the seconds of a call."""
+    start = time.thread_time()
+    function()
+    return time.thread_time() - start
+
+
+def steps(rounds: int) -> tuple[Table, Table]:
+    """Return microseconds of the optimizer's steps, and of the steps of digits; the median within a round."""
+    optimizers = {"plain": plain(), "torch.amp.GradScaler": scaled(lambda: torch.amp.GradScaler("cpu"))}
+    optimizers |= {"lowp.GradScaler": scaled(lambda: lowp.GradScaler("cpu"))}
+    optimizers |= {f"Precision.step, {name}": precise(name) for name in ("fp16", "bf16", "fp8", "dfp16")}
+    networks = {name: digits(name) for name in ("fp32", "torch.autocast", *PRECISIONS)}
+    best = [{name: {"step": math.inf} for name in table} for table in (optimizers, networks)]
+    for _ in range(rounds):
+        for table, found in zip((optimizers, networks), best, strict=True):
+            for name, run in table.items():
+                taken = sorted(run() for _ in range(STEPS))
+                found[name]["step"] = min(found[name]["step"], taken[STEPS // 2])
+    first, second = map(in_microseconds, best)
+    return first, second
+
+
+def in_microseconds(table: Table) -> Table:
+    return {row: {name: round(1e6 * value, 1) for name, value in cells.items()} for row, cells in table.items()}
 
 
 def main() -> None:
-    """Measure, print a table and write the results."""
+    """Measure, print the tables and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "call.json")
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows = measured(given.rounds)
+    rows = calls(given.rounds)
+    base = rows["torch.autocast"]
     for region, row in rows.items():
-        print(f"{region:<15} " + ", ".join(f"{name} {value:.1f} us" for name, value in row.items()))
+        told = (
+            f"{name} {value:.1f} us" + (f" ({value / base[name]:.2f}x)" if name in base else "")
+            for name, value in row.items()
+        )
+        print(f"{region:<15} " + ", ".join(told))
+    optimizers, networks = steps(given.rounds)
+    for name, row in optimizers.items():
+        print(f"{name:<22} {row['step']:.1f} us, {row['step'] - optimizers['plain']['step']:+.1f} of the plain step")
+    for name, row in networks.items():
+        print(f"digits, {name:<14} {row['step']:.1f} us, {row['step'] / networks['fp32']['step']:.2f} of fp32")
     document = {**header("bench-call", "bench/call.py"), "rounds": given.rounds, "microseconds": rows}
+    document |= {"optimizer_steps": optimizers, "digits_steps": networks}
     given.out.parent.mkdir(exist_ok=True)
     given.out.write_text(json.dumps(document, indent=1) + "\n")
 
