@@ -69,7 +69,7 @@ def test_both_ways_give_the_same_bits(
 
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("shape", ["matrix", "batches", "vector", "nothing summed"])
-@pytest.mark.parametrize("precision", ["e5m7", "fp8", "e4m3fn", "e2m1", "i4s@fp32/tensor"])
+@pytest.mark.parametrize("precision", ["e5m7", "fp8", "e4m3fn", "e2m1", "i4s@fp32/tensor", "dfp16"])
 def test_calls_made_of_their_arguments_alone_give_the_same_bits(
     precision: str, shape: str, twice: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

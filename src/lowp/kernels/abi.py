@@ -53,6 +53,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "lowp_write_int16": (None, (*(c_void_p, c_int) * 2, c_void_p, c_void_p, c_int64, c_uint64, c_int, c_void_p)),
     "lowp_sum_int16": (None, (c_void_p, *(c_int64,) * 3, c_void_p, c_int)),
+    "lowp_current_int16": (c_int, (c_void_p, c_void_p, *(c_int,) * 3, c_void_p, c_int64, c_uint64, c_int, c_void_p)),
     "lowp_from_int16": (None, (c_void_p, c_int, c_void_p, c_int64, c_int)),
     "lowp_grid": (None, (c_void_p, c_int64, c_int, c_int, c_void_p)),
     "lowp_exact_int16": (c_int64, (c_void_p, c_int, c_void_p, c_int64, c_int)),

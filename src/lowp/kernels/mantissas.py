@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Rounding
+from lowp.compat import remembered_by_identity
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
 from lowp.kernels import bitwise, cpu
 from lowp.kernels.abi import TYPE_NUMBERS, parameters
@@ -92,6 +93,8 @@ def _current_exponent(x: Tensor, cast: Cast, direct: bool) -> int | None:
 
 def current_mantissas(x: Tensor, cast: Cast, seed: int = 0) -> Mantissas | None:
     """Return x as mantissas under its own exponent, `current_exponent`; None where x is not finite."""
+    if is_direct(x) and (cast.scaling is None or cast.scaling.exponent is None):
+        return _current_int16(x, cast, seed)
     x = readable(x)
     by_library = x.is_cpu and uses_library()
     exponent = _current_exponent(x, cast, by_library and x.dtype is torch.float32 and x.data_ptr() % 4 == 0)
@@ -283,6 +286,29 @@ def to_int16(
         cpu.array_address(counts),
     )
     return _seen(x, *counts)
+
+
+_NOT_FINITE = 1 << 20
+
+
+def _current_int16(x: Tensor, cast: Cast, seed: int) -> Mantissas | None:
+    """Return x, of fp32, as mantissas under the exponent of its maximum; None where it is not finite."""
+    counts, out = array("q", (0,) * 4), torch.empty(x.shape, dtype=torch.int16, device="cpu")
+    block, offset, lowest, highest = _own_exponent(cast)
+    memory = out.data_ptr(), x.numel(), seed & cpu.MASK, cpu.threads(), _address(counts)
+    exponent: int = cpu.loaded().lowp_current_int16(block, x.data_ptr(), offset, lowest, highest, *memory)
+    return None if exponent == _NOT_FINITE else Mantissas(out, exponent, _seen(x, *counts))
+
+
+@remembered_by_identity
+def _own_exponent(cast: Cast) -> tuple[object, int, int, int]:
+    """Return the parameters of a cast, what is added to the exponent of a maximum, and the bounds of the sum."""
+    format = cast.format
+    assert isinstance(format, ScaledFormat) and isinstance(format.element, IntFormat)
+    assert isinstance(format.scale, PowerOfTwo)
+    offset = (0 if cast.scaling is None else cast.scaling.headroom) - (format.element.bits - 2)
+    block = _mantissa_parameters(format.element.symmetric, cast.rounding, cast.random_bits)
+    return block, offset, format.scale.min_exponent, format.scale.max_exponent
 
 
 def from_int16(mantissas: Tensor, exponent: int, out: Tensor) -> None:

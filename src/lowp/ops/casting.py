@@ -325,6 +325,11 @@ def edge(x: Tensor, dtype: torch.dtype) -> Tensor:
         return cast(Tensor, _edge(x, dtype, functorch_is_active()))
 
 
+def end_of(x: Tensor) -> Tensor:
+    """Return where the gradient of an fp32 operand goes: itself, or an edge where that would keep its memory alive."""
+    return edge(x, torch.float32) if x.requires_grad and not x.is_leaf else x
+
+
 def operand(x: Tensor, value: Tensor, gradient_dtype: torch.dtype) -> Operand:
     """Return x, whose rounded `value` is known, as operand of a product whose gradients have `gradient_dtype`."""
     if value is x or value.dtype in (x.dtype, gradient_dtype):

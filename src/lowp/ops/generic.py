@@ -68,7 +68,10 @@ def quick_wide(rule: Rule) -> Callable[..., Any] | None:
             return None
         x, *others = args
         for one in (*others, *kwargs.values()) if kwargs else others:
-            if isinstance(one, (Tensor, list, tuple, dict)) and type(one) is not torch.Size:
+            if isinstance(one, Tensor):
+                if type(one) is not Tensor or one.is_floating_point() or one.is_complex():
+                    return None
+            elif isinstance(one, (list, tuple, dict)) and type(one) is not torch.Size:
                 return None
         return function(x.float(), *others, **kwargs)
 

@@ -24,9 +24,10 @@ from lowp.kernels.products import NARROW, gradients_sixteen_bits, linear_sixteen
 from lowp.kernels.scratch import is_large
 from lowp.ops.bytes import is_int8, linear_in_bytes
 from lowp.ops.call import Call, Quick, QuickCasts, RoleCasts, WeightCast
-from lowp.ops.casting import carrier_dtype, edge, functorch_is_active, is_one_pass, is_plain, native_dtype, shielded
+from lowp.ops.casting import carrier_dtype, end_of, functorch_is_active, is_one_pass, is_plain, native_dtype, shielded
 from lowp.ops.contraction import linear as long_linear
 from lowp.ops.eight_bits import is_fp8, linear_in_fp8
+from lowp.ops.int16 import chained
 from lowp.ops.products import gradients_of_linear
 from lowp.ops.trilinear import FIRST, SECOND, Linear
 from lowp.policy import Rule
@@ -62,10 +63,12 @@ def under(rule: Rule) -> Runner | None:
 def quick(rule: Rule) -> Quick | None:
     """Return what runs F.linear under a rule from its arguments alone, see `Row.quick`; None for other rules.
 
-    Those are of 16 bits throughout, and those that round the operands alone, to nearest.
+    Those are of 16 bits throughout, and those that round the operands alone, to nearest; of int16 in chains.
     """
     dtype = one_dtype(rule)
     if dtype is None:
+        if chained.sums_chains(rule):
+            return chained.quick(rule)
         return _quick_rounded(rule) if _rounds_operands(rule) else None
 
     def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], casts: QuickCasts) -> Tensor | None:
@@ -190,18 +193,13 @@ def _quick_rounded(rule: Rule) -> Quick:
         if not torch.is_grad_enabled():
             return F.linear(value, factor.float(), bias)
         value = value if input_dtype is torch.float32 else value.to(input_dtype)
-        return cast(Tensor, _apply_rounded(_end(x), _end(weight), bias, value, factor.to(weight_dtype), rule))
+        return cast(Tensor, _apply_rounded(end_of(x), end_of(weight), bias, value, factor.to(weight_dtype), rule))
 
     return run
 
 
 def _is_fp32_on_cpu(x: Tensor) -> bool:
     return x.dtype is torch.float32 and is_on_host(x)
-
-
-def _end(x: Tensor) -> Tensor:
-    """Return where the gradient of an operand goes, which keeps no memory of what is not kept anyway."""
-    return edge(x, torch.float32) if x.requires_grad and not x.is_leaf else x
 
 
 class _Rounded(torch.autograd.Function):

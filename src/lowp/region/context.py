@@ -132,6 +132,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         _check(self.policy)
         self._rulebook = Rulebook(self.policy, strict)
         self._is_users = not isinstance(precision, str) or precision.endswith(".toml")
+        self._has_complained = False  # of rules that nothing matched
         self._weights = WeightCasts()  # of the latest entry
         self._observers: list[Observer] = []
         self._dtype = self._rulebook.main_dtype()
@@ -199,7 +200,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         engine.spots = spots or engine.spots
         if entry.frame is not None:
             engine.look = partial(entries.look, entry)
-        if self.policy.uses_paths or self._observers or everywhere or self.exponents is not None:
+        if self._rulebook.uses_paths or self._observers or everywhere or self.exponents is not None:
             threads.follow_modules(entry)
         if self._rulebook.strict:
             entry.audit = Audit(engine)
@@ -249,9 +250,10 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
 
     def _complain(self) -> None:
         """Tell about rules of the user's that nothing matched: raise if strict, else warn once for a policy."""
-        if not self._is_users or not self._rulebook.has_run:
+        if not self._is_users or self._has_complained or not self._rulebook.has_run:
             return
         report = self._rulebook.report()
+        self._has_complained = not (report.unused_by_user and self._rulebook.strict)  # or there is no need to
         if not report.unused_by_user:
             return
         text = (

@@ -30,7 +30,7 @@ from lowp.ops.table import Row
 from lowp.policy import Rule
 from lowp.region.handover import HandOver, device_of, handed_over
 from lowp.region.paths import ModulePath
-from lowp.region.rulebook import Plan, Rulebook, traced
+from lowp.region.rulebook import Plan, Rulebook
 from lowp.region.weights import HANDS_OUT, RUNS_HOOKS, WeightCasts
 
 __all__ = ["Engine"]
@@ -60,13 +60,13 @@ class Engine(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.rulebook, self.weights, self.path, self.observers = rulebook, weights, path, observers
-        self.traced = traced(rulebook.policy, rulebook.strict)
+        self.traced = rulebook.traced
         self.devices, self.dtype = tuple(devices), dtype
         self.active = True
         self.look: Callable[[], None] | None = None  # finds out who runs, where a generator or coroutine has entered
         self.running: tuple[str, bool] | None = None  # the op that runs now, and whether a rule speaks of it
         self.plans = rulebook.plans(path.current)
-        self.uses_paths = rulebook.policy.uses_paths
+        self.uses_paths = rulebook.uses_paths
         self.exponents = exponents
         self.spots = None if exponents is None else exponents.spots()  # where in the step its ops write
         self.resting: FrameType | None = None  # the step of an optimizer that runs

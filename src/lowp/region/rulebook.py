@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -52,7 +52,7 @@ class Rulebook:
     """The policy as it applies: a plan for each (function, path), found once; and what was used and what was missed."""
 
     def __init__(self, policy: Policy, strict: bool) -> None:
-        self.policy, self.strict = policy, strict
+        self.policy, self.strict, self.uses_paths = policy, strict, policy.uses_paths
         self._plans: dict[str, Plans] = {}
         self._used: set[Rule] = set()
         self._ops: dict[str, None] = {}
@@ -65,9 +65,14 @@ class Rulebook:
         self._refuses = any(sixteen_bit(rule.output) for rule in policy.rules)
         self._masks = has_integer_operands(policy)
 
+    @cached_property
+    def traced(self) -> Rulebook:
+        """The rulebook of the same policy under torch.compile."""
+        return traced(self.policy, self.strict)
+
     def plans(self, path: str) -> Plans:
         """Return the plans found so far at a module path; where no rule asks, one path serves all."""
-        return self._plans.setdefault(path if self.policy.uses_paths else "", {})
+        return self._plans.setdefault(path if self.uses_paths else "", {})
 
     def find(self, function: Callable[..., Any], path: str) -> Plan | None:
         """Find and keep the plan of a function; None for functions that are never cast nor shielded.
@@ -91,7 +96,7 @@ class Rulebook:
 
     def _planned(self, function: Callable[..., Any], row: Row, path: str) -> Plan:
         """Return what the policy says of a function; of a policy without paths found once for all its rulebooks."""
-        if self.policy.uses_paths or torch.compiler.is_compiling():
+        if self.uses_paths or torch.compiler.is_compiling():
             return self._plan(function, row, path)
         known = _plans_of(self.policy)
         if function not in known:
@@ -156,7 +161,7 @@ class Rulebook:
 
     def report(self) -> Report:
         """Return what was used and what was missed so far, here and in code compiled under the same policy."""
-        both = (self, traced(self.policy, self.strict))
+        both = (self, self.traced)
         return Report(
             self.policy,
             self.policy.unused(self._used | both[1]._used),
@@ -175,7 +180,7 @@ class Rulebook:
     @property
     def has_run(self) -> bool:
         """Whether any op has been looked up, so that an unused rule means something."""
-        both = (self, traced(self.policy, self.strict))
+        both = (self, self.traced)
         return any(plan is not None for one in both for plans in one._plans.values() for plan in plans.values())
 
     def main_dtype(self) -> torch.dtype:

@@ -274,7 +274,8 @@ class WeightCasts:
     def forget(self) -> None:
         """Let go of everything: the next use casts anew."""
         self._entries.clear()
-        self._made = [reference for reference in self._made if reference() is not None]
+        if len(self._made) >= _PRUNE_AT:
+            self._made = [reference for reference in self._made if reference() is not None]
 
 
 def _holders(tensor: Tensor) -> tuple[int, int]:

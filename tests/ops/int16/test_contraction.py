@@ -16,14 +16,15 @@ from lowp.kernels.mantissas import Mantissas
 from lowp.ops.convolution import Convolution
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND
 
-# Three layers. Inputs, weights and output gradients are looked at and converted once each; of the nine products the
-# gradient of the data is not asked for; a bias's gradient is summed from the mantissas.
-DFP16 = {"lowp_grid": 9, "lowp_write_int16": 9, "lowp_integer_matmul": 8, "lowp_sum_int16": 3}
+# Three layers. Inputs, weights and output gradients are looked at and converted once each, by one call; of the nine
+# products the gradient of the data is not asked for; a bias's gradient is summed from the mantissas.
+DFP16 = {"lowp_current_int16": 9, "lowp_integer_matmul": 8, "lowp_sum_int16": 3}
 # There every tensor is in the format when it is read: it is compared with its mantissas, or recognised, and what is
 # written is written once, statistics in the same pass; weights and their updates by one call.
 FLEX = {
-    "lowp_grid": 6,
-    "lowp_write_int16": 9,
+    "lowp_grid": 2,
+    "lowp_current_int16": 4,
+    "lowp_write_int16": 5,
     "lowp_integer_matmul": 8,
     "lowp_same_int16": 18,
     "lowp_from_int16": 9,

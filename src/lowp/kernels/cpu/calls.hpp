@@ -30,3 +30,15 @@ void gather(int64_t count, int64_t grain, int threads, Part* all, Work work) {
 
 // mantissas.cpp
 LOWP_EXPORT void lowp_grid(const float* x, int64_t count, int lowest, int threads, int64_t* found);
+
+namespace lowp {
+
+constexpr int64_t kInfiniteBits = 0x7f800000;
+
+// The number of fp32 that 31 bits are; a subnormal, which the thread may be set to take for zero, is its integer.
+inline double magnitude(uint32_t bits) {
+  constexpr uint32_t kSmallestNormal = 0x00800000;
+  return bits < kSmallestNormal ? bits * 0x1p-149 : double{bit_cast<float>(bits)};
+}
+
+}  // namespace lowp

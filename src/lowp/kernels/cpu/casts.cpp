@@ -107,15 +107,12 @@ LOWP_EXPORT int lowp_quantize_finite(const lowp_cast* cast, const lowp_scale* sc
                                      int64_t count, uint64_t seed, int threads) {
   int64_t found[2];
   lowp_grid(x, count, 0, threads, found);
-  constexpr int64_t kInfinity = 0x7f800000, kSmallestNormal = 0x00800000;
-  if (found[0] >= kInfinity) return 1;
+  if (found[0] >= kInfiniteBits) return 1;
   if (scale == nullptr) {
     lowp_quantize(cast, kFp32, x, out, count, seed, 0, threads);
     return 0;
   }
-  const uint32_t bits = static_cast<uint32_t>(found[0]);
-  // a subnormal, which the thread may be set to take for zero, is its integer
-  const double largest = bits < kSmallestNormal ? bits * 0x1p-149 : double{bit_cast<float>(bits)};
+  const double largest = magnitude(static_cast<uint32_t>(found[0]));
   const double wanted = largest * scale->headroom / scale->maximum;
   if (!(wanted < scale->limit)) return 1;
   const double rounded = static_cast<float>(wanted);

@@ -1,5 +1,7 @@
 // The C functions of int16 mantissas under one power of two, which lowp/kernels/mantissas.py calls.
+#include <algorithm>
 #include <atomic>
+#include <cmath>
 
 #include "calls.hpp"
 
@@ -67,6 +69,23 @@ LOWP_EXPORT void lowp_grid(const float* x, int64_t count, int lowest, int thread
     kernel.grid(x, lowest != 0, part, begin, end);
   });
   found[0] = all.maximum, found[1] = all.lowest;
+}
+
+// Writes x, of fp32, as mantissas under the exponent of its own maximum: that of its leading bit plus `offset`, from
+// `lowest` to `highest`, and 0 of zeros. Returns the exponent; kNotFinite, with nothing written, where x is not finite.
+LOWP_EXPORT int lowp_current_int16(const lowp_cast* cast, const float* x, int offset, int lowest, int highest, void* out,
+                                   int64_t count, uint64_t seed, int threads, int64_t* counts) {
+  constexpr int kNotFinite = 1 << 20;
+  int64_t found[2];
+  lowp_grid(x, count, 0, threads, found);
+  if (found[0] >= kInfiniteBits) return kNotFinite;
+  int exponent = 0;
+  if (found[0] != 0) {
+    std::frexp(magnitude(static_cast<uint32_t>(found[0])), &exponent);
+    exponent = std::min(std::max(exponent - 1 + offset, lowest), highest);
+  }
+  lowp_write_int16(cast, kFp32, x, exponent, out, nullptr, count, seed, threads, counts);
+  return exponent;
 }
 
 // Writes x * 2**-exponent and returns the largest |mantissa|; -1 where some x is no int16 under this exponent.

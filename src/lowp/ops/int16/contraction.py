@@ -35,7 +35,7 @@ from lowp.ops.int16.nodes import (
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.policy import Accumulation, Rule
 
-__all__ = ["integer_contraction"]
+__all__ = ["bias_gradient", "integer_contraction"]
 
 Gradients = Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
 
@@ -225,7 +225,7 @@ def _summed_gradients(
                 parts = [contract(form, target, (other, one), accumulate, dtype=torch.float64) for one in incoming]
                 result[index] = results.writer.write(sum(parts[1:], parts[0]), role)
     if ctx.needs_input_grad[4]:
-        result[2] = results.writer.write(_bias_gradient(form, incoming), BIAS_GRADIENT)
+        result[2] = results.writer.write(bias_gradient(form, incoming), BIAS_GRADIENT)
     return result
 
 
@@ -238,11 +238,11 @@ def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: list[Mantissa
             parts = [contract(form, target, (saved[1 - index], one), accumulate) for one in incoming]
             result[index] = sum(parts[1:], parts[0])
     if ctx.needs_input_grad[4]:
-        result[2] = _bias_gradient(form, incoming).float()
+        result[2] = bias_gradient(form, incoming).float()
     return result
 
 
-def _bias_gradient(form: Form, incoming: list[Mantissas]) -> Tensor:
+def bias_gradient(form: Form, incoming: list[Mantissas]) -> Tensor:
     """Return the gradient of the bias in fp64: the exact sum of the mantissas, as far as fp64 holds it."""
     axis = form.bias_axis()
     if axis is None:
