@@ -17,8 +17,8 @@ from lowp.kernels import payloads
 from lowp.kernels.hardware import is_on_host
 from lowp.kernels.integer import matmul_chained
 from lowp.kernels.integer_run import Bias
+from lowp.kernels.low_words import FEATURES
 from lowp.kernels.mantissas import Mantissas, has_mantissas
-from lowp.kernels.words import FEATURES
 from lowp.ops.call import Quick, QuickCasts, RoleCasts
 from lowp.ops.casting import end_of, functorch_is_active, is_plain, shielded
 from lowp.ops.int16.contraction import bias_gradient
