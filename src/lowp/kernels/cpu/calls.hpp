@@ -3,6 +3,7 @@
 #pragma once
 #include <mutex>
 
+#include "bits.hpp"
 #include "cast.hpp"
 #include "export.hpp"
 #include "parallel.hpp"

@@ -2,7 +2,6 @@
 // threads.
 #include <atomic>
 
-#include "bits.hpp"
 #include "calls.hpp"
 
 namespace lowp {
