@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lowp.region.engine import traced
+from lowp.region.rulebook import traced
 
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

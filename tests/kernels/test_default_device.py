@@ -83,6 +83,8 @@ def products() -> object:
 def under_exponents() -> object:
     cast = parse("dfp16")
     written, values = mantissas.mantissas_and_values(X, cast, -13)
+    current = mantissas.current_mantissas(X, cast)
+    assert current is not None
     return [
         mantissas.to_mantissas(X, cast, -13).payload,
         mantissas.values(written.payload, -13),
@@ -90,6 +92,7 @@ def under_exponents() -> object:
         mantissas.values(written.payload.t()[::2], -13),
         mantissas.exact_mantissas(values, cast, -13),
         mantissas.current_exponent(X, cast),
+        current.payload,
         mantissas.exact_exponent(X, cast),
         writes.write_(X.clone(), cast, -13),
         written.payload,

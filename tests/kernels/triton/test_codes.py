@@ -11,7 +11,7 @@ from lowp.casts import Cast, parse
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import bitwise, reference, triton
-from lowp.kernels.packing import as_integers
+from lowp.kernels.packing import as_integers, wrapped
 from lowp.kernels.scaled import code_dtype
 
 SEED = 0x1234_5678_9ABC_DEF0
@@ -33,7 +33,7 @@ def check_codes(format: FloatFormat | IntFormat, dtype: torch.dtype, rounding: s
 def every_code(format: FloatFormat | IntFormat) -> Tensor:
     count = 1 << format.bits
     codes = torch.arange(count) if format.bits <= 16 else torch.arange(2000) * 0x9E3779B97F4A7C15 % min(count, 1 << 62)
-    codes = reference.wrap(codes, code_dtype(format))
+    codes = wrapped(codes, code_dtype(format))
     if isinstance(format, IntFormat):
         codes = codes[(as_integers(codes) >= format.minimum) & (as_integers(codes) <= format.maximum)]
     return codes
