@@ -239,6 +239,24 @@ def test_func_transforms_go_straight_through() -> None:
     assert torch.equal(per_example, 2 * quantize(torch.stack((x, tangent)), "e4m3fn"))
 
 
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("text", CASTS)
+def test_what_outlives_a_transform_is_cast_as_what_it_wraps(text: str, levels: int) -> None:
+    left: list[Tensor] = []
+
+    def kept(x: Tensor) -> Tensor:
+        left.append(x * 1.0)
+        return (x * x).sum()
+
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(2))
+    function = kept if levels == 1 else lambda x: torch.func.grad(kept)(x).sum()
+    torch.func.grad(function)(x)
+    assert torch.equal(quantize(left[0], text, seed=3), quantize(x, text, seed=3))
+    codes, wanted = encode(left[0], text, seed=3), encode(x, text, seed=3)
+    assert torch.equal(*(one.payload if isinstance(one, Quantized) else one for one in (codes, wanted)))
+    assert torch.equal(statistics(left[0]).exponent_histogram, statistics(x).exponent_histogram)
+
+
 def test_dual_numbers_keep_their_tangents() -> None:
     x, tangent = torch.randn(5), torch.randn(5)
     with forward_ad.dual_level():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from region.small_model import PRECISIONS, Net, gradients, same
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lowp.region import autocast
@@ -117,6 +117,27 @@ def test_custom_functions_run_as_under_torch_amp(function: Any, dtype: torch.dty
     assert (a.grad.dtype, b.grad.dtype) == (torch.float32, torch.float32)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "e5m7", "e4m3fn", "int8", "flex16+5"])
+def test_what_outlives_a_transform_is_an_operand_as_what_it_wraps(precision: str) -> None:
+    left: list[Tensor] = []
+
+    def kept(x: Tensor) -> Tensor:
+        left.append(x * 1.0)
+        return (x * x).sum()
+
+    x = torch.randn(8, 8)
+    torch.func.grad(lambda x: torch.func.grad(kept)(x).sum())(x)
+    torch.func.grad(kept)(x)
+    weight = torch.randn(8, 8, requires_grad=True)
+    with autocast(precision):
+        for wrapper in left:
+            for product in (nn.functional.linear, torch.matmul):
+                assert torch.equal(product(wrapper, weight), product(x, weight))
+                assert torch.equal(product(weight, wrapper), product(weight, x))
+                with torch.no_grad():
+                    assert torch.equal(product(wrapper, weight), product(x, weight))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("precision", ["fp16", "bf16-tpu", "e5m7", "e4m3fn", "fp8", "dfp16", "flex16+5"])
 def test_forward_mode_derivatives_are_those_of_backward(model: Net, precision: str) -> None:
@@ -140,6 +161,7 @@ def test_forward_mode_derivatives_are_those_of_backward(model: Net, precision: s
     assert torch.allclose(second, second.t(), atol=0.3 * second.abs().max().item())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("precision", ["fp16", "bf16-tpu", "e5m7", "flex16+5"])
 @pytest.mark.parametrize("twice", ["hessian", "jacrev of jacrev", "jacfwd of jacfwd"])
 def test_second_derivatives_of_a_matrix_are_those_of_fp32(precision: str, twice: str) -> None:

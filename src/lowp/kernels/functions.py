@@ -224,7 +224,10 @@ def _goes_straight(x: Tensor) -> bool:
     """Whether the C++ library reads the tensor as it lies, and torch has no business with it."""
     if not (type(x) in _PLAIN and x.is_cpu and uses_library() and tracing.is_plain(x)):
         return False
-    return x.layout is torch.strided and x.is_contiguous() and x.data_ptr() != 0
+    try:
+        return x.layout is torch.strided and x.is_contiguous() and x.data_ptr() != 0
+    except RuntimeError:  # what outlived its torch.func transform: a wrapper without storage, which torch opens
+        return False
 
 
 def _is_ours(x: Tensor) -> bool:

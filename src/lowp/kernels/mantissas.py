@@ -150,16 +150,19 @@ def _is_special(cast: Cast) -> bool:
 
 def is_direct(x: Tensor) -> bool:
     """Whether the C++ library reads the tensor as it lies."""
-    return (
-        x.dtype is torch.float32
-        and x.device.type == "cpu"
-        and x.layout is torch.strided
-        and x.is_contiguous()
-        and not x.is_neg()
-        and not x._is_zerotensor()
-        and x.data_ptr() % 4 == 0
-        and uses_library()
-    )
+    try:
+        return (
+            x.dtype is torch.float32
+            and x.device.type == "cpu"
+            and x.layout is torch.strided
+            and x.is_contiguous()
+            and not x.is_neg()
+            and not x._is_zerotensor()
+            and x.data_ptr() % 4 == 0
+            and uses_library()
+        )
+    except RuntimeError:  # what outlived its torch.func transform: a wrapper without storage, which torch opens
+        return False
 
 
 def readable(x: Tensor) -> Tensor:

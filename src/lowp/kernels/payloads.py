@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.formats import Format
-from lowp.kernels import mantissas
+from lowp.kernels import mantissas, tracing
 from lowp.kernels.dispatch import uses_library
 from lowp.kernels.mantissas import (
     Mantissas,
@@ -74,6 +74,7 @@ def _is_served(x: Tensor) -> bool:
         and x.layout is torch.strided
         and not x.is_neg()
         and not x._is_zerotensor()
+        and not tracing.is_wrapped(x)  # what outlived its torch.func transform has no storage
     )
 
 

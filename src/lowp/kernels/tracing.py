@@ -13,6 +13,7 @@ from lowp.compat import private
 _dispatch_modes: Any = private("torch._C._len_torch_dispatch_stack")
 _is_traced: Any = private("torch._C._is_tracing")  # torch.jit.trace
 _transform: Any = private("torch._C._functorch.peek_interpreter_stack")
+is_wrapped: Any = private("torch._C._functorch.is_functorch_wrapped_tensor")
 _functionalize: Any = private("torch._C._functorch.TransformType.Functionalize")
 private("torch.autograd.forward_ad._current_level")  # read at every call, below; its absence is said here
 
@@ -30,8 +31,11 @@ def is_differentiated(x: Tensor) -> bool:
 
 
 def is_eager(x: Tensor) -> bool:
-    """Whether the kernels may run on the tensor at once: it is an ordinary one, and nobody else wants to see it."""
-    return type(x) in (Tensor, torch.nn.Parameter) and is_quiet() and not x.is_meta
+    """Whether the kernels may run on the tensor at once: it is an ordinary one, and nobody else wants to see it.
+
+    What outlived its torch.func transform is a wrapper without storage, of Tensor's own type: torch opens it.
+    """
+    return type(x) in (Tensor, torch.nn.Parameter) and is_quiet() and not x.is_meta and not is_wrapped(x)
 
 
 def is_transformed() -> bool:
