@@ -253,7 +253,7 @@ LOWP_EXPORT int lowp_codes_numbers(int level, const float* x, int64_t m, int64_t
   bool fit = true;
   for (int64_t i = 0; i < m && fit; i++) {
     fit = run.numbers(x + i * stride, k, group, numbers, scales + i * groups);
-    split(numbers, k, group, 3, depth, digits + i * 3 * depth, sums + i * groups);
+    if (fit) split(numbers, k, group, 3, depth, digits + i * 3 * depth, sums + i * groups);
   }
   std::free(numbers);
   return fit;
