@@ -74,24 +74,12 @@ class Form(Protocol):
         """Return the operands as matrices, and what shapes their product back."""
 
     def integer_product(
-        self,
-        slot: int,
-        left: Mantissas,
-        right: Mantissas,
-        exact: bool,
-        dtype: torch.dtype = torch.float32,
-        bias: Tensor | None = None,
+        self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype, bias: Tensor | None
     ) -> Tensor:
         """Return the product of mantissas, summed exactly or in chains, with its bias added."""
 
     def mantissas(
-        self,
-        slot: int,
-        left: Mantissas,
-        right: Mantissas,
-        exponent: int,
-        symmetric: bool,
-        bias: Tensor | None = None,
+        self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool, bias: Tensor | None
     ) -> Exact | None:
         """Return the exact product, and bias, as mantissas under an exponent; None where it is none."""
 

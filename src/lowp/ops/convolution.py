@@ -89,24 +89,11 @@ class Convolution(Form):
         added = None if bias is None else Bias(bias)
         return integer.convolution_chained(*operands, exponent=exponent, bias=added).values
 
-    def mantissas(
-        self,
-        slot: int,
-        left: Mantissas,
-        right: Mantissas,
-        exponent: int,
-        symmetric: bool,
-        bias: Tensor | None = None,
-    ) -> Exact | None:
-        operands = self._plain_operands(slot, left.payload, right.payload)
+    def _exact_sum(self, slot: int, left: Tensor, right: Tensor, **options: Any) -> Exact | None:
+        operands = self._plain_operands(slot, left, right)
         if operands is None:
-            return super().mantissas(slot, left, right, exponent, symmetric, bias)
-        numbers = self.numbers_a_column(bias)
-        if bias is not None and numbers is None:
-            return None
-        shift = left.exponent + right.exponent - exponent
-        added = None if numbers is None else Bias(numbers, -exponent)
-        return integer.convolution_exact(*operands, exponent=shift, symmetric=symmetric, bias=added)
+            return super()._exact_sum(slot, left, right, **options)
+        return integer.convolution_exact(*operands, **options)
 
     def numbers_a_column(self, bias: Tensor | None) -> Tensor | None:
         fits = bias is not None and has_numbers(bias, (self.channels,))

@@ -12,6 +12,7 @@ rounded ONCE by the rule's `output`. The incoming gradient is rounded by `grad` 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -197,58 +198,44 @@ def _gradients(
     saved: Saved,
 ) -> Gradients:
     """Return the gradients of both operands and of the bias. `saved`: the operands' values, and edges of the graph."""
-    if torch.is_grad_enabled() or functorch_is_active():
-        return _computed_gradients(form, slot, casts, wanted, gradient, saved)
-    with Scratch() as scratch:
-        return _computed_gradients(form, slot, casts, wanted, gradient, saved, scratch)
+    graph = torch.is_grad_enabled() or functorch_is_active()  # they are part of it, and nothing of them may be lent
+    values, edges = saved
+    with nullcontext() if graph else Scratch() as scratch:
+        rounded_gradient: dict[int, Operand] = {}
+        to = casts.rule.grad
 
+        def incoming(axis: int) -> Operand:
+            """The gradient as operand; scales of rows and blocks follow the contracted dimension."""
+            axis = axis if depends_on_axis(to) else -1
+            if axis not in rounded_gradient:
+                is_told = bool(rounded_gradient)  # observers hear once of a gradient
+                value = carried(gradient, to, casts.seed, axis) if is_told else casts.carry(gradient, "grad", axis)
+                if not graph and to is not None and isinstance(form, Linear):
+                    value = _whole(gradient, value, to)
+                if not graph:  # once for all the products and the bias, which of an einsum may be this tensor itself
+                    value = ready_operand(value, None if wanted.bias and isinstance(form, Einsum) else scratch)
+                rounded_gradient[axis] = operand(gradient, value, casts.gradient_dtype) if graph else Operand(value)
+            return rounded_gradient[axis]
 
-def _computed_gradients(
-    form: Form,
-    slot: int,
-    casts: RoleCasts,
-    wanted: _Wanted,
-    gradient: Tensor,
-    saved: Saved,
-    scratch: Scratch | None = None,
-) -> Gradients:
-    """Return the gradients; as part of the graph where no scratch is given."""
-    (values, edges), graph = saved, scratch is None
-    rounded_gradient: dict[int, Operand] = {}
-    to = casts.rule.grad
-
-    def incoming(axis: int) -> Operand:
-        """The gradient as operand; scales of rows and blocks follow the contracted dimension."""
-        axis = axis if depends_on_axis(to) else -1
-        if axis not in rounded_gradient:
-            is_told = bool(rounded_gradient)  # observers hear once of a gradient
-            value = carried(gradient, to, casts.seed, axis) if is_told else casts.carry(gradient, "grad", axis)
-            if not graph and to is not None and isinstance(form, Linear):
-                value = _whole(gradient, value, to)
-            if not graph:  # once for all the products and the bias, which of an einsum may be this tensor itself
-                value = ready_operand(value, None if wanted.bias and isinstance(form, Einsum) else scratch)
-            rounded_gradient[axis] = operand(gradient, value, casts.gradient_dtype) if graph else Operand(value)
-        return rounded_gradient[axis]
-
-    result: list[Tensor | None] = [None, None]
-    for index, target in enumerate(_OTHERS[slot]):
-        if not wanted.operands[index]:
-            continue
-        other_slot = _OTHERS[slot][1 - index]
-        edge = edges[1 - index]
-        value = cast(Tensor, values[1 - index])  # kept, since this gradient was going to be needed
-        other = Operand(value) if edge is None else Operand(edge, value)
-        pair = {slot: incoming(form.contracted[target][_OTHERS[target].index(slot)]), other_slot: other}
-        left, right = (pair[one] for one in _OTHERS[target])
-        if graph:
-            result[index] = product(form, target, casts, left, right)
-        else:
-            result[index] = computed(form, target, casts, left.plain, right.plain)
-    bias = None
-    if wanted.bias:
-        wide = incoming(-1).connected
-        bias = casts.cast(form.bias_gradient(wide), "bias gradient").to(wanted.bias_dtype)
-    return result[0], result[1], bias
+        result: list[Tensor | None] = [None, None]
+        for index, target in enumerate(_OTHERS[slot]):
+            if not wanted.operands[index]:
+                continue
+            other_slot = _OTHERS[slot][1 - index]
+            edge = edges[1 - index]
+            value = cast(Tensor, values[1 - index])  # kept, since this gradient was going to be needed
+            other = Operand(value) if edge is None else Operand(edge, value)
+            pair = {slot: incoming(form.contracted[target][_OTHERS[target].index(slot)]), other_slot: other}
+            left, right = (pair[one] for one in _OTHERS[target])
+            if graph:
+                result[index] = product(form, target, casts, left, right)
+            else:
+                result[index] = computed(form, target, casts, left.plain, right.plain)
+        bias = None
+        if wanted.bias:
+            wide = incoming(-1).connected
+            bias = casts.cast(form.bias_gradient(wide), "bias gradient").to(wanted.bias_dtype)
+        return result[0], result[1], bias
 
 
 def _whole(gradient: Tensor, value: Tensor, cast: Cast) -> Tensor:

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,13 +40,7 @@ class Form(ABC):
         """Return the same product as matrices (batch, m, k) and (batch, k, n), and what shapes the result back."""
 
     def integer_product(
-        self,
-        slot: int,
-        left: Mantissas,
-        right: Mantissas,
-        exact: bool,
-        dtype: torch.dtype = torch.float32,
-        bias: Tensor | None = None,
+        self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype, bias: Tensor | None
     ) -> Tensor:
         """Return the same product of int16 mantissas, summed exactly and rounded once to `dtype`, or in int32 chains.
 
@@ -72,28 +66,30 @@ class Form(ABC):
         return finish(integer.matmul_chained(rows, columns, exponent=exponent, bias=added).values)
 
     def mantissas(
-        self,
-        slot: int,
-        left: Mantissas,
-        right: Mantissas,
-        exponent: int,
-        symmetric: bool,
-        bias: Tensor | None = None,
+        self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool, bias: Tensor | None
     ) -> Exact | None:
         """Return the same product as int16 under an exponent: the exact sum, and bias, rounded once.
 
         None for other sums. Raises NotFinite for such a bias.
         """
         numbers = self.numbers_a_column(bias)
-        if bias is not None and numbers is None:
-            return None
-        rows, columns, finish = self.matrices(slot, left.payload, right.payload)
-        if rows.dtype is not torch.int16 or columns.dtype is not torch.int16:
+        if not self.is_integer_sum(slot) or (bias is not None and numbers is None):
             return None
         shift = left.exponent + right.exponent - exponent
         added = None if numbers is None else Bias(numbers, -exponent)
-        seen = integer.matmul_exact(rows, columns, exponent=shift, symmetric=symmetric, bias=added)
-        return seen._replace(values=finish(seen.values))
+        return self._exact_sum(slot, left.payload, right.payload, exponent=shift, symmetric=symmetric, bias=added)
+
+    def is_integer_sum(self, slot: int) -> bool:
+        """Whether what fills a slot is a sum of products of the operands' integers, and nothing else."""
+        return True
+
+    def _exact_sum(self, slot: int, left: Tensor, right: Tensor, **options: Any) -> Exact | None:
+        """Return the exact sum of int16 products, with the options of `integer.matmul_exact`; None where it is none."""
+        rows, columns, finish = self.matrices(slot, left, right)
+        if rows.dtype is not torch.int16 or columns.dtype is not torch.int16:
+            return None
+        found = integer.matmul_exact(rows, columns, **options)
+        return found._replace(values=finish(found.values))
 
     def numbers_a_column(self, bias: Tensor | None) -> Tensor | None:
         """Return a bias that kernels can add, a number a column of the output's matrix or a channel; None if not."""
@@ -253,18 +249,8 @@ class Einsum(Form):
 
         return flat(left, terms[0], batch, rows, summed), flat(right, terms[1], batch, summed, columns), finish
 
-    def mantissas(
-        self,
-        slot: int,
-        left: Mantissas,
-        right: Mantissas,
-        exponent: int,
-        symmetric: bool,
-        bias: Tensor | None = None,
-    ) -> Exact | None:
-        if self.scale != 1 or self._reachable(slot) != self.terms[slot]:
-            return None
-        return super().mantissas(slot, left, right, exponent, symmetric, bias)
+    def is_integer_sum(self, slot: int) -> bool:
+        return self.scale == 1 and self._reachable(slot) == self.terms[slot]
 
     def spread(self, bias: Tensor) -> Tensor:
         return bias * self.bias_scale

@@ -81,7 +81,7 @@ def test_transposed_convolutions_of_integers_are_exact(dilation: int, output_pad
     output = drawn(tuple(wide.shape))
     for slot, left, right in ((OUTPUT, first, second), (FIRST, second, output), (SECOND, first, output)):
         expected = torch.ldexp(form.product(slot, left.payload.double(), right.payload.double()), torch.tensor(-18))
-        assert torch.equal(form.integer_product(slot, left, right, True, torch.float64), expected)
-        written = form.mantissas(slot, left, right, 0, False)
+        assert torch.equal(form.integer_product(slot, left, right, True, torch.float64, None), expected)
+        written = form.mantissas(slot, left, right, 0, False, None)
         assert written is not None
         assert torch.equal(written.values, expected.round().clamp(-32768, 32767).to(torch.int16))

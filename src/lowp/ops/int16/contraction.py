@@ -106,7 +106,7 @@ class _IntegerProduct(torch.autograd.Function):
         # what a checkpoint computes again may have been written under other exponents
         ctx.save_for_backward(a.payload, b.payload, torch.tensor((a.exponent, b.exponent), device="cpu"))
         if results is not None:  # the exact sum, bias included, is rounded once
-            return _write_output(form, casts, results.writer, a, b, bias)
+            return _write_sum(form, OUTPUT, casts.accumulate, results.writer, OUTPUT_ROLE, (a, b), bias)
         finish = partial(casts.cast, role="output")
         return contract(form, OUTPUT, (a, b), casts.accumulate, casts.rule.output, bias, finish)
 
@@ -164,19 +164,6 @@ def _as_it_came(gradient: Tensor, rule: Rule) -> Mantissas | None:
     return payloads.exact(gradient, output)
 
 
-def _write_output(
-    form: Form, casts: RoleCasts, writer: SiteWriter, a: Mantissas, b: Mantissas, bias: Tensor | None
-) -> Tensor:
-    found = _written_sum(form, OUTPUT, casts.accumulate, writer, OUTPUT_ROLE, (a, b), bias)
-    if found is not None:
-        return found
-    if bias is None:
-        return writer.write(contract(form, OUTPUT, (a, b), casts.accumulate, dtype=torch.float64), OUTPUT_ROLE)
-    result = contract(form, OUTPUT, (a, b), casts.accumulate, dtype=torch.float64).double()
-    wide = form.spread(bias.double())
-    return writer.write(result.add_(wide) if result.is_contiguous() else result + wide, OUTPUT_ROLE)
-
-
 def _write_sum(
     form: Form,
     slot: int,
@@ -184,31 +171,20 @@ def _write_sum(
     writer: SiteWriter,
     role: str,
     operands: tuple[Mantissas, Mantissas],
-) -> Tensor:
-    """Return the product that fills a slot, its sum written under a role; an exact one straight from the integers."""
-    found = _written_sum(form, slot, accumulate, writer, role, operands)
-    if found is not None:
-        return found
-    return writer.write(contract(form, slot, operands, accumulate, dtype=torch.float64), role)
-
-
-def _written_sum(
-    form: Form,
-    slot: int,
-    accumulate: Accumulation | None,
-    writer: SiteWriter,
-    role: str,
-    operands: tuple[Mantissas, Mantissas],
     bias: Tensor | None = None,
-) -> Tensor | None:
-    """Return an exact product, and bias, written straight from the integers; None where the sum has to be seen."""
-    if accumulate is None or accumulate.format != "exact":
-        return None
-    exponent = writer.exponent_of_sum(role)
-    if exponent is None:
-        return None
-    found = contract_mantissas(form, slot, operands, exponent, writer.is_symmetric, bias)
-    return None if found is None else writer.write_sum(found, role)
+) -> Tensor:
+    """Return the product that fills a slot, and bias, written under a role; an exact sum straight from the integers."""
+    is_exact = accumulate is not None and accumulate.format == "exact"
+    exponent = writer.exponent_of_sum(role) if is_exact else None
+    if exponent is not None:
+        found = contract_mantissas(form, slot, operands, exponent, writer.is_symmetric, bias)
+        if found is not None:
+            return writer.write_sum(found, role)
+    result = contract(form, slot, operands, accumulate, dtype=torch.float64)
+    if bias is not None:
+        result, wide = result.double(), form.spread(bias.double())
+        result = result.add_(wide) if result.is_contiguous() else result + wide
+    return writer.write(result, role)
 
 
 def _summed_gradients(
