@@ -14,7 +14,7 @@ import lowp
 from lowp.kernels import cpu
 from lowp.kernels.mantissas import Mantissas
 from lowp.ops.convolution import Convolution
-from lowp.ops.trilinear import FIRST, OUTPUT, SECOND
+from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum
 
 # Three layers. Inputs, weights and output gradients are looked at and converted once each, by one call; of the nine
 # products the gradient of the data is not asked for; a bias's gradient is summed from the mantissas.
@@ -85,3 +85,15 @@ def test_transposed_convolutions_of_integers_are_exact(dilation: int, output_pad
         written = form.mantissas(slot, left, right, 0, False, None)
         assert written is not None
         assert torch.equal(written.values, expected.round().clamp(-32768, 32767).to(torch.int16))
+
+
+def test_only_sums_of_integers_are_written_from_their_integers() -> None:
+    rows, columns = (Mantissas(torch.full(shape, 3, dtype=torch.int16), 0) for shape in ((2, 4), (4, 5)))
+    matrices = Einsum(("ij", "jk", "ik"), (2, 4), (4, 5))
+    written = matrices.mantissas(OUTPUT, rows, columns, 0, False, None)
+    assert written is not None and torch.equal(written.values, torch.full((2, 5), 36, dtype=torch.int16))
+    scaled = Einsum(("ij", "jk", "ik"), (2, 4), (4, 5), scale=0.5)
+    assert scaled.mantissas(OUTPUT, rows, columns, 0, False, None) is None
+    summed_away = Einsum(("ij", "jk", "i"), (2, 4), (4, 5))  # each k of the gradient of the second is the same number
+    sums = Mantissas(torch.full((2,), 3, dtype=torch.int16), 0)
+    assert summed_away.mantissas(SECOND, rows, sums, 0, False, None) is None
