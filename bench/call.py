@@ -233,7 +233,7 @@ def main() -> None:
     """Measure, print the tables and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "call.json")
+    parser.add_argument("--json", type=Path, help="write the figures there")
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -252,8 +252,8 @@ def main() -> None:
         print(f"digits, {name:<14} {row['step']:.1f} us, {row['step'] / networks['fp32']['step']:.2f} of fp32")
     document = {**header("bench-call", "bench/call.py"), "rounds": given.rounds, "microseconds": rows}
     document |= {"optimizer_steps": optimizers, "digits_steps": networks}
-    given.out.parent.mkdir(exist_ok=True)
-    given.out.write_text(json.dumps(document, indent=1) + "\n")
+    if given.json:
+        given.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import contextlib
 import json
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from torch import Tensor
 from lowp.errors import Unavailable
 from lowp.kernels import integer
 from lowp.kernels.integer import ConvolutionShape
+from lowp.recipes.results import header
 
 SIZES = (512, 1024, 2048)
 CONVOLUTIONS = (
@@ -147,13 +147,6 @@ def kernel() -> str:
     raise AssertionError("reference runs everywhere")
 
 
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
 def main() -> None:
     """Run all rows with one thread and with two."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -166,8 +159,8 @@ def main() -> None:
     torch.manual_seed(0)
     sizes, convolutions = (SIZES[:1], CONVOLUTIONS[:1]) if options.quick else (SIZES, CONVOLUTIONS)
     results: dict[str, Any] = {
-        "machine": f"{processor()}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-        "capability": torch.backends.cpu.get_cpu_capability(),
+        **header("bench-gemm", "bench/gemm.py"),
+        "held_to_avx2": options.avx2,
         "kernel": kernel(),
         "rows": {},
     }
@@ -182,7 +175,7 @@ def main() -> None:
             times = convolution_row(batch, channels, side, 12)
             results["rows"][title] = report(title, times, work, lambda name: "fp32 " + name.partition(" ")[2])
     if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -164,7 +164,8 @@ def main() -> None:
             table.append(row)
     if arguments.json is not None:
         processor = choices()["C++ library"].partition(",")[0]
-        document = {"machine": results.machine(), "kernels": processor, "threads": arguments.threads, "rows": table}
+        document = {**results.header("bench-inference", "bench/inference.py"), "kernels": processor}
+        document |= {"threads": arguments.threads, "rows": table}
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -23,12 +23,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from gemm import processor, quantised
+from gemm import quantised
 from torch import Tensor, nn
 
 import lowp
 from lowp.kernels import integer
 from lowp.kernels.integer import ConvolutionShape
+from lowp.recipes.results import header
 
 MIB = 1 << 20
 Path_ = tuple[Callable[[], object], int, int]  # what runs, bytes of its result, bytes of one operand as int16
@@ -150,7 +151,7 @@ def main() -> None:
         cells = f"{sizes[0]:8.1f}{sizes[1]:9.1f}{sizes[2]:10.1f}{sizes[3]:11.1f}"
         print(f"{name:46}{cells}{max(one, two) / (result + operand):9.2f}", flush=True)
     if given.json:
-        document = {"machine": processor(), "torch": torch.__version__, "unit": "MiB", "rows": rows}
+        document = {**header("bench-int16-memory", "bench/int16_memory.py"), "unit": "MiB", "rows": rows}
         given.json.write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -13,7 +13,6 @@ import importlib
 import json
 import math
 import os
-import platform
 import time
 import warnings
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from torch import Tensor
 import lowp
 from lowp.casts import Rounding, parse
 from lowp.kernels import cpu
+from lowp.recipes.results import header
 
 ELEMENTS = 1 << 24
 NEAREST = ("fp16", "bf16", "bf16-tpu", "e4m3fn", "e4m3fn:saturate", "e5m2", "e4m3fnuz", "e8m0", "e3m2", "e2m1", "tf32")
@@ -141,14 +141,6 @@ def bytes_of(name: str) -> int:
     return 4 if name == "lowp statistics" else 8
 
 
-def machine() -> str:
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
-    return f"{model}, {os.cpu_count()} cores, {cpu.select(None)} kernels, torch {torch.__version__}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="3 rounds instead of 15, no peers")
@@ -163,7 +155,8 @@ def main() -> None:
         candidates |= peers(x, out)
     best = best_times(candidates, 3 if arguments.quick else 15)
     copy = best["torch.copy_"]
-    print(f"{machine()}; {arguments.threads} threads, {ELEMENTS:,} elements")
+    document = {**header("bench-kernels", "bench/kernels.py"), "kernels": cpu.select(None)}
+    print(f"{document['machine']['words']}; {arguments.threads} threads, {ELEMENTS:,} elements")
     rows = {}
     for name, seconds in best.items():
         row = {
@@ -181,8 +174,13 @@ def main() -> None:
     for name, microseconds in small.items():
         print(f"{name + ', 1,000 elements':54}{microseconds:8.2f} us")
     if arguments.json:
-        found = {"machine": machine(), "threads": arguments.threads, "elements": ELEMENTS, "rows": rows}
-        arguments.json.write_text(json.dumps({**found, "microseconds_1000_elements": small}, indent=2) + "\n")
+        document |= {
+            "threads": arguments.threads,
+            "elements": ELEMENTS,
+            "rows": rows,
+            "microseconds_1000_elements": small,
+        }
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

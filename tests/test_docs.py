@@ -5,10 +5,12 @@ Where a row is wrong the error shows the one that is right, ready to be pasted i
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,10 +33,6 @@ def table(page: str, first: str) -> list[list[str]]:
     lines = rest.split("\n\n")[0].splitlines()[2:]
     assert lines, f"{page} has no table that begins with {first!r}"
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def result(name: str) -> Any:
-    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
 
 
 def test_the_formats_to_choose_from_have_the_numbers_of_lowp_formats(lowp: Callable[..., Any]) -> None:
@@ -75,110 +73,51 @@ def test_the_sets_that_recipes_look_for_have_the_addresses_that_the_errors_name(
             assert address in text_of("recipes.md")
 
 
-def test_the_speeds_of_served_layers_are_those_of_the_bench() -> None:
-    many, one = [], []
-    for name, instructions in (("inference", "AVX-512 VNNI"), ("inference-avx2", "AVX2")):
-        recorded = result(name)
-        assert "AMD EPYC" in recorded["machine"]["words"]
-        for row in recorded["rows"]:
-            times = {way: f"{row['seconds']['fp32'] / seconds:.1f}" for way, seconds in row["seconds"].items()}
-            if row["batch"] == 1:
-                formats = ("int8", "int4", "mxfp4", "nvfp4", "ternary", "binary")
-                one.append([instructions, *(times[f"lowp {format}"] for format in formats)])
-                continue
-            peers = [times[f"{peer} int8"] for peer in ("torch", "onnxruntime", "torchao")]
-            held = recorded["kernels"] == "avx2"  # the others cannot be
-            own = [times["lowp int8, calibrated"], times["lowp int8, dynamic"]]
-            many.append([instructions, str(row["batch"]), *own, *([""] * 3 if held else peers)])
-    for right, first in ((many, "instructions | n"), (one, "instructions | int8")):
-        for found, wanted in zip(table("serving.md", first), right, strict=True):
-            assert found == wanted, f"docs/serving.md needs | {' | '.join(wanted)} |"
+@pytest.fixture(scope="module")
+def tables(repository: Path) -> Iterator[ModuleType]:
+    sys.path.insert(0, str(repository / "bench"))
+    try:
+        import tables  # type: ignore[import-not-found]
+
+        yield tables
+    finally:
+        sys.path.remove(str(repository / "bench"))
 
 
-def told(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def test_the_figures_in_tables_are_those_of_the_benches(tables: ModuleType) -> None:
+    for one in tables.TABLES:
+        text = (ROOT / one.page).read_text()
+        assert tables.written(text, one) == text, f"{one.page}, {one.first!r} is out of date: python bench/tables.py"
 
 
-@pytest.mark.parametrize(("kind", "name"), [("AVX2", "step"), ("AVX-512", "step-avx512")])
-def test_the_times_of_a_step_are_those_of_the_bench(kind: str, name: str) -> None:
-    recorded = result(name)
-    assert recorded["held_to_avx2"] is (kind == "AVX2") and recorded["threads"] == 2
-    wanted = [
-        [
-            *(network, format, *(told(row[key], 1) for key in ("fp32_ms", "lowp_ms", "torch_autocast_ms"))),
-            *(told(row[key], 2) for key in ("lowp_over_fp32", "torch_over_fp32")),
-            row["products"],
-        ]
-        for network, formats in recorded["results"].items()
-        for format, row in formats.items()
-    ]
-    assert table("performance.md", f"network, {kind} | format") == wanted
+def test_a_table_out_of_date_is_written_anew(tables: ModuleType) -> None:
+    rows = [["bf16", "0.5"], ["fp16", "1.1"]]
+    text = "Words.\n\n| format | ratio |\n| --- | --: |\n| bf16 | 0.9 |\n\nMore words.\n"
+    written = tables.written(text, tables.Table("page.md", "format | ratio", lambda: rows))
+    assert written == text.replace("| bf16 | 0.9 |", "| bf16 | 0.5 |\n| fp16 | 1.1 |")
+    assert tables.span([0.52, 0.61], 1) == "0.5 to 0.6" and tables.span([0.52, 0.53], 1) == "0.5"
 
 
-def test_the_times_of_an_int16_step_are_those_of_the_bench() -> None:
-    rows = result("flex")["rows"]
-    wanted = [[name, f"{1e3 * row['seconds']:.0f}", f"{row['of_fp32']:.2f}"] for name, row in rows.items()]
-    assert table("performance.md", "precision | ms a step") == wanted
+def test_results_are_of_the_instructions_that_their_names_say(tables: ModuleType) -> None:
+    for name in ("step", "step-1", "flex", "gemm"):
+        assert tables.result(f"{name}-avx2")["held_to_avx2"] and not tables.result(name)["held_to_avx2"]
+    for name, threads in (("step", 2), ("step-avx2", 2), ("step-1", 1), ("step-1-avx2", 1), ("flex", 2)):
+        assert tables.result(name)["threads"] == threads
 
 
-def test_what_a_second_thread_gains_is_that_of_the_bench() -> None:
-    wanted = []
-    for kind, name in (("AVX-512", "step-avx512"), ("AVX2", "step")):
-        two, one = result(name)["results"], result(f"{name}-1")
-        assert one["threads"] == 1
-        for network, formats in one["results"].items():
-            for format, alone in formats.items():
-                both = two[network][format]
-                times = [(alone[key], both[key]) for key in ("fp32_ms", "lowp_ms")]
-                cells = [f"{one:.1f}" for pair in times for one in pair]
-                gains = [f"{first / second:.2f}" for first, second in times]
-                wanted.append([kind, network, format, *cells, *gains, told(alone["lowp_over_fp32"], 2)])
-    assert table("performance.md", "processor | network") == wanted
+def test_every_bench_that_is_recorded_is_there_and_takes_its_options(repository: Path) -> None:
+    command = [sys.executable, str(repository / "bench" / "record.py"), "--list"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    for line in lines:
+        _, script, *options = line.split()
+        assert all(f'"{option}"' in Path(script).read_text() for option in options if option.startswith("--"))
+        assert Path(options[-1]).exists()  # the results that it writes anew
 
 
-def test_the_memory_of_a_step_is_that_of_the_bench() -> None:
-    networks = result("memory")["results"]
-    wanted = [
-        [network, way, *(f"{row[key] / 2**20:.1f}" for key in ("saved", "peak", "process"))]
-        for network, ways in networks.items()
-        for way, row in ways.items()
-    ]
-    assert table("performance.md", "network, MiB | way") == wanted
-    for ways in networks.values():  # what the page says of them
+def test_a_bf16_step_keeps_no_more_than_torch_autocast(tables: ModuleType) -> None:
+    for ways in tables.result("memory")["results"].values():
         mine, theirs = ways["lowp bf16"], ways["torch.autocast bf16"]
         assert mine["saved"] <= theirs["saved"] and mine["peak"] <= theirs["peak"] + 2048
-
-
-@pytest.mark.parametrize(("place", "results"), [(1, ""), (2, "-avx512")])
-def test_the_readme_says_of_each_processor_what_was_measured(place: int, results: str) -> None:
-    networks = result(f"step{results}")["results"].values()
-    flex = result(f"flex{results}")["rows"]
-    kinds = "bf16", "fp16"
-    spans: list[tuple[list[float], int | None]] = [
-        *(([rows[kind]["lowp_over_fp32"] for rows in networks], 1) for kind in kinds),
-        *(([rows[kind]["torch_autocast_ms"] / rows[kind]["fp32_ms"] for rows in networks], None) for kind in kinds),
-        *(([flex[name]["of_fp32"]], 1) for name in ("dfp16", "flex16+5")),
-    ]
-    wanted = []
-    for values, digits in spans:
-        digits = digits if digits is not None else 1 if max(values) < 10 else 0
-        low, high = (f"{one:.{digits}f}" for one in (min(values), max(values)))
-        wanted.append(low if low == high else f"{low} to {high}")
-    assert [row[place] for row in table("../README.md", "step | AVX2")] == wanted
-
-
-def test_the_fixed_costs_of_an_op_are_those_of_the_bench() -> None:
-    measured = result("call")["microseconds"]
-    ops = ("linear", "linear and its backward", "relu")
-    wanted = [[region, *(str(row[op]) for op in ops)] for region, row in measured.items() if "linear" in row]
-    assert table("performance.md", "region | linear, no gradient") == wanted
-
-
-def test_the_shares_of_the_bandwidth_are_those_of_the_bench() -> None:
-    rows = result("kernels")["rows"]
-    names = ("lowp fp16", "lowp bf16", "lowp e4m3fn", "lowp fp16:stochastic", "lowp statistics")
-    shown = [share for _, share in table("performance.md", "what | share")]
-    assert shown == [f"{rows[name]['percent_of_copy']:.0f} %" for name in names]
 
 
 def test_the_page_quotes_the_warning_of_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,12 +76,18 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu() -> str:
+    """The processor by name, on x86 with its family and model, which tell apart what clouds call by one name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    facts: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        facts.setdefault(key.strip(), value.strip())
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{key.removeprefix('cpu ')} {facts[key]}" for key in ("cpu family", "model") if facts.get(key)]
+    return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
 def _memory() -> int | None:

@@ -1,0 +1,66 @@
+"""Record the figures of README and docs on this machine, and write the pages' tables from them.
+
+    python bench/record.py [--only step,flex-avx2] [--list]
+
+Half an hour on two cores that do nothing else. Every bench writes `bench/results/NAME.json` when it is done, with the
+machine in words; NAME-avx2 is the same with all libraries held to AVX2, NAME-1 with one thread. What was not recorded
+anew stays as it was. On a busy machine set OMP_WAIT_POLICY=PASSIVE: a thread that waits then gives its core away.
+`bench/exactness.py`, `bench/debuggers.py`, `bench/gpu_static.py` and `lowp bench` have pages of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import tables
+
+BENCH = Path(__file__).parent
+RUNS: dict[str, list[str]] = {
+    "call": ["call.py"],
+    "step": ["step.py"],
+    "step-1": ["step.py", "--threads", "1", "--formats", "bf16,fp16"],
+    "step-avx2": ["step.py", "--avx2"],
+    "step-1-avx2": ["step.py", "--avx2", "--threads", "1", "--formats", "bf16,fp16"],
+    "flex": ["flex.py"],
+    "flex-avx2": ["flex.py", "--avx2"],
+    "gemm": ["gemm.py"],
+    "gemm-avx2": ["gemm.py", "--avx2"],
+    "kernels": ["kernels.py"],
+    "inference": ["inference.py"],
+    "inference-avx2": ["inference.py", "--avx2"],
+    "memory": ["memory.py"],
+    "int16-memory": ["int16_memory.py"],
+}
+
+
+def main() -> int:
+    """Run the benches asked for; the exit status is the number of those that failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(RUNS), help="names of results, with commas between (default: all)")
+    parser.add_argument("--list", action="store_true", help="print each command instead of running it")
+    given = parser.parse_args()
+    names = given.only.split(",")
+    if unknown := [name for name in names if name not in RUNS]:
+        parser.error(f"no bench writes {', '.join(unknown)}: give some of {', '.join(RUNS)}")
+    failed = 0
+    for name in names:
+        script, *options = RUNS[name]
+        command = [sys.executable, str(BENCH / script), *options, "--json", str(BENCH / "results" / f"{name}.json")]
+        print(" ".join(command), flush=True)
+        if given.list:
+            continue
+        start = time.monotonic()
+        done = subprocess.run(command, stdout=subprocess.DEVNULL)
+        failed += done.returncode != 0
+        print(f"  {'failed' if done.returncode else 'recorded'} after {time.monotonic() - start:.0f} s", flush=True)
+    if not given.list:
+        tables.main()
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

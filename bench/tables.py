@@ -1,0 +1,202 @@
+"""Write the tables of README and docs that are figures of bench/results.
+
+    python bench/tables.py
+
+A page keeps its words; the rows of every table listed here are written anew from the recorded results.
+`tests/test_docs.py` fails where a page and the results differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Rows = list[list[str]]
+
+
+class Table(NamedTuple):
+    """A table of a page: `first`, with which its header begins, and what makes its rows, a list of cells each."""
+
+    page: str
+    first: str
+    rows: Callable[[], Rows]
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+
+
+def told(value: float | None, digits: int) -> str:
+    """Return a number with so many decimals, and what was not measured as a dash."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def span(values: list[float], digits: int) -> str:
+    """Return the least and the largest of some numbers, or the one that they all are when printed."""
+    low, high = told(min(values), digits), told(max(values), digits)
+    return low if low == high else f"{low} to {high}"
+
+
+# -- the rows of each table -------------------------------------------------------------------------------------------
+def steps(name: str) -> Rows:
+    """A training step of each network in each format beside fp32 and torch.autocast."""
+    return [
+        [
+            *(network, format, *(told(row[key], 1) for key in ("fp32_ms", "lowp_ms", "torch_autocast_ms"))),
+            *(told(row[key], 2) for key in ("lowp_over_fp32", "torch_over_fp32")),
+            row["products"],
+        ]
+        for network, formats in result(name)["results"].items()
+        for format, row in formats.items()
+    ]
+
+
+def threads() -> Rows:
+    """The same steps with one thread beside two."""
+    rows = []
+    for kind, suffix in (("AVX-512", ""), ("AVX2", "-avx2")):
+        two, one = result(f"step{suffix}")["results"], result(f"step-1{suffix}")["results"]
+        for network, formats in one.items():
+            for format, alone in formats.items():
+                both = two[network][format]
+                times = [(alone[key], both[key]) for key in ("fp32_ms", "lowp_ms")]
+                cells = [told(value, 1) for pair in times for value in pair]
+                gains = [told(first / second, 2) for first, second in times]
+                rows.append([kind, network, format, *cells, *gains, told(alone["lowp_over_fp32"], 2)])
+    return rows
+
+
+def integer_steps() -> Rows:
+    """A step of a wide MLP in integers, all that the processor has beside AVX2."""
+    kinds = [result(name)["rows"] for name in ("flex", "flex-avx2")]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        return [told(1e3 * row["seconds"], 0), told(row["of_fp32"], 2)]
+
+    return [[name, *cells(kinds[0][name]), *cells(kinds[1][name])] for name in kinds[0]]
+
+
+PRODUCTS = ("chained, 14 bits", "chained, 16 bits", "exact, 16 bits", "exact, full range")
+
+
+def products(name: str) -> Rows:
+    """int16 matrix products as multiples of the fp32 product."""
+    rows = []
+    for title, ways in result(name)["rows"].items():
+        if "convolution" not in title:
+            size, _, count = title.partition(", threads: ")
+            rows.append([f"{size.split(' ')[0]}, {count}", *(told(ways[way]["relative"], 2) for way in PRODUCTS)])
+    return rows
+
+
+def memory() -> Rows:
+    """What a step keeps for backward, its peak and its process, in MiB."""
+    return [
+        [network, way, *(told(row[key] / 2**20, 1) for key in ("saved", "peak", "process"))]
+        for network, ways in result("memory")["results"].items()
+        for way, row in ways.items()
+    ]
+
+
+def calls() -> Rows:
+    """The fixed cost of an operation in each region, in microseconds."""
+    ops = ("linear", "linear and its backward", "relu")
+    measured = result("call")["microseconds"]
+    return [[region, *(told(row[op], 1) for op in ops)] for region, row in measured.items() if "linear" in row]
+
+
+CASTS = {
+    "fp16, to nearest even": "lowp fp16",
+    "bf16, to nearest even": "lowp bf16",
+    "e4m3fn, to nearest even": "lowp e4m3fn",
+    "fp16, stochastic": "lowp fp16:stochastic",
+    "statistics: exponent histogram, maximum, energy, counts": "lowp statistics",
+}
+
+
+def casts() -> Rows:
+    """Kernels as a share of the bandwidth of a copy."""
+    rows = result("kernels")["rows"]
+    return [[words, f"{rows[name]['percent_of_copy']:.0f} %"] for words, name in CASTS.items()]
+
+
+def served() -> Iterator[tuple[bool, list[str]]]:
+    """Yield whether a row is of one input row, and its cells: layers of quantized models as multiples of fp32."""
+    formats = ("int8", "int4", "mxfp4", "nvfp4", "ternary", "binary")
+    for name, instructions in (("inference", "AVX-512 VNNI"), ("inference-avx2", "AVX2")):
+        recorded = result(name)
+        for row in recorded["rows"]:
+            times = {way: told(row["seconds"]["fp32"] / seconds, 1) for way, seconds in row["seconds"].items()}
+            if row["batch"] == 1:
+                yield True, [instructions, *(times[f"lowp {format}"] for format in formats)]
+                continue
+            held = recorded["kernels"] == "avx2"  # the others cannot be
+            peers = [""] * 3 if held else [times[f"{peer} int8"] for peer in ("torch", "onnxruntime", "torchao")]
+            own = [times["lowp int8, calibrated"], times["lowp int8, dynamic"]]
+            yield False, [instructions, str(row["batch"]), *own, *peers]
+
+
+def overview() -> Rows:
+    """README's table: the step of each format on each kind of processor, as multiples of the fp32 step."""
+    kinds = [([*result(f"step{one}")["results"].values()], result(f"flex{one}")["rows"]) for one in ("-avx2", "")]
+    rows = []
+    for format in ("bf16", "fp16"):
+        ours = [span([formats[format]["lowp_over_fp32"] for formats in networks], 1) for networks, _ in kinds]
+        rows.append([f"{format}, lowp", *ours])
+    for format in ("bf16", "fp16"):
+        cells = []
+        for networks, _ in kinds:
+            values = [formats[format]["torch_autocast_ms"] / formats[format]["fp32_ms"] for formats in networks]
+            cells.append(span(values, 1 if max(values) < 10 else 0))
+        rows.append([f"{format}, torch.autocast", *cells])
+    for format in ("dfp16", "flex16+5"):
+        rows.append([f"{format}, MLP of width 2048", *(told(flex[format]["of_fp32"], 1) for _, flex in kinds)])
+    return [[*row, "not measured"] for row in rows]
+
+
+TABLES = (
+    Table("README.md", "step | AVX2", overview),
+    Table("docs/performance.md", "network, AVX2 | format", lambda: steps("step-avx2")),
+    Table("docs/performance.md", "network, AVX-512 | format", lambda: steps("step")),
+    Table("docs/performance.md", "precision | ms a step", integer_steps),
+    Table("docs/performance.md", "n, threads (AVX2)", lambda: products("gemm-avx2")),
+    Table("docs/performance.md", "n, threads (AVX-512)", lambda: products("gemm")),
+    Table("docs/performance.md", "processor | network", threads),
+    Table("docs/performance.md", "network, MiB | way", memory),
+    Table("docs/performance.md", "region | linear, no gradient", calls),
+    Table("docs/performance.md", "what | share", casts),
+    Table("docs/serving.md", "instructions | n", lambda: [row for alone, row in served() if not alone]),
+    Table("docs/serving.md", "instructions | int8", lambda: [row for alone, row in served() if alone]),
+)
+
+
+# -- pages ------------------------------------------------------------------------------------------------------------
+def written(text: str, table: Table) -> str:
+    """Return a page's text with the rows of a table written anew."""
+    before, header, after = text.partition(f"| {table.first} |")
+    if not header:
+        raise SystemExit(f"{table.page} has no table whose header begins with {table.first!r}")
+    old, blank, rest = after.partition("\n\n")
+    head = "\n".join(old.split("\n")[:2])
+    lines = ["| " + " | ".join(cells) + " |" for cells in table.rows()]
+    return "\n".join([before + header + head, *lines]) + blank + rest
+
+
+def main() -> None:
+    """Write all pages, and say which were changed."""
+    for page in dict.fromkeys(table.page for table in TABLES):
+        path = ROOT / page
+        text = old = path.read_text()
+        for table in TABLES:
+            if table.page == page:
+                text = written(text, table)
+        path.write_text(text)
+        print(f"{page}: {'as it was' if text == old else 'written'}")
+
+
+if __name__ == "__main__":
+    main()
