@@ -207,7 +207,8 @@ def _checked(bias: Bias | None, count: int, dtype: torch.dtype | None) -> Bias |
         raise InvalidInput(f"a bias is added to a chained product or to one of int16, not to {dtype}")
     if tuple(bias.numbers.shape) != (count,):
         raise InvalidInput(f"a bias of shape {tuple(bias.numbers.shape)}; this product takes {count} numbers")
-    return Bias(bias.numbers.detach().to(torch.float32).contiguous(), bias.exponent)
+    numbers = bias.numbers.detach()
+    return Bias(numbers.float().contiguous(), bias.exponent)
 
 
 def _output(
@@ -239,6 +240,8 @@ def chosen_kernel(like: Tensor, kernel: str | None = None) -> str:
     Raises InvalidInput for an unknown name, Unavailable for what is not there.
     """
     way = forced()
+    if way is None and not kernel and like.is_cpu:
+        return cpu.asked()
     if way == "native" and not kernel:
         raise Unavailable("native has no integer products; cpu, bitwise and reference have them")
     chosen = kernel or _WAYS.get(way or "") or (cpu.asked() if like.is_cpu else _on_device(like.device))
@@ -255,6 +258,8 @@ def _on_device(device: torch.device) -> str:
 
 
 def _check_operands(a: Tensor, b: Tensor) -> None:
+    if a.dtype is b.dtype is torch.int16 and a.is_cpu and b.is_cpu:
+        return
     for name, operand in (("a", a), ("b", b)):
         if operand.dtype is not torch.int16 or operand.device.type not in _DEVICES:
             raise InvalidInput(
@@ -292,7 +297,7 @@ def _matrices(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> tup
             f"{right.shape[-2]} in b {tuple(b.shape)}{' transposed' if transpose_b else ''}"
         )
     _check_depth(left.shape[-1])
-    if left.dim() == right.dim() == 2:
+    if left.shape[:-2] == right.shape[:-2]:
         return left, right
     batch = _broadcast(left.shape[:-2], right.shape[:-2])
     return left.expand(*batch, *left.shape[-2:]), right.expand(*batch, *right.shape[-2:])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,6 @@ PRODUCTS = {
 }
 Observer = Callable[[int], AbstractContextManager[None]]
 _observers: list[Observer] = []
-_NOBODY = nullcontext()
 
 
 class Bias(NamedTuple):
@@ -79,10 +78,6 @@ def observed(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
-def _watched(operations: int) -> AbstractContextManager[None]:
-    return _told(operations) if _observers else _NOBODY
-
-
 @contextmanager
 def _told(operations: int) -> Iterator[None]:
     with ExitStack() as stack:
@@ -92,44 +87,47 @@ def _told(operations: int) -> Iterator[None]:
 
 
 def _batched(x: Tensor) -> Tensor:
-    """Return [..., r, c] as [batch, r, c] with one of the last two strides 1 (a copy only where neither is)."""
-    if x.dim() == 2:
-        x = x.unsqueeze(0)
-    elif x.dim() != 3:
+    """Return [..., r, c] with at most one dimension before these, and one of their strides 1 (else a copy)."""
+    if x.dim() > 3:
         x = x.reshape(-1, *x.shape[-2:]) if x.numel() else x.new_empty(x.shape[:-2].numel(), *x.shape[-2:])
-    return x if x.stride(1) == 1 or x.stride(2) == 1 else x.contiguous()
+    return x if 1 in x.stride()[-2:] else x.contiguous()
 
 
 def matmul(left: Tensor, right: Tensor, output: Output) -> Result:
     """Return [..., m, k] @ [..., k, n], whose leading dimensions are the same."""
-    with _watched(2 * math.prod(left.shape) * right.shape[-1]):
-        if output.kernel == "triton":
-            return _matmul_by_triton(left, right, output)
-        library = None if output.kernel == "reference" else cpu.library()
-        if library is None:
-            return _by_definition(integer_reference.matmul(left, right, output.chained), output, -1)
-        return _matmul_by_library(library, left, right, output)
+    if not _observers:
+        return _matmul(left, right, output)
+    with _told(2 * math.prod(left.shape) * right.shape[-1]):
+        return _matmul(left, right, output)
 
 
-def _matmul_by_library(library: Any, left: Tensor, right: Tensor, output: Output) -> Result:
-    result = torch.empty(*left.shape[:-1], right.shape[-1], dtype=output.dtype, device="cpu")
+def _matmul(left: Tensor, right: Tensor, output: Output) -> Result:
+    if output.kernel == "triton":
+        return _matmul_by_triton(left, right, output)
+    library = None if output.kernel == "reference" else cpu.library()
+    if library is None:
+        return _by_definition(integer_reference.matmul(left, right, output.chained), output, -1)
+    *batch, m, k = left.shape
+    n = right.shape[-1]
+    result = left.new_empty((*batch, m, n), dtype=output.dtype)
     a, b = _batched(left), _batched(right)
+    *a_batch, a_rows, a_depth = a.stride()
+    *b_batch, b_depth, b_columns = b.stride()
     # Where both strides are 1 (a single row or column), the kernels read along the depth.
-    a_depth = 1 if a.shape[2] <= 1 else a.stride(2)
-    a_rows = a.stride(1)
-    if a_depth != 1 and a.shape[1] == 1:
-        a, a_depth, a_rows = a.contiguous(), 1, a.shape[2]
-    m, k, n = a.shape[1], a.shape[2], b.shape[2]
-    sizes = array("q", (a.shape[0], m, n, k))
-    strides = array("q", (a.stride(0), a_rows, a_depth, b.stride(0), b.stride(2), b.stride(1), m * n, n))
-    addresses = (
-        cpu.address(a),
-        cpu.address(b),
-        cpu.address(result),
-        cpu.array_address(sizes),
-        cpu.array_address(strides),
+    if k <= 1:
+        a_depth = 1
+    elif a_depth != 1 and m == 1:
+        a, a_depth, a_rows = a.contiguous(), 1, k
+    sizes = array("q", (math.prod(batch), m, n, k))
+    strides = array("q", (*(a_batch or (0,)), a_rows, a_depth, *(b_batch or (0,)), b_columns, b_depth, m * n, n))
+    operands = (
+        a.data_ptr() or cpu.address(a),
+        b.data_ptr() or cpu.address(b),
+        result.data_ptr(),
+        sizes.buffer_info()[0],
+        strides.buffer_info()[0],
     )
-    return _called(library.lowp_integer_matmul, output, result, addresses)
+    return _called(library.lowp_integer_matmul, output, result, operands)
 
 
 def _matmul_by_triton(left: Tensor, right: Tensor, output: Output) -> Result:
@@ -138,7 +136,7 @@ def _matmul_by_triton(left: Tensor, right: Tensor, output: Output) -> Result:
 
     if output.bias is not None:
         return _by_definition(_sums_by_triton(left, right, output.chained), output, -1)
-    a, b = _batched(left), _batched(right)
+    a, b = _as_batches(left), _as_batches(right)
     scale = torch.full((), 2.0**output.exponent, dtype=torch.float64, device=left.device)
     values, found = products.matmul(a, b, scale, output.dtype, output.chained, output.lowest)
     values = values.reshape(*left.shape[:-1], right.shape[-1])
@@ -147,47 +145,58 @@ def _matmul_by_triton(left: Tensor, right: Tensor, output: Output) -> Result:
     return _chained(values)
 
 
+def _as_batches(x: Tensor) -> Tensor:
+    """Return [..., r, c] as [batch, r, c]."""
+    return _batched(x.unsqueeze(0) if x.dim() == 2 else x)
+
+
 def _sums_by_triton(left: Tensor, right: Tensor, chained: bool) -> Tensor:
     """Return [..., m, k] @ [..., k, n] as `integer_reference.matmul` does: int64, or chained in fp32."""
     from lowp.kernels.triton import products
 
     one = torch.ones((), dtype=torch.float64, device=left.device)
     dtype = torch.float32 if chained else torch.int64
-    sums, _ = products.matmul(_batched(left), _batched(right), one, dtype, chained, -32768)
+    sums, _ = products.matmul(_as_batches(left), _as_batches(right), one, dtype, chained, -32768)
     return sums.reshape(*left.shape[:-1], right.shape[-1])
 
 
 def convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: Output) -> Result:
     """Return one of the PRODUCTS of a convolution."""
+    if not _observers:
+        return _convolution(product, a, b, shape, output)
     # each output place meets each weight of its group once, in all three products
-    with _watched(2 * shape.output[0] * math.prod(shape.output[2:]) * math.prod(shape.weight)):
-        if output.kernel == "triton":
-            sums = integer_reference.convolution(product, a, b, shape, output.chained, _sums_by_triton)
-            return _by_definition(sums, output, 1)
-        library = None if output.kernel == "reference" else cpu.library()
-        if library is None:
-            return _by_definition(integer_reference.convolution(product, a, b, shape, output.chained), output, 1)
-        result = torch.empty(shape.of_operand(PRODUCTS[product][2]), dtype=output.dtype, device="cpu")
-        a, b = a.contiguous(), b.contiguous()
-        geometry = array("q", shape.numbers())
-        addresses = (cpu.address(a), cpu.address(b), cpu.address(result), cpu.array_address(geometry))
-        return _called(library.lowp_integer_convolution, output, result, (list(PRODUCTS).index(product), *addresses))
+    with _told(2 * shape.output[0] * math.prod(shape.output[2:]) * math.prod(shape.weight)):
+        return _convolution(product, a, b, shape, output)
+
+
+def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: Output) -> Result:
+    if output.kernel == "triton":
+        sums = integer_reference.convolution(product, a, b, shape, output.chained, _sums_by_triton)
+        return _by_definition(sums, output, 1)
+    library = None if output.kernel == "reference" else cpu.library()
+    if library is None:
+        return _by_definition(integer_reference.convolution(product, a, b, shape, output.chained), output, 1)
+    result = torch.empty(shape.of_operand(PRODUCTS[product][2]), dtype=output.dtype, device="cpu")
+    a, b = a.contiguous(), b.contiguous()
+    geometry = array("q", shape.numbers())
+    addresses = (cpu.address(a), cpu.address(b), cpu.address(result), cpu.array_address(geometry))
+    return _called(library.lowp_integer_convolution, output, result, (list(PRODUCTS).index(product), *addresses))
 
 
 def _called(function: Callable[..., int], output: Output, result: Tensor, operands: tuple[Any, ...]) -> Result:
     """Call the library; `operands` are numbers and addresses of memory that the caller keeps."""
-    integers, largest = array("q", (0, 0, 0)), array("d", (0.0,))
+    integers, largest, bias = array("q", (0, 0, 0)), array("d", (0.0,)), output.bias
     status = function(
         output.kernel.encode() or None,
         *operands,
         0 if output.chained else KINDS[output.dtype],
         output.exponent,
         output.lowest,
-        None if output.bias is None else cpu.address(output.bias.numbers),
-        0 if output.bias is None else output.bias.exponent,
+        None if bias is None else bias.numbers.data_ptr() or cpu.address(bias.numbers),
+        0 if bias is None else bias.exponent,
         torch.get_num_threads(),
-        cpu.array_address(integers),
-        cpu.array_address(largest),
+        integers.buffer_info()[0],
+        largest.buffer_info()[0],
     )
     if status == 1:
         raise Unavailable(f"this processor has no {output.kernel}; portable and reference run everywhere")

@@ -296,7 +296,7 @@ _NOT_FINITE = 1 << 20
 
 def _current_int16(x: Tensor, cast: Cast, seed: int) -> Mantissas | None:
     """Return x, of fp32, as mantissas under the exponent of its maximum; None where it is not finite."""
-    counts, out = array("q", (0,) * 4), torch.empty(x.shape, dtype=torch.int16, device="cpu")
+    counts, out = array("q", (0,) * 4), x.new_empty(x.shape, dtype=torch.int16)
     block, offset, lowest, highest = _own_exponent(cast)
     memory = out.data_ptr(), x.numel(), seed & cpu.MASK, cpu.threads(), cpu.array_address(counts)
     exponent: int = cpu.loaded().lowp_current_int16(block, x.data_ptr(), offset, lowest, highest, *memory)

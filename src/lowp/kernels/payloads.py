@@ -51,11 +51,17 @@ class _Payload:
         self.storage = weakref.ref(storage, lambda _: (_by_storage.pop(key, None), None)[1])
         self.of, self.exponent, self.payload, self.offset = of, exponent, payload, x.storage_offset()
 
+    def is_of(self, of: Format | Cast) -> bool:
+        """Whether this is what is kept of a format, or of a cast."""
+        return self.of is of or self.of == of
+
     def of_view(self, x: Tensor) -> Tensor | None:
         """Return the mantissas that were computed of x's elements, as x lies; None where some were not."""
         if self.payload is None:
             return None
         offset = x.storage_offset() - self.offset
+        if offset == 0 and x.shape == self.payload.shape and x.stride() == self.payload.stride():
+            return self.payload
         reach = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
         if offset < 0 or x.numel() == 0 or offset + reach >= self.payload.numel():
             return None
@@ -113,10 +119,14 @@ def exact(x: Tensor, cast: Cast) -> Mantissas | None:
 
     The cast's scaling counts for nothing. A -0 counts as 0.
     """
-    found = _find(x)
-    if found is None or found.of != cast.format:
+    return _exact(x, cast, _find(x))
+
+
+def _exact(x: Tensor, cast: Cast, found: _Payload | None) -> Mantissas | None:
+    """Return the same, given what is kept beside x's memory."""
+    if found is not None and not found.is_of(cast.format):
         found = None
-    else:
+    if found is not None:
         payload = found.of_view(x)
         if payload is not None and _stands_for(x, payload, found.exponent):
             return Mantissas(payload, found.exponent)
@@ -136,7 +146,9 @@ def is_exact(x: Tensor, cast: Cast) -> bool:
     if not x.is_cpu:
         return False
     found = _find(x)
-    if found is not None and found.of == cast.format:
+    if found is not None and not found.is_of(cast.format):
+        found = None
+    if found is not None:
         payload = found.of_view(x)
         if payload is not None and _stands_for(x, payload, found.exponent):
             return True
@@ -145,7 +157,7 @@ def is_exact(x: Tensor, cast: Cast) -> bool:
         keep(x, cast.format, exponent)
         return True
     # a tensor with -32768 is not exact under the exponent of its own maximum
-    return found is not None and found.of == cast.format and exact(x, cast) is not None
+    return found is not None and _exact(x, cast, found) is not None
 
 
 def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0) -> Mantissas | None:
@@ -170,10 +182,11 @@ def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0)
 
 def _rounded_again(x: Tensor, cast: Cast, found: _Payload) -> Mantissas | None:
     """Return the mantissas that a cast of x gives from what is kept, after every element was compared."""
-    scaling, payload = cast.scaling, found.of_view(x)
-    if found.of == cast.format and (scaling is None or (scaling.headroom == 0 and scaling.exponent is None)):
-        return exact(x, cast)
-    if payload is None or found.of != cast or cast.rounding is not Rounding.NEAREST_EVEN:
+    scaling = cast.scaling
+    if found.is_of(cast.format) and (scaling is None or (scaling.headroom == 0 and scaling.exponent is None)):
+        return _exact(x, cast, found)
+    payload = found.of_view(x)
+    if payload is None or not found.is_of(cast) or cast.rounding is not Rounding.NEAREST_EVEN:
         return None
     lie = _rows(x)
     if lie is None or abs(found.exponent) > _LARGEST or not uses_library():
@@ -215,7 +228,7 @@ def _rows(x: Tensor) -> mantissas.Rows | None:
     if x.data_ptr() % 4:
         return None
     if x.is_contiguous():
-        return mantissas.Rows(1, x.numel(), x.numel())
+        return mantissas.Rows(1, (elements := x.numel()), elements)
     dims = sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1 and step > 0)
     merged: list[tuple[int, int]] = []
     for step, size in dims:

@@ -37,7 +37,7 @@ class Form(ABC):
 
     @abstractmethod
     def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Finish]:
-        """Return the same product as matrices (batch, m, k) and (batch, k, n), and what shapes the result back."""
+        """Return the same product as matrices (..., m, k) and (..., k, n), and what shapes the result back."""
 
     def integer_product(
         self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype, bias: Tensor | None
@@ -112,6 +112,10 @@ class Form(ABC):
         return None
 
 
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
 def has_numbers(bias: Tensor, shape: tuple[int, ...]) -> bool:
     """Whether a bias is a vector of that shape which fp32 holds."""
     return len(shape) == 1 and tuple(bias.shape) == shape and bias.dtype is not torch.float64
@@ -143,15 +147,18 @@ class Linear(Form):
         return left.reshape(rows if slot == SECOND else outputs, inputs), right.reshape(rows, outputs)
 
     def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Finish]:
+        are_matrices = len(self.first) == len(self.second) == 2
         if slot == OUTPUT:
+            if are_matrices:
+                return left, right.t(), _as_it_is
             rows = left.reshape(math.prod(self.first[:-1]), self.first[-1])
             shape = (*self.first[:-1], *self.second[:-1])
             columns = right.reshape(math.prod(self.second[:-1]), self.first[-1]).t()
-            return rows[None], columns[None], lambda y: y.reshape(shape)
-        weight, gradient = self._matrix(slot, left, right)
-        if slot == FIRST:
-            return gradient[None], weight[None], lambda y: y.reshape(self.first)
-        return gradient.t()[None], weight[None], lambda y: y.reshape(self.second)
+            return rows, columns, lambda y: y.reshape(shape)
+        weight, gradient = (left, right) if are_matrices else self._matrix(slot, left, right)
+        shape = self.first if slot == FIRST else self.second
+        rows = gradient if slot == FIRST else gradient.t()
+        return rows, weight, _as_it_is if are_matrices else lambda y: y.reshape(shape)
 
     def numbers_a_column(self, bias: Tensor | None) -> Tensor | None:
         return bias if bias is not None and has_numbers(bias, self.second[:-1]) else None
