@@ -6,9 +6,9 @@
 The parts, in order: `build` (what is there, and what each kernel's first call takes), `kernels` (every cast against
 the definition, bit for bit), `bandwidth` (each kernel beside torch.copy_), then the recipes `rossmann`, `unet` and
 `bert` at full size: time a step, wall time, memory allocated and reserved, in fp32 (TF32 off and on), torch.amp and
-lowp, one row after the other, each alone on the device. After each part the file is written anew, so that a call that
-is cut off leaves what it has found. `goals` says which of the goals are met: nowhere slower or larger than torch.amp in
-the same format, BERT 1.10 times as fast and 15 % smaller.
+lowp, one row after the other, each alone on the device. After each part, and each row of a recipe, the file is written
+anew, so that a call that is cut off leaves what it has found. `goals` says which of the goals are met: nowhere slower
+or larger than torch.amp in the same format, BERT 1.10 times as fast and 15 % smaller.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Run:
     size: str
     seconds: float
     ends: float  # by time.monotonic()
+    save: Callable[[], None]  # writes what was found so far
     found: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -76,25 +77,33 @@ class Run:
 # -- what is there ----------------------------------------------------------------------------------------------------
 def build(run: Run) -> dict[str, Any]:
     """Return the device, what was chosen for it, and the seconds of the first call of each kernel."""
-    first: dict[str, float] = {}
     x = torch.randn(4096, device=run.device)
-    for name, call in _candidates(x, torch.empty_like(x)).items():
-        started = time.perf_counter()
-        call()
-        wait(run.device)
-        first[name] = time.perf_counter() - started
+    first, errors = _first_calls(run, _candidates(x, torch.empty_like(x)))
     facts: dict[str, Any] = {"choices": choices(), "available": list(kernels.available(run.device.type))}
     if run.device.type == "cuda":
         properties = torch.cuda.get_device_properties(run.device)
         facts |= {
-            "name": properties.name,
-            "capability": list(torch.cuda.get_device_capability(run.device)),
-            "memory_bytes": properties.total_memory,
-            "multiprocessors": properties.multi_processor_count,
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
+            **{"name": properties.name, "capability": [properties.major, properties.minor]},
+            **{"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count},
+            **{"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()},
         }
-    return {**facts, "first_call_seconds": first}
+    return {**facts, "first_call_seconds": first, "errors": errors}
+
+
+def _first_calls(run: Run, candidates: dict[str, Callable[[], object]]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the seconds of the first call of each that can be called, and the errors of the others."""
+    first: dict[str, float] = {}
+    errors: dict[str, str] = {}
+    for name, call in candidates.items():
+        started = time.perf_counter()
+        try:
+            call()
+            wait(run.device)
+        except Exception as error:  # whatever a compiler or a device raises: the others are to be called
+            errors[name] = f"{type(error).__name__}: {error}"
+            continue
+        first[name] = time.perf_counter() - started
+    return first, errors
 
 
 # -- the kernels against the definition -------------------------------------------------------------------------------
@@ -167,14 +176,17 @@ def _bits(x: Tensor) -> Tensor:
 
 # -- the kernels beside a copy ----------------------------------------------------------------------------------------
 def bandwidth(run: Run) -> dict[str, Any]:
-    """Return seconds and bytes a second of each kernel and of torch.copy_, the median of calls that take turns."""
+    """Return seconds and bytes a second of each kernel and of torch.copy_, the median of calls that take turns.
+
+    What cannot be called at all is left out: `build` tells its error.
+    """
     x = torch.randn(1 << (12 if run.is_tiny else 26), device=run.device)
     out, rounds = torch.empty_like(x), 2 if run.is_tiny else 12
     candidates = {"torch.copy_": lambda: out.copy_(x), **_candidates(x, out)}
-    times: dict[str, list[float]] = {name: [] for name in candidates}
+    times: dict[str, list[float]] = {name: [] for name in _first_calls(run, candidates)[0]}
     for turn in range(rounds + 2):
-        for name, call in candidates.items():
-            taken = _seconds(run.device, call)
+        for name in times:
+            taken = _seconds(run.device, candidates[name])
             times[name] += [taken] if turn >= 2 else []
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     rates = {name: 8 * x.numel() / seconds for name, seconds in medians.items()}
@@ -189,7 +201,7 @@ def bandwidth(run: Run) -> dict[str, Any]:
 
 def _candidates(x: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
     """Return what is timed, by name."""
-    codes = lowp.encode(x, "e4m3fn")
+    codes = lowp.encode(x.cpu(), "e4m3fn").to(x.device)
     table: dict[str, Callable[[], object]] = {
         text: lambda text=text: lowp.quantize(x, text, seed=1, out=out)
         for text in ("fp16", "bf16", "e4m3fn", "e5m2", "e5m7", "bf16:stochastic", "e4m3fn:stochastic")
@@ -230,20 +242,17 @@ def recipe(name: str) -> Part:
         data = load_data(settings)
         loaded, rows = time.perf_counter() - started, contenders_of(settings, PRECISIONS, torch_amp=True)
         assert settings.batch is not None
-        found: dict[str, Any] = {}
+        variants: dict[str, Any] = {}
+        part = {**results.recipe_head(get(name), data, settings.size), "batch": settings.batch}
+        run.found[name] = part | {"data_seconds": loaded, "variants": variants}
         for place, one in enumerate(rows):
             turn_ends = time.monotonic() + (ends - time.monotonic()) / (len(rows) - place)
-            found[one.label] = _alone(one, data, settings.batch, run, turn_ends)
-        first = found[rows[0].label]["step"]["median"]
-        for row in found.values():
-            own = row["step"]["median"]
+            row = variants[one.label] = _alone(one, data, settings.batch, run, turn_ends)
+            first, own = variants[rows[0].label]["step"]["median"], row["step"]["median"]
             row["step"]["relative"] = own / first if own and first else None
-        return {
-            **results.recipe_head(get(name), data, settings.size),
-            "batch": settings.batch,
-            "data_seconds": loaded,
-            "variants": found,
-        }
+            run.save()
+        found: dict[str, Any] = run.found[name]
+        return found
 
     return measure
 
@@ -281,16 +290,9 @@ def _peaks(timer: StepTimer, data: Data, batch: int) -> tuple[int | None, int | 
 
 def _row(timer: StepTimer, peaks: tuple[int | None, int | None], data: Data, batch: int) -> dict[str, Any]:
     contender: Contender = timer.contender
-    return {
-        "kind": contender.kind,
-        "precision": contender.settings.precision,
-        "tf32": contender.tf32,
-        "failure": timer.failure,
-        "step": timer.step(),
-        "wall": timer.wall(len(data.training) // batch),
-        "allocated": peaks[0],
-        "reserved": peaks[1],
-    }
+    what = {"kind": contender.kind, "precision": contender.settings.precision, "tf32": contender.tf32}
+    times = {"failure": timer.failure, "step": timer.step(), "wall": timer.wall(len(data.training) // batch)}
+    return {**what, **times, "allocated": peaks[0], "reserved": peaks[1]}
 
 
 # -- the goals --------------------------------------------------------------------------------------------------------
@@ -310,14 +312,9 @@ def goals(found: dict[str, Any]) -> list[dict[str, Any]]:
             ):
                 mine, other = _value(ours, what), _value(theirs, what)
                 ratio = None if not mine or not other else mine / other
-                rows.append(
-                    {
-                        "goal": f"{name} {precision}: {what}, of torch.amp's",
-                        "at_most": allowed,
-                        "found": ratio,
-                        "met": None if ratio is None else ratio <= allowed,
-                    }
-                )
+                met = None if ratio is None else ratio <= allowed
+                goal = f"{name} {precision}: {what}, of torch.amp's"
+                rows.append({"goal": goal, "at_most": allowed, "found": ratio, "met": met})
     return rows
 
 
@@ -340,8 +337,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     path, started = Path(options.out), time.monotonic()
     results.check_writable(path)
-    run = Run(torch.device(options.device), options.size, options.seconds, started + 60 * options.minutes)
-    document = {
+    document: dict[str, Any] = {}
+    ends = started + 60 * options.minutes
+
+    def save() -> None:
+        results.write(path, document | {"goals": goals(run.found)})
+
+    run = Run(torch.device(options.device), options.size, options.seconds, ends, save)
+    document |= {
         **results.header(KIND, "python bench/gpu.py"),
         "device": str(run.device),
         "is_gpu": run.device.type == "cuda",
@@ -353,24 +356,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "parts": run.found,
     }
     for name in options.parts:
-        began = time.monotonic()
-        if run.left() <= 0:
-            document["failures"][name] = "no time was left"
-            results.write(path, document)
-            continue
-        try:
-            run.found[name] = PARTS[name](run)
-        except Exception as error:  # whatever it is: the other parts are to be measured
-            document["failures"][name] = f"{type(error).__name__}: {error}"
-            document["tracebacks"][name] = traceback.format_exc()
-        document["seconds"][name] = time.monotonic() - began
-        document["goals"] = goals(run.found)
-        results.write(path, document)
-        print(f"{name}: {document['seconds'][name]:.1f} s {document['failures'].get(name, '')}", flush=True)
-    for row in document.get("goals", []):
+        _measure(name, run, document)
+        run.save()
+        print(f"{name}: {document['seconds'].get(name, 0):.1f} s {document['failures'].get(name, '')}", flush=True)
+    for row in goals(run.found):
         if row["found"] is not None:
             print(f"{row['goal']}: {row['found']:.2f}, at most {row['at_most']:.2f}")
     return 1 if document["failures"] else 0
+
+
+def _measure(name: str, run: Run, document: dict[str, Any]) -> None:
+    """Run a part, if there is time, and note how long it took, or why it ended."""
+    if run.left() <= 0:
+        document["failures"][name] = "no time was left"
+        return
+    began = time.monotonic()
+    try:
+        run.found[name] = PARTS[name](run)
+    except Exception as error:  # whatever it is: the other parts are to be measured
+        document["failures"][name] = f"{type(error).__name__}: {error}"
+        document["tracebacks"][name] = traceback.format_exc()
+    document["seconds"][name] = time.monotonic() - began
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -127,6 +127,38 @@ def test_a_part_that_fails_is_told_and_the_others_are_kept(
     )
 
 
+def test_a_call_that_is_cut_off_leaves_the_rows_that_were_done(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = gpu._alone
+
+    def alone(contender: Any, *rest: Any) -> Any:
+        if contender.label == "torch.amp bf16":
+            raise KeyboardInterrupt
+        return real(contender, *rest)
+
+    monkeypatch.setattr(gpu, "_alone", alone)
+    with pytest.raises(KeyboardInterrupt):
+        _ran(gpu, tmp_path / "gpu.json", "--parts", "build,rossmann,bert")
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert list(parts) == ["build", "rossmann"] and list(parts["rossmann"]["variants"]) == ["fp32", "torch.amp fp16"]
+    assert parts["rossmann"]["variants"]["torch.amp fp16"]["step"]["relative"] > 0
+
+
+def test_a_kernel_that_does_not_run_is_told_and_the_others_are_timed(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: Any) -> Any:
+        raise CompilationFailed("no code for this device")
+
+    monkeypatch.setattr(gpu.lowp, "statistics", fails)
+    code, document = _ran(gpu, tmp_path / "gpu.json", "--parts", "build,bandwidth")
+    assert code == 0 and document["parts"]["build"]["errors"] == {
+        "statistics": "CompilationFailed: no code for this device"
+    }
+    assert {"statistics", "mxfp8"} - document["parts"]["bandwidth"]["of_copy"].keys() == {"statistics"}
+
+
 def test_no_part_begins_when_the_time_is_up(gpu: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     assert gpu.main(["--device", "cpu", "--size", "tiny", "--minutes", "0", "--out", str(path)]) == 1
