@@ -5,11 +5,11 @@
 For every kernel the bytes an element moves, at the memory bandwidth of a chip's data sheet, give the least time. So do
 the instructions an element takes, at the rate at which the chip issues them: each of a multiprocessor's four schedulers
 one instruction of 32 threads a clock. And so do the instructions of a single unit: integers and logic, of which a
-multiprocessor has half as many lanes as it issues, fp32 with the multiplications of integers, fp64, conversions. The
-largest bounds the kernel. All instructions of the machine code are counted once, those of rare branches too, but for
-the branch that compares more than 32 random bits, which one draw in 2**32 takes (the question whether it is taken is
-counted), and the branch for rare numbers in kernels that share a scale and in statistics; latencies, caches and
-launches are not.
+multiprocessor has half as many lanes as it issues; products of integers, likewise; fp32 with these; fp64; conversions.
+The largest bounds the kernel. All instructions of the machine code are counted once, those of a loop as often as it is
+walked, those of rare branches too, but for the branch that compares more than 32 random bits, which one draw in 2**32
+takes (the question whether it is taken is counted), and the branch for rare numbers in kernels that share a scale and
+in statistics; latencies, caches and launches are not.
 
 For V100 the code of compute capability 7.5 is counted: the disassembler that comes with Triton does not read that of
 7.0.
@@ -55,6 +55,7 @@ class Chip(NamedTuple):
 
 UNITS = {  # by the names of instructions; what is in none of them is bound by its issue
     "integer": "LOP3|PLOP3|IADD3|ISETP|SEL|SHF|IMNMX|VIMNMX|PRMT|LEA|SGXT|BMSK|FSETP|FSEL|FMNMX|IABS|P2R|R2P",
+    "integer products": "IMAD",
     "fp32": "FADD|FMUL|FFMA|IMAD|HADD2|HMUL2|HFMA2",
     "fp64": "DADD|DMUL|DFMA|DSETP",
     "fp64 conversion": r"F2F\.F64\S*|F2F\.\S*\.F64|I2F\.F64\S*|F2I\S*\.F64\S*",
@@ -64,7 +65,8 @@ UNITS = {  # by the names of instructions; what is in none of them is bound by i
 
 def lanes(fp32: int, fp64: int, wide_conversion: int) -> dict[str, int]:
     """Return results a clock of a multiprocessor, by unit: those in which the chips differ are given."""
-    return {"integer": 64, "fp32": fp32, "fp64": fp64, "fp64 conversion": wide_conversion, "conversion": 16}
+    found = {"integer": 64, "integer products": 64, "fp32": fp32, "fp64": fp64}
+    return {**found, "fp64 conversion": wide_conversion, "conversion": 16}
 
 
 CHIPS = (
@@ -105,9 +107,10 @@ def bound(configuration: Configuration, chip: Chip) -> Bound:
     """Compile a kernel for a chip and count."""
     taken = compiled(configuration, chip.capability)
     share = configuration.warps * 32 / configuration.elements  # threads' instructions an element, of one in the code
-    count = ahead.instructions(taken) * share
+    code = ahead.executed(taken, configuration.rounds)
+    count = sum(times for _, times in code) * share
     memory, issue = configuration.bytes / chip.bandwidth * 1e12, count / chip.issued * 1e12
-    clocks = {unit: of_unit(taken.sass, unit) * share / rate for unit, rate in chip.lanes.items()}
+    clocks = {unit: of_unit(code, unit) * share / rate for unit, rate in chip.lanes.items()}
     unit = max(clocks, key=clocks.__getitem__)
     busiest = clocks[unit] / chip.multiprocessors / chip.clock * 1e12
     return Bound(
@@ -115,9 +118,10 @@ def bound(configuration: Configuration, chip: Chip) -> Bound:
     )
 
 
-def of_unit(sass: str, unit: str) -> int:
-    """Return how many instructions of machine code a unit carries out."""
-    return len(re.findall(rf"^\s*(?:@!?U?P\w+\s+)?(?:{UNITS[unit]})\b", sass, re.MULTILINE))
+def of_unit(code: list[tuple[str, int]], unit: str) -> int:
+    """Return how many instructions of a program a unit carries out."""
+    own = re.compile(rf"\s*(?:@!?U?P\w+\s+)?(?:{UNITS[unit]})\b")
+    return sum(times for text, times in code if own.match(text))
 
 
 _compiled: dict[tuple[str, int], Compiled] = {}  # chips of one capability share the code

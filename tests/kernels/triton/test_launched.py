@@ -135,7 +135,7 @@ def test_steps_and_checks_of_gradients(launched: list[str], make: Callable[..., 
         parameter.grad = torch.ones_like(parameter)
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
-    assert set(launched) == {"check", make.__name__.lower()}
+    assert set(launched) == {"check", "step"}
 
 
 @pytest.mark.slow

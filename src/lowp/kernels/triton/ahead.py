@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +24,11 @@ from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, INTEGER_NAMES, Codes, Numbers, exact, is_direct, layout, plan
 from lowp.kernels.triton.products import CHAINED_TILE, TILE
 from lowp.kernels.triton.scaled import Shared, planned, warps_of
-from lowp.kernels.triton.steps import Momentum, Moves
+from lowp.kernels.triton.steps import Momentum, Moves, Way
 
+CHUNK = steps.BLOCK * steps.ROUNDS  # elements of a program that steps, or looks at gradients
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_JUMP = re.compile(r"\bBRA\S*\s.*?(0x[0-9a-f]+)")
 
 
 class Configuration(NamedTuple):
@@ -37,16 +41,29 @@ class Configuration(NamedTuple):
     elements: int  # of a program
     bytes: float  # an element
     warps: int = 4
+    rounds: int = 1  # how often a loop of a program is walked, if it has one
 
 
-class Compiled(NamedTuple):
+@dataclass(frozen=True)
+class Compiled:
     """What a kernel takes of a chip: registers a thread, bytes on the stack or spilled, bytes of shared memory."""
 
     registers: int
     stack: int
     local: int
     shared: int
-    sass: str  # the instructions, a line each
+    cubin: bytes
+
+    @functools.cached_property
+    def code(self) -> list[tuple[int, str]]:
+        """The instructions with their addresses."""
+        lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*?);", _asked(self.cubin, "-sass"))
+        return [(int(address, 16), text) for address, text in lines]
+
+    @property
+    def sass(self) -> str:
+        """The instructions, a line each."""
+        return "\n".join(text for _, text in self.code)
 
 
 def compiled(configuration: Configuration, capability: int) -> Compiled:
@@ -64,18 +81,24 @@ def compiled(configuration: Configuration, capability: int) -> Compiled:
     binary = triton.compile(
         source, target=target, options={"num_warps": configuration.warps, "enable_fp_fusion": False}
     )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        usage, sass = _asked(file.name, "--dump-resource-usage"), _asked(file.name, "-sass")
+    cubin = binary.asm["cubin"]
+    usage = _asked(cubin, "--dump-resource-usage")
     found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]*?);", sass)
-    return Compiled(found["REG"], found["STACK"], found["LOCAL"], binary.metadata.shared, "\n".join(lines))
+    return Compiled(found["REG"], found["STACK"], found["LOCAL"], binary.metadata.shared, cubin)
 
 
-def instructions(compiled: Compiled) -> int:
-    """Return how many instructions the machine code has, padding apart."""
-    return sum(not line.strip().startswith("NOP") for line in compiled.sass.splitlines())
+def executed(compiled: Compiled, rounds: int = 1) -> list[tuple[str, int]]:
+    """Return the instructions, padding apart, and how often a program carries each out.
+
+    What lies between a jump back and where it leads to is a loop, which is walked `rounds` times.
+    """
+    jumps = [(int(found[1], 16), address) for address, text in compiled.code if (found := _JUMP.search(text))]
+    loops = [(first, last) for first, last in jumps if first < last]
+    return [
+        (text, rounds if any(first <= address <= last for first, last in loops) else 1)
+        for address, text in compiled.code
+        if not text.strip().startswith("NOP")
+    ]
 
 
 def usual_path(configuration: Configuration) -> Configuration:
@@ -102,8 +125,12 @@ ALIGNED = ("skipped", "total", "length", "m", "n", "depth", "along_m", "along_n"
 UNIT_STRIDES = ("along_ak", "along_bk")  # of operands whose depth lies together
 
 
-def _asked(path: str, question: str) -> str:
-    return subprocess.run([_TOOLS / "cuobjdump", question, path], capture_output=True, text=True, check=True).stdout
+def _asked(cubin: bytes, question: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_TOOLS / "cuobjdump"), question, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 # -- what is compiled -------------------------------------------------------------------------------------------------
@@ -201,21 +228,32 @@ def product(kind: str, tile: tuple[int, int, int, int]) -> Configuration:
     return Configuration(f"product {kind}", products.matmul, arguments, constants, rows * columns, 0, warps)
 
 
-def step(name: str, **flags: Any) -> Configuration:
-    """Return the kernel of an optimizer's step (adamw, sgd) or of a check of gradients."""
-    kernel = getattr(updates, name)
-    types: dict[str, Any] = {"table": "*i64", "chunks": "*i32", "inverse": "*fp32"}
-    if name == "check":
-        types |= {"found": "*fp32", "energies": "*fp64", "largest": "*i32", "histogram": "*i32"}
-    else:
-        form = Moves if name == "adamw" else Momentum
-        types |= {"rates": "*fp32", "skip": "*fp32", "form": form(*["fp32"] * len(form._fields))}  # type: ignore[arg-type]
-    constants = flags | {"ALIGNED": True, "CHUNK": steps.BLOCK * steps.ROUNDS, "BLOCK": steps.BLOCK}
-    gradient = 4 if flags["DTYPE"] == "fp32" else 2
-    moments = {"adamw": 2, "sgd": int(flags.get("MOMENTUM", False)), "check": 0}[name]
-    traffic = gradient * (2 if flags.get("UNSCALE") else 1) + 8 * moments + (0 if name == "check" else 8)
-    text = f"{name} {' '.join(f'{key.lower()}={value}' for key, value in flags.items())}"
-    return Configuration(text, kernel, types, constants, steps.BLOCK, traffic)
+def step(way: Way) -> Configuration:
+    """Return the kernel of an optimizer's step."""
+    form = Moves if way.adamw else Momentum
+    types: dict[str, Any] = {"table": "*i64", "chunks": "*i32", "rates": "*fp32", "inverse": "*fp32", "skip": "*fp32"}
+    types["form"] = form(*["fp32"] * len(form._fields))  # type: ignore[arg-type]
+    constants = {"WAY": way, "ALIGNED": True, "CHUNK": CHUNK, "BLOCK": steps.BLOCK}
+    moments = 2 if way.adamw else int(way.momentum)
+    traffic = _gradient_bytes(way.dtype) + 8 + 8 * moments
+    chosen = " ".join(name for name, value in way._asdict().items() if value is True and name != "adamw")
+    name = f"{'adamw' if way.adamw else 'sgd'} {way.dtype} {chosen}"
+    return Configuration(name, updates.step, types, constants, CHUNK, traffic, rounds=steps.ROUNDS)
+
+
+def check(dtype: str, unscale: bool, counts: bool) -> Configuration:
+    """Return the kernel that looks at gradients of a dtype."""
+    types = {"table": "*i64", "chunks": "*i32", "inverse": "*fp32", "found": "*fp32", "energies": "*fp64"}
+    types |= {"largest": "*i32", "histogram": "*i32"}
+    constants = {"DTYPE": dtype, "UNSCALE": unscale, "COUNTS": counts, "ALIGNED": True}
+    constants |= {"CHUNK": CHUNK, "BLOCK": steps.BLOCK}
+    name = f"check {dtype}{' unscale' if unscale else ''}{' counts' if counts else ''}"
+    traffic = _gradient_bytes(dtype) * (2 if unscale else 1)
+    return Configuration(name, updates.check, types, constants, CHUNK, traffic, rounds=steps.ROUNDS)
+
+
+def _gradient_bytes(dtype: str) -> int:
+    return 4 if dtype == "fp32" else 2
 
 
 def code_bytes(cast: Cast) -> int:
@@ -250,10 +288,9 @@ def configurations() -> Iterator[Configuration]:
     for text in SHARED:
         yield from (shared(text, dtype, codes) for dtype in (torch.float32, *half) for codes in (False, True))
     for gradient in ("fp32", "bf16", "fp16"):
-        scaled = {"DTYPE": gradient, "SPLIT": True, "SCALED": True, "MAXIMIZE": False}
-        yield step("adamw", **scaled, NEAR=True)
-        yield step("sgd", **scaled, MOMENTUM=True, NESTEROV=False, DECAY=True)
-        yield from (step("check", DTYPE=gradient, UNSCALE=True, COUNTS=counted) for counted in (False, True))
+        yield step(Way(True, gradient, split=True, scaled=True, maximize=False, near=True))
+        yield step(Way(False, gradient, split=True, scaled=True, maximize=False, momentum=True, decay=True))
+        yield from (check(gradient, True, counted) for counted in (False, True))
 
 
 def products_of_integers() -> Iterator[Configuration]:

@@ -36,6 +36,20 @@ class Momentum(NamedTuple):
     decay: float
 
 
+class Way(NamedTuple):
+    """What decides which instructions a step consists of: of AdamW `near`, of SGD the last three."""
+
+    adamw: bool
+    dtype: str  # of the gradients
+    split: bool
+    scaled: bool
+    maximize: bool
+    near: bool = False  # the average moves from where it is, as torch's lerp from the nearer end
+    momentum: bool = False
+    nesterov: bool = False
+    decay: bool = False
+
+
 class Table(NamedTuple):
     """Where the tensors of a step lie, and which program takes which piece of them."""
 
@@ -101,11 +115,8 @@ def adamw(
     split: bool, maximize: bool,
 ) -> None:  # fmt: skip
     """Step parameters: weight, remainder (any tensor where not `split`), gradient and two moments by column."""
-    where = table([[integers(one) for one in column] for column in columns])
-    near = moves.first < 0.5  # as torch's lerp: from the nearer end
-    dtype = DTYPES[columns[2][0].dtype]
-    flags = (dtype, split, inverse is not None, maximize, near, where.aligned, where.chunk, where.block)
-    _walk(updates.adamw, where, rates, inverse, skip, moves, flags)
+    way = Way(True, _dtype(columns), split, inverse is not None, maximize, near=moves.first < 0.5)
+    _walk(columns, rates, inverse, skip, moves, way)
 
 
 def sgd(
@@ -113,19 +124,26 @@ def sgd(
     numbers: Momentum, split: bool, maximize: bool, nesterov: bool,
 ) -> None:  # fmt: skip
     """Step parameters: weight, remainder, gradient, momentum by column; the fifth column is not looked at."""
-    where = table([[integers(one) for one in column] for column in columns])
-    dtype = DTYPES[columns[2][0].dtype]
-    flags: tuple[Any, ...] = (dtype, split, inverse is not None, maximize, numbers.momentum != 0, nesterov)
-    flags += (numbers.decay != 0, where.aligned, where.chunk, where.block)
-    _walk(updates.sgd, where, rates, inverse, skip, numbers, flags)
+    way = Way(
+        False, _dtype(columns), split, inverse is not None, maximize,
+        momentum=numbers.momentum != 0, nesterov=nesterov, decay=numbers.decay != 0,
+    )  # fmt: skip
+    _walk(columns, rates, inverse, skip, numbers, way)
+
+
+def _dtype(columns: Sequence[Sequence[Tensor]]) -> str:
+    return DTYPES[columns[2][0].dtype]
 
 
 def _walk(
-    kernel: Any, where: Table, rates: Tensor, inverse: Tensor | None, skip: Tensor | None, numbers: Any, flags: Any
-) -> None:
+    columns: Sequence[Sequence[Tensor]], rates: Tensor, inverse: Tensor | None, skip: Tensor | None,
+    numbers: Moves | Momentum, way: Way,
+) -> None:  # fmt: skip
+    where = table([[integers(one) for one in column] for column in columns])
     never = rates.new_zeros(()) if skip is None else skip.reshape(()).to(rates.device, torch.float32)
     inverse = rates if inverse is None else inverse.reshape(()).to(rates.device)
-    run(kernel, (len(where.chunks),), where.addresses, where.chunks, rates, inverse, never, numbers, *flags)
+    arguments = (where.addresses, where.chunks, rates, inverse, never, numbers, way)
+    run(updates.step, (len(where.chunks),), *arguments, where.aligned, where.chunk, where.block)
 
 
 def check(

@@ -59,15 +59,11 @@ def _gradient(pointer, inverse, places, mask, DTYPE: tl.constexpr, SCALED: tl.co
 
 
 @triton.jit
-def _adamw_block(
-    weights, rests, grads, averages, squares, inverse, rates, places, mask, form, DTYPE: tl.constexpr,
-    SPLIT: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr, NEAR: tl.constexpr,
-):  # fmt: skip
-    weight = _weight(weights, rests, places, mask, SPLIT)
-    gradient = _gradient(grads, inverse, places, mask, DTYPE, SCALED, MAXIMIZE)
+def _adamw(weight, gradient, averages, squares, places, mask, rates, form, NEAR: tl.constexpr):
+    """Return the new weight; the moments are read and written. rates: 1 - lr * weight decay, and two of the step."""
     average = tl.load(averages + places, mask=mask, other=0.0)
     square = tl.load(squares + places, mask=mask, other=0.0)
-    weight = weight * tl.load(rates)  # 1 - lr * weight decay
+    weight = weight * tl.load(rates)
     if NEAR:
         average = average + form.first * (gradient - average)
     else:
@@ -75,15 +71,45 @@ def _adamw_block(
     square = square * form.beta2 + (form.second * gradient) * gradient
     divisor = tl.div_rn(tl.sqrt_rn(square), tl.load(rates + 2)) + form.epsilon
     weight = weight + tl.div_rn(tl.load(rates + 1) * average, divisor)
-    _store(weights, rests, places, mask, weight, SPLIT)
     tl.store(averages + places, average, mask=mask)
     tl.store(squares + places, square, mask=mask)
+    return weight
 
 
 @triton.jit
-def adamw(
-    table, chunks, rates, inverse, skip, form, DTYPE: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
-    MAXIMIZE: tl.constexpr, NEAR: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+def _sgd(weight, gradient, buffers, places, mask, rates, form, WAY: tl.constexpr):
+    """Return the new weight; the momentum is read and written. rates: minus the rate, and the steps taken before."""
+    if WAY.decay:
+        gradient = gradient + weight * form.decay
+    if WAY.momentum:
+        buffer = tl.load(buffers + places, mask=mask, other=0.0)
+        moved = buffer * form.momentum + gradient * form.undamped
+        buffer = tl.where(tl.load(rates + 1) > 0, moved, gradient)  # the first momentum is the gradient
+        tl.store(buffers + places, buffer, mask=mask)
+        if WAY.nesterov:
+            gradient = gradient + buffer * form.momentum
+        else:
+            gradient = buffer
+    return weight + gradient * tl.load(rates)
+
+
+@triton.jit
+def _block(
+    weights, rests, grads, averages, squares, inverse, rates, places, mask, form, WAY: tl.constexpr
+):  # fmt: skip
+    weight = _weight(weights, rests, places, mask, WAY.split)
+    gradient = _gradient(grads, inverse, places, mask, WAY.dtype, WAY.scaled, WAY.maximize)
+    if WAY.adamw:
+        weight = _adamw(weight, gradient, averages, squares, places, mask, rates, form, WAY.near)
+    else:
+        weight = _sgd(weight, gradient, averages, places, mask, rates, form, WAY)
+    _store(weights, rests, places, mask, weight, WAY.split)
+
+
+@triton.jit
+def step(
+    table, chunks, rates, inverse, skip, form, WAY: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step one chunk of one parameter, unless `skip` holds a number above zero.
 
@@ -93,81 +119,22 @@ def adamw(
     if tl.load(skip) <= 0:
         tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
         first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
-        NUMBER: tl.constexpr = tl.int16 if SPLIT else tl.int32
-        GRADIENT: tl.constexpr = tl.int32 if DTYPE == "fp32" else tl.int16
+        NUMBER: tl.constexpr = tl.int16 if WAY.split else tl.int32
+        GRADIENT: tl.constexpr = tl.int32 if WAY.dtype == "fp32" else tl.int16
         weights = _pointer(table, tensor, 0, 6, NUMBER, ALIGNED)
         rests = _pointer(table, tensor, 1, 6, tl.int16, ALIGNED)
         grads = _pointer(table, tensor, 2, 6, GRADIENT, ALIGNED)
         averages = _pointer(table, tensor, 3, 6, tl.float32, ALIGNED)
         squares = _pointer(table, tensor, 4, 6, tl.float32, ALIGNED)
+        own = rates + 4 * tensor
         count = tl.load(table + tensor * 6 + 5)
         whole = count // 16 * 16
         for start in range(0, CHUNK, BLOCK):
             places = first + start + tl.arange(0, BLOCK)
-            _adamw_block(
-                weights, rests, grads, averages, squares, inverse, rates + 4 * tensor, places, places < whole, form,
-                DTYPE, SPLIT, SCALED, MAXIMIZE, NEAR,
-            )  # fmt: skip
+            _block(weights, rests, grads, averages, squares, inverse, own, places, places < whole, form, WAY)
         if first + CHUNK >= count:  # the last chunk: what lies behind the last vector of 16
             places = whole + tl.arange(0, 16)
-            _adamw_block(
-                weights, rests, grads, averages, squares, inverse, rates + 4 * tensor, places, places < count, form,
-                DTYPE, SPLIT, SCALED, MAXIMIZE, NEAR,
-            )  # fmt: skip
-
-
-@triton.jit
-def _sgd_block(
-    weights, rests, grads, buffers, inverse, rates, places, mask, form, DTYPE: tl.constexpr, SPLIT: tl.constexpr,
-    SCALED: tl.constexpr, MAXIMIZE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr,
-):  # fmt: skip
-    weight = _weight(weights, rests, places, mask, SPLIT)
-    gradient = _gradient(grads, inverse, places, mask, DTYPE, SCALED, MAXIMIZE)
-    if DECAY:
-        gradient = gradient + weight * form.decay
-    if MOMENTUM:
-        buffer = tl.load(buffers + places, mask=mask, other=0.0)
-        moved = buffer * form.momentum + gradient * form.undamped
-        buffer = tl.where(tl.load(rates + 1) > 0, moved, gradient)  # the first momentum is the gradient
-        tl.store(buffers + places, buffer, mask=mask)
-        if NESTEROV:
-            gradient = gradient + buffer * form.momentum
-        else:
-            gradient = buffer
-    weight = weight + gradient * tl.load(rates)
-    _store(weights, rests, places, mask, weight, SPLIT)
-
-
-@triton.jit
-def sgd(
-    table, chunks, rates, inverse, skip, form, DTYPE: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
-    MAXIMIZE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr,
-    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """As `adamw`, of one moment; rates: minus the rate, and the steps that were taken before."""
-    if tl.load(skip) <= 0:
-        tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
-        first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
-        NUMBER: tl.constexpr = tl.int16 if SPLIT else tl.int32
-        GRADIENT: tl.constexpr = tl.int32 if DTYPE == "fp32" else tl.int16
-        weights = _pointer(table, tensor, 0, 6, NUMBER, ALIGNED)
-        rests = _pointer(table, tensor, 1, 6, tl.int16, ALIGNED)
-        grads = _pointer(table, tensor, 2, 6, GRADIENT, ALIGNED)
-        buffers = _pointer(table, tensor, 3, 6, tl.float32, ALIGNED)
-        count = tl.load(table + tensor * 6 + 5)
-        whole = count // 16 * 16
-        for start in range(0, CHUNK, BLOCK):
-            places = first + start + tl.arange(0, BLOCK)
-            _sgd_block(
-                weights, rests, grads, buffers, inverse, rates + 4 * tensor, places, places < whole, form,
-                DTYPE, SPLIT, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, DECAY,
-            )  # fmt: skip
-        if first + CHUNK >= count:
-            places = whole + tl.arange(0, 16)
-            _sgd_block(
-                weights, rests, grads, buffers, inverse, rates + 4 * tensor, places, places < count, form,
-                DTYPE, SPLIT, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, DECAY,
-            )  # fmt: skip
+            _block(weights, rests, grads, averages, squares, inverse, own, places, places < count, form, WAY)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -214,16 +181,15 @@ def check(
     count = tl.load(table + tensor * 2 + 1)
     scale = tl.load(inverse) if UNSCALE else 1.0
     whole = count // 16 * 16
-    places = first + tl.arange(0, BLOCK)
-    most, value = _check_block(grads, scale, places, places < whole, DTYPE, UNSCALE)
-    energy = value * value
+    most = tl.full((BLOCK,), 0, tl.int32)
+    energy = tl.full((BLOCK,), 0, tl.float64)
     if COUNTS:
-        bins = _exponents(most, places < whole)
-    for start in range(BLOCK, CHUNK, BLOCK):
+        bins = tl.full((256,), 0, tl.int32)
+    for start in range(0, CHUNK, BLOCK):
         places = first + start + tl.arange(0, BLOCK)
         magnitude, value = _check_block(grads, scale, places, places < whole, DTYPE, UNSCALE)
         most = tl.maximum(most, magnitude)
-        energy += value * value
+        energy = tl.fma(value, value, energy)  # as rounded as a sum of squares, which are exact
         if COUNTS:
             bins += _exponents(magnitude, places < whole)
     size = tl.reduce(most, 0, tl.standard._elementwise_max)
