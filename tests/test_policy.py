@@ -31,6 +31,7 @@ POLICIES = st.builds(
     st.sampled_from([None, "bf16"]),
     st.sampled_from(Policy.TABLES),
     st.sampled_from(["", "mine"]) | st.text(st.characters(exclude_categories=["Cs"])),
+    st.none() | st.sampled_from(["none", "dynamic", "dynamic(8192)", "dynamic(1048576)", "128", "0.1"]),
 )
 
 
@@ -114,6 +115,9 @@ def test_an_accumulation_prints_as_it_is_read(text: str) -> None:
         ("tabel = 'lowp-1'\n", "unknown key 'tabel'; did you mean table"),
         ("rule = 3\n", r"rules must be \[\[rule\]\] tables"),
         ("rule = [", "is not TOML"),
+        ("loss_scale = true\n", "loss scale 'True' is not valid: give none, a number"),
+        ("loss_scale = 'dynamc'\n", "loss scale 'dynamc' is not valid: give none, a number"),
+        ("loss_scale = -1\n", "loss scale '-1': give a finite number above zero"),
         ("parameters = 'fp61'\n", "unknown format 'fp61'"),
     ],
 )

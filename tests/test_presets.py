@@ -124,3 +124,17 @@ def test_unknown_kinds_are_refused() -> None:
 def test_presets_are_values() -> None:
     assert PRESETS["fp16"] == Preset(**vars(PRESETS["fp16"]))
     assert hash(PRESETS["fp16"].policy) == hash(Policy(PRESETS["fp16"].policy.rules))
+
+
+def test_a_policy_with_a_loss_scale_of_its_own_keeps_it(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text('loss_scale = 128\n[[rule]]\ninput = "fp16"\ngrad = "fp16"\n')
+    assert parse(file).loss_scale == LossScale("static", 128.0)
+    assert parse(Policy.from_toml('[[rule]]\ngrad = "fp16"')).loss_scale == LossScale.parse("dynamic")
+    assert parse(Policy(loss_scale=LossScale.parse("dynamic(0.5)"))).loss_scale.floor == 0.5
+
+
+@pytest.mark.parametrize("power", [-20, 0, 20, 41, 100])
+def test_a_loss_scale_prints_all_of_its_number(power: int) -> None:
+    scale = LossScale.parse(f"dynamic({2.0**power!r})")
+    assert LossScale.parse(str(scale)) == scale and scale.initial == 2.0**power

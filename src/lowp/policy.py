@@ -19,6 +19,7 @@ from lowp import casts
 from lowp.casts import Cast
 from lowp.errors import InvalidInput, UnknownName, brief, unknown
 from lowp.formats import FORMATS, FloatFormat
+from lowp.loss_scale import LossScale
 
 __all__ = ["OP_CLASSES", "Accumulation", "Policy", "Rule"]
 
@@ -146,13 +147,15 @@ class Policy:
     """A list of rules, of which the first match applies; the op table; and the format that stores the parameters.
 
     `parameters=None` leaves the parameters unchanged (fp32). `table` is the op table: ``lowp-1`` is the same on
-    every device; ``torch-2.13-cpu`` and ``torch-2.13-cuda`` are torch's own lists.
+    every device; ``torch-2.13-cpu`` and ``torch-2.13-cuda`` are torch's own lists. `loss_scale` is that of a run which
+    gives none itself; None: dynamic where gradients are rounded to a narrow exponent. A region alone scales no loss.
     """
 
     rules: tuple[Rule, ...] = ()
     parameters: Cast | None = None
     table: str = "lowp-1"
     name: str = field(default="", compare=False)
+    loss_scale: LossScale | None = None
 
     TABLES = ("lowp-1", "torch-2.13-cpu", "torch-2.13-cuda")
 
@@ -163,6 +166,8 @@ class Policy:
             raise UnknownName(unknown("op table", self.table, self.TABLES))
         if self.parameters is not None:
             object.__setattr__(self, "parameters", _carried("parameters", casts.parse(self.parameters)))
+        if self.loss_scale is not None:
+            object.__setattr__(self, "loss_scale", LossScale.parse(self.loss_scale))
 
     def match(self, op: str, op_class: str, path: str = "") -> Rule | None:
         """The first rule for this op of this class at this module path, or None."""
@@ -188,6 +193,7 @@ class Policy:
         import tomli_w  # here, for only what writes a policy needs it
 
         texts = {"name": self.name, "table": self.table, "parameters": str(self.parameters or "")}
+        texts["loss_scale"] = "" if self.loss_scale is None else str(self.loss_scale)
         rules = [_rule_values(rule) for rule in self.rules]
         return tomli_w.dumps({key: value for key, value in {**texts, "rule": rules}.items() if value})
 
@@ -204,14 +210,17 @@ class Policy:
         except ValueError as error:
             raise InvalidInput(f"{source} is not TOML: {error}") from None
         rules = data.pop("rule", [])
-        _known_keys(data, ("name", "table", "parameters"), source)
+        _known_keys(data, ("name", "table", "parameters", "loss_scale"), source)
         if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
             raise InvalidInput(f"{source}: rules must be [[rule]] tables")
+        if isinstance(data.get("loss_scale"), (int, float)):
+            data["loss_scale"] = str(data["loss_scale"])
         try:
             given = _strings(data)
             parameters = casts.parse(given["parameters"]) if "parameters" in given else None
             parsed = tuple(_rule(rule, index) for index, rule in enumerate(rules, 1))
-            return cls(parsed, parameters, given.get("table", "lowp-1"), given.get("name", ""))
+            scale = LossScale.parse(given["loss_scale"]) if "loss_scale" in given else None
+            return cls(parsed, parameters, given.get("table", "lowp-1"), given.get("name", ""), scale)
         except ValueError as error:
             raise InvalidInput(f"{source}: {error}") from None
 

@@ -7,70 +7,12 @@ from pathlib import Path
 
 from lowp import casts, formats
 from lowp.casts import Cast, Overflow
-from lowp.errors import InvalidInput, UnknownName, unknown
+from lowp.errors import UnknownName, unknown
 from lowp.formats import FloatFormat, ScaledFormat
+from lowp.loss_scale import DYNAMIC, LossScale
 from lowp.policy import Policy, Rule
 
 __all__ = ["PRESETS", "LossScale", "Masters", "Preset", "parse"]
-
-
-@dataclass(frozen=True)
-class LossScale:
-    """How the loss is scaled before backward: not at all, by a constant, or dynamically between `floor` and `ceiling`.
-
-    Dynamic: halved (`backoff`) at a non-finite gradient, doubled (`growth`) after `interval` good steps in a row
-    (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). All scales are finite and positive. With `search` the
-    first backward finds the scale to begin with, `initial` or smaller, so that no step is lost to the search.
-    """
-
-    kind: str = "none"
-    initial: float = 1.0
-    growth: float = 2.0
-    backoff: float = 0.5
-    interval: int = 2000
-    floor: float = 1.0
-    ceiling: float = 2.0**40
-    hysteresis: int = 1
-    search: bool = False
-
-    KINDS = ("none", "static", "dynamic")
-
-    def __post_init__(self) -> None:
-        if self.kind not in self.KINDS:
-            raise UnknownName(unknown("loss scale", self.kind, self.KINDS))
-        if not 0 < self.floor <= self.initial <= self.ceiling < float("inf"):
-            raise InvalidInput(
-                f"loss scale {self.initial}: it must be finite and lie between its floor {self.floor} and its ceiling "
-                f"{self.ceiling}"
-            )
-
-    @classmethod
-    def parse(cls, text: str | float | LossScale) -> LossScale:
-        """``none``, ``dynamic``, ``dynamic(1024)``, which begins there, or a number, which is a static scale."""
-        if isinstance(text, LossScale):
-            return text
-        word = str(text).strip().lower()
-        if word in ("none", "off", "1", "1.0"):
-            return cls()
-        if word == "dynamic":
-            return DYNAMIC
-        inner = word[8:-1] if word.startswith("dynamic(") and word.endswith(")") else word
-        try:
-            scale = float(inner)
-        except ValueError:
-            raise InvalidInput(
-                f"loss scale {text!r} is not valid: give none, a number such as 128, dynamic, or dynamic(1024)"
-            ) from None
-        if not 0 < scale < float("inf"):
-            raise InvalidInput(f"loss scale {text!r}: give a finite number above zero, for example 128")
-        if inner is not word:
-            return cls("dynamic", scale, floor=min(1.0, scale))
-        return cls("static", scale, floor=min(1.0, scale))
-
-    def __str__(self) -> str:
-        if self.kind == "dynamic":
-            return "dynamic" if self.search else f"dynamic({self.initial:g})"
-        return "none" if self.kind == "none" else f"{self.initial:g}"
 
 
 @dataclass(frozen=True)
@@ -104,9 +46,6 @@ class Preset:
     masters: Masters
     summary: str
     source: str
-
-
-DYNAMIC = LossScale("dynamic", 2.0**16, search=True)
 
 
 def _sixteen_bit(cast: str, parameters: str | None = None) -> Policy:
@@ -293,12 +232,14 @@ def _is_narrow(cast: Cast | None) -> bool:
 
 
 def _of_policy(policy: Policy) -> Preset:
-    """A user's policy: loss scaling where a gradient goes through a narrow exponent, masters where parameters do."""
+    """A user's policy: its own loss scale, or one where a gradient goes through a narrow exponent; masters where
+    parameters do."""
     narrow = any(_is_narrow(rule.grad) for rule in policy.rules)
+    scale = DYNAMIC if narrow else LossScale()
     return Preset(
         policy.name or "policy",
         policy,
-        DYNAMIC if narrow else LossScale(),
+        scale if policy.loss_scale is None else policy.loss_scale,
         Masters("none" if policy.parameters is None or _is_predicted(policy.parameters) else "fp32"),
         f"{len(policy.rules)} rules given by the user",
         "a policy given by the user",

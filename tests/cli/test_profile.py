@@ -6,9 +6,9 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import forked
@@ -62,40 +62,25 @@ def test_the_views_of_a_record_are_written(lowp: Callable[..., Any], digits: Pat
     assert package.Policy.load(views["toml"]).rules
 
 
-class Written:
-    """Stands for torch's SummaryWriter, which needs the package tensorboard: what was written, by tag."""
-
-    made: dict[str, list[Any]]
-
-    def __init__(self, folder: str) -> None:
-        Written.made = {}
-
-    def __enter__(self) -> Written:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def add_histogram_raw(self, tag: str, **given: Any) -> None:
-        Written.made.setdefault(tag, []).append(given)
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        Written.made.setdefault(tag, []).append((value, step))
-
-
-def test_tensorboard_gets_a_histogram_a_tensor_and_the_losses(
-    lowp: Callable[..., Any], digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_tensorboard_reads_a_histogram_a_tensor_and_the_losses(
+    lowp: Callable[..., Any], digits: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Written))
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert lowp("profile", str(digits), "--tensorboard", str(tmp_path / "board")).code == 0
+    board = reader.EventAccumulator(str(tmp_path / "board"), {reader.SCALARS: 0, reader.HISTOGRAMS: 0}).Reload()
     record = Record.load(digits)
     seen = {f"{key.role}/{key.module or 'model'}/{key.op}": one for key, one in record.tensors.items() if one.nonzero}
-    assert set(Written.made) == {*seen, "loss", "largest_gradient"} and len(Written.made["loss"]) == 4
+    assert set(board.Tags()["histograms"]) == set(seen)
+    assert set(board.Tags()["scalars"]) == {"loss", "largest_gradient"}
+    losses = {one.step: one.loss for one in record.steps if one.loss is not None}
+    assert {one.step: one.value for one in board.Scalars("loss")} == pytest.approx(losses)
     for tag, one in seen.items():
-        (given,) = Written.made[tag]
-        assert given["num"] == sum(given["bucket_counts"]) == one.nonzero
-        assert given["bucket_limits"] == sorted(given["bucket_limits"])
-        assert (given["min"], given["max"]) == (one.lowest, one.highest + 1)
+        (event,) = board.Histograms(tag)
+        read = event.histogram_value
+        assert event.step == max(record.sampled) and read.num == sum(read.bucket) == one.nonzero
+        assert (read.min, read.max) == (one.lowest, one.highest + 1)
+        assert list(read.bucket_limit) == list(range(one.lowest + 1, one.highest + 2))
+        assert list(read.bucket) == one.octaves[one.lowest + 127 : one.highest + 128].tolist()
 
 
 def test_without_tensorboard_what_is_missing_is_said(
@@ -203,6 +188,27 @@ def test_a_script_that_is_interrupted_is_told_of_as_far_as_it_came(tmp_path: Pat
     assert process.returncode == 128 + signal.SIGTERM, said
     assert "VERDICT" in printed and "Traceback" not in said, said
     assert 0 in Record.load(tmp_path / "run.json").sampled
+
+
+def test_a_recipe_that_is_interrupted_is_told_of_as_far_as_it_came(tmp_path: Path, repository: Path) -> None:
+    arguments = ("digits", "--steps", "100000000", "--epochs", "1000000", "--max-overhead", "none", "--out", "run.json")
+    environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
+    with forked.start("-m", "lowp", "profile", *arguments, cwd=tmp_path, environment=environment) as process:
+        seen = tmp_path / "run.json"
+        ends = time.monotonic() + 120
+        while not seen.exists() or seen.read_text().count("\n") < 3:  # a header and two steps
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGTERM)
+        printed, said = process.stdout.read(), process.stderr.read()
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert "VERDICT" in printed and "Traceback" not in said, said
+    assert Record.load(seen).complete and 0 in Record.load(seen).sampled
+
+
+def test_a_run_that_was_too_short_for_a_look_is_told_once(lowp: Callable[..., Any]) -> None:
+    result = lowp("profile", "digits", "--steps", "1")
+    assert result.code == 2 and not result.out and result.err.count("the profile is empty") == 1
 
 
 RANKS = """

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 import lowp
 from lowp.errors import InvalidInput, UnknownName
+from lowp.loss_scale import LossScale
 from lowp.numerics.advice import Advice, advise
 from lowp.numerics.findings import FINDINGS, explained
 from lowp.numerics.record import Part, Record
 from lowp.numerics.search import cheapest
 from lowp.presets import PRESETS
-from lowp.report.profile import verdict_line
+from lowp.report.profile import part_seen, scale_line, verdict_line
 from lowp.report.profile_html import page
 
 
@@ -106,6 +107,29 @@ def test_the_policy_runs_where_it_was_made_for() -> None:
     with lowp.autocast(policy) as region:
         assert torch.isfinite(model(torch.randn(8, 16))).all()
     assert not [rule for rule in region.report().unused if rule.where != "*" and not rule.ops]
+
+
+def test_the_policy_begins_at_the_recommended_loss_scale() -> None:
+    advice = advise(record_of(network()))
+    assert lowp.Precision(advice.policy).scale == 2.0**advice.window.recommended
+    assert f'loss_scale = "dynamic({2**advice.window.recommended})"' in advice.policy.to_toml()
+
+
+def test_where_modules_were_left_out_the_first_step_finds_the_loss_scale() -> None:
+    record = record_of(network())
+    record.sampling.update(max_overhead=0.03, modules=4, modules_seen=2)
+    advice = advise(record)
+    assert advice.policy.loss_scale == LossScale.parse("dynamic") and advice.policy.loss_scale.search
+    assert advice.verdicts[0].verdict == "with a dynamic loss scale"
+    told = scale_line(advice.window, part_seen(record))
+    assert "of 2 of 4 modules alone" in told and "recommended" not in told
+
+
+def test_a_run_that_was_killed_recommends_no_loss_scale_by_number() -> None:
+    record = record_of(network())
+    killed = Record(record.header, record.part, {"max_overhead": 0.03}, complete=False)
+    assert killed.is_partial and advise(killed).policy.loss_scale == LossScale.parse("dynamic")
+    assert not Record(record.header, record.part, {"max_overhead": None}, complete=False).is_partial
 
 
 def test_a_fault_is_the_first_finding() -> None:

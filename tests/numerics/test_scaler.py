@@ -55,6 +55,14 @@ def test_torch_s_scale_loses_small_gradients_silently_and_one_from_a_profile_doe
     assert lost > 1.0 and kept < 0.1, (lost, kept)
 
 
+def test_where_modules_were_left_out_the_scaler_begins_as_torch_s_or_below() -> None:
+    profile = profile_of_the_same()
+    assert profile.grad_scaler("cpu").get_scale() > 2.0**16
+    profile.plan.rounds.add("left out")
+    profile.budget.share = 0.03
+    assert profile.record.is_partial and profile.grad_scaler("cpu").get_scale() == 2.0**16
+
+
 def test_the_gradients_of_activations_move_a_scale_that_follows_underflow() -> None:
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

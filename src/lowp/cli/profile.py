@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lowp.numerics.prediction import Window
     from lowp.numerics.record import Record
 
 _VALUED = {
@@ -177,14 +178,26 @@ def _settings(name: str, arguments: argparse.Namespace, precision: str = "fp32")
 
 
 def _recipe(name: str, arguments: argparse.Namespace) -> int:
+    from lowp.cli.interrupts import Interrupts
     from lowp.recipes.profiling import profiled
 
     settings = _settings(name, arguments)
-    record = profiled(settings, arguments.steps, arguments.max_overhead, arguments.out)
+    with Interrupts(lambda: _left(arguments.out), "the step is being ended") as interrupts:
+        record = profiled(settings, arguments.steps, arguments.max_overhead, arguments.out, interrupts)
+    if record.is_empty:  # which the profiler has explained
+        return interrupts.exit_code if interrupts() else 2
     code = _told(record, arguments, f"lowp compare {name} --precision policy.toml")
+    if interrupts():
+        return interrupts.exit_code
     if arguments.verify or arguments.bits is not None:
         code = max(code, _verified(settings, record, arguments))
     return code
+
+
+def _left(out: Path | None) -> str:
+    """What is left of a run that is ended within a step."""
+    left = "nothing was kept: --out keeps each step that was seen" if out is None else f"{out} keeps what was seen"
+    return f"interrupted; {left}"
 
 
 def _verified(settings: Any, record: Record, arguments: argparse.Namespace) -> int:
@@ -244,7 +257,7 @@ def _told(record: Record, arguments: argparse.Namespace, next_command: str) -> i
             file.write(advice.policy.to_toml().encode())
     print_profile(console(), record, advice, next_command)
     if arguments.precision is not None:
-        _told_of(record, arguments.precision, advice.window.recommended)
+        _told_of(record, arguments.precision, advice.window)
     if arguments.html is not None:
         _write_page(arguments.html, page(record, advice, command=command))
     if arguments.csv is not None or arguments.tensorboard is not None:
@@ -265,13 +278,14 @@ def _write_page(path: Path, text: str) -> None:
     print(f"report: {path}")
 
 
-def _told_of(record: Record, name: str, recommended: int) -> None:
+def _told_of(record: Record, name: str, window: Window) -> None:
     """Print what a precision would do, and the tensors that suffer most."""
     from lowp import presets
     from lowp.numerics.policies import effects, sensitivities, worst
 
     preset = presets.parse(name)
-    scale = 2.0 ** max(min(recommended, 24), 0) if preset.loss_scale.kind != "none" else 1.0
+    scaled = preset.loss_scale.kind != "none" and not window.is_unknown
+    scale = 2.0**window.recommended if scaled else 1.0
     found = effects(record, preset.policy, scale)
     overflow = sum(one.overflows for one in found.values())
     print(f"{preset.name}: {len(found)} tensors are rounded, {overflow} overflow; those that lose most:")

@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lowp import presets
+from lowp.loss_scale import DYNAMIC, LossScale
 from lowp.numerics.findings import Finding
 from lowp.numerics.prediction import Window, effect, lost_updates, scale_window
 from lowp.numerics.record import Key, Record
 from lowp.numerics.spectrum import Spectrum
 from lowp.policy import Policy, Rule
 
-__all__ = ["Advice", "Verdict", "advise", "fits_fp8", "modules_of_contractions", "window_of"]
+__all__ = ["Advice", "Verdict", "advise", "fits_fp8", "loss_scale_of", "modules_of_contractions", "window_of"]
 
 MOST_FINDINGS = 5
 _MOST_FLUSHED = 0.05  # of a gradient, beyond which a layer is kept out of fp16
@@ -89,7 +90,7 @@ def advise(record: Record) -> Advice:
     ]
     found.sort(key=lambda one: one.severity != "error")
     named = tuple(dict.fromkeys(module for one in found for module in one.modules))
-    policy = _policy(window, {record.within(module) for module in (*outside, *large)})
+    policy = _policy(record, window, {record.within(module) for module in (*outside, *large)})
     verdicts = (
         ()
         if not _operands(record)
@@ -215,10 +216,10 @@ def _fp16(record: Record, window: Window, outside: set[str]) -> Verdict:
     if window.is_unknown:
         _, overflow, ratio = _judged(record, "fp16", 1.0, outside)
         return Verdict("fp16", 0.0, overflow, None, ratio, "not judged: no gradient was looked at", False)
-    scale = max(min(window.recommended, 24), 0)
+    scale = window.recommended
     flushed, overflow, ratio = _judged(record, "fp16", 2.0**scale, outside)
     rest = f", {len(outside)} layers in bf16" if outside else ""
-    word = f"with loss scale 2^{scale}{rest}"
+    word = f"with a dynamic loss scale{rest}" if record.is_partial else f"with loss scale 2^{scale}{rest}"
     return Verdict("fp16", flushed, overflow, None, ratio, word, True, scale)
 
 
@@ -364,19 +365,31 @@ def _skipped(record: Record, window: Window) -> list[Finding]:
             "error",
             f"{skipped} of {steps} steps were skipped",
             f"the window of scales is 2^{window.lowest} to 2^{window.highest}",
-            f"begin with 2^{window.recommended}",
+            f"begin with {loss_scale_of(record, window)}"
+            if record.is_partial
+            else f"begin with 2^{window.recommended}",
             "no step is lost",
         )
     ]
 
 
 # -- the policy -------------------------------------------------------------------------------------------------------
-def _policy(window: Window, apart: set[str]) -> Policy:
+def loss_scale_of(record: Record, window: Window) -> LossScale:
+    """The loss scale to train with in fp16: the recommended one, from which it moves.
+
+    Where modules were left out, whose gradients may be larger, it is one that the first step finds by trial.
+    """
+    return DYNAMIC if record.is_partial else LossScale.parse(f"dynamic({2.0**window.recommended!r})")
+
+
+def _policy(record: Record, window: Window, apart: set[str]) -> Policy:
     """fp16 where it fits, and bf16 where it does not or no gradient told: a preset after rules for single modules."""
-    base = presets.PRESETS["bf16" if window.is_empty or window.is_unknown else "fp16"].policy
+    in_fp16 = not window.is_empty and not window.is_unknown
+    base = presets.PRESETS["fp16" if in_fp16 else "bf16"].policy
+    scale = loss_scale_of(record, window) if in_fp16 else None
     rules = [
         Rule.of("contraction", "norm", where=module, input="bf16", weight="bf16", grad="bf16", output="bf16")
         for module in sorted(apart)
         if module
     ]
-    return Policy((*rules, *base.rules), base.parameters, base.table, "profiled")
+    return Policy((*rules, *base.rules), base.parameters, base.table, "profiled", scale)

@@ -380,6 +380,7 @@ class Profiler:
     def grad_scaler(self, device: str | None = None, target_underflow: float = 1e-3) -> GradScaler:
         """A scaler that begins where this profile says and grows when more than this share of gradients is lost.
 
+        Where a budget left modules out, whose gradients may be larger, it begins at 2^16, as torch's does, or below.
         Raises InvalidInput for an empty profile, for one without gradients, and where no loss scale fits all layers.
         """
         window, outside = window_of(self.record.require_content())
@@ -387,7 +388,8 @@ class Profiler:
             raise InvalidInput("no gradient was looked at, which a loss scale could follow: give max_overhead=None")
         if window.is_empty:
             raise InvalidInput(f"no loss scale fits fp16 here: {outside}")
-        return GradScaler(device, init_scale=2.0**window.recommended, target_underflow=target_underflow)
+        power = min(window.recommended, 16) if self.record.is_partial else window.recommended
+        return GradScaler(device, init_scale=2.0**power, target_underflow=target_underflow)
 
     def _end_step(self) -> None:
         """Keep what a step has seen, and count its time."""

@@ -220,6 +220,12 @@ class Record:
         return module
 
     @property
+    def is_partial(self) -> bool:
+        """Whether a budget left modules out, or a run that was killed does not tell."""
+        share, modules = self.sampling.get("max_overhead"), self.sampling.get("modules")
+        return share is not None and (modules is None or self.sampling.get("modules_seen", 0) < modules)
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing was seen."""
         return not self.part.tensors

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from lowp.kernels import quantize
-from lowp.numerics.advice import advise
 from lowp.numerics.prediction import effect, lost_updates
 from lowp.numerics.profiler import Profiler
 from lowp.numerics.record import Record
@@ -20,7 +19,6 @@ from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.updates import Updates
 from lowp.policy import Policy
 from lowp.precision import Precision
-from lowp.presets import LossScale
 from lowp.recipes.sensitivity import Confirmed, confirmed
 from lowp.recipes.training import Settings, Training, load_data, threads_of
 
@@ -32,9 +30,13 @@ _CLOSE = 0.1  # of the loss that training has taken away, by which a policy may 
 
 
 def profiled(
-    settings: Settings, steps: int | None, max_overhead: str | float | None, out: Path | None = None
+    settings: Settings,
+    steps: int | None,
+    max_overhead: str | float | None,
+    out: Path | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Record:
-    """Train a recipe for some steps under the profiler and return what it saw.
+    """Train a recipe for some steps under the profiler and return what it saw; where `stop()` becomes true, till then.
 
     Without a number of steps it trains until the budget has paid for a few looks: 100 steps at least, and beyond those
     for a minute at most.
@@ -52,6 +54,8 @@ def profiled(
         )
 
         def is_enough(taken: int) -> bool:
+            if taken and stop():
+                return True
             if steps is not None:
                 return taken >= steps
             return taken >= _STEPS and (profiler.plan.rounds.taken >= _LOOKS or time.perf_counter() - begun > _SECONDS)
@@ -113,9 +117,6 @@ class Verified:
 def verified(settings: Settings, record: Record, policy: Policy, steps: int) -> Verified:
     """Train in fp32 and under the policy, from the same weights on the same batches."""
     data = load_data(settings.filled())
-    window = advise(record).window
-    scale = LossScale.parse(f"dynamic({2.0 ** max(min(window.recommended, 24), 0):g})")
-    narrow = any(rule.grad is not None and "fp16" in str(rule.grad) for rule in policy.rules)
     ends, skipped = [], 0
     training = Training(settings, data)
     with threads_of(training.recipe.threads):
@@ -123,7 +124,7 @@ def verified(settings: Settings, record: Record, policy: Policy, steps: int) -> 
         ends.append(_last(losses))
         errors = _errors(training)
         layers = tuple(confirmed(training, _CAST_ALONE))
-        precision = Precision(policy, loss_scale=scale if narrow else None, seed=settings.seed)
+        precision = Precision(policy, seed=settings.seed)
         tried = Training(replace(settings, precision="fp32"), data, precision)
         ends.append(_last(_run(tried, lambda taken: taken >= steps)))
         skipped = tried.precision.skipped_steps

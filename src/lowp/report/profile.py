@@ -14,7 +14,16 @@ from lowp.numerics.prediction import Window
 from lowp.numerics.record import Record
 from lowp.report.tables import plain_table, show
 
-__all__ = ["findings", "headline", "print_profile", "scale_line", "unseen", "verdict_line", "verdict_table"]
+__all__ = [
+    "findings",
+    "headline",
+    "part_seen",
+    "print_profile",
+    "scale_line",
+    "unseen",
+    "verdict_line",
+    "verdict_table",
+]
 
 _MARKS = {"error": ("✗", "red"), "warning": ("!", "yellow")}
 
@@ -27,7 +36,7 @@ def print_profile(console: Console, record: Record, advice: Advice, next_command
         console.print(line)
     if advice.verdicts:
         show(console, verdict_table(advice.verdicts))
-    console.print(escape(scale_line(advice.window, _part_seen(record))))
+    console.print(escape(scale_line(advice.window, part_seen(record))))
     if left_out := unseen(record):
         console.print(escape(left_out))
     if next_command:
@@ -61,8 +70,8 @@ def _looks(record: Record) -> str:
 
 def unseen(record: Record) -> str:
     """What a budget left out, and what to do; '' where every module was looked at."""
-    part = _part_seen(record)
-    if not part:
+    part = part_seen(record)
+    if not part or not record.complete:
         return ""
     share = 100 * record.sampling["max_overhead"]
     return (
@@ -71,17 +80,17 @@ def unseen(record: Record) -> str:
     )
 
 
-def _part_seen(record: Record) -> str:
+def part_seen(record: Record) -> str:
     """How many of the modules a budget left time for, in words; '' where it was all of them."""
-    modules, seen = record.sampling.get("modules", 0), record.sampling.get("modules_seen", 0)
-    if seen >= modules or record.sampling.get("max_overhead") is None:
+    if not record.is_partial:
         return ""
-    return f"{seen} of {modules} modules"
+    modules = record.sampling.get("modules")
+    return "a part of the modules" if modules is None else f"{record.sampling['modules_seen']} of {modules} modules"
 
 
 def verdict_line(record: Record, advice: Advice) -> str:
     """One word on each format, and of which modules it holds where not all were looked at."""
-    part = _part_seen(record)
+    part = part_seen(record)
     words = " · ".join(f"{one.format} {one.verdict}" for one in advice.verdicts)
     words = words or "none: no product of the model (linear, convolution, matmul) was looked at"
     return f"for {part} alone: {words}" if part else words
@@ -121,5 +130,6 @@ def scale_line(window: Window, part: str = "") -> str:
     low, high, width = max(window.lowest, -24), min(window.highest, 40), 24
     at = round((window.recommended - low) / max(high - low, 1) * (width - 1))
     bar = "".join("■" if place == at else "─" for place in range(width))
-    of = f" of {part} alone" if part else ""
-    return f"Scale window{of} 2^{low} ├{bar}┤ 2^{high}, recommended 2^{window.recommended}"
+    if part:
+        return f"Scale window of {part} alone 2^{low} ├{bar}┤ 2^{high}: the first step finds what fits the others too"
+    return f"Scale window 2^{low} ├{bar}┤ 2^{high}, recommended 2^{window.recommended}"

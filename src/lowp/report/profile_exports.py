@@ -7,6 +7,8 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lowp import files
 from lowp.errors import Unavailable
 from lowp.numerics.prediction import effect
@@ -55,9 +57,11 @@ def to_tensorboard(record: Record, folder: Path) -> None:
         raise Unavailable("writing TensorBoard files needs the package tensorboard: pip install tensorboard") from None
     with SummaryWriter(str(folder)) as writer:
         for key, seen in record.tensors.items():
-            present = [(place - 127, int(count)) for place, count in enumerate(seen.octaves) if count]
-            if not present:
+            if not seen.nonzero:
                 continue
+            # every octave from the first to the last: a bucket reaches from the limit before it to its own
+            places = np.flatnonzero(seen.octaves)
+            present = [(place - 127, int(seen.octaves[place])) for place in range(int(places[0]), int(places[-1]) + 1)]
             writer.add_histogram_raw(
                 tag=f"{key.role}/{key.module or 'model'}/{key.op}",
                 min=present[0][0],

@@ -16,7 +16,7 @@ from lowp.formats import FORMATS, FloatFormat
 from lowp.numerics.advice import Advice
 from lowp.numerics.difference import difference
 from lowp.numerics.record import Record
-from lowp.report.profile import headline, verdict_line
+from lowp.report.profile import headline, part_seen, verdict_line
 
 __all__ = ["page"]
 
@@ -44,7 +44,7 @@ def page(record: Record, advice: Advice, other: Record | None = None, command: s
         (
             _verdict(record, advice, command),
             _findings(advice),
-            _controls(advice),
+            _controls(record, advice),
             *(_map(name) for name in _MAPS),
             _ratios(record),
             _timeline(record),
@@ -149,11 +149,12 @@ def _findings(advice: Advice) -> str:
     return f'<section id="findings"><h2>Findings</h2><ul class="findings">{items}</ul></section>'
 
 
-def _controls(advice: Advice) -> str:
+def _controls(record: Record, advice: Advice) -> str:
     options = "".join(f"<option>{name}</option>" for name in _LIMITS)
     window = advice.window
     span = "none fits all layers" if window.is_empty else f"2^{window.lowest} to 2^{window.highest}"
     span = "unknown, no gradient was looked at" if window.is_unknown else span
+    span += f", of {part} alone" if (part := part_seen(record)) else ""
     return (
         '<section id="controls" aria-label="Limits of the heat maps"><h2>Limits</h2>'
         f'<label>Format <select id="format">{options}</select></label> '
