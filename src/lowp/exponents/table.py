@@ -50,6 +50,8 @@ class Flush(NamedTuple):
     predicted: Tensor | None  # fp64[n], χ; None of scalings that predict no maximum
 
 
+# of what is seen of a write, in the order of `Seen`
+_SEEN = (torch.int32, torch.bool, torch.bool, torch.int64, torch.int64, torch.int64)
 _LOWEST = -1000  # below every exponent
 COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
 
@@ -208,7 +210,7 @@ class ExponentTable:
     def _rounded(self, x: Tensor, exponent: int | Tensor) -> tuple[Tensor, Seen]:
         """Return x as values of the format, whose mantissas are kept beside them, and what was seen."""
         result, seen, payload = write(x, self.cast, exponent, isinstance(self.scaling, Reactive))
-        if payload is not None and not isinstance(exponent, Tensor):
+        if payload is not None or isinstance(exponent, Tensor):
             payloads.keep(result, self.cast.format, exponent, payload)
         return result, seen
 
@@ -276,18 +278,30 @@ class ExponentTable:
         return flush
 
     def _observed(self) -> WritesSeen:
-        indices = torch.tensor(list(self.pending), device=self.device)
-        columns = list(zip(*self.pending.values(), strict=True))
-        dtypes = (torch.int32, torch.bool, torch.bool, torch.int64, torch.int64, torch.int64)
-        mask = torch.zeros(len(self.names), dtype=torch.bool, device=self.device)
-        mask[indices] = True
-        full = []
-        for column, dtype in zip(columns, dtypes, strict=True):
-            tensors = isinstance(column[0], Tensor)
-            vector = torch.stack(column).to(dtype) if tensors else torch.tensor(column, dtype=dtype, device=self.device)
-            full.append(torch.zeros(len(self.names), dtype=dtype, device=self.device).index_put((indices,), vector))
-        mantissa, nonfinite, vanished, overflowed, crowded, elements = full
-        return WritesSeen(mantissa, mask, nonfinite, vanished, overflowed, crowded, elements)
+        columns = zip(*self.pending.values(), strict=True)
+        mantissa, nonfinite, vanished, overflowed, crowded, elements = (
+            self._vector(dict(zip(self.pending, column, strict=True)), dtype)
+            for column, dtype in zip(columns, _SEEN, strict=True)
+        )
+        written = self._vector(dict.fromkeys(self.pending, True), torch.bool)
+        return WritesSeen(mantissa, written, nonfinite, vanished, overflowed, crowded, elements)
+
+    def _vector(self, numbers: dict[int, Any], dtype: torch.dtype) -> Tensor:
+        """Return what was seen of some entries as a vector of all: numbers of the host, or 0-d tensors of a device.
+
+        On a device all of it is made there: a copy from the host is no part of a captured graph.
+        """
+        count = len(self.names)
+        if self.has_integer_kernels:
+            found = torch.zeros(count, dtype=dtype, device=self.device)
+            found[list(numbers)] = torch.tensor(list(numbers.values()), dtype=dtype, device=self.device)
+            return found
+        parts = {
+            index: one.to(dtype) if isinstance(one, Tensor) else torch.full((), one, dtype=dtype, device=self.device)
+            for index, one in numbers.items()
+        }
+        nothing = torch.zeros((), dtype=dtype, device=self.device)
+        return torch.stack([parts.get(index, nothing) for index in range(count)])
 
     def columns(self, sites: list[str]) -> Tensor:
         """What this rank has seen at some sites, fp64[9, n], for a maximum over ranks; zeros where it saw nothing.

@@ -106,5 +106,12 @@ def uses_library() -> bool:
 
 
 def has_integer_kernels(*tensors: Tensor | torch.device) -> bool:
-    """Whether integers are computed with where these lie, so that what a kernel has seen is known at once: on CPUs."""
-    return all((one if isinstance(one, torch.device) else one.device).type == "cpu" for one in tensors)
+    """Whether integers are computed with where these lie, so that what a kernel has seen is known at once: on CPUs.
+
+    Elsewhere exponents stay on their device; so they do where the kernels of a device are asked for on a CPU.
+    """
+    return forced() != "triton" and all(map(_is_on_host, tensors))
+
+
+def _is_on_host(one: Tensor | torch.device) -> bool:
+    return one.type == "cpu" if isinstance(one, torch.device) else one.is_cpu

@@ -147,6 +147,20 @@ def scaled(sums: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
     return torch.where(sums.abs() <= 1 << 53, once, beyond)
 
 
+def times(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return int64 sums times a power of two, fp64 and 0-d, rounded once to fp32 or fp64.
+
+    Where fp64 does not hold a sum, it is rounded to odd there first.
+    """
+    near = total.double()
+    missed = total - near.clamp(max=2.0**63 - 1024).to(torch.int64)
+    bits = near.view(torch.int64)
+    even = bits & 1 == 0
+    toward_zero = (missed < 0) == (total > 0)
+    odd = torch.where((missed != 0) & even, bits + torch.where(toward_zero, -1, 1), bits).view(torch.float64)
+    return ((near if dtype is torch.float64 else odd) * scale).to(dtype)
+
+
 def rounded_sums(sums: Tensor, exponent: int, dtype: torch.dtype, lowest: int) -> tuple[Tensor, tuple[int, int, int]]:
     """Return int64 sums times 2^exponent in a dtype, rounded once, and (saturated, largest mantissa, largest sum).
 

@@ -79,7 +79,8 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 @contextmanager
-def _told(operations: int) -> Iterator[None]:
+def told(operations: int) -> Iterator[None]:
+    """Tell the observers of a product of so many operations, as it runs."""
     with ExitStack() as stack:
         for observer in _observers:
             stack.enter_context(observer(operations))
@@ -97,7 +98,7 @@ def matmul(left: Tensor, right: Tensor, output: Output) -> Result:
     """Return [..., m, k] @ [..., k, n], whose leading dimensions are the same."""
     if not _observers:
         return _matmul(left, right, output)
-    with _told(2 * math.prod(left.shape) * right.shape[-1]):
+    with told(2 * math.prod(left.shape) * right.shape[-1]):
         return _matmul(left, right, output)
 
 
@@ -135,8 +136,8 @@ def _matmul_by_triton(left: Tensor, right: Tensor, output: Output) -> Result:
     from lowp.kernels.triton import products
 
     if output.bias is not None:
-        return _by_definition(_sums_by_triton(left, right, output.chained), output, -1)
-    a, b = _as_batches(left), _as_batches(right)
+        return _by_definition(sums_by_triton(left, right, output.chained), output, -1)
+    a, b = as_batches(left), as_batches(right)
     scale = torch.full((), 2.0**output.exponent, dtype=torch.float64, device=left.device)
     values, found = products.matmul(a, b, scale, output.dtype, output.chained, output.lowest)
     values = values.reshape(*left.shape[:-1], right.shape[-1])
@@ -145,18 +146,18 @@ def _matmul_by_triton(left: Tensor, right: Tensor, output: Output) -> Result:
     return _chained(values)
 
 
-def _as_batches(x: Tensor) -> Tensor:
+def as_batches(x: Tensor) -> Tensor:
     """Return [..., r, c] as [batch, r, c]."""
     return _batched(x.unsqueeze(0) if x.dim() == 2 else x)
 
 
-def _sums_by_triton(left: Tensor, right: Tensor, chained: bool) -> Tensor:
+def sums_by_triton(left: Tensor, right: Tensor, chained: bool) -> Tensor:
     """Return [..., m, k] @ [..., k, n] as `integer_reference.matmul` does: int64, or chained in fp32."""
     from lowp.kernels.triton import products
 
     one = torch.ones((), dtype=torch.float64, device=left.device)
     dtype = torch.float32 if chained else torch.int64
-    sums, _ = products.matmul(_as_batches(left), _as_batches(right), one, dtype, chained, -32768)
+    sums, _ = products.matmul(as_batches(left), as_batches(right), one, dtype, chained, -32768)
     return sums.reshape(*left.shape[:-1], right.shape[-1])
 
 
@@ -165,13 +166,13 @@ def convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, out
     if not _observers:
         return _convolution(product, a, b, shape, output)
     # each output place meets each weight of its group once, in all three products
-    with _told(2 * shape.output[0] * math.prod(shape.output[2:]) * math.prod(shape.weight)):
+    with told(2 * shape.output[0] * math.prod(shape.output[2:]) * math.prod(shape.weight)):
         return _convolution(product, a, b, shape, output)
 
 
 def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, output: Output) -> Result:
     if output.kernel == "triton":
-        sums = integer_reference.convolution(product, a, b, shape, output.chained, _sums_by_triton)
+        sums = integer_reference.convolution(product, a, b, shape, output.chained, sums_by_triton)
         return _by_definition(sums, output, 1)
     library = None if output.kernel == "reference" else cpu.library()
     if library is None:
@@ -224,8 +225,8 @@ def _by_definition(sums: Tensor, output: Output, axis: int) -> Result:
     if output.bias is not None and bias is not None:
         if not bool(bias.isfinite().all()):
             raise _not_finite()
-        added = torch.ldexp(bias.double(), torch.tensor(output.bias.exponent, device=bias.device))
-        wide = torch.ldexp(sums.double(), torch.tensor(output.exponent, device=sums.device)) + added
+        added = torch.ldexp(bias.double(), torch.full((), output.bias.exponent, device=bias.device))
+        wide = torch.ldexp(sums.double(), torch.full((), output.exponent, device=sums.device)) + added
         result, counts = integer_reference.rounded_values(wide, output.exponent, output.lowest)
         return Result(result, array("q", counts), array("d", (0.0,)))
     result, counts = integer_reference.rounded_sums(sums, output.exponent, output.dtype, output.lowest)

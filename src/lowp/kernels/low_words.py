@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import PowerOfTwo, ScaledFormat
+from lowp.kernels.device_exponents import times
 from lowp.kernels.mantissas import Mantissas, has_mantissas, mantissas_and_values, to_mantissas
 
 __all__ = [
@@ -54,7 +55,8 @@ def is_coarse(x: Tensor, exponent: int | Tensor, axis: int = -1) -> Tensor:
     if x.dim() == 0 or x.shape[axis] < FEATURES or x.numel() == 0:
         return torch.zeros((), dtype=torch.bool, device=x.device)
     largest = _features(x, axis).abs().amax(1)
-    bound = torch.ldexp(torch.full((), float(UNITS), device=x.device), torch.as_tensor(exponent, device=x.device))
+    power = exponent if isinstance(exponent, Tensor) else torch.full((), exponent, device=x.device)
+    bound = times(torch.full((), float(UNITS), device=x.device), power)
     return ((largest > 0) & (largest < bound)).sum() * 8 > (largest > 0).sum()
 
 

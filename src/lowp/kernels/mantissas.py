@@ -15,6 +15,7 @@ from lowp.compat import remembered_by_identity
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
 from lowp.kernels import bitwise, cpu
 from lowp.kernels.abi import TYPE_NUMBERS, parameters
+from lowp.kernels.device_exponents import times
 from lowp.kernels.dispatch import uses_library
 
 _WIDE = IntFormat("wide", 32)  # rounds without saturating what int16 still has to be seen to saturate
@@ -43,7 +44,7 @@ class Mantissas(NamedTuple):
     """
 
     payload: Tensor  # int16
-    exponent: int
+    exponent: Any  # of the host; or an int32 0-d tensor of the payload's device, see `device_exponents`
     seen: Seen | None = None  # while the payload was written; None of one that was kept
 
     @property
@@ -200,11 +201,11 @@ def _converted(x: Tensor, cast: Cast, exponent: int, seed: int, by_library: bool
     if by_library:
         symmetric = int16_element(cast).symmetric
         return payload, to_int16(x, exponent, symmetric, cast.rounding, seed, payload, cast.random_bits)
-    scaled = torch.ldexp(x.double(), torch.tensor(-exponent, device=x.device))
+    scaled = torch.ldexp(x.double(), torch.full((), -exponent, device=x.device))
     if cast.rounding is Rounding.NEAREST_EVEN:
         rounded = scaled.round()
     else:
-        rounded = bitwise.quantized(scaled, _wide(cast.rounding, cast.random_bits), seed)
+        rounded = bitwise.quantized(scaled, wide_cast(cast.rounding, cast.random_bits), seed)
     bounded = rounded.nan_to_num(nan=0.0).clamp(-32767 if int16_element(cast).symmetric else -32768, 32767)
     payload.copy_(bounded)
     finite = scaled.isfinite()
@@ -214,8 +215,10 @@ def _converted(x: Tensor, cast: Cast, exponent: int, seed: int, by_library: bool
     return payload, Seen(largest, nonfinite, vanished, cut, 0, x.numel())
 
 
-def values(payload: Tensor, exponent: int) -> Tensor:
+def values(payload: Tensor, exponent: int | Tensor) -> Tensor:
     """The values of mantissas in fp32, which holds them exactly unless they leave its range."""
+    if isinstance(exponent, Tensor):
+        return times(payload.float(), exponent)
     if not (payload.is_cpu and uses_library()):
         return _defined_values(payload, exponent)
     result = torch.empty_like(payload, dtype=torch.float32)
@@ -240,7 +243,7 @@ def sums(payload: Tensor, axis: int) -> Tensor:
 def _defined_values(payload: Tensor, exponent: int) -> Tensor:
     if -100 <= exponent <= 100:
         return payload.to(torch.float32) * 2.0**exponent
-    return torch.ldexp(payload.double(), torch.tensor(exponent, device=payload.device)).float()
+    return torch.ldexp(payload.double(), torch.full((), exponent, device=payload.device)).float()
 
 
 def mantissas_and_values(x: Tensor, cast: Cast, exponent: int) -> tuple[Mantissas, Tensor]:
@@ -394,7 +397,8 @@ def _seen(x: Tensor, largest: int, saturated: int, nonfinite: int, any_: int) ->
 
 
 @functools.cache
-def _wide(rounding: Rounding, random_bits: int | None) -> Cast:
+def wide_cast(rounding: Rounding, random_bits: int | None) -> Cast:
+    """Return a cast to integers of 32 bits, which rounds as another one does and saturates later."""
     return Cast(_WIDE, rounding, None, None, random_bits)
 
 

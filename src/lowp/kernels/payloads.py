@@ -13,14 +13,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from typing import Any
+from typing import cast as cast_to
 
 import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.formats import Format
-from lowp.kernels import mantissas, tracing
-from lowp.kernels.dispatch import uses_library
+from lowp.kernels import device_mantissas, mantissas, tracing
+from lowp.kernels.dispatch import has_integer_kernels, uses_library
 from lowp.kernels.mantissas import (
     Mantissas,
     current_mantissas,
@@ -44,8 +46,9 @@ class _Payload:
     """
 
     __slots__ = ("exponent", "of", "offset", "payload", "storage")
+    exponent: Any
 
-    def __init__(self, x: Tensor, of: Format | Cast, exponent: int, payload: Tensor | None) -> None:
+    def __init__(self, x: Tensor, of: Format | Cast, exponent: int | Tensor, payload: Tensor | None) -> None:
         storage = x.untyped_storage()
         key = id(storage)
         self.storage = weakref.ref(storage, lambda _: (_by_storage.pop(key, None), None)[1])
@@ -72,11 +75,10 @@ _by_storage: dict[int, _Payload] = {}  # by the identity of the storage, which t
 
 
 def _is_served(x: Tensor) -> bool:
-    """Whether mantissas are kept of a tensor: a plain one of fp32 on a CPU."""
+    """Whether mantissas, or on a device an exponent, are kept of a tensor: a plain one of fp32."""
     return (
         type(x) is Tensor
         and x.dtype is torch.float32
-        and x.is_cpu
         and x.layout is torch.strided
         and not x.is_neg()
         and not x._is_zerotensor()
@@ -84,7 +86,7 @@ def _is_served(x: Tensor) -> bool:
     )
 
 
-def keep(x: Tensor, of: Format | Cast, exponent: int, payload: Tensor | None = None) -> None:
+def keep(x: Tensor, of: Format | Cast, exponent: int | Tensor, payload: Tensor | None = None) -> None:
     """Keep the exponent under which x holds values of a format, and its mantissas; or those of a cast of x.
 
     Kept are payloads that lie in memory as x does, without gaps; views and parameters keep nothing.
@@ -95,7 +97,7 @@ def keep(x: Tensor, of: Format | Cast, exponent: int, payload: Tensor | None = N
         _by_storage[id(x.untyped_storage())] = entry
 
 
-def hint(x: Tensor, format: Format | None = None) -> tuple[Format, int] | None:
+def hint(x: Tensor, format: Format | None = None) -> tuple[Format, int | Tensor] | None:
     """Return the format and the exponent that x's memory had when it was last looked at; of one format, if given."""
     found = _find(x)
     if found is None or isinstance(found.of, Cast) or (format is not None and found.of != format):
@@ -108,7 +110,9 @@ def _find(x: Tensor) -> _Payload | None:
         return None
     storage = x.untyped_storage()
     found = _by_storage.get(id(storage))
-    return found if found is not None and found.storage() is storage else None
+    if found is None or found.storage() is not storage:
+        return None
+    return found if isinstance(found.exponent, Tensor) != has_integer_kernels(x) else None
 
 
 # -- mantissas ----------------------------------------------------------------------------------------------------
@@ -117,9 +121,9 @@ def _find(x: Tensor) -> _Payload | None:
 def exact(x: Tensor, cast: Cast) -> Mantissas | None:
     """Return x as mantissas that stand for every element of it; None where it is not in the cast's format.
 
-    The cast's scaling counts for nothing. A -0 counts as 0.
+    The cast's scaling counts for nothing. A -0 counts as 0. None of an accelerator, which is not asked.
     """
-    return _exact(x, cast, _find(x))
+    return _exact(x, cast, _find(x)) if has_integer_kernels(x) else None
 
 
 def _exact(x: Tensor, cast: Cast, found: _Payload | None) -> Mantissas | None:
@@ -130,8 +134,6 @@ def _exact(x: Tensor, cast: Cast, found: _Payload | None) -> Mantissas | None:
         payload = found.of_view(x)
         if payload is not None and _stands_for(x, payload, found.exponent):
             return Mantissas(payload, found.exponent)
-    if not x.is_cpu:
-        return None
     laid, back = _as_it_lies(x)
     computed = _computed(laid, cast, None if found is None else found.exponent)
     if computed is None:
@@ -143,7 +145,7 @@ def _exact(x: Tensor, cast: Cast, found: _Payload | None) -> Mantissas | None:
 
 def is_exact(x: Tensor, cast: Cast) -> bool:
     """Whether every element of x is in the cast's format under one exponent; not asked of an accelerator."""
-    if not x.is_cpu:
+    if not has_integer_kernels(x):
         return False
     found = _find(x)
     if found is not None and not found.is_of(cast.format):
@@ -161,12 +163,15 @@ def is_exact(x: Tensor, cast: Cast) -> bool:
 
 
 def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0) -> Mantissas | None:
-    """Return x as mantissas by a cast; None where x is not finite, in fp64, or not on a CPU.
+    """Return x as mantissas by a cast; None where x is in fp64, or on a CPU and not finite.
 
     What is computed is kept for results of ops, since other contractions read them too; but not of stochastic casts.
+    On a device the exponent stays there, and nothing is kept.
     """
-    if not x.is_cpu or x.dtype is torch.float64:
+    if x.dtype is torch.float64:
         return None
+    if not has_integer_kernels(x):
+        return device_mantissas.rounded(x, cast, seed() if cast.is_stochastic else 0, _hint_there(x, cast))
     if cast.is_stochastic:
         return current_mantissas(x, cast, int(seed()))
     found = _find(x)
@@ -178,6 +183,14 @@ def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0)
     if result is not None and x.grad_fn is not None:
         keep(x, cast, result.exponent, result.payload)
     return result
+
+
+def _hint_there(x: Tensor, cast: Cast) -> Tensor | None:
+    """Return the exponent under which x, of a device, was written in a cast's format, if that says all of the cast."""
+    scaling, found = cast.scaling, hint(x, cast.format)
+    if found is None or (scaling is not None and (scaling.headroom or scaling.exponent is not None)):
+        return None
+    return cast_to(Tensor, found[1])
 
 
 def _rounded_again(x: Tensor, cast: Cast, found: _Payload) -> Mantissas | None:

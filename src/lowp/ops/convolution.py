@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowp.kernels import integer
+from lowp.kernels import device_integers, integer
 from lowp.kernels.integer import Bias, Exact
 from lowp.kernels.mantissas import Mantissas
 from lowp.ops.call import Call
@@ -84,6 +84,8 @@ class Convolution(Form):
         if operands is None:
             return super()._integer_product(slot, left, right, exact, dtype, None)
         exponent = left.exponent + right.exponent
+        if isinstance(exponent, Tensor):
+            return device_integers.convolution(*operands, exponent, dtype if exact else None)
         if exact:
             return integer.convolution_exact(*operands, exponent=exponent, dtype=dtype).values
         added = None if bias is None else Bias(bias)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowp.kernels import integer
+from lowp.kernels import device_integers, integer
 from lowp.kernels.integer import Bias, Exact
 from lowp.kernels.mantissas import Mantissas
 
@@ -46,7 +46,8 @@ class Form(ABC):
 
         Chains are flushed to fp32 and returned in it. The output's bias is added to what was rounded, in its dtype.
         """
-        columns = None if exact else self.numbers_a_column(bias)
+        apart = exact or isinstance(left.exponent, Tensor)
+        columns = None if apart else self.numbers_a_column(bias)
         if bias is None or columns is not None:
             return self._integer_product(slot, left, right, exact, dtype, columns)
         result = self._integer_product(slot, left, right, exact, dtype, None)
@@ -60,6 +61,8 @@ class Form(ABC):
             wide = (one.values for one in (left, right))
             return self.product(slot, *(one.to(dtype) for one in wide))
         exponent = left.exponent + right.exponent
+        if isinstance(exponent, Tensor):
+            return finish(device_integers.matmul(rows, columns, exponent, dtype if exact else None))
         if exact:
             return finish(integer.matmul_exact(rows, columns, exponent=exponent, dtype=dtype).values)
         added = None if bias is None else Bias(bias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowp.kernels.integer_reference import times
 from lowp.kernels.triton.device import products
 from lowp.kernels.triton.launch import run
 
@@ -57,19 +58,8 @@ def _in_pieces(left: Tensor, right: Tensor, scale: Tensor, dtype: torch.dtype, l
     if dtype is torch.int64:
         return total, seen
     if dtype is not torch.int16:
-        return _times(total, scale, dtype), seen
-    value = _times(total, scale, torch.float64).clamp(-65536, 65536).round()
+        return times(total, scale, dtype), seen
+    value = times(total, scale, torch.float64).clamp(-65536, 65536).round()
     kept = value.clamp(lowest, 32767)
     seen[0], seen[1] = (kept != value).sum(), kept.abs().max().to(torch.int64)
     return kept.to(torch.int16), seen
-
-
-def _times(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return sums times a power of two, rounded once: where fp64 does not hold them, to odd there first."""
-    near = total.double()
-    missed = total - near.clamp(max=2.0**63 - 1024).to(torch.int64)
-    bits = near.view(torch.int64)
-    even = bits & 1 == 0
-    toward_zero = (missed < 0) == (total > 0)
-    odd = torch.where((missed != 0) & even, bits + torch.where(toward_zero, -1, 1), bits).view(torch.float64)
-    return ((near if dtype is torch.float64 else odd) * scale).to(dtype)

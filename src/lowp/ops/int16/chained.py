@@ -46,7 +46,7 @@ def quick(rule: Rule) -> Quick:
             return None
         x, weight, bias = args if len(args) == 3 else (*args, None)
         a, b = payloads.rounded(x, to_input), payloads.rounded(weight, to_weight)
-        if a is None or b is None:  # infinities, for which no integer stands
+        if a is None or b is None or isinstance(a.exponent, Tensor):  # infinities, or exponents of a device
             return None
         if not torch.is_grad_enabled():
             return _product(a, b, bias)
@@ -105,7 +105,7 @@ def _gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
     incoming = None
     if not (torch.is_grad_enabled() or functorch_is_active()):
         incoming = payloads.rounded(gradient, rule.grad)
-    if incoming is None:  # part of a graph, or not finite: the same values as fp32 numbers
+    if incoming is None or isinstance(incoming.exponent, Tensor):  # of a graph, not finite: the same values in fp32
         values, casts = (a.values, b.values), RoleCasts(rule)
         return *gradients_of_linear(form, casts, needs, torch.float32, gradient, values, ctx.edges), None, None, None
     of_x = of_weight = None

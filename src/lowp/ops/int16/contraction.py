@@ -19,7 +19,8 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.exponents import SiteWriter
-from lowp.kernels import low_words, payloads
+from lowp.kernels import device_mantissas, low_words, payloads
+from lowp.kernels.device_exponents import apart, power, together
 from lowp.kernels.mantissas import Mantissas, has_mantissas, sums
 from lowp.kernels.products import contract, contract_mantissas
 from lowp.ops.call import Call, RoleCasts
@@ -104,7 +105,7 @@ class _IntegerProduct(torch.autograd.Function):
         ctx.edges = [one if one.is_floating_point() else None for one in (first, second)]
         ctx.bias_dtype = None if bias is None else bias.dtype
         # what a checkpoint computes again may have been written under other exponents
-        ctx.save_for_backward(a.payload, b.payload, torch.tensor((a.exponent, b.exponent), device="cpu"))
+        ctx.save_for_backward(a.payload, b.payload, together([a.exponent, b.exponent]))
         if results is not None:  # the exact sum, bias included, is rounded once
             return _write_sum(form, OUTPUT, casts.accumulate, results.writer, OUTPUT_ROLE, (a, b), bias)
         finish = partial(casts.cast, role="output")
@@ -115,7 +116,7 @@ class _IntegerProduct(torch.autograd.Function):
         with shield():
             casts: RoleCasts = ctx.casts
             *payloads, exponents = ctx.saved_tensors
-            saved = [Mantissas(*one) for one in zip(payloads, exponents.tolist(), strict=True)]
+            saved = [Mantissas(*one) for one in zip(payloads, apart(exponents), strict=True)]
             results: _Results | None = ctx.results
             incoming = None if torch.is_grad_enabled() or results is None else _as_it_came(gradient, casts.rule)
             if results is not None and incoming is None:
@@ -153,6 +154,8 @@ def _words(ctx: Any, gradient: Tensor, high: Mantissas) -> list[Mantissas]:
             value = high.values
             low_words.warn_of_loss(gradient, value, cast, f"the gradient of {ctx.op}, {list(gradient.shape)}")
         return [high]
+    if isinstance(high.exponent, Tensor):
+        return [high, device_mantissas.low_word(gradient, high, cast)]
     return [high, low_words.low_word(gradient, high, cast)] if low_words.is_coarse(gradient, high.exponent) else [high]
 
 
@@ -223,8 +226,12 @@ def bias_gradient(form: Form, incoming: list[Mantissas]) -> Tensor:
     axis = form.bias_axis()
     if axis is None:
         return form.bias_gradient(_value(incoming).double())
-    parts = [sums(one.payload, axis).double().mul_(2.0**one.exponent) for one in incoming]
+    parts = [sums(one.payload, axis).double().mul_(_scale(one.exponent)) for one in incoming]
     return sum(parts[1:], parts[0])
+
+
+def _scale(exponent: int | Tensor) -> float | Tensor:
+    return power(exponent) if isinstance(exponent, Tensor) else 2.0**exponent
 
 
 def _value(parts: list[Mantissas]) -> Tensor:

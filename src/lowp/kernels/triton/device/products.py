@@ -62,7 +62,7 @@ def matmul(
     KIND: tl.constexpr, LOWEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of a @ b times `scale`, a power of two: KIND is int64 (not scaled), fp64, fp32, int16, or chained:
-    fp32, summed in fp32 over exact sums of 256.
+    fp32, summed in fp32 over exact sums of 256. A scale of 0 stops at once, one of NaN makes every float NaN.
 
     seen, int64 [3]: how many did not fit int16, the largest |mantissa| written, and the largest |sum| are taken in.
     """
@@ -75,6 +75,8 @@ def matmul(
     batch = (tile // tall // wide).to(tl.int64)
     a += batch * batch_a
     b += batch * batch_b
+    factor = tl.load(scale)
+    depth = tl.where(factor == 0, 0, depth)  # nothing is summed of what counts for nothing
     if KIND == "chained":
         chain = (rows[:, None] * 0 + columns[None, :] * 0).to(tl.float32)
         for first in range(0, depth, 256):
@@ -92,11 +94,11 @@ def matmul(
     size = tl.where(mask, tl.where(total < 0, -total, total), 0)
     tl.atomic_max(seen + 2, _largest(size))
     if KIND == "chained":
-        tl.store(out + places, (chain.to(tl.float64) * tl.load(scale)).to(tl.float32), mask=mask)
+        tl.store(out + places, (chain.to(tl.float64) * factor).to(tl.float32), mask=mask)
     elif KIND == "int64":
         tl.store(out + places, total, mask=mask)
     else:
-        value = total.to(tl.float64) * tl.load(scale)  # exact: a sum is below 2^46
+        value = total.to(tl.float64) * factor  # exact: a sum is below 2^46
         if KIND == "fp64":
             tl.store(out + places, value, mask=mask)
         elif KIND == "fp32":
