@@ -181,14 +181,15 @@ class Precision:
         """
         if not optimizers:
             raise Misuse("step() needs the optimizers to step: precision.step(optimizer)")
-        if closure is not None and self.scaler.is_enabled():
+        scaler, is_scaled = self.scaler, self.scaler.is_enabled()
+        if closure is not None and is_scaled:
             raise Misuse(
                 "a closure computes its loss without the loss scale: compute loss and gradients first, or train this "
                 "optimizer with Precision(..., loss_scale='none')"
             )
         self._require_backward("step")
-        step_comes(self.scaler)
-        if not self.scaler.is_enabled():
+        step_comes(scaler)
+        if not is_scaled:
             for optimizer in optimizers:
                 if isinstance(optimizer, FlexWeights):
                     optimizer.write_gradients()
@@ -198,9 +199,10 @@ class Precision:
         self._agree_on_masters(optimizers)
         result = None
         for optimizer in optimizers:
-            result = self.scaler.step(optimizer) if closure is None else optimizer.step(closure)
-        self.end_step()
-        if not self.scaler.is_enabled():
+            result = scaler.step(optimizer) if closure is None else optimizer.step(closure)
+        scaler.update()
+        self.steps += 1
+        if not is_scaled:
             self._unscaled.end(self.guard, self.steps, optimizers)
         return result
 

@@ -69,7 +69,9 @@ class StepGuard:
 
     def protect(self, model: nn.Module) -> None:
         """Put a model's running statistics (BatchNorm) back whenever a step is skipped."""
-        self._journals.append(BatchNormJournal(model))
+        journal = BatchNormJournal(model)
+        if len(journal):
+            self._journals.append(journal)
 
     def settle(self, stepped: torch.Tensor) -> None:
         """End a step: `stepped` is a 0-dimensional bool tensor. Nothing is read."""

@@ -22,23 +22,22 @@ _Replicator = cast(Callable[[torch.Tensor], Any], private("torch.amp.grad_scaler
 _is_functorch_wrapped = cast(Callable[[torch.Tensor], bool], private("torch._C._functorch.is_functorch_wrapped_tensor"))
 
 Optimizer = torch.optim.Optimizer
-_CPU = torch.device("cpu")
 _MOST_LOSSES = 64  # of one step, that are looked at when gradients overflow
 
 
 def _bounded_inverse(scale: torch.Tensor) -> torch.Tensor:
     """Return 1 / scale; never infinite, so that a zero gradient stays zero."""
     if hardware.is_on_host(scale) and scale.dim() == 0:  # the same number, in less time than torch's calls take
-        return torch.tensor(1.0 / max(scale.item(), SMALLEST_SCALE), dtype=torch.float32, device="cpu")
+        return torch.full((), 1.0 / max(scale.item(), SMALLEST_SCALE), dtype=torch.float32, device="cpu")
     return inverse_of(scale.clamp(min=SMALLEST_SCALE))
 
 
 def combined(found: Mapping[Any, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the largest of some flags as a 0-dimensional fp32 tensor of its own on one device; 0 of none."""
-    if len(found) == 1:
-        (flag,) = found.values()
-        return flag.detach().to(device, torch.float32, non_blocking=True, copy=True).reshape(())
-    flags = [flag.to(device, torch.float32, non_blocking=True).reshape(()) for flag in found.values()]
+    """Return the largest of some flags as a 0-dimensional fp32 tensor on one device, a lone one as it is; 0 of none."""
+    flags = [flag.to(device, torch.float32, non_blocking=True) for flag in found.values()]
+    flags = [flag.reshape(()) if flag.dim() else flag for flag in flags]
+    if len(flags) == 1:
+        return flags[0]
     return torch.stack(flags).amax() if flags else torch.zeros((), device=device)
 
 
@@ -114,11 +113,11 @@ class Checks(ScalerState):
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale in place and return a flag a device; the name and the arguments are torch's."""
-        kinds = grads.by_kind(grads.collect(optimizer, allow_fp16))
         with torch.no_grad():
-            if self._is_for_host(kinds, inv_scale, found_inf):
-                return self._unscaled_on_host(optimizer, kinds, inv_scale, found_inf)
-            return self._unscaled(optimizer, kinds, inv_scale, found_inf)
+            values = grads.plain_on_host(optimizer) if self._is_for_host(inv_scale, found_inf) else []
+            if values:
+                return self._unscaled_on_host(optimizer, values, inv_scale, found_inf)
+            return self._unscaled(optimizer, grads.by_kind(grads.collect(optimizer, allow_fp16)), inv_scale, found_inf)
 
     def _unscaled(
         self, optimizer: Optimizer, kinds: grads.Kinds, inv_scale: torch.Tensor, found_inf: torch.Tensor
@@ -133,21 +132,21 @@ class Checks(ScalerState):
             grads.unscale_and_check_([each.values for each in group], found[device], inverses.get(device))
         return found
 
-    def _is_for_host(self, kinds: grads.Kinds, inverse: torch.Tensor, found_inf: torch.Tensor) -> bool:
-        """Whether one pass tells all of a step: fp32 gradients on a CPU, which no division by the scale overflows."""
+    def _is_for_host(self, inverse: torch.Tensor, found_inf: torch.Tensor) -> bool:
+        """Whether one pass over fp32 gradients tells all of a step: no division by the scale overflows them."""
         if not (hardware.is_on_host(inverse) and hardware.is_on_host(found_inf)):
             return False
         if self._samples_now() or distributed.is_running():
             return False
-        return list(kinds) == [(_CPU, torch.float32)] and inverse.numel() == 1 and float(inverse) <= 1
+        return inverse.numel() == 1 and inverse.item() <= 1
 
     def _unscaled_on_host(
-        self, optimizer: Optimizer, kinds: grads.Kinds, inverse: torch.Tensor, found_inf: torch.Tensor
+        self, optimizer: Optimizer, values: list[torch.Tensor], inverse: torch.Tensor, found_inf: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale in place; look at each gradient only where one was not finite, and keep their sizes then."""
-        (group,) = kinds.values()
-        grads.unscale_and_check_([each.values for each in group], found_inf, inverse)
+        grads.unscale_and_check_(values, found_inf, inverse)
         if found_inf.item():
+            kinds = grads.by_kind(grads.collect(optimizer, True))
             sizes = grads.largest(kinds, len(grads.parameters_of(optimizer)), inverse.device)
             self._seen = sizes, self._about(inverse.reshape(()))
         return {found_inf.device: found_inf}

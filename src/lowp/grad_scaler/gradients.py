@@ -11,7 +11,7 @@ import torch
 
 from lowp.compat import private
 from lowp.errors import InvalidInput
-from lowp.kernels import updates
+from lowp.kernels import hardware, updates
 
 _unscale_and_check_ = cast(
     Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], None],
@@ -70,6 +70,22 @@ def _values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
     to_local = getattr(gradient, "to_local", None)
     return gradient if to_local is None else cast(torch.Tensor, to_local())
+
+
+def plain_on_host(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the gradients where all are plain fp32 tensors on the CPU, which one call unscales; else none of them."""
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if type(gradient) is not torch.Tensor or gradient.dtype is not torch.float32 or gradient.is_sparse:
+                return []
+            if not hardware.is_on_host(gradient):
+                return []
+            found.append(gradient)
+    return found
 
 
 def widen_fp16(optimizer: torch.optim.Optimizer) -> None:

@@ -145,7 +145,7 @@ class GradScaler(Checks):
             skip, scale = torch.stack((found, state.scale.reshape(()))).tolist()
         at_floor = scale <= self._scaling.floor or not isinstance(self._scaling, DynamicLossScale)
         self._skipped_at_floor.append(bool(skip) and at_floor)
-        self._note_stepped(optimizer, found == 0)
+        self._note_stepped(optimizer, found.logical_not())
         if not skip:
             return cast("float | None", optimizer.step(*args, **kwargs))
         if optimizer_state.get("untouched"):
@@ -166,7 +166,7 @@ class GradScaler(Checks):
             )
             returned = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
             found = combined(stage["found_inf_per_device"], scale.device)
-            self._note_stepped(optimizer, found == 0)
+            self._note_stepped(optimizer, found.logical_not())
             return cast("float | None", returned)
         unscaled = stage["stage"] is OptState.UNSCALED
         if not unscaled:
@@ -174,7 +174,7 @@ class GradScaler(Checks):
         self._require_checks(stage)
         found = combined(stage["found_inf_per_device"], scale.device)
         if starts_momentum(optimizer) and bool(found):
-            self._note_stepped(optimizer, found == 0)
+            self._note_stepped(optimizer, found.logical_not())
             return None
         given = getattr(optimizer, "grad_scale", None)
         optimizer.grad_scale = given if unscaled else scale * (1 if given is None else given)  # type: ignore[attr-defined]
@@ -184,7 +184,7 @@ class GradScaler(Checks):
         finally:
             del optimizer.grad_scale  # type: ignore[attr-defined]
             del optimizer.found_inf  # type: ignore[attr-defined]
-        self._note_stepped(optimizer, found == 0)
+        self._note_stepped(optimizer, found.logical_not())
         return cast("float | None", returned)
 
     def _require_checks(self, stage: dict[str, Any]) -> None:
@@ -215,7 +215,7 @@ class GradScaler(Checks):
             raise OutOfOrder("No inf checks were recorded prior to update. Call step(optimizer) or unscale_ before")
         if found:
             nonfinite = combined(dict(enumerate(found)), state.scale.device)
-            self._guard.settle(nonfinite == 0)
+            self._guard.settle(nonfinite.logical_not())
             if new_scale is None:
                 self._move_scale(state, nonfinite)
         self._per_optimizer_states = defaultdict(new_stage)
@@ -233,7 +233,7 @@ class GradScaler(Checks):
     def _move_scale(self, state: LossScaleState, nonfinite: torch.Tensor) -> None:
         """Let the scale observe a step; where it is known on the host that only good steps are counted, count it."""
         if hardware.is_on_host(state.scale) and not nonfinite.item() and self._scaling.only_counts(state):
-            state.good_steps.add_(1)
+            state.good_steps.fill_(state.good_steps.item() + 1)
             state.stuck.zero_()
             return
         seen = GradientsSeen(nonfinite, self._exponents_of_all(state.scale.device))

@@ -111,11 +111,13 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
         self._stuck = torch.full((), self._init_stuck, dtype=torch.int32, device=dev)
 
     def _state(self, what: str) -> LossScaleState:
-        scale, good_steps = self._check_scale_growth_tracker(what)
-        if self._overflows is None or self._stuck is None:  # somebody has set torch's two by hand
-            self._overflows = torch.full_like(good_steps, self._init_overflows)
-            self._stuck = torch.full_like(good_steps, self._init_stuck)
-        return LossScaleState(scale, good_steps, self._overflows, self._stuck)
+        scale, good_steps, overflows, stuck = self._scale, self._growth_tracker, self._overflows, self._stuck
+        if scale is None or good_steps is None:
+            scale, good_steps = self._check_scale_growth_tracker(what)  # raises
+        if overflows is None or stuck is None:  # somebody has set torch's two by hand
+            overflows = self._overflows = torch.full_like(good_steps, self._init_overflows)
+            stuck = self._stuck = torch.full_like(good_steps, self._init_stuck)
+        return LossScaleState(scale, good_steps, overflows, stuck)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five entries and "lowp" with lowp's own counters; {} if disabled. Waits for the device."""
