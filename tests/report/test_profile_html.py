@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from numerics.small import recorded
+from report.browser import BROWSER, Page
 
 from lowp.numerics.advice import advise
 from lowp.numerics.record import Key, Record, StepSeen
 from lowp.report.profile import verdict_line
 from lowp.report.profile_html import page
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 browser = pytest.mark.skipif(BROWSER is None, reason="no headless Chromium is installed")
 
 
@@ -159,3 +158,81 @@ def test_the_slider_moves_the_figures_and_the_limits(moved: str) -> None:
 def test_heat_maps_have_a_row_a_layer(moved: str) -> None:
     assert len(re.findall(r"<rect ", moved)) > 50
     assert "0 linear: " in moved
+
+
+FOCUS = "document.activeElement.id"
+TOTALS = "document.getElementById('totals').textContent"
+LARGEST = "Number(document.querySelector('[data-map=gradients] [data-limit=largest]').getAttribute('x1'))"
+# whether what has the focus can be seen: it is in the window, and nothing lies over its middle
+IN_SIGHT = """(() => {
+  const one = document.activeElement, box = one.getBoundingClientRect();
+  const y = Math.min(Math.max(box.top, 0) + 4, innerHeight - 1);
+  const found = document.elementFromPoint(box.left + Math.min(box.width, 100) / 2, y);
+  return one.contains(found) || (one.tagName == 'SUMMARY' && found.closest('summary') == one);
+})()"""
+
+
+@browser
+def test_a_user_with_a_keyboard_reaches_everything_and_moves_the_figures(record: Record, tmp_path: Path) -> None:
+    with Page(report(record, tmp_path)) as page:
+        page.press("Tab")
+        assert page.value("document.activeElement.className") == "skip"
+        page.press("Enter")
+        assert page.value("location.hash") == "#verdict"
+        for wanted in ("format", "low", "high", "scale"):
+            page.press("Tab")
+            while page.value(FOCUS) not in ("format", "low", "high", "scale"):
+                page.press("Tab")
+            assert page.value(FOCUS) == wanted and page.value(IN_SIGHT)
+        scale, line, told = page.value("Number(document.activeElement.value)"), page.value(LARGEST), page.value(TOTALS)
+        page.press("ArrowRight", times=3)
+        assert page.value("document.activeElement.getAttribute('aria-valuetext')") == f"2 to the power of {scale + 3}"
+        assert line - page.value(LARGEST) == 3 * 12  # an octave is twelve pixels wide
+        page.press("End")
+        assert page.value("document.getElementById('scale-value').textContent") == "2^40"
+        assert ", 0 of their tensors overflow" not in page.value(TOTALS) != told
+        page.press("Home")
+        assert page.value("document.getElementById('scale-value').textContent") == "2^-10"
+        assert ", 0 of their tensors overflow" in page.value(TOTALS)
+
+
+@browser
+def test_tables_open_by_keyboard_and_nothing_that_has_the_focus_is_hidden(record: Record, tmp_path: Path) -> None:
+    with Page(report(record, tmp_path)) as page:
+        summaries = 0
+        for _ in range(200):
+            page.press("Tab")
+            if page.value("document.activeElement == document.body"):
+                break
+            assert page.value(IN_SIGHT), page.value("document.activeElement.outerHTML.slice(0, 200)")
+            if page.value("document.activeElement.tagName") == "SUMMARY":
+                page.press("Enter")
+                assert page.value("document.activeElement.parentElement.open")
+                summaries += 1
+        assert summaries == page.value("document.querySelectorAll('summary:not([hidden] *)').length") >= 7
+
+
+@browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_stands_out_from_what_is_behind_it(record: Record, tmp_path: Path, dark: bool) -> None:
+    """At 4.5 to 1 or more, as WCAG 2.2 asks for in 1.4.3."""
+    contrast = """(() => {
+      const luminance = (text) => {
+        const [r, g, b] = text.match(/[0-9.]+/g).map(Number).map((one) => one / 255)
+          .map((one) => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+      };
+      const behind = (one) => {
+        const found = getComputedStyle(one).backgroundColor;
+        return /, 0\\)$/.test(found) ? one.parentElement ? behind(one.parentElement) : 'rgb(255,255,255)' : found;
+      };
+      return [...document.querySelectorAll('h1,h2,h3,p,th,td,summary,label,button,select,code')].map((one) => {
+        const [a, b] = [luminance(getComputedStyle(one).color), luminance(behind(one))];
+        return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+      });
+    })()"""
+    with Page(report(record, tmp_path), dark=dark) as page:
+        found = page.value(contrast)
+        assert len(found) > 50 and min(found) >= 4.5, min(found)
+        is_dark = page.value("getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)"
+        assert is_dark == dark

@@ -28,8 +28,8 @@
     return { all, flushed, subnormal, overflow };
   };
 
-  const shown = 34; // characters of a label
-  const cell = 12, line = 16, glyph = 6.8;
+  const shown = 42; // characters of a label
+  const cell = 12, line = 16, glyph = 6.8, top = 18; // above the rows stands the axis, and below them once more
   const labels = Object.values(data.maps).flat().map((row) => Math.min(row[0].length, shown));
   const left = 12 + glyph * Math.max(0, ...labels); // the same for all maps, whose columns stand below each other
   const draw = (section) => {
@@ -38,27 +38,27 @@
     const shifted = data.scaled.includes(name);
     const lowest = Math.min(...rows.map((row) => row[1])), highest = Math.max(...rows.map((row) => row[1] + row[2].length));
     const from = Math.max(lowest - 4, -64), to = Math.min(Math.max(highest, 17), 130);
-    const svg = section.querySelector("svg"), bottom = rows.length * line + 4;
+    const svg = section.querySelector("svg"), bottom = top + rows.length * line + 4;
     svg.setAttribute("width", left + (to - from) * cell + 30);
     svg.setAttribute("height", bottom + 34);
     rows.forEach((row, place) => {
-      const label = make("text", { x: 0, y: place * line + 13 }, row[0].length > shown ? "…" + row[0].slice(1 - shown) : row[0]);
+      const label = make("text", { x: 0, y: top + place * line + 13 }, row[0].length > shown ? "…" + row[0].slice(1 - shown) : row[0]);
       label.append(make("title", {}, row[0]));
       svg.append(label);
       const most = Math.max(...row[2]);
       row[2].forEach((count, octave) => {
         if (!count || row[1] + octave < from) return;
-        const shade = 0.12 + 0.88 * Math.max(0, 1 + Math.log10(count / most) / 5);
-        const box = make("rect", { x: left + (row[1] + octave - from) * cell, y: place * line + 2, width: cell - 1, height: line - 3, fill: `rgba(var(--cell),${shade.toFixed(2)})`, style: `fill:rgba(var(--cell),${shade.toFixed(2)})` });
+        const shade = 0.22 + 0.78 * Math.max(0, 1 + Math.log10(count / most) / 5);
+        const box = make("rect", { x: left + (row[1] + octave - from) * cell, y: top + place * line + 2, width: cell - 1, height: line - 3, fill: `rgba(var(--cell),${shade.toFixed(2)})`, style: `fill:rgba(var(--cell),${shade.toFixed(2)})` });
         box.append(make("title", {}, `${row[0]}: ${count} numbers at 2^${row[1] + octave}`));
         svg.append(box);
       });
     });
     for (let exponent = Math.ceil(from / 8) * 8; exponent <= to; exponent += 8)
-      svg.append(make("text", { x: left + (exponent - from) * cell, y: bottom + 14 }, "2^" + exponent));
+      for (const y of [12, bottom + 14]) svg.append(make("text", { x: left + (exponent - from) * cell, y }, "2^" + exponent));
     if (data.left_out[name]) svg.append(make("text", { x: 0, y: bottom + 30 }, `and ${data.left_out[name]} more layers`));
     const marks = [["limit", "smallest"], ["normal", "normal"], ["limit", "largest"]].map(([kind, what]) => {
-      const mark = make("line", { class: kind, y1: 0, y2: bottom, "data-limit": what });
+      const mark = make("line", { class: kind, y1: top, y2: bottom, "data-limit": what });
       svg.append(mark);
       return mark;
     });
@@ -116,8 +116,14 @@
   scale.value = data.scale;
   for (const button of document.querySelectorAll("[data-copy]"))
     button.addEventListener("click", async () => {
-      await navigator.clipboard.writeText(element(button.dataset.copy).textContent);
-      button.textContent = "Copied";
+      const source = element(button.dataset.copy);
+      try {
+        await navigator.clipboard.writeText(source.textContent);
+        button.textContent = "Copied";
+      } catch { // browsers refuse it to some pages: the text is selected for the user's own keys
+        getSelection().selectAllChildren(source);
+        button.textContent = "Selected: press Ctrl-C";
+      }
     });
   choose();
 })();

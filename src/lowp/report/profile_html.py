@@ -163,6 +163,8 @@ def _controls(record: Record, advice: Advice) -> str:
         '<label>Loss scale <input id="scale" type="range" min="-10" max="40" step="1" '
         'aria-describedby="window"></label> '
         '<output id="scale-value" for="scale"></output>'
+        '<p class="key"><span class="limit">smallest and largest number</span> <span class="normal">smallest normal '
+        "number</span> The stronger the colour of a cell, the more numbers of its tensor.</p>"
         f'<p id="window">Loss scales that fit fp16: {escape(span)}</p>'
         '<p id="totals" role="status" aria-live="polite"></p></section>'
     )
@@ -196,23 +198,25 @@ def _ratios(record: Record) -> str:
     most, step, height = max(counts.values()), 16, 160
     bars = "".join(
         f'<rect class="bar" x="{(ratio - low) * step + 20}" y="{height - 140 * count / most:.1f}" width="{step - 2}" '
-        f'height="{140 * count / most:.1f}"><title>2^-{ratio}: {count}</title></rect>'
+        f'height="{140 * count / most:.1f}"><title>2^{-ratio}: {count}</title></rect>'
         for ratio, count in sorted(counts.items())
     )
-    lines = "".join(
-        f'<line class="limit" x1="{(precision + 1 - low) * step + 19}" x2="{(precision + 1 - low) * step + 19}" y1="6" '
-        f'y2="{height}"/><text x="{(precision + 1 - low) * step + 22}" y="{14 + 14 * place}">{name} stalls →</text>'
-        for place, (name, precision) in enumerate((("e4m3", 4), ("bf16", 8), ("fp16", 11)))
+    stalls = [((precision + 1 - low) * step + 19, name) for name, precision in (("e4m3", 4), ("bf16", 8), ("fp16", 11))]
+    lines = "".join(f'<line class="limit" x1="{x}" x2="{x}" y1="6" y2="{height}"/>' for x, _ in stalls) + "".join(
+        f'<text x="{x + 3}" y="{14 + 14 * place}">{name} stalls →</text>' for place, (x, name) in enumerate(stalls)
     )
     width = (high - low + 8) * step
-    rows = [(f"2^-{ratio}", count) for ratio, count in sorted(counts.items())]
+    ticks = "".join(
+        f'<text x="{(ratio - low) * step + 20}" y="{height + 14}">2^{-ratio}</text>'
+        for ratio in range(math.ceil(low / 4) * 4, high + 1, 4)
+    )
+    rows = [(f"2^{-ratio}", count) for ratio, count in sorted(counts.items())]
     return (
         f'<section id="ratios"><h2>Update beside weight</h2><div class="scroll" tabindex="0" role="region" '
         f'aria-label="Ratios">'
-        f'<svg width="{width}" height="{height + 24}" role="img" aria-label="How many updates are a power of '
+        f'<svg width="{width}" height="{height + 38}" role="img" aria-label="How many updates are a power of '
         f"two smaller "
-        f'than their weight">{bars}{lines}<text x="20" y="{height + 18}">|update| / |weight| from 2^{-low} '
-        f"down to 2^-{high}"
+        f'than their weight">{bars}{lines}{ticks}<text x="20" y="{height + 32}">|update| / |weight|'
         f"</text></svg></div><details><summary>The same as a table</summary>"
         f"{_table('Updates', ('ratio', 'updates'), rows)}"
         "</details></section>"
@@ -224,14 +228,12 @@ def _timeline(record: Record) -> str:
     seen = [one for one in record.steps if one.scale is not None or one.loss is not None]
     if not seen:
         return ""
-    last, width, height = max(one.step for one in seen) or 1, 640, 120
+    losses = [(one.step, one.loss) for one in seen if one.loss is not None and math.isfinite(one.loss)]
     scales = [(one.step, math.log2(one.scale)) for one in seen if one.scale]
-    top = max([value for _, value in scales], default=1) or 1
-    points = " ".join(f"{20 + 600 * step / last:.1f},{height - 90 * value / top:.1f}" for step, value in scales)
+    last = max(one.step for one in seen) or 1
     marks = "".join(
-        f'<circle class="skipped" cx="{20 + 600 * one.step / last:.1f}" cy="12" r="4"><title>step {one.step} '
-        f"was skipped: "
-        "a gradient overflowed</title></circle>"
+        f'<circle class="skipped" cx="{_across(one.step, last):.1f}" cy="12" r="4"><title>step {one.step} '
+        "was skipped: a gradient overflowed</title></circle>"
         for one in seen
         if one.skipped
     )
@@ -246,16 +248,34 @@ def _timeline(record: Record) -> str:
         for one in seen
     ]
     head = ("step", "loss", "loss scale", "largest gradient", "")
-    drawn = (
-        f'<svg width="{width}" height="{height}" role="img" aria-label="Loss scale over the steps, skipped '
-        f'ones marked">'
-        f'<polyline class="line" points="{points}"/>{marks}</svg>'
-        if scales
-        else "<p>No loss scale was used.</p>"
+    drawn = _curve("Loss", losses, last, "{:.4g}") + (
+        _curve("Loss scale, skipped steps marked", scales, last, "2^{:g}", marks) or "<p>No loss scale was used.</p>"
     )
     return (
         f'<section id="timeline"><h2>Steps</h2>{drawn}<details><summary>The same as a table</summary>'
         f"{_table('Steps that were noted', head, rows)}</details></section>"
+    )
+
+
+def _across(step: int, last: int) -> float:
+    """Where a step is drawn: steps fill the width."""
+    return 90 + 560 * step / last
+
+
+def _curve(what: str, points: Sequence[tuple[int, float]], last: int, label: str, marks: str = "") -> str:
+    """A line through the steps, with its least and greatest value written beside it; '' where there is none."""
+    if not points:
+        return ""
+    low, high, height = min(value for _, value in points), max(value for _, value in points), 110
+    drawn = " ".join(
+        f"{_across(step, last):.1f},{height - 80 * (value - low) / ((high - low) or 1):.1f}" for step, value in points
+    )
+    least = f'<text x="0" y="{height + 4}">{label.format(low)}</text>' if low < high else ""
+    y = 34 if low < high else height + 4
+    return (
+        f'<svg width="680" height="{height + 24}" role="img" aria-label="{what} over the steps; '
+        f'the table below has the figures"><text x="90" y="{height + 20}">{what}, step 0 to {last}</text>'
+        f'<text x="0" y="{y}">{label.format(high)}</text>{least}<polyline class="line" points="{drawn}"/>{marks}</svg>'
     )
 
 
@@ -297,7 +317,8 @@ def _faults(record: Record) -> str:
 def _policy(advice: Advice) -> str:
     rows = [(str(place), str(rule)) for place, rule in enumerate(advice.policy.rules, 1)]
     return (
-        '<section id="policy"><h2>Policy</h2><p>The first rule that matches an op wins.</p>'
+        '<section id="policy"><h2>Policy</h2><p>The first rule that matches an op wins. Loss scale: '
+        f"{escape(str(advice.policy.loss_scale or 'none'))}.</p>"
         f'{_table("Rules", ("", "rule"), rows)}<details><summary>As a file</summary><pre id="toml">'
         f'{escape(advice.policy.to_toml())}</pre><button type="button" data-copy="toml">Copy</button>'
         f"</details></section>"
@@ -346,4 +367,4 @@ def _method(record: Record) -> str:
         ("started", header.get("started", "")),
         ("not observed", "optimizer state, steps that were not sampled"),
     ]
-    return f'<section id="method"><h2>Method</h2>{_table("How this was seen", ("what", ""), rows)}</section>'
+    return f'<section id="method"><h2>Method</h2>{_table("How this was seen", ("what", "value"), rows)}</section>'
