@@ -225,10 +225,9 @@ class SharedExponents:
         self._faults = []
 
     def _flush(self, group: ExponentTable, agreed: Tensor | None = None) -> None:
-        done = group.flush(agreed)
-        if done is not None:
-            for watcher in self._watchers:
-                watcher(done)
+        done = group.flush(agreed, tell=bool(self._watchers))
+        for watcher in self._watchers if done is not None else ():
+            watcher(done)
 
     def any_rank(self, is_faulty: bool) -> bool:
         """Return whether any rank found its step faulty; every rank has to call this before it ends its step.

@@ -257,25 +257,31 @@ class ExponentTable:
         self.pending[index] = seen
 
     # -- the end of a step ----------------------------------------------------------------------------------------
-    def flush(self, agreed: Tensor | None = None) -> Flush | None:
-        """Observe what was written since the last time, or what all ranks have, as `AgreedSites.agree` tells it."""
+    def flush(self, agreed: Tensor | None = None, tell: bool = True) -> Flush | None:
+        """Observe what was written since the last time, or what all ranks have, as `AgreedSites.agree` tells it.
+
+        Returns what a watcher is told, if `tell`; None where nothing was written.
+        """
         if not self.names or (not self.pending and agreed is None):
             return None
         seen = self._observed() if agreed is None else self._adopted(agreed)
         mask = seen.mask
         assert mask is not None
         self._count(seen, mask)
-        predicted = None
-        if isinstance(self.scaling, Autoflex):
-            # κ in the prediction is that of the write before
-            predicted = self.scaling.predicted_maximum(self.state._replace(exponent=self.before))
-            predicted = torch.where(self.state.seen > 0, predicted, math.nan)
-        flush = Flush(list(self.names), mask, seen.mantissa, self.state.exponent, predicted)
+        flush = self._told(seen, mask) if tell else None
         self.before = torch.where(mask, self.state.exponent, self.before)
         self.state = self.scaling.observe(self.state, seen)
         self.pending.clear()
         self._learn()
         return flush
+
+    def _told(self, seen: WritesSeen, mask: Tensor) -> Flush:
+        predicted = None
+        if isinstance(self.scaling, Autoflex):
+            # κ in the prediction is that of the write before
+            predicted = self.scaling.predicted_maximum(self.state._replace(exponent=self.before))
+            predicted = torch.where(self.state.seen > 0, predicted, math.nan)
+        return Flush(list(self.names), mask, seen.mantissa, self.state.exponent, predicted)
 
     def _observed(self) -> WritesSeen:
         columns = zip(*self.pending.values(), strict=True)
@@ -293,9 +299,7 @@ class ExponentTable:
         """
         count = len(self.names)
         if self.has_integer_kernels:
-            found = torch.zeros(count, dtype=dtype, device=self.device)
-            found[list(numbers)] = torch.tensor(list(numbers.values()), dtype=dtype, device=self.device)
-            return found
+            return torch.tensor([numbers.get(index, 0) for index in range(count)], dtype=dtype, device=self.device)
         parts = {
             index: one.to(dtype) if isinstance(one, Tensor) else torch.full((), one, dtype=dtype, device=self.device)
             for index, one in numbers.items()

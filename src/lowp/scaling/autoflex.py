@@ -170,7 +170,7 @@ class Autoflex:
         value = torch.where(saturated, 2 * mantissa, mantissa) * kappa
         remembered = good & (mantissa > 0)
         seen_before = torch.where(saturated, 0, state.seen)
-        slot = torch.nn.functional.one_hot((seen_before % self.window).long(), self.window).bool()
+        slot = torch.arange(self.window, device=seen_before.device) == (seen_before % self.window)[:, None]
         history = torch.where(saturated[:, None], 0.0, state.history)
         history = torch.where(slot & remembered[:, None], value[:, None], history)
         count = seen_before + remembered.to(torch.int32)
