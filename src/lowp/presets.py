@@ -78,9 +78,9 @@ _OF_PLACES = ("autoflex", "frozen", "reactive", "static")
 
 def _predicted(scaling: str) -> Policy:
     """Every tensor int16 under an exponent of its own site, parameters and optimizer state too; sums exact."""
-    written = f"flex16+5:{scaling}"
+    written = casts.parse(f"flex16+5:{scaling}")
     rule = Rule.of(input="flex16+5", weight="flex16+5", grad="flex16+5", output=written, accumulate="exact")
-    return Policy((rule,), casts.parse(written))
+    return Policy((rule,), written)
 
 
 _MIXED = "Micikevicius et al. 2018, arXiv 1710.03740"

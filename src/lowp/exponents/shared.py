@@ -33,10 +33,9 @@ from lowp.exponents.sites import (
     is_of_optimizer,
     is_result,
 )
-from lowp.exponents.table import COUNTS, ExponentTable, Flush
+from lowp.exponents.table import COUNTS, ExponentTable, Flush, SumEntry
 from lowp.kernels import low_words, payloads
 from lowp.kernels.dispatch import has_integer_kernels
-from lowp.kernels.integer import Exact
 from lowp.kernels.mantissas import Mantissas, exact_mantissas
 
 __all__ = ["SharedExponents", "Summary"]
@@ -111,20 +110,15 @@ class SharedExponents:
         low = group.low_word(x, high, group.names[site], None if is_of_optimizer(site) else axis)
         return high if low is None else low.add_(high)
 
-    def exponent_of_sum(self, cast: Cast, site: str) -> int | None:
-        """Return the exponent under which `write_sum` takes an exact sum of training at a site, from its integers.
+    def sum_entry(self, cast: Cast, site: str) -> SumEntry | None:
+        """Return where an exact sum of training is written from its integers; see `ExponentTable.sum_entry`.
 
         None where the sum itself has to be seen first, and is to be given to `write`.
         """
         if self._listeners:
             return None
         group = self._group(cast, torch.device("cpu"))
-        return group.exponent_of_sum(self._begun(group, site))
-
-    def write_sum(self, found: Exact, cast: Cast, site: str) -> Tensor:
-        """Return what `write` would of an exact sum, given as mantissas under its `exponent_of_sum`."""
-        group = self._groups[cast]
-        return group.write_sum(found, group.names[site])
+        return group.sum_entry(self._begun(group, site))
 
     def write_(self, x: Tensor, cast: Cast, site: str) -> None:
         """Write x, of fp32, in place, as `write` does."""

@@ -29,12 +29,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowp.casts import Cast
-from lowp.formats import IntFormat
 from lowp.kernels import low_words
-from lowp.kernels.integer import Exact
 
 if TYPE_CHECKING:
     from lowp.exponents.shared import SharedExponents
+    from lowp.exponents.table import SumEntry
 
 __all__ = [
     "CLASSES",
@@ -226,31 +225,20 @@ class SiteWriter:
             self._note(trail, site)
         return result
 
-    def exponent_of_sum(self, role: str) -> int | None:
-        """Return the exponent under which `write_sum` takes an exact sum; None where `write` has to see the sum."""
+    def sum_entry(self, role: str) -> SumEntry | None:
+        """Return where an exact sum is written under a role, from its integers; None where `write` has to see it."""
         trail = self._trail_of(role)
         if not self.training or (trail is not None and trail.is_repeated) or self.tell is not None:
             return None
-        return self.exponents.exponent_of_sum(self.cast, f"{role} of {self.where}")
-
-    def write_sum(self, found: Exact, role: str) -> Tensor:
-        """Write an exact sum from its mantissas under `exponent_of_sum`."""
         site = f"{role} of {self.where}"
-        result = self.exponents.write_sum(found, self.cast, site)
-        trail = self._trail_of(role)
-        if trail is not None:
-            self._note(trail, site)
-        return result
+        entry = self.exponents.sum_entry(self.cast, site)
+        if trail is not None and entry is not None:
+            trail.exponents[site] = entry.exponent
+        return entry
 
     def _trail_of(self, role: str) -> Trail | None:
         """The trail for results; gradients are written once, by the run that repeats."""
         return None if role.endswith("gradient") else self.trail
-
-    @property
-    def is_symmetric(self) -> bool:
-        """Whether -32768 is left out of the format."""
-        element = self.cast.element
-        return isinstance(element, IntFormat) and element.symmetric
 
     def _note(self, trail: Trail, site: str) -> None:
         if not trail.is_repeated:

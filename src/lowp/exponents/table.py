@@ -15,11 +15,11 @@ from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels import low_words, payloads
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
-from lowp.kernels.mantissas import Mantissas, Seen, current_exponent, has_mantissas, values
+from lowp.kernels.mantissas import Mantissas, Seen, current_exponent, has_mantissas, int16_element, values
 from lowp.kernels.writes import write, write_, write_step, write_words_
 from lowp.scaling import Autoflex, AutoflexState, Reactive, WritesSeen
 
-__all__ = ["COUNTS", "ExponentTable", "Flush", "current", "scaling_of"]
+__all__ = ["COUNTS", "ExponentTable", "Flush", "SumEntry", "current", "scaling_of"]
 
 
 def scaling_of(cast: Cast) -> Autoflex | Reactive:
@@ -56,12 +56,35 @@ _LOWEST = -1000  # below every exponent
 COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
 
 
+class SumEntry(NamedTuple):
+    """The entry of a table that an exact sum is written under, from mantissas under its exponent."""
+
+    table: ExponentTable
+    index: int
+    exponent: int
+
+    def write(self, found: Exact) -> Tensor:
+        """Return the values of a sum, given as mantissas, which are kept beside them; note what was seen."""
+        table, (payload, saturated, largest, sums) = self.table, found
+        payload = payload.contiguous()
+        table.note(self.index, Seen(largest, False, largest == 0 and sums > 0, saturated, 0, payload.numel()))
+        result = values(payload, self.exponent)
+        payloads.keep(result, table.cast.format, self.exponent, payload)
+        return result
+
+
 class ExponentTable:
-    """The entries of one cast."""
+    """The entries of one cast.
+
+    `is_plain`: writes on a CPU are rounded to nearest even and counted by no more than their maximum.
+    """
 
     def __init__(self, cast: Cast, device: torch.device) -> None:
         self.cast, self.scaling, self.device = cast, scaling_of(cast), device
         self.has_integer_kernels = has_integer_kernels(device)
+        self.is_symmetric = int16_element(cast).symmetric
+        is_nearest = cast.rounding is Rounding.NEAREST_EVEN
+        self.is_plain = self.has_integer_kernels and is_nearest and not isinstance(self.scaling, Reactive)
         self.names: dict[str, int] = {}
         self.state: Any = self.scaling.init(device, 0)
         self.counts = {name: torch.zeros(0, dtype=torch.float64, device=device) for name in COUNTS}
@@ -97,7 +120,7 @@ class ExponentTable:
         if (isinstance(nonfinite, Tensor) or nonfinite) and is_result(site):
             nan = x.isnan().any()
             seen = seen._replace(nonfinite=nan if isinstance(nonfinite, Tensor) else bool(nan))
-        self._note(index, seen)
+        self.note(index, seen)
         return result, nonfinite
 
     def exponent_of(self, index: int) -> int | Tensor:
@@ -124,38 +147,19 @@ class ExponentTable:
             self._start(x, index)
         return bool(low_words.is_coarse(x, int(self.state.exponent[index]), axis))
 
-    def exponent_of_sum(self, index: int) -> int | None:
-        """Return the exponent under which an exact sum can be written straight from the integers that it is.
+    def sum_entry(self, index: int) -> SumEntry | None:
+        """Return where an exact sum can be written straight from the integers that it is.
 
         None where the sum itself has to be seen: by a first write, and where it is rounded in another mode.
         """
-        return self.exponents[index] if self.is_plain and self.started[index] else None
-
-    def write_sum(self, found: Exact, index: int) -> Tensor:
-        """Write an exact sum, given as mantissas under the entry's exponent."""
-        exponent = self.exponents[index]
-        payload, saturated, largest, sums = found
-        payload = payload.contiguous()
-        self._note(index, Seen(largest, False, largest == 0 and sums > 0, saturated, 0, payload.numel()))
-        result = values(payload, exponent)
-        payloads.keep(result, self.cast.format, exponent, payload)
-        return result
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether writes on a CPU are rounded to nearest even and counted by no more than their maximum."""
-        return (
-            self.has_integer_kernels
-            and self.cast.rounding is Rounding.NEAREST_EVEN
-            and not isinstance(self.scaling, Reactive)
-        )
+        return SumEntry(self, index, self.exponents[index]) if self.is_plain and self.started[index] else None
 
     def write_(self, x: Tensor, index: int) -> None:
         """Write x, of fp32, in place."""
         if not self.started[index]:
             self._start(x, index)
         if self.is_plain:
-            self._note(index, write_(x, self.cast, self.exponents[index]))
+            self.note(index, write_(x, self.cast, self.exponents[index]))
         else:
             x.copy_(self.write(x, index)[0])
 
@@ -167,7 +171,7 @@ class ExponentTable:
             self._start(x, index)
         seen = write_words_(x, self.cast, self.exponents[index], low_words.LOW_BITS)
         if seen is not None:
-            self._note(index, seen)
+            self.note(index, seen)
         return seen is not None
 
     def write_step(self, weight: Tensor, old: Mantissas, update_index: int, index: int) -> bool:
@@ -186,7 +190,7 @@ class ExponentTable:
         if found is None:
             return False
         for one, seen in zip((update_index, index), found, strict=True):
-            self._note(one, seen)
+            self.note(one, seen)
         return True
 
     def write_apart(self, x: Tensor, site: str) -> Tensor:
@@ -247,7 +251,8 @@ class ExponentTable:
         if self.has_integer_kernels:
             self.exponents[index], self.started[index] = int(begun.exponent), bool(begun.started)
 
-    def _note(self, index: int, seen: Seen) -> None:
+    def note(self, index: int, seen: Seen) -> None:
+        """Take down what one write at an entry saw, until the step is flushed."""
         earlier = self.pending.get(index)
         if earlier is not None:  # the step has not ended: under one exponent, the larger maximum counts
             pairs = list(zip(earlier, seen, strict=True))

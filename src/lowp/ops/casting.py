@@ -326,8 +326,10 @@ def edge(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def end_of(x: Tensor) -> Tensor:
-    """Return where the gradient of an fp32 operand goes: itself, or an edge where that would keep its memory alive."""
-    return edge(x, torch.float32) if x.requires_grad and not x.is_leaf else x
+    """Return where an operand's gradient in fp32 goes: itself, or an edge where that would keep its memory alive."""
+    if not (x.requires_grad and torch.is_grad_enabled()) or (x.is_leaf and x.dtype is torch.float32):
+        return x
+    return cast(Tensor, _edge(x, torch.float32, functorch_is_active()))
 
 
 def operand(x: Tensor, value: Tensor, gradient_dtype: torch.dtype) -> Operand:

@@ -24,7 +24,7 @@ from lowp.kernels.device_exponents import apart, power, together
 from lowp.kernels.mantissas import Mantissas, has_mantissas, sums
 from lowp.kernels.products import contract, contract_mantissas
 from lowp.ops.call import Call, RoleCasts
-from lowp.ops.casting import functorch_is_active, operand, shield
+from lowp.ops.casting import end_of, functorch_is_active, shield
 from lowp.ops.int16.nodes import (
     BIAS_GRADIENT,
     OUTPUT_GRADIENT,
@@ -60,13 +60,12 @@ def integer_contraction(
     if casts.watch is not None:
         casts.tell(first, casts.roles[0])
         casts.tell(second, casts.roles[1])
-    left, right = operand(first, a.payload, torch.float32), operand(second, b.payload, torch.float32)
     apply: Callable[..., Tensor] = _IntegerProduct.apply
     results = None
     if call.writer is not None:
         writer, role_of = call.writer.part(), gradient_roles()
         results = _Results(writer, (role_of(first), role_of(second)))
-    return apply(form, (call.op, casts), left.edge, right.edge, bias, a, b, in_fp32, results)
+    return apply(form, (call.op, casts), end_of(first), end_of(second), bias, a, b, in_fp32, results)
 
 
 class _Results(NamedTuple):
@@ -102,7 +101,7 @@ class _IntegerProduct(torch.autograd.Function):
         ctx.form, ctx.in_fp32, ctx.results = form, in_fp32, results
         ctx.op, ctx.casts = named
         casts: RoleCasts = ctx.casts
-        ctx.edges = [one if one.is_floating_point() else None for one in (first, second)]
+        ctx.edges = [one if needed else None for one, needed in zip((first, second), ctx.needs_input_grad[2:4])]
         ctx.bias_dtype = None if bias is None else bias.dtype
         # what a checkpoint computes again may have been written under other exponents
         ctx.save_for_backward(a.payload, b.payload, together([a.exponent, b.exponent]))
@@ -178,11 +177,11 @@ def _write_sum(
 ) -> Tensor:
     """Return the product that fills a slot, and bias, written under a role; an exact sum straight from the integers."""
     is_exact = accumulate is not None and accumulate.format == "exact"
-    exponent = writer.exponent_of_sum(role) if is_exact else None
-    if exponent is not None:
-        found = contract_mantissas(form, slot, operands, exponent, writer.is_symmetric, bias)
+    entry = writer.sum_entry(role) if is_exact else None
+    if entry is not None:
+        found = contract_mantissas(form, slot, operands, entry.exponent, entry.table.is_symmetric, bias)
         if found is not None:
-            return writer.write_sum(found, role)
+            return entry.write(found)
     result = contract(form, slot, operands, accumulate, dtype=torch.float64)
     if bias is not None:
         result, wide = result.double(), form.spread(bias.double())
