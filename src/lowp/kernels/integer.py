@@ -258,8 +258,6 @@ def _on_device(device: torch.device) -> str:
 
 
 def _check_operands(a: Tensor, b: Tensor) -> None:
-    if a.dtype is b.dtype is torch.int16 and a.is_cpu and b.is_cpu:
-        return
     for name, operand in (("a", a), ("b", b)):
         if operand.dtype is not torch.int16 or operand.device.type not in _DEVICES:
             raise InvalidInput(
@@ -287,23 +285,25 @@ def _check_convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionSha
 
 def _matrices(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> tuple[Tensor, Tensor]:
     """Return a as [..., m, k] and b as [..., k, n], views."""
-    _check_operands(a, b)
+    if not (a.dtype is b.dtype is torch.int16 and a.is_cpu and b.is_cpu):
+        _check_operands(a, b)
     if a.dim() < 2 or b.dim() < 2:
         raise InvalidInput(f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}; a matrix has two dimensions or more")
     left, right = a.mT if transpose_a else a, b.mT if transpose_b else b
-    if left.shape[-1] != right.shape[-2]:
+    (*left_batch, _, depth), (*right_batch, other, _) = left.shape, right.shape
+    if depth != other:
         raise InvalidInput(
-            f"the depths differ: {left.shape[-1]} in a {tuple(a.shape)}{' transposed' if transpose_a else ''}, "
-            f"{right.shape[-2]} in b {tuple(b.shape)}{' transposed' if transpose_b else ''}"
+            f"the depths differ: {depth} in a {tuple(a.shape)}{' transposed' if transpose_a else ''}, "
+            f"{other} in b {tuple(b.shape)}{' transposed' if transpose_b else ''}"
         )
-    _check_depth(left.shape[-1])
-    if left.shape[:-2] == right.shape[:-2]:
+    _check_depth(depth)
+    if left_batch == right_batch:
         return left, right
-    batch = _broadcast(left.shape[:-2], right.shape[:-2])
+    batch = _broadcast(left_batch, right_batch)
     return left.expand(*batch, *left.shape[-2:]), right.expand(*batch, *right.shape[-2:])
 
 
-def _broadcast(left: torch.Size, right: torch.Size) -> tuple[int, ...]:
+def _broadcast(left: list[int], right: list[int]) -> tuple[int, ...]:
     """Return the shape that both broadcast to. torch.broadcast_shapes loads SymPy to say so, which takes seconds."""
     found = []
     for first, second in itertools.zip_longest(reversed(left), reversed(right), fillvalue=1):

@@ -94,14 +94,17 @@ def _current_exponent(x: Tensor, cast: Cast, direct: bool) -> int | None:
 
 def current_mantissas(x: Tensor, cast: Cast, seed: int = 0) -> Mantissas | None:
     """Return x as mantissas under its own exponent, `current_exponent`; None where x is not finite."""
-    if is_direct(x) and (cast.scaling is None or cast.scaling.exponent is None):
+    is_free = cast.scaling is None or cast.scaling.exponent is None
+    direct = is_direct(x)
+    if not direct:
+        x = readable(x)
+        direct = is_direct(x)
+    if direct and is_free:
         return _current_int16(x, cast, seed)
-    x = readable(x)
-    by_library = x.is_cpu and uses_library()
-    exponent = _current_exponent(x, cast, by_library and x.dtype is torch.float32 and x.data_ptr() % 4 == 0)
+    exponent = _current_exponent(x, cast, direct)
     if exponent is None:
         return None
-    payload, seen = _converted(x, cast, exponent, seed, by_library)
+    payload, seen = _converted(x, cast, exponent, seed, x.is_cpu and uses_library())
     return None if seen.nonfinite else Mantissas(payload, exponent, seen)
 
 
@@ -230,13 +233,14 @@ def values(payload: Tensor, exponent: int | Tensor) -> Tensor:
 
 def sums(payload: Tensor, axis: int) -> Tensor:
     """The sums of mantissas over all dimensions but one, as int64: exact."""
-    dims = [dim for dim in range(payload.dim()) if dim != axis % payload.dim()]
+    axis %= payload.dim()
     if not (payload.is_cpu and uses_library()):
+        dims = [dim for dim in range(payload.dim()) if dim != axis]
         return payload.sum(dims, dtype=torch.int64) if dims else payload.to(torch.int64)
-    payload, axis = payload.contiguous(), axis % payload.dim()
-    sizes = math.prod(payload.shape[:axis]), payload.shape[axis], math.prod(payload.shape[axis + 1 :])
-    result = torch.empty(payload.shape[axis], dtype=torch.int64, device="cpu")
-    cpu.loaded().lowp_sum_int16(cpu.address(payload), *sizes, cpu.address(result), cpu.threads())
+    payload = payload.contiguous()
+    outer, count, inner = math.prod(payload.shape[:axis]), payload.shape[axis], math.prod(payload.shape[axis + 1 :])
+    result = payload.new_empty(count, dtype=torch.int64)
+    cpu.loaded().lowp_sum_int16(cpu.address(payload), outer, count, inner, cpu.address(result), cpu.threads())
     return result
 
 

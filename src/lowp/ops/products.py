@@ -43,7 +43,7 @@ from lowp.ops.int16.nodes import fp64_contraction
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Form, Linear
 from lowp.policy import Rule
 
-__all__ = ["contract", "product"]
+__all__ = ["contract", "integer_gradients", "product"]
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 Saved = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
@@ -62,7 +62,7 @@ def contract(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor
     casts = call.casts
     if casts.accumulate is not None and casts.sums_integers:
         if casts.roles == ("input", "weight") or call.rule.input == call.rule.weight:
-            result = integer_contraction(form, call, casts, (first, second, bias), _integer_gradients)
+            result = integer_contraction(form, call, casts, (first, second, bias), integer_gradients)
             if result is not None:
                 return result
         casts = summed(casts if call.writer is None else casts.before_writer())
@@ -260,7 +260,7 @@ def gradients_of_linear(
     return _gradients(form, OUTPUT, casts, _Wanted(needs[:2], needs[2], bias_dtype), gradient, (values, edges))
 
 
-def _integer_gradients(
+def integer_gradients(
     form: Form,
     casts: RoleCasts,
     needs: tuple[bool, bool, bool],

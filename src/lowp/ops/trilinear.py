@@ -47,7 +47,7 @@ class Form(ABC):
         Chains are flushed to fp32 and returned in it. The output's bias is added to what was rounded, in its dtype.
         """
         apart = exact or isinstance(left.exponent, Tensor)
-        columns = None if apart else self.numbers_a_column(bias)
+        columns = None if apart or bias is None else self.numbers_a_column(bias)
         if bias is None or columns is not None:
             return self._integer_product(slot, left, right, exact, dtype, columns)
         result = self._integer_product(slot, left, right, exact, dtype, None)

@@ -24,7 +24,7 @@ from lowp.kernels.device_exponents import apart, power, together
 from lowp.kernels.mantissas import Mantissas, has_mantissas, sums
 from lowp.kernels.products import contract, contract_mantissas
 from lowp.ops.call import Call, RoleCasts
-from lowp.ops.casting import end_of, functorch_is_active, shield
+from lowp.ops.casting import end_of, functorch_is_active, shielded
 from lowp.ops.int16.nodes import (
     BIAS_GRADIENT,
     OUTPUT_GRADIENT,
@@ -36,7 +36,7 @@ from lowp.ops.int16.nodes import (
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.policy import Accumulation, Rule
 
-__all__ = ["bias_gradient", "integer_contraction"]
+__all__ = ["Contraction", "IntegerProduct", "Results", "integer_contraction", "summed"]
 
 Gradients = Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
 
@@ -60,19 +60,31 @@ def integer_contraction(
     if casts.watch is not None:
         casts.tell(first, casts.roles[0])
         casts.tell(second, casts.roles[1])
-    apply: Callable[..., Tensor] = _IntegerProduct.apply
-    results = None
-    if call.writer is not None:
-        writer, role_of = call.writer.part(), gradient_roles()
-        results = _Results(writer, (role_of(first), role_of(second)))
-    return apply(form, (call.op, casts), end_of(first), end_of(second), bias, a, b, in_fp32, results)
+    results = None if call.writer is None else Results.of(call.writer, first, second)
+    apply: Callable[..., Tensor] = IntegerProduct.apply
+    return apply(end_of(first), end_of(second), bias, a, b, Contraction(form, casts, in_fp32, call.op), results)
 
 
-class _Results(NamedTuple):
+class Contraction(NamedTuple):
+    """What a contraction of mantissas is: its form, its casts, and what computes its gradients in fp32."""
+
+    form: Form
+    casts: RoleCasts
+    in_fp32: Gradients
+    op: str
+
+
+class Results(NamedTuple):
     """Where the results of one contraction are written, and the roles of the gradients of both operands."""
 
     writer: SiteWriter
     gradients: tuple[str, str]
+
+    @classmethod
+    def of(cls, writer: SiteWriter, first: Tensor, second: Tensor) -> Results:
+        """Return where the next product of an op writes."""
+        role_of = gradient_roles()
+        return cls(writer.part(), (role_of(first), role_of(second)))
 
 
 def _mantissas(x: Tensor, to: Cast | None, casts: RoleCasts) -> Mantissas | None:
@@ -82,76 +94,96 @@ def _mantissas(x: Tensor, to: Cast | None, casts: RoleCasts) -> Mantissas | None
     return payloads.rounded(x, to, casts.seed)
 
 
-class _IntegerProduct(torch.autograd.Function):
+class IntegerProduct(torch.autograd.Function):
     """The output of a contraction of mantissas; saves int16 payloads, two bytes an element."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        form: Form,
-        named: tuple[str, RoleCasts],
         first: Tensor,
         second: Tensor,
         bias: Tensor | None,
         a: Mantissas,
         b: Mantissas,
-        in_fp32: Gradients,
-        results: _Results | None,
+        product: Contraction,
+        results: Results | None,
     ) -> Tensor:
-        ctx.form, ctx.in_fp32, ctx.results = form, in_fp32, results
-        ctx.op, ctx.casts = named
-        casts: RoleCasts = ctx.casts
-        ctx.edges = [one if needed else None for one, needed in zip((first, second), ctx.needs_input_grad[2:4])]
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        needs_first, needs_second, *_ = ctx.needs_input_grad
+        ctx.edges = first if needs_first else None, second if needs_second else None
+        ctx.product, ctx.results, ctx.bias_dtype = product, results, None if bias is None else bias.dtype
         # what a checkpoint computes again may have been written under other exponents
         ctx.save_for_backward(a.payload, b.payload, together([a.exponent, b.exponent]))
-        if results is not None:  # the exact sum, bias included, is rounded once
-            return _write_sum(form, OUTPUT, casts.accumulate, results.writer, OUTPUT_ROLE, (a, b), bias)
-        finish = partial(casts.cast, role="output")
-        return contract(form, OUTPUT, (a, b), casts.accumulate, casts.rule.output, bias, finish)
+        return summed(product, a, b, bias, results)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with shield():
-            casts: RoleCasts = ctx.casts
-            *payloads, exponents = ctx.saved_tensors
-            saved = [Mantissas(*one) for one in zip(payloads, apart(exponents), strict=True)]
-            results: _Results | None = ctx.results
-            incoming = None if torch.is_grad_enabled() or results is None else _as_it_came(gradient, casts.rule)
-            if results is not None and incoming is None:
-                gradient = rounded_gradient(gradient, results.writer, OUTPUT_GRADIENT, torch.is_grad_enabled())
-            elif incoming is not None and casts.watch is not None:
-                casts.tell(gradient, "grad")
-            if incoming is None and not torch.is_grad_enabled():
-                incoming = _mantissas(gradient, casts.rule.grad, casts)
-                if results is None and incoming is not None and casts.watch is not None:
-                    casts.tell(gradient, "grad")
-            if incoming is None:
-                operands = [one.values for one in saved]
-                wanted, told = ctx.needs_input_grad[2:5], casts if results is None else casts.before_writer()
-                found = ctx.in_fp32(ctx.form, told, wanted, ctx.bias_dtype, gradient, (operands, ctx.edges))
-                return None, None, *_write_gradients(found, results), None, None, None, None
-            both = _words(ctx, gradient, incoming)
-            if results is not None:
-                return None, None, *_summed_gradients(ctx, saved, both, results), None, None, None, None
-            found = _integer_gradients(ctx, saved, both)
-            roles = (*(f"{role} gradient" for role in casts.roles), BIAS_GRADIENT)
-            result = [None if one is None else casts.cast(one, role) for one, role in zip(found, roles, strict=True)]
-            bias = None if result[2] is None else result[2].to(ctx.bias_dtype)
-            return None, None, *result[:2], bias, None, None, None, None
+        return *shielded(_gradients, gradient, ctx), None, None, None, None
 
 
-def _words(ctx: Any, gradient: Tensor, high: Mantissas) -> list[Mantissas]:
+def summed(
+    product: Contraction, a: Mantissas, b: Mantissas, bias: Tensor | None, results: Results | None
+) -> Tensor:
+    """Return the output, outside the graph; an exact sum that is written is rounded once, bias included."""
+    form, casts = product.form, product.casts
+    if results is not None:
+        return _write_sum(form, OUTPUT, casts.accumulate, results.writer, OUTPUT_ROLE, (a, b), bias)
+    finish = None if casts.rule.output is None and casts.watch is None else partial(casts.cast, role="output")
+    return contract(form, OUTPUT, (a, b), casts.accumulate, casts.rule.output, bias, finish)
+
+
+def _gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
+    """Return the gradients of both operands and of the bias."""
+    product: Contraction = ctx.product
+    results: Results | None = ctx.results
+    first, second, exponents = ctx.saved_tensors
+    saved = [Mantissas(*one) for one in zip((first, second), apart(exponents), strict=True)]
+    gradient, incoming = _incoming(gradient, product, results)
+    if incoming is None:
+        casts = product.casts if results is None else product.casts.before_writer()
+        saved_as = [one.values for one in saved], ctx.edges
+        needs = ctx.needs_input_grad[:3]
+        found = product.in_fp32(product.form, casts, needs, ctx.bias_dtype, gradient, saved_as)
+        return _write_gradients(found, results)
+    words = _words(gradient, incoming, product)
+    if results is not None:
+        return _summed_gradients(ctx, saved, words, results)
+    found = _integer_gradients(ctx, saved, words)
+    if product.casts.rule.output is not None or product.casts.watch is not None:
+        roles = (*(f"{role} gradient" for role in product.casts.roles), BIAS_GRADIENT)
+        found = [None if x is None else product.casts.cast(x, role) for x, role in zip(found, roles, strict=True)]
+    of_first, of_second, of_bias = found
+    return of_first, of_second, None if of_bias is None else of_bias.to(ctx.bias_dtype)
+
+
+def _incoming(
+    gradient: Tensor, product: Contraction, results: Results | None
+) -> tuple[Tensor, Mantissas | None]:
+    """Return the gradient as it is written, and its mantissas; None where it is part of a graph, or has none."""
+    casts, is_graph = product.casts, torch.is_grad_enabled() or functorch_is_active()
+    found = None
+    if results is not None:
+        found = None if is_graph else _as_it_came(gradient, casts.rule)
+        if found is None:
+            gradient, casts = rounded_gradient(gradient, results.writer, OUTPUT_GRADIENT, is_graph), casts.before_writer()
+    if found is None and not is_graph:
+        found = _mantissas(gradient, casts.rule.grad, casts)
+    if found is not None and casts.watch is not None:
+        casts.tell(gradient, "grad")
+    return gradient, found
+
+
+def _words(gradient: Tensor, high: Mantissas, product: Contraction) -> list[Mantissas]:
     """Return the gradient as the one word that it was rounded to, or as two where one would lose columns of it."""
-    cast = ctx.casts.rule.grad
+    cast = product.casts.rule.grad
+    assert cast is not None
     if gradient.shape[-1:] < (low_words.FEATURES,):
         return [high]
-    if gradient.dim() != 2 and not isinstance(ctx.form, Linear):
+    if gradient.dim() != 2 and not isinstance(product.form, Linear):
         return [high]
     if not low_words.has_low_word(cast):
         if not cast.is_stochastic:
             value = high.values
-            low_words.warn_of_loss(gradient, value, cast, f"the gradient of {ctx.op}, {list(gradient.shape)}")
+            low_words.warn_of_loss(gradient, value, cast, f"the gradient of {product.op}, {list(gradient.shape)}")
         return [high]
     if isinstance(high.exponent, Tensor):
         return [high, device_mantissas.low_word(gradient, high, cast)]
@@ -190,32 +222,33 @@ def _write_sum(
 
 
 def _summed_gradients(
-    ctx: Any, saved: list[Mantissas], incoming: list[Mantissas], results: _Results
+    ctx: Any, saved: list[Mantissas], incoming: list[Mantissas], results: Results
 ) -> list[Tensor | None]:
     """Return the gradients of both operands and of the bias, each written under its role as it was summed."""
-    form, accumulate, result = ctx.form, ctx.casts.accumulate, list[Tensor | None]((None, None, None))
+    form, accumulate = ctx.product.form, ctx.product.casts.accumulate
+    result: list[Tensor | None] = [None, None, None]
     for index, target in enumerate((FIRST, SECOND)):
-        if ctx.needs_input_grad[2 + index]:
+        if ctx.needs_input_grad[index]:
             role, other = results.gradients[index], saved[1 - index]
             if len(incoming) == 1:
                 result[index] = _write_sum(form, target, accumulate, results.writer, role, (other, incoming[0]))
             else:
                 parts = [contract(form, target, (other, one), accumulate, dtype=torch.float64) for one in incoming]
                 result[index] = results.writer.write(sum(parts[1:], parts[0]), role)
-    if ctx.needs_input_grad[4]:
+    if ctx.needs_input_grad[2]:
         result[2] = results.writer.write(bias_gradient(form, incoming), BIAS_GRADIENT)
     return result
 
 
 def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: list[Mantissas]) -> list[Tensor | None]:
     """Return the gradients of both operands and of the bias, each summed as the rule says, not yet rounded."""
-    form, accumulate = ctx.form, ctx.casts.accumulate
+    form, accumulate = ctx.product.form, ctx.product.casts.accumulate
     result: list[Tensor | None] = [None, None, None]
     for index, target in enumerate((FIRST, SECOND)):
-        if ctx.needs_input_grad[2 + index]:
+        if ctx.needs_input_grad[index]:
             parts = [contract(form, target, (saved[1 - index], one), accumulate) for one in incoming]
             result[index] = sum(parts[1:], parts[0])
-    if ctx.needs_input_grad[4]:
+    if ctx.needs_input_grad[2]:
         result[2] = bias_gradient(form, incoming).float()
     return result
 
@@ -238,7 +271,7 @@ def _value(parts: list[Mantissas]) -> Tensor:
     return parts[0].values if len(parts) == 1 else parts[0].values + parts[1].values
 
 
-def _write_gradients(found: Sequence[Tensor | None], results: _Results | None) -> list[Tensor | None]:
+def _write_gradients(found: Sequence[Tensor | None], results: Results | None) -> list[Tensor | None]:
     """Return gradients written each under its role, or as they are where nothing is results."""
     if results is None:
         return list(found)
