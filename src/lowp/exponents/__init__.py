@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowp.exponents.shared import SharedExponents, Summary
-from lowp.exponents.sites import CLASSES, SiteWriter, Spots, Trail, class_of
+from lowp.exponents.sites import CLASSES, SiteWriter, Spots, Tell, Trail, class_of
 from lowp.exponents.table import Flush, scaling_of
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "SiteWriter",
     "Spots",
     "Summary",
+    "Tell",
     "Trail",
     "class_of",
     "scaling_of",

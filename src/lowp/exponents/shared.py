@@ -220,8 +220,9 @@ class SharedExponents:
 
     def _flush(self, group: ExponentTable, agreed: Tensor | None = None) -> None:
         done = group.flush(agreed, tell=bool(self._watchers))
-        for watcher in self._watchers if done is not None else ():
-            watcher(done)
+        if done is not None:
+            for watcher in self._watchers:
+                watcher(done)
 
     def any_rank(self, is_faulty: bool) -> bool:
         """Return whether any rank found its step faulty; every rank has to call this before it ends its step.

@@ -60,14 +60,14 @@ class SumEntry(NamedTuple):
     """The entry of a table that an exact sum is written under, from mantissas under its exponent."""
 
     table: ExponentTable
-    index: int
+    place: int
     exponent: int
 
     def write(self, found: Exact) -> Tensor:
         """Return the values of a sum, given as mantissas, which are kept beside them; note what was seen."""
         table, (payload, saturated, largest, sums) = self.table, found
         payload = payload.contiguous()
-        table.note(self.index, Seen(largest, False, largest == 0 and sums > 0, saturated, 0, payload.numel()))
+        table.note(self.place, Seen(largest, False, largest == 0 and sums > 0, saturated, 0, payload.numel()))
         result = values(payload, self.exponent)
         payloads.keep(result, table.cast.format, self.exponent, payload)
         return result

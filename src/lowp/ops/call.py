@@ -12,18 +12,18 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import remembered_by_identity
 from lowp.errors import Unavailable
-from lowp.exponents import SiteWriter
+from lowp.exponents import SiteWriter, Spots
 from lowp.kernels.mantissas import has_mantissas
 from lowp.ops.casting import carried, carrier_dtype, draw_seed, result_dtype, rounded
 from lowp.ops.observing import Watch, role_of
 from lowp.policy import Accumulation, Rule
 
-__all__ = ["Call", "Quick", "QuickCasts", "RoleCasts", "WeightCast", "cast_weight"]
+__all__ = ["Call", "Quick", "QuickCasts", "QuickRegion", "RoleCasts", "WeightCast", "cast_weight"]
 
 WeightCast = Callable[[Tensor, Cast], Tensor]
-# Runs the usual call of a function, given its arguments and what casts weights: eager, observed by nobody, transformed
-# by nothing. Returns None, with nothing done, for a call that a runner has to look at.
-Quick = Callable[[Callable[..., Any], "tuple[Any, ...]", "dict[str, Any]", "QuickCasts"], Any]
+# Runs the usual call of a function, given its arguments and the region that it runs in: eager, observed by nobody,
+# transformed by nothing. Returns None, with nothing done, for a call that a runner has to look at.
+Quick = Callable[[Callable[..., Any], "tuple[Any, ...]", "dict[str, Any]", "QuickRegion"], Any]
 
 
 class QuickCasts(Protocol):
@@ -34,6 +34,21 @@ class QuickCasts(Protocol):
 
     def rounded(self, weight: Tensor, to: Cast, dtype: torch.dtype) -> Tensor:
         """Return the values of a weight's cast in a dtype that holds them, apart from the graph."""
+
+
+class QuickRegion(Protocol):
+    """What a `Quick` call asks of its region."""
+
+    @property
+    def weights(self) -> QuickCasts:
+        """What casts leaf parameters."""
+
+    @property
+    def spots(self) -> Spots | None:
+        """Where in the step its ops write; None in a region without sites."""
+
+    def writer(self, op: str, rule: Rule) -> SiteWriter:
+        """Return the writer of an op that runs now, in a region with sites: the spot counts as met."""
 
 
 def cast_weight(weight: Tensor, to: Cast) -> Tensor:

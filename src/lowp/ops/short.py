@@ -23,11 +23,11 @@ from lowp.kernels.low_words import FEATURES
 from lowp.kernels.products import NARROW, gradients_sixteen_bits, linear_sixteen_bits, sixteen_bits_run_in
 from lowp.kernels.scratch import is_large
 from lowp.ops.bytes import is_int8, linear_in_bytes
-from lowp.ops.call import Call, Quick, QuickCasts, RoleCasts, WeightCast
+from lowp.ops.call import Call, Quick, QuickRegion, RoleCasts, WeightCast
 from lowp.ops.casting import carrier_dtype, end_of, functorch_is_active, is_one_pass, is_plain, native_dtype, shielded
 from lowp.ops.contraction import linear as long_linear
 from lowp.ops.eight_bits import is_fp8, linear_in_fp8
-from lowp.ops.int16 import chained
+from lowp.ops.int16 import linear as integer_linear
 from lowp.ops.products import gradients_of_linear
 from lowp.ops.trilinear import FIRST, SECOND, Linear
 from lowp.policy import Rule
@@ -63,16 +63,16 @@ def under(rule: Rule) -> Runner | None:
 def quick(rule: Rule) -> Quick | None:
     """Return what runs F.linear under a rule from its arguments alone, see `Row.quick`; None for other rules.
 
-    Those are of 16 bits throughout, and those that round the operands alone, to nearest; of int16 in chains.
+    Those are of 16 bits throughout, and those that round the operands alone, to nearest; and sums of integers.
     """
     dtype = one_dtype(rule)
     if dtype is None:
-        if chained.sums_chains(rule):
-            return chained.quick(rule)
+        if integer_linear.sums_integers(rule):
+            return integer_linear.quick(rule)
         return _quick_rounded(rule) if _rounds_operands(rule) else None
 
-    def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], casts: QuickCasts) -> Tensor | None:
-        return None if kwargs else short_linear(rule, dtype, args, casts.narrowed, True)
+    def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
+        return None if kwargs else short_linear(rule, dtype, args, region.weights.narrowed, True)
 
     return run
 
@@ -179,7 +179,7 @@ def _quick_rounded(rule: Rule) -> Quick:
     to_input, to_weight = cast(Cast, rule.input), cast(Cast, rule.weight)
     input_dtype, weight_dtype = carrier_dtype(to_input), carrier_dtype(to_weight)
 
-    def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], casts: QuickCasts) -> Tensor | None:
+    def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
         if kwargs or not _fits(args) or not all(one is None or _is_fp32_on_cpu(one) for one in args):
             return None
         if forced() == "reference":  # sums in fp64
@@ -187,7 +187,7 @@ def _quick_rounded(rule: Rule) -> Quick:
         x, weight, bias = args if len(args) == 3 else (*args, None)
         value = quantize_operand(x.detach() if x.requires_grad else x, to_input, 0, False)
         if weight.is_leaf and weight.requires_grad:
-            factor = casts.rounded(weight, to_weight, weight_dtype)
+            factor = region.weights.rounded(weight, to_weight, weight_dtype)
         else:
             factor = quantize_operand(weight.detach(), to_weight, 0, False)
         if not torch.is_grad_enabled():

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowp.compat import constant_when_compiled, is_transformed, private
 from lowp.errors import Unavailable
-from lowp.exponents import SharedExponents
+from lowp.exponents import SharedExponents, SiteWriter, Tell
 from lowp.ops import table
 from lowp.ops.call import Call
 from lowp.ops.casting import draw_seed, functorch_is_active, is_jit_tracing, without_autocast
@@ -105,7 +105,7 @@ class Engine(TorchFunctionMode):
         if not (self.observers or everywhere):
             if plan.quick is not None and self._is_quick(plan):
                 with _DisableAutocast():
-                    result = plan.quick(func, args, kwargs, self.weights)
+                    result = plan.quick(func, args, kwargs, self)
                 if result is not None:
                     self.rulebook.has_rounded |= plan.rounds
                     return result
@@ -194,10 +194,14 @@ class Engine(TorchFunctionMode):
         watch: Watch | None,
     ) -> Call:
         """Return the call with the writer of this op at this spot of the step."""
-        assert self.exponents is not None and self.spots is not None and rule.output is not None
-        where = self.path.outermost, self.path.current, row.name
-        writer = self.spots.writer(self.exponents, rule.output, where, None if watch is None else watch.at_site)
+        writer = self.writer(row.name, rule, None if watch is None else watch.at_site)
         return Call(row.name, func, args, kwargs, rule, self.weights, draw_seed, writer, watch)
+
+    def writer(self, op: str, rule: Rule, tell: Tell | None = None) -> SiteWriter:
+        """Return the writer of an op under a rule at this spot of the step."""
+        assert self.exponents is not None and self.spots is not None and rule.output is not None
+        where = self.path.outermost, self.path.current, op
+        return self.spots.writer(self.exponents, rule.output, where, tell)
 
     def rests(self) -> bool:
         """Whether the step of an optimizer runs, which is under no rule; one that has raised is over."""

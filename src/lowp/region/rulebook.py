@@ -115,7 +115,9 @@ class Rulebook:
             # without sites, as under torch.compile and torch.func, every tensor has the exponent of its own maximum
             alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
             at_site = partial(table.runner(row.at_site), row)
-            return Plan(row, rule, _under(alone, row.run(alone)), at_site, row.is_contraction, True)
+            return Plan(
+                row, rule, _under(alone, row.run(alone)), at_site, row.is_contraction, True, None, row.quick(rule)
+            )
         rounds = row.is_contraction and rule is not None and not rule.is_empty
         looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
         way = hand_over(function, row, rule, self.main_dtype())

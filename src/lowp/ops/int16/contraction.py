@@ -120,9 +120,7 @@ class IntegerProduct(torch.autograd.Function):
         return *shielded(_gradients, gradient, ctx), None, None, None, None
 
 
-def summed(
-    product: Contraction, a: Mantissas, b: Mantissas, bias: Tensor | None, results: Results | None
-) -> Tensor:
+def summed(product: Contraction, a: Mantissas, b: Mantissas, bias: Tensor | None, results: Results | None) -> Tensor:
     """Return the output, outside the graph; an exact sum that is written is rounded once, bias included."""
     form, casts = product.form, product.casts
     if results is not None:
@@ -147,27 +145,27 @@ def _gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     words = _words(gradient, incoming, product)
     if results is not None:
         return _summed_gradients(ctx, saved, words, results)
-    found = _integer_gradients(ctx, saved, words)
+    summed_up = _integer_gradients(ctx, saved, words)
     if product.casts.rule.output is not None or product.casts.watch is not None:
         roles = (*(f"{role} gradient" for role in product.casts.roles), BIAS_GRADIENT)
-        found = [None if x is None else product.casts.cast(x, role) for x, role in zip(found, roles, strict=True)]
-    of_first, of_second, of_bias = found
+        pairs = zip(summed_up, roles, strict=True)
+        summed_up = [None if x is None else product.casts.cast(x, role) for x, role in pairs]
+    of_first, of_second, of_bias = summed_up
     return of_first, of_second, None if of_bias is None else of_bias.to(ctx.bias_dtype)
 
 
-def _incoming(
-    gradient: Tensor, product: Contraction, results: Results | None
-) -> tuple[Tensor, Mantissas | None]:
+def _incoming(gradient: Tensor, product: Contraction, results: Results | None) -> tuple[Tensor, Mantissas | None]:
     """Return the gradient as it is written, and its mantissas; None where it is part of a graph, or has none."""
-    casts, is_graph = product.casts, torch.is_grad_enabled() or functorch_is_active()
+    casts, is_graph, is_told = product.casts, torch.is_grad_enabled() or functorch_is_active(), False
     found = None
     if results is not None:
         found = None if is_graph else _as_it_came(gradient, casts.rule)
         if found is None:
-            gradient, casts = rounded_gradient(gradient, results.writer, OUTPUT_GRADIENT, is_graph), casts.before_writer()
+            gradient = rounded_gradient(gradient, results.writer, OUTPUT_GRADIENT, is_graph)
+            is_told = True
     if found is None and not is_graph:
         found = _mantissas(gradient, casts.rule.grad, casts)
-    if found is not None and casts.watch is not None:
+    if found is not None and casts.watch is not None and not is_told:
         casts.tell(gradient, "grad")
     return gradient, found
 
