@@ -152,7 +152,7 @@ def test_what_has_no_prediction_is_said() -> None:
     seen = Spectrum.of(torch.ones(3))
     with pytest.raises(InvalidInput, match="float formats"):
         lost_updates(Updates.of(torch.ones(3), torch.ones(3), None), seen, "int8")
-    with pytest.raises(InvalidInput, match="follows the largest weight"):
+    with pytest.raises(InvalidInput, match="follows the largest number"):
         sensitivity(Updates.of(torch.ones(3), torch.ones(3), None), "int8")
     with pytest.raises(InvalidInput, match="its own"):
         scale_window(seen, "dfp16")

@@ -24,7 +24,7 @@ def test_a_record_comes_back_as_it_was(record: Record, tmp_path: Path) -> None:
     record.save(tmp_path / "run.json")
     again = Record.load(tmp_path / "run.json")
     assert again.document() == record.document()
-    assert json.loads((tmp_path / "run.json").read_text())["version"] == 3
+    assert json.loads((tmp_path / "run.json").read_text())["version"] == 4
 
 
 def test_two_records_of_one_model_merge(record: Record) -> None:
@@ -50,12 +50,12 @@ def test_a_model_that_has_changed_since_is_noticed(record: Record) -> None:
     ("text", "told"),
     [
         ("not json at all", "is no profile"),
-        ('{"kind": "training", "version": 3}', "it calls itself 'training'"),
+        ('{"kind": "training", "version": 4}', "it calls itself 'training'"),
         ("[1, 2]", "it does not say so"),
-        ('{"kind": "lowp profile", "version": 99}', "has version 99 and this lowp reads version 3"),
-        ('{"kind": "lowp profile", "version": 3, "tensors": [{"module"', "is cut"),
-        ('{"kind": "lowp profile", "version": 3}', "an entry of it is missing"),
-        ('{"kind": "lowp profile", "version": 3, "lines": true}\n{"broken\n{}\n', "line 2 of the profile is damaged"),
+        ('{"kind": "lowp profile", "version": 99}', "has version 99 and this lowp reads version 4"),
+        ('{"kind": "lowp profile", "version": 4, "tensors": [{"module"', "is cut"),
+        ('{"kind": "lowp profile", "version": 4}', "an entry of it is missing"),
+        ('{"kind": "lowp profile", "version": 4, "lines": true}\n{"broken\n{}\n', "line 2 of the profile is damaged"),
         ("", "is no profile"),
     ],
 )

@@ -298,4 +298,4 @@ def _told_of(record: Record, name: str, window: Window) -> None:
     moved = sorted(sensitivities(record, preset.policy).items(), key=lambda pair: -pair[1])[:5]
     if moved:
         told = ", ".join(f"{name} {size:.1e}" for name, size in moved)
-        print(f"how far the loss is predicted to move where one of these weights alone is rounded: {told}")
+        print(f"how far the loss is predicted to move where one of these tensors alone is rounded: {told}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,8 @@ __all__ = [
     "count_updates",
     "largest_of",
     "numbers_at",
+    "sampled",
+    "slope_of",
 ]
 
 PARTS = 32  # bins of an octave: one for each value of the five bits after the leading one
@@ -117,6 +120,37 @@ def numbers_at(flat: Tensor, places: Sequence[int], scale: float = 1.0) -> list[
     few = torch.from_numpy(flat.numpy()[places]) if flat.is_cpu and flat.dtype == torch.float32 else flat[places]
     found: list[float] = (few.float() / scale if scale != 1.0 else few.float()).tolist()
     return found
+
+
+def sampled(x: Tensor, count: int) -> Tensor:
+    """A copy of `count` numbers of a tensor, of all where it has fewer: at places that its shape alone decides.
+
+    They are spread evenly, but not in steps of equal length, which would meet the same channel again and again.
+    """
+    x = x.detach()
+    if x.numel() <= count:
+        return x.reshape(-1).clone()
+    places = _places(x.numel(), count)
+    if x.is_contiguous():
+        return x.view(-1)[places]
+    return x[torch.unravel_index(places, x.shape)]
+
+
+@lru_cache(maxsize=64)
+def _places(numel: int, count: int) -> Tensor:
+    golden = (math.sqrt(5) - 1) / 2
+    return torch.from_numpy((np.arange(count) * golden % 1 * numel).astype(np.int64))
+
+
+def slope_of(x: Tensor, gradient: Tensor, scale: float = 1.0) -> NDArray[np.float64]:
+    """The squares of gradients divided by `scale`, added up by the exponent of their number: fp64 [96].
+
+    A gradient that is not finite counts as none.
+    """
+    numbers, slopes = (one.float().cpu().numpy() for one in (x, gradient))
+    rows = ((numbers.view(np.int32) >> 23) & 0xFF) - (_BIAS + LOWEST_WEIGHT)
+    squares = np.square(np.nan_to_num(slopes, posinf=0.0, neginf=0.0).astype(np.float64) / scale)
+    return np.bincount(np.clip(rows, 0, ROWS - 1), squares, ROWS).astype(np.float64)
 
 
 def largest_of(tensors: Sequence[Tensor]) -> float:

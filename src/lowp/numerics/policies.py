@@ -42,15 +42,25 @@ def _casts(module: str, op: str, seen: OpSeen, rule: Rule) -> Iterator[tuple[Key
 
 
 def sensitivities(record: Record, policy: Policy) -> dict[str, float]:
-    """By parameter that the policy rounds before a product: how far that alone is predicted to move the loss."""
+    """By tensor of a product that the policy rounds: how far that alone is predicted to move the loss.
+
+    Weights are named by their parameter, outputs and inputs by module, op and role. The gradient of an input is that of
+    all who read it: it tells of the tensor rounded once and for all.
+    """
     found: dict[str, float] = {}
     for (module, op), seen in record.ops.items():
         rule, name = policy.match(op, seen.op_class, module), seen.parameters.get("weight")
-        if rule is not None and rule.weight is not None and name in record.updates:
+        if rule is None:
+            continue
+        if rule.weight is not None and name in record.updates:
             path, _, own = name.rpartition(".")
             weights = record.tensors.get(Key(path, own, "weight", "step"))
             if weights is not None:
                 found[name] = sensitivity(record.updates[name], rule.weight, weights)
+        for role, cast in (("input", rule.input), ("output", rule.output)):
+            key = Key(module, op, role, "forward")
+            if cast is not None and key in record.part.slopes and key in record.tensors:
+                found[str(key)] = sensitivity(record.part.slopes[key], cast, record.tensors[key])
     return found
 
 

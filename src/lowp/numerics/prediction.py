@@ -316,20 +316,24 @@ def effect_flushed(seen: Spectrum, grid: _Grid, power: int) -> float:
 
 
 # -- sensitivity ------------------------------------------------------------------------------------------------------
-def sensitivity(seen: Updates, to: str | Cast | Format, weights: Spectrum | None = None) -> float:
-    """How far the loss moves in a step, to first order, where a weight is rounded: sqrt(sum g^2 error(w)^2).
+def sensitivity(
+    seen: Updates | NDArray[np.float64], to: str | Cast | Format, spectrum: Spectrum | None = None
+) -> float:
+    """How far the loss moves in a step, to first order, where a tensor x is rounded: sqrt(sum g^2 error(x)^2).
 
-    The squared error is ulp(w)^2 / 12, and w^2 where the format flushes; infinite where it overflows. `weights` is the
-    spectrum of the same weights over the same steps, of which the mean is returned: formats with a shared scale need
-    it, for their largest number. The scale is that of the whole tensor, a bound where blocks or rows have their own.
+    `seen` is the updates of a weight, or the slope of an activation. The squared error is ulp(x)^2 / 12, and x^2 where
+    the format flushes; infinite where it overflows. `spectrum` is that of the same tensors over the same steps, of
+    which the mean is returned: formats with a shared scale need it, for their largest number. The scale is that of the
+    whole tensor, a bound where blocks or rows have their own.
     """
+    energy = seen.gradient_energy if isinstance(seen, Updates) else seen
     format, scale = _format_of(to), 1.0
     if isinstance(format, ScaledFormat):
-        if weights is None:
-            raise InvalidInput(f"the sensitivity to {format} follows the largest weight: give the weights' spectrum")
-        scale, format = _shared_scale(weights.maximum, format), format.element
+        if spectrum is None:
+            raise InvalidInput(f"the sensitivity to {format} follows the largest number: give the tensor's spectrum")
+        scale, format = _shared_scale(spectrum.maximum, format), format.element
     grid = _grid(format)
-    exponent = np.arange(len(seen.gradient_energy)) + LOWEST_WEIGHT + math.log2(scale)
+    exponent = np.arange(len(energy)) + LOWEST_WEIGHT + math.log2(scale)
     octave = np.floor(exponent)
     above = 2 - np.exp2(1 - (exponent - octave))  # of numbers spread evenly, those that the scale brings to the next
     spacing = (1 - above) * _squared_spacing(octave, grid) + above * _squared_spacing(octave + 1, grid)
@@ -338,9 +342,9 @@ def sensitivity(seen: Updates, to: str | Cast | Format, weights: Spectrum | None
     if not grid.ties:
         error = np.where(np.exp2(exponent) < grid.flush, mean_square, error)
     error[np.exp2(exponent) >= grid.overflow_from] = math.inf
-    present = seen.gradient_energy > 0
-    total = float((seen.gradient_energy[present] * error[present]).sum()) / scale**2
-    return math.sqrt(total / max(weights.tensors if weights is not None else 1, 1))
+    present = energy > 0
+    total = float((energy[present] * error[present]).sum()) / scale**2
+    return math.sqrt(total / max(spectrum.tensors if spectrum is not None else 1, 1))
 
 
 def _squared_spacing(octave: NDArray[np.float64], grid: _Grid) -> NDArray[np.float64]:

@@ -22,11 +22,12 @@ from lowp.numerics.clock import Clock
 from lowp.numerics.cycle import Cycle
 from lowp.numerics.divergence import Fault
 from lowp.numerics.guard import Guard
+from lowp.numerics.journal import Journal
 from lowp.numerics.loss_scale import WatchedScale
 from lowp.numerics.models import Models
 from lowp.numerics.modes import Paths, depth, in_backward, put_on, take_off
 from lowp.numerics.plan import Plan
-from lowp.numerics.record import Journal, Part, Record, StepSeen
+from lowp.numerics.record import Part, Record, StepSeen
 from lowp.numerics.sampling import Budget, parse_share
 from lowp.numerics.watching import Watch
 from lowp.ops.observing import Observation, observe

@@ -12,14 +12,18 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lowp import files
 from lowp.errors import InvalidInput
+from lowp.kernels.spectra import ROWS
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.updates import Updates
 
 __all__ = ["KIND", "PHASES", "ROLES", "VERSION", "Key", "OpSeen", "Part", "Print", "Record", "StepSeen"]
 
-KIND, VERSION = "lowp profile", 3
+KIND, VERSION = "lowp profile", 4
 ROLES = ("input", "weight", "output", "grad", "weight_grad", "update")
 PHASES = ("forward", "backward", "step")
 
@@ -85,7 +89,11 @@ class Print(NamedTuple):
 
 @dataclass
 class Part:
-    """What one step added to a record, or all steps: the mergeable half of it."""
+    """What one step added to a record, or all steps: the mergeable half of it.
+
+    `slopes` are of activations: fp64 [96], the squares of the gradients of the numbers with exponent
+    `LOWEST_WEIGHT` + i (the first row: smaller ones, and zeros), estimated from a few numbers of each tensor.
+    """
 
     tensors: dict[Key, Spectrum] = field(default_factory=dict)
     updates: dict[str, Updates] = field(default_factory=dict)
@@ -93,11 +101,13 @@ class Part:
     steps: list[StepSeen] = field(default_factory=list)
     prints: dict[int, list[Print]] = field(default_factory=dict)
     faults: list[dict[str, Any]] = field(default_factory=list)
+    slopes: dict[Key, NDArray[np.float64]] = field(default_factory=dict)
 
     def add(self, other: Part) -> None:
         """Take in what another part has seen."""
         _add_up(self.tensors, other.tensors)
         _add_up(self.updates, other.updates)
+        _add_up(self.slopes, other.slopes)
         for place, seen in other.ops.items():
             mine = self.ops.setdefault(place, OpSeen(seen.op_class, 0, seen.line, seen.operands))
             mine.calls += seen.calls
@@ -134,6 +144,7 @@ class Part:
                 for step, prints in self.prints.items()
             },
             self.faults,
+            {key.of_model(model): slope for key, slope in self.slopes.items()},
         )
 
     # -- JSON -------------------------------------------------------------------------------------------------------
@@ -149,6 +160,7 @@ class Part:
                 for step, prints in self.prints.items()
             },
             "faults": self.faults,
+            "slopes": [{**key._asdict(), "energy": slope.tolist()} for key, slope in self.slopes.items()],
         }
 
     @classmethod
@@ -171,6 +183,8 @@ class Part:
                 for step, prints in document["prints"].items()
             }
             part.faults = [dict(one) for one in document["faults"]]
+            for one in document["slopes"]:
+                part.slopes[_key(one["module"], one["op"], one["role"], one["phase"])] = _slope(one["energy"])
             return part
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             if isinstance(error, InvalidInput):
@@ -323,31 +337,6 @@ class Record:
         return cls(header, part, {"max_overhead": head.get("max_overhead")}, False)
 
 
-class Journal:
-    """A file that gets a line a step, so that a run that is killed leaves what it has seen."""
-
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        self.path = files.check_target(path)
-        self._file = self.path.open("w", encoding="utf-8")
-        self._write({"kind": KIND, "version": VERSION, "lines": True, "complete": False, **header})
-
-    def add(self, part: Part) -> None:
-        """Write what one step has seen."""
-        self._write(part.document())
-
-    def add_models(self, header: Mapping[str, Any], first: str) -> None:
-        """Write that there is one more model; `first` is what the first one is called from now on, '' if as before."""
-        self._write({"models": dict(header), "first": first})
-
-    def close(self) -> None:
-        """Leave the file as it is."""
-        self._file.close()
-
-    def _write(self, document: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(document, separators=(",", ":")) + "\n")
-        self._file.flush()
-
-
 def _add_up(mine: dict[Any, Any], theirs: Mapping[Any, Any]) -> None:
     for name, seen in theirs.items():
         mine[name] = mine[name] + seen if name in mine else seen
@@ -365,6 +354,13 @@ def _key(module: Any, op: Any, role: Any, phase: Any) -> Key:
     if role not in ROLES or phase not in PHASES:
         raise InvalidInput(f"it counts a role {role!r} in a phase {phase!r}, which no profile has")
     return Key(str(module), str(op), role, phase)
+
+
+def _slope(energy: Any) -> NDArray[np.float64]:
+    slope = np.asarray(energy, np.float64)
+    if slope.shape != (ROWS,) or not (slope >= 0).all():
+        raise InvalidInput("it contains invalid slopes of activations: they are no sums of squares")
+    return slope
 
 
 def _foreign(first: str) -> str:

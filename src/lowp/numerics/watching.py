@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowp.kernels.spectra import count_tensor, numbers_at
+from lowp.kernels.spectra import count_tensor, numbers_at, sampled, slope_of
 from lowp.numerics.clock import call_costs
 from lowp.numerics.models import Models
 from lowp.numerics.modes import (
@@ -42,7 +42,9 @@ from lowp.region import entries
 __all__ = ["Watch", "guessed_cost", "looked_at", "parameter_key"]
 
 _READ = ("contraction", "norm", "softmax", "wide")  # classes whose inputs are looked at
+_SENSITIVE = ("contraction", "norm", "softmax")  # classes whose activations policies round
 _PROBES = 4
+_SAMPLED = 2048  # numbers of an activation that are kept until its gradient arrives
 # where guesses of what a look costs begin, in seconds; looks that were made correct them
 _A_TENSOR, _A_NUMBER, _TENSORS = 5e-5, 3e-9, 4
 
@@ -86,6 +88,7 @@ class Watch(TorchFunctionMode):
         self._modules = None if modules is None else frozenset(modules)
         self._weight_gradients: dict[str, Seen] = {}
         self._gradients: dict[int, Seen] = {}
+        self._slopes: dict[int, tuple[Key, NDArray[np.float64]]] = {}
         self._hooked = 0
         self._computed_again: nn.Module | None = None
         self._prints: list[Print] = []
@@ -115,6 +118,7 @@ class Watch(TorchFunctionMode):
         self._prints = [one._replace(key=one.key.of_model(model)) for one in self._prints]
         self._gradients = {number: seen.of_model(model) for number, seen in self._gradients.items()}
         self._told = [seen.of_model(model) for seen in self._told]
+        self._slopes = {number: (key.of_model(model), slope) for number, (key, slope) in self._slopes.items()}
         self._weight_gradients = {
             f"{model}.{name}": seen.of_model(model) for name, seen in self._weight_gradients.items()
         }
@@ -248,6 +252,8 @@ class Watch(TorchFunctionMode):
             for one in outputs:
                 if one.requires_grad and one.grad_fn is not None and (one.ndim or reads):
                     self._await_gradient(Key(module, op, "grad", "backward"), one)
+                    if op_class in _SENSITIVE:
+                        self._await_slope(Key(module, op, "output", "forward"), one)
 
     def _op(self, module: str, op: str, op_class: str, operands: str) -> OpSeen:
         place = (module, op)
@@ -265,6 +271,8 @@ class Watch(TorchFunctionMode):
             elif role in ("input", "weight"):
                 seen.dtypes[role] = str(one.dtype).removeprefix("torch.")
                 self._count(Key(module, op, role, "forward"), one)
+                if seen.op_class in _SENSITIVE and torch.is_grad_enabled() and one.grad_fn is not None:
+                    self._await_slope(Key(module, op, role, "forward"), one)
 
     def _count(self, key: Key, tensor: Tensor) -> None:
         if not tensor.is_meta:
@@ -288,6 +296,25 @@ class Watch(TorchFunctionMode):
             self._spent(started, self._costs.hook)
 
         output.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def _await_slope(self, key: Key, activation: Tensor) -> None:
+        """Keep some numbers of an activation until their gradients come, which are kept by the exponents of these."""
+        kept = numbers_of(activation.detach())
+        if kept.is_meta or kept.is_complex() or not kept.numel():
+            return
+        self._hooked += 1
+        number, first, numbers = self._hooked, self._first, sampled(kept, _SAMPLED)
+        times = kept.numel() / numbers.numel()
+
+        def arrived(gradient: Tensor) -> None:
+            started = time.perf_counter()
+            name = key if first == self._first else key.of_model(self._first)
+            found = sampled(numbers_of(gradient), _SAMPLED)
+            if found.numel() == numbers.numel():  # of a sharded tensor's gradient torch may show another part
+                self._slopes[number] = name, times * slope_of(numbers, found, self._scale())
+            self._spent(started, self._costs.hook)
+
+        activation.register_hook(arrived)  # type: ignore[no-untyped-call]
 
     # -- the optimizer's step -----------------------------------------------------------------------------------------
     def before_step(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -326,7 +353,10 @@ class Watch(TorchFunctionMode):
         self.pause()
         for seen in (*self._gradients.values(), *self._told, *self._weight_gradients.values()):
             self._keep(seen)
+        for key, slope in self._slopes.values():
+            self.part.slopes[key] = self.part.slopes[key] + slope if key in self.part.slopes else slope
         self._gradients.clear()
+        self._slopes.clear()
         self._told.clear()
         self._weight_gradients.clear()
         self.part.prints[self.step] = self._prints
