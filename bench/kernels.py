@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import lowp
-from lowp.casts import Rounding, parse
+from lowp.casts import parse
 from lowp.kernels import cpu
 from lowp.recipes.results import header
 
@@ -40,14 +40,12 @@ def ours(x: Tensor, out: Tensor) -> Candidates:
     candidates: Candidates = {}
     for text in (*NEAREST, *OTHER_MODES, *STOCHASTIC):
         candidates[f"lowp {text}"] = lambda text=text: lowp.quantize(x, text, seed=1, out=out)
-    codes, mantissas = torch.empty(len(x), dtype=torch.uint8), torch.empty(len(x), dtype=torch.int16)
-    fp8, own = parse("e4m3fn"), out.clone()
+    codes, payload = torch.empty(len(x), dtype=torch.uint8), torch.empty(len(x), dtype=torch.int16)
+    fp8, dfp16, own = parse("e4m3fn"), parse("dfp16"), out.clone()
     candidates["lowp fp16 in place"] = lambda: lowp.quantize(own, "fp16", out=own)
     candidates["lowp encode e4m3fn"] = lambda: cpu.encode(x, fp8, 0, codes)
     candidates["lowp decode e4m3fn"] = lambda: cpu.decode(codes, fp8.element, out)
-    candidates["lowp int16 and maximum"] = lambda: mantissas.to_int16(
-        x, -12, False, Rounding.NEAREST_EVEN, 0, mantissas
-    )
+    candidates["lowp int16 and maximum"] = lambda: mantissas.to_int16(x, dfp16, -12, payload)
     candidates["lowp statistics"] = lambda: lowp.statistics(x)
     candidates["lowp e4m3fn and statistics"] = lambda: cpu.quantize_statistics(x, fp8, 0, out)
     return candidates

@@ -163,7 +163,7 @@ def test_empty_tensors_are_left_alone() -> None:
     empty = torch.empty(0)
     assert quantized(empty, parse("fp16")).shape == (0,)
     assert cpu.statistics(empty)[1:] == (0.0, 0.0, 0, 0, 0)
-    seen = mantissas.to_int16(empty, 0, True, Rounding.NEAREST_EVEN, 0, empty.to(torch.int16))
+    seen = mantissas.to_int16(empty, Cast(IntFormat("int16", 16)), 0, empty.to(torch.int16))
     assert seen == (0, False, False, 0, 0, 0)
 
 
@@ -429,7 +429,7 @@ def test_int16_mantissas_are_the_rounded_saturated_multiples(dtype: torch.dtype)
                 for name in SETS:
                     cpu.select(name)
                     out = torch.empty(x.shape, dtype=torch.int16)
-                    seen = mantissas.to_int16(x, exponent, symmetric, rounding, SEED, out, bits)
+                    seen = mantissas.to_int16(x, cast, exponent, out, seed=SEED)
                     assert torch.equal(out, wanted), (exponent, rounding)
                     largest = int(wanted[x.isfinite()].to(torch.int32).abs().max())  # infinities stay outside
                     assert seen == (largest, not x.isfinite().all(), False, int(far.sum()), 0, x.numel())

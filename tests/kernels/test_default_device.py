@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import lowp
-from lowp.casts import Rounding, parse
+from lowp.casts import parse
 from lowp.kernels import (
     abi,
     available,
@@ -109,7 +109,7 @@ def library_functions() -> object:
         cpu.quantize_finite(X, parse("int8"), 0, out.clone()),
         cpu.random_words(3, 5, 7),
         cpu.random_block(3, (1, 2, 3, 4)),
-        mantissas.to_int16(X, -13, True, Rounding.NEAREST_EVEN, 0, old),
+        mantissas.to_int16(X, parse("dfp16"), -13, old),
         cpu.grid(X, lowest=True),
         mantissas.exact_int16(X.round(), 0, old),
         mantissas.is_int16(X, old, 0, mantissas.Rows(1, X.numel(), X.numel())),

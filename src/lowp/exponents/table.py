@@ -76,13 +76,16 @@ class SumEntry(NamedTuple):
 class ExponentTable:
     """The entries of one cast.
 
-    `is_plain`: writes on a CPU are rounded to nearest even and counted by no more than their maximum.
+    `own` is the cast under the exponent that a tensor's own maximum asks for. `is_plain`: writes on a CPU are rounded
+    to nearest even and counted by no more than their maximum.
     """
 
     def __init__(self, cast: Cast, device: torch.device) -> None:
         self.cast, self.scaling, self.device = cast, scaling_of(cast), device
         self.has_integer_kernels = has_integer_kernels(device)
         self.is_symmetric = int16_element(cast).symmetric
+        is_fixed = cast.scaling is not None and cast.scaling.exponent is not None
+        self.own = cast if is_fixed else current(cast)
         is_nearest = cast.rounding is Rounding.NEAREST_EVEN
         self.is_plain = self.has_integer_kernels and is_nearest and not isinstance(self.scaling, Reactive)
         self.names: dict[str, int] = {}
@@ -200,10 +203,9 @@ class ExponentTable:
         if spec.kind != "autoflex" and site in self.names:
             exponent: int | None = int(self.state.exponent[self.names[site]])
         else:
-            own = self.cast if spec.exponent is not None else current(self.cast)
-            exponent = current_exponent(x, own)
+            exponent = current_exponent(x, self.own)
             if exponent is None:
-                exponent = current_exponent(torch.where(x.isfinite(), x, 0.0), own)
+                exponent = current_exponent(torch.where(x.isfinite(), x, 0.0), self.own)
         assert exponent is not None
         return self.write_at(x, exponent)
 

@@ -202,8 +202,7 @@ def to_mantissas(x: Tensor, cast: Cast, exponent: int, seed: int = 0) -> Mantiss
 def _converted(x: Tensor, cast: Cast, exponent: int, seed: int, by_library: bool) -> tuple[Tensor, Seen]:
     payload = torch.empty(x.shape, dtype=torch.int16, device=x.device)
     if by_library:
-        symmetric = int16_element(cast).symmetric
-        return payload, to_int16(x, exponent, symmetric, cast.rounding, seed, payload, cast.random_bits)
+        return payload, to_int16(x, cast, exponent, payload, seed=seed)
     scaled = torch.ldexp(x.double(), torch.full((), -exponent, device=x.device))
     if cast.rounding is Rounding.NEAREST_EVEN:
         rounded = scaled.round()
@@ -258,33 +257,24 @@ def mantissas_and_values(x: Tensor, cast: Cast, exponent: int) -> tuple[Mantissa
         result = _defined_values(payload, exponent)
         result = torch.where(x.isfinite(), result, x.float()) if seen.nonfinite else result
         return Mantissas(payload, exponent, seen), result
-    payload, result = (torch.empty(x.shape, dtype=dtype, device="cpu") for dtype in (torch.int16, torch.float32))
-    symmetric = int16_element(cast).symmetric
-    seen = to_int16(x, exponent, symmetric, cast.rounding, 0, payload, cast.random_bits, result)
-    return Mantissas(payload, exponent, seen), result
+    payload, result = x.new_empty(x.shape, dtype=torch.int16), x.new_empty(x.shape, dtype=torch.float32)
+    return Mantissas(payload, exponent, to_int16(x, cast, exponent, payload, result)), result
 
 
 # -- the C++ kernels: contiguous tensors on the CPU, but where `Rows` says how they lie -------------------------------
 
 
 def to_int16(
-    x: Tensor,
-    exponent: int,
-    symmetric: bool,
-    rounding: Rounding,
-    seed: int,
-    out: Tensor | None,
-    random_bits: int | None = None,
-    result: Tensor | None = None,
+    x: Tensor, cast: Cast, exponent: int, out: Tensor | None, result: Tensor | None = None, seed: int = 0
 ) -> Seen:
-    """Write x * 2**-exponent, rounded and saturated, into the int16 tensor `out`, in one pass.
+    """Write x * 2**-exponent, rounded by a cast and saturated, into the int16 tensor `out`, in one pass.
 
-    `symmetric` leaves out -32768. `result`, in fp32, takes what the mantissas stand for, and what is not
-    finite as it is; it may be x, and be asked for alone.
+    `result`, in fp32, takes what the mantissas stand for, and what is not finite as it is; it may be x, and be asked
+    for alone.
     """
     counts = array("q", (0,) * 4)
     cpu.loaded().lowp_write_int16(
-        _mantissa_parameters(symmetric, rounding, random_bits),
+        _mantissa_block(cast),
         TYPE_NUMBERS[x.dtype],
         cpu.address(x),
         exponent,
@@ -317,8 +307,7 @@ def _own_exponent(cast: Cast) -> tuple[object, int, int, int]:
     assert isinstance(format, ScaledFormat) and isinstance(format.element, IntFormat)
     assert isinstance(format.scale, PowerOfTwo)
     offset = (0 if cast.scaling is None else cast.scaling.headroom) - (format.element.bits - 2)
-    block = _mantissa_parameters(format.element.symmetric, cast.rounding, cast.random_bits)
-    return block, offset, format.scale.min_exponent, format.scale.max_exponent
+    return _mantissa_block(cast), offset, format.scale.min_exponent, format.scale.max_exponent
 
 
 def from_int16(mantissas: Tensor, exponent: int, out: Tensor) -> None:
@@ -406,6 +395,8 @@ def wide_cast(rounding: Rounding, random_bits: int | None) -> Cast:
     return Cast(_WIDE, rounding, None, None, random_bits)
 
 
-@functools.cache
-def _mantissa_parameters(symmetric: bool, rounding: Rounding, random_bits: int | None) -> object:
-    return parameters(Cast(IntFormat("int16", 16, symmetric), rounding, random_bits=random_bits))
+@remembered_by_identity
+def _mantissa_block(cast: Cast) -> object:
+    """Return the parameters of a cast's rounding to int16."""
+    element = IntFormat("int16", 16, int16_element(cast).symmetric)
+    return parameters(Cast(element, cast.rounding, random_bits=cast.random_bits))

@@ -61,8 +61,8 @@ def _write_without_waiting(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Ten
 def write_(x: Tensor, cast: Cast, exponent: int) -> Seen:
     """Round x, of fp32, in place to values of the format, but for what is not finite; return what was seen."""
     if is_direct(x):
-        y, symmetric = x.detach(), int16_element(cast).symmetric
-        seen = to_int16(y, exponent, symmetric, cast.rounding, 0, None, cast.random_bits, y)
+        y = x.detach()
+        seen = to_int16(y, cast, exponent, None, y)
         torch.autograd.graph.increment_version(x)
         return seen
     (_, _, found), result = mantissas_and_values(x, cast, exponent)

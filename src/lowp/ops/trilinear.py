@@ -75,7 +75,7 @@ class Form(ABC):
 
         None for other sums. Raises NotFinite for such a bias.
         """
-        numbers = self.numbers_a_column(bias)
+        numbers = None if bias is None else self.numbers_a_column(bias)
         if not self.is_integer_sum(slot) or (bias is not None and numbers is None):
             return None
         shift = left.exponent + right.exponent - exponent
@@ -92,7 +92,7 @@ class Form(ABC):
         if rows.dtype is not torch.int16 or columns.dtype is not torch.int16:
             return None
         found = integer.matmul_exact(rows, columns, **options)
-        return found._replace(values=finish(found.values))
+        return found if finish is _as_it_is else found._replace(values=finish(found.values))
 
     def numbers_a_column(self, bias: Tensor | None) -> Tensor | None:
         """Return a bias that kernels can add, a number a column of the output's matrix or a channel; None if not."""
