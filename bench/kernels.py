@@ -24,7 +24,7 @@ from torch import Tensor
 
 import lowp
 from lowp.casts import parse
-from lowp.kernels import cpu
+from lowp.kernels import cpu, mantissas
 from lowp.recipes.results import header
 
 ELEMENTS = 1 << 24
