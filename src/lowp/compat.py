@@ -207,6 +207,11 @@ def has_fp64(device: str) -> bool:
     return _tried_fp64(device)
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return fp64, or fp32 of a device that has none."""
+    return torch.float64 if has_fp64(device.type) else torch.float32
+
+
 @functools.cache
 def _tried_fp64(device: str) -> bool:
     if device in ("cpu", "cuda", "meta"):

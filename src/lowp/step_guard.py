@@ -7,44 +7,14 @@ longer finite. Nothing in it waits for the device.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import nn
 
 from lowp.kernels import hardware
+from lowp.kernels.late import LateNumber
 from lowp.session import BatchNormJournal
 
-__all__ = ["LateNumber", "StepGuard"]
-
-
-class LateNumber:
-    """A 0-dimensional tensor of the device, read on the host when its copy has arrived, without waiting for it."""
-
-    def __init__(self) -> None:
-        self._copy: torch.Tensor | None = None
-        self._arrived: torch.Event | None = None
-
-    def send(self, value: torch.Tensor) -> None:
-        """Begin to copy a number to the host, in the place of one that was sent before."""
-        if value.device.type == "cpu":
-            self._copy, self._arrived = value.clone(), None
-            return
-        self._copy = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=value.device.type == "cuda")
-        self._copy.copy_(value, non_blocking=True)
-        self._arrived = torch.Event(value.device)
-        self._arrived.record()
-
-    def read(self) -> int | None:
-        """Return the number that was sent, None if there is none or it is still under way."""
-        if self._copy is None or not (self._arrived is None or self._arrived.query()):
-            return None
-        return int(cast(int, self._copy.tolist()))
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a number was sent that cannot be read yet."""
-        return self._copy is not None and self.read() is None
+__all__ = ["StepGuard"]
 
 
 class StepGuard:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import lowp
 from lowp import kernels
 from lowp.kernels import updates
-from lowp.step_guard import LateNumber
+from lowp.kernels.late import LateNumber
 
 _READS = frozenset("_local_scalar_dense item is_nonzero nonzero masked_select equal unique_dim _unique2".split())
 

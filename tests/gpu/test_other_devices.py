@@ -157,5 +157,5 @@ def test_sums_under_shared_exponents_are_refused_in_words_where_there_is_no_fp64
 ) -> None:
     monkeypatch.setattr(floats, "has_fp64", lambda device: False)
     with pytest.raises(Unavailable, match="under shared exponents needs fp64 for its exact sums, which cpu"):
-        with lowp.autocast("flex16+5"):  # what is infinite is no integer, and goes the way of other devices
+        with lowp.autocast("flex16+5"):  # what is infinite is no integer on a CPU
             torch.full((2, 3), torch.inf) @ torch.ones(3, 2)

@@ -37,6 +37,7 @@ from lowp.exponents.table import COUNTS, ExponentTable, Flush, SumEntry
 from lowp.kernels import low_words, payloads
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.mantissas import Mantissas, exact_mantissas
+from lowp.scaling.powers import times
 
 __all__ = ["SharedExponents", "Summary"]
 
@@ -126,6 +127,9 @@ class SharedExponents:
             x.copy_(self.write(x, cast, site))
             return
         group = self._group(cast, x.device)
+        if not group.has_integer_kernels:  # which would have to be asked whether x is coarse
+            x.copy_(self.write(x, cast, site))
+            return
         index = self._begun(group, site)
         axis = features_axis(site, x) if low_words.has_low_word(cast) else None
         if axis is not None and (is_of_optimizer(site) or group.is_coarse(x, index, axis)):
@@ -275,7 +279,7 @@ class SharedExponents:
         """
         group = next(group for group in self._groups.values() if site in group.names)
         exponent = group.state.exponent[group.names[site]]
-        return torch.ldexp(torch.ones((), device=exponent.device), exponent)
+        return times(torch.ones((), device=exponent.device), exponent)
 
     def summary(self) -> dict[str, Summary]:
         """What was written so far, by class of tensors, and as ``all``; counts what `flush` has seen."""

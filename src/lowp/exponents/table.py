@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Rounding
+from lowp.compat import widest_float
 from lowp.errors import InvalidInput
 from lowp.exponents.sites import is_result
 from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels import low_words, payloads
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
+from lowp.kernels.late import LateNumber
 from lowp.kernels.mantissas import Mantissas, Seen, current_exponent, has_mantissas, int16_element, values
 from lowp.kernels.writes import write, write_, write_step, write_words_
 from lowp.scaling import Autoflex, AutoflexState, Reactive, WritesSeen
+from lowp.scaling.powers import times
 
 __all__ = ["COUNTS", "ExponentTable", "Flush", "SumEntry", "current", "scaling_of"]
 
@@ -90,10 +93,11 @@ class ExponentTable:
         self.is_plain = self.has_integer_kernels and is_nearest and not isinstance(self.scaling, Reactive)
         self.names: dict[str, int] = {}
         self.state: Any = self.scaling.init(device, 0)
-        self.counts = {name: torch.zeros(0, dtype=torch.float64, device=device) for name in COUNTS}
+        self.counts = {name: torch.zeros(0, dtype=widest_float(device), device=device) for name in COUNTS}
         self.before = torch.zeros(0, dtype=torch.int32, device=device)  # the exponent of the write before
         self.exponents: list[int] = []  # what `state` holds, for kernels that take numbers
-        self.started: list[bool] = []
+        self.started: list[bool] = []  # of a device as far as is known: a site that has started may start again
+        self._late = LateNumber()
         self.pending: dict[int, Seen] = {}
 
     def index(self, site: str) -> int:
@@ -102,10 +106,9 @@ class ExponentTable:
         if found is None:
             found = self.names[site] = len(self.names)
             self.state = self.scaling.extend(self.state, 1)
-            one = {name: torch.zeros(1, dtype=torch.float64, device=self.device) for name in COUNTS}
-            self.counts = {name: torch.cat((value, one[name])) for name, value in self.counts.items()}
+            self.counts = {name: torch.cat((value, value.new_zeros(1))) for name, value in self.counts.items()}
             self.before = torch.cat((self.before, self.state.exponent[-1:]))
-            self.exponents.append(int(self.scaling.init("cpu").exponent))
+            self.exponents.append(self.scaling.first_exponent)
             self.started.append(False)
         return found
 
@@ -352,22 +355,26 @@ class ExponentTable:
         good = mask & (seen.mantissa > 0)
         if seen.nonfinite is not None:
             good = good & ~seen.nonfinite
-        held = torch.ldexp(torch.full_like(self.counts["measured"], self.scaling.limit), self.before)
+        measured = self.counts["measured"]
+        held = times(torch.full_like(measured, self.scaling.limit), self.before)
         saturated = seen.mantissa >= self.scaling.limit
-        needed = good & (saturated | (torch.ldexp(seen.mantissa.double(), self.state.exponent) > held))
-        free = torch.log2(32768.0 / seen.mantissa.double().clamp(min=1))
+        needed = good & (saturated | (times(seen.mantissa.to(measured.dtype), self.state.exponent) > held))
+        free = torch.log2(32768.0 / seen.mantissa.to(measured.dtype).clamp(min=1))
         self.counts["headroom_sum"] += torch.where(good, free, 0.0)
         self.counts["measured"] += good
         self.counts["raises_needed"] += needed
         self.counts["raises_in_time"] += needed & ~saturated
 
     def _learn(self) -> None:
-        """Take the new exponents over for kernels that take numbers; an accelerator is asked only about beginners."""
+        """Take the new exponents over for kernels that take numbers; of an accelerator which entries have started."""
         if self.has_integer_kernels:
             self.exponents = self.state.exponent.tolist()
             self.started = self.state.started.tolist()
-        elif not all(self.started):
-            self.started = self.state.started.tolist()
+            return
+        for _ in range(2):  # what was sent after the flush before, and what arrives at once
+            found = self._late.read() or ()
+            self.started[: len(found)] = found
+            self._late.send(self.state.started)
 
 
 def _largest(x: Tensor, is_known: bool) -> Tensor:

@@ -13,27 +13,17 @@ import torch
 from torch import Tensor
 
 from lowp.kernels.floats import two_to_the
+from lowp.scaling import powers
 
 __all__ = ["NOTHING", "NOT_FINITE", "apart", "power", "times", "together"]
 
 NOT_FINITE, NOTHING = 1 << 15, -(1 << 14)
 _BEYOND = 1 << 13
-_SIDE = 126  # of powers of two that are normal numbers of fp32: two of them reach every result
 
 
 def times(x: Tensor, exponent: Tensor) -> Tensor:
-    """Return x, fp32, times 2**exponent; rounded once, but to a subnormal number of which a device may make a zero.
-
-    Numbers below 2**-126 on the way, which are rounded twice, are what is left of numbers that have a fraction.
-    """
-    half = exponent.clamp(-2 * _SIDE, 2 * _SIDE) >> 1
-    rest = (exponent - half).clamp(-_SIDE, _SIDE + 1)
-    return x * _fp32_power(half) * _told(_fp32_power(rest), exponent)
-
-
-def _fp32_power(exponent: Tensor) -> Tensor:
-    """Return 2**exponent of -126 to 127 in fp32."""
-    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+    """Return x, fp32, times 2**exponent, as `powers.times` does: NaN of what is not finite, 0 of nothing."""
+    return powers.times(x, exponent) * _told(torch.ones((), device=x.device), exponent)
 
 
 def power(exponent: Tensor) -> Tensor:

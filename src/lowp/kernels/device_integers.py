@@ -16,13 +16,15 @@ import math
 import torch
 from torch import Tensor
 
+from lowp.compat import widest_float
 from lowp.kernels import integer_reference
 from lowp.kernels.device_exponents import power, times
 from lowp.kernels.integer import chosen_kernel
 from lowp.kernels.integer_reference import BLOCK, ConvolutionShape
 from lowp.kernels.integer_run import as_batches, sums_by_triton, told
+from lowp.kernels.low_words import LOW_BITS
 
-__all__ = ["convolution", "digit_sums", "matmul"]
+__all__ = ["convolution", "digit_sums", "matmul", "summed_to_odd"]
 
 _DEPTH = 1024  # the longest sum of products of digits that fp32 holds
 
@@ -31,7 +33,7 @@ def matmul(left: Tensor, right: Tensor, exponent: Tensor, dtype: torch.dtype | N
     """Return [..., m, k] @ [..., k, n] of int16 times 2**exponent: exact in a dtype, or, None, fp32 in chains of 256.
 
     The leading dimensions are the same. `exponent`: a 0-d int32 tensor, see `device_exponents`. An exact sum is
-    rounded once to fp32 or fp64.
+    rounded once to fp32 or fp64; in int64 it is not scaled.
     """
     with told(2 * math.prod(left.shape) * right.shape[-1]):
         if chosen_kernel(left) == "triton":
@@ -56,6 +58,10 @@ def convolution(
 def _scaled(sums: Tensor, exponent: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None:
         return times(sums, exponent)
+    if dtype is torch.int64:
+        return sums
+    if dtype is torch.float32 and widest_float(sums.device) is torch.float32:
+        return times(sums.to(torch.float32), exponent)
     return integer_reference.times(sums, power(exponent), dtype)
 
 
@@ -79,3 +85,38 @@ def _block(left: Tensor, right: Tensor) -> Tensor:
 
 def _digits(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x >> 8).to(torch.float32), ((x & 255) - 128).to(torch.float32)
+
+
+_GUARD = 8  # bits below the unit of a sum in which a bias is added
+
+
+def summed_to_odd(sums: list[Tensor], exponents: list[Tensor], bias: Tensor | None = None) -> Tensor:
+    """Return sums of integers, each times 2**its exponent, and bias, added exactly and rounded to odd, in fp32.
+
+    To odd: what fp32 does not hold sets its last bit, so that rounding it to 22 bits or fewer is rounding the sum.
+    Without fp64. `sums`: int64, below 2**54; the exponents of the second and later ones are the first's less
+    `LOW_BITS`, or `NOTHING`.
+    """
+    total, exponent = sums[0], exponents[0]
+    for sum, low in zip(sums[1:], exponents[1:], strict=True):
+        exponent = exponent - LOW_BITS
+        total = total * (1 << LOW_BITS) + torch.where(low == exponent, sum, 0)
+    if bias is None:
+        return times(_to_odd(total), exponent)
+    exponent = exponent - _GUARD
+    units = times(bias, -exponent)
+    whole = units.floor()
+    inside = whole.nan_to_num(nan=0.0).clamp(-(2.0**60), 2.0**60).to(torch.int64)
+    exact = total * (1 << _GUARD) + (inside | (whole != units).to(torch.int64))
+    found = times(_to_odd(exact), exponent)
+    return torch.where(bias.isfinite() & (whole.abs() < 2.0**60), found, found + bias)
+
+
+def _to_odd(sums: Tensor) -> Tensor:
+    """Return integers in fp32, rounded to odd."""
+    near = sums.to(torch.float32)
+    missed = sums - near.to(torch.int64)
+    bits = near.view(torch.int32)
+    toward_zero = (missed < 0) == (sums > 0)
+    moved = torch.where((missed != 0) & (bits & 1 == 0), bits + torch.where(toward_zero, -1, 1), bits)
+    return moved.to(torch.int32).view(torch.float32)

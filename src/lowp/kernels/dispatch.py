@@ -110,8 +110,13 @@ def has_integer_kernels(*tensors: Tensor | torch.device) -> bool:
 
     Elsewhere exponents stay on their device; so they do where the kernels of a device are asked for on a CPU.
     """
-    return forced() != "triton" and all(map(_is_on_host, tensors))
+    return all(map(answers_at_once, tensors))
+
+
+def answers_at_once(one: Tensor | torch.device) -> bool:
+    """Do `has_integer_kernels` of one tensor or device, sooner."""
+    return _is_on_host(one) and _forced.get() != "triton"
 
 
 def _is_on_host(one: Tensor | torch.device) -> bool:
-    return one.type == "cpu" if isinstance(one, torch.device) else one.is_cpu
+    return one.is_cpu if isinstance(one, Tensor) else one.type == "cpu"

@@ -20,6 +20,7 @@ from lowp.casts import Cast
 from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels.device_exponents import times
 from lowp.kernels.mantissas import Mantissas, has_mantissas, mantissas_and_values, to_mantissas
+from lowp.scaling import powers
 
 __all__ = [
     "FEATURES",
@@ -84,9 +85,9 @@ def low_value_there(x: Tensor, high: Tensor, exponent: Tensor, axis: int | None 
 
     Without an axis it always needs one.
     """
-    rest = x.detach().double() - high.double()
-    units = torch.ldexp(rest, LOW_BITS - exponent).round().clamp_(-(2.0 ** (LOW_BITS - 1)), 2.0 ** (LOW_BITS - 1))
-    low = torch.ldexp(units, exponent - LOW_BITS)
+    rest = x.detach() - high
+    units = powers.times(rest, LOW_BITS - exponent).round().clamp_(-(2.0 ** (LOW_BITS - 1)), 2.0 ** (LOW_BITS - 1))
+    low = powers.times(units, exponent - LOW_BITS)
     return low.float() if axis is None else torch.where(is_coarse(x, exponent, axis), low, 0.0).float()
 
 
@@ -100,7 +101,7 @@ def with_low_word(x: Tensor, high: Tensor, cast: Cast) -> Tensor:
     if x.numel() == 0 or x.dim() < 2 or x.shape[-1] < FEATURES:
         return high
     if cast.scaling.exponent is None:
-        own = torch.frexp(x.detach().abs().amax().float())[1] - 15 + cast.scaling.headroom
+        own = powers.floor_log2(x.detach().abs().amax().float()) - 14 + cast.scaling.headroom
         exponent = own.clamp(cast.format.scale.min_exponent, cast.format.scale.max_exponent)
     else:
         exponent = torch.full((), cast.scaling.exponent, device=x.device)

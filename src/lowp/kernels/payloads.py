@@ -22,7 +22,7 @@ from torch import Tensor
 from lowp.casts import Cast, Rounding
 from lowp.formats import Format
 from lowp.kernels import device_mantissas, mantissas, tracing
-from lowp.kernels.dispatch import has_integer_kernels, uses_library
+from lowp.kernels.dispatch import answers_at_once, uses_library
 from lowp.kernels.mantissas import (
     Mantissas,
     current_mantissas,
@@ -112,7 +112,7 @@ def _find(x: Tensor) -> _Payload | None:
     found = _by_storage.get(id(storage))
     if found is None or found.storage() is not storage:
         return None
-    return found if isinstance(found.exponent, Tensor) != has_integer_kernels(x) else None
+    return found if isinstance(found.exponent, Tensor) != answers_at_once(x) else None
 
 
 # -- mantissas ----------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def exact(x: Tensor, cast: Cast) -> Mantissas | None:
 
     The cast's scaling counts for nothing. A -0 counts as 0. None of an accelerator, which is not asked.
     """
-    return _exact(x, cast, _find(x)) if has_integer_kernels(x) else None
+    return _exact(x, cast, _find(x)) if answers_at_once(x) else None
 
 
 def _exact(x: Tensor, cast: Cast, found: _Payload | None) -> Mantissas | None:
@@ -145,7 +145,7 @@ def _exact(x: Tensor, cast: Cast, found: _Payload | None) -> Mantissas | None:
 
 def is_exact(x: Tensor, cast: Cast) -> bool:
     """Whether every element of x is in the cast's format under one exponent; not asked of an accelerator."""
-    if not has_integer_kernels(x):
+    if not answers_at_once(x):
         return False
     found = _find(x)
     if found is not None and not found.is_of(cast.format):
@@ -170,7 +170,7 @@ def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0)
     """
     if x.dtype is torch.float64:
         return None
-    if not has_integer_kernels(x):
+    if not answers_at_once(x):
         return device_mantissas.rounded(x, cast, seed() if cast.is_stochastic else 0, _hint_there(x, cast))
     if cast.is_stochastic:
         return current_mantissas(x, cast, int(seed()))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Rounding
+from lowp.kernels import bitwise
 from lowp.kernels.mantissas import (
     Mantissas,
     Seen,
@@ -14,8 +15,10 @@ from lowp.kernels.mantissas import (
     mantissas_and_values,
     step_int16,
     to_int16,
+    wide_cast,
     words_int16,
 )
+from lowp.scaling.powers import times
 
 __all__ = ["write", "write_", "write_step", "write_words_"]
 
@@ -41,10 +44,14 @@ def _limit(cast: Cast) -> int:
 
 def _write_without_waiting(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Tensor, Seen]:
     limit = _limit(cast)
-    scaled = torch.ldexp(x.double(), -exponent)
-    finite = scaled.isfinite()
-    rounded = torch.round(scaled)
-    bounded = rounded.clamp(-limit - 1, limit)
+    x = x if x.dtype is torch.float64 else x.float()
+    scaled = times(x, -exponent)
+    finite = x.isfinite()
+    if cast.rounding is Rounding.NEAREST_EVEN:
+        rounded = scaled.round()
+    else:
+        rounded = bitwise.quantized(scaled, wide_cast(cast.rounding, cast.random_bits), 0)
+    bounded = rounded.clamp(int16_element(cast).minimum, limit)
     magnitude = torch.where(finite, bounded.abs(), 0.0)
     largest = magnitude.amax() if x.numel() else magnitude.new_zeros(())
     seen = Seen(
@@ -55,7 +62,7 @@ def _write_without_waiting(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Ten
         (magnitude > limit // 2).sum(),
         torch.full_like(largest, x.numel()),
     )
-    return torch.where(finite, torch.ldexp(bounded, exponent), x.double()).float(), seen
+    return torch.where(finite, times(bounded, exponent), x).float(), seen
 
 
 def write_(x: Tensor, cast: Cast, exponent: int) -> Seen:

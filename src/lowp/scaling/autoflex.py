@@ -16,7 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowp.compat import widest_float
 from lowp.errors import InvalidInput
+from lowp.scaling.powers import floor_log2, times
 
 # algorithm 1: the first guess, the step up when it saturates, from which maximum on a mantissa tells enough, the tries
 _START_EXPONENT = -8
@@ -28,7 +30,7 @@ class AutoflexState(NamedTuple):
     """What Autoflex remembers of n entries; the tensors of a checkpoint."""
 
     exponent: Tensor  # int32[n]: the next write's kappa is 2**exponent
-    history: Tensor  # fp64[n, window]: the last maxima, as real values, in a ring
+    history: Tensor  # fp64[n, window] (fp32 where a device has no fp64): the last maxima, as real values, in a ring
     seen: Tensor  # int32[n]: maxima written into the ring since it was last cleared
     started: Tensor  # bool[n]: whether the guess of algorithm 1 is done
     writes: Tensor  # int64[n]
@@ -61,7 +63,7 @@ def joined(state: Iterable[Tensor], more: Iterable[Tensor]) -> Iterable[Tensor]:
 
 def powers_of_two(exponent: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return kappa of every entry, 2**exponent."""
-    return torch.ldexp(torch.ones_like(exponent, dtype=dtype), exponent)
+    return times(torch.ones_like(exponent, dtype=dtype), exponent)
 
 
 @dataclass(frozen=True)
@@ -103,16 +105,22 @@ class Autoflex:
         """The largest mantissa, 2**(bits - 1) - 1; a mantissa as large as that counts as saturated."""
         return (1 << (self.bits - 1)) - 1
 
+    @property
+    def first_exponent(self) -> int:
+        """The exponent of an entry of which nothing was seen."""
+        return self._clamped(_START_EXPONENT)
+
     def init(self, device: torch.device | str | None = None, entries: int = 1) -> AutoflexState:
         """The state of `entries` tensors of which nothing was seen."""
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(entries, *shape, dtype=dtype, device=device)
 
-        exponent = torch.full((entries,), self._clamped(_START_EXPONENT), dtype=torch.int32, device=device)
+        exponent = torch.full((entries,), self.first_exponent, dtype=torch.int32, device=device)
         counters = [zeros(torch.int64) for _ in range(4)]
         started = zeros(torch.bool)
-        return AutoflexState(exponent, zeros(torch.float64, self.window), zeros(torch.int32), started, *counters)
+        history = zeros(widest_float(exponent.device), self.window)
+        return AutoflexState(exponent, history, zeros(torch.int32), started, *counters)
 
     def extend(self, state: AutoflexState, entries: int) -> AutoflexState:
         """The state with `entries` more entries at its end."""
@@ -131,18 +139,18 @@ class Autoflex:
         them may be small, would be rounded to zero there, and never be seen. From a mantissa of 0 the next try is
         2**14 finer, as in the authors' code (the paper's logarithm of it is minus infinity): 0 counts as one bit long.
         """
-        maximum = maximum.to(torch.float64).abs()
+        maximum = maximum.to(widest_float(maximum.device)).abs()
         todo = ~state.started & torch.isfinite(maximum)
         if mask is not None:
             todo = todo & mask
-        exponent = torch.full_like(state.exponent, self._clamped(_START_EXPONENT))
+        exponent = torch.full_like(state.exponent, self.first_exponent)
         done = ~todo
         step_up = (self.bits - 1) // 2
         for _ in range(_TRIES):
             mantissa = self._mantissa(maximum, exponent)
             saturated = mantissa >= self.limit
             small = mantissa < (1 << (self.bits - 2))
-            bit_length = torch.frexp(mantissa)[1].to(torch.int32).clamp(min=1)
+            bit_length = (floor_log2(mantissa) + 1).clamp(min=1)
             wanted = torch.where(saturated, exponent + step_up, exponent + bit_length - (self.bits - 1))
             wanted = torch.where(saturated | small, wanted, exponent)
             clamped = wanted.clamp(self.min_exponent, self.max_exponent)
@@ -162,11 +170,11 @@ class Autoflex:
         a run of them would walk kappa down to where the next value saturates. A non-finite write is counted only. A
         write that vanished at too large a kappa starts again from the guess.
         """
-        mantissa = seen.mantissa.to(torch.float64)
+        mantissa = seen.mantissa.to(state.history.dtype)
         writes, bad = seen.told(state.started)
         good = writes & ~bad
         saturated = good & (mantissa >= self.limit)
-        kappa = powers_of_two(state.exponent, torch.float64)
+        kappa = powers_of_two(state.exponent, state.history.dtype)
         value = torch.where(saturated, 2 * mantissa, mantissa) * kappa
         remembered = good & (mantissa > 0)
         seen_before = torch.where(saturated, 0, state.seen)
@@ -190,7 +198,7 @@ class Autoflex:
 
     def predicted_maximum(self, state: AutoflexState) -> Tensor:
         """chi, the predicted maximum of the next write of every entry: fp64[n]; the paper's figure 3 draws it."""
-        kappa = powers_of_two(state.exponent, torch.float64)
+        kappa = powers_of_two(state.exponent, state.history.dtype)
         return self._chi(state.history, state.seen, kappa)
 
     def _chi(self, history: Tensor, count: Tensor, kappa: Tensor) -> Tensor:
@@ -201,13 +209,12 @@ class Autoflex:
         return history.amax(1) + self.beta * variance.sqrt() + self.gamma * kappa
 
     def _predicted(self, history: Tensor, count: Tensor, kappa: Tensor) -> Tensor:
-        floor_log2 = torch.frexp(self._chi(history, count, kappa))[1].to(torch.int32) - 1
-        exponent = floor_log2 - (self.bits - 2) + self.headroom
+        exponent = floor_log2(self._chi(history, count, kappa)) - (self.bits - 2) + self.headroom
         exponent = exponent + torch.where(count < self.window, self.warm_headroom, 0).to(torch.int32)
         return exponent.clamp(self.min_exponent, self.max_exponent)
 
     def _mantissa(self, maximum: Tensor, exponent: Tensor) -> Tensor:
-        return torch.ldexp(maximum, -exponent).round().clamp(max=self.limit)
+        return times(maximum, -exponent).round().clamp(max=self.limit)
 
     def _clamped(self, exponent: int) -> int:
         return min(max(exponent, self.min_exponent), self.max_exponent)

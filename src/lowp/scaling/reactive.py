@@ -54,6 +54,11 @@ class Reactive:
         """The largest mantissa; a mantissa as large as that counts as saturated."""
         return self.guess.limit
 
+    @property
+    def first_exponent(self) -> int:
+        """The exponent of an entry of which nothing was seen."""
+        return self.guess.first_exponent
+
     def init(self, device: torch.device | str | None = None, entries: int = 1) -> ReactiveState:
         """The state of `entries` tensors of which nothing was seen."""
         first = self.guess.init(device, entries)

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu.test_no_host_reads import HostReads
+from gpu.test_other_devices import WithoutFp64
 from torch import Tensor
 
 import lowp
-from lowp import kernels
+from lowp import compat, kernels
 from lowp.kernels import device_integers, dispatch, integer_reference
 from lowp.kernels.integer_run import observed
 
@@ -84,10 +85,42 @@ def test_a_contraction_and_its_gradients_have_the_bits_of_a_cpu(
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_of_dfp16_is_read_by_the_host(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_by_the_host(case: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with on_a_device("torch", monkeypatch), HostReads("cpu"):
-        stepped(case, "dfp16")
+        stepped(case, preset)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("case", CASES)
+def test_without_fp64_the_bits_are_the_same(case: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = stepped(case, preset)
+    monkeypatch.setattr(compat, "has_fp64", lambda device: False)
+    with on_a_device("torch", monkeypatch), WithoutFp64():
+        found = stepped(case, preset)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_sum_rounded_to_odd_is_written_as_the_sum_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sums = torch.randint(-(1 << 50), 1 << 50, (4096,), generator=generator) >> torch.randint(0, 50, (4096,))
+    bias = torch.randn(4096, generator=generator) * 2.0**6
+    exponent = torch.full((), -30, dtype=torch.int32)
+    for added in (None, bias):
+        found = device_integers.summed_to_odd([sums], [exponent], added)
+        exact = sums.double() * 2.0**-30 + (0 if added is None else added.double())
+        for places in (0, 4, 9):
+            largest = 2.0 ** (20 - places)  # 21 bits and fewer
+            same = (found * 2.0**places).round() == (exact * 2.0**places).round()
+            assert bool(same[exact.abs() < largest].all())
+
+
+def test_a_bias_that_is_not_finite_or_far_larger_reaches_the_sum() -> None:
+    sums, exponent = torch.tensor([5, -3, 1]), torch.full((), -40, dtype=torch.int32)
+    bias = torch.tensor([torch.inf, 2.0**40, torch.nan])
+    found = device_integers.summed_to_odd([sums], [exponent], bias)
+    assert found[:2].tolist() == [torch.inf, 2.0**40] and bool(found[2].isnan())
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.compat import widest_float
 from lowp.exponents import SiteWriter
-from lowp.kernels import device_mantissas, low_words, payloads
+from lowp.kernels import device_integers, device_mantissas, low_words, payloads
 from lowp.kernels.device_exponents import apart, power, together
 from lowp.kernels.mantissas import Mantissas, has_mantissas, sums
 from lowp.kernels.products import contract, contract_mantissas
@@ -212,11 +213,32 @@ def _write_sum(
         found = contract_mantissas(form, slot, operands, entry.exponent, entry.table.is_symmetric, bias)
         if found is not None:
             return entry.write(found)
-    result = contract(form, slot, operands, accumulate, dtype=torch.float64)
-    if bias is not None:
-        result, wide = result.double(), form.spread(bias.double())
-        result = result.add_(wide) if result.is_contiguous() else result + wide
-    return writer.write(result, role)
+    return writer.write(_sum(form, slot, accumulate, [operands], bias), role)
+
+
+def _sum(
+    form: Form,
+    slot: int,
+    accumulate: Accumulation | None,
+    words: list[tuple[Mantissas, Mantissas]],
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return the products of the words of an operand with the other one, and bias, summed in fp64.
+
+    Where a device has none, in fp32, rounded to odd: a sum that is written in 16 bits afterwards is rounded once.
+    """
+    wide = widest_float(words[0][0].payload.device)
+    is_exact = accumulate is not None and accumulate.format == "exact" and form.is_integer_sum(slot)
+    if wide is not torch.float64 and is_exact:
+        sums = [contract(form, slot, pair, accumulate, dtype=torch.int64) for pair in words]
+        exponents = [left.exponent + right.exponent for left, right in words]
+        return device_integers.summed_to_odd(sums, exponents, None if bias is None else form.spread(bias.float()))
+    parts = [contract(form, slot, pair, accumulate, dtype=wide) for pair in words]
+    result: Tensor = sum(parts[1:], parts[0])
+    if bias is None:
+        return result
+    result, added = result.to(wide), form.spread(bias.to(wide))
+    return result.add_(added) if result.is_contiguous() else result + added
 
 
 def _summed_gradients(
@@ -231,8 +253,8 @@ def _summed_gradients(
             if len(incoming) == 1:
                 result[index] = _write_sum(form, target, accumulate, results.writer, role, (other, incoming[0]))
             else:
-                parts = [contract(form, target, (other, one), accumulate, dtype=torch.float64) for one in incoming]
-                result[index] = results.writer.write(sum(parts[1:], parts[0]), role)
+                words = [(other, one) for one in incoming]
+                result[index] = results.writer.write(_sum(form, target, accumulate, words), role)
     if ctx.needs_input_grad[2]:
         result[2] = results.writer.write(bias_gradient(form, incoming), BIAS_GRADIENT)
     return result
@@ -252,16 +274,21 @@ def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: list[Mantissa
 
 
 def bias_gradient(form: Form, incoming: list[Mantissas]) -> Tensor:
-    """Return the gradient of the bias in fp64: the exact sum of the mantissas, as far as fp64 holds it."""
-    axis = form.bias_axis()
+    """Return the gradient of the bias in fp64: the exact sum of the mantissas, as far as fp64 holds it.
+
+    Where a device has none, in fp32, rounded to odd.
+    """
+    axis, wide = form.bias_axis(), widest_float(incoming[0].payload.device)
     if axis is None:
-        return form.bias_gradient(_value(incoming).double())
-    parts = [sums(one.payload, axis).double().mul_(_scale(one.exponent)) for one in incoming]
-    return sum(parts[1:], parts[0])
-
-
-def _scale(exponent: int | Tensor) -> float | Tensor:
-    return power(exponent) if isinstance(exponent, Tensor) else 2.0**exponent
+        return form.bias_gradient(_value(incoming).to(wide))
+    parts = [sums(one.payload, axis) for one in incoming]
+    if wide is not torch.float64:
+        return device_integers.summed_to_odd(parts, [one.exponent for one in incoming])
+    scales = [power(e) if isinstance(e := one.exponent, Tensor) else 2.0**e for one in incoming]
+    return sum(
+        (part.double().mul_(scale) for part, scale in zip(parts[1:], scales[1:], strict=True)),
+        parts[0].double().mul_(scales[0]),
+    )
 
 
 def _value(parts: list[Mantissas]) -> Tensor:

@@ -1,0 +1,39 @@
+"""Numbers of a device on the host, when their copy has arrived: nobody waits for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LateNumber"]
+
+
+class LateNumber:
+    """A tensor of the device, read on the host when its copy has arrived, without waiting for it."""
+
+    def __init__(self) -> None:
+        self._copy: Tensor | None = None
+        self._arrived: torch.Event | None = None
+
+    def send(self, value: Tensor) -> None:
+        """Begin to copy numbers to the host, in the place of what was sent before."""
+        if value.device.type == "cpu":
+            self._copy, self._arrived = value.clone(), None
+            return
+        self._copy = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.device.type == "cuda")
+        self._copy.copy_(value, non_blocking=True)
+        self._arrived = torch.Event(value.device)
+        self._arrived.record()
+
+    def read(self) -> Any:
+        """Return what was sent, a number or a list, None if there is none or it is still under way."""
+        if self._copy is None or not (self._arrived is None or self._arrived.query()):
+            return None
+        return self._copy.tolist()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something was sent that cannot be read yet."""
+        return self._copy is not None and self.read() is None
