@@ -106,6 +106,32 @@ def test_the_last_bits_of_an_unlikely_draw_decide() -> None:
         assert torch.equal(forced(x, "i8:stochastic"), kernels.quantize(x, "i8:stochastic"))
 
 
+def test_a_sum_that_is_rounded_leaves_the_draw_to_all_bits() -> None:
+    # The same word: e4m3fn cuts 20 bits, to which 2**-6 rounds a fraction of its quantum before they are compared.
+    fractions = (0xE169C4, 0xE169C5, 0xE169C6, 0xE169C8, 0xE169CF, 0xE169D0)
+    found = []
+    for fraction in fractions:
+        x = torch.tensor([0.0, fraction * 2.0**-33])
+        found.append(forced(x, "e4m3fn:stochastic")[1].item() > 0)
+        assert torch.equal(forced(x, "e4m3fn:stochastic"), kernels.quantize(x, "e4m3fn:stochastic"))
+    assert found == [False, False, True, True, True, True]
+
+
+@pytest.mark.parametrize("name", ["e4m3fn:stochastic", "e2m1:stochastic", "e5m2:stochastic-8", "e4m3:stochastic-b-4"])
+def test_blocks_of_which_few_bits_decide(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.kernels.triton import launch
+
+    monkeypatch.setattr(launch, "INTERPRETED_BLOCK", 1 << 12)
+    generator, count = torch.Generator().manual_seed(0), 1 << 14
+    x = torch.randn(count, generator=generator) * 2.0 ** torch.randint(-40, 16, (count,), generator=generator)
+    x[::5] = (x[::5].view(torch.int32) & -0x10000).view(torch.float32)
+    with kernels.use("bitwise"):
+        wanted, codes = kernels.quantize(x, name, seed=SEED), kernels.encode(x, name, seed=SEED)
+    assert torch.equal(bits(forced(x, name, seed=SEED)), bits(wanted))
+    with kernels.use("triton"):
+        assert torch.equal(kernels.encode(x, name, seed=SEED).view(torch.uint8), codes.view(torch.uint8))
+
+
 def test_a_gpu_is_given_these_kernels_and_a_cpu_is_not() -> None:
     assert "triton" in kernels.available("cuda") and "cpu" not in kernels.available("cuda")
     assert "triton" not in kernels.available()

@@ -21,6 +21,7 @@ _UNLIMITED = 160
 _LARGEST_UNIT = 104  # 2**(104 + 23) is fp32's largest power of two
 _SMALLEST_UNIT = -148  # fp32 holds half of it
 _DIGITS = 56  # of fp32's significand, and of a word drawn: what is cut below all of them decides on nothing
+_MOST_CUT = 18  # bits: of 2048 numbers one leaves a draw open in one block of 64
 _BY_ADDITION = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.TOWARD_ZERO, Rounding.UP, Rounding.DOWN)
 
 
@@ -35,6 +36,7 @@ class Form(NamedTuple):
     varying: bool  # the format has another smallest normal number than the carrier: small numbers lose more bits
     by_addition: bool  # rounded by adding to fp32's bits, and below the normal numbers by fp32's own addition
     by_noise: bool  # stochastic by one word of 32 bits, in fp32's bits
+    by_sum: bool  # of such a rounding: a sum moves numbers below the normal ones to where these are cut
     reaches_subnormals: bool  # of such a rounding: 32 bits may decide on numbers below fp32's normal ones
     by_code: bool  # "even" is the parity of the exponent field
     flush: bool
@@ -64,6 +66,7 @@ class Numbers(NamedTuple):
     smallest_normal: int
     below_half: int  # of the place where normal numbers are cut: half, less one
     anchor: int  # the bits of the power of two whose unit is the quantum
+    lift: int  # 2**(32 - dropped), where most bits are dropped: by it what is cut fills 32 bits
     flush_below: int
     parity_offset: int
     maximum: int
@@ -83,6 +86,8 @@ class Layout(NamedTuple):
     minus_zero: bool
     infinity: bool
     anchored: bool  # below the normal numbers fp32's addition counts quanta
+    next_is_beyond: bool  # what is too large has the code behind the largest number's
+    in_byte: bool  # the sign is the eighth bit
     nan: str  # "above": codes beyond infinity's or all ones; "minus-zero": that code alone; "none"
 
 
@@ -137,6 +142,7 @@ def _form(cast: Cast, p: Parameters) -> Form:
         varying=varying,
         by_addition=is_sum and not wide and p.dropped < p.carrier.mantissa_bits and anchored,
         by_noise=by_noise,
+        by_sum=by_noise and varying and anchored and _cuts_most(cast, p),
         reaches_subnormals=by_noise and varying and p.dropped + _low_field(cast, p) <= _DIGITS,
         by_code=p.parity_offset is not None,
         flush=p.flush_below != 0,
@@ -158,6 +164,12 @@ def _adds_noise(cast: Cast) -> bool:
     return cast.rounding is Rounding.STOCHASTIC or (
         cast.rounding is Rounding.STOCHASTIC_B and cast.random_bits is not None and cast.random_bits < 32
     )
+
+
+def _cuts_most(cast: Cast, p: Parameters) -> bool:
+    """Whether what a normal number loses decides of nearly all numbers, or, with N random bits, of all."""
+    enough = cast.random_bits is None or cast.random_bits < p.dropped
+    return isinstance(cast.element, FloatFormat) and cast.element.has_zero and p.dropped >= _MOST_CUT and enough
 
 
 def _unit(cast: Cast) -> int:
@@ -182,6 +194,7 @@ def _numbers(cast: Cast, p: Parameters) -> Numbers:
         smallest_normal=max(_low_field(cast, p), 0) << mantissa_bits,
         below_half=(1 << p.dropped >> 1) - 1 if p.dropped else 0,
         anchor=min(max(anchor, 0), 2 * bias) << mantissa_bits,
+        lift=1 << (32 - p.dropped) if p.dropped >= _MOST_CUT and mantissa_bits < 32 else 0,
         flush_below=p.flush_below,
         parity_offset=p.parity_offset or 0,
         maximum=p.maximum,
@@ -198,7 +211,7 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
     wide = p.carrier == CARRIERS[torch.float64]
     anchor = (mantissa_bits + bias) << mantissa_bits
     if isinstance(format, IntFormat):
-        shape = Layout(wide, True, False, True, True, True, False, False, False, "none")
+        shape = Layout(wide, True, False, True, True, True, False, False, False, False, format.bits == 8, "none")
         return shape, Codes(0, 0, 0, 0, 0, anchor, p.quantum, 0, 0, 0, 0, 0, format.maximum, -format.minimum, 0)
     varying, nan = p.min_exponent + bias > 1, format.nan_code
     all_ones = (1 << (format.bits - format.signed)) - 1
@@ -206,6 +219,8 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
     kind = "none" if nan is None else "minus-zero" if nan > all_ones else "above"
     signed, minus_zero = format.signed, format.has_minus_zero
     unit = _unit(Cast(format))
+    most = (infinity or (all_ones + (kind != "above"))) - 1
+    beyond = infinity or _signed64(nan or 0)
     shape = Layout(
         wide=wide,
         integer=False,
@@ -216,6 +231,8 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
         minus_zero=minus_zero,
         infinity=infinity is not None,
         anchored=not wide and format.has_zero and _SMALLEST_UNIT <= unit <= _LARGEST_UNIT,
+        next_is_beyond=beyond == most + 1,
+        in_byte=signed and format.bits == 8,
         nan=kind,
     )
     codes = Codes(
@@ -231,9 +248,9 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
         sign_place=format.bits - 1,
         infinity_code=infinity or 0,
         nan_code=_signed64(nan or 0),
-        most=(infinity or (all_ones + (kind != "above"))) - 1,
+        most=most,
         least=0,
-        beyond=infinity or _signed64(nan or 0),
+        beyond=beyond,
     )
     return shape, codes
 

@@ -14,6 +14,7 @@ from lowp.kernels.triton.device.rounding import (
     quiet_bit,
     raised,
     split,
+    summed,
 )
 
 
@@ -66,7 +67,7 @@ def _nearest_code(magnitude, sign, numbers, codes, FORM: tl.constexpr, LAYOUT: t
     if LAYOUT.integer:
         code = small
     else:
-        code = ((magnitude + raised(magnitude, sign, numbers, FORM)) >> codes.dropped) - codes.offset
+        code = _uncut(magnitude + raised(magnitude, sign, numbers, FORM), codes) - codes.offset
         if LAYOUT.varying:
             code = tl.where(magnitude < codes.smallest_normal, small, code)
     return code
@@ -81,7 +82,12 @@ def _drawn_code(
     Above the smallest normal number, whose hidden bit is the exponent field's 1, each binade adds 2**mantissa_bits.
     """
     word = compared(first_words(first, seed, COUNT), FORM)
-    if FORM.varying:
+    if FORM.by_sum:
+        less, anchor = summed(magnitude, word, numbers, FORM)
+        # the exponent that a code lacks; of numbers below the normal ones also what was added to them
+        base = tl.maximum(anchor.to(tl.int32, bitcast=True), codes.offset << codes.dropped)
+        code = _uncut(less - base + ((1 << codes.dropped) - 1), codes)
+    elif FORM.varying:
         shift, whole, digit = split(magnitude, numbers, FORM)
         code = whole + (digit > word).to(tl.int32)
         if not LAYOUT.integer:
@@ -90,9 +96,14 @@ def _drawn_code(
                 binades = tl.maximum(binades, 0)
             code = code + binades * codes.subnormals_from
     else:
-        up = drawn_up(magnitude, word, numbers).to(tl.uint32, bitcast=True)  # what was NaN may have left int32
-        code = (up >> tl.cast(codes.dropped, tl.uint32)).to(tl.int32, bitcast=True) - codes.offset
+        code = _uncut(drawn_up(magnitude, word, numbers), codes) - codes.offset
     return code
+
+
+@triton.jit
+def _uncut(up, codes):
+    """Return what is left of numbers where they are cut; what was NaN may have left int32 for uint32."""
+    return (up.to(tl.uint32, bitcast=True) >> tl.cast(codes.dropped, tl.uint32)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -114,15 +125,16 @@ def direct(
     else:
         if FORM.overflow == "saturate":
             code = tl.minimum(code, codes.most)
+        elif LAYOUT.next_is_beyond and (FORM.overflow != "nan" or not LAYOUT.infinity):
+            code = tl.minimum(code, codes.beyond)
         elif FORM.overflow == "nan":
             code = tl.where(code > codes.most, codes.nan_code, code)
         else:
             code = tl.where(code > codes.most, codes.beyond, code)
-        if LAYOUT.nan == "above" and not (FORM.by_noise and FORM.overflow == "nan"):  # else NaN is what is too large
+        if LAYOUT.nan == "above" and FORM.overflow != "nan":  # else NaN is what is too large
             code = tl.where(is_nan, codes.nan_code, code)
-        side = (sign.to(tl.uint32, bitcast=True) >> tl.cast(31 - codes.sign_place, tl.uint32)).to(
-            tl.int32, bitcast=True
-        )
+        above = 24 if LAYOUT.in_byte else 31 - codes.sign_place
+        side = (sign.to(tl.uint32, bitcast=True) >> tl.cast(above, tl.uint32)).to(tl.int32, bitcast=True)
         if LAYOUT.minus_zero:
             code = code | side
         else:

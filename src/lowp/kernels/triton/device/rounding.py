@@ -221,7 +221,12 @@ def split(magnitude, numbers, FORM: tl.constexpr):
 def _noisy(magnitude, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
     """Do `_rounded` of fp32 by comparing 32 bits of what is cut with the word drawn."""
     word = compared(first_words(first, seed, COUNT), FORM)
-    if FORM.varying:
+    if FORM.by_sum:
+        less, anchor = summed(magnitude, word, numbers, FORM)
+        most = (magnitude & 0) - 1 << numbers.dropped
+        cut = (less + ~most & most).to(tl.float32, bitcast=True)
+        rounded = (cut - anchor).to(tl.int32, bitcast=True)
+    elif FORM.varying:
         shift, _whole, digit = split(magnitude, numbers, FORM)
         away = digit > word
         unit = (magnitude & 0) - 1 << shift  # all bits from the place on: minus a step
@@ -243,10 +248,40 @@ def drawn_up(magnitude, word, numbers):
 
 
 @triton.jit
+def summed(magnitude, word, numbers, FORM: tl.constexpr):
+    """Return numbers less the word drawn, below their cut, and what was added to those below the normal ones before.
+
+    That is the smallest normal number, by which the quantum becomes the unit of normal numbers. With all ones below the
+    cut added, what is left is `drawn_up`. The sum is rounded in fp32's last place, below which N random bits do not
+    look: there it is cut instead.
+    """
+    smallest = (magnitude & 0) + numbers.smallest_normal
+    anchor = tl.where(magnitude < numbers.smallest_normal, smallest, 0).to(tl.float32, bitcast=True)
+    value = magnitude.to(tl.float32, bitcast=True)
+    sum = value + anchor
+    bits = sum.to(tl.int32, bitcast=True)
+    if FORM.random_bits <= 32:
+        bits = bits - (value - (sum - anchor) < 0.0).to(tl.int32)
+    noise = word >> tl.cast(32 - numbers.dropped, tl.uint32)
+    return bits - noise.to(tl.int32, bitcast=True), anchor
+
+
+@triton.jit
 def is_undecided(magnitude, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
-    """Return whether any number equals, in the bits that `_noisy` compares, the word drawn: one in 2**32 does."""
-    _shift, _whole, digit = split(magnitude, numbers, FORM)
-    return tl.reduce(digit ^ first_words(first, seed, COUNT), 0, tl.standard._elementwise_min) == 0
+    """Return whether more bits than `_noisy` compares may decide on any number: one in 2**32, or in 2**(dropped - 1).
+
+    `summed` leaves 0 below the cut where the word drawn equals what is cut, and 1 where it is one less, which that may
+    have been before it was rounded.
+    """
+    word = first_words(first, seed, COUNT)
+    if FORM.by_sum:
+        less, _anchor = summed(magnitude, word, numbers, FORM)
+        below = (less * numbers.lift).to(tl.uint32, bitcast=True)
+        found = tl.reduce(below, 0, tl.standard._elementwise_min) <= tl.cast(numbers.lift, tl.uint32)
+    else:
+        _shift, _whole, digit = split(magnitude, numbers, FORM)
+        found = tl.reduce(digit ^ word, 0, tl.standard._elementwise_min) == 0
+    return found
 
 
 @triton.jit
