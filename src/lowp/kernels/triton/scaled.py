@@ -14,6 +14,7 @@ from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledForm
 from lowp.kernels import scaled as definition
 from lowp.kernels.floats import widen
 from lowp.kernels.philox import Seed, drawn
+from lowp.kernels.triton import plans
 from lowp.kernels.triton.calls import integers, key_of
 from lowp.kernels.triton.device import scaled
 from lowp.kernels.triton.launch import BLOCK, INTERPRETED_BLOCK, launch, programs_for, run
@@ -35,6 +36,7 @@ class Sharing(NamedTuple):
     marks: bool  # NaN marks groups with what is not finite
     codes: bool  # codes and scales are written, else values
     loses: bool  # something may be lost, and is counted
+    direct: bool  # codes come at once out of the bits of fp32
     low_bits: int  # of fp32's, which are zero in the middle between two elements
     tolerance: int  # in the last place of fp32, by which a quotient may be wrong
     again: bool = (
@@ -83,8 +85,9 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> Plan | None:
     is_power = isinstance(format.scale, PowerOfTwo) or format.scale == _E8M0
     marks = format.scale == _E8M0 or format.outer is not None
     loses = not marks and shape.nan == "none" if codes else is_power and dtype is not torch.float32
+    is_direct = codes and is_power and plans.is_direct(form, shape)
     precision = element.mantissa_bits + 1 if isinstance(element, FloatFormat) else element.bits - 1
-    sharing = Sharing(is_power, False, format.outer is not None, marks, codes, loses, 23 - precision, 0)
+    sharing = Sharing(is_power, False, format.outer is not None, marks, codes, loses, is_direct, 23 - precision, 0)
     if is_power:
         lowest, highest = definition.exponent_range(format.scale)
         is_held = _LOWEST_POWER <= lowest and highest <= _HIGHEST_POWER and highest - lowest < 256

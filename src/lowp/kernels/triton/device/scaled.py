@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from lowp.kernels.triton.device.bits import read, widened
-from lowp.kernels.triton.device.codes import encoded
+from lowp.kernels.triton.device.codes import direct, encoded
 from lowp.kernels.triton.device.rounding import cast, is_undecided
 
 
@@ -41,6 +41,12 @@ def _to_odd(wide):
     bits = tl.where(even & (back < wide), bits + 1, bits)
     bits = tl.where(even & (back > wide), bits - 1, bits)
     return tl.where(wide != wide, 0x7FC00000, bits)
+
+
+@triton.jit
+def _finite(magnitude):
+    """Return magnitudes, zeros of what is not finite."""
+    return tl.where(magnitude < 0x7F800000, magnitude, 0)
 
 
 # -- the scale of a group ---------------------------------------------------------------------------------------------
@@ -127,7 +133,7 @@ def elements(
 ):  # fmt: skip
     """Return magnitude and sign of COUNT elements: of numbers over their scales, which `by` has for each."""
     if SHARING.power:
-        quotient = _bits(_over_power(magnitude, by, SHARING)) & 0x7FFFFFFF
+        quotient = _bits(_over_power(magnitude, by, SHARING))
         element, side = cast(quotient, sign, first, seed, numbers, FORM, COUNT)
         if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
             if is_undecided(quotient, first, seed, numbers, FORM, COUNT):
@@ -144,6 +150,38 @@ def elements(
 
 
 @triton.jit
+def _direct(
+    magnitude, sign, by, first, seed, numbers, codes, FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr,
+    SHARING: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Return the codes of `elements` under powers of two without their values in between, and which are NaN."""
+    quotient = _bits(_over_power(magnitude, by, SHARING))
+    code = direct(quotient, sign, first, seed, numbers, codes, FORM, LAYOUT, COUNT)
+    if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
+        if is_undecided(quotient, first, seed, numbers, FORM, COUNT):
+            element, side = cast(quotient, sign, first, seed, numbers, EXACT, COUNT)
+            code = encoded(element, side, codes, LAYOUT)
+    return tl.where(by > 0x7F800000, 0, code), quotient > 0x7F800000
+
+
+@triton.jit
+def write(
+    out, places, mask, magnitude, sign, by, outer, first, seed, numbers, codes, DTYPE: tl.constexpr,
+    FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr, SHARING: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Write COUNT numbers over their scales as codes, or times their scales; return where something was lost."""
+    if SHARING.direct:
+        code, lost = _direct(
+            magnitude, sign, by, first, seed, numbers, codes, FORM, EXACT, LAYOUT, SHARING, COUNT
+        )  # fmt: skip
+        tl.store(out + places, code.to(out.dtype.element_ty), mask=mask)
+    else:
+        element, side = elements(magnitude, sign, by, outer, first, seed, numbers, FORM, EXACT, SHARING, COUNT)
+        lost = put(out, places, mask, element, side, by, outer, codes, DTYPE, LAYOUT, SHARING)
+    return lost
+
+
+@triton.jit
 def put(
     out, places, mask, element, side, by, outer, codes, DTYPE: tl.constexpr, LAYOUT: tl.constexpr,
     SHARING: tl.constexpr,
@@ -151,14 +189,15 @@ def put(
     """Write codes, or the elements times their scales, which overflow to the largest number.
 
     Return where something was lost: a NaN that has no code, or bits of a value that 16 bits do not hold under a scale
-    that is a power of two. Under another scale values of 16 bits are rounded once.
+    that is a power of two, which is an error: what is written there does not matter. Under another scale values of 16
+    bits are rounded once. Behind the end of a tensor lie zeros, of which nothing is lost.
     """
     poisoned = by > 0x7F800000
     if SHARING.codes:
         element = tl.where(poisoned, 0, element)
         code = encoded(element, tl.where(poisoned, 0, side), codes, LAYOUT)
         tl.store(out + places, code.to(out.dtype.element_ty), mask=mask)
-        lost = (element > 0x7F800000) & mask
+        lost = element > 0x7F800000
     else:
         is_nan = poisoned | (element > 0x7F800000)
         side = tl.where(poisoned, 0, side)
@@ -172,19 +211,25 @@ def put(
             if SHARING.outer:
                 divisor = divisor * outer.to(tl.float64)
             bits = _to_odd(_wide(element) * divisor)
+        bits = tl.where(is_nan, 0x7FC00000, bits)
+        lost = is_nan
         if DTYPE == "fp32":
-            lost = mask
-            raw = tl.where(is_nan, 0x7FC00000, bits) | side
+            raw = bits | side
         elif DTYPE == "bf16":
-            half = tl.minimum((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7F80 if SHARING.power else 0x7F7F)
-            lost = mask & ((half << 16) != bits) & (is_nan == 0)
-            raw = (tl.where(is_nan, 0x7FC0, half) | (side >> 16)).to(tl.int16)
+            if SHARING.power:
+                lost = (bits & 0xFFFF) != 0
+                half = bits >> 16
+            else:
+                half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+                half = tl.where(is_nan, half, tl.minimum(half, 0x7F7F))
+            raw = (half | (side >> 16)).to(tl.int16)
         else:
             half = _float(tl.minimum(bits, 0x47800000)).to(tl.float16)
             whole = half.to(tl.int16, bitcast=True).to(tl.int32)
-            if not SHARING.power:
+            if SHARING.power:
+                lost = (_bits(half.to(tl.float32)) != bits) & (is_nan == 0)
+            else:
                 whole = tl.minimum(whole, 0x7BFF)
-            lost = mask & ((_bits(half.to(tl.float32)) != bits) & (is_nan == 0))
             raw = (tl.where(is_nan, 0x7E00, whole) | (side >> 16)).to(tl.int16)
         tl.store(out + places, raw, mask=mask)
     return lost
@@ -235,7 +280,9 @@ def blocks(
     magnitude, sign = read(x, places, mask, DTYPE, False)
     table = tl.reshape(magnitude, (BLOCK // SIZE, SIZE))
     highest = tl.reduce(table, 1, tl.standard._elementwise_max)
-    largest = tl.reduce(tl.where(table < 0x7F800000, table, 0), 1, tl.standard._elementwise_max)
+    largest = highest
+    if not SHARING.marks:
+        largest = tl.reduce(_finite(table), 1, tl.standard._elementwise_max)
     outer = tl.load(outers) if SHARING.outer else 1.0
     key = tl.load(seed) if FORM.random_bits > 0 else 0
     by, exponent = _scales(largest, highest, outer, scale_numbers, sharing, SHARING)
@@ -243,8 +290,10 @@ def blocks(
         groups = tl.program_id(0).to(tl.int64) * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)
         keep(scales, groups, groups < total // SIZE, by, exponent, scale_numbers, scale_codes, sharing, SHARING)
     each = tl.reshape(tl.broadcast_to(by[:, None], (BLOCK // SIZE, SIZE)), (BLOCK,))
-    element, side = elements(magnitude, sign, each, outer, first + start, key, numbers, FORM, EXACT, SHARING, BLOCK)
-    missing = put(out, places, mask, element, side, each, outer, codes, DTYPE, LAYOUT, SHARING)
+    missing = write(
+        out, places, mask, magnitude, sign, each, outer, first + start, key, numbers, codes, DTYPE, FORM, EXACT, LAYOUT,
+        SHARING, BLOCK,
+    )  # fmt: skip
     if SHARING.loses:
         if tl.reduce(missing.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
             tl.atomic_add(lost, tl.reduce(missing.to(tl.int32), 0, tl.standard._sum_combine))
@@ -263,21 +312,24 @@ def rows(
     inside = tl.arange(0, BLOCK)
     magnitude, sign = read(x, inside, inside < length, DTYPE, False)
     highest = tl.reduce(magnitude, 0, tl.standard._elementwise_max)
-    largest = tl.reduce(tl.where(magnitude < 0x7F800000, magnitude, 0), 0, tl.standard._elementwise_max)
+    largest = highest
+    if not SHARING.marks:
+        largest = tl.reduce(_finite(magnitude), 0, tl.standard._elementwise_max)
     if not WHOLE:
         for start in range(BLOCK, length, BLOCK):
             more, _side = read(x, start + inside, start + inside < length, DTYPE, False)
             highest = tl.maximum(highest, tl.reduce(more, 0, tl.standard._elementwise_max))
-            finite = tl.where(more < 0x7F800000, more, 0)
-            largest = tl.maximum(largest, tl.reduce(finite, 0, tl.standard._elementwise_max))
+            largest = tl.maximum(largest, tl.reduce(_finite(more), 0, tl.standard._elementwise_max))
     outer = tl.load(outers) if SHARING.outer else 1.0
     by, exponent = _scales(largest, highest, outer, scale_numbers, sharing, SHARING)
     if SHARING.codes:
         keep(scales, row, row >= 0, by, exponent, scale_numbers, scale_codes, sharing, SHARING)
     each = inside * 0 + by
     if WHOLE:
-        element, side = elements(magnitude, sign, each, outer, 0, 0, numbers, FORM, EXACT, SHARING, BLOCK)
-        missing = put(out, inside, inside < length, element, side, each, outer, codes, DTYPE, LAYOUT, SHARING)
+        missing = write(
+            out, inside, inside < length, magnitude, sign, each, outer, 0, 0, numbers, codes, DTYPE, FORM, EXACT,
+            LAYOUT, SHARING, BLOCK,
+        )  # fmt: skip
         if SHARING.loses:
             if tl.reduce(missing.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
                 tl.atomic_add(lost, tl.reduce(missing.to(tl.int32), 0, tl.standard._sum_combine))
@@ -285,8 +337,10 @@ def rows(
         for start in range(0, length, BLOCK):
             places = start + inside
             magnitude, sign = read(x, places, places < length, DTYPE, False)
-            element, side = elements(magnitude, sign, each, outer, 0, 0, numbers, FORM, EXACT, SHARING, BLOCK)
-            missing = put(out, places, places < length, element, side, each, outer, codes, DTYPE, LAYOUT, SHARING)
+            missing = write(
+                out, places, places < length, magnitude, sign, each, outer, 0, 0, numbers, codes, DTYPE, FORM, EXACT,
+                LAYOUT, SHARING, BLOCK,
+            )  # fmt: skip
             if SHARING.loses:
                 if tl.reduce(missing.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
                     tl.atomic_add(lost, tl.reduce(missing.to(tl.int32), 0, tl.standard._sum_combine))
@@ -297,5 +351,4 @@ def largest_of_all(x, partial, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     """Write the bits of the largest finite magnitude of every program's block, int32 [programs]."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     magnitude, _sign = read(x, places, places < count, DTYPE, False)
-    finite = tl.where(magnitude < 0x7F800000, magnitude, 0)
-    tl.store(partial + tl.program_id(0), tl.reduce(finite, 0, tl.standard._elementwise_max))
+    tl.store(partial + tl.program_id(0), tl.reduce(_finite(magnitude), 0, tl.standard._elementwise_max))
