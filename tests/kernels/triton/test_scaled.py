@@ -78,6 +78,21 @@ def test_values_and_codes_are_those_of_the_definition(text: str, dtype: torch.dt
         assert same.all(), (held[~same][:4] if same.shape == held.shape else None, one[~same][:4], other[~same][:4])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("text", ["int8", "e4m3fn@fp32/row", "nvfp4"])
+def test_16_bits_round_values_under_scales_of_every_size_once(text: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    lowest, highest = (-134, 127) if dtype is torch.bfloat16 else (-26, 15)
+    powers = torch.arange(lowest, highest, dtype=torch.float64)
+    for power in powers.split(len(powers) if text != "nvfp4" else 30):  # one outer scale for all of them
+        x = torch.rand(len(power), 64, generator=generator, dtype=torch.float64) * 2 - 1
+        x = (x * 2.0 ** power[:, None]).to(dtype)
+        with kernels.use("reference"):
+            wanted = lowp.quantize(x, text)
+        with kernels.use("triton"):
+            assert torch.equal(bits(lowp.quantize(x, text)), bits(wanted))
+
+
 def test_every_format_of_the_table_but_these_has_a_kernel() -> None:
     assert {name for name in NAMED if not served(name, torch.float32)} == {
         *("flex16+5", "dfp16", "int16"),  # mantissas, and more bits than a quotient in fp32 decides

@@ -39,9 +39,7 @@ class Sharing(NamedTuple):
     direct: bool  # codes come at once out of the bits of fp32
     low_bits: int  # of fp32's, which are zero in the middle between two elements
     tolerance: int  # in the last place of fp32, by which a quotient may be wrong
-    again: bool = (
-        True  # quotients that may be wrong are divided again; not where instructions of all others are counted
-    )
+    again: bool = True  # what rare numbers need is computed; not where instructions of all others are counted
     form: Form | None = None  # of the scale's own cast
     layout: Layout | None = None
 
@@ -104,7 +102,7 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> Plan | None:
         return Plan(form, numbers, shape, places, sharing, shared, numbers, places) if format.scale == _FP32 else None
     if format.outer != _FP32 or not isinstance(format.scale, FloatFormat) or not _is_small(format.scale):
         return None
-    if not format.scale.has_nan:
+    if not format.scale.has_nan or not _is_small_product(element, format.scale):
         return None
     scale_form, scale_numbers = plan(Cast(format.scale, overflow=Overflow.SATURATE), torch.float32)
     scale_layout, scale_codes = layout(format.scale, False)
@@ -118,6 +116,15 @@ def _is_small(element: FloatFormat | IntFormat) -> bool:
         return 2 < element.bits <= _MOST_BITS
     in_range = -_WIDEST_RANGE < element.min_exponent - element.mantissa_bits and element.max_exponent < _WIDEST_RANGE
     return element.signed and element.has_zero and 2 < element.bits <= _MOST_BITS and in_range
+
+
+def _is_small_product(element: FloatFormat | IntFormat, scale: FloatFormat) -> bool:
+    """Whether elements times scales have as few bits, and as small a range, as an element may have alone."""
+    if isinstance(element, IntFormat):
+        return False
+    lowest = element.min_exponent - element.mantissa_bits + scale.min_exponent - scale.mantissa_bits
+    highest = element.max_exponent + scale.max_exponent
+    return element.precision + scale.precision <= 12 and -_WIDEST_RANGE < lowest and highest < _WIDEST_RANGE
 
 
 def quantize_groups(x: Tensor, cast: Cast, seed: Seed) -> Tensor | None:

@@ -49,6 +49,28 @@ def _finite(magnitude):
     return tl.where(magnitude < 0x7F800000, magnitude, 0)
 
 
+@triton.jit
+def _product_to_odd(element, by, outer, SHARING: tl.constexpr):
+    """Return the bits of elements times scales (times the outer scale) in fp32, to odd: 16 bits round them once.
+
+    A scale of 24 bits is the sum of two of 12, by which elements of as many bits are multiplied exactly; what the
+    rounded product differs from their sum by has the right sign: a small scale is raised for it, so that no bit is
+    below fp32's. What is too large becomes infinity, or NaN.
+    """
+    if SHARING.outer:
+        few = _float(element) * _float(by)
+        scale = _float((element & 0) + _bits(outer))
+    else:
+        few = _float(element)
+        scale = _float(by)
+    raise_by = tl.where(scale < 9.094947017729282e-13, 18446744073709551616.0, 1.0)  # 2**-40, 2**64
+    upper = _float(_bits(scale * raise_by) & -4096)
+    lower = scale * raise_by - upper
+    near = few * scale
+    error = (few * upper - near * raise_by) + few * lower
+    return (_bits(near) - (error < 0.0).to(tl.int32)) | (error != 0.0).to(tl.int32)
+
+
 # -- the scale of a group ---------------------------------------------------------------------------------------------
 @triton.jit
 def power_of_two(largest, sharing):
@@ -137,7 +159,10 @@ def elements(
         element, side = cast(quotient, sign, first, seed, numbers, FORM, COUNT)
         if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
             if is_undecided(quotient, first, seed, numbers, FORM, COUNT):
-                element, side = cast(quotient, sign, first, seed, numbers, EXACT, COUNT)
+                if SHARING.again:
+                    element, side = cast(quotient, sign, first, seed, numbers, EXACT, COUNT)
+                else:
+                    element = element ^ 1
     else:
         quotient = quotients(magnitude, by, outer, SHARING)
         element, side = cast(quotient, sign, first, seed, numbers, FORM, COUNT)
@@ -146,6 +171,8 @@ def elements(
             if SHARING.again:
                 exact = again(magnitude, by, outer, SHARING)
                 element, side = cast(exact, sign, first, seed, numbers, FORM, COUNT)
+            else:
+                element = element ^ 1
     return element, side
 
 
@@ -159,8 +186,11 @@ def _direct(
     code = direct(quotient, sign, first, seed, numbers, codes, FORM, LAYOUT, COUNT)
     if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
         if is_undecided(quotient, first, seed, numbers, FORM, COUNT):
-            element, side = cast(quotient, sign, first, seed, numbers, EXACT, COUNT)
-            code = encoded(element, side, codes, LAYOUT)
+            if SHARING.again:
+                element, side = cast(quotient, sign, first, seed, numbers, EXACT, COUNT)
+                code = encoded(element, side, codes, LAYOUT)
+            else:
+                code = code ^ 1
     return tl.where(by > 0x7F800000, 0, code), quotient > 0x7F800000
 
 
@@ -207,10 +237,7 @@ def put(
                 value = value * outer
             bits = tl.minimum(_bits(value) & 0x7FFFFFFF, 0x7F7FFFFF)
         else:
-            divisor = _wide(by)
-            if SHARING.outer:
-                divisor = divisor * outer.to(tl.float64)
-            bits = _to_odd(_wide(element) * divisor)
+            bits = _product_to_odd(element, by, outer, SHARING)
         bits = tl.where(is_nan, 0x7FC00000, bits)
         lost = is_nan
         if DTYPE == "fp32":
