@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lowp
 from lowp.casts import parse
-from lowp.kernels import cpu, low_words, mantissas
+from lowp.kernels import cpu, low_words, mantissas, use
 from lowp.kernels.mantissas import (
     current_exponent,
     exact_exponent,
@@ -171,3 +171,28 @@ def test_sums_of_channels_are_exact(shape: tuple[int, ...], axis: int) -> None:
         assert torch.equal(mantissas.sums(payload, axis), moved)
         with lowp.kernels.use("bitwise"):
             assert torch.equal(mantissas.sums(payload, axis), moved)
+
+
+@pytest.mark.parametrize(
+    "rounding", ["nearest-even", "toward-zero", "up", "down", "to-odd", "stochastic", "stochastic-8"]
+)
+@pytest.mark.parametrize("format", ["dfp16", "flex16+5"])
+def test_values_under_the_own_exponent_are_those_of_the_definition(format: str, rounding: str) -> None:
+    cast = parse(f"{format}:{rounding}")
+    for x in (
+        drawn(100, 77),
+        drawn(3000, scale=1e-30),
+        drawn(3000, scale=1e5),
+        drawn(1000, scale=1e-42),
+        torch.zeros(5),
+        torch.tensor([1.0, -1.0, -0.0, 1e-9, -1e-9]),
+        torch.tensor([-65535.9, 1.0]),
+        torch.tensor([math.inf, 1.0, math.nan]),
+        drawn(8, 9).t(),
+        torch.tensor(3.7),
+        torch.empty(0),
+    ):
+        found = lowp.quantize(x, cast, seed=3)
+        with use("reference"):
+            expected = lowp.quantize(x, cast, seed=3)
+        assert torch.equal(found.contiguous().view(torch.int32), expected.contiguous().view(torch.int32))

@@ -105,7 +105,7 @@ def quantize_operand(x: Tensor, cast: Cast, seed: int | Tensor, is_traced: bool)
         if keeps:
             cpu.quantize(x, cast, seed, out)
             return out
-        if cpu.quantize_finite(x, cast, seed, out):
+        if run.quantize_finite(x, cast, seed, out):
             return out
     rounded: Tensor = quantize(x, cast, seed=seed)
     if keeps:

@@ -295,9 +295,21 @@ def _current_int16(x: Tensor, cast: Cast, seed: int) -> Mantissas | None:
     """Return x, of fp32, as mantissas under the exponent of its maximum; None where it is not finite."""
     counts, out = array("q", (0,) * 4), x.new_empty(x.shape, dtype=torch.int16)
     block, offset, lowest, highest = _own_exponent(cast)
-    memory = out.data_ptr(), x.numel(), seed & cpu.MASK, cpu.threads(), cpu.array_address(counts)
+    memory = out.data_ptr(), None, x.numel(), seed & cpu.MASK, cpu.threads(), cpu.array_address(counts)
     exponent: int = cpu.loaded().lowp_current_int16(block, x.data_ptr(), offset, lowest, highest, *memory)
     return None if exponent == _NOT_FINITE else Mantissas(out, exponent, _seen(x, *counts))
+
+
+def current_values(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
+    """Write the values of x, of fp32, under its own exponent into `out`, which may be x, by the C++ library.
+
+    Returns False, with nothing written, where x is not finite.
+    """
+    counts = array("q", (0,) * 4)
+    block, offset, lowest, highest = _own_exponent(cast)
+    memory = None, cpu.address(out), x.numel(), seed & cpu.MASK, cpu.threads(), cpu.array_address(counts)
+    found: int = cpu.loaded().lowp_current_int16(block, cpu.address(x), offset, lowest, highest, *memory)
+    return found != _NOT_FINITE
 
 
 @remembered_by_identity
@@ -352,6 +364,19 @@ def _same_int16(x: Tensor, mantissas: Tensor, lie: Rows, exponent: int, rounded:
     given = (cpu.address(x), cpu.address(mantissas), *lie, exponent, rounded, lowest, cpu.threads())
     found: int = cpu.loaded().lowp_same_int16(*given)
     return found
+
+
+def relu(x: Tensor, mantissas: Tensor, exponent: int) -> tuple[Tensor, Tensor] | None:
+    """Return ReLU of mantissas, and of their values in fp32; None where they are not those of x, or there is no kernel.
+
+    Both are contiguous. Exponents from -100 to 100.
+    """
+    if not is_direct(x):
+        return None
+    payload, result = torch.empty_like(mantissas), torch.empty_like(x)
+    given = cpu.address(x), cpu.address(mantissas), exponent, cpu.address(payload), cpu.address(result)
+    wrong = cpu.loaded().lowp_relu_int16(*given, x.numel(), cpu.threads())
+    return None if wrong else (payload, result)
 
 
 def step_int16(

@@ -34,7 +34,7 @@ from lowp.kernels.mantissas import (
     values,
 )
 
-__all__ = ["exact", "hint", "is_exact", "keep", "rounded"]
+__all__ = ["exact", "hint", "is_exact", "keep", "relu", "rounded"]
 
 _LARGEST = 100  # beyond these exponents units leave the normal numbers of fp32
 
@@ -141,6 +141,21 @@ def _exact(x: Tensor, cast: Cast, found: _Payload | None) -> Mantissas | None:
     payload = back(computed.payload)
     keep(x, cast.format, computed.exponent, payload)
     return computed._replace(payload=payload)
+
+
+def relu(x: Tensor, cast: Cast, with_values: bool = True) -> tuple[Mantissas, Tensor | None] | None:
+    """Return ReLU of x as mantissas and, where one pass gives both, as values; None where x is not in the format.
+
+    The pass compares every element with the mantissas that are kept of it.
+    """
+    found = _find(x) if with_values and x.is_contiguous() else None
+    payload = None if found is None or found.of != cast.format else found.of_view(x)
+    if found is not None and payload is not None and abs(found.exponent) <= _LARGEST:
+        both = mantissas.relu(x.detach(), payload, found.exponent)
+        if both is not None:
+            return Mantissas(both[0], found.exponent), both[1]
+    known = exact(x, cast)
+    return None if known is None else (Mantissas(known.payload.clamp(min=0), known.exponent), None)
 
 
 def is_exact(x: Tensor, cast: Cast) -> bool:

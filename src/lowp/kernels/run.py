@@ -15,8 +15,9 @@ from lowp.casts import Cast
 from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
-from lowp.kernels import cpu, packing, scaled
+from lowp.kernels import cpu, mantissas, packing, scaled
 from lowp.kernels.floats import home, narrow, widen
+from lowp.kernels.mantissas import has_mantissas
 from lowp.kernels.philox import Seed
 from lowp.kernels.scaled import Scales
 from lowp.quantized import Quantized
@@ -144,9 +145,9 @@ def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales |
     fused = getattr(module, "quantize_groups", None) if scales is None else None
     if fused is not None and (found := fused(x, cast, seed)) is not None:
         return found  # type: ignore[no-any-return]
-    if module is cpu and scales is None and x.dtype is torch.float32 and has_one_scale(cast):
-        out = torch.empty_like(x)
-        if isinstance(seed, int) and cpu.quantize_finite(x, cast, seed, out):
+    if module is cpu and scales is None and isinstance(seed, int) and x.dtype is torch.float32:
+        out = torch.empty_like(x) if has_one_scale(cast) else None
+        if out is not None and quantize_finite(x, cast, seed, out):
             return out
     if scales is None:
         scales = scaled.choose(x, cast)
@@ -158,12 +159,22 @@ def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales |
 
 @remembered_by_identity
 def has_one_scale(cast: Cast) -> bool:
-    """Whether a format has one scale for a tensor, in fp32, from its largest magnitude."""
+    """Whether the C++ library finds the one scale of a tensor, in fp32 or int16's exponent, from its maximum."""
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat) or scaling is None or scaling.kind != "current":
         return False
     is_ratio = format.scale == scaled.FP32 and not format.affine and format.element.bits > 2
-    return is_ratio and format.scope.kind == "tensor"
+    return (is_ratio and format.scope.kind == "tensor") or has_mantissas(cast)
+
+
+def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
+    """Write the values of x by a cast that `has_one_scale` into `out`, both fp32 and contiguous.
+
+    Returns False, with nothing written, where x is not finite.
+    """
+    if has_mantissas(cast):
+        return mantissas.current_values(x, cast, seed, out)
+    return cpu.quantize_finite(x, cast, seed, out)
 
 
 def _quantize_scaled_in_one_pass(x: Tensor, cast: Cast, scales: Scales, seed: Seed) -> Tensor:

@@ -18,7 +18,13 @@ from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum
 
 # Three layers. Inputs, weights and output gradients are looked at and converted once each, by one call; of the nine
 # products the gradient of the data is not asked for; a bias's gradient is summed from the mantissas.
-DFP16 = {"lowp_current_int16": 9, "lowp_integer_matmul": 8, "lowp_sum_int16": 3}
+DFP16 = {
+    "lowp_current_int16": 9,
+    "lowp_integer_matmul": 8,
+    "lowp_sum_int16": 3,
+    "lowp_pack_nonzero": 2,
+    "lowp_pass_bits": 2,
+}
 # There every tensor is in the format when it is read: it is compared with its mantissas, or recognised, and what is
 # written is written once, statistics in the same pass; weights and their updates by one call.
 FLEX = {
@@ -26,11 +32,13 @@ FLEX = {
     "lowp_current_int16": 4,
     "lowp_write_int16": 5,
     "lowp_integer_matmul": 8,
-    "lowp_same_int16": 18,
+    "lowp_same_int16": 16,
     "lowp_from_int16": 9,
     "lowp_sum_int16": 3,
     "lowp_exact_int16": 8,
     "lowp_step_int16": 6,
+    "lowp_relu_int16": 2,
+    "lowp_pass_positive": 2,
 }
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import lowp
 from lowp.ops.call import Call
 from lowp.ops.int16 import masks
-from lowp.ops.int16.masks import has_integer_operands, packed, unpacked
+from lowp.ops.int16.masks import has_integer_operands
 from lowp.ops.table import name_of, row_of
 from lowp.policy import Policy, Rule
 from lowp.presets import PRESETS, parse
@@ -114,17 +114,6 @@ def test_bits_or_places_are_all_that_is_kept(name: str) -> None:
             y = OPS[name](h)
     assert {one.dtype for one in saved} == {torch.uint8}
     assert [one.numel() for one in saved] == [y.numel() if "pool" in name else x.numel() // 8]
-
-
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 64, 1001])
-def test_bits_become_the_mask_they_were(count: int) -> None:
-    mask = drawn(count) > 0
-    bits = packed(mask.clone())
-    assert bits.dtype is torch.uint8 and bits.numel() == (count + 7) // 8
-    assert torch.equal(unpacked(bits, mask.shape, mask.stride()).bool(), mask)
-    pairs = mask[: count // 2 * 2].view(2, -1)
-    column_major = torch.empty_strided(pairs.shape, (1, 2), dtype=torch.bool).copy_(pairs)
-    assert torch.equal(unpacked(packed(column_major), pairs.shape, (1, 2)).bool(), pairs)
 
 
 def network(x: Tensor, w: Tensor, inplace: bool = False) -> Tensor:

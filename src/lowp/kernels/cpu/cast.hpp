@@ -163,6 +163,11 @@ struct Kernels {
                      int64_t begin, int64_t end);
   void (*step_int16)(const Step&, Stepped*, int64_t begin, int64_t end);
   void (*words_int16)(float* x, int exponent, int low_bits, int lowest, Mantissas*, int64_t begin, int64_t end);
+  void (*pack_nonzero)(const float* in, uint8_t* bits, int64_t begin, int64_t end);
+  void (*pass_bits)(const float* in, const uint8_t* bits, float* out, int64_t begin, int64_t end);
+  void (*pass_positive)(const float* in, const int16_t* mantissas, float* out, int64_t begin, int64_t end);
+  bool (*relu_int16)(const float* in, const int16_t* mantissas, int exponent, int16_t* to, float* values, int64_t begin,
+                     int64_t end);
   void (*statistics)(const Task&, Statistics*, double* partial_sums, int64_t begin, int64_t end);
   void (*spectrum)(const Task&, float scale, SpectrumSeen*, double* partial_sums, int64_t begin, int64_t end);
   void (*updates)(const Update&, UpdatesSeen*, double* energy, int64_t begin, int64_t end);

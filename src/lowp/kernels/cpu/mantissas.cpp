@@ -72,9 +72,10 @@ LOWP_EXPORT void lowp_grid(const float* x, int64_t count, int lowest, int thread
 }
 
 // Writes x, of fp32, as mantissas under the exponent of its own maximum: that of its leading bit plus `offset`, from
-// `lowest` to `highest`, and 0 of zeros. Returns the exponent; kNotFinite, with nothing written, where x is not finite.
+// `lowest` to `highest`, and 0 of zeros. `out` takes the mantissas, `values` what they stand for; either may be null.
+// Returns the exponent; kNotFinite, with nothing written, where x is not finite.
 LOWP_EXPORT int lowp_current_int16(const lowp_cast* cast, const float* x, int offset, int lowest, int highest, void* out,
-                                   int64_t count, uint64_t seed, int threads, int64_t* counts) {
+                                   float* values, int64_t count, uint64_t seed, int threads, int64_t* counts) {
   constexpr int kNotFinite = 1 << 20;
   int64_t found[2];
   lowp_grid(x, count, 0, threads, found);
@@ -84,7 +85,7 @@ LOWP_EXPORT int lowp_current_int16(const lowp_cast* cast, const float* x, int of
     std::frexp(magnitude(static_cast<uint32_t>(found[0])), &exponent);
     exponent = std::min(std::max(exponent - 1 + offset, lowest), highest);
   }
-  lowp_write_int16(cast, kFp32, x, exponent, out, nullptr, count, seed, threads, counts);
+  lowp_write_int16(cast, kFp32, x, exponent, out, values, count, seed, threads, counts);
   return exponent;
 }
 

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
-from lowp.compat import real_tensors
 from lowp.formats import IntFormat, ScaledFormat
 from lowp.kernels.dispatch import has_integer_kernels
+from lowp.kernels.masks import Mask, nonzero, packed, passed, unpacked
 from lowp.ops.call import Call
 from lowp.ops.casting import functorch_is_active, shield
 from lowp.ops.contraction import function_name
@@ -39,10 +39,8 @@ __all__ = [
     "leaky_relu",
     "max_pool2d",
     "max_pool3d",
-    "packed",
     "relu",
     "relu6",
-    "unpacked",
 ]
 
 
@@ -90,27 +88,6 @@ def _is_followed(x: Tensor) -> bool:
     return unpack_dual(x).tangent is None  # type: ignore[no-untyped-call]
 
 
-# -- bits ---------------------------------------------------------------------------------------------------------
-
-_GATHER = 0x0102040810204080  # times eight bytes of 0 or 1 it has byte i at bit i of the last byte
-with real_tensors():
-    _BYTES = torch.tensor([[byte >> i & 1 for i in range(8)] for byte in range(256)], dtype=torch.int8, device="cpu")
-    _WORDS = _BYTES.view(torch.int64).flatten()
-
-
-def packed(mask: Tensor) -> Tensor:
-    """Return a mask of bool without gaps, which is used up, as uint8: eight elements to a byte as its memory lies."""
-    flat = mask.as_strided((mask.numel(),), (1,))
-    if rest := -flat.numel() % 8:
-        flat = F.pad(flat, (0, rest))
-    return flat.view(torch.int64).mul_(_GATHER).view(torch.uint8)[7::8].contiguous()
-
-
-def unpacked(bits: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    """Return the mask of a shape and strides that was packed, as int8 (of which torch makes other numbers faster)."""
-    return _WORDS.index_select(0, bits.int()).view(torch.int8).as_strided(shape, stride)
-
-
 # -- activations --------------------------------------------------------------------------------------------------
 
 
@@ -120,12 +97,12 @@ class _Masked(ABC):
     is_in_place = False
 
     @abstractmethod
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the result, and the mask as a tensor of bool without gaps that nobody else holds."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Mask]:
+        """Return the result, and its mask."""
 
     @abstractmethod
-    def backward(self, gradient: Tensor, mask: Tensor) -> Tensor:
-        """Return the gradient; the mask comes as int8."""
+    def backward(self, gradient: Tensor, mask: Mask) -> Tensor:
+        """Return the gradient."""
 
 
 class _MaskedNode(torch.autograd.Function):
@@ -136,15 +113,16 @@ class _MaskedNode(torch.autograd.Function):
         if masked.is_in_place:
             ctx.mark_dirty(x)
         result, mask = masked.forward(x)
-        ctx.masked, ctx.shape, ctx.stride = masked, mask.shape, mask.stride()
-        ctx.save_for_backward(packed(mask))
+        bits, *ctx.layout = mask
+        ctx.masked = masked
+        ctx.save_for_backward(bits)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
             (bits,) = ctx.saved_tensors
-            return ctx.masked.backward(gradient, unpacked(bits, ctx.shape, ctx.stride)), None
+            return ctx.masked.backward(gradient, Mask(bits, *ctx.layout)), None
 
 
 def _applied(x: Tensor, masked: _Masked) -> Tensor:
@@ -156,24 +134,23 @@ class _Gate(_Masked):
     """An activation whose gradient passes where `passes` says so of the result."""
 
     run: Callable[[Tensor], Tensor]
-    passes: Callable[[Tensor], Tensor]
-    through: Callable[[Tensor, Tensor], Tensor]
+    passes: Callable[[Tensor], Mask]
+    through: Callable[[Tensor, Mask], Tensor]
     is_in_place: bool
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Mask]:
         result = self.run(x)
         return result, self.passes(result)
 
-    def backward(self, gradient: Tensor, mask: Tensor) -> Tensor:
+    def backward(self, gradient: Tensor, mask: Mask) -> Tensor:
         return self.through(gradient, mask)
 
 
-def _stopped(gradient: Tensor, passes: Tensor) -> Tensor:
+def _stopped(gradient: Tensor, mask: Mask) -> Tensor:
     """Return a gradient with zeros where it does not pass; what passes, NaN included, keeps its bits."""
     if torch.is_grad_enabled() or functorch_is_active() or type(gradient) is not Tensor or gradient.is_neg():
-        return cast(Tensor, torch.ops.aten.threshold_backward(gradient, passes.to(gradient.dtype), 0))
-    # a selection by masked_fill or where takes many times as long
-    return passes.to(torch.int32).mul_(gradient.view(torch.int32)).view(torch.float32)
+        return cast(Tensor, torch.ops.aten.threshold_backward(gradient, unpacked(mask).to(gradient.dtype), 0))
+    return passed(gradient, mask)
 
 
 def _gated(x: Tensor, gate: _Gate) -> Tensor:
@@ -192,7 +169,7 @@ def relu(call: Call, x: Tensor) -> Tensor:
     _, given = bound(call, "input", inplace=False)
     in_place = _is_in_place(call, given)
     run = torch.relu_ if in_place else torch.relu
-    return _gated(x, _Gate(run, Tensor.bool, _stopped, in_place))
+    return _gated(x, _Gate(run, nonzero, _stopped, in_place))
 
 
 @runner
@@ -210,8 +187,8 @@ def hardtanh(call: Call, x: Tensor) -> Tensor:
 
 
 def _clipped(x: Tensor, low: float, high: float, in_place: bool) -> Tensor:
-    def passes(y: Tensor) -> Tensor:
-        return (y <= low).logical_or_(y >= high).logical_not_()
+    def passes(y: Tensor) -> Mask:
+        return packed((y <= low).logical_or_(y >= high).logical_not_())
 
     return _gated(x, _Gate(lambda x: F.hardtanh(x, low, high, in_place), passes, _stopped, in_place))
 
@@ -223,11 +200,14 @@ def leaky_relu(call: Call, x: Tensor) -> Tensor:
     in_place = _is_in_place(call, given)
     require(slope >= 0)  # else the result does not tell the sign, and in place torch refuses it
 
-    def backward(gradient: Tensor, passes: Tensor) -> Tensor:
-        signs = passes.to(gradient.dtype)
+    def backward(gradient: Tensor, mask: Mask) -> Tensor:
+        signs = unpacked(mask).to(gradient.dtype)
         return cast(Tensor, torch.ops.aten.leaky_relu_backward(gradient, signs, slope, False))
 
-    return _gated(x, _Gate(lambda x: F.leaky_relu(x, slope, in_place), lambda y: y > 0, backward, in_place))
+    def run(x: Tensor) -> Tensor:
+        return F.leaky_relu(x, slope, in_place)
+
+    return _gated(x, _Gate(run, lambda y: packed(y > 0), backward, in_place))
 
 
 # -- dropout ------------------------------------------------------------------------------------------------------
@@ -239,12 +219,12 @@ class _Dropout(_Masked):
 
     function: Fp32Function
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Mask]:
         result, (mask,) = self.function.forward([x])
-        return result, mask
+        return result, packed(mask)
 
-    def backward(self, gradient: Tensor, mask: Tensor) -> Tensor:
-        (result,) = self.function.backward(gradient, [mask], [None], [True])
+    def backward(self, gradient: Tensor, mask: Mask) -> Tensor:
+        (result,) = self.function.backward(gradient, [unpacked(mask)], [None], [True])
         return cast(Tensor, result)
 
 

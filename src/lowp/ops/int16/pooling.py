@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from lowp.kernels import payloads
+from lowp.kernels.mantissas import Mantissas
+from lowp.kernels.masks import passed_where_positive
 from lowp.ops.call import Call
 from lowp.ops.casting import shield
 from lowp.ops.generic import tensors_of
@@ -78,21 +80,21 @@ def _relu(call: Call, x: Tensor) -> Tensor:
     given = list(call.args[1:]) + [value for name, value in call.kwargs.items() if name != "input"]
     is_in_place = any(given) or str(getattr(call.func, "__name__", "")).endswith("_")
     assert call.rule.output is not None
-    mantissas = payloads.exact(x, call.rule.output)
-    require(mantissas is not None)
-    assert mantissas is not None
-    payload = mantissas.payload.clamp(min=0)
-    result = cast(Tensor, _Relu.apply(x, payload, is_in_place))  # type: ignore[no-untyped-call]
-    payloads.keep(result, call.rule.output.format, mantissas.exponent, payload)
+    found = payloads.relu(x, call.rule.output, with_values=not is_in_place)
+    require(found is not None)
+    assert found is not None
+    result = cast(Tensor, _Relu.apply(x, found, is_in_place))  # type: ignore[no-untyped-call]
+    payloads.keep(result, call.rule.output.format, found[0].exponent, found[0].payload)
     return result
 
 
 class _Relu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, payload: Tensor, is_in_place: bool) -> Tensor:
-        ctx.save_for_backward(payload)
+    def forward(ctx: Any, x: Tensor, found: tuple[Mantissas, Tensor | None], is_in_place: bool) -> Tensor:
+        mantissas, values = found  # in a tuple: a tensor that is given and returned would become a view
+        ctx.save_for_backward(mantissas.payload)
         if not is_in_place:
-            return torch.relu(x)
+            return torch.relu(x) if values is None else values
         ctx.mark_dirty(x)
         return torch.relu_(x)
 
@@ -100,7 +102,11 @@ class _Relu(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
             (payload,) = ctx.saved_tensors
-            return _inherited(torch.ops.aten.threshold_backward(gradient, payload, 0), gradient), None, None
+            if torch.is_grad_enabled():
+                result = torch.ops.aten.threshold_backward(gradient, payload, 0)
+            else:
+                result = passed_where_positive(gradient, payload)
+            return _inherited(result, gradient), None, None
 
 
 @cache

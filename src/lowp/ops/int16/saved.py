@@ -100,6 +100,23 @@ class _Again(Fp32Function):
         return cast(Tensor, self.function(*changed(self.args, fill), **changed(self.kwargs, fill)))
 
 
+_DERIVATIVES: dict[str, Callable[..., Tensor]] = {
+    "gelu": lambda gradient, x, approximate="none": torch.ops.aten.gelu_backward(gradient, x, approximate=approximate),
+    "silu": lambda gradient, x, inplace=False: torch.ops.aten.silu_backward(gradient, x),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class _Derived(_Again):
+    """A function of one tensor whose derivative torch has by name: its result need not be computed again for it."""
+
+    derivative: Callable[..., Tensor]
+
+    def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
+        settings = {name: value for name, value in self.kwargs.items() if name != "input"}
+        return [self.derivative(gradient, tensors[0], **settings)]
+
+
 class _Product(_Again):
     """A product of two tensors: the gradient of either reads the other alone."""
 
@@ -139,7 +156,11 @@ class _Dropout(Fp32Function):
 def as_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
     """Return a call as a function of its tensors that keeps mantissas; None for one that keeps nothing."""
     found = _followed(call)
-    return None if found is None else (_Again(call.func, *found[1:]), found[0])
+    if found is None:
+        return None
+    derivative = _DERIVATIVES.get(call.op)
+    fused = _Again(call.func, *found[1:]) if derivative is None else _Derived(call.func, *found[1:], derivative)
+    return fused, found[0]
 
 
 def as_product(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:

@@ -1,0 +1,37 @@
+// The C functions of elements that pass or do not: lowp/kernels/masks.py calls them.
+#include <atomic>
+
+#include "calls.hpp"
+
+using namespace lowp;
+
+// Bit i % 8 of bits[i / 8] tells whether x[i] is not zero; bits of a last byte that no element has are 0.
+LOWP_EXPORT void lowp_pack_nonzero(const float* x, uint8_t* bits, int64_t count, int threads) {
+  const Kernels& kernel = kernels();
+  parallel_for(count, kBlock, enough_threads(count, threads),
+               [&](int64_t begin, int64_t end) { kernel.pack_nonzero(x, bits, begin, end); });
+}
+
+LOWP_EXPORT void lowp_pass_bits(const float* x, const uint8_t* bits, float* out, int64_t count, int threads) {
+  const Kernels& kernel = kernels();
+  parallel_for(count, kBlock, enough_threads(count, threads),
+               [&](int64_t begin, int64_t end) { kernel.pass_bits(x, bits, out, begin, end); });
+}
+
+LOWP_EXPORT void lowp_pass_positive(const float* x, const int16_t* mantissas, float* out, int64_t count, int threads) {
+  const Kernels& kernel = kernels();
+  parallel_for(count, kBlock, enough_threads(count, threads),
+               [&](int64_t begin, int64_t end) { kernel.pass_positive(x, mantissas, out, begin, end); });
+}
+
+// Returns 0; -1 where the mantissas are not those of x under this exponent, and what was written means nothing.
+LOWP_EXPORT int lowp_relu_int16(const float* x, const int16_t* mantissas, int exponent, int16_t* to, float* values,
+                                int64_t count, int threads) {
+  const Kernels& kernel = kernels();
+  std::atomic<bool> wrong{false};
+  parallel_for(count, kBlock, enough_threads(count, threads), [&](int64_t begin, int64_t end) {
+    if (wrong.load(std::memory_order_relaxed)) return;
+    if (!kernel.relu_int16(x, mantissas, exponent, to, values, begin, end)) wrong = true;
+  });
+  return wrong ? -1 : 0;
+}

@@ -1,0 +1,112 @@
+"""Masks of a bit an element: packed, used on gradients, and ReLU of mantissas; the same on every instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowp.casts import parse
+from lowp.kernels import cpu, masks, payloads, use
+from lowp.kernels.masks import nonzero, packed, passed, passed_where_positive, unpacked
+
+FLEX = parse("flex16+5")
+SPECIAL = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-45, -1e-45, 6.0, -1.0])
+COUNTS = [0, 1, 7, 8, 9, 16, 64, 1001, 200_003]
+needs_library = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+
+
+@pytest.fixture(params=cpu.available() if cpu.library() is not None else ())
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    cpu.select(request.param)
+    yield
+    cpu.select(None)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    flat = x.view(-1)
+    flat[: len(SPECIAL)] = SPECIAL[: len(flat)]
+    flat[100:200] = 0
+    return x
+
+
+def bits_of(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_bits_become_the_mask_they_were(count: int) -> None:
+    mask = drawn(count) > 0
+    found = packed(mask.clone())
+    assert found.bits.dtype is torch.uint8 and found.bits.numel() == (count + 7) // 8
+    assert torch.equal(unpacked(found).bool(), mask)
+    pairs = mask[: count // 2 * 2].view(2, -1)
+    column_major = torch.empty_strided(pairs.shape, (1, 2), dtype=torch.bool).copy_(pairs)
+    assert torch.equal(unpacked(packed(column_major)).bool(), pairs)
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("count", COUNTS)
+def test_one_pass_packs_what_is_not_zero_and_another_lets_it_pass(count: int) -> None:
+    x, gradient = drawn(count), drawn(count, seed=1)
+    found = nonzero(x)
+    with use("bitwise"):  # torch's own operations
+        expected = nonzero(x)
+        slope = passed(gradient, expected)
+    assert torch.equal(found.bits, expected.bits) and torch.equal(unpacked(found).bool(), x.bool())
+    assert torch.equal(bits_of(passed(gradient, found)), bits_of(slope))
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("count", COUNTS)
+def test_gradients_pass_where_mantissas_are_positive(count: int) -> None:
+    mantissas = (drawn(count, seed=2).nan_to_num(0, 1, -1) * 10).to(torch.int16)
+    gradient = drawn(count, seed=1)
+    found = passed_where_positive(gradient, mantissas)
+    assert torch.equal(bits_of(found), bits_of(torch.ops.aten.threshold_backward(gradient, mantissas, 0)))
+
+
+def test_images_pass_as_they_lie_and_what_lies_otherwise_by_torch() -> None:
+    x = drawn(3, 4, 5, 6)
+    for one in (x, x.contiguous(memory_format=torch.channels_last), x.transpose(1, 2), x[..., 1:], x[:0]):
+        found = nonzero(one.clone())
+        gradient = torch.empty_strided(found.shape, found.stride).copy_(drawn(*one.shape, seed=1))
+        result = passed(gradient, found)
+        assert result.stride() == gradient.stride()
+        assert torch.equal(bits_of(result), bits_of(gradient.masked_fill(one == 0, 0.0)))
+
+
+@needs_library
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("count", [1, 9, 1023, 1024, 200_003])
+def test_relu_of_mantissas_is_relu_of_their_values(count: int) -> None:
+    payload = torch.randint(-32768, 32768, (count,), generator=torch.Generator().manual_seed(3)).to(torch.int16)
+    x = payload.float() * 2.0**-20
+    payloads.keep(x, FLEX.format, -20, payload)
+    found = payloads.relu(x, FLEX)
+    assert found is not None and found[1] is not None
+    assert found[0].exponent == -20 and torch.equal(found[0].payload, payload.clamp(min=0))
+    assert torch.equal(found[1], torch.relu(x))
+
+
+@needs_library
+@pytest.mark.parametrize("place", [0, 1023, 1024, 199_999])
+def test_relu_sees_every_element_that_was_written_unseen(place: int) -> None:
+    payload = torch.randint(-1000, 1000, (200_000,), generator=torch.Generator().manual_seed(3)).to(torch.int16)
+    x = payload.float()
+    payloads.keep(x, FLEX.format, 0, payload)
+    x.numpy()[place] = 1234.0
+    found = payloads.relu(x, FLEX)
+    assert found is not None and torch.equal(found[0].values, torch.relu(x))
+    x.numpy()[place] = 0.3  # no number of the format beside the others
+    assert payloads.relu(x, FLEX) is None
+
+
+def test_without_the_library_torch_computes_the_same() -> None:
+    x, gradient = drawn(50), drawn(50, seed=1)
+    with use("bitwise"):
+        assert not masks._is_plain(x)
+        assert torch.equal(bits_of(passed(gradient, nonzero(x))), bits_of(gradient.masked_fill(x == 0, 0.0)))
