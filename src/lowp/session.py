@@ -40,8 +40,9 @@ class BatchNormJournal:
             module for module in model.modules() if isinstance(getattr(module, "running_mean", None), torch.Tensor)
         ]
         self._saved: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-        register: Callable[..., RemovableHandle] = model.register_load_state_dict_post_hook
-        self._loading = register(_BeginOnLoad(self))
+        # torch's own, which TorchScript's modules hide and call all the same
+        register: Callable[..., RemovableHandle] = nn.Module.register_load_state_dict_post_hook
+        self._loading = register(model, _BeginOnLoad(self))
         self.begin()
 
     def __len__(self) -> int:

@@ -137,3 +137,19 @@ def test_learning_rate_schedules_can_follow_the_steps() -> None:
             scheduler.step()
     assert scheduler.get_last_lr() == [0.125]
     assert not scaler.stepped_for(one_parameter([1.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("is_conjugate", [False, True])
+def test_complex_gradients_are_unscaled_and_checked(dtype: torch.dtype, is_conjugate: bool) -> None:
+    """torch's scaler has no kernel for them: weights of a spectral convolution could not be trained in fp16."""
+    scaler = started(init_scale=4.0, sample_interval=1)
+    optimizer = one_parameter(torch.tensor([4 + 8j, -2j], dtype=dtype), "plain")
+    if is_conjugate:
+        parameter_of(optimizer).grad = torch.tensor([4 - 8j, 2j], dtype=dtype).conj()
+    scaler.step(optimizer)
+    assert bool(scaler.stepped) and parameter_of(optimizer).tolist() == [0.5 - 1j, 1 + 0.25j]
+    scaler.update()
+    parameter_of(optimizer).grad = torch.tensor([1, complex(0, INF)], dtype=dtype)
+    scaler.step(optimizer)
+    assert not scaler.stepped and parameter_of(optimizer).tolist() == [0.5 - 1j, 1 + 0.25j]

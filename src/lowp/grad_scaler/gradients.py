@@ -31,7 +31,6 @@ class Gradient(NamedTuple):
 
 
 Kinds: TypeAlias = "dict[tuple[torch.device, torch.dtype], list[Gradient]]"
-_WIDE = (torch.float64, torch.complex128)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -46,6 +45,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Gradient]:
     """Return the gradients that are there; those of sparse ones are their coalesced values, of DTensors the local part.
 
+    Those of complex numbers are their real and imaginary parts: torch's kernels unscale real numbers only.
     Raises InvalidInput for fp16 gradients if those are not allowed, before anything is changed.
     """
     present = [(place, p, p.grad) for place, p in enumerate(parameters_of(optimizer)) if p.grad is not None]
@@ -54,7 +54,7 @@ def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Gradient
             "Attempting to unscale FP16 gradients. Unscaled, the small ones are flushed to zero: keep the parameters "
             "in fp32 and cast in autocast, or keep fp32 masters: lowp.MasterWeights(optimizer, storage='fp16')"
         )
-    return [Gradient(_values(parameter, gradient), place) for place, parameter, gradient in present]
+    return [Gradient(_real(_values(parameter, gradient)), place) for place, parameter, gradient in present]
 
 
 def _values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -66,10 +66,16 @@ def _values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         elif not gradient.is_coalesced():
             parameter.grad = gradient = gradient.coalesce()
         return gradient._values()
+    if gradient.is_conj():
+        parameter.grad = gradient = gradient.resolve_conj()
     if type(gradient) is torch.Tensor:
         return gradient
     to_local = getattr(gradient, "to_local", None)
     return gradient if to_local is None else cast(torch.Tensor, to_local())
+
+
+def _real(values: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def plain_on_host(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -157,13 +163,13 @@ def largest(kinds: Kinds, count: int, device: torch.device) -> torch.Tensor:
     inf or NaN if the gradient holds one; fp64 if one is, otherwise fp32. A complex number counts as its larger part.
     One pass over the gradients that only reads.
     """
-    wide = torch.float64 if any(kind in _WIDE for _, kind in kinds) else torch.float32
+    wide = torch.float64 if any(kind is torch.float64 for _, kind in kinds) else torch.float32
     found: dict[int, torch.Tensor] = {}
     for (place, _), group in kinds.items():
         filled = [each for each in group if each.values.numel()]
         if not filled:
             continue
-        values = [_real(each.values.detach()) for each in filled]
+        values = [each.values.detach() for each in filled]
         sizes = _magnitudes_on_cpu(values) if place.type == "cpu" else torch.stack(_foreach_norm(values, math.inf))
         sizes = sizes.to(device, wide, non_blocking=True)
         if len(filled) == count:  # all of them in one go, and then in order
@@ -179,15 +185,11 @@ def _magnitudes_on_cpu(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.maximum(torch.stack(high), -torch.stack(low))
 
 
-def _real(values: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(values) if values.is_complex() else values
-
-
 def largest_finite(kinds: Kinds) -> float:
     """Return the largest finite magnitude among all values, 0 if there is none. Waits for the device."""
     found = 0.0
     for group in kinds.values():
-        sizes = [_real(each.values.detach()).abs() for each in group if each.values.numel()]
+        sizes = [each.values.detach().abs() for each in group if each.values.numel()]
         if sizes:
             finite = [torch.nan_to_num(size, nan=0.0, posinf=0.0).amax() for size in sizes]
             found = max(found, *torch.stack(finite).tolist())
@@ -210,7 +212,7 @@ def exponent_histogram(kinds: Kinds, device: torch.device) -> torch.Tensor:
 
 def _exponents(sample: torch.Tensor) -> torch.Tensor:
     # Not by lowp.statistics, which on a CPU reads its sums: a step with a fused optimizer reads nothing.
-    bits = _real(sample).float().contiguous().view(torch.int32)
+    bits = sample.float().contiguous().view(torch.int32)
     magnitude = (bits & 0x7FFFFFFF).reshape(-1)
     field = (magnitude >> 23).long()
     counts = torch.zeros(256, dtype=torch.int64, device=sample.device)

@@ -63,6 +63,15 @@ def _stored(preset: Preset) -> str:
     return name if name in PRESETS else "fp16-storage or bf16-storage"
 
 
+def _refuse_scripted(model: nn.Module, storage: str) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InvalidInput(
+            f"the parameters of a TorchScript module cannot be stored in {storage}, because its state_dict() takes no "
+            "hooks that give and take fp32: prepare the module itself and compile it with torch.compile, or take a "
+            "precision that leaves parameters in fp32, such as fp16 or bf16"
+        )
+
+
 class MasterStorage:
     """Models whose parameters are stored in few bits, and optimizers that keep their masters."""
 
@@ -72,6 +81,7 @@ class MasterStorage:
 
     def model(self, model: nn.Module) -> None:
         """Convert the parameters in place; raises InvalidInput, with nothing changed, where it is too late for it."""
+        _refuse_scripted(model, str(self.storage.cast))
         convertible = [one for one in model.parameters() if one.is_floating_point() and owner_of(one) is None]
         left = [one for one in convertible if one.dtype is not self.storage.dtype]
         if left:
@@ -146,6 +156,7 @@ class FlexStorage:
 
     def model(self, model: nn.Module) -> None:
         """Write the parameters, in place, under exponents that belong to their names."""
+        _refuse_scripted(model, str(self.cast))
         refuse_shards(self.cast, model.parameters())
         new = {one: name for name, one in unwrapped(model).named_parameters() if one not in self._names}
         if not new:

@@ -21,7 +21,7 @@ from lowp.ops import table
 from lowp.ops.observing import Observer, everywhere
 from lowp.policy import OP_CLASSES, Policy, check_ops
 from lowp.presets import Preset
-from lowp.region import entries, steps, threads
+from lowp.region import entries, scripted, steps, threads
 from lowp.region.audit import Audit
 from lowp.region.decorated import decorated
 from lowp.region.engine import Engine
@@ -196,6 +196,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
             return
         threads.install()
         steps.install()
+        scripted.install()
         engine = self._engine(path)
         engine.spots = spots or engine.spots
         if entry.frame is not None:

@@ -133,6 +133,15 @@ class Rulebook:
                 "unrounded, or omit strict=True"
             )
 
+    def missed_script(self, module: str) -> None:
+        """Note a module of TorchScript, whose ops no rule reaches; raise InvalidInput where the region is strict."""
+        self._unseen[f"the TorchScript module {module}"] = None
+        if self.strict:
+            raise InvalidInput(
+                f"module {module} is TorchScript's, whose ops no rule of policy {self.policy.name or 'unnamed'} "
+                "reaches: call the module itself, without torch.jit.script or torch.jit.trace, or omit strict=True"
+            )
+
     def note(self, op: str, first: Tensor | None) -> None:
         """Note a contraction under a rule by its first operand: rounded, or left as it is.
 

@@ -31,7 +31,7 @@ from lowp.casts import Cast
 from lowp.compat import applied_at_once, private, real_tensors
 from lowp.kernels.functions import quantize_operand
 from lowp.kernels.products import NARROW, has_launches
-from lowp.ops.casting import carried, functorch_is_active, is_irregular, native_dtype, shield
+from lowp.ops.casting import carried, functorch_is_active, is_irregular, is_jit_tracing, native_dtype, shield
 
 __all__ = ["HANDS_OUT", "RUNS_HOOKS", "WeightCasts", "forget_all"]
 
@@ -182,7 +182,7 @@ class WeightCasts:
             return quantize_operand(weight, to, 0, False).to(dtype)
         sign = self._sign(weight)
         for entry in self._entries.get(id(weight), ()):
-            if entry.sign == sign and (entry.to is to or entry.to == to):
+            if entry.sign == sign and (entry.to is to or entry.to == to) and not is_jit_tracing():
                 return entry.value
         value = quantize_operand(weight.detach(), to, 0, False)
         return self._remember(weight, to, sign, value if dtype is torch.float32 else value.to(dtype))
@@ -208,6 +208,8 @@ class WeightCasts:
         """Return a cast that can serve again, part of the graph; None where there is none."""
         for entry in self._entries.get(id(weight), ()):
             if entry.sign == sign and (entry.to is to or entry.to == to):
+                if is_jit_tracing():  # it would be a constant of the trace, whatever the weight becomes
+                    return None
                 return entry.in_graph() if weight.requires_grad and torch.is_grad_enabled() else entry.value
         return None
 
