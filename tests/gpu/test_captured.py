@@ -16,6 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowp
 from lowp import kernels
+from lowp.exponents import SharedExponents
+from lowp.kernels import dispatch
 from lowp.ops.casting import draw_seed
 from lowp.optim.storage import seed_of
 
@@ -99,6 +101,43 @@ def test_masters_that_draw_count_their_steps_on_the_device(monkeypatch: pytest.M
         optimizer = lowp.MasterWeights(torch.optim.SGD([parameter], lr=0.1), kind="stochastic")
         counter = optimizer._steps_on(parameter.device)
         assert isinstance(counter, Tensor) and counter.is_cuda and optimizer._steps_on(parameter.device) is counter
+
+
+def test_shared_exponents_of_a_step_that_was_traced_once_move_as_those_of_the_eager_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(1)
+    monkeypatch.setattr(dispatch, "_is_on_host", lambda one: False)
+    batches = [torch.randn(5, 4) * 3.0**number for number in range(9)]
+    step, exponents = _flexpoint_step()
+    expected = [step(x) for x in batches]
+    other, replayed = _flexpoint_step()
+    found = [other(x) for x in batches[:3]]  # all sites are there, and have started
+    replay = make_fx(other)(batches[3].clone())
+    found += [expected[3], *(replay(x) for x in batches[4:])]
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+    assert exponents.summary()["all"].moved > 0
+    for site in exponents.sites():
+        assert replayed.exponent(site) == exponents.exponent(site)
+
+
+def _flexpoint_step() -> tuple[Step, SharedExponents]:
+    """Return a step of gradient descent in flex16+5, and its exponents."""
+    precision = lowp.Precision("flex16+5")
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=generator).requires_grad_() for shape in ((6, 4), (2, 6))]
+    exponents = precision.exponents
+    assert exponents is not None
+
+    def step(x: Tensor) -> Tensor:
+        with precision.autocast():
+            loss = nn.functional.linear(nn.functional.linear(x, weights[0]).relu(), weights[1]).square().sum()
+        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            weight.data.sub_(gradient * 2.0**-12)
+        exponents.flush()
+        return loss.detach()
+
+    return step, exponents
 
 
 def test_a_drawn_seed_is_a_node_of_the_graph_and_no_constant_of_it() -> None:

@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lowp
+from lowp import compat
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.errors import Unavailable
 from lowp.formats import FORMATS, FloatFormat, IntFormat
-from lowp.kernels import bitwise, floats, run, scaled
+from lowp.kernels import bitwise, dispatch, floats, run, scaled
 from lowp.scaling import loss_scale
 
 _WIDE = (torch.float64, torch.complex128)
@@ -49,8 +50,10 @@ def _no_fp64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("preset", ["fp16", "bf16-storage", "fp8", "e5m7"])
-def test_steps_of_a_region_are_taken_without_fp64(preset: str) -> None:
+@pytest.mark.parametrize("preset", ["fp16", "bf16-storage", "fp8", "e5m7", "dfp16", "flex16+5"])
+def test_steps_of_a_region_are_taken_without_fp64(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "has_fp64", lambda device: False)
+    monkeypatch.setattr(dispatch, "_is_on_host", lambda one: False)  # exponents stay on a device
     torch.manual_seed(0)
     model: Any = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 8), nn.LayerNorm(8)

@@ -239,14 +239,18 @@ class SharedExponents:
         """The sites where a value that was not finite has been written in this step, the first one first.
 
         None where results alone are not finite, and no gradient: a program may mask with infinities, or not use what
-        overflowed. Waits for an accelerator; a CPU knows.
+        overflowed. Waits for an accelerator, once; a CPU knows.
         """
-        found = list(self._faults)
+        found, flags = list(self._faults), dict[str, Tensor]()
         for group in self._groups.values():
             names = list(group.names)
             for index, seen in group.pending.items():
-                if isinstance(seen.nonfinite, Tensor) and bool(seen.nonfinite):
-                    found.append(names[index])
+                if isinstance(seen.nonfinite, Tensor):
+                    flags[names[index]] = seen.nonfinite
+        if flags:
+            found += [
+                name for name, is_bad in zip(flags, torch.stack([*flags.values()]).tolist(), strict=True) if is_bad
+            ]
         return [] if all(is_result(site) for site in found) else found
 
     def beyond(self) -> list[str]:

@@ -279,8 +279,12 @@ class ExponentTable:
         assert mask is not None
         self._count(seen, mask)
         flush = self._told(seen, mask) if tell else None
-        self.before = torch.where(mask, self.state.exponent, self.before)
-        self.state = self.scaling.observe(self.state, seen)
+        before, state = torch.where(mask, self.state.exponent, self.before), self.scaling.observe(self.state, seen)
+        if self.has_integer_kernels:
+            self.before, self.state = before, state
+        else:  # in place: a captured graph reads where it has read
+            for kept, new in zip((self.before, *self.state), (before, *state), strict=True):
+                kept.copy_(new)
         self.pending.clear()
         self._learn()
         return flush
@@ -291,7 +295,7 @@ class ExponentTable:
             # κ in the prediction is that of the write before
             predicted = self.scaling.predicted_maximum(self.state._replace(exponent=self.before))
             predicted = torch.where(self.state.seen > 0, predicted, math.nan)
-        return Flush(list(self.names), mask, seen.mantissa, self.state.exponent, predicted)
+        return Flush(list(self.names), mask, seen.mantissa, self.state.exponent.clone(), predicted)
 
     def _observed(self) -> WritesSeen:
         columns = zip(*self.pending.values(), strict=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.casts import Cast
-from lowp.compat import uncompiled
+from lowp.compat import uncompiled, widest_float
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
 from lowp.kernels.mantissas import Mantissas
@@ -157,8 +157,9 @@ class FlexWeights(Wrapper):
                 return
             old = old.values
         self.exponents.admit(old, self.cast, str(weight))
-        update = self._rounded(parameter.double() - old.double(), moved)
-        parameter.copy_(self._rounded(old.double() + update.double(), weight))
+        wide = widest_float(parameter.device)
+        update = self._rounded(parameter.to(wide) - old.to(wide), moved)
+        parameter.copy_(self._rounded(old.to(wide) + update.to(wide), weight))
 
     def attach(self, model: nn.Module) -> Attachment:
         """Write what is loaded into the model, and its running statistics after each step."""
@@ -245,7 +246,7 @@ class FlexWeights(Wrapper):
         and what is divided by their root would have no bound. The root spans no more than the gradients. One below
         half a unit becomes a unit: the denominator of a small gradient may be too large, and never vanishes.
         """
-        root = x.double().sqrt()
+        root = x.to(widest_float(x.device)).sqrt()
         rounded = self._rounded(root, site)
         return torch.where((root > 0) & (rounded == 0), self.exponents.unit(str(site)), rounded).square()
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu.fake_cuda import fake_cuda
 from gpu.test_no_host_reads import HostReads
 from gpu.test_other_devices import WithoutFp64
 from torch import Tensor
@@ -90,6 +91,15 @@ def test_a_contraction_and_its_gradients_have_the_bits_of_a_cpu(
 def test_nothing_is_read_by_the_host(case: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with on_a_device("torch", monkeypatch), HostReads("cpu"):
         stepped(case, preset)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("case", CASES)
+def test_on_cuda_all_of_it_lies_there(case: str, preset: str) -> None:
+    function, shapes = CASES[case]
+    with fake_cuda(), HostReads() as seen, lowp.autocast(preset):
+        result = function(*(torch.empty(shape, device="cuda").requires_grad_() for shape in shapes))
+    assert result.is_cuda and result.dtype is torch.float32 and not seen.sent
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -208,7 +208,8 @@ def _write_sum(
 ) -> Tensor:
     """Return the product that fills a slot, and bias, written under a role; an exact sum straight from the integers."""
     is_exact = accumulate is not None and accumulate.format == "exact"
-    entry = writer.sum_entry(role) if is_exact else None
+    is_known = is_exact and not isinstance(operands[0].exponent, Tensor)
+    entry = writer.sum_entry(role) if is_known else None
     if entry is not None:
         found = contract_mantissas(form, slot, operands, entry.exponent, entry.table.is_symmetric, bias)
         if found is not None:
