@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from lowp.compat import private
 from lowp.exponents import SharedExponents
 from lowp.grad_scaler import NonFiniteGradients
 from lowp.optim.shards import local
@@ -15,6 +18,7 @@ from lowp.step_guard import StepGuard
 
 __all__ = ["UnscaledSteps"]
 
+_DisableTorchFunction = cast(Callable[[], AbstractContextManager[None]], private("torch._C.DisableTorchFunction"))
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
@@ -30,8 +34,9 @@ class UnscaledSteps:
     def saw(self, loss: Tensor) -> None:
         """Take note of a loss before its backward; nothing is read."""
         if not torch.compiler.is_compiling():
-            bad = ~torch.isfinite(loss.detach()).all()
-            self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
+            with _DisableTorchFunction():  # a function mode that watches the user's calls is not called for these
+                bad = ~torch.isfinite(loss.detach()).all()
+                self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
 
     def skips(self, guard: StepGuard, number: int) -> bool:
         """Skip step `number` if a value that is not finite was written in it, here or on another rank.

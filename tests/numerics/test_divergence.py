@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowp
+from lowp.numerics.modes import depth
 
 
 class Model(nn.Module):
@@ -283,3 +284,48 @@ def test_the_replay_leaves_model_gradients_and_random_numbers_as_they_were() -> 
         draws.append((torch.rand(1), model.first.weight.grad))
     assert torch.equal(draws[0][0], draws[1][0])
     assert torch.equal(draws[0][1].isnan(), draws[1][1].isnan())  # type: ignore[union-attr]
+
+
+def test_after_backward_no_mode_is_in_force_that_clipping_would_pay_for() -> None:
+    backward, model = Tensor.backward, nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowp.profile(model, optimizer, max_overhead=None) as profile:
+        for step in range(4):
+            loss = model(torch.ones(3, 4)).square().mean()
+            in_forward = depth()
+            loss.backward()
+            in_clipping = depth()
+            optimizer.step()
+            assert in_clipping == 0 or step in (0, 1, 2), "a step that is looked at has a mode of its own"
+            assert in_forward > 0
+    assert Tensor.backward is backward and depth() == 0
+    assert profile.record.sampling["unguarded"] == 0
+
+
+def test_a_fault_in_a_second_loss_of_a_step_is_named() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowp.profile(model, optimizer, max_overhead=None) as profile:
+        for step in range(6):
+            model(torch.ones(3, 4)).square().mean().backward()
+            output = model(torch.ones(3, 4))
+            (output * 0.0 if step == 5 else output.exp()).log().sum().backward()
+            optimizer.step()
+    (fault,) = profile.record.part.faults
+    assert (fault["step"], fault["op"]) == (5, "log")
+
+
+def test_a_backward_that_someone_else_replaced_meanwhile_stays_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def theirs(loss: Tensor, *given: Any, **named: Any) -> None:
+        replaced(loss, *given, **named)
+
+    before, model = Tensor.backward, nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowp.profile(model, optimizer, max_overhead=None):
+        replaced = Tensor.backward
+        monkeypatch.setattr(Tensor, "backward", theirs)
+        model(torch.ones(3, 4)).mean().backward()
+        optimizer.step()
+    assert Tensor.backward is theirs
+    model(torch.ones(3, 4)).mean().backward()
+    monkeypatch.setattr(Tensor, "backward", before)

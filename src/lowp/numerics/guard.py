@@ -48,14 +48,16 @@ class Guard:
         self._is_on = self._failed = False
         self._first_weight: float | None = None
 
-    @property
-    def dispatched(self) -> int:
-        """How many calls of torch's functions the tape has seen since it was last asked to forget them."""
-        return self._tape.dispatched
+    def listen(self) -> Callable[[], None]:
+        """Be called before backward passes; return what ends that."""
+        return self._tape.listen()
 
-    def forget_dispatched(self) -> None:
-        """Count those calls from zero."""
-        self._tape.dispatched = 0
+    def take_seconds(self, of_a_call: float) -> float:
+        """What the tape took since it was last asked, of which torch needs `of_a_call` to call it once."""
+        tape = self._tape
+        seconds = tape.seconds + of_a_call * tape.dispatched
+        tape.seconds, tape.dispatched = 0.0, 0
+        return seconds
 
     def current(self, step: int) -> StepSeen:
         """What is noted of this step."""

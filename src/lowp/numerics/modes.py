@@ -109,9 +109,14 @@ def source_line() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if not _is_library(file):
-            return f"{os.path.basename(file)}:{frame.f_lineno}"
+            return _line(file, frame.f_lineno)
         frame = frame.f_back
     return ""
+
+
+@cache
+def _line(file: str, number: int) -> str:
+    return f"{os.path.basename(file)}:{number}"
 
 
 @cache

@@ -96,6 +96,8 @@ class Profiler:
             self._ends.append(self.optimizer.register_step_post_hook(self._after_step).remove)
         else:
             self._ends.append(register_optimizer_step_post_hook(self._after_step).remove)
+        if self._divergence:
+            self._ends.append(self._guard.listen())
         self._prepare()
         return self
 
@@ -407,8 +409,7 @@ class Profiler:
             self._drop_watch()
         elif self._scale.is_used:
             self._note_scale()
-        self.budget.spent(self._guard.dispatched * self._clock.costs.mode, False)
-        self._guard.forget_dispatched()
+        self.budget.spent(self._guard.take_seconds(self._clock.costs.mode), False)
         self.budget.spent(time.perf_counter() - started, watch is not None)
         if watch is not None:
             self.budget.spent(watch.seconds, True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -56,10 +58,35 @@ class Tape(TorchFunctionMode):
         self.autocast: list[tuple[str, bool, torch.dtype]] = []
         self.region: Any = None
         self.dispatched = 0  # calls that went through this mode, each of which cost time
+        self.seconds = 0.0  # what it took itself in them
         self._numbers: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
         self._count = self._models = 0
         self._waiting: Call | None = None
         self._records = self._is_on = self._is_over = False
+
+    def listen(self) -> Callable[[], None]:
+        """Be called before backward passes, when the tape need not be in force any longer; return what ends that.
+
+        A mode that is called for `Tensor.backward` is put in force again by torch when that returns. It would then cost
+        time in each call up to the optimizer's step, of which clipping alone makes several a parameter.
+        """
+        owner: Any = Tensor
+        original: Callable[..., Any] = owner.backward
+
+        @wraps(original)
+        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._records and take_off(self):
+                self._is_on = False
+                self.on_backward(loss)
+                self._records = False
+            return original(loss, *args, **kwargs)
+
+        def end() -> None:
+            if owner.backward is backward:
+                owner.backward = original
+
+        owner.backward = backward
+        return end
 
     def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Remember a call of a model that is about to run, together with those since the last backward pass."""
@@ -125,9 +152,13 @@ class Tape(TorchFunctionMode):
         if func is Tensor.backward:
             self.on_backward(args[0])
             return func(*args, **kwargs)
+        started = time.perf_counter()
         call = Call(func, self._kept(args), self._kept(kwargs), source_line())
+        begun = time.perf_counter()
         result = func(*args, **kwargs)
+        ended = time.perf_counter()
         self._add(call, result)
+        self.seconds += time.perf_counter() - ended + begun - started
         return result
 
     def _add(self, call: Call, result: Any) -> None:
@@ -170,7 +201,7 @@ def _like(value: dict[Any, Any], changed: dict[Any, Any]) -> Any:
 def random_state() -> list[Tensor]:
     """The state of torch's generators."""
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.extend(torch.cuda.get_rng_state_all())
     return states
 
