@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowp import kernels
 from lowp.region import autocast, weights
 
 
@@ -113,10 +114,24 @@ def test_a_weight_that_was_written_within_an_entry_is_cast_anew(
     write: Callable[[Tensor], object], nested: bool
 ) -> None:
     layer, x = ones(), torch.ones(1, 4)
-    with autocast("bf16"):
+    with autocast("fp16"):
         assert layer(x).tolist() == [[4.0] * 4]
         with autocast("e5m7") if nested else nullcontext():
             write(layer.weight)
+        assert layer(x).tolist() == [[12.0] * 4]
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_where_torch_casts_a_weight_first_the_second_cast_is_kept_until_it_is_written(
+    write: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "has_launches", lambda x: False)
+    layer, x = ones(), torch.ones(1, 4)
+    with kernels.use("native"), autocast("bf16") as region, CountCasts(layer.weight) as casts:
+        for kept in (0, 1, 1):
+            assert layer(x).tolist() == [[4.0] * 4] and len(region._weights) == kept
+        assert casts.count == 2
+        write(layer.weight)
         assert layer(x).tolist() == [[12.0] * 4]
 
 
@@ -136,7 +151,7 @@ def test_what_was_taken_of_a_weight_before_an_entry_may_write_within_it(
 ) -> None:
     layer, x = ones(), torch.ones(1, 4)
     write = take(layer.weight)
-    with autocast("bf16"):
+    with autocast("fp16"):
         assert layer(x).tolist() == [[4.0] * 4]
         write()
         assert layer(x).tolist() == [[12.0] * 4]
@@ -148,7 +163,7 @@ def test_a_weight_in_memory_of_others_is_cast_at_every_use() -> None:
     layer.weight = nn.Parameter(torch.from_numpy(array))
     shared = ones()
     shared.weight.share_memory_()
-    with autocast("bf16") as region:
+    with autocast("fp16") as region:
         layer(x)
         array.fill(3.0)
         assert layer(x).tolist() == [[12.0] * 4]
@@ -163,7 +178,7 @@ def test_a_debugger_changes_nothing_of_which_casts_serve_again(first: bool) -> N
     weights._one_holder.cache_clear()
     if not first:
         weights._one_holder()
-    with autocast("bf16") as region:
+    with autocast("fp16") as region:
         sys.setprofile(lambda *_: None)
         try:
             free(x)
@@ -180,7 +195,7 @@ def test_a_debugger_changes_nothing_of_which_casts_serve_again(first: bool) -> N
 def test_a_raw_address_of_before_is_what_forget_is_for() -> None:
     layer, x = ones(), torch.ones(1, 4)
     address, values = layer.weight.data_ptr(), (ctypes.c_float * 16)(*[3.0] * 16)
-    with autocast("bf16") as region:
+    with autocast("fp16") as region:
         layer(x)
         ctypes.memmove(address, values, 64)
         region.forget()
@@ -254,7 +269,7 @@ def test_micro_batches_give_the_gradients_of_their_sum_in_several_entries_and_in
 
 
 def test_nothing_is_held_after_an_entry_and_by_threads_apart() -> None:
-    layer, region, x, counts = nn.Linear(4, 4, bias=False), autocast("bf16"), torch.randn(2, 4), []
+    layer, region, x, counts = nn.Linear(4, 4, bias=False), autocast("fp16"), torch.randn(2, 4), []
 
     def work() -> None:
         with region:
@@ -273,10 +288,10 @@ def test_nothing_is_held_after_an_entry_and_by_threads_apart() -> None:
 
 
 def test_casts_that_backward_keeps_are_told() -> None:
-    layer, region = nn.Linear(4, 4), autocast("bf16")
+    layer, region = nn.Linear(4, 4), autocast("fp16")
     with region:
         y = layer(torch.randn(2, 4, requires_grad=True) + 1)
-    assert [one.dtype for one in region.cast_weights()] == [torch.bfloat16]
+    assert [one.dtype for one in region.cast_weights()] == [torch.float16]
     del y
     assert region.cast_weights() == []
 
@@ -305,7 +320,7 @@ def test_changed_weights_are_cast_anew() -> None:
 
 def test_weights_that_nobody_uses_any_more_are_let_go_in_a_long_entry() -> None:
     x, kept = torch.ones(1, 4), ones()
-    with autocast("bf16") as region, torch.no_grad():
+    with autocast("fp16") as region, torch.no_grad():
         kept(x)
         for _ in range(1100):
             ones()(x)

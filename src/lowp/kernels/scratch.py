@@ -116,4 +116,7 @@ class Scratch:
 
 def is_large(*tensors: Tensor | None) -> bool:
     """Whether there is memory to lend for one of these."""
-    return any(x is not None and x.numel() >= LEAST and x.is_cpu for x in tensors)
+    for x in tensors:  # no generator, which small products would feel
+        if x is not None and x.numel() >= LEAST and x.is_cpu:
+            return True
+    return False

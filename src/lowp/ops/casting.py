@@ -346,9 +346,12 @@ def functorch_is_active() -> bool:
     return torch.compiler.is_compiling() or is_transformed()
 
 
-def is_plain(x: Any) -> bool:
-    """Whether rules apply to a tensor, and it is no more than its numbers: no subclass, in one strided block."""
-    return type(x) in _PLAIN and x.dtype in _UP_TO_32 and x.layout is torch.strided and not x.is_nested
+def is_plain(*tensors: Any) -> bool:
+    """Whether rules apply to tensors, and they are no more than their numbers: no subclass, in one strided block."""
+    for x in tensors:
+        if type(x) not in _PLAIN or x.dtype not in _UP_TO_32 or x.layout is not torch.strided or x.is_nested:
+            return False
+    return True
 
 
 # -- shields ------------------------------------------------------------------------------------------------------

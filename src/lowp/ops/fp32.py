@@ -14,6 +14,7 @@ from lowp.kernels.scratch import Scratch
 from lowp.ops.call import RoleCasts
 from lowp.ops.casting import functorch_is_active, is_jit_tracing, native_dtype, shield
 from lowp.ops.generic import finished
+from lowp.policy import Rule
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 _GRADIENTS = ("input gradient", "weight gradient", "bias gradient")
@@ -66,7 +67,7 @@ def computed_in_fp32(
     same numbers as a plain chain of conversions and torch's own op. Where torch's own kernels are the way, one of them
     does it all.
     """
-    is_one = is_one_kernel(computation, x, casts)
+    is_one = is_one_kernel(computation, x, casts.rule)
     if is_one and is_torchs_own(x):
         return finished(computation.native(x, weight, bias), casts)
     parameters = [None if one is None else one.float() for one in (weight, bias)]
@@ -79,9 +80,8 @@ def computed_in_fp32(
     return result
 
 
-def is_one_kernel(computation: Computation | type[Computation], x: Tensor, casts: RoleCasts) -> bool:
+def is_one_kernel(computation: Computation | type[Computation], x: Tensor, rule: Rule) -> bool:
     """Whether torch's own kernel reads x as it was rounded, computes in fp32 and writes what the rule says."""
-    rule = casts.rule
     if x.dtype not in (torch.float16, torch.bfloat16) or rule.output is None:
         return False
     if not is_torchs_own(x, computation.is_exact_on_cpu):

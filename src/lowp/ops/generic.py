@@ -36,6 +36,7 @@ __all__ = [
     "plain",
     "pointwise",
     "promote",
+    "quick_promote",
     "quick_wide",
     "refused",
     "run_changed",
@@ -91,6 +92,19 @@ def promote(call: Call) -> Any:
         return call.func(*call.args, **call.kwargs)
     read = call.casts.read
     return _run(call, lambda x: read(x.to(widest)))
+
+
+def quick_promote(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
+    """Run an op that has nothing to promote: its tensors are of one dtype. None for others; see `Row.quick`."""
+    dtype = None
+    for one in args:
+        if isinstance(one, Tensor):
+            if dtype is not None and one.dtype is not dtype:
+                return None
+            dtype = one.dtype
+        elif isinstance(one, (list, tuple, dict)):
+            return None
+    return None if kwargs else function(*args)
 
 
 def inside(call: Call) -> Any:

@@ -10,7 +10,7 @@ the weight in 16 bits. `lowp.kernels.use` with another way than torch's has all 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,13 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.kernels.products import is_torchs_own
-from lowp.ops.call import Call
+from lowp.ops.call import Call, Quick
 from lowp.ops.casting import native_dtype
 from lowp.ops.contraction import runner
 from lowp.ops.fp32 import Computation, Gradients, computed_in_fp32, is_one_kernel
 from lowp.ops.generic import irregular
 from lowp.ops.int16.saved import Fp32Function, Tensors, computed_and_rounded
 from lowp.ops.signature import bound, check, require
+from lowp.policy import Rule
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def group_norm(call: Call) -> Tensor:
 @runner
 def batch_norm(call: Call) -> Tensor:
     """F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps), and torch.batch_norm."""
-    if _is_torchs_own(call):
+    if call.writer is None and call.watch is None and _is_torchs_own(call.rule, call.args, call.kwargs):
         result: Tensor = call.func(*call.args, **call.kwargs)
         return result
     if getattr(call.func, "__module__", "") != F.__name__:
@@ -188,17 +189,25 @@ def batch_norm(call: Call) -> Tensor:
     return _batch_norm(call, x, mean, var, weight, bias, training, momentum, eps)
 
 
-def _is_torchs_own(call: Call) -> bool:
+def quick_batch_norm(rule: Rule) -> Quick:
+    """Return what leaves batch norm to torch's own kernel; see `Row.quick`."""
+
+    def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
+        return function(*args, **kwargs) if _is_torchs_own(rule, args, kwargs) else None
+
+    return run
+
+
+def _is_torchs_own(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether torch's own kernel takes the tensors of a call as they are: 16 bits, and all else in fp32."""
-    if call.writer is not None or call.watch is not None or call.kwargs.keys() & {"input", "out"} or not call.args:
+    if not args or kwargs.keys() & {"input", "out"}:
         return False
-    x, *others = (*call.args, *call.kwargs.values())
-    rule = call.rule
+    x, *others = (*args, *kwargs.values())
     if type(x) is not Tensor or x.dtype not in (torch.float16, torch.bfloat16) or rule.input is None:
         return False
     wide = all(one.dtype is torch.float32 for one in others if isinstance(one, Tensor))
     is_read = native_dtype(rule.input) is x.dtype and rule.weight is None
-    return wide and is_read and x.numel() > 0 and is_one_kernel(BatchNorm, x, call.casts)
+    return wide and is_read and x.numel() > 0 and is_one_kernel(BatchNorm, x, rule)
 
 
 def _torch_batch_norm(call: Call) -> Tensor:
@@ -329,7 +338,7 @@ def _normed(call: Call, computation: Computation, x: Tensor, weight: Tensor | No
     casts = call.casts
     x = casts.cast(x, "input")
     weight = None if weight is None else casts.carry(weight, "weight")
-    if computation.narrows_parameters and is_torchs_own(x) and is_one_kernel(computation, x, casts):
+    if computation.narrows_parameters and is_torchs_own(x) and is_one_kernel(computation, x, casts.rule):
         weight, bias = _narrowed(call, x.dtype, weight, bias)
     return computed_in_fp32(computation, casts, x, weight, bias)
 

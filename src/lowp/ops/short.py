@@ -53,7 +53,8 @@ def under(rule: Rule) -> Runner | None:
         elif call.kwargs or not _is_usual(call) or functorch_is_active():
             return long_linear(call)
         else:
-            result = short_linear(call.rule, cast(torch.dtype, dtype), call.args, call.weight_cast)
+            runs_in = sixteen_bits_run_in(call.args[0], cast(torch.dtype, dtype))
+            result = short_linear(call.rule, runs_in, call.args, call.weight_cast)
         return long_linear(call) if result is None else result
 
     return run
@@ -72,7 +73,9 @@ def quick(rule: Rule) -> Quick | None:
         return _quick_rounded(rule) if _rounds_operands(rule) else None
 
     def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
-        return None if kwargs else short_linear(rule, dtype, args, region.weights.narrowed, True)
+        if kwargs or (runs_in := sixteen_bits_run_in(args[0], dtype)) is dtype:  # where torch's own dispatcher runs it
+            return None
+        return short_linear(rule, runs_in, args, region.weights.narrowed)
 
     return run
 
@@ -83,27 +86,21 @@ def linear(call: Call) -> Tensor:
     return cast(Tensor, (shortest or long_linear)(call))
 
 
-def short_linear(
-    rule: Rule, dtype: torch.dtype, args: tuple[Any, ...], weight_cast: WeightCast, as_autocast: bool = False
-) -> Tensor | None:
-    """Return F.linear(input, weight, bias) in a 16-bit dtype; None where it has to go the long way.
+def short_linear(rule: Rule, runs_in: torch.dtype, args: tuple[Any, ...], weight_cast: WeightCast) -> Tensor | None:
+    """Return F.linear(input, weight, bias) under a rule of 16 bits; None where it has to go the long way.
 
-    `as_autocast`: where torch's own product is the way, it is left to torch with its gradients and the bias's cast.
+    `runs_in` is what `sixteen_bits_run_in` says of the input.
     """
     if not _fits(args):
         return None
     x, weight, bias = args if len(args) == 3 else (*args, None)
-    runs_in, narrow, to = sixteen_bits_run_in(x, dtype), NARROW[dtype], cast(Cast, rule.weight)
-    if as_autocast and runs_in is dtype and not is_on_host(x):
-        return None
+    to = cast(Cast, rule.weight)
+    narrow = NARROW[cast(torch.dtype, native_dtype(to))]
     value = narrow(x)
     factor = weight_cast(weight, to) if weight.is_leaf and weight.requires_grad else narrow(weight)
-    if as_autocast and runs_in is dtype:
-        if bias is not None:
-            bias = weight_cast(bias, to) if bias.is_leaf and bias.requires_grad else narrow(bias)
-        return F.linear(value, factor, bias)
     if torch.is_grad_enabled():
-        return cast(Tensor, _apply_short(value, factor, bias, rule))
+        result: Tensor = _apply_short(value, factor, bias, rule, runs_in)
+        return result
     return linear_sixteen_bits(value, factor, bias, runs_in)
 
 
@@ -114,16 +111,9 @@ def _is_usual(call: Call) -> bool:
 
 def _fits(args: tuple[Any, ...]) -> bool:
     """Whether these are an input, a weight and perhaps a bias, plain ones, of shapes that F.linear takes."""
-    if len(args) == 3:
-        x, weight, bias = args
-        if bias is not None and not is_plain(bias):
-            return False
-    elif len(args) == 2:
-        x, weight = args
-    else:
+    if not 2 <= len(args) <= 3 or not is_plain(*(args if args[-1] is not None else args[:-1])):
         return False
-    if not (is_plain(x) and is_plain(weight)):
-        return False
+    x, weight = args[:2]
     return x.dim() >= 1 and 1 <= weight.dim() <= 2 and bool(x.size(-1) == weight.size(-1))
 
 
@@ -140,11 +130,11 @@ class _Short(torch.autograd.Function):
     """The product of a rounded input and a rounded weight; saves both, as the long way does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule) -> Tensor:
-        first, second, _, _ = ctx.needs_input_grad
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule, runs_in: torch.dtype) -> Tensor:
+        first, second, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if second else None, weight if first else None)
         ctx.shapes, ctx.rule, ctx.bias_dtype = (x.shape, weight.shape), rule, None if bias is None else bias.dtype
-        return linear_sixteen_bits(x, weight, bias, sixteen_bits_run_in(x, x.dtype))
+        return linear_sixteen_bits(x, weight, bias, runs_in)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -155,14 +145,14 @@ _apply_short = applied_at_once(_Short)
 
 
 def _gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
-    (x, weight), (needs_x, needs_weight, needs_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+    (x, weight), (needs_x, needs_weight, needs_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
     form = Linear(*ctx.shapes)
     if torch.is_grad_enabled() or functorch_is_active():
         casts, needs = RoleCasts(ctx.rule, ctx.rule.accumulate), (needs_x, needs_weight, needs_bias)
-        return *gradients_of_linear(form, casts, needs, ctx.bias_dtype, gradient, (x, weight)), None
+        return *gradients_of_linear(form, casts, needs, ctx.bias_dtype, gradient, (x, weight)), None, None
     of_x, of_weight, of_bias = gradients_sixteen_bits(form, (x, weight), gradient, needs_bias)
     of_bias = None if of_bias is None else NARROW[gradient.dtype](of_bias).to(ctx.bias_dtype)
-    return of_x, of_weight, of_bias, None
+    return of_x, of_weight, of_bias, None, None
 
 
 # -- operands in other formats, results in fp32 -------------------------------------------------------------------

@@ -62,8 +62,9 @@ class Row:
 
     def quick(self, rule: Rule | None) -> Quick | None:
         """Return what runs the usual calls under a rule, without a `Call`; None where there is none."""
-        is_quick = rule is not None and not rule.is_empty and self.runner in _QUICK
-        return runner(_QUICK[self.runner])(rule) if is_quick else None
+        if rule is None or rule.is_empty:
+            return runner("generic:quick_promote") if self.runner == "generic:promote" else None
+        return runner(_QUICK[self.runner])(rule) if self.runner in _QUICK else None
 
 
 @remembered
@@ -103,7 +104,11 @@ _CONTRACTIONS = {
 # runner -> what finds a shorter one under a rule
 _SHORTER = {"contraction:linear": "short:under", "contraction:matmul": "eight_bits:matmul_under"}
 # runner -> what finds a `Quick` under a rule
-_QUICK = {"contraction:linear": "short:quick", "generic:wide": "generic:quick_wide"}
+_QUICK = {
+    "contraction:linear": "short:quick",
+    "generic:wide": "generic:quick_wide",
+    "norm:batch_norm": "norm:quick_batch_norm",
+}
 # the tensors that come first, where they are not input and weight; other weights are told by being parameters
 _OPERANDS = {
     "contraction:added": "bias input weight",

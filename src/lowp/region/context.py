@@ -284,9 +284,9 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         return listed(self._observers, callback)
 
     def cast_weights(self) -> list[torch.Tensor]:
-        """Return the cast weights of the latest entry that are alive, within it or kept for backward.
+        """Return the weights that the latest entry has cast and that are alive, within it or kept for backward.
 
-        For measuring the memory of a step.
+        For measuring the memory of a step; those that torch.autocast has cast (`region.handover`) are not among them.
         """
         return self._weights.tensors()
 

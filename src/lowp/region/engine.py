@@ -103,6 +103,12 @@ class Engine(TorchFunctionMode):
             with _DisableAutocast():
                 return func(*args, **kwargs)
         if not (self.observers or everywhere):
+            if plan.is_plain and not self.rulebook.strict:
+                with _DisableAutocast():
+                    try:
+                        return func(*args, **kwargs)
+                    except RuntimeError as error:
+                        return self._without_kernel(error, func, args, kwargs)
             if plan.quick is not None and self._is_quick(plan):
                 with _DisableAutocast():
                     result = plan.quick(func, args, kwargs, self)

@@ -1,9 +1,10 @@
 """Hand-over: ops that torch.autocast's own dispatcher runs as a rule says, on a device that computes in 16 bits itself.
 
 There a region adds nothing of its own to a product: the dispatcher casts the activations in C++, torch's kernel and
-torch's autograd node do the rest. The casts of weights are the region's, since torch's cache does not see that a weight
-was written; those of one call are made in one launch. What torch does otherwise than the rule says, and every op that
-is observed, stays with the op's own runner.
+torch's autograd node do the rest. torch's cache of weights, which does not see that one was written, stays empty: on a
+CPU the dispatcher casts a weight at its first use in an entry, and the region from the second on, which keeps that; on
+an accelerator the region casts those of one call in one launch. What torch does otherwise than the rule says, and every
+op that is observed, stays with the op's own runner.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lowp.region.weights import WeightCasts
 
 __all__ = ["HandOver", "device_of", "hand_over", "handed_over"]
 
+_caches, _set_caches = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
 _LEFT_ALONE = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
 _ATTENTION = "multi_head_attention_forward"
 _FUSED = (_ATTENTION, "scaled_dot_product_attention")
@@ -72,22 +74,28 @@ def device_of(way: HandOver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 
     Its tensors are strided and of up to 32 bits, and torch's own arithmetic is the way where they lie.
     """
-    device, is_compiling = None, torch.compiler.is_compiling()
-    for one in (*args, *kwargs.values()) if kwargs else args:
-        if not isinstance(one, (Tensor, list, tuple)):
-            continue
-        for x in (one,) if isinstance(one, Tensor) else one:
-            if not isinstance(x, Tensor):
-                continue
-            if device is None:
-                device = torchs_own_device(x, way.dtype, way.op in _FUSED)
-                if device not in way.devices:
-                    return None
-            if x.dtype in _LEFT_ALONE or not (is_compiling or (x.layout is torch.strided and not x.is_nested)):
-                return None
-    if kwargs.get("out") is not None or (way.op == _ATTENTION and _returns_probabilities(args, kwargs)):
+    given, device = (*args, *kwargs.values()) if kwargs else args, None
+    first = given[0] if given and isinstance(given[0], Tensor) else next(iter(_tensors_of(given)), None)
+    if first is not None:
+        device = torchs_own_device(first, way.dtype, way.op in _FUSED)
+        if device not in way.devices:
+            return None
+    is_compiling = torch.compiler.is_compiling()
+    for x in _tensors_of(given):
+        if x.dtype in _LEFT_ALONE or not (is_compiling or (x.layout is torch.strided and not x.is_nested)):
+            return None
+    if kwargs and kwargs.get("out") is not None:
         return None
-    return device
+    return None if way.op == _ATTENTION and _returns_probabilities(args, kwargs) else device
+
+
+def _tensors_of(given: tuple[Any, ...]) -> list[Tensor]:
+    """Return the tensors among arguments, and in the lists among these."""
+    found = [x for x in given if isinstance(x, Tensor)]
+    for one in given:
+        if isinstance(one, (list, tuple)):
+            found += [x for x in one if isinstance(x, Tensor)]
+    return found
 
 
 def _returns_probabilities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -98,22 +106,12 @@ def _returns_probabilities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 def handed_over(
     way: HandOver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], weights: WeightCasts
 ) -> Any:
-    """Run a call under torch.autocast, its weights cast by the region and kept by nobody else.
-
-    torch's cache keeps the casts of fp32 leaves that want a gradient: where the region has cast those, nothing.
-    """
+    """Run a call under torch.autocast, whose cache keeps nothing: it would not see that a weight was written."""
     if way.weights is not None:
         args, kwargs = weights.cast_arguments(args, kwargs, way.weights)
-        for one in (*args, *kwargs.values()):
-            if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor):  # they are still as they were
-                return _without_cache(function, args, kwargs)
-    return function(*args, **kwargs)
-
-
-def _without_cache(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    caches = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+    caches = _caches()
+    _set_caches(False)
     try:
         return function(*args, **kwargs)
     finally:
-        torch.set_autocast_cache_enabled(caches)
+        _set_caches(caches)

@@ -43,6 +43,7 @@ class Plan(NamedTuple):
     looks: bool = False  # a cast of the rule looks at the numbers, or draws some: a trace would keep those of one run
     way: HandOver | None = None  # where torch's own dispatcher carries out the rule
     quick: Quick | None = None  # runs the usual calls where nobody looks on
+    is_plain: bool = False  # it runs as it is, shielded from torch.autocast
 
 
 Plans = dict[Callable[..., Any], "Plan | None"]
@@ -121,7 +122,8 @@ class Rulebook:
         rounds = row.is_contraction and rule is not None and not rule.is_empty
         looks = rule is not None and (_looks(rule) or row.runner.startswith("recurrent:"))
         way = hand_over(function, row, rule, self.main_dtype())
-        return Plan(row, rule, run, None, rounds, looks, way, row.quick(rule))
+        is_plain = run is None and way is None and row.op_class != "structural"
+        return Plan(row, rule, run, None, rounds, looks, way, row.quick(rule), is_plain)
 
     def missed(self, name: str) -> None:
         """Note a contraction that no rule spoke of; raise InvalidInput where the region is strict."""

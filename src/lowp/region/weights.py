@@ -146,6 +146,7 @@ class WeightCasts:
     def __init__(self) -> None:
         self._entries: dict[int, list[_Entry]] = {}  # by the identity of the weight, which they hold
         self._handed_out: set[int] = set()
+        self._used: set[int] = set()  # the identities of weights whose first cast was left to torch.autocast
         self._made: list[TensorWeakRef] = []
         self._prune_at = _PRUNE_AT
         _watch_optimizers()
@@ -248,12 +249,24 @@ class WeightCasts:
     def cast_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], to: Cast
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call with its weights cast: the leaves among them that want a gradient."""
+        """Return the arguments of a call with its weights cast: the leaves among them that want a gradient.
+
+        Where a launch costs nothing the first cast of a weight is left to torch.autocast, as are small ones without
+        gradients: most are used once an entry, and torch's own takes no time in Python.
+        """
         given, dtype = (*args, *kwargs.values()) if kwargs else args, native_dtype(to)
         found = [x for x in given if isinstance(x, Tensor) and x.requires_grad and x.is_leaf and x.dtype is not dtype]
         if not found:
             return args, kwargs
-        values = self.together(found, to) if has_launches(found[0]) else [self(x, to) for x in found]
+        if has_launches(found[0]):
+            values = self.together(found, to)
+        else:
+            again = [x for x in found if id(x) in self._used]
+            self._used.update(map(id, found))
+            found = [x for x in again if x.numel() > _SMALL or torch.is_grad_enabled()]
+            if not found:
+                return args, kwargs
+            values = [self(x, to) for x in found]
         casts = dict(zip(map(id, found), values, strict=True))
         return (
             tuple([casts.get(id(x), x) for x in args]),
@@ -276,6 +289,7 @@ class WeightCasts:
     def forget(self) -> None:
         """Let go of everything: the next use casts anew."""
         self._entries.clear()
+        self._used.clear()
         if len(self._made) >= _PRUNE_AT:
             self._made = [reference for reference in self._made if reference() is not None]
 
