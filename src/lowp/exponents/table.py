@@ -53,8 +53,10 @@ class Flush(NamedTuple):
     predicted: Tensor | None  # fp64[n], χ; None of scalings that predict no maximum
 
 
-# of what is seen of a write, in the order of `Seen`
-_SEEN = (torch.int32, torch.bool, torch.bool, torch.int64, torch.int64, torch.int64)
+# what is seen of a write, by the fields of `Seen`: the maximum, flags, and counts that reactive exponents alone read
+_FLAGS = {"nonfinite": torch.bool, "vanished": torch.bool}
+_COUNTED = {"overflowed": torch.int64, "crowded": torch.int64, "elements": torch.int64}
+_SEEN = {"mantissa": torch.int32, **_FLAGS, **_COUNTED}
 _LOWEST = -1000  # below every exponent
 COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
 
@@ -297,14 +299,18 @@ class ExponentTable:
             predicted = torch.where(self.state.seen > 0, predicted, math.nan)
         return Flush(list(self.names), mask, seen.mantissa, self.state.exponent.clone(), predicted)
 
-    def _observed(self) -> WritesSeen:
-        columns = zip(*self.pending.values(), strict=True)
-        mantissa, nonfinite, vanished, overflowed, crowded, elements = (
-            self._vector(dict(zip(self.pending, column, strict=True)), dtype)
-            for column, dtype in zip(columns, _SEEN, strict=True)
-        )
-        written = self._vector(dict.fromkeys(self.pending, True), torch.bool)
-        return WritesSeen(mantissa, written, nonfinite, vanished, overflowed, crowded, elements)
+    def _observed(self, whole: bool = False) -> WritesSeen:
+        """Return what the writes saw, by entry; unless `whole`, without flags that are not set, and counts not read."""
+        columns = dict(zip(Seen._fields, zip(*self.pending.values(), strict=True), strict=True))
+        if not whole:
+            unread = {} if isinstance(self.scaling, Reactive) else _COUNTED
+            unset = [name for name in _FLAGS if self.has_integer_kernels and not any(columns[name])]
+            columns = {name: column for name, column in columns.items() if name not in unread and name not in unset}
+        vectors = {
+            name: self._vector(dict(zip(self.pending, column, strict=True)), _SEEN[name])
+            for name, column in columns.items()
+        }
+        return WritesSeen(mask=self._vector(dict.fromkeys(self.pending, True), torch.bool), **vectors)
 
     def _vector(self, numbers: dict[int, Any], dtype: torch.dtype) -> Tensor:
         """Return what was seen of some entries as a vector of all: numbers of the host, or 0-d tensors of a device.
@@ -328,7 +334,7 @@ class ExponentTable:
         vanished and started; elements that did not fit, that were crowded, and that were written.
         """
         if self.pending:
-            own = self._observed()
+            own = self._observed(whole=True)
         else:
             zeros = torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
             flags = zeros.bool()
@@ -360,10 +366,11 @@ class ExponentTable:
         if seen.nonfinite is not None:
             good = good & ~seen.nonfinite
         measured = self.counts["measured"]
+        mantissa = seen.mantissa.to(measured.dtype)
         held = times(torch.full_like(measured, self.scaling.limit), self.before)
         saturated = seen.mantissa >= self.scaling.limit
-        needed = good & (saturated | (times(seen.mantissa.to(measured.dtype), self.state.exponent) > held))
-        free = torch.log2(32768.0 / seen.mantissa.to(measured.dtype).clamp(min=1))
+        needed = good & (saturated | (times(mantissa, self.state.exponent) > held))
+        free = torch.log2(32768.0 / mantissa.clamp(min=1))
         self.counts["headroom_sum"] += torch.where(good, free, 0.0)
         self.counts["measured"] += good
         self.counts["raises_needed"] += needed
