@@ -134,7 +134,7 @@ def test_a_policy_with_a_loss_scale_of_its_own_keeps_it(tmp_path: Path) -> None:
     assert parse(Policy(loss_scale=LossScale.parse("dynamic(0.5)"))).loss_scale.floor == 0.5
 
 
-@pytest.mark.parametrize("power", [-20, 0, 20, 41, 100])
+@pytest.mark.parametrize("power", [-100, -20, 0, 20, 40])
 def test_a_loss_scale_prints_all_of_its_number(power: int) -> None:
     scale = LossScale.parse(f"dynamic({2.0**power!r})")
     assert LossScale.parse(str(scale)) == scale and scale.initial == 2.0**power

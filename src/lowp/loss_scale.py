@@ -59,8 +59,8 @@ class LossScale:
         if not 0 < scale < float("inf"):
             raise InvalidInput(f"loss scale {text!r}: give a finite number above zero, for example 128")
         if inner is not word:
-            return cls("dynamic", scale, floor=min(1.0, scale), ceiling=max(cls.ceiling, scale))
-        return cls("static", scale, floor=min(1.0, scale), ceiling=max(cls.ceiling, scale))
+            return cls("dynamic", scale, floor=min(1.0, scale))
+        return cls("static", scale, floor=min(1.0, scale))
 
     def __str__(self) -> str:
         if self.kind == "dynamic":

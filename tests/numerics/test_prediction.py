@@ -11,6 +11,7 @@ from torch import Tensor
 import lowp
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat
+from lowp.loss_scale import LossScale
 from lowp.numerics.prediction import Window, effect, lost_updates, scale_window, sensitivity
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.updates import Updates
@@ -158,3 +159,9 @@ def test_what_has_no_prediction_is_said() -> None:
         scale_window(seen, "dfp16")
     with pytest.raises(InvalidInput, match="did you mean bf16"):
         effect(seen, "bf61")
+
+
+def test_a_recommended_scale_is_one_that_a_loss_can_have() -> None:
+    for window in (Window(60, 90), Window(-126, 127), Window(-126, -120)):
+        scale = LossScale.parse(f"dynamic({2.0**window.recommended!r})")
+        assert scale.floor <= scale.initial <= scale.ceiling

@@ -30,7 +30,8 @@ _STARTS = 1 + np.arange(PARTS) / PARTS
 _MEAN_SQUARES = ((_STARTS + 1 / PARTS) ** 3 - _STARTS**3) * PARTS / 3
 # the mean square, in ulps, of the error of a number that needs so many bits more than the format has
 _ERROR_OF_BITS = np.array([0.0, 1 / 4, 1 / 8, *(1 / 12 + 1 / (6 * 4.0**bits) for bits in range(3, 24))])
-_ROOM, _FARTHEST = 3, 100  # powers of two
+_ROOM = 3  # powers of two
+_SMALLEST, _LARGEST = -100, 40  # of loss scales: fp32 has a reciprocal, `LossScale` a ceiling
 MOST_FLUSHED = 1e-3  # of the numbers that are not zero: the bound that the window of loss scales keeps
 
 
@@ -283,8 +284,8 @@ class Window:
 
     @property
     def recommended(self) -> int:
-        """log2 of the scale to use; in the range of fp32 that leaves room to move."""
-        return min(max(self.lowest, self.highest - _ROOM, -_FARTHEST), _FARTHEST)
+        """log2 of the scale to use."""
+        return min(max(self.lowest, self.highest - _ROOM, _SMALLEST), _LARGEST)
 
     def meet(self, other: Window) -> Window:
         """The scales that both allow."""
