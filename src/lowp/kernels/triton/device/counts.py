@@ -75,7 +75,7 @@ def statistics(
         tl.store(row + 257, tl.reduce(squares, 0, tl.standard._sum_combine).to(tl.int64, bitcast=True))
         tl.store(row + 258, tl.reduce(tl.where(of_zeros, found, 0), 0, tl.standard._sum_combine))
     elif OTHERS:
-        _count_all(x, row, places, count, DTYPE, ROUNDS, BLOCK)
+        _count_all(x, row, start, count, DTYPE, ROUNDS * 4, BLOCK // 4)
     else:
         tl.store(row + 256, most.to(tl.int64))
 
@@ -103,8 +103,9 @@ def _with_square(magnitude, sum, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _count_all(x, row, places, count, DTYPE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Count blocks of any numbers."""
+def _count_all(x, row, start, count, DTYPE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Count blocks of any numbers: so seldom that few registers count more than time, in small ones."""
+    places = start + tl.arange(0, BLOCK)
     WIDE: tl.constexpr = DTYPE == "fp64"
     infinity = infinity_bits(WIDE)
     none = (places & 0).to(tl.int32)
