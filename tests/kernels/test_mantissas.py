@@ -196,3 +196,43 @@ def test_values_under_the_own_exponent_are_those_of_the_definition(format: str, 
         with use("reference"):
             expected = lowp.quantize(x, cast, seed=3)
         assert torch.equal(found.contiguous().view(torch.int32), expected.contiguous().view(torch.int32))
+
+
+@needs_library
+@pytest.mark.parametrize("instructions", cpu.available() if cpu.library() is not None else ())
+@pytest.mark.parametrize("exponent", [-126, -101, -100, -14, 0, 100, 101])
+def test_blocks_in_which_nothing_saturates_and_others_are_written_alike(instructions: str, exponent: int) -> None:
+    cpu.select(instructions)
+    try:
+        for largest in (
+            0.0,
+            0.4,
+            0.5,
+            0.6,
+            32766.4,
+            32766.5,
+            32766.6,
+            32767.0,
+            32767.4,
+            32767.5,
+            32768.0,
+            1e6,
+            math.inf,
+        ):
+            for sign in (1, -1):
+                units = drawn(2100, scale=0.1 * min(largest, 1e4)).clamp(-largest, largest)
+                units[[1030, 2090]] = torch.tensor([sign * largest, -0.0])
+                x = torch.ldexp(units, torch.tensor(exponent))
+                found, result = mantissas_and_values(x, FLEX, exponent)
+                x = x.where(x.isfinite(), 0.0)
+                payload, cut = defined(x, exponent)
+                assert torch.equal(found.payload, payload) or math.isinf(largest)
+                assert found.seen is not None and found.seen.overflowed == cut
+                finite = payload[x != 0].int().abs() if math.isinf(largest) else payload.int().abs()
+                assert found.seen.mantissa == int(finite.max())
+                assert found.seen.vanished == (int(finite.max()) == 0 and bool(x.any()) and not math.isinf(largest))
+                assert torch.equal(to_mantissas(x, FLEX, exponent).payload, payload)
+                if not math.isinf(largest):
+                    assert torch.equal(result, torch.ldexp(payload.double(), torch.tensor(exponent)).float())
+    finally:
+        cpu.select(None)
