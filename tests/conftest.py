@@ -46,6 +46,16 @@ def no_mode_is_left_behind() -> Iterator[None]:
         assert left == (0, 0)
 
 
+@pytest.fixture(autouse=True)
+def instruction_set_is_again_what_the_environment_says() -> Iterator[None]:
+    """Undo what a test has selected, so that `make test-portable` holds the tests after it to their level."""
+    held = os.environ.get("LOWP_CPU_ISA", "")
+    yield
+    cpu = sys.modules.get("lowp.kernels.cpu")
+    if cpu is not None and cpu._asked != held and cpu.library() is not None:
+        cpu.select(held or None)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def what_is_there_already_is_not_searched() -> None:
     """Take modules and collected tests out of the garbage collector's sight: lowp asks it for all tensors."""

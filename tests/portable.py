@@ -14,33 +14,40 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from lowp.kernels import cpu
 
+# What processors of a level run. No processor has AVX2 for one library alone, so all are held to a level together.
 HELD = {
     # torch's plain C++ kernels, SSE 4.1, and MKL's oldest code path (MKL_CBWR is heeded on AMD's processors, too)
-    "default": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "sse4": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "MKL_CBWR": "COMPATIBLE",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "LOWP_CPU_ISA": "portable",
+    },
     "avx2": {
         "ATEN_CPU_CAPABILITY": "avx2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
         "MKL_CBWR": "AVX2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "LOWP_CPU_ISA": "avx2",
     },
     # no AMX, no 16-bit products of the processor's own
-    "avx512": {"MKL_ENABLE_INSTRUCTIONS": "AVX512", "MKL_CBWR": "AVX512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "avx512": {
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+        "MKL_CBWR": "AVX512",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+        "LOWP_CPU_ISA": "avx512",
+    },
     "library-absent": {"LOWP_CPU_LIBRARY": os.path.join(os.sep, "nowhere", "liblowp_cpu.so")},
 }
 
 
 def configurations() -> dict[str, dict[str, str]]:
     """The environment of every configuration that this machine can run, by name."""
-    found = dict(HELD)
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        del found["avx512"]
-    if cpu.library() is not None:
-        found |= {f"lowp-{level}": {"LOWP_CPU_ISA": level} for level in cpu.available()[:-1]}
-    return found
+    if cpu.library() is None:
+        return {"library-absent": HELD["library-absent"]}
+    return {name: held for name, held in HELD.items() if held.get("LOWP_CPU_ISA", "portable") in cpu.available()}
 
 
 def main(arguments: Sequence[str]) -> int:

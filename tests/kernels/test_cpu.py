@@ -32,13 +32,12 @@ SETS = cpu.available() if cpu.library() is not None else ()
 
 
 @pytest.fixture(autouse=True)
-def best_kernels_and_threads_again() -> Iterator[None]:
+def threads_again() -> Iterator[None]:
     if cpu.library() is None:
         pytest.skip("the C++ library was not built")
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-    cpu.select(None)
 
 
 def quantized(x: Tensor, cast: Cast, seed: int = SEED) -> Tensor:

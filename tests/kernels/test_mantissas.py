@@ -110,16 +110,13 @@ def test_exact_mantissas_try_a_hint_first() -> None:
 @pytest.mark.parametrize("instructions", [None, "portable"])
 def test_a_step_writes_the_update_and_then_the_weight(instructions: str | None) -> None:
     cpu.select(instructions)
-    try:
-        old = to_mantissas(drawn(3, 1000), FLEX, -13)
-        before = values(old.payload, -13)
-        moved = before + drawn(3, 1000, seed=1, scale=0.01)
-        moved[1, 3] = math.nan
-        update, update_values = mantissas_and_values(moved.double() - before.double(), FLEX, -21)
-        weight, expected = mantissas_and_values(before.double() + update_values.double(), FLEX, -14)
-        seen = mantissas.step_int16(moved, old.payload, (-13, -21, -14), False)
-    finally:
-        cpu.select(None)
+    old = to_mantissas(drawn(3, 1000), FLEX, -13)
+    before = values(old.payload, -13)
+    moved = before + drawn(3, 1000, seed=1, scale=0.01)
+    moved[1, 3] = math.nan
+    update, update_values = mantissas_and_values(moved.double() - before.double(), FLEX, -21)
+    weight, expected = mantissas_and_values(before.double() + update_values.double(), FLEX, -14)
+    seen = mantissas.step_int16(moved, old.payload, (-13, -21, -14), False)
     assert torch.equal(moved.nan_to_num(), expected.nan_to_num()) and moved[1, 3].isnan()
     assert torch.equal(old.payload, weight.payload)
     assert seen == (update.seen, weight.seen) and seen[0].overflowed > 0
@@ -138,10 +135,7 @@ def test_two_words_in_place_are_the_first_and_what_it_leaves_in_a_second(
     low = low_words.low_value(x, first, exponent, FLEX)
     version = x._version
     cpu.select(instructions)
-    try:
-        seen = write_words_(x, FLEX, exponent, low_words.LOW_BITS)
-    finally:
-        cpu.select(None)
+    seen = write_words_(x, FLEX, exponent, low_words.LOW_BITS)
     assert torch.equal(x.nan_to_num(), (low + first).nan_to_num())
     assert seen is not None and seen == high.seen and seen.overflowed > 0 and x[1, 3].isnan() and x._version > version
 
