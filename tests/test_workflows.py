@@ -48,6 +48,7 @@ def test_the_tests_run_as_other_processors_would(
     assert [command[1:] for command, _ in ran] == [["-m", "pytest", "-q", "tests/ops"]] * 2
     assert ran[0][1]["ATEN_CPU_CAPABILITY"] == "default" and "LOWP_CPU_LIBRARY" not in ran[0][1]
     assert not Path(ran[1][1]["LOWP_CPU_LIBRARY"]).exists()
+    assert ran[0][1]["TORCHINDUCTOR_CACHE_DIR"] != ran[1][1]["TORCHINDUCTOR_CACHE_DIR"]
     told = capsys.readouterr().out.splitlines()[-1]
     failed = ", not sse4, not library-absent" if code else ""
     assert told == f"== {2 - 2 * code} of 2 configurations passed{failed}"

@@ -363,6 +363,18 @@ def overflowed(x: Tensor, cast: Cast) -> int:
     return count
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("text", ["mxfp8", "mxfp8:up", "e4m3fn@e8m0/24", "nvfp4"])
+def test_a_group_with_a_nan_of_either_sign_is_what_the_definition_says(text: str, dtype: torch.dtype) -> None:
+    x = torch.linspace(-3, 3, 192, dtype=dtype).reshape(2, 96)
+    x[0, 3], x[0, 40], x[1, 70] = math.nan, -math.nan, -math.inf
+    with kernels.use("bitwise"):
+        wanted = kernels.quantize(x, text)
+    for name in SETS:
+        cpu.select(name)
+        assert torch.equal(bits(kernels.quantize(x, text)), bits(wanted)), name
+
+
 # -- shared scales ----------------------------------------------------------------------------------------------------
 def test_scaled_values_are_quotient_cast_and_product_in_fp64() -> None:
     x = mixed_numbers(6 * 1111).reshape(6, 1111)

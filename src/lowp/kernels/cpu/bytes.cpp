@@ -7,6 +7,7 @@
 #include <cstdlib>
 
 #include "export.hpp"
+#include "levels.hpp"
 #include "parallel.hpp"
 
 namespace lowp {
@@ -14,16 +15,11 @@ namespace {
 
 int64_t up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
-// 0 portable, 1 AVX2, above it and -1 AVX-512 with VNNI, as far as the processor has them; see casts.cpp for the levels.
+// The level that is asked for as far as the processor has it, and the best for -1.
 const ByteKernels& kernels(int level) {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool vnni = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                    __builtin_cpu_supports("avx512vnni");
-  if (level != 0 && level != 1 && avx2 && vnni) return kAvx512Bytes;
-  if (level != 0 && avx2) return kAvx2Bytes;
+  const int best = best_level(), used = level < 0 || level > best ? best : level;
+  if (used != kPortable) return used == kAvx2 ? kAvx2Bytes : kAvx512Bytes;
 #endif
   (void)level;
   return kPortableBytes;

@@ -3,6 +3,7 @@
 #include <atomic>
 
 #include "calls.hpp"
+#include "levels.hpp"
 
 namespace lowp {
 namespace {
@@ -11,22 +12,12 @@ constexpr int64_t kStreamBytes = int64_t{1} << 23;  // larger results do not sta
 
 const Kernels* kernels_of(int level) {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
-                    __builtin_cpu_supports("bmi2");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512vnni");
-  if (level == 2 && avx512) return &kAvx512Kernels;
-  if (level == 1 && avx2) return &kAvx2Kernels;
+  static const Kernels* const all[] = {&kPortableKernels, &kAvx2Kernels, &kAvx512Kernels};
+  if (level >= 0 && level <= best_level()) return all[level];
+  return nullptr;
+#else
+  return level == kPortable ? &kPortableKernels : nullptr;
 #endif
-  return level == 0 ? &kPortableKernels : nullptr;
-}
-
-const Kernels* best_kernels() {
-  for (int level = 2; level > 0; --level)
-    if (const Kernels* found = kernels_of(level)) return found;
-  return &kPortableKernels;
 }
 
 std::atomic<const Kernels*> chosen{nullptr};
@@ -40,7 +31,7 @@ bool streams(const void* in, const void* out, int64_t bytes) { return in != out 
 
 const Kernels& kernels() {
   const Kernels* found = chosen.load(std::memory_order_acquire);
-  if (found == nullptr) chosen.store(found = best_kernels(), std::memory_order_release);
+  if (found == nullptr) chosen.store(found = kernels_of(best_level()), std::memory_order_release);
   return *found;
 }
 
@@ -50,12 +41,10 @@ using namespace lowp;
 
 // 0 portable, 1 AVX2, 2 AVX-512; -1 the best one that this CPU has. Returns the level in use, or -1 for one it lacks.
 LOWP_EXPORT int lowp_casts_select(int level) {
-  const Kernels* wanted = level < 0 ? best_kernels() : kernels_of(level);
+  if (level < 0) level = best_level();
+  const Kernels* wanted = kernels_of(level);
   if (wanted == nullptr) return -1;
   chosen.store(wanted, std::memory_order_release);
-  if (level >= 0) return level;
-  for (level = 2; level > 0; --level)
-    if (kernels_of(level) == wanted) break;
   return level;
 }
 

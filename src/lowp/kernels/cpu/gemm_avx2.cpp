@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "gemm.hpp"
+#include "levels.hpp"
 
 namespace {
 
@@ -70,7 +71,7 @@ namespace lowp {
 
 const Micro* micro_avx2() {
   static constexpr Micro micro = make_micro("avx2");
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &micro : nullptr;
+  return best_level() >= kAvx2 ? &micro : nullptr;
 }
 
 }  // namespace lowp

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "gemm.hpp"
+#include "levels.hpp"
 
 namespace {
 
@@ -51,10 +52,7 @@ namespace lowp {
 
 const Micro* micro_avx512() {
   static constexpr Micro micro = make_micro("avx512");
-  const bool supported = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                         __builtin_cpu_supports("avx512vnni");
-  return supported ? &micro : nullptr;
+  return best_level() >= kAvx512 ? &micro : nullptr;
 }
 
 }  // namespace lowp

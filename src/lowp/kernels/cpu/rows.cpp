@@ -2,21 +2,17 @@
 #include "rows.hpp"
 
 #include "export.hpp"
+#include "levels.hpp"
 #include "parallel.hpp"
 
 namespace lowp {
 namespace {
 
-// 0 portable, 1 AVX2, above it and -1 AVX-512, as far as the processor has them; see casts.cpp for the levels.
+// The level that is asked for as far as the processor has it, and the best for -1.
 Rows kernel(int level) {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512vnni");
-  if (level != 0 && level != 1 && avx2 && avx512) return kAvx512Rows;
-  if (level != 0 && avx2) return kAvx2Rows;
+  const int best = best_level(), used = level < 0 || level > best ? best : level;
+  if (used != kPortable) return used == kAvx2 ? kAvx2Rows : kAvx512Rows;
 #endif
   (void)level;
   return kPortableRows;

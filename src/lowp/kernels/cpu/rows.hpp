@@ -39,7 +39,9 @@ constexpr int64_t kLanes = 2;
 constexpr int64_t kParts = kRowSums / kLanes;  // vectors that 16 numbers take
 
 using Sums = double __attribute__((vector_size(8 * kLanes)));
-using Loose = double __attribute__((vector_size(8 * kLanes), aligned(8), may_alias));
+// anywhere in memory; of `using Loose = double __attribute__(...)` Clang leaves the alignment out
+typedef double Loose __attribute__((vector_size(8 * kLanes), aligned(8), may_alias));
+static_assert(alignof(Loose) == 8, "rows may begin at any number");
 
 // A vector of weights in fp64: every conversion is exact. By address, since how vectors are returned is in no ABI.
 template <bool is_fp16>

@@ -14,9 +14,14 @@ static inline lowp_cast moved(const lowp_cast& cast, int32_t zero_point) {
   return result;
 }
 
-// round(x / scale) within one group, in fp64; then times scale. `index` is that of the first element.
+// round(x / scale) within one group, in fp64; then times scale. `index` is that of the first element. Under a NaN all are
+// that NaN: of a product of two, the compiler decides whose sign is left.
 static void scale_group(const Caster<F64>& caster, double scale, uint64_t* values, const uint32_t* words, int64_t index,
                         int64_t count) {
+  if (scale != scale) {
+    for (int64_t i = 0; i < count; ++i) values[i] = Constants<F64>::kQuietNan;
+    return;
+  }
   LOWP_VECTOR_LOOP
   for (int64_t i = 0; i < count; ++i) values[i] = bits_of(number(values[i]) / scale);
   caster.with_words(values, values, index, count, words);

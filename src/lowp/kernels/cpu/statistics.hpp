@@ -195,8 +195,10 @@ __attribute__((noinline)) static void count_stalled(const typename C::Bits* in, 
                                                     Effects* effects) {
   typename C::Int stalled = 0;
   LOWP_VECTOR_LOOP
-  for (int64_t i = 0; i < count; ++i)
-    stalled += (number(out[i]) == number(previous[i])) & (number(in[i]) != number(previous[i]));
+  for (int64_t i = 0; i < count; ++i) {
+    const bool stays = number(out[i]) == number(previous[i]), moves = number(in[i]) != number(previous[i]);
+    stalled += stays & moves;
+  }
   effects->stalled += stalled;
 }
 
