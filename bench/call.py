@@ -31,6 +31,7 @@ import lowp
 from lowp.recipes.results import header
 
 PRECISIONS = ("fp16", "bf16", "bf16-tpu", "e5m7", "fp8", "dfp16")
+TRAINED = (*PRECISIONS, "flex16+5")  # whose steps alone are timed: each op has a site there, once a step
 CALLS = 300
 STEPS = 60
 Table = dict[str, dict[str, float]]
@@ -213,8 +214,8 @@ def steps(rounds: int) -> tuple[Table, Table]:
     """Return microseconds of the optimizer's steps, and of the steps of digits; the median within a round."""
     optimizers = {"plain": plain(), "torch.amp.GradScaler": scaled(lambda: torch.amp.GradScaler("cpu"))}
     optimizers |= {"lowp.GradScaler": scaled(lambda: lowp.GradScaler("cpu"))}
-    optimizers |= {f"Precision.step, {name}": precise(name) for name in ("fp16", "bf16", "fp8", "dfp16")}
-    networks = {name: digits(name) for name in ("fp32", "torch.autocast", *PRECISIONS)}
+    optimizers |= {f"Precision.step, {name}": precise(name) for name in ("fp16", "bf16", "fp8", "dfp16", "flex16+5")}
+    networks = {name: digits(name) for name in ("fp32", "torch.autocast", *TRAINED)}
     best = [{name: {"step": math.inf} for name in table} for table in (optimizers, networks)]
     for _ in range(rounds):
         for table, found in zip((optimizers, networks), best, strict=True):
