@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ from torch import Tensor
 from lowp.compat import private
 from lowp.exponents import SharedExponents
 from lowp.grad_scaler import NonFiniteGradients
+from lowp.kernels import hardware
 from lowp.optim.shards import local
 from lowp.step_guard import StepGuard
 
@@ -32,11 +34,15 @@ class UnscaledSteps:
         self._told_beyond = False
 
     def saw(self, loss: Tensor) -> None:
-        """Take note of a loss before its backward; nothing is read."""
-        if not torch.compiler.is_compiling():
-            with _DisableTorchFunction():  # a function mode that watches the user's calls is not called for these
+        """Take note of a loss before its backward; nothing waits for a device."""
+        if torch.compiler.is_compiling() or self.exponents is not None:  # which skip a step for infinities
+            return
+        with _DisableTorchFunction():  # a function mode that watches the user's calls is not called for these
+            if type(loss) is Tensor and hardware.is_on_host(loss) and loss.numel() == 1:  # sooner than torch's kernels
+                bad = torch.full((), not cmath.isfinite(loss.item()), device="cpu")
+            else:
                 bad = ~torch.isfinite(loss.detach()).all()
-                self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
+            self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
 
     def skips(self, guard: StepGuard, number: int) -> bool:
         """Skip step `number` if a value that is not finite was written in it, here or on another rank.
@@ -65,7 +71,7 @@ class UnscaledSteps:
 
     def end(self, guard: StepGuard, number: int, optimizers: Optimizers) -> None:
         """Settle step `number`, which stepped; tell once, when it is known, that the run is not finite any more."""
-        guard.settle(torch.tensor(True, device="cpu"))
+        guard.settle(torch.full((), True, device="cpu"))
         bad, self._bad_loss = self._bad_loss, None
         if self.exponents is not None:
             self._look_beyond(self.exponents, guard, number)

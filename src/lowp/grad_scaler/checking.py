@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -32,13 +32,14 @@ def _bounded_inverse(scale: torch.Tensor) -> torch.Tensor:
     return inverse_of(scale.clamp(min=SMALLEST_SCALE))
 
 
-def combined(found: Mapping[Any, torch.Tensor], device: torch.device) -> torch.Tensor:
+def combined(flags: Collection[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the largest of some flags as a 0-dimensional fp32 tensor on one device, a lone one as it is; 0 of none."""
-    flags = [flag.to(device, torch.float32, non_blocking=True) for flag in found.values()]
-    flags = [flag.reshape(()) if flag.dim() else flag for flag in flags]
     if len(flags) == 1:
-        return flags[0]
-    return torch.stack(flags).amax() if flags else torch.zeros((), device=device)
+        (flag,) = flags
+        if flag.dim() == 0 and flag.dtype is torch.float32 and flag.device == device:
+            return flag
+    found = [flag.to(device, torch.float32, non_blocking=True).reshape(()) for flag in flags]
+    return torch.stack(found).amax() if found else torch.zeros((), device=device)
 
 
 def steps_by_itself(optimizer: Optimizer) -> bool:
@@ -211,7 +212,7 @@ class Checks(ScalerState):
         """Let all ranks of the group, or of the meshes of DTensor gradients, find what one has found; then keep it."""
         self._agreed_with = groups = self._groups(optimizer)
         if groups:
-            shared = combined(found, nothing.device)
+            shared = combined(found.values(), nothing.device)
             for group in groups:
                 distributed.agree_on_maximum_(shared, group)
             for flag in found.values():
@@ -219,7 +220,7 @@ class Checks(ScalerState):
             found = found or {shared.device: shared}
         if self._seen is not None:
             sizes, about = self._seen
-            self._provenance.latch(optimizer, sizes, combined(found, sizes.device), about)
+            self._provenance.latch(optimizer, sizes, combined(found.values(), sizes.device), about)
             self._seen = None
         return found
 

@@ -138,7 +138,7 @@ class GradScaler(Checks):
     ) -> float | None:
         """Read once whether the gradients were finite, and step if they were."""
         state = self._state("step")
-        found = combined(optimizer_state["found_inf_per_device"], state.scale.device)
+        found = combined(optimizer_state["found_inf_per_device"].values(), state.scale.device)
         if hardware.is_on_host(state.scale):
             skip, scale = found.item(), state.scale.item()
         else:
@@ -165,14 +165,14 @@ class GradScaler(Checks):
                 stacklevel=3,
             )
             returned = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-            found = combined(stage["found_inf_per_device"], scale.device)
+            found = combined(stage["found_inf_per_device"].values(), scale.device)
             self._note_stepped(optimizer, found.logical_not())
             return cast("float | None", returned)
         unscaled = stage["stage"] is OptState.UNSCALED
         if not unscaled:
             self._check_inf_per_device(optimizer)
         self._require_checks(stage)
-        found = combined(stage["found_inf_per_device"], scale.device)
+        found = combined(stage["found_inf_per_device"].values(), scale.device)
         if starts_momentum(optimizer) and bool(found):
             self._note_stepped(optimizer, found.logical_not())
             return None
@@ -214,7 +214,7 @@ class GradScaler(Checks):
         elif not found:
             raise OutOfOrder("No inf checks were recorded prior to update. Call step(optimizer) or unscale_ before")
         if found:
-            nonfinite = combined(dict(enumerate(found)), state.scale.device)
+            nonfinite = combined(found, state.scale.device)
             self._guard.settle(nonfinite.logical_not())
             if new_scale is None:
                 self._move_scale(state, nonfinite)
