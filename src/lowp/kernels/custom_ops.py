@@ -297,7 +297,9 @@ def _fake_codes(x: Tensor, element: FloatFormat | IntFormat, packed: bool) -> Te
 def _decode(codes: Tensor, format: str, dtype: torch.dtype, packed: bool, length: int | None) -> Tensor:
     module = dispatch.implementation(codes.device, "decode")
     element = checks.as_cast(format).element
-    return run.decode(module, packing.unpack(codes, element, length) if packed else codes, element, dtype)
+    if packed:
+        return run.decode_packed(module, codes, element, dtype, length)
+    return run.decode(module, codes, element, dtype)
 
 
 @_decode.register_fake

@@ -17,7 +17,7 @@ from lowp.compat import constant_when_compiled, remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, Specials
 from lowp.formats.checks import whole_number
-from lowp.kernels import arrays, checks, cpu, custom_ops, packing, run, scaled, tracing
+from lowp.kernels import arrays, checks, cpu, custom_ops, run, scaled, tracing
 from lowp.kernels.dispatch import implementation, uses_library
 from lowp.kernels.floats import CARRIERS
 from lowp.kernels.philox import Draw
@@ -192,9 +192,10 @@ def decode(
         if not checks.holds_format(element, dtype):
             raise InvalidInput(f"{element}: {dtype} cannot hold every value: decode to torch.float32 or torch.float64")
         if is_eager(codes):
+            module = implementation(codes.device, "decode")
             if packed:
-                codes = packing.unpack(codes, element, length)
-            return run.decode(implementation(codes.device, "decode"), codes, element, dtype)
+                return run.decode_packed(module, codes, element, dtype, length)
+            return run.decode(module, codes, element, dtype)
     return custom_ops.decode(codes, format, dtype, packed, length)
 
 

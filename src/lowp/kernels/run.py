@@ -6,6 +6,7 @@ computed in fp64; for devices without it, on the CPU.
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -57,6 +58,11 @@ def quantize_into(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | No
 
 def encode(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, packed: bool) -> Tensor:
     """Return the codes; raise ValueError for NaNs that have none."""
+    fused = getattr(module, "encode_packed", None) if packed else None
+    if fused is not None and (made := fused(_readable(x).contiguous(), cast, seed)) is not None:
+        _refuse_nans(made[1], x, cast.element)
+        found: Tensor = made[0]
+        return found
     codes = torch.empty(x.shape, dtype=scaled.code_dtype(cast.element), device=x.device)
     _refuse_nans(module.encode(_readable(x).contiguous(), cast, seed, codes), x, cast.element)
     return packing.pack(codes, cast.element) if packed else codes
@@ -75,6 +81,19 @@ def decode(module: ModuleType, codes: Tensor, format: FloatFormat | IntFormat, d
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     module.decode(_readable(codes).contiguous(), format, out)
     return out
+
+
+def decode_packed(
+    module: ModuleType, packed: Tensor, format: FloatFormat | IntFormat, dtype: torch.dtype, length: int | None
+) -> Tensor:
+    """Return the values of codes that lie side by side in rows of bytes, `length` of them a row, in `dtype`."""
+    fused = getattr(module, "decode_packed", None)
+    if fused is not None and format.bits not in (8, 16, 32, 64):
+        count = packing.length_of(packed, format, length)
+        out = torch.empty(*packed.shape[:-1], count, dtype=dtype, device=packed.device)
+        if fused(_readable(packed).contiguous(), format, out):
+            return out
+    return decode(module, packing.unpack(packed, format, length), format, dtype)
 
 
 def statistics(module: ModuleType, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,10 +117,9 @@ def encode_scaled(
     device = x.device
     x, format = _readable(x).to(home(device)), scaled.scaled_format(cast)
     fused = getattr(module, "encode_groups", None) if scales is None else None
-    if fused is not None and (made := fused(x, cast, seed)) is not None:
+    if fused is not None and (made := fused(x, cast, seed, packed)) is not None:
         payload, kept, outer, nans = made
         _refuse_nans(nans, x, format.element)
-        payload = packing.pack(payload, format.element) if packed else payload
         return Quantized(payload, kept, cast, outer, None, x.dtype, _packed_length(payload, x, format, packed))
     scales = scaled.choose(x, cast) if scales is None else scales
     payload = _payload(module, x, cast, scales, seed, packed)
@@ -133,8 +151,8 @@ def dequantize(module: ModuleType, q: Quantized) -> Tensor:
     assert isinstance(format, ScaledFormat)
     if (there := home(q.device)) != q.device:
         return dequantize(module, q.to(there)).to(q.device)
-    codes = q.payload if q.length is None else packing.unpack(q.payload, format.element, q.length)
-    element = decode(module, codes, format.element, torch.float64)
+    decoded = decode if q.length is None else partial(decode_packed, length=q.length)
+    element = decoded(module, q.payload, format.element, torch.float64)
     zero_point = None if q.zero_point is None else q.zero_point.to(torch.float64)
     outer = None if q.outer is None else widen(q.outer)
     return scaled.values(element, q.cast, Scales(scaled.read_scales(q.scale, format), zero_point, outer), q.dtype)

@@ -47,6 +47,11 @@ def test_a_cast_and_an_optimizers_step_compile_with_vectors() -> None:
     check(ahead.check("fp32", unscale=True, counts=True), 80, MOST)
 
 
+def test_codes_of_four_bits_are_packed_where_they_are_made() -> None:
+    check(ahead.packed(ahead.encode(parse("e2m1"), torch.float32)), 90, MOST)
+    check(ahead.packed(ahead.decode(parse("e2m1"), torch.bfloat16)), 75, MOST)
+
+
 def test_integer_products_run_on_tensor_cores() -> None:
     found = check(ahead.product("int16", ahead.TILE), 80, MOST_OF_PRODUCTS)
     assert "IMMA" in found.sass

@@ -7,10 +7,12 @@ import torch
 from exact_casts import FORMATS_TRIED, bits, inputs
 from torch import Tensor
 
+import lowp
+from lowp import kernels
 from lowp.casts import Cast, parse
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels import bitwise, reference, triton
+from lowp.kernels import bitwise, packing, reference, triton
 from lowp.kernels.packing import as_integers, wrapped
 from lowp.kernels.scaled import code_dtype
 
@@ -113,3 +115,35 @@ def test_one_read_casts_and_counts(name: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(seen, triton.statistics(x), strict=True))
     with pytest.raises(InvalidInput, match=r"computed in fp64: call lowp.quantize and lowp.statistics"):
         calls.quantize_and_count(x, parse("e8m0"), SEED, found)
+
+
+FOUR_BITS = ["e2m1", "e3m0finite", "i4", "i4s"]
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+@pytest.mark.parametrize("way", ["", ":stochastic"])
+def test_codes_of_four_bits_are_packed_and_read_in_the_kernel(
+    name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * 4
+    expected = lowp.encode(x, name + way, seed=3, packed=True)
+    values = lowp.decode(expected, name, packed=True)
+    with monkeypatch.context() as patch, kernels.use("triton"):
+        for second_pass in ("pack", "unpack"):
+            patch.setattr(packing, second_pass, None)
+        assert torch.equal(lowp.encode(x, name + way, seed=3, packed=True), expected)
+        assert torch.equal(lowp.encode(x[1], name + way, seed=3, offset=10, packed=True), expected[1])
+        assert torch.equal(lowp.decode(expected, name, packed=True), values)
+        assert torch.equal(lowp.decode(expected[:, :4], name, dtype=torch.float64, packed=True), values[:, :8].double())
+
+
+@pytest.mark.parametrize("name", ["e2m1", "i4", "e2m3"])
+def test_rows_that_are_no_whole_bytes_of_two_codes_are_packed_afterwards(name: str) -> None:
+    x = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+    expected = lowp.encode(x, name, packed=True)
+    with kernels.use("triton"):
+        found = lowp.encode(x, name, packed=True)
+        assert torch.equal(found, expected)
+        assert torch.equal(lowp.decode(found, name, packed=True, length=7), lowp.quantize(x, name))
+        drawn = lowp.encode(x[:, :6], name + ":stochastic", seed=1, offset=5, packed=True)
+    assert torch.equal(drawn, lowp.encode(x[:, :6], name + ":stochastic", seed=1, offset=5, packed=True))

@@ -12,6 +12,7 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, ScaledFormat
+from lowp.kernels import packing
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -143,3 +144,18 @@ def test_what_16_bits_or_codes_cannot_hold_is_refused_as_before() -> None:
             lowp.quantize(infinite, "mxint8")
         with pytest.raises(InvalidInput, match=r"1 of 32 numbers are NaN, which i8s has no code for"):
             lowp.encode(bad, "int8")
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4", "mxfp4:stochastic"])
+def test_packed_codes_of_four_bits_are_written_in_the_same_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = numbers(torch.float32)[[2, 5, 6, 8, 9]]
+    expected = lowp.encode(x, name, seed=2, packed=True)
+    with monkeypatch.context() as patch, kernels.use("triton"):
+        if served(name, torch.float32, codes=True):
+            patch.setattr(packing, "pack", None)
+            patch.setattr(packing, "unpack", None)
+        found = lowp.encode(x, name, seed=2, packed=True)
+        values = lowp.dequantize(found)
+    assert found.length == expected.length == 64 and found.payload.shape == (5, 32)
+    assert torch.equal(found.payload, expected.payload) and torch.equal(found.scale, expected.scale)
+    assert torch.equal(values, lowp.dequantize(expected))

@@ -8,17 +8,20 @@ from __future__ import annotations
 import functools
 import importlib.util
 
+import torch
 from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels.philox import Seed
+from lowp.kernels.philox import Draw, Seed
 
 __all__ = [
     "DEVICES",
     "decode",
+    "decode_packed",
     "encode",
     "encode_groups",
+    "encode_packed",
     "is_installed",
     "quantize",
     "quantize_groups",
@@ -69,8 +72,39 @@ def quantize_groups(x: Tensor, cast: Cast, seed: Seed) -> Tensor | None:
     return scaled.quantize_groups(x, cast, seed)
 
 
-def encode_groups(x: Tensor, cast: Cast, seed: Seed) -> tuple[Tensor, Tensor, Tensor | None, int] | None:
-    """Return codes, scales as they are kept, the outer scale, and the NaNs that have no code; or None."""
+def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tensor, Tensor, Tensor | None, int] | None:
+    """Return codes, scales as they are kept, the outer scale, and the NaNs that have no code; or None.
+
+    `packed`: codes side by side, as `packing.pack` lays them.
+    """
     from lowp.kernels.triton import scaled
 
-    return scaled.encode_groups(x, cast, seed)
+    return scaled.encode_groups(x, cast, seed, packed)
+
+
+def encode_packed(x: Tensor, cast: Cast, seed: Seed) -> tuple[Tensor, int] | None:
+    """Return the codes as `packing.pack` lays them, and how many NaNs had no code; None where a row is no whole bytes.
+
+    Of 4 bits, two to a byte.
+    """
+    if not _fills_bytes(cast.element, x.shape) or (isinstance(seed, Draw) and seed.first % 2):
+        return None
+    from lowp.kernels.triton import calls
+
+    out = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=torch.uint8, device=x.device)
+    return out, calls.encode(x, cast, seed, out, packed=True)
+
+
+def decode_packed(packed: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> bool:
+    """Write the values of packed codes into `out`; False, with nothing done, where a row is no whole bytes."""
+    if not _fills_bytes(format, out.shape) or packed.shape != (*out.shape[:-1], out.shape[-1] // 2):
+        return False
+    from lowp.kernels.triton import calls
+
+    calls.decode(packed, format, out, packed=True)
+    return True
+
+
+def _fills_bytes(format: FloatFormat | IntFormat, shape: torch.Size) -> bool:
+    """Whether rows of codes are of 4 bits, and fill whole bytes."""
+    return format.bits == 4 and len(shape) > 0 and shape[-1] % 2 == 0

@@ -174,6 +174,13 @@ def decode(cast: Cast, dtype: torch.dtype) -> Configuration:
     )
 
 
+def packed(configuration: Configuration) -> Configuration:
+    """Return the kernel of codes of 4 bits with two of them to a byte."""
+    constants = configuration.constants | {"LAYOUT": configuration.constants["LAYOUT"]._replace(packed=True)}
+    name, size = f"{configuration.name} packed", configuration.bytes - 0.5
+    return configuration._replace(name=name, constants=constants, bytes=size)
+
+
 def statistics(dtype: torch.dtype, cast: Cast | None = None) -> Configuration:
     """Return the kernel of a tensor's statistics, or the one that casts, too, in the same read."""
     form, numbers = (None, None) if cast is None else plan(cast, dtype)
@@ -283,6 +290,10 @@ def configurations() -> Iterator[Configuration]:
             yield from (encode(cast, dtype) for dtype in (torch.float32, *half))
     for text in ("e4m3fn", "e5m2", "e2m1", "i8s"):
         yield from (decode(parse(text), dtype) for dtype in (torch.float32, *half))
+    for dtype in (torch.float32, *half):
+        four_bits = parse("e2m1")
+        yield from map(packed, (encode(four_bits, dtype), decode(four_bits, dtype)))
+        yield from (packed(shared(text, dtype, True)) for text in ("mxfp4", "nvfp4"))
     yield from (statistics(dtype) for dtype in (torch.float32, *half, torch.float64))
     yield from (statistics(dtype, parse("e4m3fn")) for dtype in (torch.float32, *half))
     for text in SHARED:

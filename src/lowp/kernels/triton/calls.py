@@ -47,13 +47,17 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
         out.copy_(target)
 
 
-def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
-    """Write the codes of the values into `out`; return how many NaNs had no code."""
+def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor, packed: bool = False) -> int:
+    """Write the codes of the values into `out`, perhaps two to a byte; return how many NaNs had no code.
+
+    Packed are rows of an even number of codes of 4 bits, the first of which has an even logical index.
+    """
     count = x.numel()
     if count == 0:
         return 0
     form, numbers = plan(cast, x.dtype)
     shape, places = layout(cast.element, form.wide)
+    shape = shape._replace(packed=packed)
     target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     nans = torch.zeros((), dtype=torch.int32, device=x.device)
     key, first = key_of(x, seed, form.random_bits > 0)
@@ -84,12 +88,13 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
     return int(nans) if shape.nan == "none" else 0
 
 
-def decode(raw: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
-    """Write the value of every code into `out`, exactly."""
-    count = raw.numel()
+def decode(raw: Tensor, format: FloatFormat | IntFormat, out: Tensor, packed: bool = False) -> None:
+    """Write the value of every code into `out`, exactly; codes may lie two to a byte."""
+    count = out.numel()
     if count == 0:
         return
     shape, places = layout(format, False)
+    shape = shape._replace(packed=packed)
     target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     arguments = (integers(raw.contiguous()), integers(target), count, places, DTYPES[out.dtype], shape, count % 16 != 0)
     launch(codes.decode, raw, count, BLOCK, *arguments)

@@ -89,6 +89,7 @@ class Layout(NamedTuple):
     next_is_beyond: bool  # what is too large has the code behind the largest number's
     in_byte: bool  # the sign is the eighth bit
     nan: str  # "above": codes beyond infinity's or all ones; "minus-zero": that code alone; "none"
+    packed: bool = False  # two codes to a byte
 
 
 class Codes(NamedTuple):

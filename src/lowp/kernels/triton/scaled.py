@@ -11,6 +11,7 @@ from torch import Tensor
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat
+from lowp.kernels import packing
 from lowp.kernels import scaled as definition
 from lowp.kernels.floats import widen
 from lowp.kernels.philox import Seed, drawn
@@ -142,20 +143,21 @@ def quantize_groups(x: Tensor, cast: Cast, seed: Seed) -> Tensor | None:
     return values
 
 
-def encode_groups(x: Tensor, cast: Cast, seed: Seed) -> tuple[Tensor, Tensor, Tensor | None, int] | None:
+def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tensor, Tensor, Tensor | None, int] | None:
     """Return codes, scales as `Quantized` keeps them, the outer scale, and how many NaNs had no code; or None.
 
     The device is waited for only where neither elements nor scales have a NaN.
     """
-    found = _launched(x, cast, seed, True)
+    found = _launched(x, cast, seed, True, packed)
     if found is None:
         return None
     codes, scales, outer, lost = found
+    codes = packing.pack(codes, cast.element) if packed and codes.shape == x.shape else codes
     return codes, scales, outer, 0 if lost is None else int(lost)
 
 
 def _launched(
-    x: Tensor, cast: Cast, seed: Seed, codes: bool
+    x: Tensor, cast: Cast, seed: Seed, codes: bool, packed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None:
     made = planned(cast, x.dtype, codes)
     size = None if made is None else _group(x, cast)
@@ -166,14 +168,17 @@ def _launched(
     if made.form.random_bits and not is_block:
         return None
     x = x.contiguous()
-    out = torch.empty(x.shape, dtype=definition.code_dtype(format.element) if codes else x.dtype, device=x.device)
+    packed = packed and format.element.bits == 4 and x.shape[-1] % 2 == 0
+    shape = (*x.shape[:-1], x.shape[-1] // 2) if packed else x.shape
+    dtype = torch.uint8 if packed else definition.code_dtype(format.element) if codes else x.dtype
+    out = torch.empty(shape, dtype=dtype, device=x.device)
     groups = definition.group_shape(x.shape, format.scope) if codes else (1,)
     scales = torch.empty(groups, dtype=definition.stored_scale_dtype(format), device=x.device)
     lost = torch.zeros((), dtype=torch.int32, device=x.device) if made.sharing.loses else None
     outer = _outer(x, format) if made.sharing.outer else None
     key, first = key_of(x, seed, made.form.random_bits > 0)
     tables = (made.numbers, made.codes, made.shared, made.scale_numbers, made.scale_codes)
-    compiled = (DTYPES[x.dtype], made.form, exact(made.form), made.layout, made.sharing)
+    compiled = (DTYPES[x.dtype], made.form, exact(made.form), made.layout._replace(packed=packed), made.sharing)
     # what a kernel does not look at is any tensor
     given = (
         integers(x),

@@ -147,6 +147,20 @@ def direct(
 
 
 @triton.jit
+def store(out, places, mask, code, LAYOUT: tl.constexpr):
+    """Write codes; packed, two neighbours to a byte, the first in its low half."""
+    if LAYOUT.packed:
+        HALF: tl.constexpr = code.shape[0] // 2
+        low, high = tl.split(tl.reshape(code, (HALF, 2)))
+        first, _second = tl.split(tl.reshape(places, (HALF, 2)))
+        inside, _other = tl.split(tl.reshape(mask.to(tl.int32), (HALF, 2)))
+        byte = (low & 15) | ((high & 15) << 4)
+        tl.store(out + (first >> 1), byte.to(out.dtype.element_ty), mask=inside != 0)
+    else:
+        tl.store(out + places, code.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _put(
     out, places, mask, magnitude, sign, seed, first, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.constexpr,
     DIRECT: tl.constexpr, COUNT: tl.constexpr,
@@ -157,7 +171,7 @@ def _put(
     else:
         magnitude, sign = cast(magnitude, sign, first, seed, numbers, FORM, COUNT)
         code = encoded(magnitude, sign, codes, LAYOUT)
-    tl.store(out + places, code.to(out.dtype.element_ty), mask=mask)
+    store(out, places, mask, code, LAYOUT)
 
 
 @triton.jit
@@ -283,7 +297,14 @@ def _counted(code, codes, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _decode(raw, out, offsets, mask, codes, DTYPE: tl.constexpr, LAYOUT: tl.constexpr):
-    magnitude, sign = decoded(tl.load(raw + offsets, mask=mask, other=0), codes, LAYOUT)
+    if LAYOUT.packed:
+        byte = tl.load(raw + (offsets >> 1), mask=mask, other=0).to(tl.int32)
+        code = (byte >> ((offsets & 1) << 2).to(tl.int32)) & 15
+        if LAYOUT.integer:
+            code = (code ^ 8) - 8
+    else:
+        code = tl.load(raw + offsets, mask=mask, other=0)
+    magnitude, sign = decoded(code, codes, LAYOUT)
     write(out, offsets, mask, magnitude, sign, DTYPE, LAYOUT.wide)
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from lowp.kernels.triton.device.bits import read, widened
-from lowp.kernels.triton.device.codes import direct, encoded
+from lowp.kernels.triton.device.codes import direct, encoded, store
 from lowp.kernels.triton.device.rounding import cast, is_undecided
 
 
@@ -204,7 +204,7 @@ def write(
         code, lost = _direct(
             magnitude, sign, by, first, seed, numbers, codes, FORM, EXACT, LAYOUT, SHARING, COUNT
         )  # fmt: skip
-        tl.store(out + places, code.to(out.dtype.element_ty), mask=mask)
+        store(out, places, mask, code, LAYOUT)
     else:
         element, side = elements(magnitude, sign, by, outer, first, seed, numbers, FORM, EXACT, SHARING, COUNT)
         lost = put(out, places, mask, element, side, by, outer, codes, DTYPE, LAYOUT, SHARING)
@@ -226,7 +226,7 @@ def put(
     if SHARING.codes:
         element = tl.where(poisoned, 0, element)
         code = encoded(element, tl.where(poisoned, 0, side), codes, LAYOUT)
-        tl.store(out + places, code.to(out.dtype.element_ty), mask=mask)
+        store(out, places, mask, code, LAYOUT)
         lost = element > 0x7F800000
     else:
         is_nan = poisoned | (element > 0x7F800000)
@@ -335,7 +335,7 @@ def rows(
     """Cast a row of `length` numbers, which share a scale, as `blocks`; WHOLE ones fit one BLOCK and are read once."""
     row = tl.program_id(0).to(tl.int64)
     x += row * length
-    out += row * length
+    out += row * length // 2 if LAYOUT.packed else row * length
     inside = tl.arange(0, BLOCK)
     magnitude, sign = read(x, inside, inside < length, DTYPE, False)
     highest = tl.reduce(magnitude, 0, tl.standard._elementwise_max)
