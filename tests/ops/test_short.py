@@ -83,6 +83,30 @@ def test_calls_made_of_their_arguments_alone_give_the_same_bits(
         assert one.dtype is other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
 
 
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+def test_linear_layers_at_sites_give_the_same_bits_from_their_arguments(
+    twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def steps() -> list[Tensor]:
+        precision, given = lowp.Precision("flex16+5"), tensors(SHAPES["matrix"], torch.float32)
+        found = []
+        for _ in range(3):  # the first step of a site begins with its own maximum
+            found += results(precision.autocast(), given, twice)
+            assert precision.exponents is not None
+            precision.exponents.flush()
+        return found
+
+    long_ways: list[str] = []
+    call_at_site = Engine._call_at_site
+    monkeypatch.setattr(Engine, "_call_at_site", lambda *given: long_ways.append("") or call_at_site(*given))
+    fast = steps()
+    assert not long_ways
+    monkeypatch.setattr(Engine, "_is_quick", lambda self, plan: False)
+    slow = steps()
+    assert long_ways
+    assert all(torch.equal(one, other) for one, other in zip(fast, slow, strict=True))
+
+
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("precision", ["e5m7", "fp8", "e2m1"])
 def test_what_is_not_finite_stays_so_in_calls_made_of_their_arguments(precision: str, bad: float) -> None:
