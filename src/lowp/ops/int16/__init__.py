@@ -1,6 +1,7 @@
 """What only tensors of int16 mantissas under one exponent need (dfp16, flex16+5); nothing else in lowp reads these.
 
 * `contraction`: the three products of a contraction as products of integers, in both formats. Backward keeps payloads.
+* `linear`: usual linear layers in both formats, which reach the node of `contraction` from their arguments alone.
 * `masks`: activations, dropout and max-pooling beside dfp16's contractions, of which backward keeps a bit an element.
 * `flexpoint`: which way an op of flex16+5 goes, whose every result is rounded under the shared exponent of its site.
 * `nodes`: the nodes of the graph that round results and gradients there, and contractions that integers cannot do.
