@@ -74,14 +74,14 @@ def device_of(way: HandOver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 
     Its tensors are strided and of up to 32 bits, and torch's own arithmetic is the way where they lie.
     """
-    given, device = (*args, *kwargs.values()) if kwargs else args, None
-    first = given[0] if given and isinstance(given[0], Tensor) else next(iter(_tensors_of(given)), None)
-    if first is not None:
-        device = torchs_own_device(first, way.dtype, way.op in _FUSED)
-        if device not in way.devices:
-            return None
+    tensors = _tensors_of((*args, *kwargs.values()) if kwargs else args)
+    if not tensors:
+        return None
+    device = torchs_own_device(tensors[0], way.dtype, way.op in _FUSED)
+    if device not in way.devices:
+        return None
     is_compiling = torch.compiler.is_compiling()
-    for x in _tensors_of(given):
+    for x in tensors:
         if x.dtype in _LEFT_ALONE or not (is_compiling or (x.layout is torch.strided and not x.is_nested)):
             return None
     if kwargs and kwargs.get("out") is not None:
@@ -91,9 +91,11 @@ def device_of(way: HandOver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 
 def _tensors_of(given: tuple[Any, ...]) -> list[Tensor]:
     """Return the tensors among arguments, and in the lists among these."""
-    found = [x for x in given if isinstance(x, Tensor)]
+    found = []
     for one in given:
-        if isinstance(one, (list, tuple)):
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, (list, tuple)):
             found += [x for x in one if isinstance(x, Tensor)]
     return found
 
