@@ -37,7 +37,8 @@ class Mantissas(NamedTuple):
 
     The general type of integers under shared scales, of any width and scope, is `lowp.Quantized`: its scales are
     tensors, and `lowp.encode` makes it. This is what the int16 kernels take of it: the exponent is a number on the
-    host, since a product adds the exponents of its operands and shifts by them, and a write knows at once what it saw.
+    host, since a product adds the exponents of its operands and shifts by them, and a write knows at once what it saw;
+    on a device it stays there, and nothing is waited for (`device_exponents`).
     Bytes of activations (`byte_rows.Bytes`) are another type on purpose. They have an fp32 scale and a zero point,
     which no power of two expresses; kernels of one kind would read the payload of the other as wrong numbers, and as
     it is a type checker refuses that.

@@ -2,8 +2,9 @@
 
 The operands of a rule with ``accumulate = int32`` (chains of int32, flushed to fp32) or ``exact`` (one rounding) are
 written as int16 mantissas under one exponent a tensor, and saved as such for backward. Where that is not possible the
-same values run as fp32 numbers: on devices without the integer kernels, inside torch.func and torch.compile, in double
-backward, and for operands that hold an infinity or a NaN, which no integer can stand for: they must reach the result.
+same values run as fp32 numbers: inside torch.func and torch.compile, in double backward, and on a CPU for operands that
+hold an infinity or a NaN, which no integer can stand for: they must reach the result. On a device, which is not asked,
+they make all of it NaN.
 
 Source: Das et al. 2018, arXiv 1802.00930 (DFP-16); Koester et al. 2017, arXiv 1711.02213 (exact sums).
 """
