@@ -31,7 +31,6 @@ class UnscaledSteps:
         self.name, self.exponents = name, exponents
         self.faults: list[str] = []  # of the latest step that was skipped for them
         self._bad_loss: Tensor | None = None  # whether a loss since the last step was not finite, on the device
-        self._told_beyond = False
 
     def saw(self, loss: Tensor) -> None:
         """Take note of a loss before its backward; nothing waits for a device."""
@@ -99,8 +98,8 @@ class UnscaledSteps:
         if guard.too_many():
             exponents.flush()
             raise NonFiniteGradients(f"{text}, and weights for {guard.patience} steps in a row: {advice}")
-        if not self._told_beyond:
-            self._told_beyond = True
+        if not exponents.has_told_beyond:
+            exponents.has_told_beyond = True
             warnings.warn(f"{text}. If this continues, {advice}", UserWarning, stacklevel=5)
 
 

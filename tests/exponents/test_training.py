@@ -19,6 +19,7 @@ from lowp.kernels.mantissas import current_exponent, to_mantissas, values
 from lowp.optim import FlexWeights
 from lowp.optim.flex import SQUARES
 from lowp.precision import Precision
+from lowp.region import autocast
 
 FLEX = parse("flex16+5")
 
@@ -264,3 +265,22 @@ def test_a_sparse_gradient_is_refused_with_advice_and_nothing_changes() -> None:
     with pytest.raises(InvalidInput, match=r"the gradient of weight is sparse.*sparse=False, or train in dfp16"):
         precision.step(optimizer)
     assert torch.equal(model.weight, before)
+
+
+def test_a_region_without_a_precision_tells_once_of_numbers_beyond_the_largest() -> None:
+    model, x = nn.Linear(4, 4), torch.full((2, 4), 1e6)
+    optimizer, region = torch.optim.SGD(model.parameters(), lr=0.0), autocast("flex16+5")
+
+    def step() -> None:
+        with region:
+            loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+        with pytest.raises(UserWarning, match=r"numbers beyond the largest of flex16\+5 are cut off, first"):
+            step()
+        for _ in range(3):
+            step()

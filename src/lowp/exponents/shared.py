@@ -12,6 +12,7 @@ Source: Koester et al. 2017, arXiv 1711.02213, section 3.3 and algorithms 1 and 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,7 @@ class SharedExponents:
         self._watchers: list[Callable[[Flush], object]] = []
         self._listeners: list[Callable[[str, Tensor, int], object]] = []
         self._agreed = AgreedSites()
+        self.has_told_beyond = False  # of numbers that the format is too small for
 
     # -- writing --------------------------------------------------------------------------------------------------
     def write(self, x: Tensor, cast: Cast, site: str, *, training: bool = True, unless_exact: bool = False) -> Tensor:
@@ -177,8 +179,23 @@ class SharedExponents:
         """The entry of a site, ready for a write of training."""
         index = group.index(site)
         if index in group.pending and not distributed.has_other_ranks():
+            self._tell_beyond(group)
             self._flush(group)  # a second write at one site sees what the first one taught
         return index
+
+    def _tell_beyond(self, group: ExponentTable) -> None:
+        """Warn once of what was cut off in a step that ends without `flush`, as in a region of its own."""
+        if self.has_told_beyond:
+            return
+        site = next((site for site, index in group.names.items() if group.was_cut_off(index)), None)
+        if site is not None:
+            self.has_told_beyond = True
+            warnings.warn(
+                f"numbers beyond the largest of {group.cast.format} are cut off, first in the {site}. If this "
+                "continues, look at the learning rate and at the scale of inputs and loss",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def admit(self, x: Tensor, cast: Cast, site: str) -> None:
         """Let a site begin anew if x, which was put there from outside, is larger than its exponent can hold.

@@ -11,7 +11,8 @@ all-gather and torch's fused optimizers leave it as it is. A cast serves again w
 * since the entry began nothing has handed the memory out (`HANDS_OUT`), no optimizer has stepped, and no backward pass
   has run, whose hooks may write what they like.
 
-One write stays unseen: through a raw address that was taken before the entry. `forget_all` is for that.
+Two writes stay unseen: through a raw address that was taken before the entry, and through ``.data`` in another thread.
+`forget_all` is for those.
 """
 
 from __future__ import annotations
