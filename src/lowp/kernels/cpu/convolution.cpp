@@ -82,10 +82,12 @@ void forward(const Geometry& g, const int16_t* x, const int16_t* w, Products& pr
                 length = 2 * planes.group_pairs();
   const int64_t tap_count = volume(g.kernel), depth = tap_count * length, out_pixels = volume(g.out_size);
   std::vector<int16_t> weights(static_cast<size_t>(g.out_channels * depth));
-  for (int64_t o = 0; o < g.out_channels; o++)
-    for (int64_t c = 0; c < channels; c++)
-      for (int64_t t = 0; t < tap_count; t++)
-        weights[static_cast<size_t>(o * depth + t * length + c)] = w[(o * channels + c) * tap_count + t];
+  parallel_for(g.out_channels, 8, call.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t o = begin; o < end; o++)
+      for (int64_t c = 0; c < channels; c++)
+        for (int64_t t = 0; t < tap_count; t++)
+          weights[static_cast<size_t>(o * depth + t * length + c)] = w[(o * channels + c) * tap_count + t];
+  });
   const Triple steps = planes.steps();
   const Lattice from(g.out_size, planes.image(), {g.stride[0] * steps[0], g.stride[1] * steps[1], 1});
   const Lattice to(g.out_size, g.out_channels * out_pixels, {g.out_size[1] * g.out_size[2], g.out_size[2], 1});
@@ -124,8 +126,8 @@ void input_gradient(const Geometry& g, const int16_t* grad, const int16_t* w, Pr
     taps.push_back(std::make_unique<std::vector<int64_t>>());
     weights.push_back(std::make_unique<std::vector<int16_t>>(static_cast<size_t>(g.channels * depth)));
     int16_t* rows = weights.back()->data();
+    std::vector<int64_t> read;  // which tap of the kernel each of these is
     each(reached, [&](const Triple& i) {
-      const int64_t place = static_cast<int64_t>(taps.back()->size()) * length;
       int64_t tap = 0, offset = 0;
       for (size_t d = 0; d < 3; d++) {
         const size_t at = static_cast<size_t>(i[d]);
@@ -133,10 +135,17 @@ void input_gradient(const Geometry& g, const int16_t* grad, const int16_t* w, Pr
         offset += found[d].shifts[at] * steps[d];
       }
       taps.back()->push_back(offset);
-      for (int64_t o = 0; o < g.out_channels; o++)
-        for (int64_t c = 0; c < channels; c++)
-          rows[(o / out_channels * channels + c) * depth + place + o % out_channels] =
-              w[(o * channels + c) * tap_count + tap];
+      read.push_back(tap);
+    });
+    // eight channels at a time: their rows stay in the first-level cache while the kernels are read as they lie
+    parallel_for(channels, 8, call.threads, [&](int64_t begin, int64_t end) {
+      for (int64_t first_channel = begin; first_channel < end; first_channel += 8)
+        for (int64_t o = 0; o < g.out_channels; o++)
+          for (int64_t c = first_channel; c < std::min(first_channel + 8, end); c++) {
+            int16_t* row = rows + (o / out_channels * channels + c) * depth + o % out_channels;
+            for (size_t t = 0; t < read.size(); t++)
+              row[static_cast<int64_t>(t) * length] = w[(o * channels + c) * tap_count + read[t]];
+          }
     });
     const Lattice from(counts, planes.image(), steps), to(counts, g.channels * pixels, step);
     for (int64_t group = 0; group < g.groups; group++)
