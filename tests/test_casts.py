@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowp import formats
-from lowp.casts import Cast, Overflow, Rounding, ScalingSpec, parse, possible_overflows, power_of_two_scale
+from lowp.casts import Cast, Overflow, Rounding, ScalingSpec, parse, possible_overflows
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, PowerOfTwo, ScaledFormat, Scope, Specials
 
@@ -115,13 +115,6 @@ def test_the_element_cast_leaves_the_scale_out() -> None:
     assert parse("fp16:stochastic-32").random_bits == 32
     assert cast.with_rounding(Rounding.STOCHASTIC, 7) == parse("mxfp4:stochastic-7") == parse("mxfp4:stochastic-a-7")
     assert cast.with_rounding(Rounding.STOCHASTIC_B, 7) == parse("mxfp4:stochastic-b-7")
-
-
-def test_only_a_bare_power_of_two_is_one() -> None:
-    assert power_of_two_scale(FORMATS["flex16+5"]) == PowerOfTwo(-31, 0)
-    assert power_of_two_scale(FORMATS["mxfp8"]) is None
-    assert power_of_two_scale(FORMATS["fp16"]) is None
-    assert isinstance(parse("fp16").element, FloatFormat)
 
 
 REFUSED = {

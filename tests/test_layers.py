@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import operator
 import os
 import shutil
 import subprocess
@@ -151,14 +152,48 @@ DEVICES = {"cpu", "cuda", "mps", "xpu", "hpu", "ipu", "xla", "mtia", "maia", "vu
 ASKING = {"type", "get_device", *(f"is_{name}" for name in DEVICES)}
 
 
-def asks_for_a_device(node: ast.AST) -> bool:
-    """Whether a node asks on which device a tensor lies. Two devices may be compared; `is_meta` asks for numbers."""
+def questions(tree: ast.AST) -> list[ast.AST]:
+    """Return the nodes that ask on which device a tensor lies.
+
+    Two devices may be compared; `is_meta` asks for numbers.
+    """
+    devices = named_devices(tree)
+    return [node for node in ast.walk(tree) if asks_for_a_device(node, devices)]
+
+
+def named_devices(tree: ast.AST) -> frozenset[str]:
+    """Return what devices are called in a file, beside `device`: where = x.device, one of them or another's name."""
+    found: frozenset[str] = frozenset()
+    pairs = [pair for node in ast.walk(tree) for pair in assigned(node)]
+    while more := {target for target, value in pairs if is_a_device(value, found)} - found:
+        found |= more
+    return found
+
+
+def assigned(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Yield names that a node gives and what it gives them to; of a conditional value both."""
+    if isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
+        pairs = [(node.target, node.value)]
+    elif isinstance(node, ast.Assign):
+        pairs = [(target, node.value) for target in node.targets]
+    else:
+        return
+    for target, value in pairs:
+        several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+        for one, given in zip(target.elts, value.elts, strict=False) if several else [(target, value)]:  # type: ignore[union-attr]
+            for each in (given.body, given.orelse) if isinstance(given, ast.IfExp) else (given,):
+                if isinstance(one, (ast.Name, ast.Attribute)) and each is not None:
+                    yield one.id if isinstance(one, ast.Name) else one.attr, each
+
+
+def asks_for_a_device(node: ast.AST, devices: frozenset[str]) -> bool:
     if isinstance(node, ast.Attribute):  # x.is_cuda, x.device.type, and so `where.type`; x.device.index
-        return node.attr in ASKING or (node.attr == "index" and is_a_device(node.value))
+        return node.attr in ASKING or (node.attr == "index" and is_a_device(node.value, devices))
     if isinstance(node, ast.Compare):  # device == "cpu", x.device != CPU, device in ("cuda", "mps")
         sides = [node.left, *node.comparators]
         named = any(names_a_device(side) for side in sides)
-        return named or (any(map(is_a_device, sides)) and not all(is_a_device(side) or is_none(side) for side in sides))
+        of_devices = [is_a_device(side, devices) for side in sides]
+        return named or (any(of_devices) and not all(map(operator.or_, of_devices, map(is_none, sides))))
     if isinstance(node, ast.MatchValue):  # case "cpu":
         return names_a_device(node.value)
     if isinstance(node, ast.Call):  # getattr(x, "is_cuda"), str(x.device).startswith("cuda")
@@ -173,10 +208,10 @@ def asks_for_a_device(node: ast.AST) -> bool:
     return False
 
 
-def is_a_device(node: ast.AST) -> bool:
-    """Whether a node is called a device: x.device, self._device, device, its_device."""
+def is_a_device(node: ast.AST, devices: frozenset[str]) -> bool:
+    """Whether a node is called a device: x.device, self._device, device, its_device, or one of `devices`."""
     name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-    return name == "device" or name.endswith("_device")
+    return name == "device" or name.endswith("_device") or name in devices
 
 
 def is_none(node: ast.AST) -> bool:
@@ -196,8 +231,7 @@ def test_outside_the_kernels_nobody_asks_on_which_device_a_tensor_lies(repositor
     found = {
         path: lines
         for path, tree in sources(repository)
-        if not path.startswith("kernels/")
-        and (lines := sorted({node.lineno for node in ast.walk(tree) if asks_for_a_device(node)}))  # type: ignore[attr-defined]
+        if not path.startswith("kernels/") and (lines := sorted({node.lineno for node in questions(tree)}))  # type: ignore[attr-defined]
     }
     allowed = {path: next((one for one in MAY_ASK if path == one or path.startswith(one)), None) for path in found}
     assert {path: lines for path, lines in found.items() if allowed[path] is None} == {}
@@ -215,23 +249,27 @@ def test_outside_the_kernels_nobody_asks_on_which_device_a_tensor_lies(repositor
         "getattr(x, 'is_cuda')", "getattr(x.device, 'type')", "attrgetter('device.type')(x)", "hasattr(x, 'is_cuda')",
         "str(x.device).startswith('cuda')", "{'cpu': one, 'cuda': other}[kind]",
         "match kind:\n  case 'cpu':\n    pass", "match x.device.type:\n  case _:\n    pass",
+        "where = x.device\nwhere == ours", "(where := x.device) and where in some", "at, n = x.device, 3\nat != HOST",
+        "self.at = y.device if y else x.device\nz = self.at\nz == HOST",
     ],
 )  # fmt: skip
 def test_questions_for_a_device_are_recognised(written: str) -> None:
-    assert any(map(asks_for_a_device, ast.walk(ast.parse(written))))
+    assert questions(ast.parse(written))
 
 
 @pytest.mark.parametrize(
     "written",
     [
         "x.device", "a.device == b.device", "x.device is None", "x.device != own_device",
+        "where = x.device\nwhere == y.device", "where = x.device\nthere = y.device\nwhere != there",
+        "where = x\nwhere == y",
         "torch.zeros(3, device='cpu')", "x.to('cuda')",
         "kernels.has_integer_kernels(x)", "x.is_meta", "x.type_as(y)", "states['cuda'] == 1", "isinstance(x, Tensor)",
         "{'cpu': one, 'cuda': other}", "name.startswith('cp')", "getattr(x, name)", "{x.device: y}[z]",
     ],
 )  # fmt: skip
 def test_what_only_goes_along_with_a_device_is_no_question(written: str) -> None:
-    assert not any(map(asks_for_a_device, ast.walk(ast.parse(written))))
+    assert not questions(ast.parse(written))
 
 
 def test_the_readme_of_the_kernels_names_every_file(repository: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from lowp import formats
 from lowp.errors import InvalidInput, UnknownName, unknown
-from lowp.formats import FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, checks
+from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat, checks
 from lowp.formats.text_enum import TextEnum
 from lowp.hashing import hashed_once
 
@@ -299,8 +299,3 @@ def _scaling(kind: str, arguments: str | None, text: str) -> ScalingSpec:
     if bad := given.keys() - {"window", "headroom", "exponent", "words"}:
         raise InvalidInput(f"{text}: " + unknown("scaling argument", min(bad), ["window", "headroom", "words"]))
     return replace(spec, kind=kind, **given)
-
-
-def power_of_two_scale(format: Format) -> PowerOfTwo | None:
-    """The exponent range of a format's shared scale, or None where the scale is no bare power of two."""
-    return format.scale if isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo) else None

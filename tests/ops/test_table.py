@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch.overrides
 
 from lowp.ops import table
-from lowp.ops.table import ALIASES, TABLES, entry_points, is_structural, name_of, op_names, row_of
+from lowp.ops.table import ALIASES, TABLES, is_structural, name_of, op_names, row_of
 from lowp.ops.torch_lists import LISTS
 from lowp.policy import OP_CLASSES, Policy
 
@@ -148,12 +148,6 @@ def test_an_op_has_one_name(function: Callable[..., Any], name: str) -> None:
 )
 def test_what_moves_or_describes_tensors_has_no_row(function: Callable[..., Any]) -> None:
     assert row_of(function) is None
-
-
-def test_entry_points_are_the_public_spellings() -> None:
-    assert {"torch.matmul", "torch.Tensor.matmul", "torch.Tensor.__matmul__"} <= set(entry_points("matmul"))
-    assert entry_points("upsample_nearest1d") == ["torch.ops.aten.upsample_nearest1d"]
-    assert entry_points("linear") == ["torch.nn.functional.linear"]
 
 
 def test_rules_can_name_rows_and_pointwise_ops() -> None:

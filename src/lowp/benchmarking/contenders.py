@@ -52,11 +52,6 @@ class Contender:
     tf32: bool = False
 
     @property
-    def is_baseline(self) -> bool:
-        """Whether the others are compared with this one."""
-        return self.label == BASELINE
-
-    @property
     def narrow(self) -> Format | None:
         """The format that operands of products are in: the widest of those that the policy names; None for fp32."""
         if self.kind == "fp32":

@@ -100,7 +100,7 @@ def quantize_operand(x: Tensor, cast: Cast, seed: int | Tensor, is_traced: bool)
     traces.
     """
     keeps = _keeps_infinities(cast)
-    if not is_traced and type(seed) is int and x.dtype is torch.float32 and _goes_straight(x) and _in_one_pass(cast):
+    if not is_traced and type(seed) is int and x.dtype is torch.float32 and _goes_straight(x) and run.is_one_pass(cast):
         out = torch.empty_like(x)
         if keeps:
             cpu.quantize(x, cast, seed, out)
@@ -122,12 +122,6 @@ def _keeps_infinities(cast: Cast) -> bool:
     """Whether the cast itself makes infinities or NaNs of infinities, and NaNs of NaNs."""
     is_float = isinstance(cast.format, FloatFormat) and cast.format.specials is not Specials.FINITE
     return is_float and cast.overflow is not Overflow.SATURATE
-
-
-@remembered_by_identity
-def _in_one_pass(cast: Cast) -> bool:
-    """Whether the C++ library casts a whole fp32 tensor in one call."""
-    return cast.scaling is None or run.has_one_scale(cast)
 
 
 def encode(

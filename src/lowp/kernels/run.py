@@ -164,7 +164,7 @@ def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales |
     if fused is not None and (found := fused(x, cast, seed)) is not None:
         return found  # type: ignore[no-any-return]
     if module is cpu and scales is None and isinstance(seed, int) and x.dtype is torch.float32:
-        out = torch.empty_like(x) if has_one_scale(cast) else None
+        out = torch.empty_like(x) if is_one_pass(cast) else None
         if out is not None and quantize_finite(x, cast, seed, out):
             return out
     if scales is None:
@@ -176,17 +176,22 @@ def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales |
 
 
 @remembered_by_identity
-def has_one_scale(cast: Cast) -> bool:
-    """Whether the C++ library finds the one scale of a tensor, in fp32 or int16's exponent, from its maximum."""
+def is_one_pass(cast: Cast) -> bool:
+    """Whether the C++ library rounds a whole fp32 tensor in one call.
+
+    That is each number alone, or under the one scale of the tensor, in fp32 or int16's exponent, from its maximum.
+    """
     format, scaling = cast.format, cast.scaling
-    if not isinstance(format, ScaledFormat) or scaling is None or scaling.kind != "current":
+    if not isinstance(format, ScaledFormat):
+        return True
+    if scaling is None or scaling.kind != "current":
         return False
     is_ratio = format.scale == scaled.FP32 and not format.affine and format.element.bits > 2
     return (is_ratio and format.scope.kind == "tensor") or has_mantissas(cast)
 
 
 def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
-    """Write the values of x by a cast that `has_one_scale` into `out`, both fp32 and contiguous.
+    """Write the values of x by a cast that `is_one_pass` into `out`, both fp32 and contiguous.
 
     Returns False, with nothing written, where x is not finite.
     """

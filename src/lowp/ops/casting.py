@@ -27,7 +27,7 @@ from lowp.compat import (
 from lowp.errors import InvalidInput
 from lowp.formats import FORMATS, FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels.functions import quantize_operand
-from lowp.kernels.run import has_one_scale
+from lowp.kernels.run import is_one_pass
 
 __all__ = ["Operand", "carried", "carrier_dtype", "operand", "rounded", "shield", "without_autocast"]
 
@@ -212,14 +212,11 @@ def _with_values(x: Tensor, to: Cast, seed: Tensor | int) -> Tensor:
 
 
 @_constant
-def is_one_pass(to: Cast) -> bool:
-    """Whether a cast rounds to nearest, each number alone or under one scale in fp32 a tensor, and clips nothing.
-
-    No cast that torch's own conversion is.
-    """
+def is_only_rounding(to: Cast) -> bool:
+    """Whether a cast is one pass that draws nothing, clips nothing, and is no conversion of torch's own."""
     if to.is_stochastic or native_dtype(to) is not None or _clipped_beyond(to) is not None:
         return False
-    return to.scaling is None or has_one_scale(to)
+    return is_one_pass(to)
 
 
 def _has_groups(to: Cast) -> bool:

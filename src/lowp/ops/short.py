@@ -24,7 +24,15 @@ from lowp.kernels.products import NARROW, gradients_sixteen_bits, linear_sixteen
 from lowp.kernels.scratch import is_large
 from lowp.ops.bytes import is_int8, linear_in_bytes
 from lowp.ops.call import Call, Quick, QuickRegion, RoleCasts, WeightCast
-from lowp.ops.casting import carrier_dtype, end_of, functorch_is_active, is_one_pass, is_plain, native_dtype, shielded
+from lowp.ops.casting import (
+    carrier_dtype,
+    end_of,
+    functorch_is_active,
+    is_only_rounding,
+    is_plain,
+    native_dtype,
+    shielded,
+)
 from lowp.ops.contraction import linear as long_linear
 from lowp.ops.eight_bits import is_fp8, linear_in_fp8
 from lowp.ops.int16 import linear as integer_linear
@@ -162,7 +170,7 @@ def _rounds_operands(rule: Rule) -> bool:
     """Whether a rule rounds operands to nearest, each number alone or under one scale a tensor, and sums in fp32."""
     if rule.output is not None or not (rule.accumulate is None or rule.accumulate.format == "fp32"):
         return False
-    return all(one is not None and is_one_pass(one) for one in (rule.input, rule.weight, rule.grad))
+    return all(one is not None and is_only_rounding(one) for one in (rule.input, rule.weight, rule.grad))
 
 
 def _quick_rounded(rule: Rule) -> Quick:

@@ -25,7 +25,7 @@ from lowp.ops.call import Call, Quick
 from lowp.ops.torch_lists import LISTS
 from lowp.policy import Policy, Rule
 
-__all__ = ["TABLES", "TORCH_POLICIES", "Row", "entry_points", "is_structural", "name_of", "op_names", "row_of"]
+__all__ = ["TABLES", "TORCH_POLICIES", "Row", "is_structural", "name_of", "op_names", "row_of"]
 
 
 @dataclass(frozen=True)
@@ -387,18 +387,9 @@ def row_of(function: Callable[..., Any], table: str = "lowp-1") -> Row | None:
 
 
 @cache
-def _overridable() -> dict[str, list[Callable[..., Any]]]:
-    """Return all functions that a function mode sees, by the name of their op."""
-    functions: dict[str, list[Callable[..., Any]]] = {}
-    for function in torch.overrides.get_testing_overrides():
-        functions.setdefault(name_of(function), []).append(function)
-    return functions
-
-
-def entry_points(name: str) -> list[str]:
-    """Return the public spellings of an op, such as torch.nn.functional.linear."""
-    spelled = {torch.overrides.resolve_name(function) for function in _overridable().get(name, [])} - {None, ""}
-    return sorted(str(one) for one in spelled) or [f"torch.ops.aten.{name}"]
+def _overridable() -> frozenset[str]:
+    """Return the names of the ops of all functions that a function mode sees."""
+    return frozenset(map(name_of, torch.overrides.get_testing_overrides()))
 
 
 def op_names(table: str = "lowp-1") -> list[str]:

@@ -15,10 +15,9 @@ namespace {
 
 int64_t up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
-// The level that is asked for as far as the processor has it, and the best for -1.
 const ByteKernels& kernels(int level) {
 #if defined(__x86_64__)
-  const int best = best_level(), used = level < 0 || level > best ? best : level;
+  const Level used = usable_level(level);
   if (used != kPortable) return used == kAvx2 ? kAvx2Bytes : kAvx512Bytes;
 #endif
   (void)level;

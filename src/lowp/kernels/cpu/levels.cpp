@@ -33,4 +33,8 @@ Level best_level() {
   return found;
 }
 
+Level usable_level(int asked) {
+  return asked < 0 || asked > best_level() ? best_level() : static_cast<Level>(asked);
+}
+
 }  // namespace lowp

@@ -10,4 +10,7 @@ enum Level : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 // The best of them. What counts are all flags that CMakeLists.txt compiles a source of the level with.
 Level best_level();
 
+// The level of a call: that which is asked for as far as the processor has it, the best for -1.
+Level usable_level(int asked);
+
 }  // namespace lowp

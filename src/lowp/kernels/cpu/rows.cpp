@@ -8,10 +8,9 @@
 namespace lowp {
 namespace {
 
-// The level that is asked for as far as the processor has it, and the best for -1.
 Rows kernel(int level) {
 #if defined(__x86_64__)
-  const int best = best_level(), used = level < 0 || level > best ? best : level;
+  const Level used = usable_level(level);
   if (used != kPortable) return used == kAvx2 ? kAvx2Rows : kAvx512Rows;
 #endif
   (void)level;
