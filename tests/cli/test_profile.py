@@ -276,6 +276,7 @@ def test_where_two_runs_part_is_told(lowp: Callable[..., Any], digits: Path, tmp
         (("digits", "--steps", "0"), "--steps 0: give 1 or more"),
         (("digits", "--bits", "99"), "give 2 to 16, the bits of an operand"),
         (("digits", "--out", "/"), "is a folder"),
+        (("digits", "--tensorboard", __file__), "is a file: give a folder, which is made if need be"),
     ],
 )
 def test_what_cannot_be_profiled_is_said_in_a_line(

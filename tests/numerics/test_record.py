@@ -80,3 +80,27 @@ def test_a_role_that_no_profile_has_is_refused(record: Record, tmp_path: Path) -
     (tmp_path / "run.json").write_text(json.dumps(document))
     with pytest.raises(InvalidInput, match="a role 'colour'"):
         Record.load(tmp_path / "run.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("sampling", [1], r"its sampling is \[1\], and that of a profile is numbers by name"),
+        ("sampling", {"modules": "many"}, "its sampling is .*, and that of a profile is numbers by name"),
+        ("models", 3, "its models are 3, and those of a profile are a list of names"),
+        ("dtypes", [3], r"its dtypes are \[3\], and those of a profile are a list of names"),
+        ("parameters", "all", "it has 'all' parameters, and a profile has a number of them"),
+        ("steps", "x", "an entry of it is missing or is not what a profile has there"),
+    ],
+)
+def test_an_entry_that_no_profile_has_is_refused_when_it_is_read(
+    record: Record, tmp_path: Path, name: str, value: object, told: str
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({**record.document(), name: value}))
+    with pytest.raises(InvalidInput, match=told):
+        Record.load(tmp_path / "run.json")
+
+
+def test_a_folder_is_no_profile(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="is a folder: give the file of a profile"):
+        Record.load(tmp_path)

@@ -141,6 +141,8 @@ def _check(arguments: argparse.Namespace) -> None:
     for path in (arguments.out, arguments.html, arguments.policy, arguments.csv):
         if path is not None:
             files.check_target(path)
+    if arguments.tensorboard is not None and arguments.tensorboard.exists() and not arguments.tensorboard.is_dir():
+        raise InvalidInput(f"--tensorboard {arguments.tensorboard} is a file: give a folder, which is made if need be")
     if arguments.steps is not None and arguments.steps < 1:
         raise InvalidInput(f"--steps {arguments.steps}: give 1 or more")
     if arguments.bits is not None and not 2 <= arguments.bits <= 16:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowp import files
-from lowp.errors import InvalidInput
+from lowp.errors import InvalidInput, brief
 from lowp.kernels.spectra import ROWS
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.updates import Updates
@@ -306,6 +306,8 @@ class Record:
     def load(cls, path: str | Path) -> Record:
         """Read a record, or what a killed run has left of one; raises InvalidInput for any other file."""
         path = Path(path)
+        if path.is_dir():
+            raise InvalidInput(f"{path} is a folder: give the file of a profile")
         if not path.is_file():
             raise InvalidInput(f"there is no profile {path}: create one with lowp profile RECIPE --out {path}")
         try:
@@ -326,11 +328,11 @@ class Record:
             raise InvalidInput(_foreign(first)) from None
         _check_head(head)
         if not head.get("lines"):
-            return cls(_header(head), Part.read(head), dict(head.get("sampling") or {}), bool(head.get("complete")))
+            return cls(_header(head), Part.read(head), _sampling(head), bool(head.get("complete")))
         part, header = Part(), _header(head)
         for line in _whole_lines(rest):
             if "models" in line:
-                header = dict(line["models"])
+                header = _header(line["models"])
                 part = part.renamed(str(line["first"])) if line["first"] else part
             else:
                 part.add(Part.read(line))
@@ -385,7 +387,21 @@ _NOT_HEADER = ("kind", "version", "complete", "lines", "sampling", *(one.name fo
 
 
 def _header(head: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in head.items() if name not in _NOT_HEADER}
+    header = {name: value for name, value in head.items() if name not in _NOT_HEADER}
+    for name in ("models", "dtypes"):
+        names = header.get(name, [])
+        if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+            raise InvalidInput(f"its {name} are {brief(names)}, and those of a profile are a list of names")
+    if not isinstance(header.get("parameters", 0), int):
+        raise InvalidInput(f"it has {brief(header['parameters'])} parameters, and a profile has a number of them")
+    return header
+
+
+def _sampling(head: Mapping[str, Any]) -> dict[str, Any]:
+    found = head.get("sampling") or {}
+    if not isinstance(found, dict) or not all(one is None or isinstance(one, (int, float)) for one in found.values()):
+        raise InvalidInput(f"its sampling is {brief(found)}, and that of a profile is numbers by name")
+    return dict(found)
 
 
 def _whole_lines(text: str) -> Iterator[Mapping[str, Any]]:
