@@ -70,7 +70,7 @@ class UnscaledSteps:
 
     def end(self, guard: StepGuard, number: int, optimizers: Optimizers) -> None:
         """Settle step `number`, which stepped; tell once, when it is known, that the run is not finite any more."""
-        guard.settle(torch.full((), True, device="cpu"))
+        guard.settle(torch.tensor(True, device="cpu"))
         bad, self._bad_loss = self._bad_loss, None
         if self.exponents is not None:
             self._look_beyond(self.exponents, guard, number)

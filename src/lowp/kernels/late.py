@@ -10,6 +10,11 @@ from torch import Tensor
 __all__ = ["LateNumber"]
 
 
+def _is_capturing(event: torch.Event) -> bool:
+    """Whether a graph is captured on the event's device, in which no event may be asked."""
+    return event.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class LateNumber:
     """A tensor of the device, read on the host when its copy has arrived, without waiting for it."""
 
@@ -18,7 +23,9 @@ class LateNumber:
         self._arrived: torch.Event | None = None
 
     def send(self, value: Tensor) -> None:
-        """Begin to copy numbers to the host, in the place of what was sent before."""
+        """Begin to copy numbers to the host, in the place of what was sent before; not while a graph is captured."""
+        if value.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
         if value.device.type == "cpu":
             self._copy, self._arrived = value.clone(), None
             return
@@ -29,7 +36,9 @@ class LateNumber:
 
     def read(self) -> Any:
         """Return what was sent, a number or a list, None if there is none or it is still under way."""
-        if self._copy is None or not (self._arrived is None or self._arrived.query()):
+        if self._copy is None:
+            return None
+        if self._arrived is not None and (_is_capturing(self._arrived) or not self._arrived.query()):
             return None
         return self._copy.tolist()
 
