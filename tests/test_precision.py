@@ -31,18 +31,23 @@ def _net(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
 
 
-def _train(precision: lowp.Precision, steps: int = 60, lr: float = 0.1) -> tuple[list[float], nn.Module, Any]:
-    model: nn.Module = _net()
-    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9))
+def _steps(count: int, precision: lowp.Precision, model: nn.Module, optimizer: Any) -> list[float]:
     x, y = _data()
     losses = []
-    for _ in range(steps):
+    for _ in range(count):
         optimizer.zero_grad()
         with precision.autocast():
             loss = nn.functional.cross_entropy(model(x), y)
         precision.backward(loss)
         precision.step(optimizer)
         losses.append(float(loss.detach()))
+    return losses
+
+
+def _train(precision: lowp.Precision, steps: int = 60, lr: float = 0.1) -> tuple[list[float], nn.Module, Any]:
+    model: nn.Module = _net()
+    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9))
+    losses = _steps(steps, precision, model, optimizer)
     return losses, model, optimizer
 
 
@@ -140,27 +145,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, tmp_path: Path) ->
         net = _net()
         return (precision, *precision.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2)))
 
-    def steps(count: int, precision: lowp.Precision, model: nn.Module, optimizer: Any) -> list[float]:
-        x, y = _data()
-        losses = []
-        for _ in range(count):
-            optimizer.zero_grad()
-            with precision.autocast():
-                loss = nn.functional.cross_entropy(model(x), y)
-            precision.backward(loss)
-            precision.step(optimizer)
-            losses.append(float(loss.detach()))
-        return losses
-
     whole = build()
-    expected = steps(8, *whole)
+    expected = _steps(8, *whole)
     half = build()
-    got = steps(4, *half)
+    got = _steps(4, *half)
     lowp.save(tmp_path / "a.pt", precision=half[0], model=half[1], optimizer=half[2])
     fresh = build()
     torch.manual_seed(99)
     lowp.load(tmp_path / "a.pt", precision=fresh[0], model=fresh[1], optimizer=fresh[2])
-    assert got + steps(4, *fresh) == expected
+    assert got + _steps(4, *fresh) == expected
     assert fresh[0].steps == 8
 
 
