@@ -2,7 +2,7 @@
 # make test    what CI runs: style, types, layers, tests
 # make test-portable    the tests as other processors would run them: each library held to less than this machine has
 # make sanitize    the kernel tests on a C++ library with AddressSanitizer and UndefinedBehaviorSanitizer (GCC)
-# PYTHON=python3.12 make test  chooses another interpreter
+# PYTHON=python3.12 make test  chooses another interpreter; make test CXX=clang++  another compiler
 
 PYTHON ?= python3
 VENV := .venv
