@@ -130,16 +130,16 @@ def sampled(x: Tensor, count: int) -> Tensor:
     x = x.detach()
     if x.numel() <= count:
         return x.reshape(-1).clone()
-    places = _places(x.numel(), count)
+    places = torch.from_numpy(_places(x.numel(), count))
     if x.is_contiguous():
         return x.view(-1)[places]
     return x[torch.unravel_index(places, x.shape)]
 
 
 @lru_cache(maxsize=64)
-def _places(numel: int, count: int) -> Tensor:
+def _places(numel: int, count: int) -> NDArray[np.int64]:
     golden = (math.sqrt(5) - 1) / 2
-    return torch.from_numpy((np.arange(count) * golden % 1 * numel).astype(np.int64))
+    return (np.arange(count) * golden % 1 * numel).astype(np.int64)
 
 
 def slope_of(x: Tensor, gradient: Tensor, scale: float = 1.0) -> NDArray[np.float64]:
