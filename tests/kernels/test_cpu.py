@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from lowp import kernels
 from lowp.casts import Cast, Rounding, parse
-from lowp.errors import Unavailable
+from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import abi, bitwise, checks, cpu, integer, mantissas, reference
 
@@ -523,6 +524,55 @@ def test_the_interpreter_can_end_while_a_daemon_thread_quantises() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def _threads_started(environment: dict[str, str]) -> tuple[int, int]:
+    """How many threads a process has beyond one after an operation of torch's, and after one of the library's."""
+    code = (
+        "import os, torch; from lowp.kernels import cpu; from lowp.casts import parse\n"
+        "torch.set_num_threads(2); x = torch.randn(1 << 20); before = len(os.listdir('/proc/self/task'))\n"
+        "x.exp_(); torchs = len(os.listdir('/proc/self/task')) - before\n"
+        "cpu.quantize(x, parse('fp16'), 0, x); print(torchs, len(os.listdir('/proc/self/task')) - before)"
+    )
+    run = [sys.executable, "-c", code]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+    assert ended.stderr == ""
+    torchs, both = ended.stdout.split()
+    return int(torchs), int(both)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in Linux's /proc")
+def test_the_library_works_on_torch_s_threads_unless_it_is_to_have_its_own() -> None:
+    torchs, both = _threads_started({"LOWP_THREADS": "own"})
+    assert both == torchs + 1
+    if not cpu.uses_own_threads():  # torch's runtime is known
+        torchs, both = _threads_started({"LOWP_THREADS": "torch"})
+        assert torchs == both == 1
+
+
+def test_other_threads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWP_THREADS", "tbb")
+    with pytest.raises(InvalidInput, match="LOWP_THREADS='tbb': allowed are 'torch'"):
+        cpu.uses_own_threads()
+
+
+def _first_use(queue: multiprocessing.Queue[bool]) -> None:
+    cpu.library.cache_clear()  # as in a parent that had not used it
+    queue.put(cpu.uses_own_threads() and torch.equal(quantized(torch.ones(LARGE), parse("fp16")), torch.ones(LARGE)))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_that_uses_the_library_first_does_not_wait_for_threads_of_its_parent() -> None:
+    torch.set_num_threads(2)
+    torch.ones(LARGE).exp_()
+    context = multiprocessing.get_context("fork")
+    queue: multiprocessing.Queue[bool] = context.Queue()
+    process = context.Process(target=_first_use, args=(queue,), daemon=True)
+    process.start()
+    try:
+        assert queue.get(timeout=20)
+    finally:
+        process.kill()
 
 
 # -- choosing ---------------------------------------------------------------------------------------------------------

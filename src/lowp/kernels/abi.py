@@ -42,6 +42,7 @@ class ScaleBlock(Structure):
 # a row a function: what it returns, and its arguments
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_build": (c_char_p, ()),
+    "lowp_set_team": (None, (c_void_p,)),
     "lowp_casts_select": (c_int, (c_int,)),
     "lowp_quantize": (None, (c_void_p, c_int, c_void_p, c_void_p, c_int64, c_uint64, c_int64, c_int)),
     "lowp_quantize_finite": (c_int, (*(c_void_p,) * 4, c_int64, c_uint64, c_int)),

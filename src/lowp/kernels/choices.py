@@ -26,6 +26,10 @@ def choices() -> dict[str, str]:
         found["C++ library"] = (
             f"{chosen}, {why}, of {', '.join(having)}; other: {_OTHER_SET.format(having[0], having[0])}"
         )
+        own = cpu.uses_own_threads()
+        found["threads"] = (
+            "the library's own" if own else "torch's OpenMP threads; other: LOWP_THREADS=own in the environment"
+        )
         found["casts"] = f"{forced() or 'the C++ library'}; other: {_OTHER_WAY.format('bitwise')}: the same bits"
     found["bf16 products"] = _products(torch.bfloat16, products_of_bf16()[1])
     found["fp16 products"] = _products(torch.float16, "torch sums no fp16 products faster than fp32's on a CPU")

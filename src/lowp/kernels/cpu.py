@@ -56,7 +56,44 @@ def library() -> ctypes.CDLL | None:
         return None
     if chosen := os.environ.get("LOWP_CPU_ISA"):
         _select(own, chosen)
+    own.lowp_set_team(None if uses_own_threads() else _openmp_parallel())
     return own
+
+
+def uses_own_threads() -> bool:
+    """Whether the library's threads are its own: as ``LOWP_THREADS=own`` asks, and where torch's cannot be had.
+
+    They cannot where its OpenMP runtime is not known, nor in a forked child, in which they do not exist.
+    """
+    asked = os.environ.get("LOWP_THREADS", "")
+    if asked not in ("", "own", "torch"):
+        raise InvalidInput(f"LOWP_THREADS={asked!r}: allowed are 'torch' (where its threads are OpenMP's) and 'own'")
+    return asked == "own" or _forked or _openmp_parallel() is None
+
+
+_forked = False
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+@functools.cache
+def _openmp_parallel() -> int | None:
+    """The address of the function that runs work on the threads of torch's OpenMP runtime; None where it has none.
+
+    GOMP_parallel is of GCC's runtime, which torch's builds for Linux bring along; LLVM's has it there, too.
+    """
+    try:
+        loaded = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.cast(loaded.GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
 
 
 def _check_build(own: ctypes.CDLL) -> None:

@@ -1,5 +1,7 @@
 #include "parallel.hpp"
 
+#include "export.hpp"
+
 #include <pthread.h>
 #include <signal.h>
 
@@ -123,10 +125,21 @@ class Pool {
 
 std::atomic<Pool*> the_pool{nullptr};
 
-// The threads of the parent do not exist in a child, and its locks may be held by them: the child forgets that pool.
-void forget_pool() { the_pool.store(nullptr, std::memory_order_release); }
+// GOMP_parallel(function, data, threads, flags): function(data) on a team of threads, the caller among them. 0 threads
+// mean as many as torch has set; another number than last time would end threads of the team or start some.
+using Team = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
-[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, &forget_pool);
+std::atomic<Team> the_team{nullptr};
+
+void work_of(void* job) { static_cast<Job*>(job)->work(); }
+
+// The threads of the parent do not exist in a child, and its locks may be held by them: the child forgets them.
+void forget_threads() {
+  the_pool.store(nullptr, std::memory_order_release);
+  the_team.store(nullptr, std::memory_order_release);
+}
+
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, &forget_threads);
 
 Pool* pool() {
   Pool* found = the_pool.load(std::memory_order_acquire);
@@ -157,7 +170,13 @@ void run_parallel(int64_t count, int64_t grain, int threads, Body body, void* co
   job.context = context;
   job.count = count;
   job.piece = (grains + pieces - 1) / pieces * grain;
+  if (const Team team = the_team.load(std::memory_order_acquire)) return team(&work_of, &job, 0, 0);
   shared->run(job, threads - 1);
 }
 
 }  // namespace lowp
+
+// The address of the GOMP_parallel of the OpenMP runtime whose threads are to be used; null: the library's own pool.
+LOWP_EXPORT void lowp_set_team(void* parallel) {
+  lowp::the_team.store(reinterpret_cast<lowp::Team>(parallel), std::memory_order_release);
+}

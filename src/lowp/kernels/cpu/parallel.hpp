@@ -1,8 +1,11 @@
-// Work shared among threads of a pool of our own: no OpenMP, so no second OpenMP runtime beside torch's.
+// Work shared among the threads of torch's OpenMP runtime, or of a pool of our own where it has none that is known.
 //
-// The number of threads comes with every call (it follows torch.set_num_threads). A call made while the pool is busy
-// with another one, be it from a second Python thread or from inside a body, runs on the calling thread alone. After
-// fork the child starts with a fresh pool. Workers sleep when there is no work.
+// torch's threads spin for milliseconds after each of its operations, on cores that threads of ours would need. The
+// library itself is built without OpenMP, so that there is no second runtime beside torch's: it is given the address of
+// the runtime's own function. The number of threads comes with every call (it follows torch.set_num_threads). A call
+// made while another one runs, be it from a second Python thread or from inside a body, runs on the calling thread
+// alone. After fork the child has a fresh pool of its own, since OpenMP's threads do not survive. Workers of the pool
+// sleep when there is no work.
 #pragma once
 
 #include <cstdint>
