@@ -556,21 +556,23 @@ def test_other_threads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu.uses_own_threads()
 
 
-def _first_use(queue: multiprocessing.Queue[bool]) -> None:
+def _first_use(x: Tensor, queue: multiprocessing.Queue[list[int]]) -> None:
     cpu.library.cache_clear()  # as in a parent that had not used it
-    queue.put(cpu.uses_own_threads() and torch.equal(quantized(torch.ones(LARGE), parse("fp16")), torch.ones(LARGE)))
+    _child(x, queue)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_that_uses_the_library_first_does_not_wait_for_threads_of_its_parent() -> None:
     torch.set_num_threads(2)
-    torch.ones(LARGE).exp_()
+    x = mixed_numbers(LARGE)
+    wanted = bits(quantized(x, parse("e5m7")))[-2000:].tolist()
+    x.clone().exp_()  # torch's threads have started
     context = multiprocessing.get_context("fork")
-    queue: multiprocessing.Queue[bool] = context.Queue()
-    process = context.Process(target=_first_use, args=(queue,), daemon=True)
+    queue: multiprocessing.Queue[list[int]] = context.Queue()
+    process = context.Process(target=_first_use, args=(x, queue), daemon=True)
     process.start()
     try:
-        assert queue.get(timeout=20)
+        assert queue.get(timeout=20) == wanted
     finally:
         process.kill()
 
