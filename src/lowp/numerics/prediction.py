@@ -176,7 +176,7 @@ def _error_share(seen: Spectrum, grid: _Grid, missing: NDArray[np.int64], scale:
     """By octave the mean square error in ulps: 1/12, and less where numbers need few bits, such as 1.0 and 0.5."""
     if scale != 2.0 ** round(math.log2(scale)):
         return np.full(256, 1 / 12)
-    shares = seen.significant[1:] / max(seen.significant[1:].sum(), 1)
+    shares = seen.significant[1:] / max(int(np.sum(seen.significant[1:])), 1)
     result = np.empty(256)
     known: dict[int, float] = {}
     for row in range(256):

@@ -157,7 +157,7 @@ class Spectrum:
             numbers = {name: float(document[name]) if name in _REALS else int(document[name]) for name in _NUMBERS}
         except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise InvalidInput(f"it contains an invalid spectrum: {error!r}") from None
-        counts = (*numbers.values(), bins.min(), powers.min())
+        counts = (*numbers.values(), np.min(bins), np.min(powers))
         if significant.shape != (LONGEST + 1,) or any(not number >= 0 for number in counts):
             raise InvalidInput("it contains an invalid spectrum: its counts are not those of numbers")
         return cls(bins, significant, powers, **numbers)  # type: ignore[arg-type]

@@ -89,6 +89,6 @@ class Updates:
             none, count = int(document["none"]), int(document["count"])
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise InvalidInput(f"it contains invalid updates: {error!r}") from None
-        if energy.shape != (ROWS,) or joint.min() < 0:
+        if energy.shape != (ROWS,) or np.min(joint) < 0:
             raise InvalidInput("it contains invalid updates: their counts are not those of numbers")
         return cls(joint, energy, none, count)

@@ -35,7 +35,7 @@ def read_mnist(path: Path) -> LabelledImages:
         images, labels = read_idx(images_at, 3), read_idx(labels_at, 1)
         if len(images) != len(labels) or not len(labels):
             raise MNIST.broken(labels_at, f"has {len(labels)} labels for {len(images)} images")
-        if labels.max() > 9:
+        if np.max(labels) > 9:
             raise MNIST.broken(labels_at, "has labels that are not 0 to 9")
         if images.shape[1:] != (28, 28):
             raise MNIST.broken(images_at, f"has images of {images.shape[1]}x{images.shape[2]}, not 28x28")
