@@ -20,7 +20,7 @@ from lowp.errors import InvalidInput, Misuse
 from lowp.numerics import watching
 from lowp.numerics.clock import Clock
 from lowp.numerics.record import Key, Record
-from lowp.numerics.sampling import Budget, Rounds, is_sampled, parse_share
+from lowp.numerics.sampling import Budget, Rounds, is_sampled
 from lowp.numerics.spectrum import Spectrum
 
 
@@ -298,15 +298,51 @@ def test_a_run_that_is_too_short_for_a_look_says_what_to_do(capsys: pytest.Captu
         profile.record.require_content()
 
 
-@pytest.mark.parametrize(("text", "share"), [("3%", 0.03), ("0.5%", 0.005), (0.1, 0.1), ("none", None), (None, None)])
+def test_by_default_a_training_of_milliseconds_is_seen_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    looked_at = watching.looked_at
+
+    def costly(*given: object, **named: object) -> object:
+        clock[0] += 0.001
+        return looked_at(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(watching, "looked_at", costly)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowp.profile(model, optimizer) as profile:
+        train(model, optimizer, 2000)
+    sampling = profile.record.sampling
+    assert sampling["modules_seen"] == sampling["modules"] and sampling["looks"] > 3
+    assert set(profile.record.tensors) == set(profiled(network()).tensors)
+    assert sampling["allowance"] == 0.25 and 0.0 < sampling["own_seconds"] < 0.3, "looks end once it is spent"
+
+
+def test_an_allowance_is_room_until_the_share_is_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    budget = Budget(0.03, 0.25, started=0.0)
+    assert budget.room == 0.25 and budget.time_of(0.25) == budget.time_of_guarding(0.5) == 0.0
+    budget.spent(0.2, False)
+    assert budget.room == pytest.approx(0.05) and not budget.may_guard(0.5)
+    assert budget.time_of(0.1) == pytest.approx(0.2 + 0.3 / 0.03)
+    now[0] = 10.2
+    assert budget.room == pytest.approx(0.1)
+
+
+_BUDGETS = [("3%", 0.03), ("0.5%", 0.005), (0.1, 0.1), ("none", None), (None, None), ("auto", 0.03)]
+
+
+@pytest.mark.parametrize(("text", "share"), _BUDGETS)
 def test_a_budget_is_a_share_of_the_time(text: str | float | None, share: float | None) -> None:
-    assert parse_share(text) == share
+    budget = Budget.parse(text)
+    assert (budget.share, budget.allowance) == (share, 0.25 if text == "auto" else 0.0)
 
 
 @pytest.mark.parametrize("text", ["0", "-3%", "much", "nan", ""])
 def test_a_budget_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="give a share of the time such as 3%"):
-        parse_share(text)
+        Budget.parse(text)
 
 
 def test_an_empty_run_is_an_error_that_says_what_to_do() -> None:

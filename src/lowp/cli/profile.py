@@ -43,8 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-overhead",
         metavar="SHARE",
-        default="3%",
-        help="largest share of time that recording may add; none: no limit (default: 3%%)",
+        default="auto",
+        help="largest share of time that recording may add, such as 3%%; none: no limit; "
+        "auto (default): 3%%, or 0.25 s if that is more",
     )
     parser.add_argument(
         "--out",
@@ -133,9 +134,9 @@ def _check(arguments: argparse.Namespace) -> None:
     """Raise before any work is done for what cannot be written or is no number."""
     from lowp import files, presets
     from lowp.errors import InvalidInput
-    from lowp.numerics.sampling import parse_share
+    from lowp.numerics.sampling import Budget
 
-    parse_share(arguments.max_overhead)
+    Budget.parse(arguments.max_overhead)
     if arguments.precision is not None:
         presets.parse(arguments.precision)
     for path in (arguments.out, arguments.html, arguments.policy, arguments.csv):

@@ -28,7 +28,7 @@ from lowp.numerics.models import Models
 from lowp.numerics.modes import Paths, depth, in_backward, put_on, take_off
 from lowp.numerics.plan import Plan
 from lowp.numerics.record import Part, Record, StepSeen
-from lowp.numerics.sampling import Budget, parse_share
+from lowp.numerics.sampling import Budget
 from lowp.numerics.watching import Watch
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries
@@ -42,8 +42,8 @@ class Profiler:
     Used as a context manager around the training loop. Steps end with `optimizer.step()`, of several optimizers when
     each has stepped. `precision` or `scaler` is what scales the loss, so that gradients are recorded as they are
     without it. `out` is a file that gets a line a step and is the whole record at the end. `max_overhead` is the share
-    of time that may be added, None for no limit; `divergence=False` leaves out the search for what made a loss or a
-    gradient infinite or NaN.
+    of time that may be added, such as ``"3%"``, None for no limit, or ``"auto"``: 3 %, or 0.25 s if that is more.
+    `divergence=False` leaves out the search for what made a loss or a gradient infinite or NaN.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Profiler:
         precision: Any = None,
         scaler: Any = None,
         out: str | Path | None = None,
-        max_overhead: str | float | None = "3%",
+        max_overhead: str | float | None = "auto",
         divergence: bool = True,
         title: str = "",
     ) -> None:
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise TypeError(f"a profile needs a torch optimizer, not {type(optimizer).__name__}")
         self.models, self.optimizer = Models(model), optimizer
-        self.budget, self.step = Budget(parse_share(max_overhead)), 0
+        self.budget, self.step = Budget.parse(max_overhead), 0
         self._scale = WatchedScale(scaler if scaler is not None else getattr(precision, "scaler", None))
         self._precision, self._title, self._divergence = precision, title, divergence
         self._paths, self._clock = Paths(self.models), Clock(self.budget)
@@ -197,6 +197,7 @@ class Profiler:
         budget = self.budget
         sampling = {
             "max_overhead": budget.share,
+            "allowance": budget.allowance,
             "overhead": budget.overhead,
             "own_seconds": budget.own,
             "every_step_seconds": budget.guarding + budget.idle,

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from lowp.errors import InvalidInput
 
-__all__ = ["Budget", "Rounds", "is_sampled", "parse_share"]
+__all__ = ["Budget", "Rounds", "is_sampled"]
 
+_SHARE, _ALLOWANCE = 0.03, 0.25  # of the time, and seconds: the default
 _EVERY = 50
 _A_LOOK = 3e-4  # seconds, where nothing is known of a module
 _MARGIN = 1.5
@@ -20,34 +21,42 @@ def is_sampled(step: int) -> bool:
     return step == 0 or (step < _EVERY and step & (step - 1) == 0) or step % _EVERY == 0
 
 
-def parse_share(text: str | float | None) -> float | None:
-    """A budget: ``3%``, 0.03, or None (``none``) for no limit; raises InvalidInput for anything else."""
-    if text is None or str(text).strip().lower() == "none":
-        return None
-    word = str(text).strip()
-    try:
-        share = float(word.removesuffix("%")) / (100 if word.endswith("%") else 1)
-    except ValueError:
-        share = math.nan
-    if not 0 < share <= 10:
-        raise InvalidInput(f"max_overhead={text!r} is not valid: give a share of the time such as 3% or 0.03, or none")
-    return share
-
-
 @dataclass
 class Budget:
     """The time that profiling itself takes, measured, and held to a share of the time of the training.
 
     `own` counts every second spent for the profiler, in its code or because of it; no look is begun that costs more
-    than there is `room` for.
+    than there is `room` for. The first `allowance` seconds are free, so that a training of a few seconds is seen, too.
     """
 
-    share: float | None = 0.03
+    share: float | None = _SHARE
+    allowance: float = 0.0
     own: float = 0.0
     guarding: float = 0.0  # of `own`, what went to guarding steps, and to being called in those that were not looked at
     idle: float = 0.0  # of `own`, what went to counting steps of which nothing is kept
     started: float = field(default_factory=time.perf_counter)
     ended: float | None = None
+
+    @classmethod
+    def parse(cls, text: str | float | None) -> Budget:
+        """Read a budget: ``3%`` or 0.03; None or ``none`` for no limit; ``auto`` for 3 % or a quarter of a second.
+
+        Of these two, ``auto`` takes the larger. Raises InvalidInput for anything else.
+        """
+        word = "none" if text is None else str(text).strip().lower()
+        if word == "none":
+            return cls(None)
+        if word == "auto":
+            return cls(_SHARE, _ALLOWANCE)
+        try:
+            share = float(word.removesuffix("%")) / (100 if word.endswith("%") else 1)
+        except ValueError:
+            share = math.nan
+        if not 0 < share <= 10:
+            raise InvalidInput(
+                f"max_overhead={text!r} is not valid: give a share of the time such as 3% or 0.03, auto, or none"
+            )
+        return cls(share)
 
     def spent(self, seconds: float, looking: bool) -> None:
         """Count time that was spent for the profiler."""
@@ -67,18 +76,27 @@ class Budget:
     @property
     def room(self) -> float:
         """Seconds that may be spent now; infinite without a limit."""
-        return math.inf if self.share is None else self.share * self.training - self.own
+        return math.inf if self.share is None else self._earned - self.own
+
+    @property
+    def _earned(self) -> float:
+        """Seconds that may have been spent until now."""
+        return max((self.share or 0.0) * self.training, self.allowance)
 
     def time_of(self, seconds: float) -> float:
         """When there will be room for so many seconds, on the clock, if nothing is spent before."""
+        if self.own + seconds <= self.allowance:
+            return self.started
         return math.inf if not self.share else self.started + self.own + (self.own + seconds) / self.share
 
     def may_guard(self, part: float) -> bool:
         """Whether guarding has taken no more than a part of what idle steps leave of the budget."""
-        return self.share is None or self.guarding <= part * (self.share * self.training - self.idle)
+        return self.share is None or self.guarding <= part * (self._earned - self.idle)
 
     def time_of_guarding(self, part: float) -> float:
         """When it may guard again, on the clock, if idle steps go on to cost what they have so far."""
+        if self.guarding <= part * (self.allowance - self.idle):
+            return self.started
         left = (self.share or 0.0) - self.idle / self.training
         return self.started + self.own + self.guarding / (part * left) if left > 0 else math.inf
 

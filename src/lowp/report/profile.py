@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -52,12 +53,20 @@ def headline(record: Record) -> str:
     parts += [f"{len(record.tensors)} tensors", _looks(record)]
     overhead = sampling.get("overhead")
     if overhead is not None:
-        budget = sampling.get("max_overhead")
-        over = f", above {100 * budget:g} %: one look costs that much here" if budget and overhead > budget else ""
-        parts.append(f"overhead {100 * overhead:.1f} %{over}")
+        parts.append(f"overhead {100 * overhead:.1f} %{_above(sampling)}")
     if not record.complete:
         parts.append("the run did not end")
     return " · ".join(parts)
+
+
+def _above(sampling: Mapping[str, Any]) -> str:
+    """Why the overhead is above the budget; '' where it is not."""
+    budget, own = sampling.get("max_overhead"), sampling.get("own_seconds", math.inf)
+    if not budget or sampling["overhead"] <= budget:
+        return ""
+    if own <= sampling.get("allowance", 0.0):
+        return f" ({own:.2f} s)"
+    return f", above {100 * budget:g} %: one look costs that much here"
 
 
 def _looks(record: Record) -> str:
