@@ -370,12 +370,17 @@ class SharedExponents:
             names, values = saved["sites"], saved["state"]
             fields = type(group.state)._fields
             group.names = {name: index for index, name in enumerate(names)}
-            group.state = type(group.state)(*(values[name].to(device, copy=True) for name in fields))
-            group.counts = {name: saved["counts"][name].to(device, copy=True) for name in COUNTS}
-            group.before = saved["before"].to(device, copy=True)
+            group.state = type(group.state)(*(_copied(values[name], device) for name in fields))
+            group.counts = {name: _copied(saved["counts"][name], device) for name in COUNTS}
+            group.before = _copied(saved["before"], device)
             group.exponents, group.started = group.state.exponent.tolist(), group.state.started.tolist()
             groups[cast] = group
         self._groups, self._faults, self._agreed = groups, [], AgreedSites(groups)
+
+
+def _copied(saved: Tensor, device: torch.device | str) -> Tensor:
+    """Return a copy on a device, whose elements lie side by side in memory."""
+    return saved.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _check_whole(group: ExponentTable, saved: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from lowp.compat import widest_float
 from lowp.errors import InvalidInput
 from lowp.exponents.sites import is_result
 from lowp.formats import PowerOfTwo, ScaledFormat
-from lowp.kernels import low_words, payloads
+from lowp.kernels import low_words, payloads, predictions
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
 from lowp.kernels.late import LateNumber
@@ -275,6 +275,12 @@ class ExponentTable:
         Returns what a watcher is told, if `tell`; None where nothing was written.
         """
         if not self.names or (not self.pending and agreed is None):
+            return None
+        if agreed is None and not tell and self.has_integer_kernels and predictions.observes(self.scaling):
+            columns = (*self.state, self.before, *(self.counts[name] for name in COUNTS))
+            predictions.observe(self.scaling, columns, self.pending.items())
+            self.pending.clear()
+            self._learn()
             return None
         seen = self._observed() if agreed is None else self._adopted(agreed)
         mask = seen.mask

@@ -39,6 +39,16 @@ class ScaleBlock(Structure):
     _fields_ = tuple((name, c_double) for name in ("headroom", "maximum", "limit", "smallest"))
 
 
+class AutoflexBlock(Structure):
+    """struct lowp_autoflex of cpu/predictions.cpp."""
+
+    _fields_ = (
+        *((name, c_double) for name in ("beta", "gamma")),
+        *((name, c_int32) for name in ("bits", "window", "min_exponent", "max_exponent", "headroom", "warm_headroom")),
+        *((name, c_int32) for name in ("adapt", "unused")),
+    )
+
+
 # a row a function: what it returns, and its arguments
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_build": (c_char_p, ()),
@@ -68,6 +78,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_pass_positive": (None, (*(c_void_p,) * 3, c_int64, c_int)),
     "lowp_relu_int16": (c_int, (*(c_void_p,) * 2, c_int, *(c_void_p,) * 2, c_int64, c_int)),
     "lowp_words_int16": (None, (c_void_p, *(c_int,) * 3, c_int64, c_int, c_void_p)),
+    "lowp_autoflex_observe": (None, (*(c_void_p,) * 3, c_int64)),
     "lowp_statistics": (c_int, (c_int, c_void_p, c_int64, c_int, c_void_p, c_void_p)),
     "lowp_spectrum": (c_int, (c_int, c_void_p, c_int64, c_double, c_int, c_void_p)),
     "lowp_largest": (c_float, (c_void_p, c_void_p, c_int64, c_int)),
