@@ -17,6 +17,7 @@ import pytest
 import lowp as package
 from lowp.cli.profile import split
 from lowp.numerics.record import Key, Record
+from lowp.recipes.training import Settings, Training
 
 SCRIPT = """
 import sys, torch
@@ -105,10 +106,14 @@ def test_a_recipe_is_profiled_verified_and_searched(lowp: Callable[..., Any], tm
         str(out),
         "--bits",
         "8",
+        "--verify-steps",
+        "15",
         "--policy",
         str(policy),
     )
     assert result.code == 0, result.err
+    whole = Training(Settings("digits")).epochs * Training(Settings("digits")).steps_per_epoch
+    assert f"verified over 15 of the recipe's {whole} steps: " in result.out
     assert "cheapest policy: " in result.out and "error of the predictions: flushed in fp16" in result.out
     assert Record.load(out).complete and package.Policy.load(policy).name == "8-bit"
 
@@ -275,6 +280,9 @@ def test_where_two_runs_part_is_told(lowp: Callable[..., Any], digits: Path, tmp
         (("digits", "--max-overhead", "much"), "give a share of the time"),
         (("digits", "--steps", "0"), "--steps 0: give 1 or more"),
         (("digits", "--bits", "99"), "give 2 to 16, the bits of an operand"),
+        (("digits", "--verify-steps", "few"), "--verify-steps few: give 1 or more, or all for the whole recipe"),
+        (("digits", "--verify-steps", "0"), "--verify-steps 0: give 1 or more"),
+        (("--verify", "train.py", "--lr", "1"), "lowp run --compare fp32,policy.toml train.py --lr 1"),
         (("digits", "--out", "/"), "is a folder"),
         (("digits", "--tensorboard", __file__), "is a file: give a folder, which is made if need be"),
     ],
@@ -288,6 +296,7 @@ def test_what_cannot_be_profiled_is_said_in_a_line(
 
 def test_a_record_cannot_be_verified(lowp: Callable[..., Any], digits: Path) -> None:
     assert "--verify trains a recipe" in lowp("profile", str(digits), "--verify").err
+    assert "--verify-steps trains a recipe" in lowp("profile", str(digits), "--verify-steps", "all").err
 
 
 def test_arguments_behind_a_script_are_the_script_s() -> None:

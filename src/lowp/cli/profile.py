@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _VALUED = {
     "--out", "--html", "--policy", "--csv", "--tensorboard", "--max-overhead", "--steps", "--size", "--epochs",
     "--batch", "--lr", "--seed", "--data", "--bits", "--cost", "--least-signal", "--device", "--precision",
+    "--verify-steps",
 }  # fmt: skip
 _VERIFIED = 40  # steps
 
@@ -68,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--verify",
         action="store_true",
         help="train with the recommended policy and with fp32, and print the difference",
+    )
+    parser.add_argument(
+        "--verify-steps",
+        metavar="N",
+        help=f"number of steps that --verify and --bits compare; all: the whole recipe (default: {_VERIFIED}, or "
+        "--steps if that is fewer). Implies --verify",
     )
     parser.add_argument(
         "--bits", type=int, metavar="N", help="search for the cheapest policy whose operands have at most N bits"
@@ -118,14 +125,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidInput("nothing to profile: give a recipe (lowp profile digits), a script, or a record run.json")
     name = arguments.script[0]
     _check(arguments)
+    is_record = name.endswith((".json", ".jsonl"))
+    if is_record or _is_script(name):
+        _require_recipe(arguments)
     if _is_script(name):
         return _script(arguments)
-    if name.endswith((".json", ".jsonl")):
+    if is_record:
         from lowp.numerics.record import Record
 
-        for option in ("verify", "bits"):
-            if getattr(arguments, option):
-                raise InvalidInput(f"--{option} trains a recipe: give a recipe instead of {name}")
         return _told(Record.load(name), arguments, "lowp run --policy policy.toml train.py")
     return _recipe(name, arguments)
 
@@ -148,6 +155,36 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InvalidInput(f"--steps {arguments.steps}: give 1 or more")
     if arguments.bits is not None and not 2 <= arguments.bits <= 16:
         raise InvalidInput(f"--bits {arguments.bits}: give 2 to 16, the bits of an operand")
+    _steps_to_verify(arguments)
+
+
+def _require_recipe(arguments: argparse.Namespace) -> None:
+    """Raise for arguments that only a recipe has, which can be trained anew from the same weights."""
+    from lowp.errors import InvalidInput
+
+    name = arguments.script[0]
+    for option in ("verify", "verify_steps", "bits"):
+        if getattr(arguments, option):
+            instead = ""
+            if _is_script(name):
+                script = shlex.join(arguments.script)
+                instead = f", or compare whole runs of the script: lowp run --compare fp32,policy.toml {script}"
+            spelled = option.replace("_", "-")
+            raise InvalidInput(f"--{spelled} trains a recipe: give a recipe instead of {name}{instead}")
+
+
+def _steps_to_verify(arguments: argparse.Namespace) -> int | None:
+    """The number of steps to compare, None for the whole recipe; raises InvalidInput for what is no number."""
+    from lowp.errors import InvalidInput
+
+    given = arguments.verify_steps
+    if given is None:
+        return min(arguments.steps or _VERIFIED, _VERIFIED)
+    if given == "all":
+        return None
+    if not given.isdecimal() or not int(given):
+        raise InvalidInput(f"--verify-steps {given}: give 1 or more, or all for the whole recipe")
+    return int(given)
 
 
 def _difference(arguments: argparse.Namespace) -> int:
@@ -192,7 +229,7 @@ def _recipe(name: str, arguments: argparse.Namespace) -> int:
     code = _told(record, arguments, f"lowp compare {name} --precision policy.toml")
     if interrupts():
         return interrupts.exit_code
-    if arguments.verify or arguments.bits is not None:
+    if arguments.verify or arguments.verify_steps is not None or arguments.bits is not None:
         code = max(code, _verified(settings, record, arguments))
     return code
 
@@ -217,7 +254,7 @@ def _verified(settings: Any, record: Record, arguments: argparse.Namespace) -> i
         if arguments.policy is not None:
             with files.replacing(arguments.policy) as file:
                 file.write(policy.to_toml().encode())
-    result = verified(settings, record, policy, min(arguments.steps or _VERIFIED, _VERIFIED))
+    result = verified(settings, record, policy, _steps_to_verify(arguments))
     print(result)
     return 0 if result.holds else 1
 

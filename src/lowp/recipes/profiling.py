@@ -87,9 +87,13 @@ def _run(training: Training, is_enough: Callable[[int], bool]) -> list[float]:
 
 @dataclass(frozen=True)
 class Verified:
-    """A policy beside fp32, and how far predictions were from casts of the run's own tensors."""
+    """A policy beside fp32, and how far predictions were from casts of the run's own tensors.
+
+    `steps` of the `whole` number of steps that the recipe has were compared.
+    """
 
     steps: int
+    whole: int
     losses: tuple[float, float]
     first: float
     skipped: int
@@ -109,26 +113,31 @@ class Verified:
         layers = "".join(f"\n  {one}" for one in self.layers)
         alone = f"\nhow far the loss moves where one layer alone is cast to {_CAST_ALONE}:{layers}" if layers else ""
         return (
-            f"verified over {self.steps} steps: loss {policy:.4f} beside {plain:.4f} in fp32, {word}; "
+            f"verified over {self.steps} of the recipe's {self.whole} steps: loss {policy:.4f} beside {plain:.4f} in fp32, {word}; "
             f"{self.skipped} steps skipped\nerror of the predictions: {told}{alone}"
         )
 
 
-def verified(settings: Settings, record: Record, policy: Policy, steps: int) -> Verified:
-    """Train in fp32 and under the policy, from the same weights on the same batches."""
+def verified(settings: Settings, record: Record, policy: Policy, steps: int | None) -> Verified:
+    """Train in fp32 and under the policy, from the same weights on the same batches; None: over the whole recipe."""
     data = load_data(settings.filled())
     ends, skipped = [], 0
     training = Training(settings, data)
+    whole = training.epochs * training.steps_per_epoch
+
+    def is_enough(taken: int) -> bool:
+        return taken >= (whole if steps is None else steps)
+
     with threads_of(training.recipe.threads):
-        losses = _run(training, lambda taken: taken >= steps)
+        losses = _run(training, is_enough)
         ends.append(_last(losses))
         errors = _errors(training)
         layers = tuple(confirmed(training, _CAST_ALONE))
         precision = Precision(policy, seed=settings.seed)
         tried = Training(replace(settings, precision="fp32"), data, precision)
-        ends.append(_last(_run(tried, lambda taken: taken >= steps)))
+        ends.append(_last(_run(tried, is_enough)))
         skipped = tried.precision.skipped_steps
-    return Verified(len(losses), (ends[0], ends[1]), losses[0], skipped, errors, layers)
+    return Verified(len(losses), whole, (ends[0], ends[1]), losses[0], skipped, errors, layers)
 
 
 def _last(losses: list[float]) -> float:
