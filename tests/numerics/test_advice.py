@@ -10,10 +10,12 @@ from torch import Tensor, nn
 import lowp
 from lowp.errors import InvalidInput, UnknownName
 from lowp.loss_scale import LossScale
-from lowp.numerics.advice import Advice, advise
+from lowp.numerics.advice import Advice, advise, modules_of_contractions
 from lowp.numerics.findings import FINDINGS, explained
-from lowp.numerics.record import Part, Record
+from lowp.numerics.policies import effects, sensitivities
+from lowp.numerics.record import Key, Part, Record
 from lowp.numerics.search import cheapest
+from lowp.numerics.windows import window_of
 from lowp.presets import PRESETS
 from lowp.report.profile import part_seen, scale_line, verdict_line
 from lowp.report.profile_html import page
@@ -97,6 +99,58 @@ def test_a_layer_that_no_loss_scale_fits_is_kept_in_bf16() -> None:
 
     advice = advise(record_of(Far(1.0), rate=0.0, loss=lambda output, y: (output * output).sum()))
     assert "N204" in [one.id for one in advice.findings]
+
+
+class Attention(nn.Module):
+    """Attention whose keys have a bias: the softmax does not see it, so that its gradient is zero but for rounding."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.together, self.last = together, nn.Linear(16, 4)
+        self.qkv = nn.ModuleList(nn.Linear(16, 48 if together else 16) for _ in range(1 if together else 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([x, x.roll(1, 1), x.roll(2, 1)], 1)
+        query, key, value = self.qkv[0](x).chunk(3, -1) if self.together else (layer(x) for layer in self.qkv)
+        weights = (query @ key.mT * 2.0**-20).softmax(-1)
+        found: Tensor = self.last((weights @ value).mean(1))
+        return found
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_rounding_errors_in_the_gradient_of_a_bias_say_nothing_of_the_loss_scale(together: bool) -> None:
+    record = record_of(Attention(together))
+    keys = Key("qkv.0" if together else "qkv.1", "bias", "weight_grad", "backward")
+    assert record.tensors[keys].below(-45), "noise that no scale brings into fp16 beside the other gradients"
+    window, outside = window_of(record)
+    assert not outside and not any(one.id == "N204" for one in advise(record).findings)
+    record.tensors.pop(keys)
+    assert window_of(record)[0] == window, "as without that gradient"
+
+
+class Twice(nn.Module):
+    """Two products of one kind in one module, whose weights are its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Parameter(torch.randn(shape) / 4) for shape in ((16, 16), (4, 16)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(nn.functional.linear(x, self.first).relu(), self.second)
+
+
+def test_each_weight_of_a_module_with_several_products_is_judged() -> None:
+    record = record_of(Twice())
+    (keys,) = modules_of_contractions(record).values()
+    assert {key.op for key in keys if key.role == "weight"} == {"first", "second"}
+    assert {"first", "second"} <= set(sensitivities(record, PRESETS["fp16"].policy))
+    assert {key.op for key in effects(record, PRESETS["fp16"].policy) if key.phase == "step"} == {"first", "second"}
+    merged = Part()
+    merged.add(record.part)
+    merged.add(record.part)
+    assert merged.ops["", "linear"].parameters == record.ops["", "linear"].parameters
 
 
 def test_the_policy_runs_where_it_was_made_for() -> None:

@@ -77,3 +77,13 @@ def test_updates_add_up_and_come_back_from_json() -> None:
     one, other = Updates.of(weight, update * 1e-3, weight), Updates.of(update, weight * 1e-3, None)
     again = Updates.read(json.loads(json.dumps((one + other).document())))
     assert np.array_equal(again.joint, one.joint + other.joint) and again.count == 1000
+
+
+def test_numbers_below_a_size_are_left_out() -> None:
+    numbers = torch.tensor([0.0, 2.0**-30, 3e-5, 0.5, 1.0, 1.5, 4.0])
+    seen = Spectrum.of(numbers)
+    assert np.array_equal(seen.from_size(1.0).bins, Spectrum.of(numbers[4:]).bins)
+    assert np.array_equal(seen.from_size(1.0).powers, Spectrum.of(numbers[4:]).powers)
+    assert np.array_equal(seen.from_size(1.25).powers, Spectrum.of(numbers[6:]).powers)
+    assert (seen.from_size(1.0).zeros, seen.from_size(1.0).nonzero, seen.from_size(1.0).maximum) == (4, 3, 4.0)
+    assert seen.from_size(0.0) is seen and seen.from_size(1e9).maximum == 0.0 and seen.from_size(1e-40).nonzero == 6

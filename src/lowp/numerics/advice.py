@@ -11,15 +11,15 @@ from typing import Any
 from lowp import presets
 from lowp.loss_scale import DYNAMIC, LossScale
 from lowp.numerics.findings import Finding
-from lowp.numerics.prediction import Window, effect, lost_updates, scale_window
+from lowp.numerics.prediction import Window, effect, lost_updates
 from lowp.numerics.record import Key, Record
 from lowp.numerics.spectrum import Spectrum
+from lowp.numerics.windows import window_of
 from lowp.policy import Policy, Rule
 
-__all__ = ["Advice", "Verdict", "advise", "fits_fp8", "loss_scale_of", "modules_of_contractions", "window_of"]
+__all__ = ["Advice", "Verdict", "advise", "fits_fp8", "loss_scale_of", "modules_of_contractions"]
 
 MOST_FINDINGS = 5
-_MOST_FLUSHED = 0.05  # of a gradient, beyond which a layer is kept out of fp16
 _STALLS = 0.2  # share of lost updates from which on a format is said to stall
 _LOST_WHOLLY = 0.99
 _LEAST_SIGNAL = 20.0  # dB that an operand keeps: an error of a tenth of its size
@@ -119,53 +119,11 @@ def modules_of_contractions(record: Record) -> dict[str, list[Key]]:
             Key(module, op, role, phase)
             for role, phase in (("input", "forward"), ("weight", "forward"), ("grad", "backward"))
         ]
-        for role, name in seen.parameters.items():
-            if role == "weight":
-                path, _, own = name.rpartition(".")
-                keys.append(Key(path, own, "weight", "step"))
+        for name in seen.named("weight"):
+            path, _, own = name.rpartition(".")
+            keys.append(Key(path, own, "weight", "step"))
         found.setdefault(module, []).extend(key for key in keys if key in record.tensors)
     return {module: keys for module, keys in found.items() if keys}
-
-
-def _gradients(record: Record) -> Iterable[tuple[Key, Spectrum]]:
-    """The gradients that are in 16 bits: those of outputs that 16 bits reach, and of the parameters of products."""
-    products = {
-        name for seen in record.ops.values() if seen.op_class == "contraction" for name in seen.parameters.values()
-    }
-    for key, seen in record.tensors.items():
-        if key.role == "weight_grad":
-            if ".".join(filter(None, (key.module, key.op))) in products:
-                yield key, seen
-        elif key.role == "grad" and (op := record.ops.get((key.module, key.op))):
-            if op.op_class != "wide":
-                yield key, seen
-
-
-def window_of(record: Record) -> tuple[Window, dict[str, str]]:
-    """The loss scales that bring the gradients of most modules into fp16, and why the others do not fit.
-
-    A module fits where nothing overflows and less than 5 % of each gradient is flushed. Of the scales that fit most
-    modules the window begins where less than 0.1 % is flushed, if there is one.
-    """
-    windows: dict[str, Window] = {}
-    wanted: dict[str, int] = {}
-    for key, seen in _gradients(record):
-        if seen.nonzero:
-            one = scale_window(seen, "fp16", flushed=_MOST_FLUSHED)
-            windows[key.module] = windows[key.module].meet(one) if key.module in windows else one
-            wanted[key.module] = max(wanted.get(key.module, -126), scale_window(seen, "fp16").lowest)
-    fit = {power: sum(one.lowest <= power <= one.highest for one in windows.values()) for power in range(-126, 128)}
-    most = max(fit.values())
-    highest = max(power for power, count in fit.items() if count == most)
-    outside = {
-        module: f"fits 2^{one.lowest} to 2^{one.highest}" if not one.is_empty else "fits under no scale"
-        for module, one in windows.items()
-        if not one.lowest <= highest <= one.highest
-    }
-    inside = [module for module in windows if module not in outside]
-    lowest = max((windows[module].lowest for module in inside), default=-126)
-    clean = max((wanted[module] for module in inside), default=-126)
-    return Window(max(lowest, min(clean, highest - 3)), highest), outside
 
 
 def _too_large(record: Record) -> dict[str, str]:

@@ -35,7 +35,7 @@ def _casts(module: str, op: str, seen: OpSeen, rule: Rule) -> Iterator[tuple[Key
     yield Key(module, op, "grad", "backward"), rule.grad or rule.output
     for role, name in seen.parameters.items():
         path, _, own = name.rpartition(".")
-        if role == "weight":
+        if role.partition(" ")[0] == "weight":
             yield Key(path, own, "weight", "step"), rule.weight
         if seen.op_class == "contraction":
             yield Key(path, own, "weight_grad", "backward"), rule.output
@@ -49,13 +49,13 @@ def sensitivities(record: Record, policy: Policy) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for (module, op), seen in record.ops.items():
-        rule, name = policy.match(op, seen.op_class, module), seen.parameters.get("weight")
+        rule = policy.match(op, seen.op_class, module)
         if rule is None:
             continue
-        if rule.weight is not None and name in record.updates:
+        for name in seen.named("weight"):
             path, _, own = name.rpartition(".")
             weights = record.tensors.get(Key(path, own, "weight", "step"))
-            if weights is not None:
+            if rule.weight is not None and name in record.updates and weights is not None:
                 found[name] = sensitivity(record.updates[name], rule.weight, weights)
         for role, cast in (("input", rule.input), ("output", rule.output)):
             key = Key(module, op, role, "forward")

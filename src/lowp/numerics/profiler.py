@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lowp import distributed
 from lowp.errors import InvalidInput, Misuse
 from lowp.grad_scaler import GradScaler
-from lowp.numerics.advice import window_of
 from lowp.numerics.clock import Clock
 from lowp.numerics.cycle import Cycle
 from lowp.numerics.divergence import Fault
@@ -30,6 +29,7 @@ from lowp.numerics.plan import Plan
 from lowp.numerics.record import Part, Record, StepSeen
 from lowp.numerics.sampling import Budget
 from lowp.numerics.watching import Watch
+from lowp.numerics.windows import window_of
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries
 

@@ -56,7 +56,11 @@ class Key(NamedTuple):
 
 @dataclass
 class OpSeen:
-    """An op at a module: its class, how often it ran, where the user's code called it, which parameters it read."""
+    """An op at a module: its class, how often it ran, where the user's code called it, which parameters it read.
+
+    `parameters` are names by role. Of several that the op reads in one role, in one call or in several, all but the
+    first have a number behind it: ``weight``, ``weight 2``.
+    """
 
     op_class: str
     calls: int = 0
@@ -65,6 +69,20 @@ class OpSeen:
     parameters: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     multiplications: int = 0
+
+    def read(self, role: str, name: str) -> None:
+        """Note a parameter that the op has read in a role."""
+        if name in self.named(role):
+            return
+        number, free = 1, role
+        while free in self.parameters:
+            number += 1
+            free = f"{role} {number}"
+        self.parameters[free] = name
+
+    def named(self, role: str) -> list[str]:
+        """The parameters that the op reads in a role."""
+        return [name for one, name in self.parameters.items() if one.partition(" ")[0] == role]
 
 
 @dataclass
@@ -113,7 +131,8 @@ class Part:
             mine.calls += seen.calls
             mine.multiplications += seen.multiplications
             mine.line = mine.line or seen.line
-            mine.parameters.update(seen.parameters)
+            for role, name in seen.parameters.items():
+                mine.read(role.partition(" ")[0], name)
             mine.dtypes.update(seen.dtypes)
         known = {one.step: one for one in self.steps}
         for one in other.steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -127,6 +127,19 @@ class Spectrum:
     def from_power(self, exponent: int) -> int:
         """How many finite numbers are 2^exponent or more."""
         return int(self.octaves[max(min(exponent + _BIAS, 256), 0) :].sum())
+
+    def from_size(self, size: float) -> Spectrum:
+        """The same without the numbers below `size`, to the bin: they count as zeros, and `significant` as it was."""
+        if not size > 0:
+            return self
+        fraction, exponent = math.frexp(size)
+        place = min(max(exponent - 1 + _BIAS, 0), 256)
+        first = min(place * PARTS + int((2 * fraction - 1) * PARTS), _BINS)
+        bins, powers = self.bins.copy(), self.powers.copy()
+        bins[:first] = 0
+        powers[: min(place + (fraction > 0.5), 256)] = 0
+        zeros = self.zeros + self.nonzero - int(bins.sum())
+        return replace(self, bins=bins, powers=powers, zeros=zeros, maximum=self.maximum if bins.any() else 0.0)
 
     # -- JSON -------------------------------------------------------------------------------------------------------
     def document(self) -> dict[str, Any]:

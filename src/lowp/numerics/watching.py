@@ -224,7 +224,7 @@ class Watch(TorchFunctionMode):
         if seen.role == "output":
             op.calls += 1
         if name is not None:
-            op.parameters[seen.role] = name
+            op.read(seen.role, name)
         elif seen.role == "output" or reads:
             to = seen.cast.format if seen.cast is not None else str(seen.tensor.dtype).removeprefix("torch.")
             op.dtypes[seen.role] = str(to)
@@ -267,7 +267,7 @@ class Watch(TorchFunctionMode):
             role = roles[place] if place < len(roles) else ""
             name = self._models.parameters.get(id(one))
             if name is not None:
-                seen.parameters[role or name.rpartition(".")[2]] = name
+                seen.read(role or name.rpartition(".")[2], name)
             elif role in ("input", "weight"):
                 seen.dtypes[role] = str(one.dtype).removeprefix("torch.")
                 self._count(Key(module, op, role, "forward"), one)

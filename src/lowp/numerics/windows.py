@@ -1,0 +1,83 @@
+"""The loss scales that bring the gradients of a profiled model into fp16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lowp.numerics.prediction import Window, scale_window
+from lowp.numerics.record import Key, OpSeen, Record
+from lowp.numerics.spectrum import Spectrum
+
+__all__ = ["window_of"]
+
+_MOST_FLUSHED = 0.05  # of a gradient, beyond which a layer is kept out of fp16
+_ROUNDING = 2.0**-12  # half the unit roundoff of fp16: the relative error of a rounded number is of that size
+
+
+def window_of(record: Record) -> tuple[Window, dict[str, str]]:
+    """The loss scales that bring the gradients of most modules into fp16, and why the others do not fit.
+
+    A module fits where nothing overflows and less than 5 % of each gradient is flushed. Of the scales that fit most
+    modules the window begins where less than 0.1 % is flushed, if there is one.
+    """
+    windows: dict[str, Window] = {}
+    wanted: dict[str, int] = {}
+    for key, seen in _gradients(record):
+        if seen.nonzero:
+            one = scale_window(seen, "fp16", flushed=_MOST_FLUSHED)
+            windows[key.module] = windows[key.module].meet(one) if key.module in windows else one
+            wanted[key.module] = max(wanted.get(key.module, -126), scale_window(seen, "fp16").lowest)
+    fit = {power: sum(one.lowest <= power <= one.highest for one in windows.values()) for power in range(-126, 128)}
+    most = max(fit.values())
+    highest = max(power for power, count in fit.items() if count == most)
+    outside = {
+        module: f"fits 2^{one.lowest} to 2^{one.highest}" if not one.is_empty else "fits under no scale"
+        for module, one in windows.items()
+        if not one.lowest <= highest <= one.highest
+    }
+    inside = [module for module in windows if module not in outside]
+    lowest = max((windows[module].lowest for module in inside), default=-126)
+    clean = max((wanted[module] for module in inside), default=-126)
+    return Window(max(lowest, min(clean, highest - 3)), highest), outside
+
+
+def _gradients(record: Record) -> Iterator[tuple[Key, Spectrum]]:
+    """The gradients that are in 16 bits: those of outputs that 16 bits reach, and of the parameters of products."""
+    noise = _noise_of_biases(record)
+    products = {
+        name for seen in record.ops.values() if seen.op_class == "contraction" for name in seen.parameters.values()
+    }
+    for key, seen in record.tensors.items():
+        if key.role == "weight_grad":
+            name = ".".join(filter(None, (key.module, key.op)))
+            if name in products:
+                yield key, seen.from_size(noise[name]) if name in noise else seen
+        elif key.role == "grad" and (op := record.ops.get((key.module, key.op))):
+            if op.op_class != "wide":
+                yield key, seen
+
+
+def _noise_of_biases(record: Record) -> dict[str, float]:
+    """By bias of a product the size up to which its gradient is rounding error once it is summed up in fp16.
+
+    A bias has the sum of its output's gradient over the batch, of which each number g is rounded by about 2^-12 |g|:
+    the sum by 2^-12 sqrt(sum g^2). Where the sum is zero but for rounding, as for the keys of an attention and in front
+    of a normalisation over the batch, numbers of any smallness are left, which say nothing of a loss scale.
+    """
+    found: dict[str, float] = {}
+    for (module, op), seen in record.ops.items():
+        gradient = record.tensors.get(Key(module, op, "grad", "backward"))
+        for name in _biases(seen):
+            path, _, own = name.rpartition(".")
+            bias = record.tensors.get(Key(path, own, "weight_grad", "backward"))
+            if gradient is not None and bias is not None and bias.count:
+                found[name] = _ROUNDING * math.sqrt(gradient.sum_squares / bias.count)
+    return found
+
+
+def _biases(seen: OpSeen) -> list[str]:
+    """The biases that a product adds to its result as a whole: those beside one weight."""
+    if seen.op_class != "contraction" or len(seen.parameters) != 2 or "weight" not in seen.parameters:
+        return []
+    return [name for role, name in seen.parameters.items() if role == "bias"]
