@@ -78,6 +78,11 @@ def observed(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
+def is_observed() -> bool:
+    """Whether anyone observes the products of this process."""
+    return bool(_observers)
+
+
 @contextmanager
 def told(operations: int) -> Iterator[None]:
     """Tell the observers of a product of so many operations, as it runs."""
@@ -199,13 +204,18 @@ def _called(function: Callable[..., int], output: Output, result: Tensor, operan
         integers.buffer_info()[0],
         largest.buffer_info()[0],
     )
+    check_status(status, output.kernel)
+    return Result(result, integers, largest)
+
+
+def check_status(status: int, kernel: str) -> None:
+    """Raise the error that a product by the library has returned; 0 is none."""
     if status == 1:
-        raise Unavailable(f"this processor has no {output.kernel}; portable and reference run everywhere")
+        raise Unavailable(f"this processor has no {kernel}; portable and reference run everywhere")
     if status == 3:
         raise _not_finite()
     if status:
         raise MemoryError("no memory for the packed operands of an integer product")
-    return Result(result, integers, largest)
 
 
 def _not_finite() -> NotFinite:

@@ -295,7 +295,7 @@ _NOT_FINITE = 1 << 20
 def _current_int16(x: Tensor, cast: Cast, seed: int) -> Mantissas | None:
     """Return x, of fp32, as mantissas under the exponent of its maximum; None where it is not finite."""
     counts, out = array("q", (0,) * 4), x.new_empty(x.shape, dtype=torch.int16)
-    block, offset, lowest, highest = _own_exponent(cast)
+    block, offset, lowest, highest = own_exponent(cast)
     memory = out.data_ptr(), None, x.numel(), seed & cpu.MASK, cpu.threads(), cpu.array_address(counts)
     exponent: int = cpu.loaded().lowp_current_int16(block, x.data_ptr(), offset, lowest, highest, *memory)
     return None if exponent == _NOT_FINITE else Mantissas(out, exponent, _seen(x, *counts))
@@ -307,14 +307,14 @@ def current_values(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
     Returns False, with nothing written, where x is not finite.
     """
     counts = array("q", (0,) * 4)
-    block, offset, lowest, highest = _own_exponent(cast)
+    block, offset, lowest, highest = own_exponent(cast)
     memory = None, cpu.address(out), x.numel(), seed & cpu.MASK, cpu.threads(), cpu.array_address(counts)
     found: int = cpu.loaded().lowp_current_int16(block, cpu.address(x), offset, lowest, highest, *memory)
     return found != _NOT_FINITE
 
 
 @remembered_by_identity
-def _own_exponent(cast: Cast) -> tuple[object, int, int, int]:
+def own_exponent(cast: Cast) -> tuple[object, int, int, int]:
     """Return the parameters of a cast, what is added to the exponent of a maximum, and the bounds of the sum."""
     format = cast.format
     assert isinstance(format, ScaledFormat) and isinstance(format.element, IntFormat)

@@ -38,7 +38,7 @@ from lowp.ops.int16.nodes import (
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.policy import Accumulation, Rule
 
-__all__ = ["Contraction", "IntegerProduct", "Results", "integer_contraction", "summed"]
+__all__ = ["Contraction", "IntegerProduct", "Results", "gradients_from", "integer_contraction", "summed"]
 
 Gradients = Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
 
@@ -132,11 +132,18 @@ def summed(product: Contraction, a: Mantissas, b: Mantissas, bias: Tensor | None
 
 
 def _gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
-    """Return the gradients of both operands and of the bias."""
-    product: Contraction = ctx.product
-    results: Results | None = ctx.results
     first, second, exponents = ctx.saved_tensors
     saved = [Mantissas(*one) for one in zip((first, second), apart(exponents), strict=True)]
+    return gradients_from(gradient, ctx, saved)
+
+
+def gradients_from(gradient: Tensor, ctx: Any, saved: list[Mantissas]) -> Sequence[Tensor | None]:
+    """Return the gradients of both operands, of which `saved` are the mantissas, and of the bias.
+
+    `ctx` has the product, where its results are written, the edges of the operands and the dtype of the bias.
+    """
+    product: Contraction = ctx.product
+    results: Results | None = ctx.results
     gradient, incoming = _incoming(gradient, product, results)
     if incoming is None:
         casts = product.casts if results is None else product.casts.before_writer()

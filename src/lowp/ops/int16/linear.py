@@ -6,6 +6,7 @@ are DFP-16's chains, or exact sums that are written at the site of the call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.compat import applied_at_once
-from lowp.kernels import payloads
+from lowp.kernels import int16_linear, payloads
+from lowp.kernels.dispatch import uses_library
 from lowp.kernels.hardware import is_on_host
 from lowp.kernels.mantissas import has_mantissas
 from lowp.ops.call import Quick, QuickRegion, RoleCasts
-from lowp.ops.casting import end_of, is_plain
-from lowp.ops.int16.contraction import Contraction, IntegerProduct, Results, summed
+from lowp.ops.casting import end_of, functorch_is_active, is_plain, shielded
+from lowp.ops.int16.contraction import Contraction, IntegerProduct, Results, gradients_from, summed
 from lowp.ops.int16.flexpoint import is_flexpoint
 from lowp.ops.products import integer_gradients
 from lowp.ops.trilinear import Linear
@@ -44,11 +46,14 @@ def quick(rule: Rule) -> Quick:
     """Return what runs F.linear under such a rule."""
     to_input, to_weight, casts = cast(Cast, rule.input), cast(Cast, rule.weight), RoleCasts(rule, rule.accumulate)
     is_written = rule.output is not None
+    at_once = not is_written and all(map(int16_linear.serves, (to_input, to_weight, cast(Cast, rule.grad))))
 
     def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
         if kwargs or not 2 <= len(args) <= 3 or not _are_matrices(args) or (is_written and region.spots is None):
             return None
         x, weight, bias = args if len(args) == 3 else (*args, None)
+        if at_once and uses_library() and (whole := _at_once(x, weight, bias, casts)) is not None:
+            return whole
         a, b = payloads.rounded(x, to_input), payloads.rounded(weight, to_weight)
         if a is None or b is None:  # infinities, for which no integer stands
             return None
@@ -59,6 +64,57 @@ def quick(rule: Rule) -> Quick:
         return cast(Tensor, _apply(end_of(x), end_of(weight), bias, a, b, product, results))
 
     return run
+
+
+# -- layers whose calls would take longer than their arithmetic ---------------------------------------------------
+
+
+def _at_once(x: Tensor, weight: Tensor, bias: Tensor | None, casts: RoleCasts) -> Tensor | None:
+    """Return the output of a small layer, made by one call of the C++ library; None where it cannot be."""
+    is_followed = torch.is_grad_enabled()
+    pair = cast(Cast, casts.rule.input), cast(Cast, casts.rule.weight)
+    found = int16_linear.linear(x, weight, bias, pair, is_followed)
+    if found is None or not is_followed:
+        return None if found is None else found[0]
+    product = Contraction(Linear(x.shape, weight.shape), casts, integer_gradients, "linear")
+    return cast(Tensor, _apply_whole(end_of(x), end_of(weight), bias, found, product))
+
+
+class _Whole(torch.autograd.Function):
+    """The output of a small layer, found already; saves the mantissas of both operands as one tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        first: Tensor,
+        second: Tensor,
+        bias: Tensor | None,
+        found: tuple[Tensor, Tensor],
+        product: Contraction,
+    ) -> Tensor:
+        needs_first, needs_second, *_ = ctx.needs_input_grad
+        ctx.edges = first if needs_first else None, second if needs_second else None
+        ctx.product, ctx.results, ctx.bias_dtype = product, None, torch.float32
+        y, kept = found
+        ctx.save_for_backward(kept)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return *shielded(_whole_gradients, gradient, ctx), None, None
+
+
+_apply_whole = applied_at_once(_Whole)
+
+
+def _whole_gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
+    (kept,), form, rule = ctx.saved_tensors, ctx.product.form, ctx.product.casts.rule
+    sizes = int16_linear.Sizes(form.first[0], form.second[0], form.first[1])
+    if uses_library() and not (torch.is_grad_enabled() or functorch_is_active()):
+        found = int16_linear.gradients(gradient, kept, sizes, rule.grad, ctx.needs_input_grad[:3])
+        if found is not None:
+            return found
+    return gradients_from(gradient, ctx, list(int16_linear.parts(kept, sizes)))
 
 
 def _are_matrices(args: tuple[Any, ...]) -> bool:

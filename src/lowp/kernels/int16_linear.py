@@ -1,0 +1,114 @@
+"""A linear layer of int16 mantissas as one call of the C++ library, and its gradients as another one.
+
+They compute what `mantissas.current_mantissas`, `integer.matmul_chained` and `mantissas.sums` do, bit for bit, for
+layers so small that the calls take longer than the arithmetic. Nothing is kept beside a tensor, and nothing is read of
+what was: each call converts what lies in memory.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.kernels import cpu
+from lowp.kernels.integer_run import check_status, is_observed
+from lowp.kernels.low_words import FEATURES
+from lowp.kernels.mantissas import Mantissas, has_mantissas, is_direct, own_exponent
+
+__all__ = ["Sizes", "gradients", "linear", "parts", "serves"]
+
+MOST = 1 << 15  # elements of an operand: larger ones share what is kept of them, which is memory
+_NOT_FINITE = 4  # kUnfit in cpu/linear.cpp
+
+
+class Sizes(NamedTuple):
+    """The sizes of y[m, n] = x[m, k] w[n, k]^T."""
+
+    m: int
+    n: int
+    k: int
+
+
+def serves(to: Cast) -> bool:
+    """Whether a cast rounds operands as this does: to int16 under the exponent of their own maximum, to nearest."""
+    return has_mantissas(to) and not to.is_stochastic and (to.scaling is None or to.scaling.exponent is None)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, casts: tuple[Cast, Cast], keeps: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return x[m, k] @ weight[n, k].t() + bias[n] in fp32, and if `keeps` what `gradients` reads; no graph is recorded.
+
+    None where it is left to others: large tensors, infinities, other dtypes and layouts, an instruction set of products
+    that is not the library's.
+    """
+    m, k = x.shape
+    n = weight.shape[0]
+    if x.numel() > MOST or weight.numel() > MOST or m * n > MOST or n >= FEATURES or is_observed():
+        return None
+    if not (is_direct(x) and is_direct(weight) and (bias is None or is_direct(bias))):
+        return None
+    (to_x, *of_x), (to_weight, *of_weight) = own_exponent(casts[0]), own_exponent(casts[1])
+    y = torch.empty(m, n, dtype=torch.float32, device="cpu")
+    kept = torch.empty((m + n) * k + 2, dtype=torch.int16, device="cpu") if keeps else None
+    given = array("q", (m, n, k, *of_x, *of_weight))
+    status = cpu.loaded().lowp_linear_int16(
+        cpu.asked().encode() or None,
+        to_x,
+        to_weight,
+        cpu.address(x),
+        cpu.address(weight),
+        cpu.optional_address(bias),
+        cpu.array_address(given),
+        None if kept is None else kept.data_ptr(),
+        cpu.threads(),
+        y.data_ptr(),
+    )
+    if status == _NOT_FINITE:
+        return None
+    check_status(status, cpu.asked())
+    return y, kept
+
+
+def gradients(
+    gradient: Tensor, kept: Tensor, sizes: Sizes, cast: Cast, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
+    """Return the gradients of x, weight and bias that are needed, in fp32, from that of the result [m, n].
+
+    None where the gradient is not finite, or not as the library reads it.
+    """
+    if not is_direct(gradient):
+        return None
+    m, n, k = sizes
+    to, *own = own_exponent(cast)
+    found = [
+        torch.empty(shape, dtype=torch.float32, device="cpu") if needed else None
+        for shape, needed in zip(((m, k), (n, k), (n,)), needs, strict=True)
+    ]
+    given = array("q", (m, n, k, *own))
+    status = cpu.loaded().lowp_linear_int16_gradients(
+        cpu.asked().encode() or None,
+        to,
+        cpu.address(gradient),
+        cpu.address(kept),
+        cpu.array_address(given),
+        cpu.threads(),
+        *(None if one is None else one.data_ptr() for one in found),
+    )
+    if status == _NOT_FINITE:
+        return None
+    check_status(status, cpu.asked())
+    return found[0], found[1], found[2]
+
+
+def parts(kept: Tensor, sizes: Sizes) -> tuple[Mantissas, Mantissas]:
+    """Return the mantissas of x and of weight that `linear` has kept."""
+    m, n, k = sizes
+    first, second = kept[: m * k].view(m, k), kept[m * k : -2].view(n, k)
+    of_x, of_weight = kept[-2:].tolist()
+    return Mantissas(first, of_x), Mantissas(second, of_weight)
