@@ -97,7 +97,7 @@ def test_what_torch_follows_is_not_lent(blocks: scratch._Blocks) -> None:
 
 
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("shape", [(256, 160), (4, 64, 160), (160,), (0, 160)], ids=str)
+@pytest.mark.parametrize("shape", [(256, 160), (4, 64, 160), (160,), (0, 160), (0, 4, 160)], ids=str)
 @pytest.mark.parametrize("format", DTYPES)
 def test_a_large_linear_layer_has_the_bits_of_plain_conversions(
     format: str, shape: tuple[int, ...], has_bias: bool

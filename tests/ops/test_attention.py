@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowp import casts, kernels
+from lowp.kernels import scratch as scratch_memory
 from lowp.kernels.attention import widened
 from lowp.kernels.scratch import Scratch
 from lowp.ops import attention
@@ -210,6 +211,17 @@ def test_operands_are_widened_to_the_same_numbers_wherever_they_lie(fused: bool)
     with Scratch() as scratch:
         for one, other in zip(widened(tensors, scratch), tensors, strict=True):
             assert one.dtype is torch.float32 and torch.equal(one, other.float())
+
+
+def test_lent_memory_for_a_fused_projection_may_begin_within_its_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    # as memory does that is not aligned to a huge page: Linux before 6.7 places it anywhere
+    monkeypatch.setattr(scratch_memory, "_memory", lambda elements: torch.full((elements + 24,), torch.nan)[24:])
+    monkeypatch.setattr(scratch_memory, "_blocks", scratch_memory._Blocks())
+    tensors = list(torch.randn(3, 4, 64, 64).bfloat16())
+    with torch.no_grad(), Scratch() as scratch:
+        for one, other in zip(widened(tensors, scratch), tensors, strict=True):
+            assert torch.equal(one, other.float())
+        assert scratch.lent
 
 
 def test_attention_asks_torch_for_its_product_in_one_place() -> None:

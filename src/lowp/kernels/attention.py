@@ -92,4 +92,5 @@ def widened(tensors: Sequence[Tensor], scratch: Scratch) -> list[Tensor]:
     if not same or first.dtype not in _NARROW or sum(x.nbytes for x in tensors) != storage.nbytes():
         return [scratch.wide(x) for x in tensors]
     whole = scratch.wide(first.as_strided((storage.nbytes() // first.element_size(),), (1,), 0))
-    return [whole.as_strided(x.shape, x.stride(), x.storage_offset()) for x in tensors]
+    begin = whole.storage_offset()  # lent memory may begin within its storage
+    return [whole.as_strided(x.shape, x.stride(), begin + x.storage_offset()) for x in tensors]

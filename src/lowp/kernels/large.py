@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         else:
             torch.addmm(bias, rows, factor.t(), out=out)
         result = out.to(x.dtype)
-    return result if x.dim() == 2 else result.view(*x.shape[:-1], -1)
+    return result if x.dim() == 2 else result.view(*x.shape[:-1], factor.shape[0])
 
 
 def linear_gradients(

@@ -7,9 +7,9 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -79,7 +79,7 @@ class Pool {
   }
 
  private:
-  // Returns how many helpers there are, at most `wanted`; fewer where the system gives no more threads.
+  // Returns how many helpers there are, at most `wanted`; fewer if the system gives no more threads or no memory for them.
   int start(int wanted) {
     if (started_ >= wanted) return wanted;
     sigset_t all, before;
@@ -87,7 +87,7 @@ class Pool {
     pthread_sigmask(SIG_BLOCK, &all, &before);  // signals are the interpreter's: workers inherit a full mask
     try {
       for (; started_ < wanted; ++started_) std::thread([this] { serve(); }).detach();
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return started_ < wanted ? started_ : wanted;
