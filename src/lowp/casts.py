@@ -201,7 +201,7 @@ class Cast:
         return self.rounding.is_stochastic
 
     def with_rounding(self, rounding: Rounding | str, random_bits: int | None = None) -> Cast:
-        """The same cast, rounded otherwise."""
+        """The same cast with another rounding."""
         return replace(self, rounding=Rounding(rounding), random_bits=random_bits)
 
     def __str__(self) -> str:

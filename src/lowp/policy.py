@@ -147,8 +147,9 @@ class Policy:
     """A list of rules, of which the first match applies; the op table; and the format that stores the parameters.
 
     `parameters=None` leaves the parameters unchanged (fp32). `table` is the op table: ``lowp-1`` is the same on
-    every device; ``torch-2.13-cpu`` and ``torch-2.13-cuda`` are torch's own lists. `loss_scale` is that of a run which
-    gives none itself; None: dynamic where gradients are rounded to a narrow exponent. A region alone scales no loss.
+    every device; ``torch-2.13-cpu`` and ``torch-2.13-cuda`` are torch's own lists. `loss_scale` is the default of a
+    run with this policy; None: dynamic if gradients are rounded to a narrow exponent. A region alone does not scale the
+    loss.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -179,7 +180,7 @@ class Policy:
         return any(rule.where != "*" for rule in self.rules)
 
     def before(self, *rules: Rule) -> Policy:
-        """The policy with these rules put first, so that they win."""
+        """The policy with these rules put first, so that they take precedence."""
         return replace(self, rules=(*rules, *self.rules))
 
     def unused(self, used: Iterable[Rule]) -> tuple[Rule, ...]:

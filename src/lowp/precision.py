@@ -87,15 +87,15 @@ class Precision:
 
     # -- a training step, in the order of its calls ---------------------------------------------------------------
     def prepare(self, model: nn.Module, optimizer: Optimizer = None) -> tuple[nn.Module, Optimizer]:  # type: ignore[assignment]
-        """Bring model and optimizer into this precision, in place; returns both, the optimizer wrapped if need be.
+        """Prepare model and optimizer for this precision, in place; returns both, the optimizer wrapped if necessary.
 
-        Where the policy stores parameters in few bits they are converted, masters are kept by `lowp.MasterWeights`
-        around the optimizer (lowp's own optimizers keep theirs themselves), and `model.state_dict()` gives and takes
-        fp32. Running statistics of BatchNorm are put back when a step is skipped, and overflows are reported by
-        parameter name. Call it once a model, before the first step; again for further models or optimizers.
+        If the policy stores parameters in few bits, they are converted, `lowp.MasterWeights` around the optimizer keeps
+        masters (lowp's own optimizers keep their own), and `model.state_dict()` returns and accepts fp32. Running
+        statistics of BatchNorm are restored when a step is skipped, and overflows are reported by parameter name. Call
+        it once per model, before the first step; again for further models or optimizers.
 
-        Does `prepare_model` and `prepare_optimizer`. A model that DistributedDataParallel or fully_shard is to wrap
-        needs the two apart: prepare_model(model), wrap, make the optimizer, prepare_optimizer(optimizer).
+        Calls `prepare_model` and `prepare_optimizer`. If DistributedDataParallel or fully_shard will wrap the model,
+        call them separately: prepare_model(model), wrap, create the optimizer, prepare_optimizer(optimizer).
         """
         prepared: Any = optimizer
         model = self.prepare_model(model)
@@ -131,7 +131,7 @@ class Precision:
         return cast("AnyOptimizer", prepared)
 
     def _watch(self, model: nn.Module) -> None:
-        """Name the parameters of a model in reports, and put its running statistics back when a step is skipped."""
+        """Use the names of a model's parameters in reports, and restore its running statistics after skipped steps."""
         if self.scaler.is_enabled():
             self.scaler.watch(model)
         elif self.exponents is not None:
@@ -144,7 +144,7 @@ class Precision:
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Scale the loss and run backward; `options` go to `Tensor.backward` (retain_graph, inputs …).
 
-        Before the first step a dynamic loss scale without a number finds where to begin, by trial on this loss.
+        Before the first step a dynamic loss scale without a number is searched with this loss.
         """
         if self._searches_scale and not torch.compiler.is_compiling():
             self._searches_scale = False
@@ -175,7 +175,7 @@ class Precision:
 
     @region.at_rest
     def step(self, *optimizers: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step each optimizer whose gradients are finite, then move the loss scale; once an iteration, with them all.
+        """Step each optimizer whose gradients are finite, then update the loss scale; call it once per iteration.
 
         Returns what the last optimizer's step returned, None where it was skipped; see `stepped`.
         """
@@ -208,7 +208,7 @@ class Precision:
 
     @region.at_rest
     def step_one(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Step one of several optimizers that share a loss scale; `end_step` moves it, once, after the last of them.
+        """Step one of several optimizers that share a loss scale; `end_step` updates it after the last of them.
 
         For callers that see one optimizer at a time. With a loss scale only.
         """
@@ -219,7 +219,7 @@ class Precision:
 
     @region.at_rest
     def end_step(self) -> None:
-        """Count a step, and move the loss scale by what the optimizers of this step found; `step` does it itself."""
+        """Count a step and update the loss scale after calls of `step_one`; `step` includes this."""
         self.scaler.update()
         self.steps += 1
 
@@ -238,29 +238,29 @@ class Precision:
     # -- what can be asked ----------------------------------------------------------------------------------------
     @property
     def scaler(self) -> GradScaler:
-        """The loss scaler, disabled where this precision scales nothing."""
+        """The loss scaler, disabled in precisions without a loss scale."""
         if self._scaler is None:
             self._scaler = self._new_scaler(None)
         return self._scaler
 
     @property
     def guard(self) -> StepGuard:
-        """What follows from steps that stepped and that were skipped, with a loss scale or without one."""
+        """The consequences of steps and skipped steps: counts, running statistics, the error after too many."""
         return self.scaler.guard
 
     @property
     def scale(self) -> float:
-        """The loss scale, 1 where nothing is scaled. Waits for the device."""
+        """The loss scale, 1 in precisions without one. Waits for the device."""
         return float(self.scaler.get_scale()) if self.scaler.is_enabled() else 1.0
 
     @property
     def exponents(self) -> SharedExponents | None:
-        """The shared exponents of everything that is written at a site; None in precisions without any."""
+        """The shared exponents of all sites of a step; None in precisions without them."""
         return self._region.exponents
 
     @property
     def faults(self) -> list[str]:
-        """The sites where the latest step that was skipped for it had written an infinity or a NaN, in order."""
+        """The sites of the infinities and NaNs for which the latest step was skipped, in the order of the step."""
         return list(self._unscaled.faults)
 
     @property
@@ -276,11 +276,11 @@ class Precision:
 
     @property
     def nonfinite(self) -> NonFinite | None:
-        """Where the latest skipped step was first not finite, or None. Waits for the device."""
+        """The first non-finite gradient of the latest skipped step, or None. Waits for the device."""
         return self.scaler.nonfinite
 
     def report(self) -> Any:
-        """Rules that were never used, and contractions that no rule saw."""
+        """A report of rules that were never used, and contractions that no rule matched."""
         return self._region.report()
 
     def __str__(self) -> str:
@@ -293,7 +293,7 @@ class Precision:
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Policy, loss scale, counters, seed and random states, as plain values; masters are in the optimizer's."""
+        """Policy, loss scale, counters, seed and random states, as plain values; the optimizer's has the masters."""
         return {
             "version": _VERSION,
             "name": self.preset.name,
@@ -309,7 +309,7 @@ class Precision:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`; raises InvalidInput, with nothing changed, for that of another precision."""
+        """Load a `state_dict`; raises InvalidInput, with nothing changed, if it is of another precision."""
         self._check(state)
         before = self.scaler.state_dict()
         self.scaler.load_state_dict(state["scaler"])

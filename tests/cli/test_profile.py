@@ -46,7 +46,7 @@ def test_a_record_is_told_in_a_screen(lowp: Callable[..., Any], digits: Path) ->
     result = lowp("profile", str(digits))
     assert result.code == 0
     assert "4 sampled steps · overhead" in result.out and "VERDICT  fp16 with loss scale 2^" in result.out
-    assert "Scale window 2^" in result.out and "tensors need nothing" in result.out
+    assert "Scale window 2^" in result.out and "tensors need no change" in result.out
     assert len(result.out.splitlines()) < 30
 
 
@@ -284,7 +284,7 @@ def test_where_two_runs_part_is_told(lowp: Callable[..., Any], digits: Path, tmp
         (("digits", "--verify-steps", "0"), "--verify-steps 0: give 1 or more"),
         (("--verify", "train.py", "--lr", "1"), "lowp run --compare fp32,policy.toml train.py --lr 1"),
         (("digits", "--out", "/"), "is a folder"),
-        (("digits", "--tensorboard", __file__), "is a file: give a folder, which is made if need be"),
+        (("digits", "--tensorboard", __file__), "is a file: give a folder, which is created if necessary"),
     ],
 )
 def test_what_cannot_be_profiled_is_said_in_a_line(
@@ -314,6 +314,6 @@ def test_a_finding_is_explained(lowp: Callable[..., Any]) -> None:
 def test_what_a_precision_would_do_is_told(lowp: Callable[..., Any], digits: Path) -> None:
     told = lowp("profile", str(digits), "--precision", "e2m1").out
     assert "tensors are rounded" in told and "those that lose most:" in told and "0 linear" in told
-    moved = told.partition("how far the loss is predicted to move")[2]
+    moved = told.partition("predicted change of the loss")[2]
     assert {"0.weight", "2.weight"} <= set(moved.replace(",", "").split()) and "inf" not in moved
     assert "did you mean bf16" in lowp("profile", str(digits), "--precision", "bf61").err

@@ -612,7 +612,7 @@ def test_an_instruction_set_that_is_not_there_is_named() -> None:
     [
         (0, b"0.0.9", r"it is of lowp 0\.0\.9, this is lowp .*: build it again, or start Python anew"),
         (1, b"0" * 64, "it was built from other sources than those in .*cpu: build it again"),
-        (None, b"lowp_birth", "it is of an earlier lowp: build it again"),
+        (None, b"lowp_birth", "it was built for an earlier version of lowp: build it again"),
     ],
 )
 def test_a_stale_library_is_refused_and_the_bits_stay_the_same(

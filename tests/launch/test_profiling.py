@@ -63,7 +63,7 @@ def test_a_population_of_models_is_watched_in_part_and_that_is_said(
     watched = profiler_of(waiting).models.roots
     assert list(watched.values()) == [model for model, _ in population[: profiling._MOST_MODELS]]
     assert list(watched)[:2] == ["Linear", "Linear2"]
-    assert capsys.readouterr().err.count("16 models are watched, more are not") == 1
+    assert capsys.readouterr().err.count("only the first 16 models are recorded") == 1
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")

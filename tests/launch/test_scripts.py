@@ -115,7 +115,7 @@ def test_updates_without_an_optimizer_run_in_fp32_where_a_step_would_have_to_be_
 ) -> None:
     ran = run_in("fp16", "language_model.py", tmp_path)
     assert numbers(ran.stdout) == pytest.approx(numbers(plain("language_model.py")), rel=1e-3)
-    assert "lowp run: model Model runs in fp32: no torch.optim optimizer holds its parameters" in ran.stderr
+    assert "lowp run: model Model runs in fp32: its parameters are in no torch.optim optimizer" in ran.stderr
     refused = run_in("fp16", "language_model.py", tmp_path, "--strict")
     assert refused.returncode == 2 and refused.stdout == ""
 
@@ -143,7 +143,7 @@ def test_a_script_with_a_scaler_of_its_own_is_left_alone_unless_overridden(
 ) -> None:
     ran = run_in("fp16", "own_scaler.py", tmp_path)
     assert ran.stdout == plain("own_scaler.py")
-    assert "lowp run: stood down, the script has a GradScaler of its own (--override takes over)" in ran.stderr
+    assert "lowp run: disabled, the script has a GradScaler of its own (--override replaces it)" in ran.stderr
     over = run_in("bf16", "own_scaler.py", tmp_path, "--override")
     assert "torch.float32 False" in over.stdout and "lowp run: bf16, 4 optimizer steps" in over.stderr
 

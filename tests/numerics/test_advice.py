@@ -45,8 +45,8 @@ def test_what_was_not_looked_at_gets_no_verdict() -> None:
     forward.part.tensors = {key: seen for key, seen in whole.tensors.items() if key.phase == "forward"}
     advice = advise(forward)
     assert advice.window.is_unknown and advice.policy.rules == PRESETS["bf16"].policy.rules
-    assert verdict(advice, "fp16") == "not judged: no gradient was looked at"
-    assert verdict(advice, "pure bf16") == "not judged: no update was looked at"
+    assert verdict(advice, "fp16") == "not judged: no gradient was recorded"
+    assert verdict(advice, "pure bf16") == "not judged: no update was recorded"
     assert not any(one.usable for one in advice.verdicts if one.format in ("fp16", "pure bf16"))
     forward.part.tensors = {key: seen for key, seen in whole.tensors.items() if key.op == "layer_norm"}
     advice = advise(forward)

@@ -85,11 +85,11 @@ def test_a_role_that_no_profile_has_is_refused(record: Record, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("sampling", [1], r"its sampling is \[1\], and that of a profile is numbers by name"),
-        ("sampling", {"modules": "many"}, "its sampling is .*, and that of a profile is numbers by name"),
-        ("models", 3, "its models are 3, and those of a profile are a list of names"),
-        ("dtypes", [3], r"its dtypes are \[3\], and those of a profile are a list of names"),
-        ("parameters", "all", "it has 'all' parameters, and a profile has a number of them"),
+        ("sampling", [1], r"its sampling is \[1\], but must be numbers by name"),
+        ("sampling", {"modules": "many"}, "its sampling is .*, but must be numbers by name"),
+        ("models", 3, "its models are 3, but must be a list of names"),
+        ("dtypes", [3], r"its dtypes are \[3\], but must be a list of names"),
+        ("parameters", "all", "it has 'all' parameters, but must have a number of them"),
         ("steps", "x", "an entry of it is missing or is not what a profile has there"),
     ],
 )

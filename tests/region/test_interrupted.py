@@ -149,7 +149,7 @@ def test_an_error_and_a_signal_that_come_together_leave_nothing_behind(name: str
             with region:
                 error_with_a_signal()
         with pytest.raises(KeyboardInterrupt):
-            with region.going_on():
+            with region.resume():
                 error_with_a_signal()
         with autocast("e5m7"):
             with pytest.raises(KeyboardInterrupt), contextlib.suppress(OSError):

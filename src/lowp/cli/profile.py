@@ -150,7 +150,9 @@ def _check(arguments: argparse.Namespace) -> None:
         if path is not None:
             files.check_target(path)
     if arguments.tensorboard is not None and arguments.tensorboard.exists() and not arguments.tensorboard.is_dir():
-        raise InvalidInput(f"--tensorboard {arguments.tensorboard} is a file: give a folder, which is made if need be")
+        raise InvalidInput(
+            f"--tensorboard {arguments.tensorboard} is a file: give a folder, which is created if necessary"
+        )
     if arguments.steps is not None and arguments.steps < 1:
         raise InvalidInput(f"--steps {arguments.steps}: give 1 or more")
     if arguments.bits is not None and not 2 <= arguments.bits <= 16:
@@ -202,7 +204,7 @@ def _difference(arguments: argparse.Namespace) -> int:
 
         _write_page(arguments.html, page(first, advise(first), second))
     if found is None:
-        print(f"{arguments.diff[0]} and {arguments.diff[1]} are equal to the bit in every step that both looked at")
+        print(f"{arguments.diff[0]} and {arguments.diff[1]} are bitwise equal in every step that both recorded")
         return 0
     print(found)
     return 1
@@ -236,7 +238,7 @@ def _recipe(name: str, arguments: argparse.Namespace) -> int:
 
 def _left(out: Path | None) -> str:
     """What is left of a run that is ended within a step."""
-    left = "nothing was kept: --out keeps each step that was seen" if out is None else f"{out} keeps what was seen"
+    left = "nothing was saved: --out saves each recorded step" if out is None else f"{out} has the recorded steps"
     return f"interrupted; {left}"
 
 
@@ -268,7 +270,7 @@ def _script(arguments: argparse.Namespace) -> int:
         code, path = profile_script(arguments.script, arguments.max_overhead, arguments.out, interrupts)
     code = interrupts.exit_code if interrupts() else code
     if not path.exists():
-        print("lowp profile: no step of a torch optimizer ran in the script: nothing was seen", file=sys.stderr)
+        print("lowp profile: no step of a torch optimizer ran in the script: nothing was recorded", file=sys.stderr)
         return code or 1
     record = Record.load(path)
     if arguments.out is None:
@@ -338,4 +340,4 @@ def _told_of(record: Record, name: str, window: Window) -> None:
     moved = sorted(sensitivities(record, preset.policy).items(), key=lambda pair: -pair[1])[:5]
     if moved:
         told = ", ".join(f"{name} {size:.1e}" for name, size in moved)
-        print(f"how far the loss is predicted to move where one of these tensors alone is rounded: {told}")
+        print(f"predicted change of the loss if only one of these tensors is rounded: {told}")

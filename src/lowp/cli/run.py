@@ -8,7 +8,7 @@
 
 The script runs as under `python train.py --lr 0.1`. Its modules compute in the precision; its losses,
 gradients and checkpoints are fp32. At the end one line on standard error reports the run. Options of lowp
-stand before the script. LOWP_PRECISION=bf16 in the environment does the same for launchers with their own command line.
+come before the script. LOWP_PRECISION=bf16 in the environment does the same for launchers with their own command line.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Checks(ScalerState):
     _agreed_with: Sequence[torch.distributed.ProcessGroup] = ()
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale, in place, and note whether all were finite; reads nothing.
+        """Divide an optimizer's gradients by the scale, in place, and record whether all were finite; reads nothing.
 
         Once per optimizer and step, before clipping or looking at gradients; `step` does it otherwise. Sparse
         gradients, and fp16 ones of an optimizer that allows them, may be replaced.
@@ -95,7 +95,7 @@ class Checks(ScalerState):
         stage["stage"] = OptState.UNSCALED
 
     def check_(self, optimizer: Optimizer, nonfinite: torch.Tensor | None = None) -> None:
-        """Note whether gradients that were unscaled as they were computed are finite, in `unscale_`'s place.
+        """Record, instead of `unscale_`, whether gradients that backward has already unscaled are finite.
 
         `nonfinite`: a flag that was raised while they were computed, before clipping could hide an infinity.
         """

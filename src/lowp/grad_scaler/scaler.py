@@ -1,4 +1,4 @@
-"""The scaler itself: torch's order of calls, and what it can be asked beside torch's."""
+"""The scaler itself: torch's methods, and lowp's additions to them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class GradScaler(Checks):
 
     # -- a step, in the order of its calls
     def scale(self, outputs: Any) -> Any:
-        """Return a tensor, or nested iterables of tensors, times the scale; differentiable, nothing is read."""
+        """Return a tensor, or nested iterables of tensors, times the scale; differentiable, reads nothing."""
         if not self._enabled:
             return outputs
         self._remember_losses(outputs)
@@ -198,7 +198,7 @@ class GradScaler(Checks):
         self._stepped = self._stepped_by[optimizer] = stepped
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Move the scale by what the steps since the last update found; reads nothing. Once, after all steps.
+        """Adapt the scale to the results of the steps since the last update; call it once, after all steps.
 
         `new_scale`, a number or a 1-element tensor, sets it instead (a tensor is read). Raises NonFiniteGradients when
         gradients overflowed `patience` times in a row with the scale at its floor; the update is done all the same.
@@ -241,10 +241,10 @@ class GradScaler(Checks):
             kept.copy_(new.expand_as(kept))
 
     def add_exponents(self, counts: torch.Tensor) -> None:
-        """Let further gradients of this step decide with those of the parameters how the scale moves at `update`.
+        """Include further gradients of this step, such as those of activations, in the decision of `update`.
 
-        `counts`: int64 [256], finite nonzero SCALED gradients by biased fp32 exponent, such as activations have and
-        a profile has seen. Without effect unless the scale follows underflow (`target_underflow`).
+        `counts`: int64 [256], the number of finite nonzero SCALED gradients by biased fp32 exponent. Without effect
+        unless the scale follows underflow (`target_underflow`).
         """
         if not isinstance(counts, torch.Tensor) or counts.shape != (256,):
             raise InvalidInput(
@@ -289,7 +289,7 @@ class GradScaler(Checks):
 
     @property
     def nonfinite(self) -> NonFinite | None:
-        """Where the latest skipped step was first not finite, or None before one was skipped. Waits for the device."""
+        """The first non-finite gradient of the latest skipped step, or None before one. Waits for the device."""
         return self._provenance.last() if self._enabled else None
 
     @property
@@ -306,17 +306,17 @@ class GradScaler(Checks):
         return any(one.grad is not None and self._provenance.names.has(one) for one in parameters)
 
     def watch(self, model: nn.Module) -> None:
-        """Name this model's parameters in `nonfinite`, learn the order of its backward, and `protect` it."""
+        """Use the names of this model's parameters and the order of its backward in `nonfinite`, and `protect` it."""
         self._provenance.names.watch(model)
         self.protect(model)
 
     def protect(self, model: nn.Module) -> None:
-        """Put a model's running statistics (BatchNorm) back at `update` if any step since the last one was skipped."""
+        """Restore a model's running statistics (BatchNorm) at `update` if any step since the last one was skipped."""
         self._guard.protect(model)
 
     @property
     def guard(self) -> StepGuard:
-        """What follows from steps that stepped and that were skipped: counts, running statistics, giving up."""
+        """The consequences of steps and skipped steps: counts, running statistics, the error after too many."""
         return self._guard
 
     @property

@@ -97,7 +97,7 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
     _growth_interval = _of_scaling("growth_interval", still=1)
 
     def begin_with(self, scale: float) -> None:
-        """Take this scale, in place of the one that was given, for the first step; raises Misuse after `scale()`."""
+        """Use this scale for the first step instead of the initial scale; raises Misuse after `scale()`."""
         if self._scale is not None:
             raise Misuse("begin_with() is for the first step: use update(new_scale) for later steps")
         self._init_scale = self._scaling.check(scale, "the loss scale to begin with")
@@ -132,7 +132,7 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
         return {"overflows": overflows, "stuck": stuck}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, torch's own or lowp's; a scale outside this scaler's bounds or a missing entry is an error.
+        """Load a state of torch or lowp; raises an error for a scale outside the bounds or a missing entry.
 
         Nothing is changed if anything is wrong. A static scaler takes the scale and keeps its rule.
         """

@@ -40,19 +40,20 @@ def quantize_model(
 ) -> nn.Module:
     """Return a copy of a trained model for inference, whose layers hold their weights in `format`.
 
-    Linear, Conv1d, Conv2d, Embedding and MultiheadAttention layers are replaced; `unquantized` tells which layers with
-    weights were not, and why. ``int8``: a scale a row (an output channel) of the weight, products of bytes in int32.
-    Activations are quantised over a range of their own layer: found from `calibration_data`, by ``maximum``,
-    ``percentile`` (the middle 99.99 %) or ``error`` (least squared error), or without data anew from every tensor. They
-    have 7 `bits`, whose sums of pairs always fit 16 bits, or 8. ``int4``, ``mxfp4``, ``nvfp4``, ``e2m1`` and others of
-    up to 4 bits: packed weights times fp32 activations. ``ternary`` and ``binary``: two bits and one, times activations
-    in bytes, by counting bits. Every other format: weights in its dtype or packed, multiplied in fp32 as the values
-    they stand for.
+    Linear, Conv1d, Conv2d, Embedding and MultiheadAttention layers are replaced; `unquantized` lists the other layers
+    with weights and the reasons. ``int8``: one scale per row (output channel) of the weight, sums of products in int32.
+    The activations of each layer are quantised over a range of its own, determined from `calibration_data` by
+    ``maximum``, ``percentile`` (the middle 99.99 %) or ``error`` (least squared error), or, without data, from each
+    tensor. They have 7 `bits`, whose sums of pairs always fit 16 bits, or 8. ``int4``, ``mxfp4``, ``nvfp4``, ``e2m1``
+    and others of up to 4 bits: packed weights times fp32 activations. ``ternary`` and ``binary``: weights of two bits
+    and one, times activations in bytes. Every other format: weights in its dtype or packed, whose values are multiplied
+    in fp32.
 
-    `calibration_data` gives batches, of which at least one is needed: a tensor is handed to the model, a tuple or list
-    as arguments, a dictionary as keywords; or `forward(model, batch)` runs one. `keep` has patterns of module names to
-    leave alone; with ``attention=False`` the products of attention stay fp32. The copy is in eval mode, on the CPU; its
-    state_dict is the packed one. Raises InvalidInput for a format, data or pattern that cannot be.
+    `calibration_data` is an iterable of at least one batch: a tensor is passed to the model, a tuple or list as its
+    arguments, a dictionary as its keyword arguments; `forward(model, batch)` replaces this call. Modules whose name
+    matches a pattern in `keep` are not replaced; with ``attention=False`` the products of attention stay fp32. The copy
+    is in eval mode, on the CPU; its state_dict holds the packed weights. Raises InvalidInput for an invalid format, for
+    data that yield no batch, and for a pattern that matches no module.
     """
     cast, highest = casts.parse(format), check_bits(bits)
     _check_format(cast)

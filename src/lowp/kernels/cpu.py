@@ -102,7 +102,7 @@ def _check_build(own: ctypes.CDLL) -> None:
     Its functions would be called with arguments of which it knows nothing.
     """
     if not hasattr(own, "lowp_build"):
-        raise OSError("it is of an earlier lowp: build it again")
+        raise OSError("it was built for an earlier version of lowp: build it again")
     own.lowp_build.restype = c_char_p
     version, digest = own.lowp_build().decode().split(" ")
     if version != __version__:

@@ -42,10 +42,11 @@ def quantize(
     x: torch tensor or NumPy array of float64, float32, float16 or bfloat16, of any shape and strides. `scale` is for
     formats with a shared scale whose scale is not current: one number a group, (scale, zero_point) if affine. `seed`
     (an int, or a 0-d int64 tensor) decides stochastic rounding, together with the logical (row-major) index of
-    the element; `offset` is that of x's first one in the tensor that x is a piece of: pieces along the first dimension
-    give the bits of the whole. `out` takes the result and is returned; ``out=x`` is in place.
+    the element. If x is a piece of a larger tensor, `offset` is the index of its first element there: pieces along the
+    first dimension then have the bits of the whole. The result is written to `out`, which is returned; ``out=x`` is in
+    place.
 
-    NaN stays NaN, with its sign; the sign of a zero stays where the format has -0. Gradients pass through unchanged.
+    NaN stays NaN, with its sign; a zero keeps its sign if the format has -0. Gradients pass through unchanged.
     Raises ValueError for an unknown cast, an `out` of another shape, dtype or device, and for a dtype that cannot hold
     every result (float16 for bf16); TypeError if x is not a floating-point tensor.
     """
@@ -136,8 +137,8 @@ def encode(
     """Round `x` and return the codes of the values; for formats with a shared scale a `Quantized`.
 
     Codes of float formats have the smallest unsigned dtype (uint8, uint16, uint32, uint64), those of integers are two's
-    complement (int8, int16, int32). `packed` puts codes that fill no whole bytes side by side along the last dimension,
-    the first in the lowest bits, each row filled up to a byte: `decode` with the row's length takes them apart.
+    complement (int8, int16, int32). `packed` stores codes of less than 8 bits without gaps along the last dimension,
+    the first in the lowest bits, with each row padded to whole bytes: `decode` needs a row's length to unpack them.
     `scale`, `seed` and `offset` are those of `quantize`.
 
     Raises ValueError for NaNs that the format has no code for, and says how many there are.
@@ -167,7 +168,8 @@ def decode(
 ) -> Any:
     """Return the values of codes, exactly, in `dtype`. `packed` codes hold `length` to a row (default: all that fit).
 
-    Raises ValueError if `dtype` cannot hold every value of the format, or for codes of another dtype than encode gives.
+    Raises ValueError if `dtype` cannot hold every value of the format, or if the dtype of the codes is not that of
+    `encode`.
     """
     if not is_compiling():
         if not isinstance(codes, Tensor):

@@ -128,7 +128,7 @@ def warn_of_loss(x: Tensor, value: Tensor, cast: Cast, what: str, axis: int = -1
     share = float(lost.sum() / (largest > 0).sum())
     warnings.warn(
         f"{what}: of its {count} features {share:.0%} are lost under the shared scale of {cast}, as happens with the "
-        "gradients of a large vocabulary, and what their weights would learn is lost with them. dfp16 and flex16+5 "
+        "gradients of a large vocabulary, so that their weights learn nothing. dfp16 and flex16+5 "
         "take a second word there (leave words=1 out); or give that layer another format by a rule of its own, such as "
         "Rule.of('linear', where='head', input='bf16', weight='bf16', grad='bf16')",
         UserWarning,

@@ -10,15 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Exponents, extremes and counts of a tensor. ``a + b`` are those of both tensors together.
+    """Exponents, extremes and counts of a tensor. ``a + b`` is the statistics of both tensors together.
 
-    The three tensors stay where the data was: adding needs no transfer, reading a number (`maximum`, `zeros` ...) does.
+    The three tensors are on the device of the data: adding needs no transfer, reading a number (`maximum`, `zeros` ...)
+    does.
 
     `exponent_histogram`: int64 [256], by the exponent field of fp32: bin e + 127 counts the finite numbers with
     floor(log2 |x|) = e, bin 0 zeros and everything below 2**-126, bin 254 everything from 2**127 on, bin 255 NaNs and
-    infinities. `extremes`: fp64 [2] (fp32 where a device has no other), the largest finite |x| and the sum of squares
+    infinities. `extremes`: fp64 [2] (fp32 on devices without fp64), the largest finite |x| and the sum of squares
     of the finite numbers.
-    `counts`: int64 [3], zeros, NaNs, infinities. `count`: how many elements there were.
+    `counts`: int64 [3], zeros, NaNs, infinities. `count`: the number of elements.
     """
 
     exponent_histogram: Tensor

@@ -1,4 +1,4 @@
-"""One script in several precisions: what it printed last and how long it took, side by side."""
+"""One script in several precisions: last line of output and how long it took, side by side."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run(
     for outcome in outcomes:
         for note in outcome.notes:
             print(f"{outcome.precision}: {note}")
-    print(f"everything they printed: {folder}", file=sys.stderr)
+    print(f"complete outputs: {folder}", file=sys.stderr)
     return 0 if all(outcome.code == 0 for outcome in outcomes) else 1
 
 
@@ -131,7 +131,7 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
     table = Table()
     for name, justify in (("precision", "left"), ("exit", "right"), ("time", "right"), ("skipped", "right")):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("what it printed last", overflow="fold")
+    table.add_column("last line of output", overflow="fold")
     for one in outcomes:
         skipped = "" if one.skipped is None else str(one.skipped)
         table.add_row(one.precision, str(one.code), f"{one.seconds:.1f} s", skipped, one.last_line)

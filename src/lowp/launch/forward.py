@@ -109,7 +109,7 @@ class Forward:
             self._left_alone[module] = True
         name = type(held[0]).__name__ if held else "a model"
         sentence = self.session.keeps_in_fp32(
-            f"model {name}", "no torch.optim optimizer holds its parameters, whose step could be skipped"
+            f"model {name}", "its parameters are in no torch.optim optimizer, whose step could be skipped"
         )
         self._unstepped.append((sentence, [weakref.ref(module) for module in held]))
 
@@ -129,7 +129,7 @@ class Forward:
         if other := dtypes - {torch.float32}:
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in other))
             what = f"the parameters of {type(module).__name__} are {names} by the script's own choice"
-            if self.session.record.note(f"{what}: it runs as it is") and self.session.settings.strict:
+            if self.session.record.note(f"{what}: it is not changed") and self.session.settings.strict:
                 self.session.refuse(what)
             return True
         return False
@@ -213,9 +213,7 @@ def _install_functions(session: Session) -> None:
             return original(cls, *args, **kwargs)
         if not any(isinstance(one, Tensor) and one.is_floating_point() for one in args):
             return original(cls, *args, **kwargs)
-        session.keeps_in_fp32(
-            f"autograd Function {cls.__name__}", "it does not say by torch.amp.custom_fwd what it casts"
-        )
+        session.keeps_in_fp32(f"autograd Function {cls.__name__}", "its forward has no torch.amp.custom_fwd decorator")
         with session.in_fp32():
             return original(cls, *map(to_fp32, args), **kwargs)
 

@@ -61,7 +61,7 @@ def profile_script(
     sys.stdout.flush()
     code = _call([sys.executable, *script], environment, stop)
     if code < 0:
-        print(f"lowp profile: the script was ended by signal {-code}; what it had recorded follows", file=sys.stderr)
+        print(f"lowp profile: the script was ended by signal {-code}; the results until then follow", file=sys.stderr)
     _merge(path)
     return code if code >= 0 else 128 - code, path  # as a shell tells a signal
 
@@ -149,7 +149,7 @@ class _Waiting:
             return
         if profiler is not None and len(profiler.models.roots) >= _MOST_MODELS:
             self.handle.remove()
-            print(f"lowp profile: {_MOST_MODELS} models are watched, more are not", file=sys.stderr)
+            print(f"lowp profile: only the first {_MOST_MODELS} models are recorded", file=sys.stderr)
             return
         try:
             if profiler is None:
@@ -158,7 +158,7 @@ class _Waiting:
                 profiler.add(module, args)
         except LowpError as error:
             self._refused.add(id(module))
-            print(f"lowp profile: {type(module).__name__} is not watched: {error}", file=sys.stderr)
+            print(f"lowp profile: {type(module).__name__} is not recorded: {error}", file=sys.stderr)
 
     def _is_model(self, module: nn.Module) -> bool:
         import torch

@@ -87,7 +87,7 @@ def merged(records: list[Record], precision: str) -> Record:
 def line(record: Record, seconds: float) -> str:
     """Return the one line that a run ends with; sentences on what did not run in the precision follow it."""
     if record.stood_down:
-        parts = [f"stood down, {record.stood_down} (--override takes over)"]
+        parts = [f"disabled, {record.stood_down} (--override replaces it)"]
     else:
         parts = [record.precision, f"{record.steps} optimizer steps", f"{record.skipped} skipped"]
         if record.loss_scale is not None:

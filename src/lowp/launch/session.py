@@ -99,7 +99,7 @@ class Session:
 
     def refuse(self, sentence: str) -> None:
         """End the script, which --strict asks for where it cannot run wholly in the precision."""
-        print(f"lowp run: error: {sentence}; without --strict it would go on", file=sys.stderr, flush=True)
+        print(f"lowp run: error: {sentence}; without --strict the script would continue", file=sys.stderr, flush=True)
         raise SystemExit(_EXIT_REFUSED)
 
     def is_stepped(self, parameter: Tensor) -> bool:
@@ -123,7 +123,7 @@ class Session:
             if self.is_scaling and record.steps:
                 record.loss_scale = self.precision.scale
             for name in self.precision.report().unseen:
-                record.note(f"{name} runs in fp32: no rule speaks of it")
+                record.note(f"{name} runs in fp32: no rule matches it")
         if settings.directory and os.getpid() != settings.leader:
             if record.has_content:
                 record.save(settings.directory)

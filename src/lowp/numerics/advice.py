@@ -173,7 +173,7 @@ def _judged(record: Record, to: str, scale: float = 1.0, without: Iterable[str] 
 def _fp16(record: Record, window: Window, outside: set[str]) -> Verdict:
     if window.is_unknown:
         _, overflow, ratio = _judged(record, "fp16", 1.0, outside)
-        return Verdict("fp16", 0.0, overflow, None, ratio, "not judged: no gradient was looked at", False)
+        return Verdict("fp16", 0.0, overflow, None, ratio, "not judged: no gradient was recorded", False)
     scale = window.recommended
     flushed, overflow, ratio = _judged(record, "fp16", 2.0**scale, outside)
     rest = f", {len(outside)} layers in bf16" if outside else ""
@@ -199,7 +199,7 @@ def _stored(record: Record, name: str) -> Verdict:
     share = lost / present if present else 0.0
     flushed, overflow, ratio = _judged(record, name)
     if not present:
-        return Verdict(f"pure {name}", flushed, overflow, None, ratio, "not judged: no update was looked at", False)
+        return Verdict(f"pure {name}", flushed, overflow, None, ratio, "not judged: no update was recorded", False)
     whole = sum(_lost_share(record, name, one) >= _LOST_WHOLLY for one, seen in record.updates.items() if seen.present)
     word = f"STALLS in {whole} of {len(record.updates)} parameters" if whole else "works without masters"
     word = "WILL STALL" if share > _STALLS else word

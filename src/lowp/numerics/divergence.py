@@ -132,7 +132,7 @@ class Diagnosis:
     def _enter_region(self, stack: ExitStack) -> None:
         tape = self._tape
         if tape.region is not None:
-            stack.enter_context(tape.region.going_on())
+            stack.enter_context(tape.region.resume())
         for device, _, dtype in tape.autocast:
             stack.enter_context(torch.autocast(device, dtype=dtype))
 

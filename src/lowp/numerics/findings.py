@@ -81,25 +81,24 @@ _KINDS = (
     Kind(
         "N310",
         "the loss is reduced in 16 bits",
-        "A loss or a long sum reads 16-bit numbers: what it adds up is rounded to 8 or 11 bits before.",
-        "The model's output is 16 bits inside of autocast, and the loss is computed from it by ops "
-        "that are not widened.",
+        "A loss or a long sum reads 16-bit numbers: its terms have been rounded to 8 or 11 bits before.",
+        "The model's output has 16 bits in autocast, and the loss is computed from it by ops that are not widened.",
         "Call .float() on the model's output before the loss, or compute the loss inside the region of lowp.autocast.",
         "the op lists of torch 2.13",
     ),
     Kind(
         "N401",
         "numbers became infinite or NaN",
-        "A loss or a gradient of the run was not finite; the operation that made it so first is named.",
+        "A loss or a gradient of the run was not finite; the finding names the operation that produced it.",
         "See the operation and its inputs: a logarithm or division of 0, a row that is masked as a whole, an overflow, "
         "bad data, a learning rate that is too large.",
-        "Mend that operation: everything after it only passes the numbers on.",
+        "Correct that operation: the operations after it only propagate the numbers.",
         "",
     ),
     Kind(
         "N402",
         "the loss scaler skips too many steps",
-        "More than one step in ten was skipped for an overflow: these batches were not learned from.",
+        "More than one step in ten was skipped because of an overflow: the model did not learn from these batches.",
         "The scale grows again as soon as it has been lowered, or some batches have far larger gradients than others.",
         "Begin with the recommended scale and let it grow slowly: GradScaler(init_scale=..., growth_interval=2000).",
         f"{_MIXED}, section 3.2",
@@ -109,7 +108,7 @@ FINDINGS = {kind.id: kind for kind in _KINDS}
 
 
 def explained(id: str) -> str:
-    """All that there is to say about a kind of finding; UnknownName with the near ones."""
+    """Return the full description of a kind of finding; raises UnknownName, with similar names, for another id."""
     kind = FINDINGS.get(id.upper())
     if kind is None:
         raise UnknownName(unknown("finding", id, FINDINGS))

@@ -1,4 +1,4 @@
-"""The profiler: it watches a training from outside, some of it in some steps, and the rest hardly at all."""
+"""The profiler: records some modules of a training in some of its steps, within a budget of time."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ class Profiler:
             self._require_steps()
 
     def end(self) -> None:
-        """Stop, and write what this rank alone has seen, even where that is nothing: others may have ended before."""
+        """Stop, and write what this rank has recorded, even if that is nothing, without waiting for other ranks."""
         self._stop()
         if self._journal is not None:
             self.record.save(self._journal.path)
 
     def _require_steps(self) -> None:
-        """Raise where no step ran; where the budget had no room for a look, say so."""
+        """Raise if no step ran; print the reason if the budget was too small to record any module."""
         if not self.step:
             self.record.require_content()
         elif self.record.is_empty:
@@ -133,9 +133,9 @@ class Profiler:
             self._journal.close()
 
     def add(self, model: nn.Module, args: Any = None) -> None:
-        """Watch one more model from now on; `args` are those of its call, where it runs already.
+        """Record one more model from this point on; `args` are the arguments of its call if it is running already.
 
-        From the second model on the paths of modules begin with the name of their model.
+        With two models or more the paths of modules begin with the name of their model.
         """
         renamed = self.models.add(model)
         if renamed:
@@ -153,16 +153,16 @@ class Profiler:
             self._before_forward(model, args, {})
 
     def begin_within(self, model: nn.Module, args: Any) -> None:
-        """Take a call of a model that runs already for the first."""
+        """Treat a call of a model that is already running as its first call."""
         self._before_forward(model, args, {})
 
     @property
     def is_replaying(self) -> bool:
-        """Whether a step is being run again, for what made it not finite."""
+        """Whether a step is being run again to find what made it non-finite."""
         return self._guard.is_replaying
 
     def _rename(self, first: str) -> None:
-        """Go on with the names that modules have now; a look at some of them is given up."""
+        """Continue with the new names of modules; a recording of some of them in progress is discarded."""
         if self._watch is not None and self._watch.is_whole:
             self._watch.rename(first)
             self.plan.rename(True)
@@ -175,7 +175,7 @@ class Profiler:
         return {"title": self._title or header["model"], **header}
 
     def _listen(self, on: bool) -> None:
-        """Be called around each call of a model and before each step of an optimizer, or leave them alone."""
+        """Add or remove the hooks around each call of a model and before each step of an optimizer."""
         if not on:
             for end in self._listening:
                 end()
@@ -193,7 +193,7 @@ class Profiler:
 
     @property
     def record(self) -> Record:
-        """What was seen so far."""
+        """The record of what was seen so far."""
         budget = self.budget
         sampling = {
             "max_overhead": budget.share,
@@ -211,7 +211,7 @@ class Profiler:
         return Record(dict(self._header), self._part, sampling, complete=self.budget.ended is not None)
 
     def save(self, path: str | Path) -> None:
-        """Write the record as JSON; of several ranks, which must all call this, the first writes what all have seen."""
+        """Write the record as JSON. With several ranks all must call this, and the first writes the merged record."""
         record = self.record
         if distributed.has_other_ranks():
             others = distributed.gather((self._header["fingerprint"], self._part.document()), distributed.world())
@@ -223,7 +223,7 @@ class Profiler:
 
     # -- the forward pass ---------------------------------------------------------------------------------------------
     def _is_idle(self, module: nn.Module) -> bool:
-        """Whether this call of a model is none of a step that anything is to be kept of."""
+        """Whether nothing is to be recorded of this call of a model."""
         if self._guard.is_replaying or in_backward():
             return True
         if module.training and torch.is_grad_enabled():
@@ -389,7 +389,7 @@ class Profiler:
         """
         window, outside = window_of(self.record.require_content())
         if window.is_unknown:
-            raise InvalidInput("no gradient was looked at, which a loss scale could follow: give max_overhead=None")
+            raise InvalidInput("no gradient was recorded, which a loss scale needs: give max_overhead=None")
         if window.is_empty:
             raise InvalidInput(f"no loss scale fits fp16 here: {outside}")
         power = min(window.recommended, 16) if self.record.is_partial else window.recommended

@@ -410,16 +410,16 @@ def _header(head: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("models", "dtypes"):
         names = header.get(name, [])
         if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-            raise InvalidInput(f"its {name} are {brief(names)}, and those of a profile are a list of names")
+            raise InvalidInput(f"its {name} are {brief(names)}, but must be a list of names")
     if not isinstance(header.get("parameters", 0), int):
-        raise InvalidInput(f"it has {brief(header['parameters'])} parameters, and a profile has a number of them")
+        raise InvalidInput(f"it has {brief(header['parameters'])} parameters, but must have a number of them")
     return header
 
 
 def _sampling(head: Mapping[str, Any]) -> dict[str, Any]:
     found = head.get("sampling") or {}
     if not isinstance(found, dict) or not all(one is None or isinstance(one, (int, float)) for one in found.values()):
-        raise InvalidInput(f"its sampling is {brief(found)}, and that of a profile is numbers by name")
+        raise InvalidInput(f"its sampling is {brief(found)}, but must be numbers by name")
     return dict(found)
 
 

@@ -146,7 +146,7 @@ class MasterWeights(Wrapper):
                     self.storage.save_whole(parameter, self._master_state[parameter], value)
 
     def attach(self, model: nn.Module) -> Attachment:
-        """Make `model.state_dict()` give fp32 masters, and `model.load_state_dict()` set them."""
+        """Make `model.state_dict()` return fp32 masters, and `model.load_state_dict()` set them."""
         self.names.add(model)
         names = [name for name, one in model.named_parameters(remove_duplicate=False) if one in self._master_state]
         return attach(model, StoredModel(self.storage, names, self))
@@ -248,7 +248,7 @@ class MasterWeights(Wrapper):
 
     # -- checkpoints and copies -----------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's dictionary with, in each parameter's state, its ``master_weight`` (fp32)."""
+        """The inner optimizer's dictionary, with a ``master_weight`` (fp32) in the state of each parameter."""
         return with_saving_hooks(self, self._packed)
 
     def _packed(self) -> dict[str, Any]:
@@ -265,9 +265,10 @@ class MasterWeights(Wrapper):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a dictionary of `state_dict`, of any storage and kind, or the inner optimizer's own.
+        """Load a dictionary of `state_dict`, of any storage and kind, or one of the inner optimizer.
 
-        Without masters in it the present ones stay. Raises InvalidInput for another model's, before anything changes.
+        If it contains no masters, the current masters are kept. Raises InvalidInput, with nothing changed, if it
+        belongs to another model.
         """
         with_loading_hooks(self, state_dict, self._load)
 

@@ -30,9 +30,10 @@ def load(
     nothing: every checksum is verified, every part must be in the file and of the class that was saved, and if one part
     rejects its state the others are restored. `rng_state=False` does not restore the random generators.
 
-    Without parts, files that `lowp convert` wrote, safetensors files (alone, or by the index of their shards or their
-    folder) and torch files give their tensors by name: floating-point ones in `dtype` (float32 if not given) whatever
-    format they are stored in, others as they are. With `dtype` a checkpoint of `lowp.save` gives its model's.
+    Without parts, files that `lowp convert` wrote, safetensors files (single, or given by the index or folder of their
+    shards) and torch files return their tensors by name: floating-point tensors in `dtype` (default: float32),
+    regardless of the format in which they are stored, others unchanged. With `dtype` a checkpoint of `lowp.save`
+    returns the tensors of its model.
 
     Raises InvalidCheckpoint for a file that is missing, cut short, changed in any bit that a checksum covers, hostile,
     or made for another model or optimizer; nothing in a file is ever executed.

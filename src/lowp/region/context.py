@@ -76,17 +76,17 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
 
     `precision` is a preset (``fp16``), any format (``e5m7``: operands and gradients of contractions in it), a Policy,
     a Preset, the path of a policy file (.toml), or ``torch-2.13-cpu`` or ``torch-2.13-cuda``, torch's lists as rules.
-    An inner region replaces the outer one; ``lowp.autocast("fp32")`` and ``enabled=False`` switch it off. `strict`
-    raises InvalidInput for a contraction that no rule matches, and on leaving for a rule of the user's that matched
-    nothing. Within, `torch.is_autocast_enabled` is true and `torch.get_autocast_dtype` is the dtype that contractions
-    write; a nested ``torch.autocast(enabled=False)`` is honoured.
+    An inner region replaces the outer one; ``lowp.autocast("fp32")`` and ``enabled=False`` disable casting. With
+    `strict` a contraction that no rule matches raises InvalidInput, and so does, on leaving, a rule of the user that
+    matched nothing. Inside, `torch.is_autocast_enabled` returns True and `torch.get_autocast_dtype` the dtype that
+    contractions write; a nested ``torch.autocast(enabled=False)`` is honoured.
 
-    torch's own spellings, ``lowp.autocast("cuda", dtype=torch.float16)`` and ``lowp.autocast()`` as in
-    torch.cuda.amp, give a torch.autocast, with torch's own lists.
+    With torch's own signatures, ``lowp.autocast("cuda", dtype=torch.float16)`` and, as in torch.cuda.amp,
+    ``lowp.autocast()``, the result is a torch.autocast, with torch's own lists.
 
-    The same object can be entered again and again, also within itself and by several threads. Every entry casts the
-    weights it uses and drops the casts when it is left; within an entry a cast serves again while nothing can have
-    written the weight. Raises UnknownName, with the near names, for a precision or an op in a rule that does not exist.
+    The same object can be entered repeatedly, also within itself and by several threads. Every entry casts the weights
+    that it uses, and drops the casts when it is left. Within an entry a cast is reused until the weight may have been
+    written. Raises UnknownName, with similar names, for an unknown precision or an unknown op in a rule.
     """
 
     def __new__(
@@ -169,18 +169,18 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         return self._compiled.apply(func, args, kwargs or {})
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, which runs in this region."""
+        """Return a function that runs `function` in this region."""
         if not callable(function):
             raise InvalidInput(f"as a decorator {self!r} needs a function, not {type(function).__name__}")
 
         return decorated(self, function)
 
-    def going_on(self, path: ModulePath | None = None, spots: Spots | None = None) -> AbstractContextManager[None]:
-        """Return a context that goes on in the region elsewhere, and complains about nothing when it is left.
+    def resume(self, path: ModulePath | None = None, spots: Spots | None = None) -> AbstractContextManager[None]:
+        """Return a context that continues the region, in this or another thread, without warnings when it is left.
 
-        `path` is where in the model, if not where the thread is; `spots` are those of a shared exponent's sites.
+        `path` is the place in the model, None for that of the thread; `spots` counts the sites of shared exponents.
         """
-        return _GoingOn(self, path, spots)
+        return _Resumed(self, path, spots)
 
     def _begin(self, entry: Entry, path: ModulePath | None, spots: Spots | None = None) -> None:
         """Put an entry in force; what is done here `_undo` undoes, wherever it was interrupted."""
@@ -242,7 +242,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
             return
         _told_unrounded.add(self.policy)
         warnings.warn(
-            f"{self!r} has rounded no contraction: not rounded, as under torch.autocast, are "
+            f"{self!r} has rounded no contraction: as under torch.autocast, it does not round "
             f"{', '.join(self._rulebook.left_alone)}. Convert the model and its inputs with float(), or omit the "
             "region",
             UserWarning,
@@ -271,34 +271,34 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
     # -- what was seen --------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """Return what this region has seen so far: unused rules, unseen contractions, ops that went to fp32."""
+        """Return a report of this region: unused rules, contractions that no rule matched, ops that ran in fp32."""
         return self._rulebook.report()
 
     def observe(self, callback: Observer) -> Callable[[], None]:
         """Call `callback` with an Observation of every tensor that an op reads or writes, forward and backward.
 
-        From the next entry on; returns what ends that. Costs nothing where there is no callback, and changes no bit of
-        the training where there is one. The callback runs outside the policy. `lowp.observe` is the same for all
+        Takes effect at the next entry; returns a function that ends it. Costs nothing without a callback, and changes
+        no bit of the training with one. The callback runs outside the policy. `lowp.observe` does the same for all
         regions, and for the steps of lowp's optimizers.
         """
         return listed(self._observers, callback)
 
     def cast_weights(self) -> list[torch.Tensor]:
-        """Return the weights that the latest entry has cast and that are alive, within it or kept for backward.
+        """Return the casts of weights made by the latest entry that are still alive, in it or for backward.
 
-        For measuring the memory of a step; those that torch.autocast has cast (`region.handover`) are not among them.
+        For measuring the memory of a step. Casts made by torch.autocast (`region.handover`) are not included.
         """
         return self._weights.tensors()
 
     def forget(self) -> None:
-        """Cast every weight anew at its next use, within this entry too.
+        """Cast every weight again at its next use, also within the present entry.
 
-        Needed only where weights are written within an entry through a raw address that was taken before it.
+        Needed only if weights are written within an entry through a raw address that was taken before it.
         """
         forget_all()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle what was asked for and the shared exponents; what was seen and who observes stays behind."""
+        """Copy and pickle the arguments and the shared exponents, without the report and the observers."""
         asked = (self.preset, self._is_users, self._enabled, self._rulebook.strict)
         return _again, asked, {"exponents": self.exponents}
 
@@ -310,7 +310,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         return f"autocast({self.preset.name!r}{'' if self._enabled else ', enabled=False'})"
 
 
-class _GoingOn:
+class _Resumed:
     """Another entry of a region, in this thread or another."""
 
     def __init__(self, region: autocast, path: ModulePath | None, spots: Spots | None) -> None:

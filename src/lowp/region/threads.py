@@ -168,7 +168,7 @@ def bound(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # a backward that unpacks its tensors behind a shield must not disable this
-        with _EnableTorchFunction(), region.going_on(place.copy(), spots()):
+        with _EnableTorchFunction(), region.resume(place.copy(), spots()):
             return function(*args, **kwargs)
 
     return run

@@ -66,7 +66,7 @@ def _above(sampling: Mapping[str, Any]) -> str:
         return ""
     if own <= sampling.get("allowance", 0.0):
         return f" ({own:.2f} s)"
-    return f", above {100 * budget:g} %: one look costs that much here"
+    return f", above {100 * budget:g} %: a single recording costs that much here"
 
 
 def _looks(record: Record) -> str:
@@ -74,7 +74,7 @@ def _looks(record: Record) -> str:
     steps, looks = len(record.sampled), record.sampling.get("looks")
     if record.sampling.get("max_overhead") is None or looks is None:
         return f"{steps} sampled step{'s'[: steps != 1]}"
-    return f"{looks:.1f} look{'s'[: looks != 1]} at each module over {steps} step{'s'[: steps != 1]}"
+    return f"{looks:.1f} recording{'s'[: looks != 1]} of each module over {steps} step{'s'[: steps != 1]}"
 
 
 def unseen(record: Record) -> str:
@@ -84,8 +84,8 @@ def unseen(record: Record) -> str:
         return ""
     share = 100 * record.sampling["max_overhead"]
     return (
-        f"{part} were looked at in {share:g} % of {record.sampling['total_seconds']:.2g} s: "
-        "--max-overhead none looks at all of them, and so does a longer run"
+        f"{part} were recorded in {share:g} % of {record.sampling['total_seconds']:.2g} s: "
+        "--max-overhead none records all of them, and so does a longer run"
     )
 
 
@@ -101,7 +101,7 @@ def verdict_line(record: Record, advice: Advice) -> str:
     """One word on each format, and of which modules it holds where not all were looked at."""
     part = part_seen(record)
     words = " · ".join(f"{one.format} {one.verdict}" for one in advice.verdicts)
-    words = words or "none: no product of the model (linear, convolution, matmul) was looked at"
+    words = words or "none: no product of the model (linear, convolution, matmul) was recorded"
     return f"for {part} alone: {words}" if part else words
 
 
@@ -114,7 +114,7 @@ def findings(advice: Advice) -> list[str]:
         lines.append(f" [{style}]{mark}[/{style}] {text}")
     if advice.more:
         lines.append(f"   and {advice.more} more in the report")
-    lines.append(f" [green]✓[/green] {advice.quiet} tensors need nothing")
+    lines.append(f" [green]✓[/green] {advice.quiet} tensors need no change")
     return lines
 
 
@@ -133,7 +133,7 @@ def verdict_table(verdicts: Sequence[Verdict]) -> Table:
 def scale_line(window: Window, part: str = "") -> str:
     """The window of loss scales for fp16, with the recommended one in it; `part`: the modules that it is of alone."""
     if window.is_unknown:
-        return "Scale window: unknown, no gradient was looked at"
+        return "Scale window: unknown, no gradient was recorded"
     if window.is_empty:
         return "Scale window: none fits all layers"
     low, high, width = max(window.lowest, -24), min(window.highest, 40), 24

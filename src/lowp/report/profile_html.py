@@ -153,7 +153,7 @@ def _controls(record: Record, advice: Advice) -> str:
     options = "".join(f"<option>{name}</option>" for name in _LIMITS)
     window = advice.window
     span = "none fits all layers" if window.is_empty else f"2^{window.lowest} to 2^{window.highest}"
-    span = "unknown, no gradient was looked at" if window.is_unknown else span
+    span = "unknown, no gradient was recorded" if window.is_unknown else span
     span += f", of {part} alone" if (part := part_seen(record)) else ""
     return (
         '<section id="controls" aria-label="Limits of the heat maps"><h2>Limits</h2>'
@@ -331,7 +331,7 @@ def _comparison(record: Record, other: Record) -> str:
     Raises InvalidInput for runs of different models, or that have no step in common.
     """
     found = difference(record, other)
-    parted = "Equal to the bit in every step that both looked at." if found is None else f"First difference: {found}."
+    parted = "Bitwise equal in every step that both recorded." if found is None else f"First difference: {found}."
     rows = [
         (
             str(key),
@@ -356,7 +356,7 @@ def _method(record: Record) -> str:
     rows = [
         ("sampled steps", ", ".join(map(str, record.sampled))),
         ("steps in all", sampling.get("steps", "")),
-        ("modules that were looked at", f"{sampling.get('modules_seen', '')} of {sampling.get('modules', '')}"),
+        ("modules that were recorded", f"{sampling.get('modules_seen', '')} of {sampling.get('modules', '')}"),
         (
             "overhead",
             f"{100 * sampling['overhead']:.2f} %" if "overhead" in sampling else "unknown: the run was killed",

@@ -182,7 +182,7 @@ def sweep_words(document: Mapping[str, Any], width: int = _WIDTH) -> str:
     """In a sentence, how far the metric moves along the exponent and along the mantissa."""
     grid, recipe = document["grid"], document["recipe"]
     if "effect_of_exponent" not in grid:
-        return "The grid is not complete: --resume goes on with it."
+        return "The grid is not complete: --resume continues it."
     share = recipe["metric_is_share"]
     by_exponent, by_mantissa = (grid[f"effect_of_{name}"]["spread"] for name in ("exponent", "mantissa"))
     if by_exponent == by_mantissa:

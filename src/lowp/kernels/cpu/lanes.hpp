@@ -174,7 +174,6 @@ static inline Bits choose(Bits mask, Bits yes, Bits no) {
 static inline double whole_number(uint64_t value) { return number(value | 0x4330000000000000) - 0x1p52; }
 static inline float whole_number(uint32_t value) { return number(value | 0x4b000000) - 0x1p23f; }
 
-// |x| rounded to the format's grid, its exponents unbounded above.
 // Stochastic rounding with the lowest `shift` bits of the fraction alone, which are all of it above the smallest normal
 // number. Below, adding that number makes the quantum the same as above; what is lost matters once in 2**shift times,
 // and the slower kernel decides then.
@@ -193,6 +192,7 @@ static inline typename C::Bits rounded_quickly(typename C::Bits a, typename C::B
   return choose<Bits>(below, bits_of(number(kept) - offset), kept);
 }
 
+// |x| rounded to the format's grid, its exponents unbounded above.
 template <class C, int MODE, int FORM>
 static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits word, const Lane<C>& lane,
                                        typename C::Bits& doubt) {
