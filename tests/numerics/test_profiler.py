@@ -293,8 +293,8 @@ def test_a_run_that_is_too_short_for_a_look_says_what_to_do(capsys: pytest.Captu
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with lowp.profile(model, optimizer, max_overhead="0.01%") as profile:
         train(model, optimizer, 3)
-    assert "3 steps took is less than a look takes. Give --max-overhead none" in capsys.readouterr().err
-    with pytest.raises(InvalidInput, match="less than a look takes"):
+    assert "3 steps took is less than recording one module takes. Give --max-overhead none" in capsys.readouterr().err
+    with pytest.raises(InvalidInput, match="less than recording one module takes"):
         profile.record.require_content()
 
 

@@ -277,11 +277,11 @@ class Record:
             seconds = float(self.sampling.get("total_seconds") or 0.0)
             return (
                 f"the profile is empty: {100 * share:g} % of the {seconds:.2g} s that {steps} steps took is less than "
-                "a look takes. Give --max-overhead none (max_overhead=None) to look at each step that is due, or train "
-                "longer"
+                "recording one module takes. Give --max-overhead none (max_overhead=None) to record whole steps, or "
+                "train longer"
             )
         return (
-            "the profile is empty: no step of the model ran while it was watched. Call the model and its "
+            "the profile is empty: no step of the model ran while it was recorded. Call the model and its "
             "optimizer's step() within the block, and give that model and that optimizer"
         )
 
