@@ -28,7 +28,7 @@ from typing import IO, Any, NoReturn
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "torch.multiprocessing", "lowp", "lowp.cli"]
 _PRELOADED += ["lowp.recipes.comparison", "lowp.benchmarking.process_memory", "sklearn.datasets"]
 
-_PATIENCE = 300.0  # seconds after which a process that hangs is killed, and its test fails
+PATIENCE = 300.0  # seconds after which a process that hangs is killed, and its test fails
 
 
 class Forked:
@@ -40,7 +40,7 @@ class Forked:
         folder, variables = str(cwd or Path.cwd()), dict(os.environ if environment is None else environment)
         self._process = forking.Process(target=_become, args=(*writers, arguments, folder, variables))
         self._process.start()
-        self._alarm = threading.Timer(_PATIENCE, self._process.kill)
+        self._alarm = threading.Timer(PATIENCE, self._process.kill)
         self._alarm.daemon = True
         self._alarm.start()
         for writer in writers:

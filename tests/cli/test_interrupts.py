@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import forked
 import pytest
 
+from lowp.cli import interrupts as interrupts_module
 from lowp.cli.interrupts import Interrupts
 
 # Something in C that takes minutes and lets other threads run, as a backward does: no handler in Python is called.
@@ -18,22 +21,31 @@ LONG = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
 
 
 def stopped(code: str, repository: Path, number: int = signal.SIGINT) -> tuple[int, str]:
-    """Run code in a process of its own until it prints a line, send it a signal; return its exit code and stderr."""
+    """Run code in a process of its own until it prints a line, send it a signal; return its exit code and stderr.
+
+    Its stdin is closed when it has written a line to stderr, for code that goes on only then.
+    """
     environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
     with subprocess.Popen(
         [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
     ) as process:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
+        alarm = threading.Timer(forked.PATIENCE, process.kill)
+        alarm.start()
         try:
-            said = process.stderr.read()
-            return process.wait(60), said
+            said = process.stderr.readline()
+            process.stdin.close()
+            said += process.stderr.read()
+            return process.wait(), said
         finally:
+            alarm.cancel()
             process.kill()
 
 
@@ -57,7 +69,7 @@ with module.Interrupts(keeping="a.pt is being written") as interrupts:
     print("ready", flush=True)
     while not interrupts():
         time.sleep(0.01)
-    time.sleep(1)
+    sys.stdin.read()
 sys.exit(interrupts.exit_code)
 """
     assert stopped(code, repository) == (130, "a.pt is being written; Ctrl-C once more ends it at once\n")
@@ -84,7 +96,8 @@ with module.Interrupts(lambda: "a.pt is as it was") as interrupts, files.sole_wr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_second_signal_is_granted_at_once() -> None:
+def test_a_second_signal_is_granted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts_module, "PATIENCE", 600)  # or this process would be ended where it is slow
     with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
         signal.raise_signal(signal.SIGINT)
         assert interrupts()

@@ -464,8 +464,8 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
         process = context.Process(target=_child, args=(x, queue), daemon=True)
         process.start()
         try:
-            assert queue.get(timeout=20) == wanted[-2000:].tolist()
-            process.join(timeout=20)
+            assert queue.get(timeout=forked.PATIENCE) == wanted[-2000:].tolist()
+            process.join(timeout=forked.PATIENCE)
             assert process.exitcode == 0
         finally:
             process.kill()
@@ -490,7 +490,7 @@ def test_the_workers_of_a_data_loader_can_quantise() -> None:
     x = mixed_numbers(LARGE)
     wanted = torch.stack([quantized(x, parse("fp16:stochastic"), seed=index)[:1000] for index in range(4)])
     loader = torch.utils.data.DataLoader(
-        _Samples(x), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=20
+        _Samples(x), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=forked.PATIENCE
     )
     assert torch.equal(bits(torch.cat(list(loader))), bits(wanted))
 
@@ -511,7 +511,7 @@ def test_two_python_threads_can_call_at_once() -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(timeout=60)
+        worker.join(timeout=forked.PATIENCE)
     assert wrong == [] and not any(worker.is_alive() for worker in workers)
 
 
@@ -522,7 +522,7 @@ def test_the_interpreter_can_end_while_a_daemon_thread_quantises() -> None:
         "def work():\n    while True: cpu.quantize(x, cast, 0, x)\n"
         "threading.Thread(target=work, daemon=True).start(); cpu.quantize(x, cast, 0, x.clone())"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=forked.PATIENCE)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
@@ -535,7 +535,9 @@ def _threads_started(environment: dict[str, str]) -> tuple[int, int]:
         "cpu.quantize(x, parse('fp16'), 0, x); print(torchs, len(os.listdir('/proc/self/task')) - before)"
     )
     run = [sys.executable, "-c", code]
-    ended = subprocess.run(run, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+    ended = subprocess.run(
+        run, capture_output=True, text=True, timeout=forked.PATIENCE, env={**os.environ, **environment}
+    )
     assert ended.stderr == ""
     torchs, both = ended.stdout.split()
     return int(torchs), int(both)
@@ -572,7 +574,7 @@ def test_a_forked_child_that_uses_the_library_first_does_not_wait_for_threads_of
     process = context.Process(target=_first_use, args=(x, queue), daemon=True)
     process.start()
     try:
-        assert queue.get(timeout=20) == wanted
+        assert queue.get(timeout=forked.PATIENCE) == wanted
     finally:
         process.kill()
 
