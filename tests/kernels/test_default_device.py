@@ -21,14 +21,18 @@ from lowp.kernels import (
     dequantize,
     few_bits,
     few_rows,
+    int16_linear,
+    int16_lists,
     integer,
     mantissas,
     masks,
+    predictions,
     spectra,
     use,
     writes,
 )
 from lowp.kernels.integer import ConvolutionShape
+from lowp.scaling import Autoflex
 
 X = torch.linspace(-3, 3, 120).reshape(3, 40)
 INTEGERS = torch.arange(-60, 60, dtype=torch.int16).reshape(10, 12)
@@ -101,6 +105,21 @@ def under_exponents() -> object:
     ]
 
 
+def layer() -> object:
+    found = int16_linear.linear(X, X.clone(), None, (parse("dfp16"), parse("dfp16")), True)
+    assert found is not None and found[1] is not None
+    sizes, needs = int16_linear.Sizes(3, 3, 40), (True, True, True)
+    return found, int16_linear.gradients(X[:, :3].contiguous(), found[1], sizes, parse("dfp16"), needs)
+
+
+def predicted() -> object:
+    scaling = Autoflex()
+    state = scaling.init("cpu", 1)
+    before, *counts = state.exponent.clone(), *(torch.zeros(1, dtype=torch.float64, device="cpu") for _ in range(4))
+    predictions.observe(scaling, (*state, before, *counts), [(0, mantissas.Seen(99, False, False, 0, 0, 1))])
+    return state
+
+
 def library_functions() -> object:
     out, before = torch.empty_like(X), torch.zeros_like(X)
     weight, old = X.clone(), torch.zeros_like(X, dtype=torch.int16)
@@ -115,7 +134,12 @@ def library_functions() -> object:
         mantissas.exact_int16(X.round(), 0, old),
         mantissas.is_int16(X, old, 0, mantissas.Rows(1, X.numel(), X.numel())),
         mantissas.rounds_to_int16(X, old, -13, mantissas.Rows(1, X.numel(), X.numel()), True),
-        mantissas.step_int16(weight, old, (0, -13, -13), True),
+        int16_lists.write_steps([weight], [mantissas.Mantissas(old, 0)], [(-13, -13)], parse("dfp16")),
+        int16_lists.write_([weight], parse("dfp16"), [-13]),
+        int16_lists.exact_mantissas([weight], [-13]),
+        int16_lists.are_int16([(X, mantissas.Mantissas(old, 0), mantissas.Rows(1, X.numel(), X.numel()))]),
+        layer(),
+        predicted(),
         mantissas.words_int16(X.clone(), -13, 14, True),
         mantissas.relu(X.round(), X.round().to(torch.int16), 0),
         masks.passed(X, masks.nonzero(X)),

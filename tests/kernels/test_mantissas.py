@@ -10,8 +10,9 @@ from torch import Tensor
 
 import lowp
 from lowp.casts import parse
-from lowp.kernels import cpu, low_words, mantissas, use
+from lowp.kernels import cpu, int16_lists, low_words, mantissas, use
 from lowp.kernels.mantissas import (
+    Mantissas,
     current_exponent,
     exact_exponent,
     exact_mantissas,
@@ -116,7 +117,10 @@ def test_a_step_writes_the_update_and_then_the_weight(instructions: str | None) 
     moved[1, 3] = math.nan
     update, update_values = mantissas_and_values(moved.double() - before.double(), FLEX, -21)
     weight, expected = mantissas_and_values(before.double() + update_values.double(), FLEX, -14)
-    seen = mantissas.step_int16(moved, old.payload, (-13, -21, -14), False)
+    other, beside = before.clone()[:1], Mantissas(old.payload.clone()[:1], -13)
+    version = moved._version
+    seen, unmoved = int16_lists.write_steps([moved, other], [old, beside], [(-21, -14), (-21, -13)], FLEX)
+    assert torch.equal(other, before[:1]) and unmoved[0].mantissa == 0 and moved._version > version
     assert torch.equal(moved.nan_to_num(), expected.nan_to_num()) and moved[1, 3].isnan()
     assert torch.equal(old.payload, weight.payload)
     assert seen == (update.seen, weight.seen) and seen[0].overflowed > 0
@@ -148,9 +152,30 @@ def test_two_words_are_left_to_others_where_there_is_no_kernel_for_them() -> Non
 
 
 @needs_library
+def test_several_tensors_are_looked_at_and_written_as_each_alone() -> None:
+    tensors = [drawn(3, 1000), drawn(1), drawn(70000, seed=2)]
+    exponents = [-13, -14, -12]
+    values_of = [mantissas_and_values(x, FLEX, exponent) for x, exponent in zip(tensors, exponents, strict=True)]
+    written = [x.clone() for x in tensors]
+    seen = int16_lists.write_(written, FLEX, exponents)
+    for one, (expected, of_one), found in zip(written, values_of, seen, strict=True):
+        assert torch.equal(one, of_one) and found == expected.seen and one._version > 0
+    exact = int16_lists.exact_mantissas([*written, tensors[0]], [*exponents, -13])
+    assert exact.pop() is None  # what has not been rounded has no mantissas
+    for (expected, _), found_again in zip(values_of, exact, strict=True):
+        assert found_again is not None and torch.equal(found_again.payload, expected.payload)
+        assert found_again.seen is not None and found_again.seen.mantissa == int(expected.payload.int().abs().max())
+    rows = [mantissas.Rows(1, x.numel(), x.numel()) for x in written]
+    whole = list(zip(written, [one for one, _ in values_of], rows, strict=True))
+    assert int16_lists.are_int16(whole) == [True] * 3
+    written[1].numpy()[0] += 1  # unseen by torch
+    assert int16_lists.are_int16(whole) == [True, False, True]
+
+
+@needs_library
 def test_a_step_without_effect_tells_so() -> None:
-    old = torch.zeros(10, dtype=torch.int16)
-    update, weight = mantissas.step_int16(torch.full((10,), 1e-9), old, (-14, -20, -14), False)
+    old = Mantissas(torch.zeros(10, dtype=torch.int16), -14)
+    ((update, weight),) = int16_lists.write_steps([torch.full((10,), 1e-9)], [old], [(-20, -14)], FLEX)
     assert (update.mantissa, update.vanished, weight.vanished) == (0, True, False)
 
 

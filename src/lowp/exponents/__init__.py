@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from lowp.exponents.scalings import scaling_of
 from lowp.exponents.shared import SharedExponents, Summary
 from lowp.exponents.sites import CLASSES, SiteWriter, Spots, Tell, Trail, class_of
-from lowp.exponents.table import Flush, scaling_of
+from lowp.exponents.table import Flush
 
 __all__ = [
     "CLASSES",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from lowp.callbacks import listed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents.ranks import AgreedSites
+from lowp.exponents.saved import check_whole, copied
 from lowp.exponents.sites import (
     CLASSES,
     Passes,
@@ -36,8 +37,8 @@ from lowp.exponents.sites import (
 )
 from lowp.exponents.table import COUNTS, ExponentTable, Flush, SumEntry
 from lowp.kernels import low_words, payloads
-from lowp.kernels.dispatch import has_integer_kernels
-from lowp.kernels.mantissas import Mantissas, exact_mantissas
+from lowp.kernels.int16_lists import exact_mantissas as exact_list
+from lowp.kernels.mantissas import Mantissas, exact_mantissas, is_direct
 from lowp.scaling.powers import times
 
 __all__ = ["SharedExponents", "Summary"]
@@ -140,31 +141,67 @@ class SharedExponents:
                 return
         else:
             group.write_(x, index)
-        if group.pending[index].nonfinite is True and site not in self._faults:
-            self._faults.append(site)
+        self._note_faults(group, ((site, index),))
 
-    def write_step(self, weight: Tensor, old: Mantissas, cast: Cast, update_site: str, site: str) -> bool:
-        """Write what a step has changed of a weight since it had the mantissas `old`, and the weight as the sum.
+    def write_list_(self, tensors: Sequence[Tensor], cast: Cast, sites: Sequence[str]) -> None:
+        """Write tensors of fp32 in place, each at a site of its own, as `write_` does."""
+        group = self._group(cast, tensors[0].device) if tensors else None
+        if group is None or self._listeners or not group.has_integer_kernels or len(set(sites)) < len(sites):
+            for x, site in zip(tensors, sites, strict=True):
+                self.write_(x, cast, site)
+            return
+        has_words = low_words.has_low_word(cast)
+        chosen: dict[str, Tensor] = {}
+        for x, site in zip(tensors, sites, strict=True):
+            if has_words and features_axis(site, x) is not None:
+                self.write_(x, cast, site)
+            else:
+                chosen[site] = x
+        indices = [self._begun(group, site) for site in chosen]
+        group.write_list_(list(chosen.values()), indices)
+        self._note_faults(group, zip(chosen, indices, strict=True))
 
-        In one pass and in place. Returns False, with nothing done, where `write` has to see one after the other.
+    def write_steps(
+        self, weights: Sequence[Tensor], old: Sequence[Mantissas], cast: Cast, sites: Sequence[tuple[str, str]]
+    ) -> list[bool]:
+        """Write what a step has changed of weights since they had the mantissas `old`, and each as the sum, in place.
+
+        In one pass; `sites` are those of update and weight. Returns False, with nothing done, for each weight where
+        `write` has to see one after the other.
         """
         group = self._groups.get(cast)
-        if self._listeners or group is None or not {update_site, site} <= group.names.keys():
-            return False
-        indices = group.names[update_site], group.names[site]
-        if not group.write_step(weight, old, *indices):
-            return False
-        for name, index in zip((update_site, site), indices, strict=True):
-            if group.pending[index].nonfinite and name not in self._faults:
-                self._faults.append(name)
-        return True
+        if group is None or self._listeners or len({site for pair in sites for site in pair}) < 2 * len(sites):
+            return [False] * len(weights)
+        chosen: dict[int, tuple[int, int]] = {}
+        for number, (weight, one, (update, site)) in enumerate(zip(weights, old, sites, strict=True)):
+            places = group.names.get(update), group.names.get(site)
+            if places[0] is not None and places[1] is not None and group.may_step(weight, one, places[0], places[1]):
+                chosen[number] = places[0], places[1]
+        if chosen:
+            group.write_steps([weights[i] for i in chosen], [old[i] for i in chosen], list(chosen.values()))
+        for number, indices in chosen.items():
+            self._note_faults(group, zip(sites[number], indices, strict=True))
+        return [number in chosen for number in range(len(weights))]
 
-    def mantissas(self, x: Tensor, cast: Cast, site: str) -> Mantissas | None:
-        """The mantissas of what stands at a site, to the bit; None where x is not in the format."""
+    def _note_faults(self, group: ExponentTable, written: Iterable[tuple[str, int]]) -> None:
+        for site, index in written:
+            if group.pending[index].nonfinite and site not in self._faults:
+                self._faults.append(site)
+
+    def mantissas(self, tensors: Sequence[Tensor], cast: Cast, sites: Sequence[str]) -> list[Mantissas | None]:
+        """The mantissas of what stands at each site, to the bit; None where a tensor is not in the format."""
         group = self._groups.get(cast)
-        if group is None or site not in group.names or not has_integer_kernels(x):
-            return None
-        return exact_mantissas(x, cast, group.exponents[group.names[site]])
+        found: list[Mantissas | None] = [None] * len(tensors)
+        if group is None:
+            return found
+        hints = {
+            i: group.exponents[group.names[site]]
+            for i, (x, site) in enumerate(zip(tensors, sites, strict=True))
+            if site in group.names and is_direct(x)
+        }
+        for i, one in zip(hints, exact_list([tensors[i] for i in hints], list(hints.values())), strict=True):
+            found[i] = exact_mantissas(tensors[i], cast, hints[i]) if one is None else one
+        return found
 
     def _group(self, cast: Cast, device: torch.device) -> ExponentTable:
         for group in self._groups.values():  # one or two
@@ -187,8 +224,9 @@ class SharedExponents:
         """Warn once of what was cut off in a step that ends without `flush`, as in a region of its own."""
         if self.has_told_beyond:
             return
-        site = next((site for site, index in group.names.items() if group.was_cut_off(index)), None)
-        if site is not None:
+        cut_off = group.cut_off()
+        if cut_off:
+            site = list(group.names)[min(cut_off)]
             self.has_told_beyond = True
             warnings.warn(
                 f"numbers beyond the largest of {group.cast.format} are cut off, first in the {site}. If this "
@@ -235,9 +273,13 @@ class SharedExponents:
         agreed: dict[Cast, Tensor] = {}
         if distributed.has_other_ranks():
             agreed = self._agreed.agree(self._groups, self._group, distributed.world())
-        for cast, group in sorted(self._groups.items(), key=lambda one: str(one[0])):
+        for cast, group in self._groups.items() if len(self._groups) < 2 else self._in_order():
             self._flush(group, agreed.get(cast))
         self._faults = []
+
+    def _in_order(self) -> list[tuple[Cast, ExponentTable]]:
+        """The tables in an order that is that of every rank."""
+        return sorted(self._groups.items(), key=lambda one: str(one[0]))
 
     def _flush(self, group: ExponentTable, agreed: Tensor | None = None) -> None:
         done = group.flush(agreed, tell=bool(self._watchers))
@@ -275,9 +317,12 @@ class SharedExponents:
 
         Of what a CPU has written: it knows; an accelerator is not waited for.
         """
-        return [
-            site for group in self._groups.values() for site, index in group.names.items() if group.was_cut_off(index)
-        ]
+        found = []
+        for group in self._groups.values():
+            if cut_off := group.cut_off():
+                names = list(group.names)
+                found += [names[index] for index in sorted(cut_off)]
+        return found
 
     # -- what was seen --------------------------------------------------------------------------------------------
     def sites(self) -> list[str]:
@@ -366,46 +411,13 @@ class SharedExponents:
                 raise InvalidInput("the shared exponents in this checkpoint are incomplete: a group without its cast")
             cast = casts.parse(saved["cast"])
             group = ExponentTable(cast, torch.device(device))
-            _check_whole(group, saved)
+            check_whole(group, saved)
             names, values = saved["sites"], saved["state"]
             fields = type(group.state)._fields
             group.names = {name: index for index, name in enumerate(names)}
-            group.state = type(group.state)(*(_copied(values[name], device) for name in fields))
-            group.counts = {name: _copied(saved["counts"][name], device) for name in COUNTS}
-            group.before = _copied(saved["before"], device)
+            group.state = type(group.state)(*(copied(values[name], device) for name in fields))
+            group.counts = {name: copied(saved["counts"][name], device) for name in COUNTS}
+            group.before = copied(saved["before"], device)
             group.exponents, group.started = group.state.exponent.tolist(), group.state.started.tolist()
             groups[cast] = group
         self._groups, self._faults, self._agreed = groups, [], AgreedSites(groups)
-
-
-def _copied(saved: Tensor, device: torch.device | str) -> Tensor:
-    """Return a copy on a device, whose elements lie side by side in memory."""
-    return saved.to(device, copy=True, memory_format=torch.contiguous_format)
-
-
-def _check_whole(group: ExponentTable, saved: Mapping[str, Any]) -> None:
-    """Raise InvalidInput unless saved entries have names, and tensors of the sizes and types that this group keeps."""
-    names = saved.get("sites")
-    parts: list[tuple[object, Mapping[str, Tensor]]] = [
-        (saved.get("state"), group.state._asdict()),
-        (saved.get("counts"), group.counts),
-        ({"": saved.get("before")}, {"": group.before}),
-    ]
-    if (
-        not isinstance(names, list)
-        or not all(isinstance(name, str) for name in names)
-        or len(set(names)) != len(names)
-        or not all(_are_alike(found, own, len(names)) for found, own in parts)
-    ):
-        raise InvalidInput(f"the shared exponents of {group.cast} in this checkpoint are incomplete")
-
-
-def _are_alike(found: object, own: Mapping[str, Tensor], length: int) -> bool:
-    """Whether `found` has tensors of `own`'s names, types and shapes, for `length` sites."""
-    return (
-        isinstance(found, Mapping)
-        and set(found) == set(own)
-        and all(isinstance(value, Tensor) for value in found.values())
-        and all(found[name].dtype is own[name].dtype for name in own)
-        and all(found[name].shape == (length, *own[name].shape[1:]) for name in own)
-    )

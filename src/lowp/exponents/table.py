@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,37 +11,26 @@ from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.compat import widest_float
-from lowp.errors import InvalidInput
+from lowp.exponents.scalings import current, scaling_of
 from lowp.exponents.sites import is_result
 from lowp.formats import PowerOfTwo, ScaledFormat
-from lowp.kernels import low_words, payloads, predictions
+from lowp.kernels import int16_lists, low_words, payloads, predictions
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
 from lowp.kernels.late import LateNumber
-from lowp.kernels.mantissas import Mantissas, Seen, current_exponent, has_mantissas, int16_element, values
-from lowp.kernels.writes import write, write_, write_step, write_words_
+from lowp.kernels.mantissas import (
+    Mantissas,
+    Seen,
+    current_exponent,
+    int16_element,
+    is_direct,
+    values,
+)
+from lowp.kernels.writes import write, write_, write_words_
 from lowp.scaling import Autoflex, AutoflexState, Reactive, WritesSeen
 from lowp.scaling.powers import times
 
-__all__ = ["COUNTS", "ExponentTable", "Flush", "SumEntry", "current", "scaling_of"]
-
-
-def scaling_of(cast: Cast) -> Autoflex | Reactive:
-    """The scaling that a cast describes; raises InvalidInput for one that no shared exponent of int16 can have."""
-    spec, format = cast.scaling, cast.format
-    if not has_mantissas(cast) or spec is None or spec.kind in ("current", "delayed"):
-        raise InvalidInput(
-            f"{cast}: shared exponents need int16 with one power of two and the scaling autoflex, "
-            "frozen, reactive or static(E), as in flex16+5:autoflex"
-        )
-    assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
-    low, high = format.scale.min_exponent, format.scale.max_exponent
-    if spec.exponent is not None:
-        low = high = spec.exponent
-    moves = spec.kind in ("autoflex", "reactive")
-    guess = Autoflex(16, spec.window, headroom=spec.headroom, start_headroom=spec.headroom, adapt=moves)
-    guess = Autoflex(**{**guess.__dict__, "min_exponent": low, "max_exponent": high})
-    return Reactive(guess=guess) if spec.kind == "reactive" else guess
+__all__ = ["COUNTS", "ExponentTable", "Flush", "SumEntry"]
 
 
 class Flush(NamedTuple):
@@ -171,6 +161,20 @@ class ExponentTable:
         else:
             x.copy_(self.write(x, index)[0])
 
+    def write_list_(self, tensors: Sequence[Tensor], indices: Sequence[int]) -> None:
+        """Write several tensors of fp32 in place, each at another entry; one call writes those that it can."""
+        direct = [is_direct(x) and self.is_plain for x in tensors]
+        for x, index, at_once in zip(tensors, indices, direct, strict=True):
+            if not at_once:
+                self.write_(x, index)
+            elif not self.started[index]:
+                self._start(x, index)
+        chosen = [(x, index) for x, index, at_once in zip(tensors, indices, direct, strict=True) if at_once]
+        exponents = [self.exponents[index] for _, index in chosen]
+        seen = int16_lists.write_([x for x, _ in chosen], self.cast, exponents) if chosen else []
+        for (_, index), one in zip(chosen, seen, strict=True):
+            self.note(index, one)
+
     def write_words_(self, x: Tensor, index: int) -> bool:
         """Write x, of fp32, in place as two words; False, with nothing done, where `write` has to do it."""
         if not self.is_plain:
@@ -182,24 +186,26 @@ class ExponentTable:
             self.note(index, seen)
         return seen is not None
 
-    def write_step(self, weight: Tensor, old: Mantissas, update_index: int, index: int) -> bool:
-        """Write what a step has changed of a weight, and the weight as the sum, in place; `old` takes the mantissas.
-
-        Does nothing and returns False where one of the two has to be looked at first.
-        """
+    def may_step(self, weight: Tensor, old: Mantissas, update_index: int, index: int) -> bool:
+        """Whether update and weight can be written in one pass: neither has to be looked at first."""
         assert old.seen is not None  # counted when it was made of the weight
         largest = math.ldexp(old.seen.mantissa, old.exponent)
         held = self.scaling_adapts and largest > math.ldexp(self.scaling.limit, self.exponents[index])
         if held or not (self.is_plain and self.started[update_index] and self.started[index]):
             return False
-        if update_index in self.pending or index in self.pending:
-            return False
-        found = write_step(weight, old, (self.exponents[update_index], self.exponents[index]), self.cast)
-        if found is None:
-            return False
-        for one, seen in zip((update_index, index), found, strict=True):
-            self.note(one, seen)
-        return True
+        return not (update_index in self.pending or index in self.pending) and is_direct(weight)
+
+    def write_steps(
+        self, weights: Sequence[Tensor], old: Sequence[Mantissas], indices: Sequence[tuple[int, int]]
+    ) -> None:
+        """Write what a step has changed of weights that `may_step`, and each as the sum, in place.
+
+        `indices` are the entries of update and weight; `old` takes the mantissas.
+        """
+        exponents = [(self.exponents[update], self.exponents[weight]) for update, weight in indices]
+        for pair, seen in zip(indices, int16_lists.write_steps(weights, old, exponents, self.cast), strict=True):
+            for index, one in zip(pair, seen, strict=True):
+                self.note(index, one)
 
     def write_apart(self, x: Tensor, site: str) -> Tensor:
         """Return x as values of the format, and remember nothing."""
@@ -235,13 +241,14 @@ class ExponentTable:
                 self.state.seen[index] = 0
                 self.state.history[index] = 0.0
 
-    def was_cut_off(self, index: int) -> bool:
-        """Whether an entry's write of this step saturated under the largest exponent; False where a device knows it."""
-        seen, format = self.pending.get(index), self.cast.format
-        if seen is None or isinstance(seen.overflowed, Tensor) or not self.scaling_adapts:
-            return False
+    def cut_off(self) -> list[int]:
+        """The entries whose writes of this step saturated under the largest exponent; of a device none is known."""
+        format = self.cast.format
         assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
-        return seen.overflowed > 0 and self.exponents[index] >= format.scale.max_exponent
+        if not (self.has_integer_kernels and self.scaling_adapts):
+            return []
+        highest = format.scale.max_exponent
+        return [i for i, seen in self.pending.items() if seen.overflowed > 0 and self.exponents[i] >= highest]
 
     @property
     def scaling_adapts(self) -> bool:
@@ -401,8 +408,3 @@ def _largest(x: Tensor, is_known: bool) -> Tensor:
     if not is_known or not bool(largest.isfinite()):
         largest = torch.where(magnitude.isfinite(), magnitude, 0.0).amax() if x.numel() else largest
     return largest
-
-
-def current(cast: Cast) -> Cast:
-    """The same format under the exponent that the tensor's own maximum asks for."""
-    return Cast(cast.format, cast.rounding, cast.overflow)

@@ -275,7 +275,7 @@ def to_int16(
     """
     counts = array("q", (0,) * 4)
     cpu.loaded().lowp_write_int16(
-        _mantissa_block(cast),
+        mantissa_block(cast),
         TYPE_NUMBERS[x.dtype],
         cpu.address(x),
         exponent,
@@ -286,7 +286,7 @@ def to_int16(
         cpu.threads(),
         cpu.array_address(counts),
     )
-    return _seen(x, *counts)
+    return seen_of(x.numel(), *counts)
 
 
 _NOT_FINITE = 1 << 20
@@ -298,7 +298,7 @@ def _current_int16(x: Tensor, cast: Cast, seed: int) -> Mantissas | None:
     block, offset, lowest, highest = own_exponent(cast)
     memory = out.data_ptr(), None, x.numel(), seed & cpu.MASK, cpu.threads(), cpu.array_address(counts)
     exponent: int = cpu.loaded().lowp_current_int16(block, x.data_ptr(), offset, lowest, highest, *memory)
-    return None if exponent == _NOT_FINITE else Mantissas(out, exponent, _seen(x, *counts))
+    return None if exponent == _NOT_FINITE else Mantissas(out, exponent, seen_of(x.numel(), *counts))
 
 
 def current_values(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
@@ -320,7 +320,7 @@ def own_exponent(cast: Cast) -> tuple[object, int, int, int]:
     assert isinstance(format, ScaledFormat) and isinstance(format.element, IntFormat)
     assert isinstance(format.scale, PowerOfTwo)
     offset = (0 if cast.scaling is None else cast.scaling.headroom) - (format.element.bits - 2)
-    return _mantissa_block(cast), offset, format.scale.min_exponent, format.scale.max_exponent
+    return mantissa_block(cast), offset, format.scale.min_exponent, format.scale.max_exponent
 
 
 def from_int16(mantissas: Tensor, exponent: int, out: Tensor) -> None:
@@ -380,23 +380,6 @@ def relu(x: Tensor, mantissas: Tensor, exponent: int) -> tuple[Tensor, Tensor] |
     return None if wrong else (payload, result)
 
 
-def step_int16(
-    weight: Tensor, mantissas: Tensor, exponents: tuple[int, int, int], symmetric: bool
-) -> tuple[Seen, Seen]:
-    """Write what a step has changed of an fp32 weight, and the weight as the sum: each rounded once, to nearest even.
-
-    `mantissas` are those of the weight before the step, and take the new ones; the weight takes their values. The
-    exponents are those of the old mantissas, the update and the new weight. Returns what was seen of update and weight.
-    """
-    counts, given = array("q", (0,) * 8), array("i", exponents)
-    lowest = -32767 if symmetric else -32768
-    sizes = (lowest, weight.numel(), cpu.threads())
-    cpu.loaded().lowp_step_int16(
-        cpu.address(weight), cpu.address(mantissas), cpu.array_address(given), *sizes, cpu.array_address(counts)
-    )
-    return _seen(weight, *counts[:4]), _seen(weight, *counts[4:])
-
-
 def words_int16(x: Tensor, exponent: int, low_bits: int, symmetric: bool) -> Seen:
     """Write x, of fp32, in place as the sum of two words to nearest even, the second `low_bits` lower.
 
@@ -406,13 +389,13 @@ def words_int16(x: Tensor, exponent: int, low_bits: int, symmetric: bool) -> See
     lowest = -32767 if symmetric else -32768
     given = (exponent, low_bits, lowest, x.numel(), cpu.threads(), cpu.array_address(counts))
     cpu.loaded().lowp_words_int16(cpu.address(x), *given)
-    return _seen(x, *counts)
+    return seen_of(x.numel(), *counts)
 
 
-def _seen(x: Tensor, largest: int, saturated: int, nonfinite: int, any_: int) -> Seen:
+def seen_of(elements: int, largest: int, saturated: int, nonfinite: int, any_: int) -> Seen:
     """What the kernels count of a tensor; `any_` is whether anything in it was not zero before it was rounded."""
     vanished = largest == 0 and nonfinite == 0 and any_ != 0
-    return Seen(largest, nonfinite > 0, vanished, saturated, 0, x.numel())
+    return Seen(largest, nonfinite > 0, vanished, saturated, 0, elements)
 
 
 @functools.cache
@@ -422,7 +405,7 @@ def wide_cast(rounding: Rounding, random_bits: int | None) -> Cast:
 
 
 @remembered_by_identity
-def _mantissa_block(cast: Cast) -> object:
+def mantissa_block(cast: Cast) -> object:
     """Return the parameters of a cast's rounding to int16."""
     element = IntFormat("int16", 16, int16_element(cast).symmetric)
     return parameters(Cast(element, cast.rounding, random_bits=cast.random_bits))

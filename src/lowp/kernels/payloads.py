@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from typing import cast as cast_to
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.formats import Format
-from lowp.kernels import device_mantissas, mantissas, tracing
+from lowp.kernels import device_mantissas, int16_lists, mantissas, tracing
 from lowp.kernels.dispatch import answers_at_once, uses_library
 from lowp.kernels.mantissas import (
     Mantissas,
@@ -34,7 +34,7 @@ from lowp.kernels.mantissas import (
     values,
 )
 
-__all__ = ["exact", "hint", "is_exact", "keep", "relu", "rounded"]
+__all__ = ["are_exact", "exact", "hint", "is_exact", "keep", "relu", "rounded"]
 
 _LARGEST = 100  # beyond these exponents units leave the normal numbers of fp32
 
@@ -175,6 +175,20 @@ def is_exact(x: Tensor, cast: Cast) -> bool:
         return True
     # a tensor with -32768 is not exact under the exponent of its own maximum
     return found is not None and _exact(x, cast, found) is not None
+
+
+def are_exact(tensors: Sequence[Tensor], cast: Cast) -> list[bool]:
+    """Return `is_exact` of each tensor; one call compares all that lie as what is kept of them."""
+    kept: dict[int, tuple[Tensor, Mantissas, mantissas.Rows]] = {}
+    for index, x in enumerate(tensors):
+        found = _find(x) if uses_library() and answers_at_once(x) else None
+        payload = None if found is None or not found.is_of(cast.format) else found.of_view(x)
+        if found is None or payload is None or abs(found.exponent) > _LARGEST:
+            continue
+        if (lie := _rows(x)) is not None:
+            kept[index] = x, Mantissas(payload, found.exponent), lie
+    same = dict(zip(kept, int16_lists.are_int16(list(kept.values())), strict=True)) if kept else {}
+    return [same.get(index, False) or is_exact(x, cast) for index, x in enumerate(tensors)]
 
 
 def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0) -> Mantissas | None:

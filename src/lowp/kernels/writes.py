@@ -8,19 +8,17 @@ from torch import Tensor
 from lowp.casts import Cast, Rounding
 from lowp.kernels import bitwise
 from lowp.kernels.mantissas import (
-    Mantissas,
     Seen,
     int16_element,
     is_direct,
     mantissas_and_values,
-    step_int16,
     to_int16,
     wide_cast,
     words_int16,
 )
 from lowp.scaling.powers import times
 
-__all__ = ["write", "write_", "write_step", "write_words_"]
+__all__ = ["write", "write_", "write_words_"]
 
 
 def write(x: Tensor, cast: Cast, exponent: int | Tensor, crowded: bool = False) -> tuple[Tensor, Seen, Tensor | None]:
@@ -87,17 +85,4 @@ def write_words_(x: Tensor, cast: Cast, exponent: int, low_bits: int) -> Seen | 
         return None
     seen = words_int16(x, exponent, low_bits, int16_element(cast).symmetric)
     torch.autograd.graph.increment_version(x)
-    return seen
-
-
-def write_step(weight: Tensor, old: Mantissas, exponents: tuple[int, int], cast: Cast) -> tuple[Seen, Seen] | None:
-    """Write what a step has changed of a weight since it had mantissas, and the weight as the sum, in place.
-
-    `old` takes the new mantissas; `exponents` are those of the update and of the weight. Returns what was seen of both;
-    None, with nothing done, where one is to be written after the other.
-    """
-    if not is_direct(weight):
-        return None
-    seen = step_int16(weight, old.payload, (old.exponent, *exponents), int16_element(cast).symmetric)
-    torch.autograd.graph.increment_version(weight)
     return seen

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from lowp.casts import Cast
 from lowp.compat import uncompiled, widest_float
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
+from lowp.kernels import payloads
 from lowp.kernels.mantissas import Mantissas
 from lowp.ops.observing import everywhere, step
 from lowp.optim.model_state import Attachment, StoredModel, attach, own
@@ -27,6 +29,7 @@ from lowp.optim.storage import Storage
 from lowp.optim.wrapper import Wrapper
 
 _VERSION = 1
+_MOST_SITES = 8192  # that are kept in memory: their names are asked for at every step
 
 # What torch's optimizers call a mean (or sum) of squares in their state: Adam and its kin, RMSprop, Adadelta, Adagrad.
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
@@ -46,22 +49,27 @@ class _Site(NamedTuple):
         return f"{self.part} of {self.name}"
 
 
+@lru_cache(_MOST_SITES)
 def _weight(name: str) -> _Site:
     return _Site("weight", "weight", name)
 
 
+@lru_cache(_MOST_SITES)
 def _gradient(name: str) -> _Site:
     return _Site("weight gradient", "gradient", name)
 
 
+@lru_cache(_MOST_SITES)
 def _update(name: str) -> _Site:
     return _Site("update", "update", name)
 
 
+@lru_cache(_MOST_SITES)
 def _buffer(name: str) -> _Site:
     return _Site("buffer", "buffer", name)
 
 
+@lru_cache(_MOST_SITES)
 def _state(key: str, name: str) -> _Site:
     return _Site("optimizer state", key, name)
 
@@ -119,23 +127,11 @@ class FlexWeights(Wrapper):
                 f"the gradient of {sparse[0]} is sparse, which {self.cast} does not support: create the embedding with "
                 "sparse=False, or train in dfp16, whose optimizer is fp32"
             )
-        before: dict[Tensor, Tensor | Mantissas] = {}
         self.write_gradients()
-        for parameter in self._parameters():
-            if parameter.grad is not None:
-                name = self._names[parameter]
-                known = self.exponents.mantissas(parameter, self.cast, str(_weight(name)))
-                before[parameter] = parameter.detach().clone() if known is None else known
+        before = self._stored()
         result = self.inner.step()
-        for parameter, old in before.items():
-            self._write_step(parameter, old)
-            name = self._names[parameter]
-            for key, value in self.inner.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
-                    if key in SQUARES:
-                        value.copy_(self._rounded_square(value, _state(key, name)))
-                    else:
-                        self._write_(value, _state(key, name))
+        self._write_steps(before)
+        self._write_states(before)
         for name, (module, key) in self._buffers.items():
             if isinstance(buffer := getattr(module(), key, None), Tensor):
                 buffer.copy_(self._rounded(buffer, _buffer(name), unless_exact=True))
@@ -144,18 +140,59 @@ class FlexWeights(Wrapper):
     @torch.no_grad()
     def write_gradients(self) -> None:
         """Write the gradients as the step reads them: those that are not finite are then among the faults."""
-        for parameter in self._parameters():
-            gradient = parameter.grad
-            if gradient is not None and not gradient.is_sparse:
-                self._write_(gradient, _gradient(self._names[parameter]), unless_exact=True)
+        given = [
+            (one.grad, _gradient(self._names[one]))
+            for one in self._parameters()
+            if one.grad is not None and not one.grad.is_sparse
+        ]
+        are_exact = payloads.are_exact([gradient for gradient, _ in given], self.cast)
+        for (gradient, site), is_exact in zip(given, are_exact, strict=True):
+            if not is_exact or gradient.dtype is not torch.float32:
+                self._write_(gradient, site, unless_exact=True)
+            elif everywhere:
+                self._tell(gradient, site)
+
+    def _stored(self) -> dict[Tensor, Tensor | Mantissas]:
+        """Return what parameters with a gradient hold: mantissas, or a copy of one that is not in the format."""
+        trained = [one for one in self._parameters() if one.grad is not None]
+        known = self.exponents.mantissas(trained, self.cast, [str(_weight(self._names[one])) for one in trained])
+        return {
+            parameter: parameter.detach().clone() if found is None else found
+            for parameter, found in zip(trained, known, strict=True)
+        }
+
+    def _write_steps(self, before: Mapping[Tensor, Tensor | Mantissas]) -> None:
+        """Write what a step has changed of each parameter; all at once where no one looks on."""
+        stored = {} if everywhere else {one: old for one, old in before.items() if isinstance(old, Mantissas)}
+        names = [self._names[parameter] for parameter in stored]
+        sites = [(str(_update(name)), str(_weight(name))) for name in names]
+        are_done = self.exponents.write_steps(list(stored), list(stored.values()), self.cast, sites)
+        done = {parameter for parameter, is_done in zip(stored, are_done, strict=True) if is_done}
+        for parameter, old in before.items():
+            if parameter not in done:
+                self._write_step(parameter, old)
+
+    def _write_states(self, trained: Iterable[Tensor]) -> None:
+        """Write what the inner optimizer keeps of the parameters; all at once but for means of squares."""
+        moments: dict[str, Tensor] = {}
+        for parameter in trained:
+            for key, value in self.inner.state.get(parameter, {}).items():
+                if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0):
+                    continue
+                site = _state(key, self._names[parameter])
+                if key in SQUARES:
+                    value.copy_(self._rounded_square(value, site))
+                elif value.dtype is not torch.float32 or str(site) in moments:
+                    self._write_(value, site)
+                else:
+                    self._tell(value, site)
+                    moments[str(site)] = value
+        self.exponents.write_list_(list(moments.values()), self.cast, list(moments))
 
     def _write_step(self, parameter: Tensor, old: Tensor | Mantissas) -> None:
-        """Write the update of a parameter, and the parameter as the sum of what it was and the update."""
+        """Write the update of a parameter, and then the parameter as the sum of what it was and the update."""
         weight, moved = _weight(self._names[parameter]), _update(self._names[parameter])
-        if isinstance(old, Mantissas):
-            if not everywhere and self.exponents.write_step(parameter, old, self.cast, str(moved), str(weight)):
-                return
-            old = old.values
+        old = old.values if isinstance(old, Mantissas) else old
         self.exponents.admit(old, self.cast, str(weight))
         wide = widest_float(parameter.device)
         update = self._rounded(parameter.to(wide) - old.to(wide), moved)

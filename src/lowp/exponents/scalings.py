@@ -1,0 +1,34 @@
+"""Which scaling a cast with shared exponents describes, and the same cast without one."""
+
+from __future__ import annotations
+
+from lowp.casts import Cast
+from lowp.errors import InvalidInput
+from lowp.formats import PowerOfTwo, ScaledFormat
+from lowp.kernels.mantissas import has_mantissas
+from lowp.scaling import Autoflex, Reactive
+
+__all__ = ["current", "scaling_of"]
+
+
+def scaling_of(cast: Cast) -> Autoflex | Reactive:
+    """The scaling that a cast describes; raises InvalidInput for one that no shared exponent of int16 can have."""
+    spec, format = cast.scaling, cast.format
+    if not has_mantissas(cast) or spec is None or spec.kind in ("current", "delayed"):
+        raise InvalidInput(
+            f"{cast}: shared exponents need int16 with one power of two and the scaling autoflex, "
+            "frozen, reactive or static(E), as in flex16+5:autoflex"
+        )
+    assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
+    low, high = format.scale.min_exponent, format.scale.max_exponent
+    if spec.exponent is not None:
+        low = high = spec.exponent
+    moves = spec.kind in ("autoflex", "reactive")
+    guess = Autoflex(16, spec.window, headroom=spec.headroom, start_headroom=spec.headroom, adapt=moves)
+    guess = Autoflex(**{**guess.__dict__, "min_exponent": low, "max_exponent": high})
+    return Reactive(guess=guess) if spec.kind == "reactive" else guess
+
+
+def current(cast: Cast) -> Cast:
+    """The same format under the exponent that the tensor's own maximum asks for."""
+    return Cast(cast.format, cast.rounding, cast.overflow)
