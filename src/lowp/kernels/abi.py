@@ -13,6 +13,7 @@ import torch
 from lowp.casts import Cast, Overflow, Rounding
 from lowp.compat import remembered_by_identity
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
+from lowp.scaling import Autoflex
 
 TYPE_NUMBERS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _ROUNDINGS = {mode: number for number, mode in enumerate(Rounding)}
@@ -170,3 +171,10 @@ def parameters(cast: Cast) -> object:
     else:
         block.kind = _BINARY if element.bits == 1 else _INTEGER
     return byref(block)
+
+
+@remembered_by_identity
+def autoflex_parameters(scaling: Autoflex) -> object:
+    """Return a pointer to what the library reads of a scaling; it keeps the block alive."""
+    names = [name for name, *_ in AutoflexBlock._fields_ if name != "unused"]
+    return byref(AutoflexBlock(**{name: getattr(scaling, name) for name in names}))

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from ctypes import byref
 from typing import TypeGuard
 
 from torch import Tensor
 
-from lowp.compat import remembered_by_identity
 from lowp.kernels import cpu
-from lowp.kernels.abi import AutoflexBlock
+from lowp.kernels.abi import autoflex_parameters
 from lowp.kernels.dispatch import uses_library
 from lowp.kernels.mantissas import Seen
 from lowp.scaling import Autoflex
@@ -40,11 +38,4 @@ def observe(scaling: Autoflex, columns: Sequence[Tensor], written: Iterable[tupl
         numbers.extend((entry, seen.mantissa, bool(seen.nonfinite) + 2 * bool(seen.vanished)))
     table = array("Q", [column.data_ptr() for column in columns])
     given = cpu.array_address(table), cpu.array_address(numbers), len(numbers) // 3
-    cpu.loaded().lowp_autoflex_observe(_block(scaling), *given)
-
-
-@remembered_by_identity
-def _block(scaling: Autoflex) -> object:
-    """Return a pointer to what the library reads of a scaling; it keeps the block alive."""
-    names = [name for name, *_ in AutoflexBlock._fields_ if name != "unused"]
-    return byref(AutoflexBlock(**{name: getattr(scaling, name) for name in names}))
+    cpu.loaded().lowp_autoflex_observe(autoflex_parameters(scaling), *given)
