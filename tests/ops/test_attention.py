@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from ops.cases import sixteen_bit, under
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +22,7 @@ from lowp.kernels.attention import widened
 from lowp.kernels.scratch import Scratch
 from lowp.ops import attention
 from lowp.policy import Rule
+from lowp.region import autocast
 
 EXACT = Rule.of(input="fp32", weight="fp32", grad="fp32", output="fp32")
 
@@ -68,6 +70,25 @@ def test_a_mask_that_is_learnt_gets_its_gradient() -> None:
 
 
 FLAGS = ("bias_kv", "zero", "sizes", "cross", "weights", "unbatched")
+
+
+@pytest.mark.parametrize("rows", [5, 9])
+@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
+@pytest.mark.parametrize("name", ["bf16", "dfp16", "flex16+5"])
+def test_a_causal_bias_is_the_mask_that_it_stands_for(name: str, bias: Any, rows: int) -> None:
+    # the bias is a tensor of no numbers: those in its memory are nobody's, and it takes the shape (2, rows, columns)
+    tensors = [torch.randn(3, 2, length, 8) for length in (rows, 9, 9)]
+    diagonal = 9 - rows if bias is causal_lower_right else 0
+    found = []
+    for mask in (bias(rows, 9), torch.ones(rows, 9, dtype=torch.bool).tril(diagonal)):
+        inputs = [x.clone().requires_grad_() for x in tensors]
+        with autocast(name):
+            result = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+        found.append((result, *torch.autograd.grad(result.float().square().sum(), inputs)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)  # causality and a mask sum in other orders
+    with autocast(name), pytest.raises(ValueError, match="should not be used with causal=True"):
+        F.scaled_dot_product_attention(*tensors, attn_mask=bias(rows, 9), is_causal=True)
 
 
 @pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=len(FLAGS))), ids=str)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from lowp.compat import gradients_of
 from lowp.kernels.attention import Attended, attended, gradients, joined, split, widened
@@ -65,10 +66,22 @@ def scaled_dot_product_attention(call: Call) -> Tensor:
         call, *"query key value".split(), attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
     )
     check(query, key, value)
+    if isinstance(mask, CausalBias):
+        mask, causal = _of_bias(mask, bool(causal), query.device)
     settings = Attention(float(dropout), bool(causal), scale, bool(grouped))
     if call.rule.accumulate is not None and call.rule.accumulate.format != "fp32":
         return _in_two_contractions(call, settings, query, key, value, mask)
     return _attention(call, settings, query, key, value, mask)
+
+
+def _of_bias(bias: CausalBias, causal: bool, device: torch.device) -> tuple[Tensor | None, bool]:
+    """Return the mask and causality that a bias of torch.nn.attention.bias stands for: it holds no numbers itself."""
+    if causal:
+        raise ValueError("CausalBias should not be used with causal=True")
+    rows, columns = bias.seq_len_q, bias.seq_len_kv
+    if rows == columns or bias.variant == CausalVariant.UPPER_LEFT:
+        return None, True
+    return torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows), False
 
 
 def _attention(
