@@ -132,6 +132,24 @@ def test_the_scale_moves_once_for_all_optimizers_of_a_pass(plain: Callable[[str]
     assert summary["notes"] == []  # the model ran in fp32 only until it had optimizers
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_copies_of_a_model_and_its_optimizer_train_as_the_original(
+    precision: str, plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    ran = run_in(precision, "copies.py", tmp_path)  # it asserts that its copies have the same bits
+    assert ran.returncode == 0 and "runs in fp32" not in ran.stderr, ran.stderr
+    assert numbers(ran.stdout) == pytest.approx(numbers(plain("copies.py")), rel=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "e4m3fn"])
+def test_torch_func_within_a_step_that_has_not_ended(
+    precision: str, plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    ran = run_in(precision, "per_sample.py", tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert numbers(ran.stdout) == pytest.approx(numbers(plain("per_sample.py")), rel=0.05)
+
+
 def test_a_closure_optimizer_runs_in_fp32_and_says_so(plain: Callable[[str], str], tmp_path: Path) -> None:
     ran = run_in("bf16", "lbfgs.py", tmp_path)
     assert ran.stdout == plain("lbfgs.py")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowp.compat import private
 from lowp.launch.session import Session
+from lowp.ops.casting import functorch_is_active
 
 __all__ = ["Forward", "install", "to_fp32"]
 
@@ -66,7 +67,8 @@ class Forward:
     def under_rules(self, compute: Callable[[], Any]) -> Any:
         """Return what is computed under the rules, in fp32."""
         session = self.session
-        session.end_step()
+        if not functorch_is_active():  # a transform may not write the scale: a later pass ends the step
+            session.end_step()
         session.record.calls += 1
         session.local.calls += 1
         try:

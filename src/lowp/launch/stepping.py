@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, cast
 
@@ -66,6 +66,15 @@ class _Steps:
         self._prepared: weakref.WeakKeyDictionary[Optimizer, Optimizer] = weakref.WeakKeyDictionary()
         self._stepped: set[int] = set()  # the parameters of the optimizers that have stepped in this step, by identity
 
+    def hold(self, parameters: Iterable[Tensor]) -> None:
+        """Note parameters that an optimizer holds."""
+        for parameter in parameters:
+            self.session.stepped[parameter] = True
+            if self.gradients is not None:
+                self.gradients.adopt(parameter)
+        if self.session.forward is not None:
+            self.session.forward.look_again()
+
     def step(self, optimizer: Optimizer, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take one step of the script's."""
         session = self.session
@@ -124,7 +133,9 @@ class _Steps:
         if not self._stepped.isdisjoint(identities):
             session.end_step()
         scaler = session.precision.scaler
-        scaler.scale(torch.ones(()))  # the scale is made at the first loss; a script may step before
+        scaler.scale(
+            torch.ones((), dtype=torch.float32)
+        )  # the scale is made at the first loss; a script may step before
         scaler.check_(held, nonfinite)
         result = session.precision.step_one(self._of(optimizer, held))
         self._stepped |= identities
@@ -186,17 +197,18 @@ def install(session: Session) -> None:
 def _install_groups(session: Session, steps: _Steps) -> None:
     """Learn which parameters optimizers hold, and which gradients they zero."""
     optimizers = cast(Any, Optimizer)
-    add_group, zero = optimizers.add_param_group, optimizers.zero_grad
+    add_group, zero, set_state = optimizers.add_param_group, optimizers.zero_grad, optimizers.__setstate__
 
     @wraps(add_group)
     def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
         add_group(self, group)
-        for parameter in self.param_groups[-1]["params"]:
-            session.stepped[parameter] = True
-            if steps.gradients is not None:
-                steps.gradients.adopt(parameter)
-        if session.forward is not None:
-            session.forward.look_again()
+        steps.hold(self.param_groups[-1]["params"])
+
+    @wraps(set_state)
+    def __setstate__(self: Optimizer, state: dict[str, Any]) -> None:
+        # a copy, or what was pickled, adds no group; its parameters are the copy's
+        set_state(self, state)
+        steps.hold(one for group in state.get("param_groups", ()) for one in group["params"])
 
     @wraps(zero)
     def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -205,3 +217,4 @@ def _install_groups(session: Session, steps: _Steps) -> None:
         zero(self, *args, **kwargs)
 
     optimizers.add_param_group, optimizers.zero_grad = add_param_group, zero_grad
+    optimizers.__setstate__ = __setstate__
