@@ -109,6 +109,24 @@ def test_it_learns_as_fp32_does_with_the_same_hyper_parameters() -> None:
     assert summary.saturated < summary.writes / 100 and 0.5 < summary.headroom_bits < 4
 
 
+def test_the_default_dtype_changes_nothing() -> None:
+    wanted, run = Run(), Run()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for _ in range(3):
+            x = torch.randn(32, 2, dtype=torch.float32, generator=run.generator)
+            run.optimizer.zero_grad()
+            with run.precision.autocast():
+                loss = F.cross_entropy(run.model(x), (x.sum(1) > 0).long())
+            run.precision.backward(loss)
+            run.precision.step(run.optimizer)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for _ in range(3):
+        wanted.step()
+    assert all(map(torch.equal, run.model.state_dict().values(), wanted.model.state_dict().values()))
+
+
 def test_the_last_update_is_exactly_what_the_weights_moved_by() -> None:
     run = Run()
     for _ in range(5):

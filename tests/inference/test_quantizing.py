@@ -53,6 +53,27 @@ def test_every_format_serves_near_the_trained_model(format: str) -> None:
         assert _error(served(x), model(x)) <= NEAR[format]
 
 
+@pytest.mark.parametrize("format", NEAR)
+@pytest.mark.parametrize("calibration", [None, "percentile"])
+def test_the_default_dtype_changes_nothing(format: str, calibration: str | None) -> None:
+    def answers() -> list[Tensor]:
+        data = None if calibration is None else [x]
+        served = lowp.quantize_model(model, format, data, calibration=calibration or "maximum")
+        attending = lowp.quantize_model(layer, format)
+        return [served(x), served(x[:1]), attending(words, words, words)[0]]
+
+    model, x = _network(), _images()
+    layer = nn.MultiheadAttention(32, 2, batch_first=True).eval()
+    words = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(2))
+    wanted = answers()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = answers()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, found, wanted))
+
+
 @pytest.mark.parametrize("calibration", [None, "maximum", "percentile", "error"])
 @pytest.mark.parametrize("bits", [7, 8])
 def test_int8_is_the_same_in_bytes_in_torch_and_by_definition(calibration: str | None, bits: int) -> None:

@@ -345,7 +345,7 @@ class SharedExponents:
         """
         group = next(group for group in self._groups.values() if site in group.names)
         exponent = group.state.exponent[group.names[site]]
-        return times(torch.ones((), device=exponent.device), exponent)
+        return times(torch.ones((), dtype=torch.float32, device=exponent.device), exponent)
 
     def summary(self) -> dict[str, Summary]:
         """What was written so far, by class of tensors, and as ``all``; counts what `flush` has seen."""

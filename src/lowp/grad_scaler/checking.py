@@ -39,7 +39,7 @@ def combined(flags: Collection[torch.Tensor], device: torch.device) -> torch.Ten
         if flag.dim() == 0 and flag.dtype is torch.float32 and flag.device == device:
             return flag
     found = [flag.to(device, torch.float32, non_blocking=True).reshape(()) for flag in flags]
-    return torch.stack(found).amax() if found else torch.zeros((), device=device)
+    return torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float32, device=device)
 
 
 def steps_by_itself(optimizer: Optimizer) -> bool:

@@ -76,7 +76,7 @@ def _worst_of_ranks(found: int, device: torch.device) -> int:
     """Return the worst that any rank has found; every rank must call this as often."""
     if not distributed.has_other_ranks():
         return found
-    flag = torch.tensor(float(found), device=device)
+    flag = torch.tensor(float(found), dtype=torch.float32, device=device)
     distributed.agree_on_maximum_(flag, distributed.world())
     return int(flag)
 

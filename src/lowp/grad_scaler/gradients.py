@@ -142,7 +142,12 @@ def checked_by_kernel(
     counts = torch.zeros(256, dtype=torch.int64, device=device) if exponents else None
     for group, values in zip(kinds.values(), groups, strict=True):
         there = values[0].device
-        found = updates.check(values, torch.zeros((), device=there), inverse.to(there) if unscale else None, exponents)
+        found = updates.check(
+            values,
+            torch.zeros((), dtype=torch.float32, device=there),
+            inverse.to(there) if unscale else None,
+            exponents,
+        )
         if len(group) == count:  # all of them, in order
             sizes = found.largest.to(device, non_blocking=True)
         else:

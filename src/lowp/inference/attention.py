@@ -50,7 +50,7 @@ def _product(left: Tensor, right: Tensor, highest: int) -> Tensor:
     rows = left.detach().float().expand(*batch, *left.shape[-2:]).reshape(-1, *left.shape[-2:])
     columns = right.detach().float().expand(*batch, *right.shape[-2:]).reshape(-1, *right.shape[-2:]).contiguous()
     if not rows.numel() or not columns.numel():
-        return torch.zeros(*batch, left.shape[-2], right.shape[-2], device=left.device)
+        return torch.zeros(*batch, left.shape[-2], right.shape[-2], dtype=torch.float32, device=left.device)
     codes = kernels.encode(columns, "int8")
     found = []
     for one, payload, scales in zip(rows, codes.payload, codes.scale, strict=True):
@@ -122,4 +122,4 @@ def _mask(attention_mask: Tensor | None, padding: Tensor | None, heads: int) -> 
 def _added(mask: Tensor | None) -> Tensor | None:
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    return torch.zeros(mask.shape, device=mask.device).masked_fill(mask, -math.inf)
+    return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill(mask, -math.inf)

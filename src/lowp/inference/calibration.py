@@ -67,9 +67,11 @@ class Seen:
         sample = torch.cat(self._sample)
         if self._method == "percentile":
             outside = (1 - PERCENTILE / 100) / 2
-            low, high = torch.quantile(sample, torch.tensor([outside, 1 - outside], device="cpu")).tolist()
+            low, high = torch.quantile(
+                sample, torch.tensor([outside, 1 - outside], dtype=sample.dtype, device="cpu")
+            ).tolist()
             return range_of(low, high, highest)
-        shares = torch.linspace(1 / _TRIED, 1, _TRIED, device="cpu").tolist()
+        shares = torch.linspace(1 / _TRIED, 1, _TRIED, dtype=torch.float32, device="cpu").tolist()
         tried = [range_of(self._low * share, self._high * share, highest) for share in shares]
         return min(tried, key=lambda one: _squared_error(sample, one))
 

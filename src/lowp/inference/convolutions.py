@@ -125,6 +125,6 @@ class ServedConvolution(Served):
         numbers = (found.payload[0, : image.numel()].float() - found.zero).reshape(image.shape)
         dtype = torch.float32 if weight.k * found.highest * 128 < 1 << 24 else torch.float64
         sums = self.geometry.convolved(numbers.to(dtype), self.dense(weight.codes().to(dtype)), None)
-        scales = torch.tensor(found.scale, device="cpu") * weight.get_buffer("scales")[: weight.n]
+        scales = torch.tensor(found.scale, dtype=torch.float32, device="cpu") * weight.get_buffer("scales")[: weight.n]
         result, bias = sums.float() * scales[:, None, None], self._bias()
         return result if bias is None else result + bias[:, None, None]

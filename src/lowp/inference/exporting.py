@@ -108,7 +108,7 @@ class _QuantizedLayer(nn.Module):
         over = weight.range()
         assert not isinstance(over, int)  # `_layer` refuses dynamic ranges
         scale, zero, highest = over
-        self.register_buffer("input_scale", torch.tensor(scale, device="cpu"))
+        self.register_buffer("input_scale", torch.tensor(scale, dtype=torch.float32, device="cpu"))
         self.register_buffer("input_zero", torch.tensor(zero, dtype=torch.uint8, device="cpu"))
         # what the bytes hold, less a quarter of a step: QuantizeLinear itself goes to 255
         self.low, self.high = -(zero + 0.25) * scale, (highest - zero + 0.25) * scale
@@ -171,7 +171,7 @@ class _Embedding(nn.Module):
         scales = (
             weight.get_buffer("scales")[: weight.n].clone()
             if isinstance(weight, Int8)
-            else torch.ones(weight.n, device="cpu")
+            else torch.ones(weight.n, dtype=torch.float32, device="cpu")
         )
         self.register_buffer("codes", codes.contiguous())
         self.register_buffer("scales", scales)

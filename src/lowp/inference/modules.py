@@ -52,7 +52,7 @@ class _Bytewise(Weight):
         self.highest = highest
         self.dynamic = over is None
         scale, zero, _ = over or Range(1.0, 0, highest)
-        self.register_buffer("input_scale", torch.tensor(scale, device="cpu"))
+        self.register_buffer("input_scale", torch.tensor(scale, dtype=torch.float32, device="cpu"))
         self.register_buffer("input_zero", torch.tensor(zero, dtype=torch.int32, device="cpu"))
 
     def range(self) -> Range | int:
@@ -194,7 +194,7 @@ def _nibbles_of(weight: Tensor, cast: Cast) -> tuple[Tensor, Tensor, int]:
     codes = kernels.encode(weight, cast)
     n, k = weight.shape
     if isinstance(codes, Tensor):
-        return codes.long() & 15, torch.ones(n, -(-k // 64), device="cpu"), 64
+        return codes.long() & 15, torch.ones(n, -(-k // 64), dtype=torch.float32, device="cpu"), 64
     format = scaled.scaled_format(cast)
     scale = scaled.read_scales(codes.scale, format) * (1.0 if codes.outer is None else codes.outer.double())
     spread = scaled.spread(scale, weight.shape, format.scope).expand(n, k)

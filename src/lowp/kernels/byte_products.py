@@ -71,7 +71,7 @@ def pack(weight: Tensor, scales: Tensor, highest: int) -> Panels:
     width, depth = up(n, PANEL), up(k, EIGHT)
     padded = torch.zeros(width, depth, dtype=torch.int8, device="cpu")
     padded[:n, :k] = weight
-    scale = torch.zeros(width, device="cpu")
+    scale = torch.zeros(width, dtype=torch.float32, device="cpu")
     scale[:n] = scales
     sums = padded.sum(1, dtype=torch.int32)
     if multiplies_bytes():
@@ -128,10 +128,10 @@ def multiply(
         )
     if b.memory.ndim == 2 or not uses_library():
         sums = _torch_sums(a, b) if uses_library() else _defined_sums(a, b)
-        result = sums.float() * (torch.tensor(a.scale, device="cpu") * b.scales[: b.n])
+        result = sums.float() * (torch.tensor(a.scale, dtype=torch.float32, device="cpu") * b.scales[: b.n])
         return result if bias is None else result + bias.detach().float()
     bias = None if bias is None else _padded(bias.detach().float(), b.scales.shape[0])
-    out = torch.empty(rows, b.n, device="cpu")
+    out = torch.empty(rows, b.n, dtype=torch.float32, device="cpu")
     left = cpu.address(a.payload), rows, depth
     finish = cpu.address(b.scales), cpu.address(b.sums), cpu.optional_address(bias)
     cpu.loaded().lowp_bytes_multiply(
@@ -148,7 +148,7 @@ def _linear(a: Activations, b: Panels, bias: Tensor | None, level: int | None) -
         raise InvalidInput(f"bytes up to {highest} do not fit weights for bytes up to {b.highest}")
     bias = None if bias is None else _padded(bias.detach().float(), b.scales.shape[0])
     payload = torch.empty(x.shape[0] * up(b.k, EIGHT), dtype=torch.uint8, device="cpu")
-    out = torch.empty(x.shape[0], b.n, device="cpu")
+    out = torch.empty(x.shape[0], b.n, dtype=torch.float32, device="cpu")
     finish = cpu.address(b.scales), cpu.address(b.sums), cpu.optional_address(bias)
     results = cpu.address(payload), cpu.address(out)
     cpu.loaded().lowp_bytes_linear(

@@ -156,7 +156,7 @@ def rows_in_int8(x: Tensor, zero: int, level: int | None) -> tuple[Tensor, Tenso
         return _in_rows(codes.payload, zero), codes.scale
     x, depth = numbered(x), up(x.shape[1], EIGHT)
     payload = torch.empty(x.shape[0], depth, dtype=torch.uint8, device="cpu")
-    scales = torch.empty(x.shape[0], device="cpu")
+    scales = torch.empty(x.shape[0], dtype=torch.float32, device="cpu")
     finite = cpu.loaded().lowp_bytes_rows(
         cpu.level(level), *matrix(x), zero, depth, cpu.address(payload), cpu.address(scales), cpu.threads()
     )

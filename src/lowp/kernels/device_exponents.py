@@ -23,7 +23,7 @@ _BEYOND = 1 << 13
 
 def times(x: Tensor, exponent: Tensor) -> Tensor:
     """Return x, fp32, times 2**exponent, as `powers.times` does: NaN of what is not finite, 0 of nothing."""
-    return powers.times(x, exponent) * _told(torch.ones((), device=x.device), exponent)
+    return powers.times(x, exponent) * _told(torch.ones((), dtype=torch.float32, device=x.device), exponent)
 
 
 def power(exponent: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def _payload(x: Tensor, exponent: Tensor, cast: Cast, seed: Seed) -> Tensor:
 
 def low_word(x: Tensor, high: Mantissas, cast: Cast, axis: int = -1) -> Mantissas:
     """Return `low_words.low_word` of x where it is coarse along an axis, and nothing where one word is enough."""
-    half = times(torch.full((), 0.5, device=x.device), high.exponent)
+    half = times(torch.full((), 0.5, dtype=torch.float32, device=x.device), high.exponent)
     rest = (x.detach().float() - high.values).clamp(-half, half)
     exponent = high.exponent - low_words.LOW_BITS
     needed = low_words.is_coarse(x, high.exponent, axis)

@@ -129,7 +129,7 @@ def multiply_codes(x: Tensor | Bytes, w: Codes, bias: Tensor | None = None, leve
         rows = x.payload.shape[0]
         if rows > FEW and w.k * x.highest * 2 < 1 << 24:  # every sum of these is exact in fp32, in any order
             exact = (x.payload[:, : w.k].float() - x.zero) @ _numbers_of(w)[:, : w.k].t()
-            result = exact * (torch.tensor(x.scale, device="cpu") * _scales_of(w)[:, 0])
+            result = exact * (torch.tensor(x.scale, dtype=torch.float32, device="cpu") * _scales_of(w)[:, 0])
             return result if bias is None else result + bias.float()
         return _multiplied(_of_bytes(x, w), w, bias, level)
     operand = _of_floats(x.detach(), w, level) if on_cpu(x, "x").shape[0] <= FEW else None
@@ -143,7 +143,7 @@ def _multiplied(x: _Operand, w: Codes, bias: Tensor | None, level: int | None) -
     if not uses_library():
         return _defined(x, w, bias)
     rows, planes = x.digits.shape[:2]
-    out = torch.empty(rows, w.n, device="cpu")
+    out = torch.empty(rows, w.n, dtype=torch.float32, device="cpu")
     offset = -int(min(w.levels.tolist()))
     levels = bytes(one + offset for one in w.levels.tolist()).ljust(16, b"\0")
     numbers = array("q", (rows, w.n, w.depth, w.group or w.depth, planes, w.bits, offset))
@@ -166,7 +166,7 @@ def _multiplied(x: _Operand, w: Codes, bias: Tensor | None, level: int | None) -
 def _of_bytes(x: Bytes, w: Codes) -> _Operand:
     """Bytes less their zero, under one scale."""
     rows = x.payload.shape[0]
-    scales = torch.full((rows, 1), x.scale, device="cpu")
+    scales = torch.full((rows, 1), x.scale, dtype=torch.float32, device="cpu")
     if not uses_library():
         numbers = torch.nn.functional.pad(x.payload[:, : w.k].double() - x.zero, (0, w.depth - w.k))
         return _Operand(numbers[:, None], scales, numbers.sum(1, keepdim=True).int())
@@ -202,7 +202,7 @@ def _of_floats(x: Tensor, w: Codes, level: int | None) -> _Operand | None:
         return _Operand(numbers.reshape(rows, 1, -1), scales[..., 0].float(), numbers.sum(2).int())
     x = numbered(x)
     digits = torch.zeros(rows, 3, w.depth, dtype=torch.int8, device="cpu")
-    scales = torch.zeros(rows, groups, device="cpu")
+    scales = torch.zeros(rows, groups, dtype=torch.float32, device="cpu")
     sums = torch.zeros(rows, groups, dtype=torch.int32, device="cpu")
     finite = cpu.loaded().lowp_codes_numbers(
         cpu.level(level),
@@ -221,7 +221,7 @@ def _defined(x: _Operand, w: Codes, bias: Tensor | None) -> Tensor:
     scales = _scales_of(w)
     numbers, groups = x.digits[:, 0], scales.shape[1]
     weights = _numbers_of(w).double().reshape(w.n, groups, -1)
-    total = torch.zeros(numbers.shape[0], w.n, device="cpu")
+    total = torch.zeros(numbers.shape[0], w.n, dtype=torch.float32, device="cpu")
     for group, some in enumerate(numbers.reshape(numbers.shape[0], groups, -1).unbind(1)):
         total = total + (some @ weights[:, group].t()).float() * (x.scales[:, group, None] * scales[:, group])
     return total if bias is None else total + bias

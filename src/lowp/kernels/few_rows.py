@@ -36,7 +36,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, level: int |
     bias = None if bias is None else bias.detach().float().contiguous()
     if not uses_library():
         return _defined(wide, weight, bias)
-    out = torch.empty(rows, weight.shape[0], device="cpu")
+    out = torch.empty(rows, weight.shape[0], dtype=torch.float32, device="cpu")
     cpu.loaded().lowp_rows_multiply(
         cpu.level(level),
         cpu.address(wide),

@@ -57,7 +57,7 @@ def is_coarse(x: Tensor, exponent: int | Tensor, axis: int = -1) -> Tensor:
         return torch.zeros((), dtype=torch.bool, device=x.device)
     largest = _features(x, axis).abs().amax(1)
     power = exponent if isinstance(exponent, Tensor) else torch.full((), exponent, device=x.device)
-    bound = times(torch.full((), float(UNITS), device=x.device), power)
+    bound = times(torch.full((), float(UNITS), dtype=torch.float32, device=x.device), power)
     return ((largest > 0) & (largest < bound)).sum() * 8 > (largest > 0).sum()
 
 

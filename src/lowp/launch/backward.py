@@ -60,7 +60,7 @@ class _Backward:
             self.gradients.adopt(leaf)
         if has_no_optimizer(self.session, leaves):
             return
-        one = torch.ones((), device=outputs[0].device)
+        one = torch.ones((), dtype=torch.float32, device=outputs[0].device)
         if looks:
             self._look_for_scale(outputs)
         waits = self._looks and most < self.session.preset.loss_scale.initial  # for a backward pass to look

@@ -127,7 +127,7 @@ class _Backward:
         prepared = layer.cell.prepare(self.projected.float(), h, before.float())
         memories = self._memories(prepared) if layer.cell.has_memory else None
         outer, last, last_memory = self.gradients
-        into = torch.zeros(before.shape, device=before.device) if outer is None else outer.float()
+        into = torch.zeros(before.shape, dtype=torch.float32, device=before.device) if outer is None else outer.float()
         batch = self.hidden.shape[0]
         zero = into.new_zeros(batch, into.shape[1])
         carry = zero if last is None else last.float()

@@ -185,7 +185,7 @@ class MasterWeights(Wrapper):
             master = nn.Parameter(state.get(MASTER_WEIGHT, parameter.detach()))
             state |= {MASTER_WEIGHT: master} if state else {}
         else:
-            master = nn.Parameter(torch.empty(0, device=parameter.device))
+            master = nn.Parameter(torch.empty(0, dtype=torch.float32, device=parameter.device))
         self._master_state[parameter], self._masters[parameter] = state, master
         if parameter in self.inner.state:  # it has stepped, or fills its state when made (Adagrad)
             self.inner.state[master] = self.inner.state.pop(parameter)
@@ -204,7 +204,7 @@ class MasterWeights(Wrapper):
             for master in self._masters.values():
                 master.grad = None
             for _, master in whole:
-                master.data = torch.empty(0, device=master.device)
+                master.data = torch.empty(0, dtype=torch.float32, device=master.device)
 
     def _put_into_groups(self, substitutes: Mapping[Any, Tensor]) -> None:
         for group in self.inner.param_groups:

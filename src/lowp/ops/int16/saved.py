@@ -188,7 +188,7 @@ def _followed(call: Call) -> tuple[list[Tensor], tuple[Any, ...], dict[str, Any]
         tensors.append(x)
         return empty
 
-    empty = torch.empty(0, device="cpu")
+    empty = torch.empty(0, dtype=torch.float32, device="cpu")  # `changed` passes over fp64
     args, kwargs = changed(call.args, collect), changed(call.kwargs, collect)
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors) or not is_out_of_place(call):
         return None
