@@ -114,3 +114,13 @@ def first_words(first, seed, COUNT: tl.constexpr):
     counter = (first >> 2) + tl.arange(0, COUNT // 4)
     one, two, three, four = philox(counter, seed, 0)
     return tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), (COUNT,))
+
+
+@triton.jit
+def infinity_bits(WIDE: tl.constexpr):
+    return 0x7FF0000000000000 if WIDE else 0x7F800000
+
+
+@triton.jit
+def quiet_bit(WIDE: tl.constexpr):
+    return 0x0008000000000000 if WIDE else 0x00400000

@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 from lowp.kernels.triton.device.bits import read, write
-from lowp.kernels.triton.device.rounding import cast, is_undecided
+from lowp.kernels.triton.device.rounding import cast
+from lowp.kernels.triton.device.stochastic import is_undecided
 
 
 @triton.jit

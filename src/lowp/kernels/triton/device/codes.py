@@ -3,19 +3,9 @@
 import triton
 import triton.language as tl
 
-from lowp.kernels.triton.device.bits import first_words, read, write
-from lowp.kernels.triton.device.rounding import (
-    cast,
-    compared,
-    drawn_up,
-    in_quanta,
-    infinity_bits,
-    is_undecided,
-    quiet_bit,
-    raised,
-    split,
-    summed,
-)
+from lowp.kernels.triton.device.bits import first_words, infinity_bits, quiet_bit, read, write
+from lowp.kernels.triton.device.rounding import cast, in_quanta, raised
+from lowp.kernels.triton.device.stochastic import compared, drawn_up, is_undecided, split, summed
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from lowp.kernels.triton.device.bits import read, widened, write
-from lowp.kernels.triton.device.rounding import cast, infinity_bits
+from lowp.kernels.triton.device.bits import infinity_bits, read, widened, write
+from lowp.kernels.triton.device.rounding import cast
 
 
 @triton.jit

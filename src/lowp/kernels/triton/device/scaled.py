@@ -9,7 +9,8 @@ import triton.language as tl
 
 from lowp.kernels.triton.device.bits import read, widened
 from lowp.kernels.triton.device.codes import direct, encoded, store
-from lowp.kernels.triton.device.rounding import cast, is_undecided
+from lowp.kernels.triton.device.rounding import cast
+from lowp.kernels.triton.device.stochastic import is_undecided
 
 
 @triton.jit

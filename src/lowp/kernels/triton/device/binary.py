@@ -1,0 +1,71 @@
+"""Casts to one bit, whose numbers are -1 and +1."""
+
+import triton
+import triton.language as tl
+
+from lowp.kernels.triton.device.bits import first_words, infinity_bits, philox
+from lowp.kernels.triton.device.stochastic import digit_at
+
+
+@triton.jit
+def binary(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
+    """Return -1 for negative numbers, else +1; stochastic: +1 with probability (x + 1) / 2."""
+    minus = (sign != 0) & (magnitude != 0)
+    if FORM.random_bits > 0:
+        plus = _drawn_binary(magnitude, minus, first, seed, FORM, COUNT)
+        minus = tl.where(magnitude < numbers.quantum, plus == 0, minus)  # from 1 on nothing is drawn
+    is_nan = magnitude > infinity_bits(FORM.wide)
+    lowest = -0x8000000000000000 if FORM.wide else -0x80000000
+    return (magnitude & 0) + numbers.quantum, tl.where(is_nan, sign, tl.where(minus, lowest, 0))
+
+
+@triton.jit
+def _drawn_binary(magnitude, minus, first, seed, FORM: tl.constexpr, COUNT: tl.constexpr):
+    """Return whether a uniform number is below (1 + x) / 2 = 1/2 +- |x| / 2, for fp64 |x| < 1, as 1 or 0.
+
+    Digit by digit from the last, with the borrow that lies behind the 160 bits.
+    """
+    field = magnitude >> 52
+    hidden = tl.where(field > 0, (magnitude & 0) + (1 << 52), 0)
+    significand = (magnitude & 0xFFFFFFFFFFFFF) | hidden
+    shift = tl.maximum(1076 - tl.maximum(field, 1), 1)  # |x| / 2 = significand / 2**shift
+    one = (magnitude & 0) + 1
+    behind = (significand & ((one << tl.minimum(tl.maximum(shift - 160, 0), 62)) - 1)) != 0
+    word0 = first_words(first, seed, COUNT)
+    word1, word2, word3, word4 = philox(first + tl.arange(0, COUNT), seed, 1)
+    borrow = tl.where(behind, one, 0)
+    # `later`: what the digits compared so far say of the words behind; from the last digit to the first
+    later = magnitude & 0
+    previous = later
+    more = borrow
+    for turn in tl.static_range(5):
+        word = word4 if turn == 0 else word3 if turn == 1 else word2 if turn == 2 else word1 if turn == 3 else word0
+        digit = digit_at(significand, shift, 4 - turn) & 0xFFFFFFFF
+        half = 0x80000000 if turn == 4 else 0
+        less = half - digit - borrow
+        borrow = tl.where(less < 0, one, 0)
+        digit = tl.where(minus, less, digit + half) & 0xFFFFFFFF
+        drawn = word.to(tl.int64)
+        if turn == 4 and FORM.random_bits <= 32:
+            later = _units_above(drawn, digit, previous, more, FORM)
+        else:
+            later = tl.where(drawn < digit, one, tl.where(drawn == digit, later, 0))
+        if turn < 3:
+            more = more | tl.where(digit != 0, one, 0)
+        previous = digit
+    return later
+
+
+@triton.jit
+def _units_above(drawn, digit, following, more, FORM: tl.constexpr):
+    """Return 1 where the first N bits drawn are below two digits, which `more` follows, in N bits; else 0."""
+    CUT: tl.constexpr = 32 - FORM.random_bits
+    units = digit >> CUT
+    rest = ((digit & ((1 << CUT) - 1)) << 32) | following
+    half = (digit & 0) + (1 << (CUT + 31))
+    if FORM.rounding == "stochastic-b":
+        units = units + tl.where(rest >= half, 1, 0)
+    elif FORM.rounding == "stochastic-c":
+        up = (rest > half) | ((rest == half) & ((more != 0) | ((units & 1) != 0)))
+        units = units + tl.where(up, 1, 0)
+    return tl.where((drawn >> CUT) < units, (digit & 0) + 1, 0)
