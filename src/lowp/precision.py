@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from lowp import distributed, presets, region
-from lowp.errors import InvalidInput, Misuse, brief
+from lowp import distributed, precision_state, presets, region
+from lowp.errors import Misuse
 from lowp.exponents import SharedExponents
 from lowp.grad_scaler import GradScaler, NonFinite
 from lowp.grad_scaler.first_scale import first_scale
@@ -24,14 +24,12 @@ from lowp.optim.shards import is_fully_sharded
 from lowp.optim.storage import Storage, check_seed
 from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset
-from lowp.rng_state import check_rng_states, restore_rng_states, rng_states
+from lowp.rng_state import restore_rng_states, rng_states
 from lowp.step_guard import StepGuard
 from lowp.unscaled import UnscaledSteps
 
 __all__ = ["Precision"]
 
-_VERSION = 1
-_ENTRIES = ("name", "policy", "loss_scale", "masters", "scaler", "steps", "skipped_steps", "seed", "random")
 _PATIENCE = 20  # steps skipped in a row, with nothing that could be made smaller, before training is given up
 Optimizer = TypeVar("Optimizer", bound="torch.optim.Optimizer | None")
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
@@ -295,7 +293,7 @@ class Precision:
     def state_dict(self) -> dict[str, Any]:
         """Policy, loss scale, counters, seed and random states, as plain values; the optimizer's has the masters."""
         return {
-            "version": _VERSION,
+            "version": precision_state.VERSION,
             "name": self.preset.name,
             "policy": self.policy.to_toml(),
             "loss_scale": str(self.preset.loss_scale),
@@ -310,7 +308,7 @@ class Precision:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`; raises InvalidInput, with nothing changed, if it is of another precision."""
-        self._check(state)
+        precision_state.check(state, self.preset, self.exponents is not None)
         before = self.scaler.state_dict()
         self.scaler.load_state_dict(state["scaler"])
         if self.exponents is not None and state.get("exponents") is not None:
@@ -322,46 +320,6 @@ class Precision:
         self.steps, self.seed = state["steps"], state["seed"]
         self.guard.skipped_steps = state["skipped_steps"]
         restore_rng_states(state["random"])
-
-    def _check(self, state: dict[str, Any]) -> None:
-        """Raise InvalidInput for a state that cannot be continued from; changes nothing."""
-        if not isinstance(state, dict):
-            raise InvalidInput(
-                f"a precision's state must be a dictionary from state_dict(), not {type(state).__name__}"
-            )
-        if state.get("version") != _VERSION:
-            raise InvalidInput(
-                f"a precision's state of version {brief(state.get('version'))} cannot be read: "
-                f"this lowp reads {_VERSION}"
-            )
-        missing = [name for name in _ENTRIES if name not in state]
-        if missing:
-            raise InvalidInput(f"a precision's state must have {', '.join(_ENTRIES)}; missing: {', '.join(missing)}")
-        if not isinstance(state["policy"], str):
-            raise InvalidInput(
-                f"the policy of a precision's state must be TOML text, not {type(state['policy']).__name__}"
-            )
-        if Policy.from_toml(state["policy"], "the checkpoint's policy") != self.policy:
-            raise InvalidInput(
-                f"the checkpoint was trained in {state['name']} and this run is in {self.preset.name}: use "
-                f"Precision({state['name']!r}), or load the model alone, whose state is fp32 in every precision"
-            )
-        for name, own in (("loss_scale", str(self.preset.loss_scale)), ("masters", str(self.preset.masters))):
-            if state[name] != own:
-                raise InvalidInput(
-                    f"the checkpoint was trained with {name}={brief(state[name])} and this run has {name}={own!r}: "
-                    "give the same to Precision, or load model and optimizer without the precision"
-                )
-        for name in ("steps", "skipped_steps"):
-            if type(state[name]) is not int or not 0 <= state[name] < 2**63:
-                raise InvalidInput(
-                    f"a precision's state with {name}={brief(state[name])}: give a number of steps, 0 or more"
-                )
-        if self.exponents is not None and state.get("exponents") is None:
-            raise InvalidInput(f"a precision's state has no exponents, which {self.preset.name} needs")
-        if type(state["seed"]) is not int:
-            raise InvalidInput(f"a precision's state with seed={brief(state['seed'])}: give a whole number")
-        check_rng_states(state["random"])
 
     # -- parts ----------------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
