@@ -54,16 +54,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="record file; while the run lasts, one line for each recorded step",
     )
+    _add_outputs(parser)
+    _add_training(parser)
+    _add_verification(parser)
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Add the files that are made of a record."""
     parser.add_argument("--html", metavar="FILE.html", type=Path, help="report as a single HTML file")
     parser.add_argument("--policy", metavar="FILE.toml", type=Path, help="recommended policy, as a policy file")
     parser.add_argument("--csv", metavar="FILE.csv", type=Path, help="statistics of every tensor, as a CSV file")
     parser.add_argument("--tensorboard", metavar="DIR", type=Path, help="directory for TensorBoard histograms")
-    parser.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="number of steps of a recipe (default: 100, and up to a minute more until 4 are recorded)",
-    )
+
+
+def _add_verification(parser: argparse.ArgumentParser) -> None:
+    """Add what else is predicted, and trained to verify it."""
     parser.add_argument("--precision", metavar="NAME", help="also predict the effect of this precision or policy file")
     parser.add_argument(
         "--verify",
@@ -88,6 +93,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=20.0,
         metavar="DB",
         help="lowest signal-to-noise ratio that --bits accepts (default: 20 dB)",
+    )
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a recipe's training."""
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="number of steps of a recipe (default: 100, and up to a minute more until 4 are recorded)",
     )
     for name, kind in (("--size", str), ("--epochs", int), ("--batch", int), ("--lr", float), ("--device", str)):
         parser.add_argument(name, type=kind, help="option of the recipe, as for `lowp train`")

@@ -30,7 +30,7 @@ _HALF = {"float16": "fp16", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one format would do: shares 0 to 1, the median signal-to-noise ratio in dB, and a word on it."""
+    """What one format would do: shares from 0 to 1, the median signal-to-noise ratio in dB, and a short verdict."""
 
     format: str
     flushed: float
@@ -50,7 +50,7 @@ class Verdict:
 class Advice:
     """Verdicts, findings, the window of loss scales, and the policy; `more` findings were left out.
 
-    There is no verdict where no operand of a product was looked at.
+    There is no verdict if no operand of a product was recorded.
     """
 
     verdicts: tuple[Verdict, ...]

@@ -18,6 +18,7 @@ from lowp.ops import table
 from lowp.ops.table import Row
 
 __all__ = [
+    "CompilerStance",
     "Paths",
     "depth",
     "in_backward",
@@ -188,3 +189,19 @@ class Paths:
     def clear(self) -> None:
         """Be outside of every module."""
         self._stack.clear()
+
+
+class CompilerStance:
+    """Whether compiled code runs compiled or as it was written: hooks in it must be neither compiled nor guarded."""
+
+    def __init__(self) -> None:
+        self._eager: Any = None
+
+    def set(self, compiled: bool) -> None:
+        """Run compiled code compiled from now on, or as it was written."""
+        if not compiled and self._eager is None and "torch._dynamo" in sys.modules:
+            self._eager = torch.compiler.set_stance("force_eager")
+            self._eager.__enter__()
+        elif compiled and self._eager is not None:
+            self._eager.__exit__(None, None, None)
+            self._eager = None

@@ -19,14 +19,13 @@ from lowp.errors import InvalidInput, Misuse
 from lowp.grad_scaler import GradScaler
 from lowp.numerics.clock import Clock
 from lowp.numerics.cycle import Cycle
-from lowp.numerics.divergence import Fault
 from lowp.numerics.guard import Guard
-from lowp.numerics.journal import Journal
 from lowp.numerics.loss_scale import WatchedScale
 from lowp.numerics.models import Models
-from lowp.numerics.modes import Paths, depth, in_backward, put_on, take_off
+from lowp.numerics.modes import CompilerStance, Paths, depth, in_backward, put_on, take_off
 from lowp.numerics.plan import Plan
 from lowp.numerics.record import Part, Record, StepSeen
+from lowp.numerics.recording import Recording
 from lowp.numerics.sampling import Budget
 from lowp.numerics.watching import Watch
 from lowp.numerics.windows import window_of
@@ -37,13 +36,10 @@ __all__ = ["Profiler"]
 
 
 class Profiler:
-    """Watch the training of a model, or of several by name; what was seen is in `record` afterwards.
+    """Record the training of a model, or of several by name: see `lowp.profile`; the result is `record`.
 
-    Used as a context manager around the training loop. Steps end with `optimizer.step()`, of several optimizers when
-    each has stepped. `precision` or `scaler` is what scales the loss, so that gradients are recorded as they are
-    without it. `out` is a file that gets a line a step and is the whole record at the end. `max_overhead` is the share
-    of time that may be added, such as ``"3%"``, None for no limit, or ``"auto"``: 3 %, or 0.25 s if that is more.
-    `divergence=False` leaves out the search for what made a loss or a gradient infinite or NaN.
+    A context manager around the training loop. A step ends with `optimizer.step()`, of several optimizers when each has
+    stepped. `out` is a file to which each recorded step is written, and the whole record at the end.
     """
 
     def __init__(
@@ -66,17 +62,14 @@ class Profiler:
         self._precision, self._title, self._divergence = precision, title, divergence
         self._paths, self._clock = Paths(self.models), Clock(self.budget)
         self.plan = Plan(self.models, self._paths, self._clock, divergence)
-        self._header = self._described()
-        self._out = None if out is None else Path(out)
-        self._journal: Journal | None = None
-        self._part = Part()
+        self._kept = Recording(self._described(), None if out is None else Path(out))
         self._watch: Watch | None = None
         self._guard = Guard(self.models, self._saw_loss, self._looking_away)
         self._cycle = Cycle(self.models)
         self._ends: list[Callable[[], None]] = []
         self._place = 0
         self._entered = False
-        self._eager: Any = None
+        self._stance = CompilerStance()
         self._end_observing: Callable[[], None] | None = None
         self._listening: list[Callable[[], None]] = []  # ends of the hooks that a step needs of which anything is kept
         self._alone: Optimizer | None = None  # the only one that steps, while nothing is kept of its steps
@@ -87,8 +80,7 @@ class Profiler:
         if self._entered:
             raise Misuse("a profile can be entered once: create a new one for another run")
         self._entered = True
-        if self._out is not None:
-            self._journal = Journal(self._out, {**self._header, "max_overhead": self.budget.share})
+        self._kept.begin(self.budget.share)
         self._place = depth()
         self.plan.take_turns()
         self._clock.start()
@@ -103,16 +95,16 @@ class Profiler:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._stop()
-        if self._journal is not None and (kind is None or self._part.tensors):
-            self.save(self._journal.path)
+        if self._kept.path is not None and (kind is None or self._kept.part.tensors):
+            self.save(self._kept.path)
         if kind is None:
             self._require_steps()
 
     def end(self) -> None:
         """Stop, and write what this rank has recorded, even if that is nothing, without waiting for other ranks."""
         self._stop()
-        if self._journal is not None:
-            self.record.save(self._journal.path)
+        if self._kept.path is not None:
+            self.record.save(self._kept.path)
 
     def _require_steps(self) -> None:
         """Raise if no step ran; print the reason if the budget was too small to record any module."""
@@ -129,8 +121,7 @@ class Profiler:
         self._drop_watch()
         self._guard.forget()
         self.budget.end()
-        if self._journal is not None:
-            self._journal.close()
+        self._kept.close()
 
     def add(self, model: nn.Module, args: Any = None) -> None:
         """Record one more model from this point on; `args` are the arguments of its call if it is running already.
@@ -139,11 +130,8 @@ class Profiler:
         """
         renamed = self.models.add(model)
         if renamed:
-            self._part = self._part.renamed(renamed)
             self._rename(renamed)
-        self._header = {**self._described(), "started": self._header["started"]}
-        if self._journal is not None:
-            self._journal.add_models(self._header, renamed)
+        self._kept.describe(self._described(), renamed)
         self.plan.take_turns()
         self._listen(False)
         self._listen(True)
@@ -208,13 +196,15 @@ class Profiler:
             "modules_seen": self.plan.rounds.seen,
             "unguarded": self.step - self._guarded if self._divergence else self.step,
         }
-        return Record(dict(self._header), self._part, sampling, complete=self.budget.ended is not None)
+        return Record(dict(self._kept.header), self._kept.part, sampling, complete=self.budget.ended is not None)
 
     def save(self, path: str | Path) -> None:
         """Write the record as JSON. With several ranks all must call this, and the first writes the merged record."""
         record = self.record
         if distributed.has_other_ranks():
-            others = distributed.gather((self._header["fingerprint"], self._part.document()), distributed.world())
+            others = distributed.gather(
+                (self._kept.header["fingerprint"], self._kept.part.document()), distributed.world()
+            )
             if distributed.rank():
                 return
             for fingerprint, document in others[1:]:
@@ -238,7 +228,7 @@ class Profiler:
             if self.plan.modules and self._watch is None:
                 self._begin_watch(module)
             elif self.plan.wants_sizes:
-                self._compile(False)
+                self._stance.set(False)
                 self.plan.begin_sizing(module)
             if self.plan.guards and torch.is_grad_enabled():
                 self._guard.unguarded = self.step - self._guarded
@@ -263,7 +253,7 @@ class Profiler:
         modules = None if plan.is_whole else plan.modules
         self._watch = Watch(self.step, self._paths, self.models, self._scale.value, modules, self._place)
         self._watch.on_backward = self._saw_loss
-        self._compile(False)
+        self._stance.set(False)
         self._watch.follow(running)
 
     def _prepare(self) -> None:
@@ -292,16 +282,7 @@ class Profiler:
         if self._watch is not None:
             self._watch.pause()
             self._watch = None
-        self._compile(not self.plan.is_sizing)
-
-    def _compile(self, on: bool) -> None:
-        """Let compiled code run, or run as it was written: hooks within it must not be compiled, nor seen by guards."""
-        if not on and self._eager is None and "torch._dynamo" in sys.modules:
-            self._eager = torch.compiler.set_stance("force_eager")
-            self._eager.__enter__()
-        elif on and self._eager is not None:
-            self._eager.__exit__(None, None, None)
-            self._eager = None
+        self._stance.set(not self.plan.is_sizing)
 
     # -- the backward pass --------------------------------------------------------------------------------------------
     def _saw_loss(self, loss: Tensor) -> None:
@@ -312,7 +293,7 @@ class Profiler:
         seen.scale = scale if self._scale.is_used else None
         if loss.numel() == 1:
             seen.loss = float(loss.detach()) / scale
-            self._keep(self._guard.saw_loss(loss, seen, scale))
+            self._kept.add_fault(self._guard.saw_loss(loss, seen, scale))
         self._spent(started)
 
     @contextmanager
@@ -326,17 +307,11 @@ class Profiler:
             if taken:
                 put_on(watch, self._place)
 
-    def _keep(self, fault: Fault | None) -> None:
-        if fault is not None:
-            self._part.faults.append(fault.document())
-            if self._journal is not None:
-                self._journal.add(Part(faults=[fault.document()]))
-
     def _skip_step(self) -> None:
         """End a step that a loss scaler has skipped: its optimizer was not called."""
         seen = self._guard.current(self.step)
         seen.skipped = True
-        self._part.add(Part(steps=[seen]))
+        self._kept.part.add(Part(steps=[seen]))
         self._end_step()
 
     # -- the optimizer's step -----------------------------------------------------------------------------------------
@@ -351,7 +326,7 @@ class Profiler:
             if self.plan.guards:
                 self._guard.close()
                 seen = self._guard.current(self.step)
-                self._keep(self._guard.before_step([one for _, one in parameters], seen, self._scale.value()))
+                self._kept.add_fault(self._guard.before_step([one for _, one in parameters], seen, self._scale.value()))
             if self._watch is not None:
                 self._scale.feed(self._watch.exponents())
                 self._watch.before_step(parameters)
@@ -372,7 +347,7 @@ class Profiler:
         if self._watch is not None:
             self._watch.after_step(parameters)
         if self.plan.end_sizing():
-            self._compile(True)
+            self._stance.set(True)
         if self._cycle.ends_with(optimizer):
             self._spent(started)
             self._end_step()
@@ -404,12 +379,10 @@ class Profiler:
             part = watch.finish()
             seen.sampled = True
             part.steps = [StepSeen(**vars(seen))]
-            self._part.add(part)
-            if self._journal is not None:
-                self._journal.add(part)
+            self._kept.add(part)
             self._drop_watch()
         elif self._scale.is_used:
-            self._note_scale()
+            self._kept.add_scale(self._guard.current(self.step))
         self.budget.spent(self._guard.take_seconds(self._clock.costs.mode), False)
         self.budget.spent(time.perf_counter() - started, watch is not None)
         if watch is not None:
@@ -423,10 +396,3 @@ class Profiler:
         if watch is not None or not self.plan.modules:
             self._prepare()
         self.budget.spent(time.perf_counter() - started, watch is not None)
-
-    def _note_scale(self) -> None:
-        """Keep a step that was not looked at, if its scale was another one than that before."""
-        seen = self._guard.current(self.step)
-        before = self._part.steps[-1] if self._part.steps else None
-        if seen.scale is not None and (before is None or before.scale != seen.scale):
-            self._part.add(Part(steps=[StepSeen(**vars(seen))]))

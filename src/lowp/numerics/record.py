@@ -8,212 +8,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from lowp import files
 from lowp.errors import InvalidInput, brief
-from lowp.kernels.spectra import ROWS
+from lowp.numerics.part import PHASES, ROLES, Key, OpSeen, Part, Print, StepSeen
 from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.updates import Updates
 
 __all__ = ["KIND", "PHASES", "ROLES", "VERSION", "Key", "OpSeen", "Part", "Print", "Record", "StepSeen"]
 
 KIND, VERSION = "lowp profile", 4
-ROLES = ("input", "weight", "output", "grad", "weight_grad", "update")
-PHASES = ("forward", "backward", "step")
-
-
-class Key(NamedTuple):
-    """Which tensors were counted together.
-
-    `op` is the op's name, or of a parameter its own (weight, bias). Roles: an op's `input`, `weight` and `output` of
-    the forward phase, the `grad` that arrives at its output in the backward phase, and of a parameter the `weight`
-    before a step, its `weight_grad` and its applied `update`.
-    """
-
-    module: str
-    op: str
-    role: str
-    phase: str
-
-    @property
-    def path(self) -> str:
-        """The module and the op; of a parameter its name."""
-        return f"{self.module}.{self.op}" if self.module else self.op
-
-    def of_model(self, name: str) -> Key:
-        """The same with a model's name before the path."""
-        return self._replace(module=f"{name}.{self.module}" if self.module else name)
-
-    def __str__(self) -> str:
-        return f"{self.module or 'the model'} {self.op} {self.role}"
-
-
-@dataclass
-class OpSeen:
-    """An op at a module: its class, how often it ran, where the user's code called it, which parameters it read.
-
-    `parameters` are names by role. Of several that the op reads in one role, in one call or in several, all but the
-    first have a number behind it: ``weight``, ``weight 2``.
-    """
-
-    op_class: str
-    calls: int = 0
-    line: str = ""
-    operands: str = "input"
-    parameters: dict[str, str] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    multiplications: int = 0
-
-    def read(self, role: str, name: str) -> None:
-        """Note a parameter that the op has read in a role."""
-        if name in self.named(role):
-            return
-        number, free = 1, role
-        while free in self.parameters:
-            number += 1
-            free = f"{role} {number}"
-        self.parameters[free] = name
-
-    def named(self, role: str) -> list[str]:
-        """The parameters that the op reads in a role."""
-        return [name for one, name in self.parameters.items() if one.partition(" ")[0] == role]
-
-
-@dataclass
-class StepSeen:
-    """One step of the run: None is what was not looked at. `largest_gradient` is unscaled."""
-
-    step: int
-    loss: float | None = None
-    scale: float | None = None
-    skipped: bool = False
-    largest_gradient: float | None = None
-    sampled: bool = False
-
-
-class Print(NamedTuple):
-    """What tells a tensor of one step from any other: the sum of its bits, and some of its numbers."""
-
-    key: Key
-    checksum: int
-    numbers: tuple[float, ...]
-
-
-@dataclass
-class Part:
-    """What one step added to a record, or all steps: the mergeable half of it.
-
-    `slopes` are of activations: fp64 [96], the squares of the gradients of the numbers with exponent
-    `LOWEST_WEIGHT` + i (the first row: smaller ones, and zeros), estimated from a few numbers of each tensor.
-    """
-
-    tensors: dict[Key, Spectrum] = field(default_factory=dict)
-    updates: dict[str, Updates] = field(default_factory=dict)
-    ops: dict[tuple[str, str], OpSeen] = field(default_factory=dict)
-    steps: list[StepSeen] = field(default_factory=list)
-    prints: dict[int, list[Print]] = field(default_factory=dict)
-    faults: list[dict[str, Any]] = field(default_factory=list)
-    slopes: dict[Key, NDArray[np.float64]] = field(default_factory=dict)
-
-    def add(self, other: Part) -> None:
-        """Take in what another part has seen."""
-        _add_up(self.tensors, other.tensors)
-        _add_up(self.updates, other.updates)
-        _add_up(self.slopes, other.slopes)
-        for place, seen in other.ops.items():
-            mine = self.ops.setdefault(place, OpSeen(seen.op_class, 0, seen.line, seen.operands))
-            mine.calls += seen.calls
-            mine.multiplications += seen.multiplications
-            mine.line = mine.line or seen.line
-            for role, name in seen.parameters.items():
-                mine.read(role.partition(" ")[0], name)
-            mine.dtypes.update(seen.dtypes)
-        known = {one.step: one for one in self.steps}
-        for one in other.steps:
-            if one.step in known:
-                _fill(known[one.step], one)
-            else:
-                self.steps.append(one)
-        self.steps.sort(key=lambda one: one.step)
-        for step, prints in other.prints.items():
-            self.prints.setdefault(step, prints)
-        self.faults.extend(fault for fault in other.faults if fault not in self.faults)
-
-    def renamed(self, model: str) -> Part:
-        """The same with the model's name before each path: from when on there is more than one model."""
-
-        def path(own: str) -> str:
-            return f"{model}.{own}" if own else model
-
-        for seen in self.ops.values():
-            seen.parameters = {role: path(name) for role, name in seen.parameters.items()}
-        return Part(
-            {key.of_model(model): seen for key, seen in self.tensors.items()},
-            {path(name): seen for name, seen in self.updates.items()},
-            {(path(module), op): seen for (module, op), seen in self.ops.items()},
-            self.steps,
-            {
-                step: [one._replace(key=one.key.of_model(model)) for one in prints]
-                for step, prints in self.prints.items()
-            },
-            self.faults,
-            {key.of_model(model): slope for key, slope in self.slopes.items()},
-        )
-
-    # -- JSON -------------------------------------------------------------------------------------------------------
-    def document(self) -> dict[str, Any]:
-        """Plain data, which `read` takes back."""
-        return {
-            "tensors": [{**key._asdict(), **seen.document()} for key, seen in self.tensors.items()],
-            "updates": [{"parameter": name, **seen.document()} for name, seen in self.updates.items()],
-            "ops": [{"module": module, "op": op, **asdict(seen)} for (module, op), seen in self.ops.items()],
-            "steps": [asdict(one) for one in self.steps],
-            "prints": {
-                str(step): [[*one.key, str(one.checksum), list(one.numbers)] for one in prints]
-                for step, prints in self.prints.items()
-            },
-            "faults": self.faults,
-            "slopes": [{**key._asdict(), "energy": slope.tolist()} for key, slope in self.slopes.items()],
-        }
-
-    @classmethod
-    def read(cls, document: Mapping[str, Any]) -> Part:
-        """The part that `document` wrote; raises InvalidInput for anything else."""
-        try:
-            part = cls()
-            for one in document["tensors"]:
-                part.tensors[_key(one["module"], one["op"], one["role"], one["phase"])] = Spectrum.read(one)
-            for one in document["updates"]:
-                part.updates[str(one["parameter"])] = Updates.read(one)
-            for one in document["ops"]:
-                own = {name.name: one[name.name] for name in fields(OpSeen)}
-                part.ops[str(one["module"]), str(one["op"])] = OpSeen(**own)
-            part.steps = [StepSeen(**one) for one in document["steps"]]
-            part.prints = {
-                int(step): [
-                    Print(_key(*one[:4]), int(one[4]), tuple(float(number) for number in one[5])) for one in prints
-                ]
-                for step, prints in document["prints"].items()
-            }
-            part.faults = [dict(one) for one in document["faults"]]
-            for one in document["slopes"]:
-                part.slopes[_key(one["module"], one["op"], one["role"], one["phase"])] = _slope(one["energy"])
-            return part
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            if isinstance(error, InvalidInput):
-                raise
-            raise InvalidInput(f"an entry of it is missing or is not what a profile has there: {error!r}") from None
 
 
 @dataclass
 class Record:
-    """A profiled run. `header` is what it was of; `sampling` how it was looked at and what that cost."""
+    """A profiled run. `header` describes the run, `sampling` what was recorded and the time that it took."""
 
     header: dict[str, Any]
     part: Part = field(default_factory=Part)
@@ -254,7 +66,7 @@ class Record:
 
     @property
     def is_partial(self) -> bool:
-        """Whether a budget left modules out, or a run that was killed does not tell."""
+        """Whether modules were left out because of the budget, or possibly because the run was killed."""
         share, modules = self.sampling.get("max_overhead"), self.sampling.get("modules")
         return share is not None and (modules is None or self.sampling.get("modules_seen", 0) < modules)
 
@@ -323,7 +135,7 @@ class Record:
 
     @classmethod
     def load(cls, path: str | Path) -> Record:
-        """Read a record, or what a killed run has left of one; raises InvalidInput for any other file."""
+        """Read a record, also the incomplete one of a killed run; raises InvalidInput for any other file."""
         path = Path(path)
         if path.is_dir():
             raise InvalidInput(f"{path} is a folder: give the file of a profile")
@@ -356,32 +168,6 @@ class Record:
             else:
                 part.add(Part.read(line))
         return cls(header, part, {"max_overhead": head.get("max_overhead")}, False)
-
-
-def _add_up(mine: dict[Any, Any], theirs: Mapping[Any, Any]) -> None:
-    for name, seen in theirs.items():
-        mine[name] = mine[name] + seen if name in mine else seen
-
-
-def _fill(mine: StepSeen, other: StepSeen) -> None:
-    """Take from another rank, or from later in the step, what was not known."""
-    mine.loss = other.loss if mine.loss is None else mine.loss
-    mine.scale = other.scale if mine.scale is None else mine.scale
-    mine.largest_gradient = other.largest_gradient if mine.largest_gradient is None else mine.largest_gradient
-    mine.skipped, mine.sampled = mine.skipped or other.skipped, mine.sampled or other.sampled
-
-
-def _key(module: Any, op: Any, role: Any, phase: Any) -> Key:
-    if role not in ROLES or phase not in PHASES:
-        raise InvalidInput(f"it counts a role {role!r} in a phase {phase!r}, which no profile has")
-    return Key(str(module), str(op), role, phase)
-
-
-def _slope(energy: Any) -> NDArray[np.float64]:
-    slope = np.asarray(energy, np.float64)
-    if slope.shape != (ROWS,) or not (slope >= 0).all():
-        raise InvalidInput("it contains invalid slopes of activations: they are no sums of squares")
-    return slope
 
 
 def _foreign(first: str) -> str:

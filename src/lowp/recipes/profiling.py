@@ -113,8 +113,8 @@ class Verified:
         layers = "".join(f"\n  {one}" for one in self.layers)
         alone = f"\nhow far the loss moves where one layer alone is cast to {_CAST_ALONE}:{layers}" if layers else ""
         return (
-            f"verified over {self.steps} of the recipe's {self.whole} steps: loss {policy:.4f} beside {plain:.4f} in fp32, {word}; "
-            f"{self.skipped} steps skipped\nerror of the predictions: {told}{alone}"
+            f"verified over {self.steps} of the recipe's {self.whole} steps: loss {policy:.4f} beside {plain:.4f} in "
+            f"fp32, {word}; {self.skipped} steps skipped\nerror of the predictions: {told}{alone}"
         )
 
 
