@@ -31,11 +31,11 @@ def export_onnx(
 
     `arguments` are example inputs; with `dynamic_batch` the first dimension of each may be any size. Weights are int8
     with a scale an output channel, activations unsigned bytes of 7 bits, in pairs of QuantizeLinear and
-    DequantizeLinear: onnxruntime gives the same answers up to the rounding of its fp32 sums. Its own byte products do
-    not saturate either, as activations of 8 bits may on processors without VNNI. Layers in other formats, and those
-    that were kept, are exported in fp32. `options` go to `torch.onnx.export`.
+    DequantizeLinear: onnxruntime gives the same results up to the rounding of its fp32 sums. With 7 bits its byte
+    products do not saturate, as they may with 8 bits on processors without VNNI. Layers in other formats, and layers
+    that were not replaced, are exported in fp32. `options` go to `torch.onnx.export`.
 
-    Raises InvalidInput for layers without a range of calibration; Unavailable where onnx or onnxscript is missing.
+    Raises InvalidInput for layers without a calibrated range; Unavailable if onnx or onnxscript is missing.
     """
     for name in ("onnx", "onnxscript"):
         try:

@@ -20,7 +20,7 @@ __all__ = ["Footprint", "footprint"]
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of one call: bytes of all parameters and buffers, multiply-adds of layers, and picojoules of both.
+    """The cost of one call: bytes of all parameters and buffers, multiply-adds of layers, and picojoules of both.
 
     Energy by `lowp.cost`: a multiplication and an addition each in the format the product runs in (sums of bytes and
     signs in 32-bit integers, others in fp32), and every weight read once from DRAM.
@@ -34,7 +34,7 @@ class Footprint:
 def footprint(
     model: nn.Module, *arguments: Any, forward: Callable[[nn.Module], Any] | None = None, **keywords: Any
 ) -> Footprint:
-    """Run a model once, on the arguments or by `forward(model)`, and count."""
+    """Run a model once, on the arguments or by `forward(model)`, and return its footprint."""
     counted: list[tuple[int, Format]] = []
 
     def after(module: nn.Module, given: Any, result: Any) -> None:

@@ -90,7 +90,7 @@ def quantize_model(
 
 
 def unquantized(model: nn.Module) -> Mapping[str, str]:
-    """The layers that `quantize_model` left as they were, and why."""
+    """The layers with weights that `quantize_model` did not replace, with the reasons."""
     found = getattr(model, _UNQUANTIZED, None)
     if found is None:
         raise InvalidInput("unquantized needs a model from lowp.quantize_model")

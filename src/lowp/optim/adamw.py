@@ -20,7 +20,7 @@ class AdamW(BlockwiseOptimizer):
     parameter with the bf16 gradient and fp32 moments, 10 with `moments="bf16"` (rounded stochastically). Without
     `split`: `masters` ``fp32`` (a copy beside the weight), ``stochastic`` or ``none``. storage=None is plain fp32.
 
-    Arguments of torch's that are not served (fused, foreach, amsgrad …) are refused with what to do instead.
+    Arguments of torch that are not supported (fused, foreach, amsgrad …) raise an error that names an alternative.
 
     Source: Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2.
     """

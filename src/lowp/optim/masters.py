@@ -108,7 +108,7 @@ class MasterWeights(Wrapper):
 
     @property
     def allows_fp16_gradients(self) -> bool:
-        """True: a loss scaler may hand over gradients in 16 bits, or put fp32 ones in their place."""
+        """True: a loss scaler may pass gradients in 16 bits, or replace them by fp32 ones."""
         return True
 
     @uncompiled
@@ -156,7 +156,7 @@ class MasterWeights(Wrapper):
         return [value for entry in self._master_state.values() for value in entry.values()]
 
     def memory(self) -> dict[str, int]:
-        """Bytes held: stored ``parameters``, what is kept for ``masters``, the inner optimizer's ``state``."""
+        """Bytes held: stored ``parameters``, ``masters``, and the inner optimizer's ``state``."""
         state = [value for entry in self.inner.state.values() for value in entry.values() if isinstance(value, Tensor)]
         return {
             "parameters": sum(parameter.nbytes for parameter in self._master_state),

@@ -18,8 +18,8 @@ class SGD(BlockwiseOptimizer):
 
     `storage` bf16 with `split` keeps a bf16 weight and a 16-bit remainder: 4 bytes that are the fp32 master. Without
     `split`: `masters` ``fp32`` (a copy beside the weight), ``stochastic`` or ``none``. `moments` is the format of the
-    momentum, fp32 or bf16 (rounded stochastically). storage=None is plain fp32. Arguments of torch's that are not
-    served (fused, foreach …) are refused with what to do instead.
+    momentum, fp32 or bf16 (rounded stochastically). storage=None is plain fp32. Arguments of torch that are not
+    supported (fused, foreach …) raise an error that names an alternative.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SGD(BlockwiseOptimizer):
         super().__init__(params, defaults, formats, others)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, which may have a momentum where the others have none."""
+        """Add a group, which may have momentum even if the others have none."""
         if param_group.get("momentum", 0.0):
             self.moments = ("momentum_buffer",)
         super().add_param_group(param_group)

@@ -20,7 +20,7 @@ _EXPONENT_ONES = 0x7F80_0000
 def split(value: Tensor) -> tuple[Tensor, Tensor]:
     """Split fp32 `value` into its bf16 half and int16 remainder, of the same shape.
 
-    Every pattern that is not NaN comes back from `join` bit for bit; a NaN comes back as some NaN, and its half is NaN.
+    `join` restores every number that is not NaN bit for bit; a NaN becomes some NaN, and its half is NaN.
     Values above the largest bf16 by half an ulp or more have an infinite half, as rounding to bf16 gives.
     """
     if value.dtype != torch.float32:
@@ -35,7 +35,7 @@ def split(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(half: Tensor, remainder: Tensor) -> Tensor:
-    """Put a bf16 half and an int16 remainder of the same shape together: the fp32 number that `split` was given."""
+    """Combine a bf16 half and an int16 remainder of the same shape to the fp32 numbers that `split` was given."""
     if half.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
         raise TypeError(f"join takes a bf16 half and an int16 remainder, not {half.dtype} and {remainder.dtype}")
     bits = half.contiguous().view(torch.int16).to(torch.int32)

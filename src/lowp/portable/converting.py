@@ -31,7 +31,7 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 @dataclass(frozen=True)
 class TensorReport:
-    """What became of one tensor: `reason` says why it was left as it was, and is empty where it was converted."""
+    """The conversion of one tensor: `reason` says why it was not converted, and is empty if it was."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written: the files, the format, and a line a tensor."""
+    """The result of a conversion: the files, the format, and a report of each tensor."""
 
     files: tuple[str, ...]
     format: str
@@ -79,17 +79,18 @@ def convert(
     started: Callable[[int], None] = lambda count: None,
     done: Callable[[str], None] = lambda name: None,
 ) -> Converted:
-    """Write the tensors of a checkpoint in another format, and return what that did to each.
+    """Write the tensors of a checkpoint in another format, and return a report of each.
 
     `source`: a safetensors file, the index or the folder of one in shards, or a torch file; `target`: a .safetensors
     file, a torch file (.pt, .pth, .bin, .ckpt), or a folder for shards like those of the source. One tensor is in
     memory at a time. Formats that torch has a dtype for are stored in it; others as packed codes with their scales,
-    named in the metadata, for `lowp.load` to read. Left as they are: integers, what has fewer than two dimensions where
-    the format has a shared scale or fewer than 16 bits, numbers that the format cannot hold, names that match a pattern
-    in `keep`. `seed` decides stochastic rounding. `started` and `done` hear the number of tensors and each one's name.
+    named in the metadata, for `lowp.load` to read. Not converted: integers, tensors with fewer than two dimensions if
+    the format has a shared scale or fewer than 16 bits, tensors with numbers that the format cannot hold, and names
+    that match a pattern in `keep`. `seed` decides stochastic rounding. `started` is called with the number of tensors,
+    `done` with the name of each.
 
-    The target is written beside its place and renamed: what was there before is replaced, with `overwrite`, or stays.
-    Raises InvalidCheckpoint for a damaged or hostile source, InvalidInput for a target that cannot be.
+    The target is written under a temporary name and renamed; an existing file is replaced only with `overwrite`.
+    Raises InvalidCheckpoint for a damaged or hostile source, InvalidInput for an invalid target.
     """
     cast, out = casts.parse(to), Path(target)
     if cast.scaling is not None and cast.scaling.kind not in ("current", "static"):

@@ -84,7 +84,7 @@ def folded(rows: Tensor) -> Tensor:
 class Autoflex:
     """Predicts shared exponents; a scaling (`init`, `observe`, `scale`) for all entries of a model at once.
 
-    The defaults are those of the paper and its code but for one: `warm_headroom` keeps a bit while little is known.
+    The defaults are those of the paper and its code except one: `warm_headroom` keeps a bit while little is known.
     ``Autoflex(warm_headroom=0)`` is as published, on maxima that are neither zero nor non-finite, of which the paper
     says nothing (`start` and `observe` tell what becomes of them).
 

@@ -48,7 +48,7 @@ class GradientsSeen(NamedTuple):
 
 @dataclass(frozen=True)
 class LossScaling:
-    """A scale between a floor and a ceiling; what moves it is said by its subclasses. `LossScale` describes one.
+    """A loss scale between a floor and a ceiling; subclasses define how it changes. `LossScale` describes one.
 
     `initial`, `floor` and `ceiling` are finite fp32 numbers, 2**-126 or larger; otherwise InvalidLossScale is raised.
     """
@@ -114,7 +114,7 @@ class LossScaling:
 
 @dataclass(frozen=True)
 class StaticLossScale(LossScaling):
-    """A loss scale that stays what it is; steps with non-finite gradients are skipped all the same."""
+    """A constant loss scale; steps with non-finite gradients are skipped as well."""
 
     def _at_floor(self, state: LossScaleState) -> torch.Tensor:
         return torch.ones_like(state.scale, dtype=torch.bool)
@@ -174,7 +174,7 @@ class DynamicLossScale(LossScaling):
 
 @dataclass(frozen=True)
 class AdaptiveLossScale(DynamicLossScale):
-    """A dynamic loss scale that grows when gradients underflow, by as much as is needed, and not by the clock.
+    """A dynamic loss scale that grows when gradients underflow, by as much as needed, instead of at fixed intervals.
 
     When exponents are seen and more than `target_underflow` (a share, 0 to 1) of the nonzero gradients would be flushed
     to zero by `format`, the scale grows by the smallest power of two that brings the share down to the target, leaving
