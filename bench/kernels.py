@@ -24,7 +24,7 @@ from torch import Tensor
 
 import lowp
 from lowp.casts import parse
-from lowp.kernels import cpu, mantissas
+from lowp.kernels import cpu, cpu_int16
 from lowp.recipes.results import header
 
 ELEMENTS = 1 << 24
@@ -45,7 +45,7 @@ def ours(x: Tensor, out: Tensor) -> Candidates:
     candidates["lowp fp16 in place"] = lambda: lowp.quantize(own, "fp16", out=own)
     candidates["lowp encode e4m3fn"] = lambda: cpu.encode(x, fp8, 0, codes)
     candidates["lowp decode e4m3fn"] = lambda: cpu.decode(codes, fp8.element, out)
-    candidates["lowp int16 and maximum"] = lambda: mantissas.to_int16(x, dfp16, -12, payload)
+    candidates["lowp int16 and maximum"] = lambda: cpu_int16.to_int16(x, dfp16, -12, payload)
     candidates["lowp statistics"] = lambda: lowp.statistics(x)
     candidates["lowp e4m3fn and statistics"] = lambda: cpu.quantize_statistics(x, fp8, 0, out)
     return candidates

@@ -11,7 +11,7 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.exponents.table import COUNTS, ExponentTable
 from lowp.kernels import predictions
-from lowp.kernels.mantissas import Seen
+from lowp.kernels.cpu_int16 import Seen
 from lowp.scaling import Autoflex
 from lowp.scaling.autoflex import folded
 

@@ -24,7 +24,7 @@ from lowp import kernels
 from lowp.casts import Cast, Rounding, parse
 from lowp.errors import InvalidInput, Unavailable
 from lowp.formats import FloatFormat, IntFormat
-from lowp.kernels import abi, bitwise, checks, cpu, integer, mantissas, reference
+from lowp.kernels import abi, bitwise, checks, cpu, cpu_int16, integer, reference
 
 SEED = 0x0123_4567_89AB_CDEF
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -163,7 +163,7 @@ def test_empty_tensors_are_left_alone() -> None:
     empty = torch.empty(0)
     assert quantized(empty, parse("fp16")).shape == (0,)
     assert cpu.statistics(empty)[1:] == (0.0, 0.0, 0, 0, 0)
-    seen = mantissas.to_int16(empty, Cast(IntFormat("int16", 16)), 0, empty.to(torch.int16))
+    seen = cpu_int16.to_int16(empty, Cast(IntFormat("int16", 16)), 0, empty.to(torch.int16))
     assert seen == (0, False, False, 0, 0, 0)
 
 
@@ -441,7 +441,7 @@ def test_int16_mantissas_are_the_rounded_saturated_multiples(dtype: torch.dtype)
                 for name in SETS:
                     cpu.select(name)
                     out = torch.empty(x.shape, dtype=torch.int16)
-                    seen = mantissas.to_int16(x, cast, exponent, out, seed=SEED)
+                    seen = cpu_int16.to_int16(x, cast, exponent, out, seed=SEED)
                     assert torch.equal(out, wanted), (exponent, rounding)
                     largest = int(wanted[x.isfinite()].to(torch.int32).abs().max())  # infinities stay outside
                     assert seen == (largest, not x.isfinite().all(), False, int(far.sum()), 0, x.numel())

@@ -18,6 +18,7 @@ from lowp.kernels import (
     available,
     byte_rows,
     cpu,
+    cpu_int16,
     dequantize,
     few_bits,
     few_rows,
@@ -116,7 +117,7 @@ def predicted() -> object:
     scaling = Autoflex()
     state = scaling.init("cpu", 1)
     before, *counts = state.exponent.clone(), *(torch.zeros(1, dtype=torch.float64, device="cpu") for _ in range(4))
-    predictions.observe(scaling, (*state, before, *counts), [(0, mantissas.Seen(99, False, False, 0, 0, 1))])
+    predictions.observe(scaling, (*state, before, *counts), [(0, cpu_int16.Seen(99, False, False, 0, 0, 1))])
     return state
 
 
@@ -129,19 +130,19 @@ def library_functions() -> object:
         cpu.quantize_finite(X, parse("int8"), 0, out.clone()),
         cpu.random_words(3, 5, 7),
         cpu.random_block(3, (1, 2, 3, 4)),
-        mantissas.to_int16(X, parse("dfp16"), -13, old),
+        cpu_int16.to_int16(X, parse("dfp16"), -13, old),
         cpu.grid(X, lowest=True),
-        mantissas.exact_int16(X.round(), 0, old),
-        mantissas.is_int16(X, old, 0, mantissas.Rows(1, X.numel(), X.numel())),
-        mantissas.rounds_to_int16(X, old, -13, mantissas.Rows(1, X.numel(), X.numel()), True),
+        cpu_int16.exact_int16(X.round(), 0, old),
+        cpu_int16.is_int16(X, old, 0, cpu_int16.Rows(1, X.numel(), X.numel())),
+        cpu_int16.rounds_to_int16(X, old, -13, cpu_int16.Rows(1, X.numel(), X.numel()), True),
         int16_lists.write_steps([weight], [mantissas.Mantissas(old, 0)], [(-13, -13)], parse("dfp16")),
         int16_lists.write_([weight], parse("dfp16"), [-13]),
         int16_lists.exact_mantissas([weight], [-13]),
-        int16_lists.are_int16([(X, mantissas.Mantissas(old, 0), mantissas.Rows(1, X.numel(), X.numel()))]),
+        int16_lists.are_int16([(X, mantissas.Mantissas(old, 0), cpu_int16.Rows(1, X.numel(), X.numel()))]),
         layer(),
         predicted(),
-        mantissas.words_int16(X.clone(), -13, 14, True),
-        mantissas.relu(X.round(), X.round().to(torch.int16), 0),
+        cpu_int16.words_int16(X.clone(), -13, 14, True),
+        cpu_int16.relu(X.round(), X.round().to(torch.int16), 0),
         masks.passed(X, masks.nonzero(X)),
         masks.passed_where_positive(X, X.round().to(torch.int16)),
         byte_rows.rows_in_bytes(X),

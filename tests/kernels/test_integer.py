@@ -368,13 +368,6 @@ def test_empty_operands_give_zeros_or_nothing() -> None:
         assert same(gradient, (torch.zeros(3, 2, 3, dtype=torch.int16), 0, 0, 0))
 
 
-def test_the_safe_lengths_are_those_of_the_paper_and_cannot_be_longer() -> None:
-    assert [integer.safe_chain_length(bits) for bits in (16, 15, 14, 13, 12)] == [2, 8, 32, 128, 512]
-    for bits in range(2, 17):
-        largest = (2 ** (bits - 1) - 1) ** 2
-        assert integer.safe_chain_length(bits) * largest < 2**31 <= 2 * integer.safe_chain_length(bits) * largest
-
-
 def test_an_exponent_can_be_a_tensor() -> None:
     a = random_int16(4, 4)
     assert same(integer.matmul_chained(a, a, exponent=torch.tensor(-9)), integer.matmul_chained(a, a, exponent=-9))
@@ -408,7 +401,6 @@ MISTAKES: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: ConvolutionShape.of((1, 4, 3), (2, 4, 5)), r"a kernel of \(5,\) does not fit an input of \(3,\)"),
     (lambda: ConvolutionShape.of((1, 4, 3), (2, 4, 1), stride=0), r"stride \(0,\); allowed: 1 integers of at least 1"),
     (lambda: ConvolutionShape.of((1, 4), (2, 4)), r"must have 1 to 3 spatial dimensions"),
-    (lambda: integer.safe_chain_length(17), r"17-bit operands; allowed: 2 to 16"),
 )
 
 

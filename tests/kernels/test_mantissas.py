@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lowp
 from lowp.casts import parse
-from lowp.kernels import cpu, int16_lists, low_words, mantissas, use
+from lowp.kernels import cpu, cpu_int16, int16_lists, low_words, mantissas, use
 from lowp.kernels.mantissas import (
     Mantissas,
     current_exponent,
@@ -165,7 +165,7 @@ def test_several_tensors_are_looked_at_and_written_as_each_alone() -> None:
     for (expected, _), found_again in zip(values_of, exact, strict=True):
         assert found_again is not None and torch.equal(found_again.payload, expected.payload)
         assert found_again.seen is not None and found_again.seen.mantissa == int(expected.payload.int().abs().max())
-    rows = [mantissas.Rows(1, x.numel(), x.numel()) for x in written]
+    rows = [cpu_int16.Rows(1, x.numel(), x.numel()) for x in written]
     whole = list(zip(written, [one for one, _ in values_of], rows, strict=True))
     assert int16_lists.are_int16(whole) == [True] * 3
     written[1].numpy()[0] += 1  # unseen by torch

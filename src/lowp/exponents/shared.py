@@ -37,8 +37,9 @@ from lowp.exponents.sites import (
 )
 from lowp.exponents.table import COUNTS, ExponentTable, Flush, SumEntry
 from lowp.kernels import low_words, payloads
+from lowp.kernels.cpu_int16 import is_direct
 from lowp.kernels.int16_lists import exact_mantissas as exact_list
-from lowp.kernels.mantissas import Mantissas, exact_mantissas, is_direct
+from lowp.kernels.mantissas import Mantissas, exact_mantissas
 from lowp.scaling.powers import times
 
 __all__ = ["SharedExponents", "Summary"]

@@ -15,17 +15,11 @@ from lowp.exponents.scalings import current, scaling_of
 from lowp.exponents.sites import is_result
 from lowp.formats import PowerOfTwo, ScaledFormat
 from lowp.kernels import int16_lists, low_words, payloads, predictions
+from lowp.kernels.cpu_int16 import Seen, is_direct
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
 from lowp.kernels.late import LateNumber
-from lowp.kernels.mantissas import (
-    Mantissas,
-    Seen,
-    current_exponent,
-    int16_element,
-    is_direct,
-    values,
-)
+from lowp.kernels.mantissas import Mantissas, current_exponent, int16_element, values
 from lowp.kernels.writes import write, write_, write_words_
 from lowp.scaling import Autoflex, AutoflexState, Reactive, WritesSeen
 from lowp.scaling.powers import times

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.kernels import cpu
+from lowp.kernels.cpu_int16 import is_direct, own_exponent
 from lowp.kernels.integer_run import check_status, is_observed
 from lowp.kernels.low_words import FEATURES
-from lowp.kernels.mantissas import Mantissas, has_mantissas, is_direct, own_exponent
+from lowp.kernels.mantissas import Mantissas, has_mantissas
 
 __all__ = ["Sizes", "gradients", "linear", "parts", "serves"]
 

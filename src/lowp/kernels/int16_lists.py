@@ -1,7 +1,7 @@
 """Several tensors of int16 at once: one call of the C++ library for all parameters of a step.
 
 Each function does to every tensor what its namesake for one does (`mantissas`, `writes`), with the same bits. The
-tensors are those that `mantissas.is_direct` accepts; exponents are of -100 to 100.
+tensors are those that `cpu_int16.is_direct` accepts; exponents are of -100 to 100.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lowp.casts import Cast
 from lowp.kernels import cpu
-from lowp.kernels.mantissas import Mantissas, Rows, Seen, int16_element, mantissa_block, seen_of
+from lowp.kernels.cpu_int16 import Rows, Seen, mantissa_block, seen_of
+from lowp.kernels.mantissas import Mantissas, int16_element
 
 __all__ = ["are_int16", "exact_mantissas", "write_", "write_steps"]
 

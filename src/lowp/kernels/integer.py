@@ -47,7 +47,6 @@ __all__ = [
     "matmul_chained",
     "matmul_exact",
     "observed",
-    "safe_chain_length",
 ]
 
 KERNELS = ("avx512", "avx2", "neon", "portable", "reference")
@@ -80,19 +79,6 @@ class Chained(NamedTuple):
 
     values: Tensor
     largest: float
-
-
-def safe_chain_length(bits: int) -> int:
-    """Return how many products of symmetric `bits`-bit integers int32 can sum whatever they are, as a power of two.
-
-    16 bits: 2, 15: 8, 14: 32, 13: 128, 12: 512. Raises InvalidInput outside 2 to 16 bits. The products here need no
-    such promise: they prove the length of each chain from the operands.
-    """
-    if not 2 <= bits <= 16:
-        raise InvalidInput(f"{bits}-bit operands; allowed: 2 to 16 bits, what int16 holds")
-    magnitude: int = (1 << (bits - 1)) - 1
-    longest = (2**31 - 1) // magnitude**2
-    return 1 << (longest.bit_length() - 1)
 
 
 def matmul_exact(

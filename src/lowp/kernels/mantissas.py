@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from array import array
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowp.casts import Cast, Rounding
-from lowp.compat import remembered_by_identity
 from lowp.formats import IntFormat, PowerOfTwo, ScaledFormat
-from lowp.kernels import bitwise, cpu
-from lowp.kernels.abi import TYPE_NUMBERS, parameters
+from lowp.kernels import bitwise, cpu, cpu_int16
+from lowp.kernels.cpu_int16 import Seen, is_direct
 from lowp.kernels.device_exponents import times
 from lowp.kernels.dispatch import uses_library
 
 _WIDE = IntFormat("wide", 32)  # rounds without saturating what int16 still has to be seen to saturate
-
-
-class Seen(NamedTuple):
-    """What one write under a shared exponent saw: numbers on a CPU, 0-d tensors on an accelerator."""
-
-    mantissa: Any  # the largest |mantissa| of what is finite, after saturation: 0 .. 32768
-    nonfinite: Any  # whether anything is infinite, which saturates, or NaN, which becomes 0
-    vanished: Any  # whether all that was not zero became zero
-    overflowed: Any  # finite elements that did not fit
-    crowded: Any  # elements that would not fit under half the unit; 0 on a CPU where they were not asked for
-    elements: Any
 
 
 class Mantissas(NamedTuple):
@@ -101,7 +88,9 @@ def current_mantissas(x: Tensor, cast: Cast, seed: int = 0) -> Mantissas | None:
         x = readable(x)
         direct = is_direct(x)
     if direct and is_free:
-        return _current_int16(x, cast, seed)
+        out = x.new_empty(x.shape, dtype=torch.int16)
+        found = cpu_int16.current_int16(x, cast, seed, out)
+        return None if found is None else Mantissas(out, *found)
     exponent = _current_exponent(x, cast, direct)
     if exponent is None:
         return None
@@ -153,23 +142,6 @@ def _is_special(cast: Cast) -> bool:
     return scaling is not None and (scaling.headroom != 0 or scaling.exponent is not None)
 
 
-def is_direct(x: Tensor) -> bool:
-    """Whether the C++ library reads the tensor as it lies."""
-    try:
-        return (
-            x.dtype is torch.float32
-            and x.device.type == "cpu"
-            and x.layout is torch.strided
-            and x.is_contiguous()
-            and not x.is_neg()
-            and not x._is_zerotensor()
-            and x.data_ptr() % 4 == 0
-            and uses_library()
-        )
-    except RuntimeError:  # what outlived its torch.func transform: a wrapper without storage, which torch opens
-        return False
-
-
 def readable(x: Tensor) -> Tensor:
     """Return x outside the graph with its elements side by side in memory, zeros that have none included."""
     x = x.detach()
@@ -185,10 +157,10 @@ def exact_mantissas(x: Tensor, cast: Cast, hint: int) -> Mantissas | None:
         return None
     payload = torch.empty(x.shape, dtype=torch.int16, device="cpu")
     exponent: int | None = hint
-    largest = exact_int16(x, hint, payload)
+    largest = cpu_int16.exact_int16(x, hint, payload)
     if largest is None:
         exponent = exact_exponent(x, cast)
-        largest = None if exponent is None else exact_int16(x, exponent, payload)
+        largest = None if exponent is None else cpu_int16.exact_int16(x, exponent, payload)
     if largest is None or exponent is None:
         return None
     return Mantissas(payload, exponent, Seen(largest, False, False, 0, 0, x.numel()))
@@ -203,7 +175,7 @@ def to_mantissas(x: Tensor, cast: Cast, exponent: int, seed: int = 0) -> Mantiss
 def _converted(x: Tensor, cast: Cast, exponent: int, seed: int, by_library: bool) -> tuple[Tensor, Seen]:
     payload = torch.empty(x.shape, dtype=torch.int16, device=x.device)
     if by_library:
-        return payload, to_int16(x, cast, exponent, payload, seed=seed)
+        return payload, cpu_int16.to_int16(x, cast, exponent, payload, seed=seed)
     scaled = torch.ldexp(x.double(), torch.full((), -exponent, device=x.device))
     if cast.rounding is Rounding.NEAREST_EVEN:
         rounded = scaled.round()
@@ -227,7 +199,7 @@ def values(payload: Tensor, exponent: int | Tensor) -> Tensor:
     result = torch.empty_like(payload, dtype=torch.float32)
     if result.stride() != payload.stride():  # it has gaps, or lies on itself
         payload, result = payload.contiguous(), torch.empty(payload.shape, dtype=torch.float32, device="cpu")
-    from_int16(payload, exponent, result)
+    cpu_int16.from_int16(payload, exponent, result)
     return result
 
 
@@ -259,153 +231,10 @@ def mantissas_and_values(x: Tensor, cast: Cast, exponent: int) -> tuple[Mantissa
         result = torch.where(x.isfinite(), result, x.float()) if seen.nonfinite else result
         return Mantissas(payload, exponent, seen), result
     payload, result = x.new_empty(x.shape, dtype=torch.int16), x.new_empty(x.shape, dtype=torch.float32)
-    return Mantissas(payload, exponent, to_int16(x, cast, exponent, payload, result)), result
-
-
-# -- the C++ kernels: contiguous tensors on the CPU, but where `Rows` says how they lie -------------------------------
-
-
-def to_int16(
-    x: Tensor, cast: Cast, exponent: int, out: Tensor | None, result: Tensor | None = None, seed: int = 0
-) -> Seen:
-    """Write x * 2**-exponent, rounded by a cast and saturated, into the int16 tensor `out`, in one pass.
-
-    `result`, in fp32, takes what the mantissas stand for, and what is not finite as it is; it may be x, and be asked
-    for alone.
-    """
-    counts = array("q", (0,) * 4)
-    cpu.loaded().lowp_write_int16(
-        mantissa_block(cast),
-        TYPE_NUMBERS[x.dtype],
-        cpu.address(x),
-        exponent,
-        cpu.optional_address(out),
-        cpu.optional_address(result),
-        x.numel(),
-        seed & cpu.MASK,
-        cpu.threads(),
-        cpu.array_address(counts),
-    )
-    return seen_of(x.numel(), *counts)
-
-
-_NOT_FINITE = 1 << 20
-
-
-def _current_int16(x: Tensor, cast: Cast, seed: int) -> Mantissas | None:
-    """Return x, of fp32, as mantissas under the exponent of its maximum; None where it is not finite."""
-    counts, out = array("q", (0,) * 4), x.new_empty(x.shape, dtype=torch.int16)
-    block, offset, lowest, highest = own_exponent(cast)
-    memory = out.data_ptr(), None, x.numel(), seed & cpu.MASK, cpu.threads(), cpu.array_address(counts)
-    exponent: int = cpu.loaded().lowp_current_int16(block, x.data_ptr(), offset, lowest, highest, *memory)
-    return None if exponent == _NOT_FINITE else Mantissas(out, exponent, seen_of(x.numel(), *counts))
-
-
-def current_values(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
-    """Write the values of x, of fp32, under its own exponent into `out`, which may be x, by the C++ library.
-
-    Returns False, with nothing written, where x is not finite.
-    """
-    counts = array("q", (0,) * 4)
-    block, offset, lowest, highest = own_exponent(cast)
-    memory = None, cpu.address(out), x.numel(), seed & cpu.MASK, cpu.threads(), cpu.array_address(counts)
-    found: int = cpu.loaded().lowp_current_int16(block, cpu.address(x), offset, lowest, highest, *memory)
-    return found != _NOT_FINITE
-
-
-@remembered_by_identity
-def own_exponent(cast: Cast) -> tuple[object, int, int, int]:
-    """Return the parameters of a cast, what is added to the exponent of a maximum, and the bounds of the sum."""
-    format = cast.format
-    assert isinstance(format, ScaledFormat) and isinstance(format.element, IntFormat)
-    assert isinstance(format.scale, PowerOfTwo)
-    offset = (0 if cast.scaling is None else cast.scaling.headroom) - (format.element.bits - 2)
-    return mantissa_block(cast), offset, format.scale.min_exponent, format.scale.max_exponent
-
-
-def from_int16(mantissas: Tensor, exponent: int, out: Tensor) -> None:
-    """Write mantissas * 2**exponent into `out`, fp32: exact unless it leaves the range."""
-    cpu.loaded().lowp_from_int16(cpu.address(mantissas), exponent, cpu.address(out), mantissas.numel(), cpu.threads())
-
-
-def exact_int16(x: Tensor, exponent: int, out: Tensor) -> int | None:
-    """Write x * 2**-exponent, of fp32, into the int16 tensor `out` and return the largest |mantissa|.
-
-    None where some element is no int16 under this exponent; `out` is then half written. Exponents from -100 to 100.
-    """
-    largest: int = cpu.loaded().lowp_exact_int16(cpu.address(x), exponent, cpu.address(out), x.numel(), cpu.threads())
-    return None if largest < 0 else largest
-
-
-class Rows(NamedTuple):
-    """How elements lie in memory: rows of neighbours, one every `stride` elements."""
-
-    rows: int
-    columns: int
-    stride: int
-
-
-def is_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows) -> bool:
-    """Whether every element of x, of fp32, is its mantissa * 2**exponent; both lie alike. Exponents -100 to 100."""
-    return _same_int16(x, mantissas, lie, exponent, False, 0) == 0
-
-
-def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows, symmetric: bool) -> float | None:
-    """Return the largest |x| of an fp32 tensor if `to_int16` to nearest even would write these mantissas, or None.
-
-    Both lie alike. Exponents from -100 to 100.
-    """
-    found = _same_int16(x, mantissas, lie, exponent, True, -32767 if symmetric else -32768)
-    if found < 0:
-        return None
-    return cpu.fp32_of(found)
-
-
-def _same_int16(x: Tensor, mantissas: Tensor, lie: Rows, exponent: int, rounded: bool, lowest: int) -> int:
-    given = (cpu.address(x), cpu.address(mantissas), *lie, exponent, rounded, lowest, cpu.threads())
-    found: int = cpu.loaded().lowp_same_int16(*given)
-    return found
-
-
-def relu(x: Tensor, mantissas: Tensor, exponent: int) -> tuple[Tensor, Tensor] | None:
-    """Return ReLU of mantissas, and of their values in fp32; None where they are not those of x, or there is no kernel.
-
-    Both are contiguous. Exponents from -100 to 100.
-    """
-    if not is_direct(x):
-        return None
-    payload, result = torch.empty_like(mantissas), torch.empty_like(x)
-    given = cpu.address(x), cpu.address(mantissas), exponent, cpu.address(payload), cpu.address(result)
-    wrong = cpu.loaded().lowp_relu_int16(*given, x.numel(), cpu.threads())
-    return None if wrong else (payload, result)
-
-
-def words_int16(x: Tensor, exponent: int, low_bits: int, symmetric: bool) -> Seen:
-    """Write x, of fp32, in place as the sum of two words to nearest even, the second `low_bits` lower.
-
-    What is not finite becomes NaN. Returns what was seen of the first words. Exponents from -100 to 100.
-    """
-    counts = array("q", (0,) * 4)
-    lowest = -32767 if symmetric else -32768
-    given = (exponent, low_bits, lowest, x.numel(), cpu.threads(), cpu.array_address(counts))
-    cpu.loaded().lowp_words_int16(cpu.address(x), *given)
-    return seen_of(x.numel(), *counts)
-
-
-def seen_of(elements: int, largest: int, saturated: int, nonfinite: int, any_: int) -> Seen:
-    """What the kernels count of a tensor; `any_` is whether anything in it was not zero before it was rounded."""
-    vanished = largest == 0 and nonfinite == 0 and any_ != 0
-    return Seen(largest, nonfinite > 0, vanished, saturated, 0, elements)
+    return Mantissas(payload, exponent, cpu_int16.to_int16(x, cast, exponent, payload, result)), result
 
 
 @functools.cache
 def wide_cast(rounding: Rounding, random_bits: int | None) -> Cast:
     """Return a cast to integers of 32 bits, which rounds as another one does and saturates later."""
     return Cast(_WIDE, rounding, None, None, random_bits)
-
-
-@remembered_by_identity
-def mantissa_block(cast: Cast) -> object:
-    """Return the parameters of a cast's rounding to int16."""
-    element = IntFormat("int16", 16, int16_element(cast).symmetric)
-    return parameters(Cast(element, cast.rounding, random_bits=cast.random_bits))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.formats import Format
-from lowp.kernels import device_mantissas, int16_lists, mantissas, tracing
+from lowp.kernels import cpu_int16, device_mantissas, int16_lists, tracing
 from lowp.kernels.dispatch import answers_at_once, uses_library
 from lowp.kernels.mantissas import (
     Mantissas,
@@ -151,7 +151,7 @@ def relu(x: Tensor, cast: Cast, with_values: bool = True) -> tuple[Mantissas, Te
     found = _find(x) if with_values and x.is_contiguous() else None
     payload = None if found is None or found.of != cast.format else found.of_view(x)
     if found is not None and payload is not None and abs(found.exponent) <= _LARGEST:
-        both = mantissas.relu(x.detach(), payload, found.exponent)
+        both = cpu_int16.relu(x.detach(), payload, found.exponent)
         if both is not None:
             return Mantissas(both[0], found.exponent), both[1]
     known = exact(x, cast)
@@ -179,7 +179,7 @@ def is_exact(x: Tensor, cast: Cast) -> bool:
 
 def are_exact(tensors: Sequence[Tensor], cast: Cast) -> list[bool]:
     """Return `is_exact` of each tensor; one call compares all that lie as what is kept of them."""
-    kept: dict[int, tuple[Tensor, Mantissas, mantissas.Rows]] = {}
+    kept: dict[int, tuple[Tensor, Mantissas, cpu_int16.Rows]] = {}
     for index, x in enumerate(tensors):
         found = _find(x) if uses_library() and answers_at_once(x) else None
         payload = None if found is None or not found.is_of(cast.format) else found.of_view(x)
@@ -233,7 +233,7 @@ def _rounded_again(x: Tensor, cast: Cast, found: _Payload) -> Mantissas | None:
     lie = _rows(x)
     if lie is None or abs(found.exponent) > _LARGEST or not uses_library():
         return None
-    maximum = mantissas.rounds_to_int16(x, payload, found.exponent, lie, int16_element(cast).symmetric)
+    maximum = cpu_int16.rounds_to_int16(x, payload, found.exponent, lie, int16_element(cast).symmetric)
     if maximum is None or not math.isfinite(maximum) or exponent_of(maximum, cast) != found.exponent:
         return None
     return Mantissas(payload, found.exponent)
@@ -262,15 +262,15 @@ def _stands_for(x: Tensor, payload: Tensor, exponent: int) -> bool:
     lie = _rows(x)
     if lie is None or abs(exponent) > _LARGEST or not uses_library():
         return torch.equal(values(payload, exponent), x.detach())
-    return mantissas.is_int16(x, payload, exponent, lie)
+    return cpu_int16.is_int16(x, payload, exponent, lie)
 
 
-def _rows(x: Tensor) -> mantissas.Rows | None:
+def _rows(x: Tensor) -> cpu_int16.Rows | None:
     """Return how x lies in memory, whatever the order of its dimensions; None for what is not rows of neighbours."""
     if x.data_ptr() % 4:
         return None
     if x.is_contiguous():
-        return mantissas.Rows(1, (elements := x.numel()), elements)
+        return cpu_int16.Rows(1, (elements := x.numel()), elements)
     dims = sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1 and step > 0)
     merged: list[tuple[int, int]] = []
     for step, size in dims:
@@ -279,9 +279,9 @@ def _rows(x: Tensor) -> mantissas.Rows | None:
         else:
             merged.append((step, size))
     if len(merged) == 1 and merged[0][0] == 1:
-        return mantissas.Rows(1, merged[0][1], merged[0][1])
+        return cpu_int16.Rows(1, merged[0][1], merged[0][1])
     if len(merged) == 2 and merged[0][0] == 1:
-        return mantissas.Rows(merged[1][1], merged[0][1], merged[1][0])
+        return cpu_int16.Rows(merged[1][1], merged[0][1], merged[1][0])
     return None
 
 

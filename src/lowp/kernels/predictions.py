@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lowp.kernels import cpu
 from lowp.kernels.abi import autoflex_parameters
+from lowp.kernels.cpu_int16 import Seen
 from lowp.kernels.dispatch import uses_library
-from lowp.kernels.mantissas import Seen
 from lowp.scaling import Autoflex
 
 __all__ = ["observe", "observes"]

@@ -16,7 +16,7 @@ from lowp.casts import Cast
 from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
-from lowp.kernels import cpu, mantissas, packing, scaled
+from lowp.kernels import cpu, cpu_int16, packing, scaled
 from lowp.kernels.floats import home, narrow, widen
 from lowp.kernels.mantissas import has_mantissas
 from lowp.kernels.philox import Seed
@@ -196,7 +196,7 @@ def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
     Returns False, with nothing written, where x is not finite.
     """
     if has_mantissas(cast):
-        return mantissas.current_values(x, cast, seed, out)
+        return cpu_int16.current_values(x, cast, seed, out)
     return cpu.quantize_finite(x, cast, seed, out)
 
 

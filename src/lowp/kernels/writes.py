@@ -7,15 +7,8 @@ from torch import Tensor
 
 from lowp.casts import Cast, Rounding
 from lowp.kernels import bitwise
-from lowp.kernels.mantissas import (
-    Seen,
-    int16_element,
-    is_direct,
-    mantissas_and_values,
-    to_int16,
-    wide_cast,
-    words_int16,
-)
+from lowp.kernels.cpu_int16 import Seen, is_direct, to_int16, words_int16
+from lowp.kernels.mantissas import int16_element, mantissas_and_values, wide_cast
 from lowp.scaling.powers import times
 
 __all__ = ["write", "write_", "write_words_"]
