@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from lowp.exponents.scalings import scaling_of
-from lowp.exponents.shared import SharedExponents, Summary
+from lowp.exponents.shared import SharedExponents
 from lowp.exponents.sites import CLASSES, SiteWriter, Spots, Tell, Trail, class_of
+from lowp.exponents.summary import Summary
 from lowp.exponents.table import Flush
 
 __all__ = [

@@ -11,10 +11,8 @@ Source: Koester et al. 2017, arXiv 1711.02213, section 3.3 and algorithms 1 and 
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,14 +25,13 @@ from lowp.errors import InvalidInput
 from lowp.exponents.ranks import AgreedSites
 from lowp.exponents.saved import check_whole, copied
 from lowp.exponents.sites import (
-    CLASSES,
     Passes,
     Spots,
-    class_of,
     features_axis,
     is_of_optimizer,
     is_result,
 )
+from lowp.exponents.summary import Summary, summarised
 from lowp.exponents.table import COUNTS, ExponentTable, Flush, SumEntry
 from lowp.kernels import low_words, payloads
 from lowp.kernels.cpu_int16 import is_direct
@@ -42,29 +39,9 @@ from lowp.kernels.int16_lists import exact_mantissas as exact_list
 from lowp.kernels.mantissas import Mantissas, exact_mantissas
 from lowp.scaling.powers import times
 
-__all__ = ["SharedExponents", "Summary"]
+__all__ = ["SharedExponents"]
 
 _VERSION = 2
-
-
-@dataclass
-class Summary:
-    """Sums over writes; `raises_needed`: maxima that the exponent of the write before could not have held."""
-
-    tensors: int = 0
-    writes: int = 0
-    saturated: int = 0
-    moved: int = 0
-    nonfinite: int = 0
-    raises_needed: int = 0
-    raises_in_time: int = 0
-    measured: int = 0
-    headroom_sum: float = 0.0
-
-    @property
-    def headroom_bits(self) -> float:
-        """The mean of log2(32768 / Γ) over the writes that were not all zero."""
-        return self.headroom_sum / self.measured if self.measured else math.nan
 
 
 class SharedExponents:
@@ -350,21 +327,7 @@ class SharedExponents:
 
     def summary(self) -> dict[str, Summary]:
         """What was written so far, by class of tensors, and as ``all``; counts what `flush` has seen."""
-        found = {"all": Summary(), **{name: Summary() for name in CLASSES}}
-        for group in self._groups.values():
-            self._add(found, group)
-        return {name: one for name, one in found.items() if one.tensors or name == "all"}
-
-    @staticmethod
-    def _add(found: dict[str, Summary], group: ExponentTable) -> None:
-        state = group.state
-        counted = {name: getattr(state, name).tolist() for name in ("writes", "saturated", "moved", "nonfinite")}
-        counted |= {name: group.counts[name].tolist() for name in COUNTS}
-        for site, index in group.names.items():
-            for one in (found["all"], found[class_of(site)]):
-                one.tensors += 1
-                for name, column in counted.items():
-                    setattr(one, name, getattr(one, name) + type(getattr(one, name))(column[index]))
+        return summarised(self._groups.values())
 
     def watch(self, callback: Callable[[Flush], object]) -> Callable[[], None]:
         """Call back with what each step has written, when it is flushed; return what ends that."""
