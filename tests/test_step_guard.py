@@ -133,6 +133,22 @@ def test_a_guard_counts_puts_statistics_back_and_gives_up() -> None:
     assert given_up == [False] * 5 + [True]
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_what_the_host_knows_of_a_step_counts_as_its_flag_does(known: bool) -> None:
+    by_host, by_flag = StepGuard(patience=3), StepGuard(patience=3)
+    norms = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    for guard, norm, stepped in zip((by_host, by_flag), norms, (known, torch.tensor(known)), strict=True):
+        guard.protect(norm)
+        norm(torch.full((4, 2), 9.0))
+        guard.settle(stepped)
+    assert by_host.skipped_steps == by_flag.skipped_steps == int(not known)
+    assert torch.equal(norms[0].running_mean, norms[1].running_mean)
+    assert by_host.stepped is not None and by_host.stepped.dtype is torch.bool and bool(by_host.stepped) is known
+    by_host.stepped.logical_not_()  # the caller's own: what is remembered stays
+    assert bool(by_host.stepped) is known
+    assert by_host.turned_bad(not known) is (not known)
+
+
 def test_a_number_is_read_after_it_was_sent() -> None:
     number = LateNumber()
     assert number.read() is None and not number.is_under_way

@@ -25,7 +25,7 @@ from lowp.optim.storage import Storage, check_seed
 from lowp.policy import Accumulation, Policy, Rule
 from lowp.presets import LossScale, Masters, Preset
 from lowp.rng_state import restore_rng_states, rng_states
-from lowp.step_guard import StepGuard
+from lowp.step_guard import StepGuard, as_flag
 from lowp.unscaled import UnscaledSteps
 
 __all__ = ["Precision"]
@@ -264,8 +264,7 @@ class Precision:
     @property
     def stepped(self) -> Tensor:
         """Whether the last `step` changed the weights: a 0-d bool tensor on the device."""
-        stepped = self.scaler.stepped if self.scaler.is_enabled() else self.guard.stepped
-        return torch.zeros((), dtype=torch.bool, device="cpu") if stepped is None else stepped
+        return self.scaler.stepped if self.scaler.is_enabled() else as_flag(self.guard.stepped)
 
     @property
     def skipped_steps(self) -> int:

@@ -14,7 +14,14 @@ from lowp.kernels import hardware
 from lowp.kernels.late import LateNumber
 from lowp.session import BatchNormJournal
 
-__all__ = ["StepGuard"]
+__all__ = ["StepGuard", "as_flag"]
+
+
+def as_flag(stepped: torch.Tensor | bool | None) -> torch.Tensor:
+    """Return whether a step stepped as a 0-dimensional bool tensor, made anew of what the host knows."""
+    if isinstance(stepped, torch.Tensor):
+        return stepped
+    return torch.full((), bool(stepped), dtype=torch.bool, device="cpu")
 
 
 class StepGuard:
@@ -27,7 +34,7 @@ class StepGuard:
 
     def __init__(self, patience: int) -> None:
         self.patience = patience
-        self.stepped: torch.Tensor | None = None
+        self._stepped: torch.Tensor | bool | None = None
         self._skipped: torch.Tensor | None = None
         self._journals: list[BatchNormJournal] = []
         self._counted = 0
@@ -43,14 +50,20 @@ class StepGuard:
         if len(journal):
             self._journals.append(journal)
 
-    def settle(self, stepped: torch.Tensor) -> None:
-        """End a step: `stepped` is a 0-dimensional bool tensor. Nothing is read."""
-        self.stepped = stepped
-        if not (hardware.is_on_host(stepped) and bool(stepped)):
-            skipped = (~stepped).to(torch.int64)
+    def settle(self, stepped: torch.Tensor | bool) -> None:
+        """End a step: `stepped` is a 0-dimensional bool tensor, or what the host knows. Nothing is read of a device."""
+        self._stepped = stepped
+        known = bool(stepped) if isinstance(stepped, bool) or hardware.is_on_host(stepped) else None
+        if known is not True:
+            skipped = (~as_flag(stepped)).to(torch.int64)
             self._skipped = skipped if self._skipped is None else self._skipped.to(skipped.device) + skipped
         for journal in self._journals:
-            journal.settle(stepped)
+            journal.settle(as_flag(stepped))
+
+    @property
+    def stepped(self) -> torch.Tensor | None:
+        """Whether the latest step stepped, a 0-dimensional bool tensor; None before the first."""
+        return None if self._stepped is None else as_flag(self._stepped)
 
     @property
     def skipped_steps(self) -> int:
@@ -79,14 +92,14 @@ class StepGuard:
         return late >= self.patience
 
     # -- runs in which nothing is skipped -------------------------------------------------------------------------
-    def turned_bad(self, bad: torch.Tensor) -> bool:
-        """Whether something was not finite by now, once; `bad` is this step's flag, a 0-dimensional bool tensor.
+    def turned_bad(self, bad: torch.Tensor | bool) -> bool:
+        """Whether something was not finite by now, once; `bad` is this step's flag, a 0-dimensional tensor or a bool.
 
         On a CPU that is this step, on an accelerator a later one, when the flag has arrived.
         """
         if self._told:
             return False
-        if bad.device.type == "cpu":
+        if isinstance(bad, bool) or hardware.is_on_host(bad):
             self._told = bool(bad)
         else:
             self._bad = bad if self._bad is None else self._bad | bad

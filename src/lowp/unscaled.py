@@ -30,7 +30,7 @@ class UnscaledSteps:
     def __init__(self, name: str, exponents: SharedExponents | None) -> None:
         self.name, self.exponents = name, exponents
         self.faults: list[str] = []  # of the latest step that was skipped for them
-        self._bad_loss: Tensor | None = None  # whether a loss since the last step was not finite, on the device
+        self._bad_loss: Tensor | bool | None = None  # whether a loss since the last step was not finite
 
     def saw(self, loss: Tensor) -> None:
         """Take note of a loss before its backward; nothing waits for a device."""
@@ -38,7 +38,7 @@ class UnscaledSteps:
             return
         with _DisableTorchFunction():  # a function mode that watches the user's calls is not called for these
             if type(loss) is Tensor and hardware.is_on_host(loss) and loss.numel() == 1:  # sooner than torch's kernels
-                bad = torch.full((), not cmath.isfinite(loss.item()), device="cpu")
+                bad: Tensor | bool = not cmath.isfinite(loss.item())
             else:
                 bad = ~torch.isfinite(loss.detach()).all()
             self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
@@ -55,7 +55,7 @@ class UnscaledSteps:
         if not exponents.any_rank(bool(faults)):
             return False
         self.faults = faults
-        guard.settle(torch.tensor(False, device="cpu"))
+        guard.settle(False)
         exponents.flush()
         where = f"first in the {faults[0]}" if faults else "on another rank"
         text = f"an infinity or a NaN, {where}: int16 has neither, and step {number} was skipped"
@@ -70,7 +70,7 @@ class UnscaledSteps:
 
     def end(self, guard: StepGuard, number: int, optimizers: Optimizers) -> None:
         """Settle step `number`, which stepped; tell once, when it is known, that the run is not finite any more."""
-        guard.settle(torch.tensor(True, device="cpu"))
+        guard.settle(True)
         bad, self._bad_loss = self._bad_loss, None
         if self.exponents is not None:
             self._look_beyond(self.exponents, guard, number)

@@ -21,7 +21,7 @@ from lowp.grad_scaler.state import OutOfOrder, new_stage
 from lowp.kernels import hardware
 from lowp.presets import LossScale
 from lowp.scaling import DynamicLossScale, GradientsSeen, LossScaleState, LossScaling
-from lowp.step_guard import StepGuard
+from lowp.step_guard import StepGuard, as_flag
 
 
 class GradScaler(Checks):
@@ -111,7 +111,7 @@ class GradScaler(Checks):
         Returns what that returns, None for a skipped step; `stepped` says which. No closures.
         """
         if not self._enabled:
-            self._note_stepped(optimizer, torch.ones((), dtype=torch.bool, device="cpu"))
+            self._note_stepped(optimizer, True)
             return cast("float | None", optimizer.step(*args, **kwargs))
         if "closure" in kwargs or (args and callable(args[0])):
             raise Misuse(
@@ -139,13 +139,14 @@ class GradScaler(Checks):
         """Read once whether the gradients were finite, and step if they were."""
         state = self._state("step")
         found = combined(optimizer_state["found_inf_per_device"].values(), state.scale.device)
-        if hardware.is_on_host(state.scale):
+        is_on_host = hardware.is_on_host(state.scale)
+        if is_on_host:
             skip, scale = found.item(), state.scale.item()
         else:
             skip, scale = torch.stack((found, state.scale.reshape(()))).tolist()
         at_floor = scale <= self._scaling.floor or not isinstance(self._scaling, DynamicLossScale)
         self._skipped_at_floor.append(bool(skip) and at_floor)
-        self._note_stepped(optimizer, found.logical_not())
+        self._note_stepped(optimizer, not skip if is_on_host else found.logical_not())
         if not skip:
             return cast("float | None", optimizer.step(*args, **kwargs))
         if optimizer_state.get("untouched"):
@@ -194,7 +195,7 @@ class GradScaler(Checks):
                 "scaler.scale(loss).backward() before scaler.step(optimizer)"
             )
 
-    def _note_stepped(self, optimizer: Optimizer, stepped: torch.Tensor) -> None:
+    def _note_stepped(self, optimizer: Optimizer, stepped: torch.Tensor | bool) -> None:
         self._stepped = self._stepped_by[optimizer] = stepped
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -215,7 +216,8 @@ class GradScaler(Checks):
             raise OutOfOrder("No inf checks were recorded prior to update. Call step(optimizer) or unscale_ before")
         if found:
             nonfinite = combined(found, state.scale.device)
-            self._guard.settle(nonfinite.logical_not())
+            is_on_host = hardware.is_on_host(nonfinite)
+            self._guard.settle(not nonfinite.item() if is_on_host else nonfinite.logical_not())
             if new_scale is None:
                 self._move_scale(state, nonfinite)
         self._per_optimizer_states = defaultdict(new_stage)
@@ -233,7 +235,7 @@ class GradScaler(Checks):
     def _move_scale(self, state: LossScaleState, nonfinite: torch.Tensor) -> None:
         """Let the scale observe a step; where it is known on the host that only good steps are counted, count it."""
         if hardware.is_on_host(state.scale) and not nonfinite.item() and self._scaling.only_counts(state):
-            state.good_steps.fill_(state.good_steps.item() + 1)
+            state.good_steps.add_(1)
             state.stuck.zero_()
             return
         seen = GradientsSeen(nonfinite, self._exponents_of_all(state.scale.device))
@@ -280,12 +282,11 @@ class GradScaler(Checks):
 
         `if scaler.stepped: scheduler.step()` waits for the device; `torch.where(scaler.stepped, new, old)` does not.
         """
-        return torch.zeros((), dtype=torch.bool, device="cpu") if self._stepped is None else self._stepped
+        return as_flag(self._stepped)
 
     def stepped_for(self, optimizer: Optimizer) -> torch.Tensor:
         """Return whether the last `step` of this optimizer stepped, as `stepped` does."""
-        stepped = self._stepped_by.get(optimizer)
-        return torch.zeros((), dtype=torch.bool, device="cpu") if stepped is None else stepped
+        return as_flag(self._stepped_by.get(optimizer))
 
     @property
     def nonfinite(self) -> NonFinite | None:

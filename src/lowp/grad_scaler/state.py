@@ -80,8 +80,8 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
     def _start_afresh(self) -> None:
         """Make what is neither checkpointed nor pickled."""
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(new_stage)
-        self._stepped: torch.Tensor | None = None
-        self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, torch.Tensor] = weakref.WeakKeyDictionary()
+        self._stepped: torch.Tensor | bool | None = None
+        self._stepped_by = weakref.WeakKeyDictionary[torch.optim.Optimizer, "torch.Tensor | bool"]()
         self._losses: list[torch.Tensor] = []
         self._skipped_at_floor: list[bool] = []  # of the optimizers for which it was read
         self._exponents: torch.Tensor | None = None
