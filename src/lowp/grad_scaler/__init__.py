@@ -1,4 +1,4 @@
-"""GradScaler: torch's interface, a loss scale that cannot die, and a name for what overflowed."""
+"""GradScaler: torch's interface, with a bounded loss scale and a report of which gradient overflowed."""
 
 from __future__ import annotations
 

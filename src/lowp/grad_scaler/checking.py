@@ -1,4 +1,4 @@
-"""Unscaling and checking gradients, and what is kept for whoever asks later."""
+"""Unscales and checks gradients, and records what a later report needs."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ _Replicator = cast(Callable[[torch.Tensor], Any], private("torch.amp.grad_scaler
 _is_functorch_wrapped = cast(Callable[[torch.Tensor], bool], private("torch._C._functorch.is_functorch_wrapped_tensor"))
 
 Optimizer = torch.optim.Optimizer
-_MOST_LOSSES = 64  # of one step, that are looked at when gradients overflow
+_MOST_LOSSES = 64  # losses of one step that are checked when gradients overflow
 
 
 def _bounded_inverse(scale: torch.Tensor) -> torch.Tensor:
-    """Return 1 / scale; never infinite, so that a zero gradient stays zero."""
-    if hardware.is_on_host(scale) and scale.dim() == 0:  # the same number, in less time than torch's calls take
+    """Return 1 / scale. The result is never infinite, so that a zero gradient stays zero."""
+    if hardware.is_on_host(scale) and scale.dim() == 0:  # same value, faster than torch's calls
         return torch.full((), 1.0 / max(scale.item(), SMALLEST_SCALE), dtype=torch.float32, device="cpu")
     return inverse_of(scale.clamp(min=SMALLEST_SCALE))
 
 
 def combined(flags: Collection[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the largest of some flags as a 0-dimensional fp32 tensor on one device, a lone one as it is; 0 of none."""
+    """Return the largest of the flags as a 0-dimensional fp32 tensor on `device`; 0 if there are none.
+
+    A single flag of that kind is returned itself.
+    """
     if len(flags) == 1:
         (flag,) = flags
         if flag.dim() == 0 and flag.dtype is torch.float32 and flag.device == device:
@@ -47,9 +50,9 @@ def steps_by_itself(optimizer: Optimizer) -> bool:
 
 
 def starts_momentum(optimizer: Optimizer) -> bool:
-    """Whether the next step makes the momentum of torch's fused SGD, which a step that skips leaves uninitialised.
+    """Whether the next step creates the momentum of torch's fused SGD. A skipped step would leave it uninitialised.
 
-    Until every momentum is there the host has to know whether the step is skipped.
+    Until every momentum exists, the host must know whether the step is skipped.
     """
     if not isinstance(getattr(optimizer, "inner", optimizer), torch.optim.SGD):
         return False
@@ -63,9 +66,9 @@ def starts_momentum(optimizer: Optimizer) -> bool:
 
 
 class Checks(ScalerState):
-    """The half of a scaler that deals with gradients; each method works on one optimizer."""
+    """The part of a scaler that handles gradients. Each method works on one optimizer."""
 
-    # The sizes of the gradients that were checked last, and what else is kept of them, until ranks have agreed.
+    # The sizes of the gradients checked last and the record of their step, until the ranks have agreed.
     _seen: tuple[torch.Tensor, torch.Tensor] | None = None
     _agreed_with: Sequence[torch.distributed.ProcessGroup] = ()
 
@@ -97,7 +100,7 @@ class Checks(ScalerState):
     def check_(self, optimizer: Optimizer, nonfinite: torch.Tensor | None = None) -> None:
         """Record, instead of `unscale_`, whether gradients that backward has already unscaled are finite.
 
-        `nonfinite`: a flag that was raised while they were computed, before clipping could hide an infinity.
+        `nonfinite`: a flag that was set while they were computed, before clipping could hide an infinity.
         """
         state = self._state("check_")
         flag = torch.zeros((), dtype=torch.float32, device=state.scale.device)
@@ -113,7 +116,7 @@ class Checks(ScalerState):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale in place and return a flag a device; the name and the arguments are torch's."""
+        """Unscale in place and return one flag per device. The name and the arguments are torch's."""
         with torch.no_grad():
             values = grads.plain_on_host(optimizer) if self._is_for_host(inv_scale, found_inf) else []
             if values:
@@ -123,7 +126,7 @@ class Checks(ScalerState):
     def _unscaled(
         self, optimizer: Optimizer, kinds: grads.Kinds, inv_scale: torch.Tensor, found_inf: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale in place, wherever the gradients lie; nothing is read."""
+        """Unscale in place, on any device; nothing is read."""
         by_kernel = self._looked_at(optimizer, kinds, inv_scale, unscale=True)
         found = self._checked(optimizer, kinds, inv_scale, found_inf, by_kernel)
         if by_kernel is not None:
@@ -134,7 +137,7 @@ class Checks(ScalerState):
         return found
 
     def _is_for_host(self, inverse: torch.Tensor, found_inf: torch.Tensor) -> bool:
-        """Whether one pass over fp32 gradients tells all of a step: no division by the scale overflows them."""
+        """Whether one pass over fp32 gradients suffices: the division by the scale cannot make them overflow."""
         if not (hardware.is_on_host(inverse) and hardware.is_on_host(found_inf)):
             return False
         if self._samples_now() or distributed.is_running():
@@ -144,7 +147,7 @@ class Checks(ScalerState):
     def _unscaled_on_host(
         self, optimizer: Optimizer, values: list[torch.Tensor], inverse: torch.Tensor, found_inf: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale in place; look at each gradient only where one was not finite, and keep their sizes then."""
+        """Unscale in place. Measure the size of each gradient only if one was not finite, and keep the sizes."""
         grads.unscale_and_check_(values, found_inf, inverse)
         if found_inf.item():
             kinds = grads.by_kind(grads.collect(optimizer, True))
@@ -153,7 +156,7 @@ class Checks(ScalerState):
         return {found_inf.device: found_inf}
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Note whether the gradients, left scaled, are finite and stay so when unscaled; a flag a device."""
+        """Note, in one flag per device, whether the gradients, left scaled, are finite and stay finite unscaled."""
         state = self._state("_check_inf_per_device")
         found_inf = torch.zeros((), dtype=torch.float32, device=state.scale.device)
         kinds = grads.by_kind(grads.collect(optimizer, True))
@@ -167,7 +170,7 @@ class Checks(ScalerState):
     def _looked_at(
         self, optimizer: Optimizer, kinds: grads.Kinds, inverse: torch.Tensor, unscale: bool = False
     ) -> grads.Checked | None:
-        """Look at gradients, and unscale them if asked to, by one kernel; None where they lie on a device without."""
+        """Check gradients, and unscale them if asked, with one kernel; None if they lie on a device without one."""
         count = len(grads.parameters_of(optimizer))
         return grads.checked_by_kernel(kinds, count, inverse.reshape(()), unscale, self._samples_now())
 
@@ -180,9 +183,9 @@ class Checks(ScalerState):
         found_inf: torch.Tensor,
         by_kernel: grads.Checked | None,
     ) -> dict[torch.device, torch.Tensor]:
-        """Return a flag a device, set if a gradient is not finite or will not be once unscaled; change no gradient.
+        """Return one flag per device: set if a gradient is not finite or will not be once unscaled. Nothing is changed.
 
-        Their sizes are kept for the provenance now: gradient clipping makes all of them NaN if one is.
+        The sizes are kept for the report before clipping, which makes all gradients NaN if one is.
         """
         if not kinds:
             return {}
@@ -201,7 +204,7 @@ class Checks(ScalerState):
         return cast("dict[torch.device, torch.Tensor]", flags._per_device_tensors)
 
     def _about(self, inverse: torch.Tensor) -> torch.Tensor:
-        """Return what is kept of this step, on the device: its number, the scale, whether the losses were finite."""
+        """Return the record of this step on the device: its number, the scale, whether the losses were finite."""
         kind = widest_dtype(inverse.device)
         step = torch.full((), float(self._steps), dtype=kind, device=inverse.device)
         return torch.stack((step, inverse.to(kind).reciprocal(), all_finite(self._losses, step)))
@@ -209,7 +212,7 @@ class Checks(ScalerState):
     def _agreed(
         self, optimizer: Optimizer, found: dict[torch.device, torch.Tensor], nothing: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
-        """Let all ranks of the group, or of the meshes of DTensor gradients, find what one has found; then keep it."""
+        """Share the flags over all ranks of the group, or of the meshes of DTensor gradients; then record the step."""
         self._agreed_with = groups = self._groups(optimizer)
         if groups:
             shared = combined(found.values(), nothing.device)
@@ -237,13 +240,13 @@ class Checks(ScalerState):
         return [each for each in groups if each.size() > 1]
 
     def _sample(self, kinds: grads.Kinds, device: torch.device) -> None:
-        """Count the exponents of the scaled gradients, every so many steps."""
+        """Count the exponents of the scaled gradients, every `sample_interval` steps."""
         if not self._samples_now():
             return
         self._count(grads.exponent_histogram(kinds, device))
 
     def _count(self, counts: torch.Tensor | None) -> None:
-        """Add exponents of scaled gradients to those of this step, if they were counted."""
+        """Add counts of scaled gradients by exponent to those of this step; None adds nothing."""
         if counts is None:
             return
         self._exponents = counts if self._exponents is None else self._exponents + counts
@@ -254,7 +257,7 @@ class Checks(ScalerState):
         return self._sample_interval > 0 and self._steps % self._sample_interval == 0
 
     def _exponents_of_all(self, device: torch.device) -> torch.Tensor | None:
-        """Return this step's exponents, if the scale follows them: of all ranks, so that they go on agreeing."""
+        """Return this step's counts by exponent, summed over all ranks, if the scale follows them; else None."""
         alone = self._told is not None and not self._agreed_with  # ranks may profile different steps
         if not isinstance(self._scaling, AdaptiveLossScale) or not (self._samples_now() or alone):
             return None
@@ -266,7 +269,7 @@ class Checks(ScalerState):
         return counts
 
     def _remember_losses(self, outputs: object) -> None:
-        """Keep hold of the losses of this step: if gradients overflow, it is asked whether they were finite."""
+        """Keep the losses of this step, to report whether they were finite if gradients overflow."""
         if torch.compiler.is_compiling():
             return
         if isinstance(outputs, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The loss scale to begin with, found in the first backward instead of by skipped steps."""
+"""Finds the initial loss scale in the first backward instead of by skipped steps."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from lowp.rng_state import restore_rng_states, rng_states
 
 __all__ = ["first_scale"]
 
-HEADROOM = 5  # powers of two left above the first batch: the gradients of the next ones are up to 32 times as large
-_STRIDE = 4  # powers of two between two tries on the way down
+HEADROOM = 5  # powers of two of room: gradients of later batches may be 32 times as large
+_STRIDE = 4  # powers of two between two tries, downwards
 
 
 def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> float:
     """Return the largest scale, `initial` / 2^n, at which 2^5 times the scaled gradients of `loss` are finite.
 
-    With less room where that is below `floor`.
-    The gradients are computed anew for each try, up to eight times, into tensors of their own: `.grad`, that of tensors
-    that retain theirs included, and the random states are as before, and the graph is kept for the backward that
-    follows. `options` are those of that backward.
-    Returns `initial` where nothing can be found: a loss that is not finite, or gradients that are not even at `floor`;
-    and a graph that cannot be run twice (reentrant checkpoints, torch.compile's donated buffers, a static graph of
-    DistributedDataParallel). Of several ranks all must call this, each with a loss of its own: the scale is the
-    smallest that any of them needs. Waits for the device at each try, and for the other ranks.
+    The room of 2^5 is reduced if the result would be below `floor`. The gradients are computed anew for each try, up to
+    eight times, into tensors of their own. `.grad`, also of tensors that retain their gradients, and the random states
+    are restored, and the graph is kept for the backward that follows. `options` are the arguments of that backward.
+    Returns `initial` if no scale can be found: for a loss that is not finite, for gradients that are not finite even at
+    `floor`, and for a graph that cannot be run twice (reentrant checkpoints, torch.compile's donated buffers, a static
+    graph of DistributedDataParallel). All ranks must call this, each with its own loss; the result is the smallest
+    scale that any rank needs. Waits for the device and for the other ranks at each try.
     """
     inputs = options.get("inputs")
     nodes = _nodes(loss)
@@ -40,13 +39,13 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
     states, retained = rng_states(), [(tensor, tensor.grad) for tensor in _retaining()]
 
     def fits(power: int) -> bool:
-        # a tensor, as the scaler's: a loss in fp16 times it is an fp32 number
+        # a tensor, like the scaler's: its product with an fp16 loss is an fp32 number
         scale = torch.full((), initial * 2.0 ** (HEADROOM - power), dtype=torch.float32, device=loss.device)
         given = options.get("gradient")
         try:
             found = torch.autograd.grad(loss * scale, leaves, given, retain_graph=True, allow_unused=True)
             own = _FITS if _all_finite(found) else _OVERFLOWS
-        except RuntimeError:  # said again by the backward that follows, if it cannot be run once either
+        except RuntimeError:  # the backward that follows raises the error again if it is a real one
             own = _FAILS
         worst = _worst_of_ranks(own, loss.device)
         if worst == _FAILS:
@@ -55,7 +54,7 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
 
     try:
         most = _powers_between(floor, initial)
-        power = _smallest(fits, most + HEADROOM)  # at the floor with less room, or none
+        power = _smallest(fits, most + HEADROOM)  # beyond `most`, the scale stays at the floor with less room
     except _CannotRunTwice:
         return initial
     finally:
@@ -65,15 +64,15 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
     return initial if power is None else initial * 2.0 ** -min(power, most)
 
 
-_FITS, _OVERFLOWS, _FAILS = range(3)  # what a try comes to on one rank, the worst last
+_FITS, _OVERFLOWS, _FAILS = range(3)  # outcomes of a try on one rank, the worst last
 
 
 class _CannotRunTwice(Exception):
-    """The graph of one rank was used up by a try."""
+    """A try used up the graph of some rank."""
 
 
 def _worst_of_ranks(found: int, device: torch.device) -> int:
-    """Return the worst that any rank has found; every rank must call this as often."""
+    """Return the worst outcome of all ranks. Every rank must make the same number of calls."""
     if not distributed.has_other_ranks():
         return found
     flag = torch.tensor(float(found), dtype=torch.float32, device=device)
@@ -82,8 +81,8 @@ def _worst_of_ranks(found: int, device: torch.device) -> int:
 
 
 def _smallest(fits: Callable[[int], bool], most: int) -> int | None:
-    """Return the smallest power from 0 to `most` that fits, in strides down and by halves back; None if none does."""
-    above, below = -1, 0  # the largest known not to fit, and the one to try
+    """Return the smallest power in 0 .. `most` that fits, by strides and then bisection; None if none does."""
+    above, below = -1, 0  # the largest power known not to fit, and the next to try
     while not fits(below):
         if below >= most:
             return None
@@ -106,7 +105,7 @@ def _powers_between(floor: float, initial: float) -> int:
 
 
 def _nodes(loss: Tensor) -> list[Any]:
-    """Return the nodes of the graph behind a loss."""
+    """Return the autograd nodes of a loss's graph."""
     seen, nodes, waiting = set(), [], [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -119,29 +118,29 @@ def _nodes(loss: Tensor) -> list[Any]:
 
 
 def _leaves(nodes: Sequence[Any]) -> list[Tensor]:
-    """Return the leaves that a backward through these nodes would give gradients to."""
+    """Return the leaves to which a backward through these nodes would give gradients."""
     return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 def _retaining() -> list[Tensor]:
-    """Return the tensors that retain their gradients: every pass through them adds to it, and no node tells of them."""
+    """Return the non-leaf tensors that retain gradients: every pass adds to their `.grad`, and no node lists them."""
     tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
     return [tensor for tensor in tensors if tensor.retains_grad and not tensor.is_leaf]
 
 
 def _is_whole(leaf: Tensor) -> bool:
-    """Whether a leaf is no shard, neither a DTensor nor what FullyShardedDataParallel makes of parameters."""
+    """Whether a leaf is not a shard: neither a DTensor nor a FullyShardedDataParallel parameter."""
     return not hasattr(leaf, "device_mesh") and type(leaf).__name__ != "FlatParameter"
 
 
 def _starts_a_reduction(node: Any) -> bool:
-    """Whether a node sends off what is reduced over ranks once: that of a static graph of DistributedDataParallel."""
+    """Whether a node starts a reduction over ranks that runs only once: a static graph of DistributedDataParallel."""
     wrapper = getattr(node, "ddp_weakref", None)
     return wrapper is not None and bool(getattr(wrapper(), "static_graph", False))
 
 
 def _all_finite(gradients: Sequence[Tensor | None]) -> bool:
-    """Return whether every value of the gradients that are there is finite; one read for each device."""
+    """Return whether every value of the gradients that are present is finite. Reads once per device."""
     checks: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         if gradient is not None:

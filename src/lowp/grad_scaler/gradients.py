@@ -1,4 +1,4 @@
-"""The gradients of an optimizer: found, grouped by device and dtype, unscaled, checked, and counted by exponent."""
+"""The gradients of an optimizer: collected, grouped by device and dtype, unscaled, checked, and counted by exponent."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _unscale_and_check_ = cast(
 )
 _foreach_norm = cast(Callable[..., list[torch.Tensor]], private("torch._foreach_norm"))
 
-# How many elements a sample of the exponents looks at, over all gradients; a share of 1e-4 is then known to 20 %.
+# Number of elements in a sample of exponents, over all gradients. It measures a share of 1e-4 to within 20 %.
 SAMPLE_ELEMENTS = 1 << 18
 
 
 class Gradient(NamedTuple):
-    """One gradient: the tensor that holds its values on this rank, and where its parameter stands in the optimizer."""
+    """One gradient: the tensor with its values on this rank, and the position of its parameter in the optimizer."""
 
     values: torch.Tensor
     position: int  # counted over all parameters of all groups
@@ -34,7 +34,7 @@ Kinds: TypeAlias = "dict[tuple[torch.device, torch.dtype], list[Gradient]]"
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of all groups in order; AssertionError (as torch) for anything that is no tensor."""
+    """Return the parameters of all groups in order. Raises AssertionError, as torch does, for a non-tensor."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         if not isinstance(parameter, torch.Tensor):
@@ -43,10 +43,10 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Gradient]:
-    """Return the gradients that are there; those of sparse ones are their coalesced values, of DTensors the local part.
+    """Return the gradients that are present: of a sparse one its coalesced values, of a DTensor its local part.
 
-    Those of complex numbers are their real and imaginary parts: torch's kernels unscale real numbers only.
-    Raises InvalidInput for fp16 gradients if those are not allowed, before anything is changed.
+    Complex gradients are viewed as real and imaginary parts, since torch's kernels unscale real numbers only. Raises
+    InvalidInput for fp16 gradients if they are not allowed, before anything is changed.
     """
     present = [(place, p, p.grad) for place, p in enumerate(parameters_of(optimizer)) if p.grad is not None]
     if not allow_fp16 and any(gradient.dtype == torch.float16 for _, _, gradient in present):
@@ -59,8 +59,8 @@ def collect(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Gradient
 
 def _values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     if gradient.is_sparse:
-        # Values that share an index are added here, where the sum may overflow, and not unseen in the optimizer. For
-        # fp16 in fp32, so that the sum is rounded once.
+        # Values with the same index are added here, where an overflow of the sum is detected; the optimizer would not
+        # detect it. fp16 values are added in fp32, so that the sum is rounded once.
         if gradient.dtype is torch.float16:
             parameter.grad = gradient = gradient.float().coalesce().half()
         elif not gradient.is_coalesced():
@@ -79,7 +79,7 @@ def _real(values: torch.Tensor) -> torch.Tensor:
 
 
 def plain_on_host(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the gradients where all are plain fp32 tensors on the CPU, which one call unscales; else none of them."""
+    """Return the gradients if all are plain fp32 tensors on the CPU, which one call can unscale; else []."""
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -95,9 +95,9 @@ def plain_on_host(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def widen_fp16(optimizer: torch.optim.Optimizer) -> None:
-    """Replace fp16 gradients by the same values in fp32, so that unscaling flushes nothing.
+    """Replace fp16 gradients by the same values in fp32, so that unscaling flushes nothing to zero.
 
-    For optimizers that keep masters. `grad_dtype = None` is torch's way of allowing it for an fp16 parameter.
+    For optimizers that keep masters. `grad_dtype = None` makes torch accept an fp32 gradient of an fp16 parameter.
     """
     for parameter in parameters_of(optimizer):
         if parameter.grad is not None and parameter.grad.dtype == torch.float16:
@@ -108,7 +108,7 @@ def widen_fp16(optimizer: torch.optim.Optimizer) -> None:
 
 
 def by_kind(gradients: Iterable[Gradient]) -> Kinds:
-    """Group by device and dtype, which is what torch's multi-tensor kernels take at once."""
+    """Group by device and dtype, as torch's multi-tensor kernels require."""
     groups: Kinds = defaultdict(list)
     for gradient in gradients:
         groups[gradient.values.device, gradient.values.dtype].append(gradient)
@@ -121,18 +121,18 @@ def unscale_and_check_(values: list[torch.Tensor], found_inf: torch.Tensor, inve
 
 
 class Checked(NamedTuple):
-    """What one pass over all gradients found, on their devices."""
+    """The results of one pass over all gradients, on the device of the scale."""
 
-    sizes: torch.Tensor  # as `largest`
-    exponents: torch.Tensor | None  # as `exponent_histogram`, of every number
+    sizes: torch.Tensor  # as returned by `largest`
+    exponents: torch.Tensor | None  # as returned by `exponent_histogram`, but over every value
 
 
 def checked_by_kernel(
     kinds: Kinds, count: int, inverse: torch.Tensor, unscale: bool, exponents: bool
 ) -> Checked | None:
-    """Return what `largest` and `exponent_histogram` do, and unscale in the same pass if that is asked for.
+    """Return the results of `largest` and `exponent_histogram`, and unscale in the same pass if asked.
 
-    One launch for each device and dtype. None where gradients lie on a device without such a kernel, or have gaps.
+    One launch per device and dtype. None if gradients lie on a device without such a kernel, or have gaps in memory.
     """
     groups = [[each.values.detach() for each in group] for group in kinds.values()]
     if not all(updates.can_check(values) for values in groups):
@@ -165,8 +165,8 @@ def _on(device: torch.device, places: torch.Tensor) -> torch.Tensor:
 def largest(kinds: Kinds, count: int, device: torch.device) -> torch.Tensor:
     """Return the largest magnitude of each gradient by position: [count] on `device`, 0 where there is none.
 
-    inf or NaN if the gradient holds one; fp64 if one is, otherwise fp32. A complex number counts as its larger part.
-    One pass over the gradients that only reads.
+    inf or NaN if the gradient holds one; fp64 if any gradient is fp64, otherwise fp32. A complex number counts as its
+    larger part. One read-only pass over the gradients.
     """
     wide = torch.float64 if any(kind is torch.float64 for _, kind in kinds) else torch.float32
     found: dict[int, torch.Tensor] = {}
@@ -177,7 +177,7 @@ def largest(kinds: Kinds, count: int, device: torch.device) -> torch.Tensor:
         values = [each.values.detach() for each in filled]
         sizes = _magnitudes_on_cpu(values) if place.type == "cpu" else torch.stack(_foreach_norm(values, math.inf))
         sizes = sizes.to(device, wide, non_blocking=True)
-        if len(filled) == count:  # all of them in one go, and then in order
+        if len(filled) == count:  # all of them in one group, hence in order
             return sizes
         found |= zip((each.position for each in filled), sizes.unbind(), strict=True)
     nothing = torch.zeros((), dtype=wide, device=device)
@@ -185,7 +185,7 @@ def largest(kinds: Kinds, count: int, device: torch.device) -> torch.Tensor:
 
 
 def _magnitudes_on_cpu(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Take both ends of the range, which torch vectorises; its inf-norm on a CPU takes 25 times as long."""
+    """Return magnitudes from the range, which torch vectorises: its inf-norm on a CPU takes 25 times as long."""
     low, high = zip(*(torch.aminmax(value) for value in values), strict=True)
     return torch.maximum(torch.stack(high), -torch.stack(low))
 
@@ -202,9 +202,9 @@ def largest_finite(kinds: Kinds) -> float:
 
 
 def exponent_histogram(kinds: Kinds, device: torch.device) -> torch.Tensor:
-    """Count the finite nonzero values by their biased fp32 exponent: int64[256] on `device`, a sample of large sets.
+    """Count the finite nonzero values by their biased fp32 exponent: int64[256] on `device`; large sets are sampled.
 
-    Every n-th element is looked at, n odd, so that rows of even length are not looked at in one column only. fp32
+    The sample is every n-th element with n odd, so that rows of even length are not sampled in one column only. fp32
     subnormals count in field 0.
     """
     counts = torch.zeros(256, dtype=torch.int64, device=device)
@@ -216,7 +216,7 @@ def exponent_histogram(kinds: Kinds, device: torch.device) -> torch.Tensor:
 
 
 def _exponents(sample: torch.Tensor) -> torch.Tensor:
-    # Not by lowp.statistics, which on a CPU reads its sums: a step with a fused optimizer reads nothing.
+    # lowp.statistics would read its sums on a CPU, and a step with a fused optimizer must read nothing.
     bits = sample.float().contiguous().view(torch.int32)
     magnitude = (bits & 0x7FFFFFFF).reshape(-1)
     field = (magnitude >> 23).long()

@@ -1,4 +1,4 @@
-"""Recognises `optimizer.step()` where gradients are still multiplied by a loss scale, and refuses it in words."""
+"""Detects an `optimizer.step()` on gradients that are still multiplied by a loss scale, and raises."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _waiting: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 
 
 def expect_step(scaler: GradScaler) -> None:
-    """Gradients were multiplied by the scale: until `step_comes`, optimizers of watched models must not step."""
+    """Note that gradients are scaled: until `step_comes`, optimizers of watched models must not step."""
     if scaler.is_enabled() and not torch.compiler.is_compiling():
         _watch_optimizers()
         _waiting.add(scaler)
 
 
 def step_comes(scaler: GradScaler) -> None:
-    """The scaler itself is about to step its optimizers."""
+    """Note that the scaler itself is about to step its optimizers."""
     _waiting.discard(scaler)
 
 
@@ -35,7 +35,7 @@ def _watch_optimizers() -> None:
 
 
 def _refuse_scaled(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Stand before every optimizer's step; where nothing waits, which is so in a right loop, it costs nothing."""
+    """Raise Misuse before a step on scaled gradients. Costs nothing in a correct loop, where no scaler waits."""
     if torch.compiler.is_compiling() or not _waiting:
         return
     for scaler in list(_waiting):

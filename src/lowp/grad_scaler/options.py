@@ -1,4 +1,4 @@
-"""What a GradScaler can be told: torch's arguments in torch's two spellings, and lowp's own."""
+"""The arguments of GradScaler: torch's in torch's two spellings, and lowp's own."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from lowp.scaling.loss_scale import scaling_of
 _POSITIONAL = ("device", "init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
 
 
-# torch's state dict
+# the entries of torch's state dict
 _ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 class MissingEntries(InvalidInput, KeyError):
-    """A state dict that lacks entries; a KeyError too, since torch raises that."""
+    """A state dict lacks entries. Also a KeyError, since torch raises that."""
 
     __str__ = Exception.__str__
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The arguments of GradScaler; see there for what they mean."""
+    """The arguments of GradScaler, which documents them."""
 
     device: str | torch.device | None = None
     init_scale: float = 2.0**16
@@ -81,7 +81,7 @@ class Options:
 
     @classmethod
     def signature(cls) -> inspect.Signature:
-        """Return what GradScaler takes, for help() and for those who ask: torch's arguments, and lowp's by keyword."""
+        """Return the signature of GradScaler for help(): torch's arguments, and lowp's as keywords."""
         kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return inspect.Signature(
             [
@@ -91,7 +91,7 @@ class Options:
         )
 
     def scaling(self) -> LossScaling:
-        """Return the loss scale that is asked for."""
+        """Return the loss scale that the arguments describe."""
         asked = self.loss_scale
         bounds = {"floor": self.floor, "ceiling": self.ceiling}
         if isinstance(asked, LossScaling):
@@ -120,7 +120,7 @@ class Options:
         return accelerator() or "cpu"
 
     def usable(self, stacklevel: int) -> bool:
-        """Return whether the scaler is enabled; warn as torch does where CUDA was asked for and is not there."""
+        """Return whether the scaler is enabled. Warns as torch does if CUDA is requested but not available."""
         if self.enabled and self.device_type() == "cuda" and not torch.cuda.is_available():
             message = "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling."
             warnings.warn(message, stacklevel=stacklevel)
@@ -128,7 +128,7 @@ class Options:
         return bool(self.enabled)
 
     def interval_of(self, scaling: LossScaling) -> int:
-        """Return after how many steps the exponents are looked at again."""
+        """Return the number of steps between two samples of the exponents. Raises InvalidInput for invalid numbers."""
         interval = self.sample_interval
         if interval is None:
             interval = 10 if isinstance(scaling, AdaptiveLossScale) else 100
@@ -142,7 +142,7 @@ class Options:
 
 
 class Loaded(NamedTuple):
-    """A scaler's state dict, read and found good."""
+    """The validated contents of a scaler's state dict."""
 
     scaling: LossScaling
     scale: float
@@ -153,7 +153,10 @@ class Loaded(NamedTuple):
 
 
 def read_state(state: Mapping[str, Any], scaling: LossScaling) -> Loaded:
-    """Read torch's or lowp's state dict for a scaler with this loss scale; raise for what it cannot hold."""
+    """Read torch's or lowp's state dict for a scaler with this loss scale.
+
+    Raises InvalidInput for invalid values, MissingEntries for missing entries and Misuse for an empty dict.
+    """
     if not isinstance(state, Mapping):
         raise InvalidInput(
             f"the state of a scaler must be a dictionary from state_dict(), not a {type(state).__name__}"

@@ -1,4 +1,4 @@
-"""Where the first non-finite gradient was: kept on the device without waiting for it, read when somebody asks."""
+"""Records where the first non-finite gradient was: on the device without waiting, and read only on request."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class NonFiniteGradients(LowpError, FloatingPointError):
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The first non-finite gradient of a skipped step, first in the order of backward, and what is known about it.
+    """The first non-finite gradient of a skipped step, in the order of backward, and its circumstances.
 
-    `kind` is "inf" or "nan". `maximum` is the largest finite gradient of that step, unscaled: over all values where the
-    skip was decided on the host right after unscaling, else over the parameters whose gradients were finite throughout;
-    None if there were none. `others` are the other parameters with non-finite gradients, in the same order. An empty
-    name means that only another rank has seen one. `loss_finite` is None where no loss went through `scale`.
+    `kind` is "inf", "nan", or "inf or nan" if only another rank found one. `maximum` is the largest finite gradient of
+    that step, unscaled: over all values if the skip was decided on the host right after unscaling, else over the
+    parameters whose gradients were finite throughout; None if there were none. `others` are the other parameters with
+    non-finite gradients, in the same order. An empty name means that only another rank found one. `loss_finite` is None
+    if no loss went through `scale`.
     """
 
     name: str
@@ -53,8 +54,8 @@ class NonFinite:
 class Names:
     """The names of parameters and the order in which backward reaches them, as far as they are known.
 
-    Parameters are held weakly. `watch(model)` gives names, and one backward gives the order; until then it is the
-    reverse of the optimizer's order, and names come from the optimizer's own groups where it was given named ones.
+    Parameters are held weakly. `watch(model)` gives names, and one backward gives the order. Until then the order is
+    the reverse of the optimizer's, and names come from the optimizer's groups if they have names.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class Names:
         self._handles: list[RemovableHandle] = []
 
     def watch(self, model: nn.Module) -> None:
-        """Learn the names of a model's parameters, and during the next backward their order."""
+        """Record the names of a model's parameters and, during the next backward, their order."""
         for name, parameter in model.named_parameters():
             self._names[parameter] = ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
             if parameter.requires_grad and parameter.is_leaf:
@@ -71,18 +72,18 @@ class Names:
                 self._handles.append(register(self._reached))
 
     def learned(self) -> None:
-        """End the learning of the order, if a backward has been seen."""
+        """Stop recording the order if a backward has run."""
         if self._handles and len(self._order):
             for handle in self._handles:
                 handle.remove()
             self._handles = []
 
     def has(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is one of a watched model."""
+        """Whether a parameter belongs to a watched model."""
         return parameter in self._names
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Return the name of each parameter of an optimizer, or its place and shape where it has none."""
+        """Return the name of each parameter of an optimizer, or its position and shape if it has none."""
         names, given = [], given_names(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
@@ -91,7 +92,7 @@ class Names:
         return names
 
     def backward_order(self, optimizer: torch.optim.Optimizer) -> list[int]:
-        """Return the positions of an optimizer's parameters, those first whose gradient is ready first."""
+        """Return the positions of an optimizer's parameters, in the order in which their gradients become ready."""
         parameters = parameters_of(optimizer)
         unknown = len(self._order)
         return sorted(range(len(parameters)), key=lambda place: (self._order.get(parameters[place], unknown), -place))
@@ -103,12 +104,12 @@ class Names:
 
 @dataclass
 class _Record:
-    """What is kept of the last skipped step of one optimizer, on the device or on the host."""
+    """The record of the last skipped step of one optimizer, on the device or on the host."""
 
     optimizer: weakref.ref[torch.optim.Optimizer]
-    sizes: torch.Tensor  # [parameters]: largest magnitude of each gradient, unscaled; 0 where there is none
-    about: torch.Tensor  # [3]: step (-1: no step was skipped yet), scale, whether the loss was finite (-1: not known)
-    maximum: tuple[int, float] | None = None  # a step, and its largest finite magnitude, where the host looked
+    sizes: torch.Tensor  # [parameters]: largest magnitude of each gradient, unscaled; 0 if there is none
+    about: torch.Tensor  # [3]: step (-1: none skipped yet), scale, whether the loss was finite (-1: unknown)
+    maximum: tuple[int, float] | None = None  # a step and its largest finite magnitude, if the host measured it
 
 
 class Provenance:
@@ -121,7 +122,7 @@ class Provenance:
     def latch(
         self, optimizer: torch.optim.Optimizer, sizes: torch.Tensor, found: torch.Tensor, about: torch.Tensor
     ) -> None:
-        """Keep this step if `found`, else what was kept before; decided on the device."""
+        """Record this step if `found` is set, else keep the previous record; decided on the device."""
         before = self._records.get(id(optimizer))
         if before is None or before.optimizer() is not optimizer or before.sizes.shape != sizes.shape:
             before = _Record(weakref.ref(optimizer), torch.zeros_like(sizes), torch.full_like(about, -1.0))
@@ -134,13 +135,13 @@ class Provenance:
         )
 
     def sharpen(self, optimizer: torch.optim.Optimizer, step: int, maximum: float) -> None:
-        """Add the exact largest finite magnitude of a step of which the host knows that it is skipped."""
+        """Add the exact largest finite magnitude of a step that the host knows to be skipped."""
         record = self._records.get(id(optimizer))
         if record is not None:
             record.maximum = (step, maximum)
 
     def last(self) -> NonFinite | None:
-        """Return the latest skipped step that is known, or None. Waits for the device."""
+        """Return the latest known skipped step, or None. Waits for the device."""
         found = [found for record in self._records.values() if (found := self._read(record)) is not None]
         return max(found, key=lambda each: each.step, default=None)
 
@@ -168,7 +169,7 @@ class Provenance:
 
 
 def all_finite(losses: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return 1 if all the losses are finite, 0 if one is not, -1 if there are none; dtype and device of `like`."""
+    """Return 1 if all losses are finite, 0 if one is not, -1 if there are none; in the dtype and device of `like`."""
     if not losses:
         return torch.full_like(like, -1.0)
     return torch.stack([torch.isfinite(loss).all().to(like, non_blocking=True) for loss in losses]).amin()

@@ -93,7 +93,7 @@ class GradScaler(Checks):
         return self._scaled(outputs, {})
 
     def _scaled(self, outputs: Any, copies: dict[torch.device, torch.Tensor]) -> Any:
-        """Scale what is nested in `outputs`; `copies` holds the scale on the devices met so far."""
+        """Scale the tensors nested in `outputs`. `copies` caches the scale by device."""
         if isinstance(outputs, torch.Tensor):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
@@ -155,7 +155,7 @@ class GradScaler(Checks):
         return None
 
     def _step_unread(self, optimizer: Optimizer, stage: dict[str, Any], *args: Any, **kwargs: Any) -> float | None:
-        """Hand the flag and the scale to an optimizer that skips and unscales by itself; nothing is read."""
+        """Pass the flag and the scale to an optimizer that skips and unscales by itself; nothing is read."""
         scale = self._state("step").scale
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
             warnings.warn(
@@ -233,7 +233,7 @@ class GradScaler(Checks):
             self._raise_stuck()
 
     def _move_scale(self, state: LossScaleState, nonfinite: torch.Tensor) -> None:
-        """Let the scale observe a step; where it is known on the host that only good steps are counted, count it."""
+        """Let the scale observe a step. On the host, only count the step if that is all that `observe` would do."""
         if hardware.is_on_host(state.scale) and not nonfinite.item() and self._scaling.only_counts(state):
             state.good_steps.add_(1)
             state.stuck.zero_()

@@ -1,4 +1,4 @@
-"""What a scaler is made of and what is saved of it: the loss scale's state, its checkpoint and its pickle."""
+"""The attributes of a scaler and how they are saved: the loss scale's state, its checkpoint and its pickle."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _NOT_PICKLED = (
 
 
 class OutOfOrder(Misuse, AssertionError):
-    """A call that needs an earlier one; an AssertionError too, since that is what torch raises."""
+    """A call lacks an earlier one. Also an AssertionError, since torch raises that."""
 
 
 def _of_scaling(name: str, still: float) -> property:
-    """Return a property that is a field of a scale that moves, and `still` for one that does not."""
+    """Return a property for a field of a moving scale; its value is `still` for a scale without that field."""
 
     def get(self: ScalerState) -> Any:
         return getattr(self._scaling, name, still)
@@ -66,7 +66,7 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
         self._init_growth_tracker = 0
         self._init_overflows = 0
         self._init_stuck = 0
-        # On the device from the first call of scale() on.
+        # On the device after the first call of scale().
         self._scale: torch.Tensor | None = None
         self._growth_tracker: torch.Tensor | None = None
         self._overflows: torch.Tensor | None = None
@@ -78,14 +78,14 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        """Make what is neither checkpointed nor pickled."""
+        """Initialise the attributes that are neither checkpointed nor pickled."""
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(new_stage)
         self._stepped: torch.Tensor | bool | None = None
         self._stepped_by = weakref.WeakKeyDictionary[torch.optim.Optimizer, "torch.Tensor | bool"]()
         self._losses: list[torch.Tensor] = []
-        self._skipped_at_floor: list[bool] = []  # of the optimizers for which it was read
+        self._skipped_at_floor: list[bool] = []  # only optimizers whose flag was read
         self._exponents: torch.Tensor | None = None
-        self._told: torch.Tensor | None = None  # exponents of other gradients, by add_exponents
+        self._told: torch.Tensor | None = None  # from add_exponents
         self._underflow: torch.Tensor | None = None
         self._provenance = Provenance()
         self._guard = StepGuard(self._patience)
@@ -114,7 +114,7 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
         scale, good_steps, overflows, stuck = self._scale, self._growth_tracker, self._overflows, self._stuck
         if scale is None or good_steps is None:
             scale, good_steps = self._check_scale_growth_tracker(what)  # raises
-        if overflows is None or stuck is None:  # somebody has set torch's two by hand
+        if overflows is None or stuck is None:  # torch's two attributes were set by hand
             overflows = self._overflows = torch.full_like(good_steps, self._init_overflows)
             stuck = self._stuck = torch.full_like(good_steps, self._init_stuck)
         return LossScaleState(scale, good_steps, overflows, stuck)
@@ -161,7 +161,7 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
         state |= {"_init_overflows": own["overflows"], "_init_stuck": own["stuck"]}
         state |= dict.fromkeys(("_scale", "_growth_tracker", "_overflows", "_stuck"))
         if not isinstance(self._process_group, (str, type(None))):
-            state["_process_group"] = "auto"  # a group belongs to its process
+            state["_process_group"] = "auto"  # a process group cannot be pickled
         for name in _NOT_PICKLED:
             state.pop(name, None)
         return state

@@ -1,4 +1,4 @@
-"""Backward passes: the seed is scaled, not the loss that the script prints, and no region is in force."""
+"""Backward passes: scale the seed instead of the loss, which the script prints, and run outside the region."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lowp.launch.session import Session
 __all__ = ["install"]
 
 _tracing = cast(Callable[[], object], private("torch._guards.TracingContext.try_get"))
-# torch.autograd.grad gives its result to the script, and no step is skipped if it overflows: its scale leaves fp16 six
-# bits above a seed of 1 and ten below
+# torch.autograd.grad returns its result to the script, and no step is skipped on overflow. This scale leaves fp16 six
+# bits above a seed of 1 and ten below.
 _GRAD_SCALE = 1024.0
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
@@ -36,7 +36,7 @@ class _Backward:
         self._looks = session.preset.loss_scale.search
 
     def _look_for_scale(self, outputs: tuple[Tensor, ...]) -> None:
-        """Let a dynamic scale begin where the first gradients fit, found by trial on this loss."""
+        """Set a dynamic scale's initial value to one at which the first gradients fit, found by trial on this loss."""
         if not self._looks or len(outputs) != 1 or outputs[0].numel() != 1:
             return
         self._looks = False
@@ -44,17 +44,17 @@ class _Backward:
         self.gradients.is_trial = True
         try:
             self.session.precision.scaler.begin_with(first_scale(outputs[0], scale.initial, scale.floor))
-        except Misuse:  # a step of gradients that no pass made has already used a scale
+        except Misuse:  # a step on gradients from elsewhere has already used a scale
             pass
         finally:
             self.gradients.is_trial = False
 
     def scales(self, outputs: tuple[Any, ...]) -> bool:
-        """Whether a pass from these tensors is scaled: a loss of 16 bits of the script's own has no room for it."""
+        """Whether a pass from these tensors is scaled. A 16-bit loss of the script's own has no room for a scale."""
         return bool(outputs) and all(isinstance(one, Tensor) and one.dtype not in _SIXTEEN_BIT for one in outputs)
 
     def begin(self, outputs: tuple[Tensor, ...], most: float = float("inf"), looks: bool = False) -> None:
-        """Find the scale of a pass, at most `most`, and let every leaf that it reaches unscale."""
+        """Set the scale of a pass, at most `most`, and let every leaf that the pass reaches unscale its gradient."""
         leaves = list(leaves_of(outputs))
         for leaf in leaves:
             self.gradients.adopt(leaf)
@@ -63,16 +63,16 @@ class _Backward:
         one = torch.ones((), dtype=torch.float32, device=outputs[0].device)
         if looks:
             self._look_for_scale(outputs)
-        waits = self._looks and most < self.session.preset.loss_scale.initial  # for a backward pass to look
+        waits = self._looks and most < self.session.preset.loss_scale.initial  # until a backward pass has searched
         scale = one * most if waits else self.session.precision.scaler.scale(one).clamp(max=most)
         self.gradients.scale, self.gradients.inverse = scale, scale.reciprocal()
 
     def end(self) -> None:
-        """Leave the pass."""
+        """End the pass."""
         self.gradients.scale = self.gradients.inverse = None
 
     def seeds(self, outputs: tuple[Tensor, ...], given: Any) -> list[Tensor | None]:
-        """Return the gradients that a pass starts with, times the scale."""
+        """Return the gradients from which a pass starts, times the scale."""
         seeds: Sequence[Any] = [None] * len(outputs) if given is None else _tensors(given)
         return [
             None
@@ -83,7 +83,7 @@ class _Backward:
 
 
 def has_no_optimizer(session: Session, leaves: list[Tensor]) -> bool:
-    """Whether the script updates these parameters without an optimizer: no step of it could be skipped or written."""
+    """Whether the script updates these parameters without an optimizer, so that no step can be skipped or written."""
     parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
     if not parameters or session.forward is None or any(session.is_stepped(one) for one in parameters):
         return False
@@ -92,7 +92,7 @@ def has_no_optimizer(session: Session, leaves: list[Tensor]) -> bool:
 
 
 def install(session: Session) -> None:
-    """Take the place of torch.autograd.backward and torch.autograd.grad, unless the session changes nothing."""
+    """Replace torch.autograd.backward and torch.autograd.grad, unless the session changes nothing."""
     if session.is_plain:
         return
     autograd = cast(Any, torch.autograd)
@@ -104,7 +104,7 @@ def install(session: Session) -> None:
 
     @wraps(original_backward)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # a reentrant checkpoint calls from within a pass, whose gradients are scaled already
+        # a reentrant checkpoint calls this within a pass, whose gradients are already scaled
         if session.rests or local.backward:
             return original_backward(tensors, grad_tensors, *args, **kwargs)
         session.end_step()

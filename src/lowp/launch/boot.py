@@ -1,8 +1,8 @@
-"""The first thing that runs in a process of `lowp run`: it waits until the script imports torch.
+"""The first code of lowp in a process of `lowp run`: it waits until the script imports torch.
 
-Called when Python starts, by ``lowp-launch.pth`` beside the installed package or by ``site/sitecustomize.py``, in every
-process whose environment names a precision. It costs a process that never imports torch nothing but this; one that
-leads a run, a launcher for instance, tells at its end of the processes that it has started.
+``lowp-launch.pth`` beside the installed package, or ``site/sitecustomize.py``, calls it when Python starts, in every
+process whose environment names a precision. A process that never imports torch pays only for this module. The process
+that leads a run, for instance a launcher, reports at its end on the processes that it has started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _started = False
 
 
 def start() -> None:
-    """Install lowp's places in torch when torch has been imported; once a process."""
+    """Install lowp's patches after torch has been imported; once per process."""
     global _started
     if _started:
         return
@@ -34,9 +34,10 @@ def start() -> None:
 
 
 def _lead() -> None:
-    """Let the process that leads a run tell of the others at its end, unless it imports torch and so tells of all.
+    """Let the leader of a run report on the others at its end, unless it imports torch, whose session then reports.
 
-    What that takes is imported now: to import it when Ctrl-C has ended the script would change the exit code.
+    The modules for the report are imported here: importing them after Ctrl-C has ended the script would change the exit
+    code.
     """
     run = os.environ.get("LOWP_RUN", "")
     if f'"leader": {os.getpid()},' not in run:
@@ -67,7 +68,7 @@ def _install() -> None:
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
-    """Lets the others find torch, and begins when it has been executed."""
+    """Lets the other finders find torch, and installs lowp after torch has been executed."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -86,7 +87,7 @@ class _Waiting(importlib.abc.MetaPathFinder):
 
 
 class _Then(importlib.abc.Loader):
-    """Loads a module as its own loader does, and then installs."""
+    """Loads a module with its own loader, then installs lowp."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader

@@ -22,13 +22,13 @@ from lowp.launch.settings import RUN
 __all__ = ["Outcome", "run", "waited"]
 
 _SHOWN = 160  # characters of a last line
-_LOOK = 0.1  # seconds between two questions whether to stop
-_GRACE = 0.5  # seconds to end by itself after Ctrl-C, and then after SIGTERM
+_LOOK = 0.1  # seconds between two checks of `stop`
+_GRACE = 0.5  # seconds to exit after Ctrl-C, and again after SIGTERM
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run of the script ended. `notes` are lowp's sentences on what did not run in the precision."""
+    """How one run of the script ended. `notes` are lowp's sentences on the parts that did not run in the precision."""
 
     precision: str
     code: int
@@ -44,10 +44,10 @@ def run(
     environments: Sequence[tuple[str, Mapping[str, str]]],
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run the script once in each environment, one after the other, and print a table; 0 if every run ended with 0.
+    """Run the script once per environment, one after the other, and print a table. Return 0 if every run returned 0.
 
-    Each run's whole output is kept in a folder that is named at the end. Where `stop()` becomes true the run of the
-    moment is ended, and the table is of the runs so far.
+    The whole output of each run is kept in a folder whose name is printed at the end. When `stop()` becomes true, the
+    current run is ended and the table has the runs so far.
     """
     folder = Path(tempfile.mkdtemp(prefix="lowp-compare-"))
     console = Console(stderr=True)
@@ -74,7 +74,7 @@ def _once(
     directory = settings["directory"]
     started = time.monotonic()
     with out.open("wb") as file:
-        # the leader is the process that runs the script, and its number is known only when it runs
+        # the leader is the script's process, whose number is not known before it runs
         given = {**environment, RUN: json.dumps({**settings, "leader": 0, "started": time.time()})}
         process = subprocess.Popen(command, env=given, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
@@ -97,9 +97,9 @@ def _once(
 
 
 def waited(process: subprocess.Popen[bytes], stop: Callable[[], bool], grace: float = _GRACE) -> int:
-    """Return how a process ended; where `stop()` becomes true, end it.
+    """Return a process's exit code; end the process when `stop()` becomes true.
 
-    Ctrl-C in a terminal has reached it as well, so it is given `grace` seconds to end by itself, and again after
+    Ctrl-C in a terminal reaches the process too, so the process gets `grace` seconds to exit by itself, and again after
     SIGTERM.
     """
     while not stop():

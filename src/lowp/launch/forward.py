@@ -1,4 +1,4 @@
-"""Module calls: the outermost one runs under the rules and gives fp32 back to the script."""
+"""Module calls: the outermost module runs under the rules and returns fp32 to the script."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Forward", "install", "to_fp32"]
 _tree_map = cast(Callable[[Callable[[Any], Any], Any], Any], private("torch.utils._pytree.tree_map"))
 _Loss = cast(type, private("torch.nn.modules.loss._Loss"))
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-# what torch says where an op finds two dtypes, or one that it has no kernel for
+# torch's errors for an op with two dtypes, or with a dtype for which there is no kernel
 _DTYPE_ERROR = re.compile(r"dtype|scalar type|same type|not implemented for '(Half|BFloat16)'|must have the same", re.I)
 
 
 def to_fp32(value: Any) -> Any:
-    """Return a tensor of 16 bits in fp32, part of the graph; anything else as it is."""
+    """Return a 16-bit tensor in fp32, attached to the graph; anything else unchanged."""
     return value.float() if isinstance(value, Tensor) and value.dtype in _SIXTEEN_BIT else value
 
 
@@ -34,13 +34,13 @@ def _widened(output: Any) -> Any:
 
 
 class Forward:
-    """The calls of one session. `original` is the call of a module as torch defines it."""
+    """The module calls of one session. `original` is torch's own `nn.Module.__call__`."""
 
     def __init__(self, session: Session, original: Callable[..., Any]) -> None:
         self.session, self.original = session, original
         self._left_alone: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._in_fp32: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        # what was said of models that no optimizer held, and these models
+        # the sentences noted for models without an optimizer, with these models
         self._unstepped: list[tuple[str, list[weakref.ref[nn.Module]]]] = []
         # the modules that the script has called under the rules
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -65,7 +65,7 @@ class Forward:
         return self.under_rules(lambda: self.inner(module, args, kwargs))
 
     def under_rules(self, compute: Callable[[], Any]) -> Any:
-        """Return what is computed under the rules, in fp32."""
+        """Return the result of `compute` under the rules, in fp32."""
         session = self.session
         if not functorch_is_active():  # a transform may not write the scale: a later pass ends the step
             session.end_step()
@@ -79,9 +79,9 @@ class Forward:
         return _widened(output)
 
     def inner(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module within one that runs under the rules; in fp32 from the moment its own code cannot do with less.
+        """Run a module within one that runs under the rules. From the first dtype error of its code on, run it in fp32.
 
-        The innermost module sees the error first, so that it alone is kept in fp32.
+        The innermost module sees the error first, so that only this module is kept in fp32.
         """
         if module in self._in_fp32:
             return self._wide(module, args, kwargs)
@@ -104,7 +104,7 @@ class Forward:
             return self.original(module, *_tree_map(to_fp32, args), **_tree_map(to_fp32, kwargs))
 
     def leave_alone(self, leaves: Iterable[Tensor]) -> None:
-        """Run the models that hold any of these parameters, which no optimizer does, in fp32 from now on."""
+        """From now on run the models with any of these parameters, which no optimizer holds, in fp32."""
         parameters = {id(leaf) for leaf in leaves}
         held = [one for one in self.models if any(id(parameter) in parameters for parameter in one.parameters())]
         for module in held:
@@ -116,7 +116,7 @@ class Forward:
         self._unstepped.append((sentence, [weakref.ref(module) for module in held]))
 
     def look_again(self) -> None:
-        """Ask anew which models are left alone: an optimizer has been made, maybe after the first backward pass."""
+        """Recompute which models are left alone: an optimizer was made, possibly after the first backward pass."""
         self._left_alone.clear()
         for sentence, modules in self._unstepped:
             alive = [module for one in modules if (module := one()) is not None]
@@ -124,7 +124,7 @@ class Forward:
                 self.session.record.take_back(sentence)
 
     def _is_left_alone(self, module: nn.Module) -> bool:
-        """Whether the rules are not for a module: losses, which get fp32, and models of another dtype than fp32."""
+        """Whether the rules do not apply to a module: a loss, which gets fp32, or a model not in fp32."""
         if isinstance(module, _Loss):
             return True
         dtypes = {one.dtype for one in module.parameters() if one.is_floating_point()}
@@ -138,7 +138,7 @@ class Forward:
 
 
 def install(session: Session) -> None:
-    """Put the outermost module call under the rules of a session; where there are none, note the first call alone."""
+    """Run the outermost module call under the session's rules. Without rules, only note the first call."""
     if session.is_plain:
         _watch_first_call(session)
         return
@@ -161,7 +161,7 @@ def install(session: Session) -> None:
 
 
 def _watch_first_call(session: Session) -> None:
-    """Note that a model ran at all, at the first call of a module, and stand in no other's way."""
+    """Note at the first module call that a model ran; patches by other code stay in place."""
     original = nn.Module.__call__
 
     @wraps(original)
@@ -177,7 +177,7 @@ def _watch_first_call(session: Session) -> None:
 
 
 def _install_compile(session: Session, forward: Forward) -> None:
-    """Run a compiled function under the rules as a whole: the modules that it calls cannot be told apart within."""
+    """Run a compiled function under the rules as a whole: the modules within cannot be told apart."""
     original = cast(Callable[..., Any], torch.compile)
     local = session.local
 
@@ -204,7 +204,7 @@ def _install_compile(session: Session, forward: Forward) -> None:
 
 
 def _install_functions(session: Session) -> None:
-    """Keep a user's autograd Function in fp32 unless it says what it casts: its backward is written for one dtype."""
+    """Keep a user's autograd Function in fp32 unless it declares its casts: its backward is written for one dtype."""
     function = cast(Any, torch.autograd.Function)
     original = function.__dict__["apply"].__func__
 

@@ -1,7 +1,7 @@
-"""What the script sees of gradients is unscaled: in ``.grad``, in its hooks, in what it retains.
+"""Unscales every gradient that the script sees: in ``.grad``, in its hooks and in retained gradients.
 
-A backward pass runs on a scaled seed. Each leaf divides its gradient by the scale before it is accumulated, and notes
-whether it was finite: the script may clip what it finds.
+A backward pass runs on a scaled seed. Each leaf divides its gradient by the scale before accumulation and notes whether
+the gradient was finite, because the script may clip it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["Gradients", "install"]
 
 
 class Gradients:
-    """The leaves of one session, and what is known of their gradients.
+    """The leaves of one session and the state of their gradients.
 
-    `scale` and `inverse` are those of the backward pass that runs, None while none is scaled. `is_trial`: a pass that
-    looks for the first scale runs, of which the script's hooks are shown nothing.
+    `scale` and `inverse` belong to the running backward pass; None while no scaled pass runs. `is_trial`: the running
+    pass searches for the first scale, so the script's hooks are not called.
     """
 
     def __init__(self, register: Callable[[Tensor, Callable[[Tensor], Any]], Any]) -> None:
@@ -38,16 +38,16 @@ class Gradients:
         self._retained: list[TensorWeakRef] = []
 
     def unscaled(self, gradient: Tensor) -> Tensor:
-        """Return a gradient of the pass that runs as the script is to see it."""
+        """Return a gradient of the running pass divided by the scale, as the script sees it."""
         return gradient if self.inverse is None else gradient * self.inverse.to(gradient.device)
 
     def scaled(self, gradient: Tensor) -> Tensor:
-        """Return what the script gives in a gradient's place as the pass is to go on with it."""
+        """Return a gradient that the script gives in place of another, multiplied by the scale of the running pass."""
         return gradient if self.scale is None else gradient * self.scale.to(gradient.device)
 
     # -- leaves -----------------------------------------------------------------------------------------------------
     def adopt(self, leaf: Any) -> None:
-        """Let a leaf unscale its gradient from now on."""
+        """Register the hook by which a leaf unscales its gradient."""
         if not (isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad) or leaf in self._adopted:
             return
         self._adopted[leaf] = True
@@ -65,33 +65,33 @@ class Gradients:
         self._register(leaf, unscale)
 
     def is_adopted(self, leaf: Tensor) -> bool:
-        """Whether a leaf unscales by itself."""
+        """Whether a leaf unscales its own gradient."""
         return leaf in self._adopted
 
     def _note(self, leaf: Tensor, gradient: Tensor) -> None:
         bad = _is_nonfinite(gradient.detach())
-        # what was noted of a gradient that the script has dropped since counts no more
+        # ignore the note on a gradient that the script has dropped since
         before = None if leaf.grad is None else self._nonfinite.get(leaf)
         self._nonfinite[leaf] = bad if before is None else before | bad
 
     def take_nonfinite(self, leaves: Iterable[Tensor]) -> Tensor | None:
-        """Return whether any gradient of these leaves was not finite, and forget it; None where none was noted."""
+        """Return whether any gradient of these leaves was not finite, and forget it; None if nothing was noted."""
         found = [self._nonfinite.pop(leaf, None) for leaf in leaves]
         flags = [flag for flag in found if flag is not None]
         return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
 
     def forget(self, leaves: Iterable[Tensor]) -> None:
-        """Forget what was noted of gradients that are zero now."""
+        """Forget the notes on gradients that have been zeroed."""
         for leaf in leaves:
             self._nonfinite.pop(leaf, None)
 
     # -- what is retained of hidden tensors -------------------------------------------------------------------------
     def retain(self, tensor: Tensor) -> None:
-        """Unscale the gradient that a hidden tensor retains, when the pass has ended."""
+        """Unscale the gradient that a non-leaf tensor retains, after the pass."""
         self._retained.append(TensorWeakRef(tensor))
 
     def unscale_retained(self) -> None:
-        """Unscale what was retained in the pass that has just ended."""
+        """Unscale the gradients retained in the pass that has just ended."""
         for reference in self._retained:
             tensor = reference()
             if tensor is not None and tensor.grad is not None:
@@ -123,7 +123,7 @@ def leaves_of(roots: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def install(session: Session) -> None:
-    """Let parameters, hooks and retained gradients see what they would without a loss scale."""
+    """Make parameters, hooks and retained gradients see the values that they would see without a loss scale."""
     if not session.is_scaling:
         return
     tensor = cast(Any, Tensor)
@@ -160,7 +160,7 @@ def install(session: Session) -> None:
 
 
 def _install_module_hooks(gradients: Gradients) -> None:
-    """Show full backward hooks of modules unscaled gradients."""
+    """Pass unscaled gradients to full backward hooks of modules."""
     module = cast(Any, nn.Module)
 
     def each(change: Callable[[Tensor], Tensor], given: Any) -> Any:

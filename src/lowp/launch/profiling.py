@@ -1,7 +1,7 @@
-"""`lowp profile script.py`: the models that an unmodified script trains are watched, in its own processes.
+"""`lowp profile script.py`: watches the models that an unmodified script trains, in the script's own processes.
 
-Each process that trains writes a record of its own, so that nothing is asked of a process group that may have ended;
-the command merges them when all have ended.
+Each training process writes its own record, so that no process group, which may have ended, is needed. The command
+merges the records when all processes have ended.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 __all__ = ["PROFILE", "profile_script", "start"]
 
 PROFILE = "LOWP_PROFILE"
-_GRACE = 2.0  # seconds in which a script that is ended may write its record; what it has seen is in its file anyway
-_SEARCHED = 64  # steps in which models are looked for
+_GRACE = 2.0  # seconds for an ended script to write its record; the data is in its file anyway
+_SEARCHED = 64  # steps during which models are searched
 _MOST_MODELS = 16
 
 
 def profile_script(
     script: Sequence[str], max_overhead: str, out: Path | None, stop: Callable[[], bool] = lambda: False
 ) -> tuple[int, Path]:
-    """Run a script as Python would, under the profiler; return its exit code and the file of the record of all ranks.
+    """Run a script as Python would, under the profiler; return its exit code and the path of the merged record.
 
-    Where `stop()` becomes true the script is ended, and the record is of what was seen so far. Raises InvalidInput
-    where there is no such script.
+    When `stop()` becomes true, the script is ended and the record has the data so far. Raises InvalidInput if the
+    script does not exist.
     """
     if script[0] != "-m" and not os.path.exists(script[0]):
         raise InvalidInput(f"there is no script {script[0]!r} here ({os.getcwd()})")
@@ -49,7 +49,7 @@ def profile_script(
         raise InvalidInput("-m needs the name of a module: lowp profile -m package.train")
     path = Path(tempfile.gettempdir()) / f"lowp-profile-{secrets.token_hex(8)}.json" if out is None else out.resolve()
     for old in (path, *path.parent.glob(_part(path, "*").name)):
-        old.unlink(missing_ok=True)  # what is there afterwards is of this run
+        old.unlink(missing_ok=True)  # every file left afterwards is from this run
     site = str(Path(__file__).resolve().parent / "site")
     paths = [site, os.environ.get("PYTHONPATH", "")]
     environment = {
@@ -63,7 +63,7 @@ def profile_script(
     if code < 0:
         print(f"lowp profile: the script was ended by signal {-code}; the results until then follow", file=sys.stderr)
     _merge(path)
-    return code if code >= 0 else 128 - code, path  # as a shell tells a signal
+    return code if code >= 0 else 128 - code, path  # as shells report a signal
 
 
 def _call(command: Sequence[str], environment: Mapping[str, str], stop: Callable[[], bool]) -> int:
@@ -76,14 +76,14 @@ def _call(command: Sequence[str], environment: Mapping[str, str], stop: Callable
 
 
 def _part(path: Path, process: int | str) -> Path:
-    """The file of a process that was not the first to train."""
+    """Return the file of a process that was not the first to train."""
     return path.with_name(f"{path.stem}.process-{process}{path.suffix}")
 
 
 def _merge(path: Path) -> None:
-    """Take what the other processes have seen into the record of the first, and remove their files.
+    """Merge the records of other processes into the first one's, and remove their files.
 
-    Processes that trained another model keep theirs, and are told of.
+    The files of processes that trained another model are kept and named on standard error.
     """
     from lowp.numerics.record import Record
 
@@ -102,7 +102,7 @@ def _merge(path: Path) -> None:
 
 
 def _own_path(path: Path) -> Path:
-    """The file of this process: that of the record itself for the first one that asks."""
+    """Return the file of this process: the record itself for the first process that asks."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     except FileExistsError:
@@ -111,21 +111,21 @@ def _own_path(path: Path) -> Path:
 
 
 def start() -> None:
-    """Begin in this process, where torch has just been imported: wait for the models that are trained."""
+    """Start in this process, right after the import of torch: wait for models that are trained."""
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     settings = json.loads(os.environ[PROFILE])
-    # the hook below is one, and looks at calls of compiled modules as well
+    # the hook below is a global hook and is meant to see calls of compiled modules
     warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
     wait = _Waiting(Path(settings["out"]), settings["max_overhead"], settings["title"])
     wait.handle = register_module_forward_pre_hook(wait)
 
 
 class _Waiting:
-    """Called before each module runs, until the models of a training are known.
+    """A hook called before each module runs, until the models of a training are known.
 
-    A model is a module that is called by none that is watched already: one that is trained, or that is called beside
-    such ones without being trained, as a teacher is. Modules without parameters, such as losses, are none.
+    A model is a module that no watched model calls: either one that is trained, or one called beside such models
+    without being trained, for example a teacher. Modules without parameters, such as losses, are not models.
     """
 
     def __init__(self, out: Path, max_overhead: str, title: str) -> None:
@@ -138,7 +138,7 @@ class _Waiting:
         import torch
 
         if torch.compiler.is_compiling():
-            return  # within a compiled module: what follows would be guarded, and compiled again when it changes
+            return  # within a compiled module the code below would be guarded, and recompiled on changes
         profiler = self.profiler
         if profiler is not None:
             if profiler.step >= _SEARCHED:

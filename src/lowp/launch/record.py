@@ -1,4 +1,4 @@
-"""What a run did, told at its end: one line on standard error, and JSON where it was asked for."""
+"""The report at the end of a run: one line on standard error, and JSON if requested."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KIND = "lowp run"
 
 @dataclass
 class Record:
-    """What one process did. `notes` are sentences on what did not run in the precision, in the order they were met."""
+    """What one process did. `notes` are sentences on the parts that did not run in the precision, in order."""
 
     precision: str
     rank: int = 0
@@ -39,23 +39,23 @@ class Record:
 
     @property
     def has_content(self) -> bool:
-        """Whether this process trained, ran a model, or has something to tell."""
+        """Whether this process trained, ran a model, or has something to report."""
         return bool(self.calls or self.steps or self.backward_passes or self.notes or self.stood_down)
 
     def note(self, sentence: str) -> bool:
-        """Remember a sentence once; whether it is new."""
+        """Add a sentence once. Return whether it is new."""
         if sentence in self.notes:
             return False
         self.notes.append(sentence)
         return True
 
     def take_back(self, sentence: str) -> None:
-        """Forget a sentence that is true no longer."""
+        """Remove a sentence that is no longer true."""
         if sentence in self.notes:
             self.notes.remove(sentence)
 
     def save(self, directory: str) -> None:
-        """Leave the record for the leader of the run."""
+        """Write the record for the leader of the run."""
         os.makedirs(directory, mode=0o700, exist_ok=True)
         path = Path(directory) / f"{self.process}.json"
         part = path.with_suffix(".part")
@@ -64,7 +64,7 @@ class Record:
 
 
 def gathered(directory: str) -> list[Record]:
-    """Return the records that other processes left, those of low ranks first; a damaged one is passed over."""
+    """Return the records of other processes, low ranks first; damaged ones are ignored."""
     found = []
     for path in Path(directory).glob("*.json"):
         try:
@@ -75,7 +75,7 @@ def gathered(directory: str) -> list[Record]:
 
 
 def merged(records: list[Record], precision: str) -> Record:
-    """Return what the run as a whole did: the counts of the process that stepped most, the notes of all."""
+    """Return the record of the whole run: the counts of the process with the most steps, the notes of all."""
     whole = max(records, key=lambda record: (record.steps, -record.rank), default=Record(precision))
     for record in records:
         for sentence in record.notes:
@@ -85,7 +85,7 @@ def merged(records: list[Record], precision: str) -> Record:
 
 
 def line(record: Record, seconds: float) -> str:
-    """Return the one line that a run ends with; sentences on what did not run in the precision follow it."""
+    """Return the line with which a run ends, followed by the sentences on parts that did not run in the precision."""
     if record.stood_down:
         parts = [f"disabled, {record.stood_down} (--override replaces it)"]
     else:
@@ -110,7 +110,7 @@ def document(records: list[Record], settings: Settings, seconds: float) -> dict[
 
 
 def tell(records: list[Record], settings: Settings) -> None:
-    """Write the line, and the report if one was asked for."""
+    """Print the line, and write the report if requested."""
     seconds = time.time() - settings.started
     documented = document(records, settings, seconds)
     print(line(merged(records, settings.precision), seconds), file=sys.stderr, flush=True)
@@ -123,13 +123,13 @@ def tell(records: list[Record], settings: Settings) -> None:
 
 
 def tell_of_run(own: list[Record], settings: Settings) -> None:
-    """Tell of this process and of those that left their records for it; they are removed."""
+    """Report on this process and on those that left records for it; remove the records."""
     tell([*own, *gathered(settings.directory)], settings)
     shutil.rmtree(settings.directory, ignore_errors=True)
 
 
 def check_report(path: Path) -> None:
-    """Raise InvalidInput where a report cannot be written, or would replace what is no report."""
+    """Raise InvalidInput if a report cannot be written, or would replace a file that is not a report."""
     target = files.check_target(path)
     if not target.exists() or not target.stat().st_size:
         return

@@ -1,4 +1,4 @@
-"""One process of `lowp run`: its precision, what rests, what is told."""
+"""One process of `lowp run`: its precision, whether lowp rests, and its report."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _EXIT_REFUSED = 2
 
 
 class _Local(threading.local):
-    """Where one thread is: in a module that runs under the rules or is left alone, in a backward pass, in a step."""
+    """The position of one thread: in a module under the rules or left alone, in a backward pass, in a step."""
 
     calls = 0
     alone = 0
@@ -43,7 +43,7 @@ class _Local(threading.local):
 
 
 class Session:
-    """What the places in torch share. `rests`: nothing is cast, scaled or skipped from now on."""
+    """State shared by the patched places of torch. While `rests` is True, nothing is cast, scaled or skipped."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -54,11 +54,11 @@ class Session:
             self.preset = replace(self.preset, loss_scale=presets.LossScale.parse(settings.loss_scale))
         self.local = _Local()
         self.record = Record(self.preset.name, rank=int(os.environ.get("RANK", 0)))
-        # what the places make for each other; without a loss scale there are no gradients to look after
+        # objects that the places make for each other; without a loss scale `gradients` stays None
         from torch.utils.weak import WeakTensorKeyDictionary
 
         self.stepped: Any = WeakTensorKeyDictionary()  # the parameters that optimizers hold
-        self.end_step: Callable[[], None] = nothing  # of a step whose further optimizers may still come
+        self.end_step: Callable[[], None] = nothing  # ends a step in which further optimizers may still step
         self.forward: Forward | None = None
         self.gradients: Gradients | None = None
         # plain fp32 changes nothing, so only steps are counted
@@ -85,13 +85,13 @@ class Session:
         return region
 
     def stand_down(self, reason: str) -> None:
-        """Do nothing from now on, because the script takes care of its precision itself."""
+        """Do nothing from now on, because the script handles its precision itself."""
         if not self.rests:
             self.rests = True
             self.record.stood_down = reason
 
     def keeps_in_fp32(self, what: str, why: str) -> str:
-        """Say that something does not run in the precision, in the sentence that it returns; refuse under --strict."""
+        """Note that something does not run in the precision, and return the sentence. Exits under --strict."""
         sentence = f"{what} runs in fp32: {why}"
         if self.record.note(sentence) and self.settings.strict:
             self.refuse(sentence)
@@ -107,16 +107,16 @@ class Session:
         return parameter in self.stepped
 
     def models_of(self, optimizer: Optimizer) -> list[nn.Module]:
-        """Return the models that the script has called and that this optimizer trains."""
+        """Return the models that the script has called and this optimizer trains."""
         assert self.forward is not None
         parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
         return [one for one in self.forward.models if any(id(p) in parameters for p in one.parameters())]
 
     # -- the end ----------------------------------------------------------------------------------------------------
     def close(self) -> None:
-        """Tell what was done, or leave it for the process that does; once."""
+        """Report, or leave the record for the process that reports; only once."""
         record, settings = self.record, self.settings
-        with suppress(LowpError):  # a step that is too many ends a script that goes on, not one that has ended
+        with suppress(LowpError):  # NonFiniteGradients ends a running script, not one that has ended
             self.end_step()
         if "precision" in self.__dict__:
             record.skipped = self.precision.skipped_steps
@@ -134,16 +134,16 @@ class Session:
         self.close = nothing  # type: ignore[method-assign]
 
     def start_afresh(self) -> None:
-        """Begin the record of a forked child, which has the parent's modules and has done nothing itself."""
+        """Start a new record in a forked child, which has the parent's modules but has done nothing itself."""
         self.record, self.end_step = Record(self.preset.name, rank=self.record.rank), nothing
 
 
 def nothing() -> None:
-    """Do nothing: what is left to do where everything is done."""
+    """Do nothing."""
 
 
 def start() -> None:
-    """Begin in this process; torch has just been imported. An environment that asks for the impossible ends it."""
+    """Start in this process, right after the import of torch. Exits if the environment's settings are invalid."""
     try:
         settings = Settings.from_environment()
         if settings is None:
@@ -154,7 +154,7 @@ def start() -> None:
         raise SystemExit(_EXIT_REFUSED) from None
     from lowp.launch import backward, forward, gradients, standing, stepping
 
-    for place in (gradients, forward, backward, stepping, standing):  # each uses what those before it made
+    for place in (gradients, forward, backward, stepping, standing):  # each uses objects of the previous ones
         place.install(session)
     _hide_frames()
     _close_at_the_end(session)
@@ -173,7 +173,7 @@ def _close_at_the_end(session: Session) -> None:
         sigterm.tell_first(close)
     multiprocessing.util.register_after_fork(session, in_child)
     if multiprocessing.current_process().name != "MainProcess" or "--multiprocessing-fork" in sys.argv:
-        # a spawned child ends without atexit's functions, but with these
+        # a spawned child does not run atexit functions, but runs these
         multiprocessing.util.Finalize(None, close, exitpriority=0)
 
 
@@ -181,7 +181,7 @@ def _close_at_the_end(session: Session) -> None:
 
 
 def _hide_frames() -> None:
-    """Print tracebacks without this package's frames: the script's error looks as it would without lowp."""
+    """Print tracebacks without this package's frames, so that errors of the script look as without lowp."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
@@ -197,7 +197,7 @@ def _hide_frames() -> None:
 
 
 def without_own(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """Return a traceback without the frames of this package, and as it was if all are."""
+    """Return a traceback without the frames of this package; unchanged if all frames are."""
     frames = []
     current = traceback
     here = os.path.dirname(os.path.abspath(__file__))

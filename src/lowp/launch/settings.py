@@ -1,4 +1,4 @@
-"""What the environment says of a run: LOWP_PRECISION alone, or with LOWP_RUN, which `lowp run` sets beside it."""
+"""A run's settings in the environment: LOWP_PRECISION alone, or with LOWP_RUN, which `lowp run` sets too."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ RUN = "LOWP_RUN"
 
 @dataclass(frozen=True)
 class Settings:
-    """How the scripts of one `lowp run`, and the processes they start, are to train.
+    """How the scripts of one `lowp run`, and the processes they start, train.
 
-    `directory` is where each process leaves its record for process `leader`, which tells of them all at its end; the
-    first one that does makes it. Both are empty where the environment was set by hand, and each process that trained
-    then tells of itself.
+    Each process leaves its record in `directory` for process `leader`, which reports on all of them at its end. The
+    first process that leaves a record creates the directory. Both are empty if the environment was set by hand; then
+    each process that trained reports on itself.
     """
 
     precision: str
@@ -36,7 +36,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings | None:
-        """Return what the environment asks for, None where it asks for nothing; InvalidInput where it is damaged."""
+        """Return the settings of an environment, None if it has none. Raises InvalidInput if they are damaged."""
         precision = environment.get(PRECISION, "").strip()
         if not precision:
             return None

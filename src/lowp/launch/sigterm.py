@@ -1,9 +1,8 @@
-"""SIGTERM in the process of a script: the run is told of, and the process then ends by the signal, as Python would.
+"""SIGTERM in a script's process: lowp reports first, then the process ends by the signal, as in plain Python.
 
-The script sees nothing of it. While it handles SIGTERM itself, this does nothing; while it does not, `signal.getsignal`
-and `signal.signal` answer SIG_DFL, which is what it would find without lowp, and SIG_DFL is what its children begin
-with. Neither ``finally`` nor `atexit` runs, as in Python. Like Ctrl-C, the signal is answered between two
-instructions of Python.
+The script does not notice. If the script handles SIGTERM itself, this does nothing. Otherwise `signal.getsignal` and
+`signal.signal` return SIG_DFL, as without lowp, and children start with SIG_DFL. Neither ``finally`` nor `atexit` runs,
+as in plain Python. Like Ctrl-C, the signal is handled between two Python instructions.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["tell_first"]
 def tell_first(tell: Callable[[], None]) -> None:
     """Call `tell` before a SIGTERM that the script does not handle ends this process; not in its children.
 
-    Nothing is done outside the main thread, and where SIGTERM is handled or ignored already.
+    Does nothing outside the main thread, or if SIGTERM is already handled or ignored.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -31,7 +30,7 @@ def tell_first(tell: Callable[[], None]) -> None:
 
 
 class _Ending:
-    """The handler in place of SIG_DFL."""
+    """The handler that replaces SIG_DFL."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell, self._process = tell, os.getpid()
@@ -39,7 +38,7 @@ class _Ending:
         self._set: Callable[[int, Any], Any] = signal.signal
 
     def install(self) -> None:
-        """Handle the signal, and let the script's questions be answered as without."""
+        """Install the handler, and make `signal.getsignal` and `signal.signal` answer as without it."""
 
         @wraps(signal.getsignal)
         def getsignal(signalnum: int) -> Any:
@@ -53,7 +52,8 @@ class _Ending:
 
         cast(Any, signal).getsignal, cast(Any, signal).signal = getsignal, set_handler
         if hasattr(os, "register_at_fork"):
-            # A child has SIG_DFL from its first instruction on: Python drops what a handler gets just after a fork.
+            # A child must have SIG_DFL from its first instruction on: Python drops a signal that a handler gets just
+            # after a fork.
             os.register_at_fork(
                 before=partial(self._exchange, self, signal.SIG_DFL),
                 after_in_parent=partial(self._exchange, signal.SIG_DFL, self),
@@ -63,8 +63,8 @@ class _Ending:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._get(number) is not self:
-            return  # called by a handler of the script's that took it for one to call, too
-        self._set(number, signal.SIG_DFL)  # a second one ends the process at once
+            return  # called by the script's own handler, which took it for a previous handler
+        self._set(number, signal.SIG_DFL)  # a second SIGTERM ends the process at once
         if os.getpid() == self._process:
             with contextlib.suppress(BaseException):
                 self._tell()

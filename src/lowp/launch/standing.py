@@ -1,4 +1,4 @@
-"""A script that takes care of its precision itself: lowp stands down and says so, or takes over with --override."""
+"""A script that handles its precision itself: lowp stands down and says so, or takes over with --override."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["install"]
 
 
 def install(session: Session) -> None:
-    """Watch for a torch.autocast that is entered and for a GradScaler that is made, both enabled."""
+    """Detect an enabled torch.autocast that is entered and an enabled GradScaler that is made."""
     if session.is_plain:
         return
     _watch_scalers(session)
@@ -22,7 +22,7 @@ def install(session: Session) -> None:
 
 
 def _is_own() -> bool:
-    """Whether lowp makes it: its scaler is a torch scaler, too."""
+    """Whether the caller is lowp itself, which also uses torch.autocast."""
     import sys
 
     return str(sys._getframe(2).f_globals.get("__name__", "")).partition(".")[0] == "lowp"

@@ -1,4 +1,4 @@
-"""Optimizer steps: skipped where a gradient overflowed, written to the format where parameters have one."""
+"""Optimizer steps: skipped if a gradient overflowed, and written to the parameters' format if they have one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Step = Callable[..., Any]
 
 
 class Held(Optimizer):
-    """The script's optimizer as the precision steps it: without what the script or a scheduler wrapped around `step`.
+    """The script's optimizer for the precision: without wrappers that the script or a scheduler put around `step`.
 
     Groups, state and defaults ARE the optimizer's own.
     """
@@ -33,7 +33,7 @@ class Held(Optimizer):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The script's optimizer, which is alive while it steps."""
+        """The script's optimizer, which exists while it steps."""
         found = self._optimizer()
         assert found is not None
         return found
@@ -49,11 +49,11 @@ class Held(Optimizer):
         return self.optimizer.state
 
     def step(self, closure: None = None) -> Any:  # type: ignore[override]
-        """Do what the script's `step` does, with its arguments."""
+        """Call the script's `step` with the script's arguments."""
         args, kwargs = self.arguments
         return self._inner(self.optimizer, *args, **kwargs)
 
-    step.hooked = True  # type: ignore[attr-defined]  # hooks of steps are called by the script's own
+    step.hooked = True  # type: ignore[attr-defined]  # the script's own step calls the step hooks
 
 
 class _Steps:
@@ -64,7 +64,7 @@ class _Steps:
         self.gradients: Gradients | None = session.gradients
         self._held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
         self._prepared: weakref.WeakKeyDictionary[Optimizer, Optimizer] = weakref.WeakKeyDictionary()
-        self._stepped: set[int] = set()  # the parameters of the optimizers that have stepped in this step, by identity
+        self._stepped: set[int] = set()  # ids of parameters whose optimizers have stepped in this step
 
     def hold(self, parameters: Iterable[Tensor]) -> None:
         """Note parameters that an optimizer holds."""
@@ -76,7 +76,7 @@ class _Steps:
             self.session.forward.look_again()
 
     def step(self, optimizer: Optimizer, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take one step of the script's."""
+        """Take one optimizer step of the script."""
         session = self.session
         session.record.steps += 1
         session.record.rank = distributed.rank()
@@ -86,7 +86,8 @@ class _Steps:
         if closure is None:
             return self._guarded(optimizer, inner, args, kwargs)
         if type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS):
-            # torch's own call the closure once, first of all; where it overflows the step is to be skipped
+            # torch's own optimizers call the closure once, at the start; the step must be skipped if a gradient
+            # overflows
             with torch.enable_grad():
                 loss = closure()
             self._guarded(optimizer, inner, (), {"closure": lambda: loss})
@@ -94,7 +95,7 @@ class _Steps:
         return self._in_fp32(optimizer, inner, args, kwargs)
 
     def _in_fp32(self, optimizer: Optimizer, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Step an optimizer that computes loss and gradients itself, as often as it likes, in fp32."""
+        """Step an optimizer that computes loss and gradients itself, any number of times, in fp32."""
         session = self.session
         session.keeps_in_fp32(
             f"what {type(optimizer).__name__} computes by its closure", "such a step cannot be skipped as a whole"
@@ -106,7 +107,7 @@ class _Steps:
             session.rests = bool(session.record.stood_down)
 
     def _guarded(self, optimizer: Optimizer, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Step unless a gradient overflowed, by the precision."""
+        """Step by the precision, which skips the step if a gradient overflowed."""
         precision = self.session.precision
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         nonfinite = None if self.gradients is None else self.gradients.take_nonfinite(parameters)
@@ -120,14 +121,14 @@ class _Steps:
             result = self._scaled_step(optimizer, held, parameters, nonfinite)
         else:
             result = precision.step(self._of(optimizer, held))
-        cast(Any, optimizer)._opt_called = True  # a scheduler asks for it; torch.amp's skipped steps set it, too
+        cast(Any, optimizer)._opt_called = True  # schedulers check this; torch.amp's skipped steps set it too
         return result
 
     def _scaled_step(self, optimizer: Optimizer, held: Held, parameters: list[Tensor], nonfinite: Tensor | None) -> Any:
-        """Step one optimizer; the scale moves once after all that share a backward pass, however many they are.
+        """Step one optimizer. The scale moves once, after all optimizers that share a backward pass have stepped.
 
-        All have stepped when no gradient is left but theirs. Where others have gradients, of another pass it may be,
-        the next forward or backward pass ends the step.
+        All have stepped when only their parameters have gradients. If other parameters have gradients, possibly of
+        another pass, the next forward or backward pass ends the step.
         """
         session, identities = self.session, {id(one) for one in parameters}
         if not self._stepped.isdisjoint(identities):
@@ -157,7 +158,7 @@ class _Steps:
             record.scales.append((record.steps, scale))
 
     def _of(self, optimizer: Optimizer, held: Held) -> Optimizer:
-        """Return what the precision steps: the optimizer as it is held, or what writes its parameters to the format."""
+        """Return what the precision steps: the held optimizer, or its wrapper that writes the parameters' format."""
         if self.session.preset.policy.parameters is None:
             return held
         if optimizer not in self._prepared:
@@ -167,7 +168,7 @@ class _Steps:
 
 
 def install(session: Session) -> None:
-    """Stand in the place where torch measures each optimizer's step."""
+    """Wrap each optimizer's step at torch's `profile_hook_step`."""
     optimizers = cast(Any, Optimizer)
     measured: Callable[[Step], Step] = optimizers.profile_hook_step
     steps = _Steps(session)
@@ -178,7 +179,7 @@ def install(session: Session) -> None:
 
         @wraps(function)
         def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            # an optimizer within another's step is part of that step
+            # a step within another optimizer's step is part of that step
             if local.steps or isinstance(self, Held) or torch.compiler.is_compiling():
                 return inner(self, *args, **kwargs)
             local.steps += 1
@@ -195,7 +196,7 @@ def install(session: Session) -> None:
 
 
 def _install_groups(session: Session, steps: _Steps) -> None:
-    """Learn which parameters optimizers hold, and which gradients they zero."""
+    """Record which parameters optimizers hold and which gradients they zero."""
     optimizers = cast(Any, Optimizer)
     add_group, zero, set_state = optimizers.add_param_group, optimizers.zero_grad, optimizers.__setstate__
 

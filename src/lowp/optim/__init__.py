@@ -1,4 +1,4 @@
-"""Optimizers for parameters stored in few bits: master weights around any torch optimizer, and SGD and AdamW."""
+"""Optimizers for parameters stored in few bits: master weights around any torch optimizer, SGD and AdamW."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class AdamW(BlockwiseOptimizer):
         )
 
     def update_together(self, columns: updates.Columns, group: dict[str, Any]) -> None:
-        """The same formula on what is stored, in one kernel."""
+        """The same formula on the stored tensors, in one kernel."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         updates.adamw(columns, _numbers(group), grad_scale, found_inf)
 

@@ -1,4 +1,4 @@
-"""The frame of lowp's own optimizers: one cache-sized block of a parameter at a time, in fp32, and stored back."""
+"""The base of lowp's own optimizers: update a parameter in fp32, one cache-sized block at a time, and store it back."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from lowp.scaling.loss_scale import inverse_of
 
 # 2**16 elements: a block's fp32 weight, gradient and two moments are 1 MiB, which stays in a core's L2 cache
 BLOCK = 1 << 16
-_STORAGE_STATE = (MASTER_WEIGHT, "remainder")  # the entries of a parameter's state that belong to its storage
-_COPIED = ("storage", "moment_cast", "moments", "names", "seed")  # what a copy has beside what torch's optimizers have
-_STOCHASTIC_BF16 = "bf16:stochastic"  # nearest would stall: 0.001 of a second moment is below half a bf16 ulp
+_STORAGE_STATE = (MASTER_WEIGHT, "remainder")  # entries of a parameter's state that belong to its storage
+_COPIED = ("storage", "moment_cast", "moments", "names", "seed")  # attributes that a copy keeps
+_STOCHASTIC_BF16 = "bf16:stochastic"  # to nearest would stall: 0.001 of a second moment is below half a bf16 ulp
 
 
 class StateFormats(NamedTuple):
-    """How an optimizer keeps weights and moments: the arguments that its users give, unchecked."""
+    """How an optimizer stores weights and moments: the arguments as the user gave them, unchecked."""
 
     storage: str | Cast | None
     split: bool
@@ -53,12 +53,12 @@ class StateFormats(NamedTuple):
 class BlockwiseOptimizer(torch.optim.Optimizer):
     """An optimizer whose parameters are stored in few bits and updated in fp32, block by block.
 
-    A subclass gives `moments` (the names of its per-element state) and `update_block`, which updates fp32 tensors in
-    place. The frame joins weight and remainder, converts gradients and moments, and stores all back: the update itself
-    is the same fp32 arithmetic whatever the storage is, so that split masters equal fp32 masters bit for bit.
+    A subclass provides `moments` (the names of its per-element state) and `update_block`, which updates fp32 tensors in
+    place. This class joins weight and remainder, converts gradients and moments, and stores everything back. The update
+    is the same fp32 arithmetic for every storage, so that split masters equal fp32 masters bit for bit.
 
-    With a loss scaler nothing waits for the device: `grad_scale` and `found_inf` are applied where the tensors are, and
-    a step with a non-finite gradient leaves weights, moments and step counters as they were.
+    With a loss scaler nothing waits for the device: `grad_scale` and `found_inf` are applied on the device of the
+    tensors, and a step with a non-finite gradient leaves weights, moments and step counters unchanged.
     """
 
     moments: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def update_block(
         self, weight: Tensor, gradient: Tensor, moments: dict[str, Tensor], step: Tensor, group: dict[str, Any]
     ) -> None:
-        """Update an fp32 block of a weight and its moments in place; `step` counts this step, from 1."""
+        """Update an fp32 block of a weight and its moments in place. `step` counts the steps before this one."""
         raise TypeError(f"{type(self).__name__} does not define update_block")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -116,11 +116,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         return loss
 
     def update_together(self, columns: updates.Columns, group: dict[str, Any]) -> None:
-        """Update what is stored of many parameters of one group by one kernel, as `update_block` does each."""
+        """Update the stored tensors of many parameters of one group with one kernel, like `update_block`."""
         raise TypeError(f"{type(self).__name__} does not define update_together")
 
     def _step_together(self) -> set[int]:
-        """Step the parameters that one kernel takes at once, where the device has it; return which these are."""
+        """Step the parameters that one kernel can step at once, if the device has it; return their ids."""
         stepped: set[int] = set()
         for group in self.param_groups:
             for members in by_kernel(group["params"], self.storage, self.moments, self.state, self._start):
@@ -147,8 +147,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             self._start(parameter, state)
         before = state["step"]
         watch = self.names.watches([parameter], self).get(parameter) if self.storage.cast is not None else None
-        # flat views of what this rank holds; what is not contiguous (channels_last) is copied into its logical order
-        # and back
+        # Flat views of the local tensors. Non-contiguous tensors (channels_last) are copied into logical order and
+        # back.
         here = local(parameter).detach()
         stored = here.reshape(-1)
         gradient = local(gradient).reshape(-1)
@@ -181,9 +181,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         seed: int | Tensor,
         seen: Tensor | None,
     ) -> None:
-        """One block: into fp32, `update_block`, back into storage, all unless a gradient somewhere was non-finite.
+        """Step one block: load it as fp32, `update_block`, store it. Nothing changes if any gradient was non-finite.
 
-        `seen` gets the fp32 weights before they are stored, where an observer is told of them.
+        `seen` receives the fp32 weights before they are stored, for observers.
         """
         weight = self.storage.load(stored, state)
         moments = {name: state[name].to(torch.float32) for name in self.moments if name in state}
@@ -206,7 +206,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 state[name].copy_(kernels.quantize(value, _STOCHASTIC_BF16, seed=seed_of(0, seed, slot)))
 
     def _start(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Make the step counter and the moments as they are before the first step."""
+        """Create the step counter and the moments for the first step."""
         dtype = torch.float32 if str(self.moment_cast) == "fp32" else torch.bfloat16
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in self.moments:
@@ -227,7 +227,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                     self.storage.save_whole(parameter, self._master_state(parameter), value)
 
     def _master_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What is kept beside a stored parameter for its fp32 value."""
+        """Return the tensors kept for the fp32 value of a stored parameter."""
         return {name: value for name, value in self.state[parameter].items() if name in _STORAGE_STATE}
 
     def attach(self, model: nn.Module) -> Attachment:
@@ -291,7 +291,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             moments = [name for name in self.moments if entry.get(name) is not None]
             if "step" in entry or moments:
                 self._start(parameter, state)
-                # torch's SGD counts no steps: momentum that is there says that there was one
+                # torch's SGD counts no steps: a saved momentum means that there was at least one
                 state["step"].copy_(torch.as_tensor(entry.get("step", 1), device="cpu"))
             for name in moments:
                 local(state[name]).copy_(local(shard_of(entry[name], parameter)))
@@ -299,7 +299,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
                 self.set_masters({parameter: entry[MASTER_WEIGHT]})
 
     def _checked(self, state_dict: dict[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
-        """The saved state by parameter, once every tensor in it is known to fit its parameter."""
+        """Return the saved state by parameter, after checking that every tensor fits its parameter."""
         saved = entries_by_parameter(self, state_dict)
         for index, (parameter, entry) in enumerate(saved.items()):
             if "step" not in entry and any(name in entry for name in _STORAGE_STATE):

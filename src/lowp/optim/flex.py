@@ -1,7 +1,7 @@
-"""Training without a wider copy: weights, updates and optimizer state all live under shared exponents.
+"""Training without a wider copy: weights, updates and optimizer state are all stored under shared exponents.
 
-Source: Koester et al. 2017, arXiv 1711.02213, section 4: "all tensors" are flex16+5, the weights and what the optimizer
-keeps included, with the hyper-parameters of the fp32 run.
+Source: Koester et al. 2017, arXiv 1711.02213, section 4: "all tensors" are flex16+5, including the weights and the
+optimizer's state, with the hyper-parameters of the fp32 run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from lowp.optim.wrapper import Wrapper
 _VERSION = 1
 _MOST_SITES = 8192  # that are kept in memory: their names are asked for at every step
 
-# What torch's optimizers call a mean (or sum) of squares in their state: Adam and its kin, RMSprop, Adadelta, Adagrad.
+# State keys under which torch's optimizers keep a mean or sum of squares: Adam and its kin, RMSprop, Adadelta, Adagrad.
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
 
 
 class _Site(NamedTuple):
-    """One tensor that a step writes: its role for observers, and what of which parameter it is.
+    """One tensor that a step writes: its role for observers, its place in the parameter's state, and the name.
 
-    Printed it is the site of its exponent, ``weight of 0.bias``.
+    `str()` gives the site of its exponent, ``weight of 0.bias``.
     """
 
     role: str
@@ -75,7 +75,7 @@ def _state(key: str, name: str) -> _Site:
 
 
 def refuse_shards(cast: Cast, parameters: Iterable[Tensor]) -> None:
-    """Raise InvalidInput where a parameter is sharded over ranks."""
+    """Raise InvalidInput if a parameter is sharded over ranks."""
     if any(is_sharded(parameter) for parameter in parameters):
         raise InvalidInput(
             f"a parameter that is sharded over ranks (a DTensor of FSDP2) cannot be stored in {cast}: an exponent "
@@ -253,7 +253,7 @@ class FlexWeights(Wrapper):
                         f"a {parameter.dtype} parameter cannot be stored in {self.cast}: give fp32 parameters"
                     )
                 name = self._names.setdefault(parameter, f"parameter {len(self._adopted)}")
-                # a stored one may have been sent by another rank since: what is in the format stays as it is
+                # another rank may have sent a stored parameter since: values that are in the format stay unchanged
                 parameter.copy_(self._rounded(parameter, _weight(name), unless_exact=parameter in stored))
                 self._adopted.add(parameter)
             own(self, self._adopted)
@@ -277,11 +277,11 @@ class FlexWeights(Wrapper):
             x.copy_(result)
 
     def _rounded_square(self, x: Tensor, site: _Site) -> Tensor:
-        """Return x, which is not negative, as the squares of values of the format; what is not zero does not become so.
+        """Return a non-negative x as squares of values of the format; nonzero elements stay nonzero.
 
-        Squares span twice the binary places that gradients do, more than 15: written as they are, most would be zero,
-        and what is divided by their root would have no bound. The root spans no more than the gradients. One below
-        half a unit becomes a unit: the denominator of a small gradient may be too large, and never vanishes.
+        Squares span twice as many binary places as gradients, more than 15. Written directly, most would become zero,
+        and a quotient by their root would be unbounded. The root spans no more than the gradients. A nonzero root below
+        half a unit becomes one unit: the denominator of a small gradient may be too large but is never zero.
         """
         root = x.to(widest_float(x.device)).sqrt()
         rounded = self._rounded(root, site)

@@ -1,4 +1,4 @@
-"""Master weights around any torch optimizer: the model holds few bits, the optimizer sees fp32."""
+"""Master weights around any torch optimizer: the model stores few bits, the optimizer sees fp32."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from lowp.optim.storage import Storage, check_seed, seed_of
 from lowp.optim.wrapper import Wrapper
 from lowp.optim.zero import is_zero
 
-# the counters of stochastic rounding, in the state of each parameter, where torch.distributed.checkpoint finds them
+# counters of stochastic rounding, kept in each parameter's state so that torch.distributed.checkpoint finds them
 _COUNTERS = ("master_steps", "master_seed")
-_OF_MASTERS = (MASTER_WEIGHT, "remainder", *_COUNTERS)  # what the inner optimizer is not given
+_OF_MASTERS = (MASTER_WEIGHT, "remainder", *_COUNTERS)  # entries that the inner optimizer does not get
 
 
 class MasterWeights(Wrapper):
@@ -89,9 +89,9 @@ class MasterWeights(Wrapper):
         return found
 
     def _steps_on(self, device: torch.device) -> int | Tensor:
-        """Return the steps that were taken: on an accelerator an int64 tensor there, which a captured graph counts on.
+        """Return the number of steps: on an accelerator an int64 tensor, which a captured graph can increment.
 
-        It is made by the first step that draws, which has to be taken before a graph is captured.
+        The first step that draws random numbers creates the tensor; it must come before a graph is captured.
         """
         if device.type == "cpu":
             return self.steps
@@ -181,18 +181,18 @@ class MasterWeights(Wrapper):
             )
         state: dict[str, Tensor] = {}
         self.storage.adopt(parameter, state)
-        if is_sharded(parameter):  # torch cannot put other data under a DTensor: this one stays what it is
+        if is_sharded(parameter):  # torch cannot replace the data of a DTensor: this one is kept
             master = nn.Parameter(state.get(MASTER_WEIGHT, parameter.detach()))
             state |= {MASTER_WEIGHT: master} if state else {}
         else:
             master = nn.Parameter(torch.empty(0, dtype=torch.float32, device=parameter.device))
         self._master_state[parameter], self._masters[parameter] = state, master
-        if parameter in self.inner.state:  # it has stepped, or fills its state when made (Adagrad)
+        if parameter in self.inner.state:  # has stepped, or fills its state when constructed (Adagrad)
             self.inner.state[master] = self.inner.state.pop(parameter)
 
     @contextmanager
     def _on_masters(self) -> Iterator[None]:
-        """The inner optimizer's groups hold the masters, filled with their fp32 values, and afterwards nothing."""
+        """Put masters with their fp32 values into the inner optimizer's groups; empty them on exit."""
         whole = [(parameter, master) for parameter, master in self._masters.items() if not is_sharded(master)]
         for parameter, master in whole:
             master.data = self.storage.load(parameter, self._master_state[parameter])
@@ -208,7 +208,7 @@ class MasterWeights(Wrapper):
 
     def _put_into_groups(self, substitutes: Mapping[Any, Tensor]) -> None:
         for group in self.inner.param_groups:
-            # in place: some optimizers (LBFGS) hold on to the list itself
+            # in place: some optimizers (LBFGS) keep a reference to the list
             group["params"][:] = [substitutes.get(one, one) for one in group["params"]]
 
     def _hand_over_gradients(self) -> None:
@@ -229,7 +229,7 @@ class MasterWeights(Wrapper):
                 self.storage.save(local(parameter), state, local(master.detach()), seed)
 
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure as an inner optimizer calls it: on parameters that follow the masters, giving fp32 gradients."""
+        """Return the closure for the inner optimizer: it writes the parameters from the masters first."""
 
         def evaluate() -> Any:
             with torch.no_grad():
@@ -252,7 +252,7 @@ class MasterWeights(Wrapper):
         return with_saving_hooks(self, self._packed)
 
     def _packed(self) -> dict[str, Any]:
-        self.steps = max(self.steps, *(int(there) for there in self._steps_there.values()), 0)  # replayed graphs count
+        self.steps = max(self.steps, *(int(there) for there in self._steps_there.values()), 0)  # counts graph replays
         with self._on_masters():
             packed = dict(self.inner.state_dict())
             masters = [self._masters[parameter].detach().clone() for parameter in self._master_state]

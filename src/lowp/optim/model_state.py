@@ -1,9 +1,10 @@
-"""A model whose `state_dict` gives and takes fp32, whatever format its parameters are stored in.
+"""A model whose `state_dict` gives and takes fp32 values, whatever format its parameters are stored in.
 
-Three hooks of a model, which know the format and the names of the stored parameters, ask for fp32 values whoever owns
-a parameter: the optimizer that keeps its master. The owner is looked up by the parameter at hand. A copy of the model
-(copy.deepcopy, pickle, torch.save) thus has hooks of its own: copied alone it has no owner, gives its stored values
-and rounds what is loaded; copied or pickled together with its optimizer it belongs to the copy of that.
+Three hooks of a model know the storage format and the names of the stored parameters. They get fp32 values from the
+owner of each parameter: the optimizer that keeps its master. The owner is looked up by the parameter object. A copy of
+the model (copy.deepcopy, pickle, torch.save) therefore has hooks of its own. A model copied alone has no owner: it
+gives its stored values and rounds loaded values. A model copied or pickled with its optimizer belongs to the copy of
+that optimizer.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from lowp.optim.storage import Storage
 
 
 class Owner(Protocol):
-    """What keeps the fp32 values of parameters."""
+    """An object that keeps the fp32 values of parameters."""
 
     def master(self, parameter: Tensor) -> Tensor:
-        """The fp32 value behind a stored parameter."""
+        """Return the fp32 value of a stored parameter."""
 
     def set_masters(self, values: Mapping[Tensor, Tensor]) -> None:
         """Set fp32 values by parameter, and write the parameters."""
@@ -36,35 +37,35 @@ _owners: MutableMapping[Tensor, weakref.ReferenceType[Any]] = WeakIdKeyDictionar
 
 
 def own(owner: Owner, parameters: Iterable[Tensor]) -> None:
-    """Let `owner` answer for the fp32 values of parameters, as long as both live."""
+    """Make `owner` the source of the parameters' fp32 values, as long as both exist."""
     reference = weakref.ref(owner)
     for parameter in parameters:
         _owners[parameter] = reference
 
 
 def owner_of(parameter: Tensor) -> Owner | None:
-    """Who keeps the fp32 value of a parameter, or None."""
+    """Return the owner of a parameter's fp32 value, or None."""
     reference = _owners.get(parameter)
     found: Owner | None = None if reference is None else reference()
     return found
 
 
 class Attachment(NamedTuple):
-    """The hooks of one attached model; `remove` takes them off."""
+    """The hooks of one attached model; `remove` removes them."""
 
     handles: tuple[RemovableHandle, ...]
 
     def remove(self) -> None:
-        """Take the hooks off: `state_dict` gives the stored format again."""
+        """Remove the hooks: `state_dict` then gives the stored format again."""
         for handle in self.handles:
             handle.remove()
 
 
 class StoredModel:
-    """What the hooks of one model know: its storage, the names of stored parameters, and values not yet claimed.
+    """The data of one model's hooks: its storage, the names of stored parameters, and unclaimed fp32 values.
 
-    `owners` are held, so that a model outlives its optimizer with its masters; `unclaimed` are the fp32 values of
-    parameters that were stored before their optimizer was there. A copy has neither.
+    `owners` are strong references, so that the masters live as long as the model. `unclaimed` are fp32 values of
+    parameters that were stored before their optimizer existed. A copy has neither.
     """
 
     def __init__(self, storage: Storage, names: Iterable[str] = (), owner: Owner | None = None) -> None:
@@ -77,7 +78,7 @@ class StoredModel:
         return {**self.__dict__, "owners": [], "unclaimed": {}, "pending": {}}
 
     def mine(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """The stored parameters of a model, with their names; one that was given to the owner later is one of them."""
+        """Yield the names and stored parameters of a model, including parameters that were added to the owner later."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name not in self.names and any(owner_of(parameter) is owner for owner in self.owners):
                 self.names.add(name)
@@ -85,7 +86,7 @@ class StoredModel:
                 yield name, parameter
 
     def store(self, model: nn.Module, keep: bool) -> None:
-        """Convert the parameters that nobody owns into the storage, in place; `keep` their fp32 values for an owner."""
+        """Convert parameters without an owner into the storage, in place. `keep` keeps fp32 values for an owner."""
         converted: set[Tensor] = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if not parameter.is_floating_point() or owner_of(parameter) is not None:
@@ -99,9 +100,10 @@ class StoredModel:
             Storage(self.storage.cast, "none").adopt(parameter, {})
 
     def claim(self, model: nn.Module, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Hand over the fp32 values of those `parameters` that are in the model and hold what they were stored as.
+        """Return and forget the fp32 values of those `parameters` of the model whose stored values are unchanged.
 
-        A parameter that has been sharded since gets its shard. What was written since, as by DDP's broadcast, counts.
+        For a parameter that has been sharded since, this is its shard. A parameter that was written since, for example
+        by DDP's broadcast, gets none.
         """
         wanted = {id(one) for one in parameters}
         found: dict[Tensor, Tensor] = {}
@@ -114,7 +116,7 @@ class StoredModel:
         return found
 
     def _unchanged(self, name: str, parameter: Tensor) -> Tensor | None:
-        """The unclaimed fp32 value of a parameter, None if there is none of what the parameter holds now."""
+        """Return the unclaimed fp32 value of a parameter; None if there is none or the parameter was written since."""
         value = self.unclaimed.get(name)
         if value is None or value.shape != parameter.shape:
             return None
@@ -141,7 +143,7 @@ class StoredModel:
                 self.pending[name] = value
 
     def take(self, model: nn.Module) -> None:
-        """Set the masters to what was loaded; parameters without an owner are rounded into the storage."""
+        """Set the masters to the loaded values; parameters without an owner are rounded into the storage."""
         owned: dict[int, tuple[Owner, dict[Tensor, Tensor]]] = {}
         for name, parameter in self.mine(model):
             value, owner = self.pending.get(name), owner_of(parameter)
@@ -158,7 +160,8 @@ class StoredModel:
             owner.set_masters(values)
 
 
-# torch marks each hook, which a bound method does not allow; objects of a module's classes are copied and pickled
+# torch sets attributes on each hook, which a bound method does not allow; instances of module-level classes can be
+# copied and pickled
 @dataclass
 class _Give:
     stored: StoredModel
@@ -185,7 +188,7 @@ class _Take:
 
 def attach(model: nn.Module, stored: StoredModel) -> Attachment:
     """Make `model.state_dict()` give fp32 values and `model.load_state_dict()` take fp32 (or any) values."""
-    hooked: Any = model  # torch leaves these three without annotations
+    hooked: Any = model  # torch has no annotations for these three
     return Attachment(
         (
             hooked.register_state_dict_post_hook(_Give(stored)),

@@ -1,4 +1,4 @@
-"""The names of an optimizer's parameters, under which observers are told of them."""
+"""The names of an optimizer's parameters, for observers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowp.ops.observing import Watch, everywhere, step
 
 
 def given_names(optimizer: Optimizer) -> dict[Tensor, str]:
-    """Return the names that an optimizer was given, as by `AdamW(model.named_parameters())`; empty without."""
+    """Return the names that an optimizer was given, as by `AdamW(model.named_parameters())`; empty if it has none."""
     names: dict[Tensor, str] = {}
     for group in optimizer.param_groups:
         names.update(zip(group["params"], group.get("param_names", ()), strict=False))
@@ -19,17 +19,17 @@ def given_names(optimizer: Optimizer) -> dict[Tensor, str]:
 
 
 class ParameterNames:
-    """What the parameters of an optimizer are called.
+    """The names of an optimizer's parameters.
 
-    The name that the optimizer was given, as by `AdamW(model.named_parameters())`; else that of the last model that
-    holds the parameter and was told of; else ``parameter 3``, its place among all parameters.
+    The first of these that exists: the name given to the optimizer, as by `AdamW(model.named_parameters())`; the name
+    in the last model passed to `add`; ``parameter 3``, its position among all parameters.
     """
 
     def __init__(self) -> None:
         self._in_models: dict[Tensor, str] = {}
 
     def add(self, model: nn.Module) -> None:
-        """Take over the names that a model has for its parameters."""
+        """Record the names that a model has for its parameters."""
         self._in_models.update({one: name for name, one in model.named_parameters()})
 
     def of(self, parameter: Tensor, optimizer: Optimizer) -> str:
@@ -41,7 +41,7 @@ class ParameterNames:
         return name
 
     def watches(self, parameters: Iterable[Tensor], optimizer: Optimizer) -> dict[Tensor, Watch]:
-        """Return what tells observers of the step of each parameter; empty where nobody observes."""
+        """Return the observers' callback for the step of each parameter; empty if there are no observers."""
         if not everywhere:
             return {}
         found = {parameter: step(self.of(parameter, optimizer)) for parameter in parameters}

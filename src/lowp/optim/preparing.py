@@ -1,7 +1,7 @@
-"""Storing the parameters of models in few bits, and giving their masters to the optimizers that come later.
+"""Stores the parameters of models in few bits and passes their masters to optimizers that are made later.
 
-A model is converted before DistributedDataParallel or fully_shard sees its parameters; the optimizer is made after
-that. In between the fp32 values are kept with the model, and an optimizer claims those of its parameters.
+A model is converted before DistributedDataParallel or fully_shard gets its parameters; the optimizer is made after
+that. Until then the fp32 values are kept with the model, and an optimizer claims those of its parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MODULUS = (1 << 61) - 1
 
 
 def check_masters(preset: Preset) -> None:
-    """Raise InvalidInput for masters that do not go with the format that a preset stores parameters in."""
+    """Raise InvalidInput for masters that do not fit the format in which a preset stores parameters."""
     if is_flexpoint(preset.policy.parameters) and preset.masters.kind != "none":
         raise InvalidInput(
             f"masters={preset.masters}: in {preset.policy.parameters} weights and updates have their "
@@ -56,7 +56,7 @@ def check_masters(preset: Preset) -> None:
 
 
 def _stored(preset: Preset) -> str:
-    """The preset that stores parameters in few bits and takes these masters, of the same format if there is one."""
+    """Return a preset that stores parameters in few bits and supports these masters, in the same format if possible."""
     if preset.masters.kind == "split":
         return "bf16-storage"
     name = f"{preset.name}-storage"
@@ -80,7 +80,7 @@ class MasterStorage:
         self._models: list[tuple[Callable[[], nn.Module | None], StoredModel]] = []
 
     def model(self, model: nn.Module) -> None:
-        """Convert the parameters in place; raises InvalidInput, with nothing changed, where it is too late for it."""
+        """Convert the parameters in place. Raises InvalidInput, with nothing changed, if the model is wrapped."""
         _refuse_scripted(model, str(self.storage.cast))
         convertible = [one for one in model.parameters() if one.is_floating_point() and owner_of(one) is None]
         left = [one for one in convertible if one.dtype is not self.storage.dtype]
@@ -88,7 +88,7 @@ class MasterStorage:
             self._refuse_wrapped(model)
         for parameter in left:
             if is_sharded(parameter):
-                self.storage.adopt(parameter, {})  # which says what to do
+                self.storage.adopt(parameter, {})  # raises with advice
         inner = unwrapped(model)
         if all(found() is not inner for found, _ in self._models):
             stored = StoredModel(self.storage)
@@ -108,7 +108,7 @@ class MasterStorage:
                 )
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Give an optimizer the masters of its parameters, wrapped in MasterWeights unless it keeps them itself."""
+        """Give an optimizer the masters of its parameters, wrapped in MasterWeights unless it keeps masters itself."""
         keeper: Any = optimizer.optim if is_zero(optimizer) else optimizer  # type: ignore[attr-defined]
         if not isinstance(keeper, (MasterWeights, BlockwiseOptimizer)):
             if self.storage.kind == "none":
@@ -124,7 +124,7 @@ class MasterStorage:
         return optimizer
 
     def release(self, model: nn.Module) -> None:
-        """Let go of the fp32 values of a model's parameters that no optimizer has claimed."""
+        """Drop the fp32 values of a model's parameters that no optimizer has claimed."""
         for found, stored in self._living():
             if found is unwrapped(model):
                 stored.unclaimed.clear()
@@ -142,7 +142,7 @@ class MasterStorage:
 
 
 class FlexStorage:
-    """Models whose parameters live under shared exponents, and optimizers that write all they change."""
+    """Models whose parameters are stored under shared exponents, and optimizers that write all that they change."""
 
     def __init__(self, cast: Cast, exponents: SharedExponents | None) -> None:
         if exponents is None:
@@ -171,7 +171,7 @@ class FlexStorage:
         self.exponents.flush()
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer in the wrapper that writes updates, weights and state."""
+        """Return the optimizer wrapped so that it writes updates, weights and state."""
         if isinstance(optimizer, FlexWeights):
             return optimizer
         mine = {one: self._names[one] for one in parameters_of(optimizer) if one in self._names}
@@ -183,7 +183,7 @@ class FlexStorage:
         return wrapped
 
     def release(self, model: nn.Module) -> None:
-        """Nothing is kept for an optimizer to come."""
+        """Do nothing: no values are kept for a later optimizer."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_models": [model for reference in self._models if (model := reference()) is not None]}
@@ -196,10 +196,10 @@ Preparation: TypeAlias = MasterStorage | FlexStorage
 
 
 def agree_on_masters(optimizers: Sequence[Optimizer]) -> None:
-    """Let ranks whose stored parameters are equal begin with equal masters; every rank must call this.
+    """Make the masters equal on ranks whose stored parameters are equal. Every rank must call this.
 
-    DistributedDataParallel sends the parameters of the first rank to all, and not what is kept beside them. Where the
-    masters differ all the same, they become what the parameters hold. Shards are left alone.
+    DistributedDataParallel sends the parameters of the first rank to all ranks, but not their masters. If only the
+    masters differ, they are set to the values of the parameters. Shards are left alone.
     """
     group = distributed.world()
     if group is None or group.size() == 1:
@@ -210,7 +210,7 @@ def agree_on_masters(optimizers: Sequence[Optimizer]) -> None:
     masters = _checksum(keeper.master(parameter) for keeper, parameter in pairs)
     sums = torch.tensor([stored, masters, _MODULUS - stored, _MODULUS - masters], device="cpu")
     distributed.agree_on_maximum_(sums, group)
-    # the largest on any rank is the smallest on any rank
+    # a value is equal on all ranks if its maximum and its minimum are
     same_stored, same_masters = (int(sums[i] + sums[i + 2]) == _MODULUS for i in (0, 1))
     if same_stored and not same_masters:
         for keeper, parameter in pairs:
@@ -218,7 +218,7 @@ def agree_on_masters(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _checksum(tensors: Iterable[Tensor]) -> int:
-    """A number that tells tensors apart by their bits and their order, below `_MODULUS`."""
+    """Return a checksum below `_MODULUS` of the tensors' bits and their order."""
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     total = 0
     for tensor in tensors:

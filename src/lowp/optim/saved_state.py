@@ -1,7 +1,7 @@
-"""What a saved state must be for the model, optimizer or scheduler that it is loaded into: torch takes most in silence.
+"""Checks a saved state against the model, optimizer or scheduler that loads it, since torch accepts most silently.
 
-torch's optimizers take moments of any shape, an SGD takes Adam's state, and schedulers take any dictionary: what does
-not fit then fails, or goes wrong, some steps later. Here it is compared before anything changes.
+torch's optimizers accept moments of any shape, SGD accepts Adam's state, and schedulers accept any dictionary; a
+mismatch then fails, or gives wrong results, some steps later. Here it is detected before anything changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lowp.errors import InvalidInput, brief
 from lowp.optim.state_dicts import MASTER_WEIGHT, require_optimizer_state
 
-# What torch's element-wise optimizers must have in a parameter's state, once there is one.
+# Entries that a parameter's state must have in torch's element-wise optimizers, once there is a state.
 _REQUIRED = {
     "ASGD": ("step", "ax"),
     "Adadelta": ("step", "square_avg", "acc_delta"),
@@ -32,28 +32,28 @@ _REQUIRED = {
     "SGD": (),
     "SparseAdam": ("step", "exp_avg", "exp_avg_sq"),
 }
-# What it must have besides where an option is on; torch's SGD alone makes its momentum when it is missing.
+# Entries required by an option; only torch's SGD recreates its momentum if it is missing.
 _REQUIRED_BY = {
     "Adam": {"amsgrad": "max_exp_avg_sq"},
     "AdamW": {"amsgrad": "max_exp_avg_sq"},
     "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
 }
 _SWITCHES = ("capturable", "differentiable", "foreach", "fused", "maximize")
-_OPTIONAL = ("grad_avg", MASTER_WEIGHT, "max_exp_avg_sq", "momentum_buffer")  # by the options of the optimizer
-_OF_MASTERS = (MASTER_WEIGHT, "master_steps", "master_seed")  # there from the first moment on, before any moments
+_OPTIONAL = ("grad_avg", MASTER_WEIGHT, "max_exp_avg_sq", "momentum_buffer")  # depending on the optimizer's options
+_OF_MASTERS = (MASTER_WEIGHT, "master_steps", "master_seed")  # present before any step
 
 
 def kind_of(part: Any) -> str | None:
-    """The class of an optimizer (the innermost, within master weights) or of a scheduler; None of anything else."""
+    """Return the class name of an optimizer (the innermost, within master weights) or of a scheduler; else None."""
     if isinstance(part, Optimizer):
         return type(_innermost(part)).__name__
     return type(part).__name__ if isinstance(part, LRScheduler) else None
 
 
 def check_saved(part: Any, saved: Any, kind: object, present: Mapping[str, Any]) -> None:
-    """Raise InvalidInput for a state that this part cannot go on from; changes nothing.
+    """Raise InvalidInput for a state from which this part cannot continue; changes nothing.
 
-    `kind` is `kind_of` the part that was saved, None where it is not known; `present` the part's own state.
+    `kind` is `kind_of` the saved part, None if unknown; `present` is the part's own state.
     """
     own = kind_of(part)
     if own is not None and kind is not None and kind != own:
@@ -78,7 +78,7 @@ def _check_optimizer(optimizer: Optimizer, saved: Any) -> None:
     parameters = _parameters_by_saved_index(optimizer, saved["param_groups"])
     inner = _innermost(optimizer)
     for number, (own, group) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
-        # what a scheduler has added (initial_lr) is compared where both have it
+        # an entry that a scheduler added (initial_lr) is compared if both have it
         compared = {name: value for name, value in own.items() if name in inner.defaults or name in group}
         _check_options(compared, group, f"parameter group {number}")
         _check_betas(group, f"parameter group {number}")
@@ -97,7 +97,7 @@ def _check_optimizer(optimizer: Optimizer, saved: Any) -> None:
 
 
 def _parameters_by_saved_index(optimizer: Optimizer, groups: Any) -> dict[Any, Tensor]:
-    """The parameters that the indices of a saved state stand for: torch counts through the groups."""
+    """Return the parameters by the indices of a saved state, which torch counts through the groups."""
     if not isinstance(groups, (list, tuple)) or not all(isinstance(group, Mapping) for group in groups):
         raise InvalidInput("the entry 'param_groups' of an optimizer's state must be a list of dictionaries")
     listed = [group.get("params") for group in groups]
@@ -117,7 +117,7 @@ def _parameters_by_saved_index(optimizer: Optimizer, groups: Any) -> dict[Any, T
 
 
 def _check_options(own: Mapping[str, Any], group: Mapping[str, Any], place: str) -> None:
-    """Numbers stay numbers, pairs pairs, switches switches; the switches of another class's may be missing."""
+    """Check that numbers, pairs and switches keep their kinds. A switch of another class may be missing."""
     for name, value in own.items():
         if isinstance(value, bool) or name in _SWITCHES:
             if not isinstance(group.get(name), (bool, type(None))):
@@ -137,7 +137,7 @@ def _check_betas(group: Mapping[str, Any], place: str) -> None:
 
 
 def _required_by_options(inner: Optimizer, index: object, groups: Any) -> tuple[str, ...]:
-    """The moments that a parameter must have for the options of its group."""
+    """Return the moments that a parameter must have for the options of its group."""
     group = next(one for one in groups if index in one["params"])
     return tuple(name for option, name in _REQUIRED_BY.get(type(inner).__name__, {}).items() if group.get(option))
 
@@ -179,7 +179,7 @@ def _check_model(saved: Any, present: Mapping[str, Any]) -> None:
     for name, value in present.items():
         given = saved.get(name)
         if not isinstance(value, Tensor) or name not in saved:
-            continue  # torch names what is missing
+            continue  # torch itself reports missing entries
         if not isinstance(given, Tensor):
             raise InvalidInput(f"{name} must be {_described(value)}, not {type(given).__name__}")
         if given.is_floating_point() != value.is_floating_point() or given.is_complex() != value.is_complex():
@@ -188,7 +188,7 @@ def _check_model(saved: Any, present: Mapping[str, Any]) -> None:
 
 # -- words ------------------------------------------------------------------------------------------------------------
 def _is_number(value: Any) -> bool:
-    """Whether this is a finite number, or a tensor of one."""
+    """Whether the value is a finite number or a tensor of one."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex() and math.isfinite(value.item())
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -80,12 +80,12 @@ class SGD(BlockwiseOptimizer):
             gradient = gradient.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
         rate = group["lr"]
         if isinstance(rate, Tensor) and rate.device.type != "cpu":
-            weight.sub_(gradient * rate)  # a rate on the device is not read
+            weight.sub_(gradient * rate)  # a learning rate on the device is not read
         else:
             weight.add_(gradient, alpha=-float(rate))
 
     def update_together(self, columns: updates.Columns, group: dict[str, Any]) -> None:
-        """The same formula on what is stored, in one kernel."""
+        """The same formula on the stored tensors, in one kernel."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         updates.sgd(columns, _numbers(group), grad_scale, found_inf)
 

@@ -1,4 +1,4 @@
-"""Tensors that are sharded over ranks (DTensor): updates are element-wise, and each rank works on what it holds."""
+"""Tensors sharded over ranks (DTensor): updates are element-wise, so each rank works on its local part."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, as FSDP2 (fully_shard) and tensor parallelism make parameters."""
+    """Whether a tensor is a DTensor, as parameters of FSDP2 (fully_shard) and tensor parallelism are."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
 
 
@@ -18,14 +18,14 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory; a plain tensor itself."""
+    """Return this rank's part of a tensor, sharing its memory; a plain tensor itself."""
     if not is_sharded(tensor):
         return tensor
     return cast(Tensor, cast(Any, tensor).detach().to_local())
 
 
 def shard_like(values: Tensor, like: Tensor) -> Tensor:
-    """A rank's `values`, of the local shape of `like`, as a tensor that is sharded as `like` is."""
+    """Return a rank's `values`, of the local shape of `like`, as a tensor sharded as `like` is."""
     if not is_sharded(like):
         return values
     from torch.distributed.tensor import DTensor
@@ -37,7 +37,7 @@ def shard_like(values: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_of(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor that every rank has, sharded as `like`; a plain `like` gives it back."""
+    """Return this rank's shard of a whole tensor that every rank has, sharded as `like`; the tensor itself if plain."""
     if not is_sharded(like) or is_sharded(whole):
         return whole
     from torch.distributed.tensor import distribute_tensor

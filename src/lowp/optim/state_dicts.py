@@ -1,4 +1,4 @@
-"""What optimizers of lowp share with torch's in `state_dict` and `load_state_dict`: hooks, and the layout."""
+"""The hooks and the layout of `state_dict` and `load_state_dict` that lowp's optimizers share with torch's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from lowp.errors import InvalidInput, brief
 
 Optimizer = torch.optim.Optimizer
-MASTER_WEIGHT = "master_weight"  # the entry, beside the moments of a parameter, that holds its fp32 value
+MASTER_WEIGHT = "master_weight"  # the entry of a parameter's state that holds its fp32 value
 
 
 def with_saving_hooks(optimizer: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `make` does, as the hooks that were registered for `state_dict` see and change it."""
+    """Return the result of `make`, after the hooks registered for `state_dict` have seen and changed it."""
     for before in optimizer._optimizer_state_dict_pre_hooks.values():
         before(optimizer)
     state = make()
@@ -27,9 +27,9 @@ def with_saving_hooks(optimizer: Any, make: Callable[[], dict[str, Any]]) -> dic
 
 
 def with_loading_hooks(optimizer: Any, state: Any, load: Callable[[dict[str, Any]], None]) -> None:
-    """Call `load` with a state dictionary as the hooks that were registered for `load_state_dict` change it.
+    """Call `load` with a state dictionary as changed by the hooks registered for `load_state_dict`.
 
-    Raises InvalidInput for what is no optimizer's state.
+    Raises InvalidInput if it is not an optimizer's state.
     """
     require_optimizer_state(state)
     state = dict(state)
@@ -54,12 +54,12 @@ def require_optimizer_state(state: Any) -> None:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of all groups, in order."""
+    """Return the parameters of all groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def packed_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups as torch saves them: parameters by their number."""
+    """Return the groups as torch saves them, with parameters as numbers."""
     numbers: dict[int, int] = {}
     for parameter in parameters_of(optimizer):
         numbers.setdefault(id(parameter), len(numbers))
@@ -67,9 +67,9 @@ def packed_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def entries_by_parameter(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
-    """The saved entry of each parameter: keys are numbers, or names as torch.distributed.checkpoint gives them.
+    """Return the saved entry of each parameter. Keys are numbers, or names as from torch.distributed.checkpoint.
 
-    Raises InvalidInput where groups or the entries of `MASTER_WEIGHT` belong to another model.
+    Raises InvalidInput if the groups or the `MASTER_WEIGHT` entries belong to another model.
     """
     saved = [list(group["params"]) for group in state["param_groups"]]
     lengths = [len(group["params"]) for group in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""How a parameter that is stored in few bits keeps its fp32 value: a copy beside it, a remainder, or not at all."""
+"""How a parameter stored in few bits keeps its fp32 value: as a copy, as a remainder, or not at all."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lowp.optim.split import join, split
 
 KINDS = ("fp32", "split", "stochastic", "none")
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# one rounding a step and tensor has a seed of its own: these odd constants spread the three counters over 64 bits
+# each step and tensor is rounded with its own seed: these odd constants spread the three counters over 64 bits
 _SEED_OF_STEP, _SEED_OF_TENSOR, _SEED_OF_SLOT = 0x9E37_79B9_7F4A_7C15, 0xC2B2_AE3D_27D4_EB4F, 0x1656_67B1_9E37_79F9
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The format that parameters are stored in, and what is kept so that updates are not lost.
+    """The format in which parameters are stored, and the data kept so that updates are not lost.
 
     `kind` is ``fp32`` (a full-precision copy), ``split`` (bf16 and a 16-bit remainder), ``stochastic`` (nothing; the
-    updated weight is rounded stochastically, alike on all ranks) or ``none`` (nothing; rounded to nearest).
-    `cast` None stores parameters as they are: in fp32.
+    updated weight is rounded stochastically, identically on all ranks) or ``none`` (nothing; rounded to nearest). With
+    `cast` None, parameters stay in fp32.
     """
 
     cast: Cast | None
@@ -46,24 +46,24 @@ class Storage:
 
     @classmethod
     def parse(cls, storage: str | Cast | None, kind: str) -> Storage:
-        """A storage from a cast's text and a kind; storage fp32 or None keeps parameters as they are."""
+        """Return a storage from the text of a cast and a kind; fp32 or None leaves parameters as they are."""
         cast = None if storage is None else casts.parse(storage)
         return cls(None if cast is not None and str(cast) == "fp32" else cast, kind)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype that carries a stored parameter."""
+        """The torch dtype of a stored parameter."""
         return torch.float32 if self.cast is None else _DTYPES.get(str(self.cast.format), torch.float32)
 
     @property
     def draws(self) -> bool:
-        """Whether random numbers are drawn where a step is written."""
+        """Whether writing a step draws random numbers."""
         return self.kind == "stochastic" or (self.cast is not None and self.cast.is_stochastic)
 
     def adopt(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Store `parameter` in the format, in place, and put what is kept of its fp32 value into `state`.
+        """Store `parameter` in the format, in place, and put the data for its fp32 value into `state`.
 
-        Raises InvalidInput for a DTensor of another dtype: what shards parameters holds on to their memory.
+        Raises InvalidInput for a DTensor of another dtype: sharding code keeps references to the parameter's memory.
         """
         if self.cast is None:
             return
@@ -74,8 +74,8 @@ class Storage:
                     "model before it is sharded, precision.prepare_model(model), then fully_shard(model), then make "
                     "the optimizer and call precision.prepare_optimizer(optimizer)"
                 )
-            parameter.grad = None  # it belongs to the old dtype
-        # what is kept is contiguous, whatever the parameter's memory format is: optimizers walk it in logical order
+            parameter.grad = None  # has the old dtype
+        # the kept data is contiguous for every memory format of the parameter: optimizers walk it in logical order
         here = local(parameter)
         master = here.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if parameter.dtype is not self.dtype:
@@ -86,7 +86,7 @@ class Storage:
         state.update({name: shard_like(value, parameter) for name, value in unsharded.items()})
 
     def load(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """The fp32 value of a stored parameter that is not sharded; what `save` is given back. Not always a copy."""
+        """Return the fp32 value of a stored, unsharded parameter, for an update that `save` writes. May be no copy."""
         if self.cast is None:
             return parameter.detach()
         if "master_weight" in state:
@@ -96,7 +96,7 @@ class Storage:
         return parameter.detach().to(torch.float32, copy=True)
 
     def save(self, parameter: Tensor, state: dict[str, Tensor], master: Tensor, seed: int | Tensor | None) -> None:
-        """Write an fp32 `master` back into the stored parameter and its state; `seed` is for stochastic rounding."""
+        """Write an fp32 `master` into the stored parameter and its state. `seed` is for stochastic rounding."""
         if self.cast is None:
             if master.data_ptr() != parameter.data_ptr():
                 parameter.detach().copy_(master)
@@ -110,25 +110,25 @@ class Storage:
                 _put(state, "master_weight", master)
 
     def load_whole(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """As `load`, of a parameter that may be sharded: the fp32 value is sharded alike."""
+        """As `load`, for a parameter that may be sharded: the fp32 value is sharded alike."""
         if not is_sharded(parameter):
             return self.load(parameter, state)
         return shard_like(self.load(local(parameter), {key: local(value) for key, value in state.items()}), parameter)
 
     def save_whole(self, parameter: Tensor, state: Mapping[str, Tensor], value: Tensor) -> None:
-        """As `save`, rounded to nearest, of a parameter that may be sharded; `value` is whole, or sharded alike."""
+        """As `save`, rounded to nearest, for a parameter that may be sharded. `value` is whole or sharded alike."""
         value = local(shard_of(value.detach().to(parameter.device), parameter)).to(torch.float32, copy=True)
         self.save(local(parameter), {key: local(one) for key, one in state.items()}, value, None)
 
     def rounded(self, master: Tensor, seed: int | Tensor | None) -> Tensor:
-        """`master` as values of the format: stochastically where that is the kind and a seed is given."""
+        """Return `master` rounded to the format: stochastically if that is the kind and a seed is given."""
         assert self.cast is not None
         if self.kind == "stochastic" and seed is not None:
             drawn: Tensor = kernels.quantize(master, self.cast.with_rounding("stochastic"), seed=seed)
             return drawn
         if str(self.cast) in ("fp16", "bf16"):
             return master.to(self.dtype)
-        # a cast that is stochastic by itself draws anew each step, too
+        # a cast that is itself stochastic also gets a new seed each step
         result: Tensor = kernels.quantize(master, self.cast, seed=0 if seed is None else seed)
         return result
 
@@ -142,15 +142,15 @@ def _put(state: dict[str, Tensor], key: str, value: Tensor) -> None:
 
 
 def check_seed(seed: object) -> None:
-    """Raise InvalidInput for a seed that is no whole number."""
+    """Raise InvalidInput for a seed that is not a whole number."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise InvalidInput(f"seed={seed!r}: give a whole number, such as 0")
 
 
 def seed_of(seed: int | Tensor, step: int | Tensor, tensor: int, slot: int = 0) -> int | Tensor:
-    """The seed of one stochastic rounding: a function of run, step, tensor and slot, hence alike on all ranks.
+    """Return the seed of one stochastic rounding: a function of run, step, tensor and slot, hence equal on all ranks.
 
-    With a tensor among the arguments the seed is a 0-d int64 tensor on its device, and nothing waits for it.
+    If an argument is a tensor, the seed is a 0-d int64 tensor on its device, and nothing waits for the device.
     """
     if isinstance(step, Tensor):
         step = step.to(torch.int64) if step.device.type != "cpu" else int(step)
@@ -159,6 +159,6 @@ def seed_of(seed: int | Tensor, step: int | Tensor, tensor: int, slot: int = 0) 
 
 
 def _signed(word: int) -> int:
-    """The low 64 bits as a two's complement number, which int64 tensors multiply and add with wrap-around."""
+    """Return the low 64 bits as a two's complement number; int64 tensors multiply and add it with wrap-around."""
     word %= 1 << 64
     return word - (1 << 64) if word >> 63 else word

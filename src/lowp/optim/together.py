@@ -1,4 +1,4 @@
-"""Which parameters one kernel steps at once, and what it is given of them."""
+"""Selects the parameters that one kernel steps at once, and collects the kernel's arguments."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def by_kernel(
     state: State,
     start: Callable[[Tensor, dict[str, Tensor]], None],
 ) -> Iterator[list[Tensor]]:
-    """Yield the parameters of a group that are stepped together, by device and by their gradients' dtype.
+    """Yield the parameters of a group that are stepped together, by device and gradient dtype.
 
-    Those in split storage or plain fp32, contiguous and whole, with fp32 moments, while nobody observes. `start` makes
-    the state of one that has none.
+    These are parameters in split storage or plain fp32, contiguous and unsharded, with fp32 moments, if there are no
+    observers. `start` creates the state of a parameter that has none.
     """
     if (storage.cast is not None and storage.kind != "split") or everywhere:
         return
@@ -54,7 +54,7 @@ def _is_plain(parameter: Tensor, gradient: Tensor, dtype: torch.dtype) -> bool:
 
 
 def columns_of(parameters: Sequence[Tensor], state: State, moments: Sequence[str]) -> updates.Columns:
-    """Return what the kernel is given: weights, remainders, gradients, moments and steps."""
+    """Return the kernel's arguments: weights, remainders, gradients, moments and steps."""
     states = [state[parameter] for parameter in parameters]
     split = "remainder" in states[0]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -68,13 +68,13 @@ def columns_of(parameters: Sequence[Tensor], state: State, moments: Sequence[str
 
 
 def count_step(state: dict[str, Tensor], found_inf: Tensor | None) -> None:
-    """Count a step of a parameter on its device, unless a gradient was not finite."""
+    """Increment a parameter's step counter on its device, unless a gradient was not finite."""
     before = state["step"]
     state["step"] = before + (1 if found_inf is None else _counted(found_inf, before))
 
 
 def count_steps(steps: list[Tensor], found_inf: Tensor | None) -> None:
-    """Do `count_step` of parameters on one device, in place and in one launch."""
+    """Do `count_step` for parameters on one device, in place and in one launch."""
     one = 1 if found_inf is None else _counted(found_inf, steps[0])
     _foreach_add_(steps, one)
 

@@ -1,4 +1,4 @@
-"""Arguments of torch's optimizers that lowp's do not have: what to do instead."""
+"""Advice for arguments of torch's optimizers that lowp's optimizers do not have."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _INSTEAD = {
 
 
 def refuse_others(kind: str, others: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise for arguments that are not served: InvalidInput for torch's own, TypeError for unknown ones.
+    """Raise for unsupported arguments: InvalidInput for torch's own, TypeError for unknown ones.
 
-    An argument of torch's that is None or False asks for nothing, and is taken.
+    An argument of torch's that is None or False is accepted, since it requests nothing.
     """
     for name, value in others.items():
         if name not in _INSTEAD:

@@ -1,4 +1,4 @@
-"""An optimizer around another one: what MasterWeights and FlexWeights have in common."""
+"""An optimizer around another one: the common base of MasterWeights and FlexWeights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer whose parameter groups, defaults and state are those of `inner`; a subclass steps it.
+    """An optimizer whose parameter groups, defaults and state are those of `inner`. A subclass implements `step`.
 
-    Raises TypeError for anything else than a torch optimizer.
+    Raises TypeError for anything other than a torch optimizer.
     """
 
     inner: torch.optim.Optimizer
@@ -45,8 +45,8 @@ class Wrapper(torch.optim.Optimizer):
 
     @abstractmethod
     def _adopt(self) -> None:
-        """Convert the parameters that have not been."""
+        """Convert the parameters that have not been converted."""
 
     def __getstate__(self) -> dict[str, Any]:
-        hooks = [name for name in self.__dict__ if name.startswith("_optimizer_")]  # as torch's: not copied
+        hooks = [name for name in self.__dict__ if name.startswith("_optimizer_")]  # not copied, as in torch
         return {name: value for name, value in self.__dict__.items() if name not in hooks}

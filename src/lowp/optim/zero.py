@@ -1,4 +1,4 @@
-"""torch's ZeroRedundancyOptimizer, which sends parameters between ranks in the dtype that each rank has them in."""
+"""torch's ZeroRedundancyOptimizer, which sends parameters between ranks in each rank's own dtype."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lowp.errors import InvalidInput
 
 
 def is_zero(optimizer: object) -> bool:
-    """Whether an optimizer is torch's ZeroRedundancyOptimizer, which shares the parameters out to the ranks."""
+    """Whether an optimizer is torch's ZeroRedundancyOptimizer, which distributes the parameters over the ranks."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def refuse_to_convert(storage: str) -> None:
-    """Raise InvalidInput where a ZeroRedundancyOptimizer is making an optimizer that converts its parameters.
+    """Raise InvalidInput if a ZeroRedundancyOptimizer is constructing an optimizer that converts its parameters.
 
-    Each rank would convert its own share, and then the ranks would send each other tensors of different sizes.
+    Each rank would convert only its own share, and the ranks would then send each other tensors of different sizes.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return

@@ -1,4 +1,4 @@
-"""lowp.autocast: a region of code whose ops run by a policy's rules, or by torch's lists in torch's own spelling."""
+"""lowp.autocast: a region of code in which a policy's rules, or torch's own lists, decide how ops run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A look below: contractions that reach the dispatcher without having passed a rule."""
+"""A dispatch mode that finds contractions which reach the dispatcher without having passed a rule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONTRACTIONS = frozenset(
 
 
 class Audit(_DispatchMode):  # type: ignore[misc, valid-type]
-    """Watches what an engine's region sends to the dispatcher; costs about 20 us an op."""
+    """Watches the ops that an engine's region sends to the dispatcher. Costs about 20 us per op."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Audit(_DispatchMode):  # type: ignore[misc, valid-type]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note a contraction that no runner has sent; backward passes carry out what the forward decided."""
+        """Note a contraction that no rule has run. Ops of a backward pass are exempt: the forward pass decided them."""
         name = str(func).partition(".")[2].partition(".")[0]
         if name in _CONTRACTIONS and self.engine.active and _current_autograd_node() is None:
             running = self.engine.running

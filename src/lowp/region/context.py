@@ -1,4 +1,4 @@
-"""`lowp.autocast`: what is given to it, and how it is entered and left."""
+"""`lowp.autocast`: its arguments, and how a region is entered and left."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _told_unrounded: set[Policy] = set()
 
 
 class TorchAutocast(torch.autocast):
-    """torch.autocast, which also puts a region of lowp's own to rest that it is entered in."""
+    """torch.autocast that also suspends the lowp region around it."""
 
     def __enter__(self) -> Any:
         entry = Entry(self)
@@ -59,13 +59,13 @@ class TorchAutocast(torch.autocast):
         try:
             return super().__exit__(kind, value, traceback)
         finally:
-            entries.set_autocast_state(state)  # of a region that was entered later and goes on
+            entries.set_autocast_state(state)  # keep the state of a region that was entered later and is in use
             entries.remove(entry)
             self.__dict__.update(entry.attributes)
 
 
 class _Regions(type):
-    """The type of `autocast`: what is made in torch's spelling is an instance of it, too."""
+    """The metaclass of `autocast`: isinstance also holds for the objects made in torch's spelling."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return super().__instancecheck__(instance) or (cls is autocast and isinstance(instance, TorchAutocast))
@@ -132,12 +132,12 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         _check(self.policy)
         self._rulebook = Rulebook(self.policy, strict)
         self._is_users = not isinstance(precision, str) or precision.endswith(".toml")
-        self._has_complained = False  # of rules that nothing matched
+        self._has_complained = False  # about rules that matched nothing
         self._weights = WeightCasts()  # of the latest entry
         self._observers: list[Observer] = []
         self._dtype = self._rulebook.main_dtype()
         self._enabled = enabled
-        # the exponents of results that are written at sites; None where no rule asks for them
+        # shared exponents of results that are written at sites; None where no rule uses them
         self.exponents = SharedExponents() if self._rulebook.is_flexpoint else None
         self._compiled = self._engine(ModulePath())
 
@@ -148,16 +148,16 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         try:
             self._begin(entry, None)
             return self
-        except BaseException:  # a signal, too, leaves nothing half entered
+        except BaseException:  # also for a signal: no region stays half entered
             self._undo(entry)
             raise
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one call where torch.compile has entered the region itself: it puts a mode to work without entering it.
+        """Run one call of code that torch.compile traces inside the region: tracing does not call `__enter__`.
 
-        There torch.autocast is not switched on, so that a nested ``torch.autocast(enabled=False)`` is not seen.
+        torch.autocast is not switched on there, so a nested ``torch.autocast(enabled=False)`` is not noticed.
         """
         if not self._enabled or not self.policy.rules:
             return func(*args, **(kwargs or {}))
@@ -183,7 +183,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         return _Resumed(self, path, spots)
 
     def _begin(self, entry: Entry, path: ModulePath | None, spots: Spots | None = None) -> None:
-        """Put an entry in force; what is done here `_undo` undoes, wherever it was interrupted."""
+        """Activate an entry. `_undo` reverts all of this, wherever it was interrupted."""
         entries.push(entry)
         outer = entry.outer
         if path is None:
@@ -211,7 +211,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
 
     @staticmethod
     def _undo(entry: Entry) -> None:
-        """Undo `_begin`, or what is left of it."""
+        """Revert `_begin`, or the part of it that was done."""
         if entry.engine is not None:
             entries.take_off(entry.engine)
             entry.engine.weights.forget()
@@ -221,7 +221,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         entries.remove(entry)
 
     def _tell(self, entry: Entry) -> None:
-        """Complain, and tell, when the region has been left without an error for the last time."""
+        """Give the warnings of the region when a thread leaves it for the last time and without an error."""
         if entry.engine is not None and not entries.is_in(self):
             self._complain()
             self._tell_unrounded()
@@ -237,7 +237,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         return Engine(self._rulebook, self._weights, path, _present(), self._dtype, self._observers, self.exponents)
 
     def _tell_unrounded(self) -> None:
-        """Warn once for a policy of a region in which no contraction was rounded, for their operands are of no kind."""
+        """Warn, once per policy, if no contraction was rounded because of the dtype or layout of the operands."""
         if self._rulebook.has_rounded or not self._rulebook.left_alone or self.policy in _told_unrounded:
             return
         _told_unrounded.add(self.policy)
@@ -250,11 +250,11 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         )
 
     def _complain(self) -> None:
-        """Tell about rules of the user's that nothing matched: raise if strict, else warn once for a policy."""
+        """Report the user's rules that matched nothing: raise if strict, else warn once per policy."""
         if not self._is_users or self._has_complained or not self._rulebook.has_run:
             return
         report = self._rulebook.report()
-        self._has_complained = not (report.unused_by_user and self._rulebook.strict)  # or there is no need to
+        self._has_complained = not (report.unused_by_user and self._rulebook.strict)  # also True if nothing is unused
         if not report.unused_by_user:
             return
         text = (
@@ -330,7 +330,7 @@ class _Resumed:
 
 
 def _again(preset: Preset, is_users: bool, enabled: bool, strict: bool) -> autocast:
-    """Return a region as another one was made."""
+    """Return a new region with the arguments of another one."""
     region: autocast = autocast(preset, enabled=enabled, strict=strict)
     region._is_users = is_users
     return region
@@ -343,7 +343,7 @@ def _is_torch_spelling(device: object, dtype: torch.dtype | None) -> bool:
 
 
 def _check(policy: Policy) -> None:
-    """Raise UnknownName for a rule that names an op the table does not have."""
+    """Raise UnknownName for a rule with an op that is not in the table."""
     rows = table.TABLES[policy.table]
     if not all(op in rows or op in OP_CLASSES for rule in policy.rules for op in rule.ops):
         check_ops(policy, table.op_names(policy.table))
@@ -351,6 +351,6 @@ def _check(policy: Policy) -> None:
 
 @cache
 def _present() -> tuple[str, ...]:
-    """Return the devices on which ops can run here."""
+    """Return the device types on which ops can run on this machine."""
     kind = accelerator()
     return ("cpu",) if kind is None else ("cpu", kind)

@@ -1,6 +1,6 @@
 """A region as a decorator: functions, generators, coroutines and asynchronous generators run in it, step by step.
 
-What yields or awaits is in the region only while it runs: the caller, and other tasks, are not.
+A generator or coroutine is in the region only while it runs. Its caller and other tasks are not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Region = AbstractContextManager[object]
 
 
 def decorated(region: _Region, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, which runs in the region: wherever it goes on, if it is one that yields or awaits."""
+    """Return the function wrapped to run in the region; a generator or coroutine enters at every resumption."""
     if inspect.isasyncgenfunction(function):
         wrapper = _asynchronous_generator
     elif inspect.isgeneratorfunction(function):
@@ -82,7 +82,7 @@ def _bound(method: Callable[[Any], Any], value: Any) -> Callable[[], Any]:
 
 
 class _Awaited:
-    """An awaitable whose every step runs in the region."""
+    """An awaitable that runs each of its steps in the region."""
 
     def __init__(self, region: _Region, awaitable: Any) -> None:
         self.region, self.awaitable = region, awaitable
@@ -93,7 +93,7 @@ class _Awaited:
 
 
 def _stepped(region: _Region, steps: Any) -> Generator[Any, Any, Any]:
-    """Yield what a generator or coroutine yields; it runs in the region, and what it yields to does not."""
+    """Yield the items of a generator or coroutine. It runs in the region; the code that receives the items does not."""
     step: Callable[[], Any] = _bound(steps.send, None)
     while True:
         try:

@@ -1,7 +1,7 @@
 """The function mode that runs ops by a policy's rules.
 
-torch.autocast is switched on around it, so that `torch.is_autocast_enabled` and `torch.get_autocast_dtype` tell the
-truth and a user's nested ``torch.autocast(enabled=False)`` can be seen; every op runs shielded from it.
+torch.autocast is switched on around the mode. So `torch.is_autocast_enabled` and `torch.get_autocast_dtype` return the
+region's values, and a user's nested ``torch.autocast(enabled=False)`` can be detected. Every op runs shielded from it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _DisableAutocast = cast(Callable[[], AbstractContextManager[None]], private("tor
 _of_thread = cast(Any, private("torch._guards._TLS"))  # holds a tracing context while a compiler's backend runs
 _checkpoint_operator = private("torch._higher_order_ops.wrap.tag_activation_checkpoint")
 _NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'|not implemented for (Half|BFloat16)")
-# torch's own: those in torch's place answer a generator or coroutine that asks, which costs more
+# torch's original functions: the replacements in `region.entries` cost more
 _is_enabled, _get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 _NO_RULE = Rule()
 _UNKNOWN = Plan(Row("", ""), None, None)
 
 
 class Engine(TorchFunctionMode):
-    """One entry of a region in one thread. `active` is false while an inner region has replaced it."""
+    """One entry of a region in one thread. `active` is False while an inner region replaces it."""
 
     def __init__(
         self,
@@ -63,22 +63,22 @@ class Engine(TorchFunctionMode):
         self.traced = rulebook.traced
         self.devices, self.dtype = tuple(devices), dtype
         self.active = True
-        self.look: Callable[[], None] | None = None  # finds out who runs, where a generator or coroutine has entered
-        self.running: tuple[str, bool] | None = None  # the op that runs now, and whether a rule speaks of it
+        self.look: Callable[[], None] | None = None  # parks or resumes entries of generators and coroutines
+        self.running: tuple[str, bool] | None = None  # the op that runs, and whether a rule matches it
         self.plans = rulebook.plans(path.current)
         self.uses_paths = rulebook.uses_paths
         self.exponents = exponents
-        self.spots = None if exponents is None else exponents.spots()  # where in the step its ops write
-        self.resting: FrameType | None = None  # the step of an optimizer that runs
+        self.spots = None if exponents is None else exponents.spots()  # position in the step of the next write
+        self.resting: FrameType | None = None  # the frame of an optimizer's step that runs
 
     def move(self) -> None:
-        """Follow the module path."""
+        """Use the plans of the present module path."""
         self.plans = self.rulebook.plans(self.path.current)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one call under the rule that speaks of it."""
+        """Run one call by the rule that matches it."""
         if torch.compiler.is_compiling():
             ours = self.active and self.is_ours(args, kwargs)
             return self.apply(func, args, kwargs or {}) if ours else func(*args, **(kwargs or {}))
@@ -88,7 +88,7 @@ class Engine(TorchFunctionMode):
             self.weights.forget()
         if self.look is not None:
             self.look()
-        # a compiler's backend runs what was traced, casts included
+        # a compiler's backend runs traced code, which already contains the casts
         if not self.active or getattr(_of_thread, "tracing_context", None) is not None:
             return func(*args, **(kwargs or {}))
         if self.path.running and self.path.settle(sys._getframe()):
@@ -121,11 +121,11 @@ class Engine(TorchFunctionMode):
             return self._run(plan, func, args, kwargs)
 
     def _is_quick(self, plan: Plan) -> bool:
-        """Whether nothing but its arguments decides how a call runs."""
+        """Whether the arguments of a call alone decide how it runs."""
         return not (self.rulebook.strict or is_transformed() or (plan.looks and is_jit_tracing()))
 
     def apply(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call that is this region's, also while torch.compile traces it."""
+        """Run one call in this region, also while torch.compile traces it."""
         if not torch.compiler.is_compiling():
             plan = self.rulebook.find(func, self.path.current)
             return func(*args, **kwargs) if plan is None else self._run(plan, func, args, kwargs)
@@ -148,7 +148,7 @@ class Engine(TorchFunctionMode):
     def _handed_over(
         self, plan: Plan, way: HandOver, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Leave a call to torch.autocast, which is switched on around the region."""
+        """Run a call under torch.autocast, which is switched on around the region."""
         if plan.rounds:
             self.rulebook.has_rounded = True
         before, self.running = self.running, (plan.row.name, plan.rule is not None)
@@ -185,7 +185,7 @@ class Engine(TorchFunctionMode):
             self.running = before
 
     def _watch(self, row: Row) -> Watch | None:
-        """Return what tells the observers of an op; None within torch.func, whose tensors are no numbers yet."""
+        """Return the object that passes an op's tensors to observers; None in torch.func: its tensors have no data."""
         if functorch_is_active():
             return None
         return Watch((self.observers, everywhere), self.path.current, row.name, row.op_class)
@@ -199,18 +199,18 @@ class Engine(TorchFunctionMode):
         rule: Rule,
         watch: Watch | None,
     ) -> Call:
-        """Return the call with the writer of this op at this spot of the step."""
+        """Return the call with the site writer of this op at the present position of the step."""
         writer = self.writer(row.name, rule, None if watch is None else watch.at_site)
         return Call(row.name, func, args, kwargs, rule, self.weights, draw_seed, writer, watch)
 
     def writer(self, op: str, rule: Rule, tell: Tell | None = None) -> SiteWriter:
-        """Return the writer of an op under a rule at this spot of the step."""
+        """Return the site writer of an op under a rule at the present position of the step."""
         assert self.exponents is not None and self.spots is not None and rule.output is not None
         where = self.path.outermost, self.path.current, op
         return self.spots.writer(self.exponents, rule.output, where, tell)
 
     def rests(self) -> bool:
-        """Whether the step of an optimizer runs, which is under no rule; one that has raised is over."""
+        """Whether an optimizer's step runs, to which no rule applies. A step that raised counts as ended."""
         if self.resting is None:
             return False
         frame: FrameType | None = sys._getframe(1)
@@ -221,7 +221,7 @@ class Engine(TorchFunctionMode):
         return frame is not None
 
     def _suspended(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a backward pass: what it computes was decided in the forward pass."""
+        """Run a backward pass without rules: the forward pass decided how its ops run."""
         self.active = False
         try:
             return func(*args, **kwargs)
@@ -231,7 +231,7 @@ class Engine(TorchFunctionMode):
     def _without_kernel(
         self, error: RuntimeError, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an op in fp32 that the device cannot run in 16 bits, and plan it so; raise any other error."""
+        """Run an op in fp32, and plan it so, if the error says that the device has no 16-bit kernel; else raise it."""
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if is_jit_tracing():
             raise Unavailable(_untraceable(table.name_of(func))) from error
@@ -242,7 +242,7 @@ class Engine(TorchFunctionMode):
         return plan.run(Call(plan.row.name, func, args, kwargs, plan.rule, self.weights, draw_seed))
 
     def is_ours(self, args: Any = (), kwargs: Any = None) -> bool:
-        """Whether torch.autocast is as this region set it, at least on the device of the call."""
+        """Whether torch.autocast still has this region's setting, at least on the device of the call."""
         for device in self.devices:
             if not (_is_enabled(device) and _get_dtype(device) is self.dtype):
                 break
@@ -256,7 +256,7 @@ class Engine(TorchFunctionMode):
 
 @constant_when_compiled
 def _name_compiled(rulebook: Rulebook, function: Callable[..., Any], path: str) -> str:
-    """Return the name under which compiled code reads a plan, so that torch.compile takes the search for a constant."""
+    """Return the attribute name of a plan for compiled code, so that torch.compile treats the lookup as a constant."""
     name = rulebook.names.setdefault((function, path), f"plan_{len(rulebook.names)}")
     if not hasattr(rulebook.compiled, name):
         setattr(rulebook.compiled, name, rulebook.find(function, path))

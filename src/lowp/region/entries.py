@@ -1,4 +1,4 @@
-"""Which regions a thread is in: what each of them found, and whose turn it is where coroutines and generators wait."""
+"""The entries of regions in a thread: the state that each of them saved, and which one applies when coroutines wait."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 State = tuple[str, bool, torch.dtype]
 
-# torch's own, whatever stands in their place later
+# torch's original functions: `_answer_for_who_asks` replaces some of them in torch
 _is_enabled, _get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 _set_enabled, _set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
 _SWITCHES = tuple(name for name in dir(torch) if re.fullmatch(r"(is|get|set)_autocast_(\w+_)?(enabled|dtype)", name))
@@ -43,28 +43,28 @@ _SWITCHES = tuple(name for name in dir(torch) if re.fullmatch(r"(is|get|set)_aut
 
 @dataclass(eq=False)
 class Entry:
-    """One entry of a region: what runs it, what was there before, and the generator or coroutine that entered it.
+    """One entry of a region: its engine, the state before it, and the generator or coroutine that entered it.
 
-    While a coroutine waits, the entries that it has made are parked: `before` is in force again, whatever runs in its
-    stead may change that, and `within` is what is put in force when it goes on.
+    While a coroutine waits, its entries are parked: the state of `before` is restored, other code may change it, and
+    `within` holds the state to restore when the coroutine continues.
     """
 
     region: Any
     frame: FrameType | None = None
     engine: Engine | None = None
-    outer: Entry | None = None  # the one in force when this one was made
+    outer: Entry | None = None  # the active entry when this one was made
     outer_active: bool = False
     before: list[State] = field(default_factory=list)
     within: list[State] = field(default_factory=list)
     is_parked: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
     audit: Any = None
-    follows: bool = False  # modules, by hooks
-    exit: object = None  # of the `with` that made it
+    follows: bool = False  # whether module hooks are registered
+    exit: object = None  # identifies the `with` that made the entry
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the code that entered is a coroutine that waits, so that what runs now is none of its own."""
+        """Whether a waiting coroutine made the entry, so that it does not apply to the code that runs."""
         return self.frame is not None and is_suspended(self.frame) and is_coroutine(self.frame)
 
 
@@ -77,7 +77,7 @@ _local = _Local()
 
 
 def push(entry: Entry) -> None:
-    """Enter: note what torch.autocast is, and put the region to rest that this thread is in."""
+    """Enter: save torch.autocast's state and deactivate the region that the thread is in."""
     if entry.frame is not None:
         _answer_for_who_asks()
     settle()
@@ -91,7 +91,7 @@ def push(entry: Entry) -> None:
 
 
 def find(region: object) -> Entry:
-    """Return the innermost entry of a region that is in force here; raise Misuse where there is none."""
+    """Return the innermost active entry of a region in this thread. Raises Misuse if there is none."""
     settle()
     found = next((one for one in reversed(_local.entries) if one.region is region and not one.is_parked), None)
     if found is None:
@@ -100,15 +100,15 @@ def find(region: object) -> Entry:
 
 
 def abandoned(exit: object) -> Entry | None:
-    """Return the entry of this thread that a ``with`` has made whose exit this is; None where it has made none."""
+    """Return this thread's entry that was made by the ``with`` of this exit, or None."""
     return next((one for one in _local.entries if one.exit is exit), None)
 
 
 def remove(entry: Entry) -> None:
-    """Leave: restore what was before, and let the region around go on. Done again, this changes nothing.
+    """Leave: restore the state before the entry and reactivate the region around it. A second call changes nothing.
 
-    Where regions end in another order than they began, the one that was entered within this one stays in force, and
-    restores in its turn what was before this one.
+    If regions end in another order than they began, an entry made within this one stays active and takes over the state
+    that this entry would restore.
     """
     entries = _local.entries
     if not any(one is entry for one in entries):
@@ -124,19 +124,19 @@ def remove(entry: Entry) -> None:
 
     _whole(leave)
     if not any(one.engine is not None for one in entries):
-        for one in entries:  # nothing is left that sees who runs: torch.autocast's own way, for the whole thread
+        for one in entries:  # no engine can detect task switches: the state applies to the whole thread, as torch's
             _unpark(one)
 
 
 def _restore(entry: Entry) -> None:
-    """Put in force what was before an entry."""
+    """Restore the state before an entry."""
     set_autocast_state(entry.before)
     if entry.outer is not None and entry.outer.engine is not None:
         entry.outer.engine.active = entry.outer_active
 
 
 def _whole(change: Callable[[], None]) -> None:
-    """Make a change that may be made twice; where a signal interrupts it, it is made all the same."""
+    """Make a change that can be repeated. If a signal interrupts the change, make it again, then raise."""
     try:
         change()
     except BaseException:
@@ -150,7 +150,7 @@ def is_in(region: object) -> bool:
 
 
 def current() -> Entry | None:
-    """Return the innermost entry of what runs now in this thread."""
+    """Return the innermost entry that applies to the code that runs in this thread."""
     entries = _local.entries
     if not entries or not entries[-1].is_elsewhere:
         return entries[-1] if entries else None
@@ -158,7 +158,7 @@ def current() -> Entry | None:
 
 
 def following() -> Entry | None:
-    """Return the innermost entry of what runs now that follows modules."""
+    """Return the innermost entry with module hooks that applies to the code that runs."""
     return next((one for one in reversed(_local.entries) if one.follows and not one.is_elsewhere), None)
 
 
@@ -166,7 +166,7 @@ def following() -> Entry | None:
 
 
 def settle() -> None:
-    """Park the entries of coroutines that wait, and put those of the one that goes on in force again."""
+    """Park the entries of waiting coroutines and resume the entries of the running ones."""
     for entry in reversed(_local.entries):
         if entry.is_elsewhere:
             _park(entry)
@@ -206,7 +206,7 @@ def _unpark(entry: Entry) -> None:
 
 
 def look(entry: Entry) -> None:
-    """Find out whose turn it is: called before an op that an entry of a generator or coroutine may be meant for."""
+    """Update which entries apply. Called before each op in an entry that a generator or coroutine made."""
     if entry.is_elsewhere is not entry.is_parked:
         settle()
     elif not entry.is_parked:
@@ -214,9 +214,9 @@ def look(entry: Entry) -> None:
 
 
 def check_generators(entry: Entry) -> None:
-    """Raise Misuse where a generator runs that has entered a region, while one that entered later is suspended.
+    """Raise Misuse if a generator runs that entered a region before this entry's generator, which is suspended.
 
-    The region of the later one is what the thread is in, and nothing tells which of them is meant.
+    The thread is in the later region, and nothing tells which of the two is meant.
     """
     if entry.frame is None or not is_suspended(entry.frame) or is_coroutine(entry.frame):
         return
@@ -233,9 +233,9 @@ def check_generators(entry: Entry) -> None:
 
 @cache
 def _answer_for_who_asks() -> None:
-    """Let torch.autocast's switches tell of, and work on, the generator or coroutine that uses them.
+    """Let torch's autocast getters and setters work on the state of the generator or coroutine that calls them.
 
-    Ops come to the region by themselves; these functions do not.
+    Ops reach the region through its function mode; these functions do not.
     """
 
     def asked(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,16 +259,16 @@ def _answer_for_who_asks() -> None:
 
 @cache
 def devices() -> tuple[str, ...]:
-    """Return the devices whose torch.autocast tells of a region: the CPU, CUDA (the default) and the one present."""
+    """Return the devices whose torch.autocast shows a region's state: CPU, CUDA (the default) and the accelerator."""
     kind = accelerator()
     names = ["cpu", "cuda", *([] if kind is None else [kind])]
     return tuple(dict.fromkeys(name for name in names if torch.amp.is_autocast_available(name)))
 
 
 def autocast_state() -> list[State]:
-    """Return whether torch.autocast is on, and its dtype, for each device; nothing while torch.compile traces.
+    """Return (device, enabled, dtype) of torch.autocast for each device; [] while torch.compile traces.
 
-    There torch.autocast alone, whose state the compiler follows, restores what it saw.
+    During tracing only torch.autocast itself, whose state the compiler follows, restores the state.
     """
     if torch.compiler.is_compiling():
         return []
@@ -291,7 +291,7 @@ dispatch_modes = cast(Callable[[], list[Any]], private("torch.utils._python_disp
 
 
 def take_off(engine: Engine) -> None:
-    """Take a mode off this thread's stack, wherever it lies there; one that is not there is off already."""
+    """Remove a mode from this thread's stack, wherever it is in it; a mode that is not on the stack is ignored."""
     modes = _function_modes()
     if not any(mode is engine for mode in modes):
         return

@@ -1,4 +1,4 @@
-"""Which generator or coroutine has entered a region: it may be suspended there while other code runs in the thread."""
+"""Which generator or coroutine entered a region: it may be suspended there while other code runs in the thread."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _CONTEXTLIB = contextlib.__file__
 
 
 def suspendable(depth: int) -> FrameType | None:
-    """Return the frame of the generator or coroutine that is `depth` calls up; None for a function's.
+    """Return the frame of the generator or coroutine that is `depth` calls up; None for a plain function.
 
-    A generator that is a context manager by contextlib stands for the code whose ``with`` runs it.
+    For a generator that is a contextlib context manager, this is the frame of the code whose ``with`` runs it.
     """
     frame: FrameType | None = sys._getframe(depth + 1)
     while frame is not None:
@@ -34,10 +34,10 @@ def suspendable(depth: int) -> FrameType | None:
 
 
 def is_suspended(frame: FrameType) -> bool:
-    """Whether a generator's or coroutine's frame waits to be resumed: nothing has called it now."""
+    """Whether the frame of a generator or coroutine waits to be resumed: it has no caller."""
     return frame.f_back is None
 
 
 def is_coroutine(frame: FrameType) -> bool:
-    """Whether a frame is a coroutine's, in whose stead nothing else runs while it is suspended."""
+    """Whether a frame is a coroutine's: while the coroutine is suspended, its caller does not run in its place."""
     return bool(frame.f_code.co_flags & inspect.CO_COROUTINE)

@@ -1,10 +1,10 @@
-"""Hand-over: ops that torch.autocast's own dispatcher runs as a rule says, on a device that computes in 16 bits itself.
+"""Hand-over: ops that torch.autocast's dispatcher runs as the rule says, on a device that computes in 16 bits itself.
 
-There a region adds nothing of its own to a product: the dispatcher casts the activations in C++, torch's kernel and
-torch's autograd node do the rest. torch's cache of weights, which does not see that one was written, stays empty: on a
-CPU the dispatcher casts a weight at its first use in an entry, and the region from the second on, which keeps that; on
-an accelerator the region casts those of one call in one launch. What torch does otherwise than the rule says, and every
-op that is observed, stays with the op's own runner.
+For these ops the dispatcher casts the activations in C++, and torch's kernel and autograd node do the rest. torch's
+cache of cast weights does not notice that a weight was written, so it stays empty. On a CPU the dispatcher casts a
+weight at its first use in an entry, and the region casts and keeps it from the second use on. On an accelerator the
+region casts all weights of a call in one launch. Ops for which torch differs from the rule, and all observed ops, run
+with lowp's own runner.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _OPTIONAL_ARGUMENTS = 13  # of multi_head_attention_forward: from here on, need_
 
 
 class HandOver(NamedTuple):
-    """An op, the devices on which torch's dispatcher does with it what its rule says, and how its weights are cast.
+    """An op, the devices on which torch's dispatcher does what the op's rule says, and the cast of its weights.
 
-    `dtype` is that of the region.
+    `dtype` is the dtype of the region.
     """
 
     op: str
@@ -47,8 +47,8 @@ class HandOver(NamedTuple):
 
 
 def hand_over(function: Callable[..., Any], row: Row, rule: Rule | None, dtype: torch.dtype) -> HandOver | None:
-    """Return where an op may be handed over under a rule, in a region of this dtype; None where nowhere."""
-    if row.runner == "generic:refused" or is_in_place(function):  # torch.autocast casts nothing that is written
+    """Return where an op may be handed over under a rule, in a region of this dtype; None if on no device."""
+    if row.runner == "generic:refused" or is_in_place(function):  # torch.autocast does not cast written tensors
         return None
     devices = devices_that_agree(row.name, row.op_class)
     if not devices or not _agrees(row, rule, dtype):
@@ -57,7 +57,7 @@ def hand_over(function: Callable[..., Any], row: Row, rule: Rule | None, dtype: 
 
 
 def _agrees(row: Row, rule: Rule | None, dtype: torch.dtype) -> bool:
-    """Whether a rule says of an op what torch's lists say."""
+    """Whether a rule asks for the same as torch's lists for an op."""
     if row.op_class == "promote":
         return rule is None or rule.is_empty
     if rule is None:
@@ -70,9 +70,9 @@ def _agrees(row: Row, rule: Rule | None, dtype: torch.dtype) -> bool:
 
 
 def device_of(way: HandOver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return the kind of device whose torch.autocast runs this call; None where the call stays with its own runner.
+    """Return the device type whose torch.autocast runs this call; None if lowp's own runner does.
 
-    Its tensors are strided and of up to 32 bits, and torch's own arithmetic is the way where they lie.
+    All tensors must be strided and of at most 32 bits, on a device where torch's own arithmetic is used.
     """
     tensors = _tensors_of((*args, *kwargs.values()) if kwargs else args)
     if not tensors:
@@ -90,7 +90,7 @@ def device_of(way: HandOver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 
 
 def _tensors_of(given: tuple[Any, ...]) -> list[Tensor]:
-    """Return the tensors among arguments, and in the lists among these."""
+    """Return the tensors among the arguments and in lists among the arguments."""
     found = []
     for one in given:
         if isinstance(one, Tensor):
@@ -101,14 +101,14 @@ def _tensors_of(given: tuple[Any, ...]) -> list[Tensor]:
 
 
 def _returns_probabilities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether multi_head_attention_forward makes them itself, by a softmax that torch.autocast writes in fp32."""
+    """Whether multi_head_attention_forward computes the probabilities by a softmax that torch.autocast runs in fp32."""
     return len(args) > _OPTIONAL_ARGUMENTS or bool(kwargs.get("need_weights", True))
 
 
 def handed_over(
     way: HandOver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], weights: WeightCasts
 ) -> Any:
-    """Run a call under torch.autocast, whose cache keeps nothing: it would not see that a weight was written."""
+    """Run a call under torch.autocast with its weight cache off: the cache does not notice writes to a weight."""
     if way.weights is not None:
         args, kwargs = weights.cast_arguments(args, kwargs, way.weights)
     caches = _caches()

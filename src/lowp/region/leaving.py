@@ -1,11 +1,11 @@
-"""`__exit__` that leaves although a signal comes just as it begins.
+"""An `__exit__` that leaves the block even if a signal arrives as the method begins.
 
-Python answers signals at the first instruction of every function, before any of its own ``try``. An ``__exit__`` in
-Python that is interrupted there has done nothing, and what it was to leave stays in force. Here ``with`` is given a
-method in C, which goes on with a generator that already stands in its ``try``.
+Python runs signal handlers at the first instruction of every function, before any ``try`` of that function. An
+`__exit__` written in Python that is interrupted there has done nothing, so the region stays active. Here ``with`` gets
+a method implemented in C, which resumes a generator that is already inside its ``try``.
 
-Python 3.10 also answers signals just before it calls the `__exit__` of a block that an exception leaves, and then never
-calls it. The method is forgotten, though, and the generator, which is closed by that, leaves what the block entered.
+Python 3.10 also runs signal handlers just before it calls `__exit__` for a block that raised, and then never calls it.
+The method object is released, however. That closes the generator, which then leaves the block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Exit = Callable[[Any, Any, Any], None]
 
 
 class _Latest(threading.local):
-    """The latest exit that this thread has made: the identity of its context, and its marks."""
+    """The latest exit made in this thread: the id of its context and its marks."""
 
     made: tuple[int, object] = (0, None)
 
@@ -32,25 +32,25 @@ _latest = _Latest()
 
 
 def exit_of(context: object) -> object:
-    """Return what stands for the exit of the ``with`` that enters a context now; None where there is no ``with``.
+    """Return the object that identifies the exit of the ``with`` that enters a context; None if there is no ``with``.
 
-    It looks up `__exit__` just before it calls `__enter__`.
+    ``with`` looks up `__exit__` just before it calls `__enter__`.
     """
     (identity, marks), _latest.made = _latest.made, (0, None)
     return marks if identity == id(context) else None
 
 
 class _Block(io.RawIOBase):
-    """One ``with``. Its `__exit__` is io.IOBase's: in C, and all that it does is to call `close`."""
+    """One ``with``. Its `__exit__` is io.IOBase's: it is implemented in C and only calls `close`."""
 
-    closed = True  # so that nothing is closed where the object is only forgotten
+    closed = True  # so that releasing the object does not call `close`
 
 
 class Leaving(Generic[_Entered]):
-    """The `__exit__` of a class: `undo` leaves what `find` finds, `told` is called afterwards unless an error leaves.
+    """The `__exit__` of a class: `undo` leaves what `find` returns; then `told` is called unless an error was raised.
 
-    `abandoned` returns what was entered with an exit (of `exit_of`) that is forgotten uncalled, or None. `undo` may be
-    called twice. None of them gets the error.
+    `abandoned` takes a result of `exit_of` whose exit was released uncalled and returns what was entered with it, or
+    None. `undo` may be called twice. No callback gets the error.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Leaving(Generic[_Entered]):
         self._find, self._undo, self._told, self._abandoned = find, undo, told, abandoned
 
     def __get__(self, context: Any, owner: type) -> Any:
-        """Return what ``with`` calls at its end; of the class itself, a function."""
+        """Return the function that ``with`` calls at its end; for access on the class, the plain function."""
         if context is None:
             return self.leave
         block = _Block()
@@ -75,7 +75,7 @@ class Leaving(Generic[_Entered]):
         next(self._begun(context, kind is None))
 
     def _begun(self, context: Any, is_clean: bool | None = None) -> Iterator[None]:
-        """Return what leaves when it goes on; where it is not known whether an error leaves, `sys` is asked."""
+        """Return a started generator that leaves when resumed. If `is_clean` is None, `sys` tells of errors."""
         marks: list[str] = []
         steps = self._steps(context, is_clean, marks)
         next(steps)
@@ -89,7 +89,7 @@ class Leaving(Generic[_Entered]):
             yield
             entered = self._find(context)
             self._undo(entered)
-        except GeneratorExit:  # nobody came to leave
+        except GeneratorExit:  # the exit was released uncalled
             entered = self._abandoned(marks)
             if entered is not None:
                 self._undo(entered)

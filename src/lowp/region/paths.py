@@ -1,4 +1,4 @@
-"""Where in the model an op runs: the path of its module."""
+"""The module path of an op: where in the model it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ModulePath"]
 
 
 class _Running(NamedTuple):
-    """A module that runs: its path, its identity, and the frame of torch's that calls it; None for one elsewhere."""
+    """A running module: its path, its id, and torch's frame that calls it, or None for a frame of another thread."""
 
     path: str
     module: int
@@ -22,13 +22,13 @@ class _Running(NamedTuple):
 
 
 class ModulePath:
-    """The path of the module that runs, relative to the outermost module that was called.
+    """The path of the running module, relative to the outermost module that was called.
 
-    Wrappers are transparent: below DataParallel, DistributedDataParallel and compiled modules paths are those of the
-    model within. A module that the outermost one does not hold keeps the path of its caller.
+    Wrappers are transparent: below DataParallel, DistributedDataParallel and compiled modules, paths are those of the
+    wrapped model. A module that is not part of the outermost module keeps the path of its caller.
 
-    torch tells of a module's end by a hook, but of none that an exception like KeyboardInterrupt has ended: `settle`
-    asks the stack of the thread, whose innermost frames are nearly always those of the module itself.
+    torch calls a hook when a module returns, but not if an exception such as KeyboardInterrupt ended the module. So
+    `settle` checks the thread's stack, whose innermost frames are nearly always those of the module itself.
     """
 
     def __init__(self) -> None:
@@ -38,23 +38,23 @@ class ModulePath:
 
     @property
     def current(self) -> str:
-        """The path, '' in the outermost module and outside any."""
+        """The path: '' in the outermost module and outside any module."""
         return self.running[-1].path if self.running else ""
 
     @property
     def outermost(self) -> nn.Module | None:
-        """The outermost module that was called, while one runs."""
+        """The outermost module that was called, or None if no module runs."""
         return self._outermost() if self.running and self._outermost is not None else None
 
     def copy(self) -> ModulePath:
-        """Return a path that stands where this one stands now and goes its own way."""
+        """Return an independent copy at the present position."""
         other = ModulePath()
         other.running = [one._replace(frame=None) for one in self.running]
         other._names, other._outermost = self._names, self._outermost
         return other
 
     def enter(self, module: nn.Module, frame: FrameType | None = None) -> None:
-        """Follow a call into a module, whose call by torch is `frame`."""
+        """Record a call of a module. `frame` is torch's frame that calls it."""
         if frame is not None:
             self.settle(frame)
         if not self.running and (self._outermost is None or self._outermost() is not module):
@@ -63,9 +63,9 @@ class ModulePath:
         self.running.append(_Running(self._names.get(id(module), self.current), id(module), frame))
 
     def leave(self, module: nn.Module) -> None:
-        """Follow a return from a module, and from what was called within it and has not told of its end.
+        """Record the return of a module, and of modules called within it whose end was not reported.
 
-        A module that was not entered changes nothing: a region may begin within it, and a hook before it may raise.
+        A module that was not entered is ignored: a region may begin within it, and an earlier hook may raise.
         """
         for index in range(len(self.running) - 1, -1, -1):
             if self.running[index].module == id(module):
@@ -73,7 +73,7 @@ class ModulePath:
                 return
 
     def settle(self, frame: FrameType) -> bool:
-        """Leave the modules that run no more, `frame` being one of this thread's that runs; return whether any did."""
+        """Remove modules that no longer run, given a running frame of this thread. Return whether any was removed."""
         found = len(self.running)
         while self.running and (last := self.running[-1].frame) is not None and not _is_below(last, frame):
             self.running.pop()
@@ -81,7 +81,7 @@ class ModulePath:
 
 
 def _is_below(wanted: FrameType, frame: FrameType) -> bool:
-    """Whether a frame has called another one, by however many calls."""
+    """Whether frame `wanted` has called `frame`, directly or through other calls."""
     below: FrameType | None = frame
     while below is not None and below is not wanted:
         below = below.f_back

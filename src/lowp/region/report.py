@@ -1,4 +1,4 @@
-"""What a region has seen: which rules were used, which contractions none of them spoke of, which ops went to fp32."""
+"""The report of a region: used rules, contractions that no rule matched, and ops that ran in fp32."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _OF_PRESETS = frozenset(rule for preset in PRESETS.values() for rule in preset.p
 class Report:
     """What happened in a region so far.
 
-    `unused`: rules that nothing matched, in order. `unseen`: contractions that ran under no rule, as ``op`` or
-    ``op in path``. `widened`: ops that went to fp32 because the device has no 16-bit kernel, as ``op on device``.
-    `ops`: the ops that ran under a rule. `audited`: whether the dispatcher was watched, too, so that contractions
-    inside other functions count as seen or unseen. `left_alone`: contractions that a rule speaks of, but whose operands
-    are never rounded, as ``op in float64``.
+    `unused`: rules that matched nothing, in order. `unseen`: contractions that no rule matched, as ``op`` or
+    ``op in path``. `widened`: ops that ran in fp32 because the device has no 16-bit kernel, as ``op on device``. `ops`:
+    ops that ran under a rule. `audited`: whether the dispatcher was watched too, so that contractions inside other
+    functions count as seen or unseen. `left_alone`: contractions that a rule matches but whose operands are never
+    rounded, as ``op in float64``.
     """
 
     policy: Policy
@@ -33,7 +33,7 @@ class Report:
 
     @property
     def unused_by_user(self) -> tuple[Rule, ...]:
-        """The unused rules that are no preset's: a preset speaks of ops that a model need not have."""
+        """The unused rules that are not a preset's: a preset has rules for ops that a model need not have."""
         return tuple(rule for rule in self.unused if rule not in _OF_PRESETS)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a policy says of each function at each module path, found once, and which of its rules were used."""
+"""The plan of a policy for each function and module path, computed once, and a record of the rules that were used."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ _BACKWARD = ("backward", "grad")
 
 
 class Plan(NamedTuple):
-    """What is done with calls of one function at one path: its row, the rule that speaks of it, the runner."""
+    """How calls of one function at one path run: its table row, the rule that matches it, and the runner."""
 
     row: Row
     rule: Rule | None
     run: Callable[[Call], Any] | None
-    at_site: Callable[[Call], Any] | None = None  # the runner where results are written under exponents of sites
-    rounds: bool = False  # it is a contraction, and the rule rounds it
-    looks: bool = False  # a cast of the rule looks at the numbers, or draws some: a trace would keep those of one run
-    way: HandOver | None = None  # where torch's own dispatcher carries out the rule
-    quick: Quick | None = None  # runs the usual calls where nobody looks on
-    is_plain: bool = False  # it runs as it is, shielded from torch.autocast
+    at_site: Callable[[Call], Any] | None = None  # the runner for results with exponents of sites
+    rounds: bool = False  # the op is a contraction and the rule rounds it
+    looks: bool = False  # a cast depends on the values or draws random numbers: a trace would keep those of one run
+    way: HandOver | None = None  # set if torch's own dispatcher can carry out the rule
+    quick: Quick | None = None  # fast path of the usual calls, without observers
+    is_plain: bool = False  # the function runs unchanged, shielded from torch.autocast
 
 
 Plans = dict[Callable[..., Any], "Plan | None"]
 
 
 class Rulebook:
-    """The policy as it applies: a plan for each (function, path), found once; and what was used and what was missed."""
+    """A policy with its plans for (function, path), each computed once, and the record of used rules and missed ops."""
 
     def __init__(self, policy: Policy, strict: bool) -> None:
         self.policy, self.strict, self.uses_paths = policy, strict, policy.uses_paths
@@ -61,8 +61,8 @@ class Rulebook:
         self._widened: dict[str, None] = {}
         self.left_alone: dict[str, None] = {}
         self.has_rounded = False
-        self.names: dict[tuple[Callable[..., Any], str], str] = {}  # of the plans that compiled code reads
-        self.compiled = SimpleNamespace()  # those plans
+        self.names: dict[tuple[Callable[..., Any], str], str] = {}  # attribute names of the plans in `compiled`
+        self.compiled = SimpleNamespace()  # the plans that compiled code reads
         self._refuses = any(sixteen_bit(rule.output) for rule in policy.rules)
         self._masks = has_integer_operands(policy)
 
@@ -72,13 +72,13 @@ class Rulebook:
         return traced(self.policy, self.strict)
 
     def plans(self, path: str) -> Plans:
-        """Return the plans found so far at a module path; where no rule asks, one path serves all."""
+        """Return the plans known for a module path. If no rule has a path, all paths share one dict."""
         return self._plans.setdefault(path if self.uses_paths else "", {})
 
     def find(self, function: Callable[..., Any], path: str) -> Plan | None:
-        """Find and keep the plan of a function; None for functions that are never cast nor shielded.
+        """Compute and keep the plan of a function; None for functions that are neither cast nor shielded.
 
-        Raises InvalidInput for a contraction that no rule speaks of, where the region is strict.
+        Raises InvalidInput in a strict region for a contraction that no rule matches.
         """
         plans = self.plans(path)
         row = table.row_of(function, self.policy.table)
@@ -96,7 +96,7 @@ class Rulebook:
         return plan
 
     def _planned(self, function: Callable[..., Any], row: Row, path: str) -> Plan:
-        """Return what the policy says of a function; of a policy without paths found once for all its rulebooks."""
+        """Return the plan of a function. For a policy without paths it is computed once for all its rulebooks."""
         if self.uses_paths or torch.compiler.is_compiling():
             return self._plan(function, row, path)
         known = _plans_of(self.policy)
@@ -113,7 +113,7 @@ class Rulebook:
         if rule is None and self._masks and row.masked:
             run = table.runner(row.masked)
         if rule is not None and rule.output is not None and flexpoint.is_flexpoint(rule.output):
-            # without sites, as under torch.compile and torch.func, every tensor has the exponent of its own maximum
+            # without sites, as under torch.compile and torch.func, each tensor's exponent comes from its own maximum
             alone = replace(rule, output=Cast(rule.output.format, rule.output.rounding))
             at_site = partial(table.runner(row.at_site), row)
             return Plan(
@@ -126,7 +126,7 @@ class Rulebook:
         return Plan(row, rule, run, None, rounds, looks, way, row.quick(rule), is_plain)
 
     def missed(self, name: str) -> None:
-        """Note a contraction that no rule spoke of; raise InvalidInput where the region is strict."""
+        """Note a contraction that no rule matches. Raises InvalidInput in a strict region."""
         self._unseen[name] = None
         if self.strict:
             raise InvalidInput(
@@ -136,7 +136,7 @@ class Rulebook:
             )
 
     def missed_script(self, module: str) -> None:
-        """Note a module of TorchScript, whose ops no rule reaches; raise InvalidInput where the region is strict."""
+        """Note a TorchScript module, to whose ops no rule can apply. Raises InvalidInput in a strict region."""
         self._unseen[f"the TorchScript module {module}"] = None
         if self.strict:
             raise InvalidInput(
@@ -145,10 +145,10 @@ class Rulebook:
             )
 
     def note(self, op: str, first: Tensor | None) -> None:
-        """Note a contraction under a rule by its first operand: rounded, or left as it is.
+        """Note by its first operand whether a contraction under a rule is rounded or left as it is.
 
-        float64, complex and MKLDNN operands are left alone, as under torch.autocast. Raises InvalidInput for such an
-        op where the region is strict.
+        float64, complex and MKLDNN operands are left as they are, as under torch.autocast. In a strict region such
+        operands raise InvalidInput.
         """
         if first is None or (first.dtype not in _LEFT_ALONE and not first.is_mkldnn):
             self.has_rounded |= first is not None and first.is_floating_point()
@@ -162,7 +162,7 @@ class Rulebook:
             )
 
     def widen(self, function: Callable[..., Any], path: str, device: str) -> Plan:
-        """Note that a function has no 16-bit kernel on a device, and plan it in fp32 from now on."""
+        """Note that a function has no 16-bit kernel on a device, and plan it in fp32 for all later calls."""
         plan = self.plans(path)[function]
         assert plan is not None
         self._widened[f"{plan.row.name} on {device}"] = None
@@ -173,7 +173,7 @@ class Rulebook:
         return widened
 
     def report(self) -> Report:
-        """Return what was used and what was missed so far, here and in code compiled under the same policy."""
+        """Return the report so far, of this rulebook and of code compiled under the same policy."""
         both = (self, self.traced)
         return Report(
             self.policy,
@@ -187,28 +187,28 @@ class Rulebook:
 
     @property
     def is_flexpoint(self) -> bool:
-        """Whether any rule's results are written under exponents that belong to sites."""
+        """Whether any rule writes results under exponents that belong to sites."""
         return any(flexpoint.is_flexpoint(rule.output) for rule in self.policy.rules)
 
     @property
     def has_run(self) -> bool:
-        """Whether any op has been looked up, so that an unused rule means something."""
+        """Whether any op has been looked up. Before that, an unused rule means nothing."""
         both = (self, self.traced)
         return any(plan is not None for one in both for plans in one._plans.values() for plan in plans.values())
 
     def main_dtype(self) -> torch.dtype:
-        """Return the dtype that contractions write, which torch.get_autocast_dtype tells."""
+        """Return the dtype that contractions write and torch.get_autocast_dtype returns."""
         row = table.TABLES[self.policy.table]["linear"]
         rule = self.policy.match(row.name, row.op_class)
         return torch.float32 if rule is None else result_dtype(rule.output)
 
 
 _MOST_POLICIES = 64
-_found: dict[int, tuple[Policy, dict[Callable[..., Any], Plan]]] = {}  # by the identity of the policy, which is held
+_found: dict[int, tuple[Policy, dict[Callable[..., Any], Plan]]] = {}  # by id of the policy, which is kept alive
 
 
 def _plans_of(policy: Policy) -> dict[Callable[..., Any], Plan]:
-    """Return the plans of the table's functions under a policy, as far as they were found."""
+    """Return the dict of plans known under a policy, by function."""
     held = _found.get(id(policy))
     if held is None:
         if len(_found) >= _MOST_POLICIES:
@@ -218,7 +218,7 @@ def _plans_of(policy: Policy) -> dict[Callable[..., Any], Plan]:
 
 
 def _under(rule: Rule, run: Callable[[Call], Any]) -> Callable[[Call], Any]:
-    """Return the runner as it carries out another rule than the one that a call comes with."""
+    """Return a runner that applies `rule` instead of the rule of the call."""
 
     def runner(call: Call) -> Any:
         return run(call.inner(call.func, call.args, call.kwargs, call.op, rule))
@@ -228,7 +228,7 @@ def _under(rule: Rule, run: Callable[[Call], Any]) -> Callable[[Call], Any]:
 
 @cache
 def traced(policy: Policy, strict: bool) -> Rulebook:
-    """Return the one rulebook of a policy under torch.compile, which compiles again for every new object it meets."""
+    """Return the single rulebook of a policy under torch.compile, which would recompile for every new object."""
     return Rulebook(policy, strict)
 
 

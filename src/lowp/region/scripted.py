@@ -1,7 +1,7 @@
-"""Modules of TorchScript, whose ops no function mode sees: a region's policy is not carried out in them.
+"""TorchScript modules: a function mode does not see their ops, so a region's policy does not apply to them.
 
-The interpreter knows torch.autocast alone: where contractions write fp16 or bf16 it casts by its own lists; every other
-format would be passed over in silence. Who uses none of these modules pays nothing.
+The TorchScript interpreter supports torch.autocast only. If contractions write fp16 or bf16, it casts by torch's own
+lists; any other format would be ignored silently. Code without such modules pays nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _rounding: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionar
 
 @cache
 def install() -> None:
-    """Note the calls of these modules in a region that cannot round what they compute, and warn once of each policy."""
+    """Note the calls of TorchScript modules in regions that cannot round their ops, and warn once per policy."""
 
     def __call__(self: torch.jit.ScriptModule, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -56,7 +56,7 @@ def _note(module: torch.jit.ScriptModule) -> None:
 
 
 def _rounds_by_itself(module: torch.jit.ScriptModule) -> bool:
-    """Whether casts are in its graph: it was traced within a region."""
+    """Whether the module's graph contains lowp's casts, because it was traced within a region."""
     known = _rounding.get(module)
     if known is None:
         known = _rounding[module] = "lowp::" in str(module.inlined_graph)

@@ -1,7 +1,7 @@
-"""A step of an optimizer is under no region's rules, wherever it is called.
+"""No region's rules apply to an optimizer's step, wherever it is called.
 
-torch runs hooks before and after the step of every optimizer, but none where it raises: the region rests while the
-frame of that call is on the stack.
+torch runs hooks before and after every optimizer's step, but no hook if the step raises. So the region is suspended
+while the frame of the step's call is on the stack.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @cache
 def install() -> None:
-    """Let the regions of a thread rest while an optimizer steps in it."""
+    """Suspend the regions of a thread while an optimizer steps in it."""
     register_optimizer_step_pre_hook(_begin)
     register_optimizer_step_post_hook(_end)
 
 
 def at_rest(function: _Function) -> _Function:
-    """Return the function, while which the region rests that it is called in: a step with all that belongs to it."""
+    """Return the function wrapped so that the region around its call is suspended: for a step and all its parts."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ def _end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _awake(closure: Callable[..., Any], engine: Engine) -> Callable[..., Any]:
-    """Return the closure of a step, which computes a loss under the region's rules."""
+    """Return the closure of a step wrapped so that it computes the loss under the region's rules."""
 
     @wraps(closure)
     def run(*args: Any, **kwargs: Any) -> Any:

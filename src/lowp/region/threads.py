@@ -1,8 +1,8 @@
-"""How regions follow code to other places: modules, checkpoints, worker threads.
+"""How a region follows code into modules, checkpoints and worker threads.
 
-torch knows no way to hand a function mode to a recomputation or to a worker thread. The hooks here stand in the one
-private place each where torch.utils.checkpoint and torch.nn.parallel take the function that they run later. They are
-set when the first region with a policy of its own is entered, and outside such regions they do nothing.
+torch has no interface to pass a function mode to a recomputation or a worker thread. The hooks here replace the private
+functions by which torch.utils.checkpoint and torch.nn.parallel receive the function to run later. They are installed
+when the first region with a policy of its own is entered, and do nothing outside such regions.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ _OF_WRAPPERS: Any = (
 
 
 def follow_modules(entry: Entry) -> None:
-    """Begin to tell an entry where in the model it is.
+    """Register module hooks that keep an entry's module path up to date.
 
-    Each entry has module hooks of its own, so that threads share nothing that would need a lock: an exception that a
-    signal raises just after a lock was taken leaves it taken.
+    Each entry has its own hooks, so that threads share no state that needs a lock: an exception raised by a signal just
+    after a lock was taken would leave it locked.
     """
-    # of hooks that are called for a compiled module's wrapper, too: wrappers are transparent to paths
+    # Hooks are also called for a compiled module's wrapper. That is harmless: wrappers are transparent to paths.
     if _OF_WRAPPERS not in warnings.filters:
         warnings.filterwarnings("ignore", message=_OF_WRAPPERS[1].pattern, category=UserWarning)
-    entry.follows = True  # first: what a signal interrupts below is looked for as well
+    entry.follows = True  # set first: `unfollow_modules` must also run if a signal interrupts the lines below
     register_module_forward_pre_hook(partial(_enter_module, entry))
     register_module_forward_hook(partial(_leave_module, entry), always_call=True)
 
 
 def unfollow_modules(entry: Entry) -> None:
-    """End to tell an entry where in the model it is; to end what has not begun changes nothing.
+    """Remove an entry's module hooks, if it has any.
 
-    The hooks are looked for where torch has them: a signal may have come before their handles were known.
+    The hooks are searched in torch's registries: a signal may have come before their handles were known.
     """
     if not entry.follows:
         return
@@ -79,10 +79,10 @@ def unfollow_modules(entry: Entry) -> None:
 
 
 def _engine_behind(hooked: Entry) -> Engine | None:
-    """Return the engine that a hook of this entry moves: none in another thread, or where an inner entry has hooks.
+    """Return the engine whose path a hook of this entry updates. None in another thread or if an inner entry has hooks.
 
-    The inner entry may have none, as a policy without paths has not, and yet share the path of the outer one. Compiled
-    code, which writes at no sites, follows modules only where rules ask for paths.
+    An inner entry without hooks (a policy without paths) shares the path of the outer one. Compiled code, which writes
+    at no sites, follows modules only if rules have paths.
     """
     entry = current()
     engine = None if entry is None else entry.engine
@@ -112,9 +112,9 @@ def _leave_module(entry: Entry, module: nn.Module, arguments: Any, output: Any) 
 
 
 class Repeats:
-    """Gives each run of a checkpointed function its spots: those around it first, then copies of where it began.
+    """Gives each run of a checkpointed function its spots: first the enclosing ones, then copies of the initial state.
 
-    Every run but the first writes under the exponents of the first.
+    Every later run uses the exponents of the first run.
     """
 
     def __init__(self, outer: Spots) -> None:
@@ -132,14 +132,14 @@ class Repeats:
 
     @classmethod
     def here(cls) -> Repeats | None:
-        """Return what a function that is called here needs; None where nothing is written at sites."""
+        """Return the Repeats of a function that is called here; None if nothing is written at sites."""
         entry = current()
         spots = None if entry is None or entry.engine is None else entry.engine.spots
         return None if spots is None else cls(spots)
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
-        """The first run is that of this thread within its entry."""
+        """Use the first run's spots in this thread's entry within the context."""
         entry = current()
         assert entry is not None and entry.engine is not None
         engine, before = entry.engine, entry.engine.spots
@@ -153,11 +153,11 @@ class Repeats:
 def bound(
     function: Callable[..., Any], path: ModulePath | None = None, repeats: Repeats | None = None
 ) -> Callable[..., Any]:
-    """Return the function bound to this thread's region: it runs there wherever and whenever it is called.
+    """Return the function bound to this thread's region, so that every call runs in that region.
 
-    Outside any region, in a region without rules, and where the user has switched torch.autocast off, that is the
-    function itself. `path` is where in the model it runs (by default where this thread is now); `repeats` gives each
-    run its spots, which otherwise are copies of those here.
+    Outside any region, in a region without rules, and where the user has switched torch.autocast off, the function
+    itself is returned. `path`: the module path of the calls, by default the present one. `repeats` provides the spots
+    of each run; without it each run gets a copy of the present spots.
     """
     entry = current()
     if entry is None or entry.engine is None or not entry.engine.active or not entry.engine.is_ours():
@@ -176,7 +176,7 @@ def bound(
 
 @cache
 def install() -> None:
-    """Let checkpoints and DataParallel's workers run their functions in the region they were called in."""
+    """Let checkpoints and DataParallel's workers run their functions in the region in which they were called."""
     checkpoint = sys.modules["torch.utils.checkpoint"]
     generator = cast(Callable[..., Any], private("torch.utils.checkpoint._checkpoint_without_reentrant_generator"))
     reentrant = cast(Any, private("torch.utils.checkpoint.CheckpointFunction"))
@@ -191,7 +191,7 @@ def install() -> None:
         given = keywords(*args, **kwargs)
         if bound(keywords) is keywords:
             return given
-        # The function itself enters the region; torch.autocast with the region's dtype may not exist on the CPU.
+        # The function itself enters the region; torch.autocast may not support the region's dtype on the CPU.
         return tuple(None if one is None else {**one, "enabled": False} for one in given)
 
     def non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,18 +1,18 @@
-"""The casts of weights within one entry of a region, each made once for as long as nobody else can have written them.
+"""Casts of weights within one entry of a region. A cast is reused while nothing else can have written the weight.
 
-A cast is dropped when its entry is left, as torch.autocast drops its own: a region that is entered once a forward pass
-casts every weight once a pass. Within an entry a weight may be used again (an unrolled recurrent cell, tied weights, a
-decoding loop, micro-batches in one ``with``), and its cast serves again only where the weight is known to hold the
-numbers that were cast. A version counter alone does not show that: writes through ``.data``, NumPy and DLPack, FSDP's
-all-gather and torch's fused optimizers leave it as it is. A cast serves again where
+Casts are dropped when the entry is left, as torch.autocast drops its own: a region that is entered once per forward
+pass casts every weight once per pass. Within an entry a weight may be used several times (an unrolled recurrent cell,
+tied weights, a decoding loop, micro-batches in one ``with``). Its cast is reused only if the weight provably holds the
+same values. A version counter alone does not prove that: writes through ``.data``, NumPy and DLPack, FSDP's all-gather
+and torch's fused optimizers leave it unchanged. A cast is reused if
 
-* the tensor, its version and its memory are those that were cast;
-* the memory is torch's own and the tensor alone holds it: no view, no NumPy array, no other process shares it;
-* since the entry began nothing has handed the memory out (`HANDS_OUT`), no optimizer has stepped, and no backward pass
-  has run, whose hooks may write what they like.
+* the tensor, its version and its memory are the same;
+* the memory is torch's own and belongs to this tensor alone: no view, NumPy array or other process shares it;
+* since the entry began nothing has exposed the memory (`HANDS_OUT`), no optimizer has stepped, and no backward pass
+  has run, whose hooks may write any tensor.
 
-Two writes stay unseen: through a raw address that was taken before the entry, and through ``.data`` in another thread.
-`forget_all` is for those.
+Two kinds of writes are not noticed: through a raw address taken before the entry, and through ``.data`` in another
+thread. Call `forget_all` after such a write.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _storage_holders = cast(Callable[[int], int], private("torch._C._storage_Use_Cou
 _foreach_copy = cast(Callable[[list[Tensor], list[Tensor]], None], private("torch._foreach_copy_"))
 _tensor_holders = cast(Callable[[Tensor], int], private("torch.Tensor._use_count"))
 
-# What gives a tensor's memory to something that can write it without counting the tensor's version up.
+# Functions that expose a tensor's memory to code that can write it without incrementing the tensor's version.
 HANDS_OUT: frozenset[Any] = frozenset(
     (
         cast(Any, Tensor.data).__get__,
@@ -57,12 +57,13 @@ HANDS_OUT: frozenset[Any] = frozenset(
     )
 )
 
-# What runs code that no region sees: a hook of a backward pass may write any weight, as optimizers within one do.
+# Functions that run hooks, which no region sees: a hook of a backward pass, such as an optimizer's, may write any
+# weight.
 RUNS_HOOKS: frozenset[Any] = frozenset((Tensor.backward, torch.autograd.backward, torch.autograd.grad))
 
 
 class _Attached(torch.autograd.Function):
-    """A cast weight that was computed before, made part of the graph: the gradient goes to the weight as it is."""
+    """Attaches an already computed cast of a weight to the graph; the gradient is returned in the weight's dtype."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, value: Tensor) -> Tensor:
@@ -74,11 +75,11 @@ class _Attached(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
-_attach = applied_at_once(_Attached)  # nothing is kept where torch.func transforms
+_attach = applied_at_once(_Attached)  # no cast is kept where torch.func transforms
 
 
 class _Together(torch.autograd.Function):
-    """Several fp32 weights cast in one launch, and their gradients in one launch on the way back."""
+    """Casts several fp32 weights in one launch, and their gradients in one launch in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -89,75 +90,75 @@ class _Together(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         found = [one for one in gradients if one is not None]
         with shield():
-            is_graph = torch.is_grad_enabled()  # of a gradient of a gradient
+            is_graph = torch.is_grad_enabled()  # double backward
             wide = iter([one.float() for one in found] if is_graph else _copied(found, torch.float32))
         return None, *(None if one is None else next(wide) for one in gradients)
 
 
 def _copied(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return tensors in another dtype, converted in one launch."""
+    """Return the tensors converted to another dtype in one launch."""
     copies = [torch.empty_like(one, dtype=dtype) for one in tensors]
     _foreach_copy(copies, list(tensors))
     return tuple(copies)
 
 
-# What tells that a weight still holds the numbers it held: its version, its address, and `_writes`, which counts what
-# may have changed any weight. A tuple, since one is made at every use.
+# Identifies the contents of a weight: its version, its address, and `_writes`, which counts events that may have
+# changed any weight. A tuple, since one is made at every use.
 _Sign = tuple[int, int, int]
 
 
-_ONE_NAME = sys.getrefcount(SimpleNamespace(name=object()).name) + 1  # of what one attribute holds
+_ONE_NAME = sys.getrefcount(SimpleNamespace(name=object()).name) + 1  # references to an object that one attribute holds
 _PRUNE_AT = 1024
 _SMALL = 1024  # elements
 _PLAIN = (Tensor, nn.Parameter)
 
 
 class _Entry:
-    """A weight's cast values, what the weight was when they were made, and the values as part of the graph."""
+    """The cast values of a weight, the weight's sign when they were computed, and the values attached to the graph."""
 
     __slots__ = ("attached", "sign", "to", "value", "weight")
 
     def __init__(self, weight: Tensor, to: Cast, value: Tensor, sign: _Sign) -> None:
-        self.weight, self.to = weight, to  # no weak reference: torch swaps no tensor that has one
+        self.weight, self.to = weight, to  # no weak reference: torch.utils.swap_tensors refuses tensors that have one
         self.sign = sign
         self.value = value.detach() if value.requires_grad else value
         self.attached = value if value.requires_grad else None
 
     def in_graph(self) -> Tensor:
-        """Return the values as part of the graph: their gradient reaches the weight."""
+        """Return the values attached to the graph, so that gradients reach the weight."""
         if self.attached is None:
             self.attached = cast(Tensor, _attach(self.weight, self.value))
         return self.attached
 
 
 def _are_alone(entries: list[_Entry]) -> bool:
-    """Whether nobody but these entries of one weight holds it any more."""
+    """Whether only these entries still hold their weight."""
     weight = entries[0].weight
-    names = sys.getrefcount(weight) - 1  # without the one here
+    names = sys.getrefcount(weight) - 1  # without the local name
     return names == _ONE_NAME - 1 + len(entries) and _tensor_holders(weight) == 1
 
 
 class WeightCasts:
     """The casts of leaf weights in one entry of a region, in one thread.
 
-    What was cast under `torch.no_grad` serves a later use with gradients, which reach the weight. Nothing is kept
-    inside torch.compile, torch.func, inference mode, or for subclasses of torch.Tensor.
+    A cast made under `torch.no_grad` can be reused with gradients, which then reach the weight. No cast is kept inside
+    torch.compile, torch.func or inference mode, or for subclasses of torch.Tensor.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, list[_Entry]] = {}  # by the identity of the weight, which they hold
+        self._entries: dict[int, list[_Entry]] = {}  # by id of the weight; the entries keep the weight alive
         self._handed_out: set[int] = set()
-        self._used: set[int] = set()  # the identities of weights whose first cast was left to torch.autocast
+        self._used: set[int] = set()  # ids of weights whose first cast was left to torch.autocast
         self._made: list[TensorWeakRef] = []
         self._prune_at = _PRUNE_AT
         _watch_optimizers()
 
     def __len__(self) -> int:
-        """Return how many casts can serve again."""
+        """Return the number of casts kept for reuse."""
         return sum(map(len, self._entries.values()))
 
     def __call__(self, weight: Tensor, to: Cast) -> Tensor:
-        """Return the weight cast for a contraction, part of the graph where gradients are recorded."""
+        """Return the weight cast for a contraction, attached to the graph if gradients are recorded."""
         if _is_traced() or not _can_serve(weight):
             return carried(weight, to)
         sign, held = self._sign(weight), self._entries.get(id(weight))
@@ -165,9 +166,9 @@ class WeightCasts:
         return self._remember(weight, to, sign, carried(weight, to)) if known is None else known
 
     def narrowed(self, weight: Tensor, to: Cast) -> Tensor:
-        """Return a plain leaf in the 16-bit dtype that is its cast, where nothing is traced; see `__call__`.
+        """Return a plain leaf in the 16-bit dtype of its cast, where nothing is traced; otherwise as `__call__`.
 
-        Without gradients a small one is cast anew: that takes less time than to find out whether it was written.
+        Without gradients a small weight is always cast anew: that takes less time than the check for writes.
         """
         held, narrow = self._entries.get(id(weight)), NARROW[cast(torch.dtype, native_dtype(to))]
         if held is None and weight.numel() <= _SMALL and not torch.is_grad_enabled():
@@ -179,7 +180,7 @@ class WeightCasts:
         return self._remember(weight, to, sign, narrow(weight)) if known is None else known
 
     def rounded(self, weight: Tensor, to: Cast, dtype: torch.dtype) -> Tensor:
-        """Return the values of a plain leaf's cast in a dtype that holds them, apart from the graph, likewise."""
+        """Return the values of a plain leaf's cast in a dtype that holds them, detached from the graph and reusable."""
         if torch.is_inference_mode_enabled():
             return quantize_operand(weight, to, 0, False).to(dtype)
         sign = self._sign(weight)
@@ -190,7 +191,7 @@ class WeightCasts:
         return self._remember(weight, to, sign, value if dtype is torch.float32 else value.to(dtype))
 
     def together(self, weights: Sequence[Tensor], to: Cast) -> list[Tensor]:
-        """Return several weights cast likewise; those that have to be cast anew, in one launch."""
+        """Return several weights under one cast. Missing casts are computed in one launch if possible."""
         is_traced = _is_traced()
         signs = [None if is_traced or not _can_serve(weight) else self._sign(weight) for weight in weights]
         found = [self._known(weight, to, sign) for weight, sign in zip(weights, signs, strict=True)]
@@ -207,10 +208,10 @@ class WeightCasts:
         return [values[id(weight)] if one is None else one for weight, one in zip(weights, found, strict=True)]
 
     def _known(self, weight: Tensor, to: Cast, sign: _Sign | None) -> Tensor | None:
-        """Return a cast that can serve again, part of the graph; None where there is none."""
+        """Return a cast that can be reused, attached to the graph if gradients are recorded; None if there is none."""
         for entry in self._entries.get(id(weight), ()):
             if entry.sign == sign and (entry.to is to or entry.to == to):
-                if is_jit_tracing():  # it would be a constant of the trace, whatever the weight becomes
+                if is_jit_tracing():  # the cast would become a constant of the trace, even if the weight changes
                     return None
                 return entry.in_graph() if weight.requires_grad and torch.is_grad_enabled() else entry.value
         return None
@@ -229,15 +230,15 @@ class WeightCasts:
         return value
 
     def _prune(self) -> None:
-        """Let go of weights that are no longer used, each time that there are twice as many as were left then."""
+        """Drop weights that nothing else uses. Runs whenever the number of weights has doubled since the last time."""
         self._entries = {key: held for key, held in self._entries.items() if not _are_alone(held)}
         self._made = [reference for reference in self._made if reference() is not None]
         self._prune_at = max(_PRUNE_AT, 2 * len(self._entries))
 
     def _sign(self, weight: Tensor) -> _Sign | None:
-        """Return what a later use compares; None where others may write the weight unseen."""
+        """Return the sign that a later use compares; None if other code may write the weight unnoticed."""
         one_holder, one_name = _one_holder()
-        if sys.getrefcount(weight.untyped_storage()) != one_name:  # before it has a name here, see `_holders`
+        if sys.getrefcount(weight.untyped_storage()) != one_name:  # before a local name refers to it
             return None
         storage = weight.untyped_storage()
         if _storage_holders(storage._cdata) != one_holder:
@@ -250,10 +251,10 @@ class WeightCasts:
     def cast_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], to: Cast
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call with its weights cast: the leaves among them that want a gradient.
+        """Return the arguments of a call with its weights cast. Weights are the leaves that require a gradient.
 
-        Where a launch costs nothing the first cast of a weight is left to torch.autocast, as are small ones without
-        gradients: most are used once an entry, and torch's own takes no time in Python.
+        If a launch costs nothing, the first cast of each weight is left to torch.autocast, and so are small weights
+        without gradients: most weights are used once per entry, and torch.autocast takes no time in Python.
         """
         given, dtype = (*args, *kwargs.values()) if kwargs else args, native_dtype(to)
         found = [x for x in given if isinstance(x, Tensor) and x.requires_grad and x.is_leaf and x.dtype is not dtype]
@@ -275,20 +276,20 @@ class WeightCasts:
         )
 
     def hand_out(self, x: Any) -> None:
-        """Note that a tensor's memory is given to something that can write it unseen: casts of it serve no more."""
+        """Note that a tensor's memory is exposed to code that can write it unnoticed. Its casts are not reused."""
         if isinstance(x, Tensor) and x.layout is torch.strided:
             try:
                 self._handed_out.add(x.untyped_storage().data_ptr())
-            except RuntimeError:  # a wrapper without memory, as of torch.func
+            except RuntimeError:  # a wrapper without memory, such as torch.func's
                 return
 
     def tensors(self) -> list[Tensor]:
-        """Return the cast values that are alive, whether this holds them or a graph that backward needs."""
+        """Return the cast values that are alive, held by this object or by a graph that backward needs."""
         found = (reference() for reference in self._made)
         return [value for value in found if value is not None]
 
     def forget(self) -> None:
-        """Let go of everything: the next use casts anew."""
+        """Drop all casts: the next use casts anew."""
         self._entries.clear()
         self._used.clear()
         if len(self._made) >= _PRUNE_AT:
@@ -296,33 +297,33 @@ class WeightCasts:
 
 
 def _holders(tensor: Tensor) -> tuple[int, int]:
-    """Return how many tensors hold a tensor's memory, and how many names in Python its storage object has.
+    """Return how many tensors share a tensor's memory, and the number of Python references to its storage object.
 
-    It takes the tensor, not the storage: torch.compile holds the arguments of functions that it has looked at. Nor is
-    the storage named here: up to Python 3.11 a debugger or a profiler (sys.settrace, sys.setprofile) holds the locals
-    of the functions that it looks at.
+    The argument is the tensor, not the storage, because torch.compile keeps references to the arguments of functions
+    that it has inspected. The storage gets no local name because, up to Python 3.11, a debugger or profiler
+    (sys.settrace, sys.setprofile) keeps references to the locals of the functions that it inspects.
     """
     return _storage_holders(tensor.untyped_storage()._cdata), sys.getrefcount(tensor.untyped_storage())
 
 
 @cache
 def _one_holder() -> tuple[int, int]:
-    """Return what `_holders` says of the memory of a tensor that shares it with nobody."""
+    """Return the result of `_holders` for a tensor that shares its memory with no other tensor."""
     with real_tensors():
         return _holders(torch.empty(1, device="cpu"))
 
 
-_writes = [0]  # in all threads: optimizers' steps, and what `forget_all` was called for
+_writes = [0]  # in all threads: the number of optimizer steps and of calls of `forget_all`
 
 
 def forget_all() -> None:
-    """Let every region in every thread cast its weights anew at their next use."""
+    """Make every region in every thread cast its weights anew at their next use."""
     _writes[0] += 1
 
 
 @cache
 def _watch_optimizers() -> None:
-    """Count the steps of all optimizers: torch's fused kernels do not count a weight's version up."""
+    """Count the steps of all optimizers, because torch's fused kernels do not increment a weight's version."""
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: forget_all())
 
 
@@ -331,12 +332,12 @@ def _is_traced() -> bool:
 
 
 def _can_serve(weight: Tensor) -> bool:
-    """Whether a cast of this tensor may be kept, outside of what is traced."""
+    """Whether a cast of this tensor may be kept, apart from tracing."""
     return weight.is_leaf and type(weight) in _PLAIN and weight.layout is torch.strided and not weight.is_nested
 
 
 def _go_together(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Whether one launch can cast all of these from fp32."""
+    """Whether one launch can cast all these tensors from fp32."""
     one_kind = {(type(weight), weight.dtype, weight.device) for weight in weights}
     is_narrow = dtype in (torch.float16, torch.bfloat16)
     if len(one_kind) > 1 or weights[0].dtype is not torch.float32 or not is_narrow or functorch_is_active():

@@ -1,7 +1,8 @@
-"""Who chooses a scale from what was seen: one shape for loss scales and for the scales of tensors.
+"""Loss scales and tensor scales: objects that choose a scale from observed values.
 
 A scaling is a frozen description with `init() -> state`, `observe(state, seen) -> state` and `scale(state)`. The state
-is a tuple of tensors on the device; it is what a checkpoint holds. Nothing here waits for the device.
+is a tuple of tensors on the device and is saved in checkpoints. Nothing here waits for the device, except `only_counts`
+of a loss scale.
 """
 
 from __future__ import annotations

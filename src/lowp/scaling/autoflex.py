@@ -1,10 +1,10 @@
-"""Autoflex: the shared exponent of the next write, predicted from the maxima of the last ones.
+"""Autoflex: predicts the shared exponent of the next write from the maxima of the last writes.
 
 Source: Koester et al. 2017, arXiv 1711.02213, algorithms 1 and 2, with the constants of the authors' code (the ngraph
 repository before commit f3f07758): there chi = max(f) + 3 std(f) + 100 kappa and kappa = 2**(floor(log2 chi) - 14).
 
-All entries (one for each tensor that one operation writes at one site of the step) are one state of vectors; every
-function works on all of them at once, on their device, and waits for nothing.
+One state holds all entries as vectors; an entry is one tensor that one operation writes at one site of the step. Every
+function works on all entries at once, on their device, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from lowp.compat import widest_float
 from lowp.errors import InvalidInput
 from lowp.scaling.powers import floor_log2, times
 
-# algorithm 1: the first guess, the step up when it saturates, from which maximum on a mantissa tells enough, the tries
+# algorithm 1: the first guess, the smallest mantissa that suffices to set the exponent, and the number of tries
 _START_EXPONENT = -8
 _TELLING_MANTISSA = 32
 _TRIES = 10
 
 
 class AutoflexState(NamedTuple):
-    """What Autoflex remembers of n entries; the tensors of a checkpoint."""
+    """The state of n entries; its tensors are saved in checkpoints."""
 
     exponent: Tensor  # int32[n]: the next write's kappa is 2**exponent
-    history: Tensor  # fp64[n, window] (fp32 where a device has no fp64): the last maxima, as real values, in a ring
+    history: Tensor  # fp64[n, window] (fp32 without fp64 on the device): ring of the last maxima, as real values
     seen: Tensor  # int32[n]: maxima written into the ring since it was last cleared
     started: Tensor  # bool[n]: whether the guess of algorithm 1 is done
     writes: Tensor  # int64[n]
     saturated: Tensor  # int64[n]: writes whose largest mantissa was at its limit
     moved: Tensor  # int64[n]: changes of the exponent
-    nonfinite: Tensor  # int64[n]: writes that held an infinity or a NaN; they leave the exponent alone
+    nonfinite: Tensor  # int64[n]: writes that held an infinity or a NaN; they leave the exponent unchanged
 
 
 class WritesSeen(NamedTuple):
-    """What the writes of one step saw, by entry."""
+    """Measurements of the writes of one step, by entry."""
 
     mantissa: Tensor  # int32[n]: the largest |mantissa| after saturation
     mask: Tensor | None = None  # bool[n]: the entries that were written; all by default
     nonfinite: Tensor | None = None  # bool[n]: the entries whose values were not all finite
-    vanished: Tensor | None = None  # bool[n]: the entries whose values, not all zero, were all rounded to zero
-    overflowed: Tensor | None = None  # int64[n]: elements that did not fit; what a reactive exponent looks at
+    vanished: Tensor | None = None  # bool[n]: the entries whose values were not all zero but were all rounded to zero
+    overflowed: Tensor | None = None  # int64[n]: elements that did not fit; used by reactive exponents
     crowded: Tensor | None = None  # int64[n]: elements that would not fit under half the scale
     elements: Tensor | None = None  # int64[n]: elements written
 
@@ -57,7 +57,7 @@ class WritesSeen(NamedTuple):
 
 
 def joined(state: Iterable[Tensor], more: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Return the tensors of a state with those of more entries at their ends."""
+    """Return the tensors of a state, each concatenated with the tensor of further entries."""
     return (torch.cat(pair) for pair in zip(state, more, strict=True))
 
 
@@ -169,7 +169,7 @@ class Autoflex:
             wanted = torch.where(saturated | small, wanted, exponent)
             clamped = wanted.clamp(self.min_exponent, self.max_exponent)
             settled = torch.where(saturated, clamped != wanted, ~small | (mantissa >= _TELLING_MANTISSA))
-            # a saturated mantissa is tried again after a whole step up; at the end of the range there is no more to try
+            # A saturated mantissa is tried again a whole step up, unless the exponent is at the end of its range.
             exponent = torch.where(done, exponent, clamped)
             done = done | settled
         exponent = (exponent + self.start_headroom).clamp(self.min_exponent, self.max_exponent)

@@ -1,7 +1,7 @@
-"""Loss scales: static, dynamic (as torch's), and one that follows the exponents of the gradients.
+"""Loss scales: static, dynamic (torch's rule), and one that follows the exponents of the gradients.
 
-Whatever is observed in whatever order, a scale stays a finite fp32 number between its floor and its ceiling: torch's
-own underflows to 0, after which the next finite gradients become 0 * inf = NaN and are written into the weights.
+A scale always stays a finite fp32 number between its floor and its ceiling. torch's own can underflow to 0, after which
+the next finite gradients become 0 * inf = NaN and are written into the weights.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, parse
 from lowp.presets import LossScale
 
-# The smallest normal and the largest fp32 number. Below the former the reciprocal, with which gradients are unscaled,
-# would be infinite.
+# The smallest normal and the largest fp32 number. The reciprocal of a smaller scale, by which gradients are multiplied,
+# could be infinite.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = (2.0 - 2.0**-23) * 2.0**127
 
@@ -27,7 +27,7 @@ _FP32_BIAS = 127
 
 
 class InvalidLossScale(InvalidInput, AssertionError):
-    """A loss scale, or what moves it, outside what can work; an AssertionError too, since torch raises that."""
+    """A loss scale, or a parameter that moves it, is invalid. Also an AssertionError, since torch raises that."""
 
 
 class LossScaleState(NamedTuple):
@@ -64,7 +64,7 @@ class LossScaling:
                 f"a loss scale cannot move between floor={self.floor!r} and ceiling={self.ceiling!r}: allowed are "
                 f"{SMALLEST_SCALE:.8g} <= floor <= ceiling <= {LARGEST_SCALE:.8g} (the normal fp32 numbers)"
             )
-        # numbers of Python's become floats: torch takes no integers beyond 64 bits
+        # convert Python numbers to float: torch accepts no integers beyond 64 bits
         object.__setattr__(self, "initial", self.check(self.initial, "the initial loss scale"))
         for name in ("floor", "ceiling"):
             object.__setattr__(self, name, float(getattr(self, name)))
@@ -108,7 +108,7 @@ class LossScaling:
         return state.scale <= self.floor
 
     def _bounded(self, scale: torch.Tensor) -> torch.Tensor:
-        """Keep a scale within its bounds; NaN, which compares false with everything, becomes the floor."""
+        """Clamp a scale to its bounds. NaN, which compares false with everything, becomes the floor."""
         return torch.where(scale >= self.floor, scale, self.floor).clamp(max=self.ceiling)
 
 
@@ -167,7 +167,7 @@ class DynamicLossScale(LossScaling):
     def _growth(
         self, state: LossScaleState, good_steps: torch.Tensor, overflows: torch.Tensor, seen: GradientsSeen
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return whether the scale may grow now, and to what; a growth to infinity stays where it was, as torch's."""
+        """Return whether the scale may grow, and the new scale. As in torch, it never becomes infinite."""
         grown = _product(state.scale, self.growth_factor)
         return good_steps >= self.growth_interval, torch.where(torch.isfinite(grown), grown, state.scale)
 
@@ -207,8 +207,9 @@ class AdaptiveLossScale(DynamicLossScale):
         number_format = _float_format(self.format)
         counts = seen.exponents.to(state.scale.device)
         below = counts.cumsum(0)
-        # Growing by 2**k moves every field up by k, so that what was flushed below `flush` is then flushed below
-        # flush - k. Shares fall with k, hence the number of shares above the target is the smallest k that meets it.
+        # Growing by 2**k moves every field up by k, so that values below field `flush` - k are flushed instead of those
+        # below `flush`. The share of flushed values falls with k, so the number of shares above the target is the
+        # smallest sufficient k.
         flush = flush_field(self.format)
         needed = (below[: flush + 1] > self.target_underflow * below[-1]).sum()
         fields = torch.arange(counts.numel(), device=counts.device)
@@ -221,7 +222,7 @@ class AdaptiveLossScale(DynamicLossScale):
 
 
 def scaling_of(described: LossScale) -> LossScaling | None:
-    """Return what moves the scale that a precision describes; None where nothing is scaled."""
+    """Return the loss scaling that a precision describes; None if it scales nothing."""
     if described.kind == "none":
         return None
     bounds = {"floor": described.floor, "ceiling": described.ceiling}
@@ -238,9 +239,9 @@ def scaling_of(described: LossScale) -> LossScaling | None:
 
 
 def flush_field(name: str) -> int:
-    """Return the largest biased fp32 exponent of which every number is rounded to zero by a format.
+    """Return the largest biased fp32 exponent whose numbers a format all rounds to zero.
 
-    With subnormals that is everything below half the smallest number; without, everything below the smallest normal.
+    With subnormals these are the numbers below half the smallest one; without, the numbers below the smallest normal.
     """
     number_format = _float_format(name)
     smallest = number_format.smallest
@@ -249,13 +250,13 @@ def flush_field(name: str) -> int:
 
 
 def underflow(exponents: torch.Tensor, name: str = "fp16") -> torch.Tensor:
-    """Return the share of the nonzero gradients that a format flushes, as a 0-dimensional fp32 tensor; 0 of none."""
+    """Return the share of the nonzero gradients that a format flushes: 0-dimensional fp32; 0 without gradients."""
     flushed = exponents[: flush_field(name) + 1].sum()
     return (flushed / exponents.sum().clamp(min=1)).to(torch.float32)
 
 
 def _as_float(value: object) -> float:
-    """Return a real number as a float, infinite where it is too large for one; NaN for anything else."""
+    """Return a real number as a float, infinite if it is too large; NaN for anything else."""
     try:
         return float(value) if isinstance(value, Real) else math.nan
     except OverflowError:
@@ -282,7 +283,7 @@ def widest_dtype(device: torch.device) -> torch.dtype:
 
 
 def inverse_of(scale: torch.Tensor) -> torch.Tensor:
-    """Return 1 / scale of fp32, in fp64 and rounded once, as torch's kernel does."""
+    """Return 1 / scale in fp32, computed in fp64 and rounded once, as torch's kernel does."""
     return scale.to(widest_dtype(scale.device)).reciprocal().float()
 
 

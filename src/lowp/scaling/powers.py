@@ -1,4 +1,4 @@
-"""Powers of two on a device that may have no fp64, and no frexp and ldexp, as Apple's GPUs have none."""
+"""Powers of two on devices that may lack fp64, frexp and ldexp, such as Apple's GPUs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 __all__ = ["floor_log2", "fp32_power", "times"]
 
-_SIDE = 126  # of powers of two that are normal numbers of fp32: two of them reach every result
+_SIDE = 126  # exponent range of normal fp32 powers of two: two factors reach every result
 
 
 def times(x: Tensor, exponent: Tensor) -> Tensor:
     """Return x, fp32 or fp64, times 2**exponent, for integers of any shape that broadcasts.
 
-    Rounded once, but to a subnormal number of fp32, of which a device may make a zero: numbers below 2**-126 on the
-    way, which are rounded twice, are what is left of numbers that have a fraction.
+    Rounded once, except for results below 2**-126 in fp32: a device may flush these to zero, and a subnormal
+    intermediate value is rounded twice.
     """
     if x.dtype is torch.float64:
         return torch.ldexp(x, exponent)
@@ -23,12 +23,12 @@ def times(x: Tensor, exponent: Tensor) -> Tensor:
 
 
 def fp32_power(exponent: Tensor) -> Tensor:
-    """Return 2**exponent of -126 to 127 in fp32."""
+    """Return 2**exponent in fp32, for exponents from -126 to 127."""
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 def floor_log2(x: Tensor) -> Tensor:
-    """Return floor(log2 x) of positive normal numbers of fp32 or fp64 as int32; of 0 a number below 0."""
+    """Return floor(log2 x) as int32 for positive normal fp32 or fp64 numbers; a negative number for 0."""
     if x.dtype is torch.float64:
         return torch.frexp(x)[1].to(torch.int32) - 1
     return (x.view(torch.int32) >> 23) - 127

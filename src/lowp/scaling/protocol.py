@@ -1,4 +1,4 @@
-"""The one shape of everything that chooses a scale."""
+"""The protocol of all objects that choose a scale."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ Seen = TypeVar("Seen", contravariant=True)
 
 
 class Scaling(Protocol[State, Seen]):
-    """What chooses a scale from what was seen; `observe` returns a new state and never changes the one it was given.
+    """Chooses a scale from observed values. `observe` returns a new state and never changes its argument.
 
-    What differs between scalings is when they are asked: a current scaling observes a tensor and then scales it, a
-    delayed one (and a loss scale) scales by what was seen before and then observes.
+    Scalings differ in the order of calls: a current scaling observes a tensor and then scales it; a delayed scaling,
+    such as a loss scale, scales by earlier observations and then observes.
     """
 
     def init(self, device: torch.device | str | None = None) -> State:
-        """Return the state before anything was seen, as tensors on `device`."""
+        """Return the state before any observation, as tensors on `device`."""
         ...
 
     def observe(self, state: State, seen: Seen) -> State:
-        """Return the state after `seen`, computed on the device of the state and without waiting for it."""
+        """Return the state after the observation `seen`, computed on the state's device without waiting for it."""
         ...
 
     def scale(self, state: State) -> torch.Tensor:
-        """Return the scale that the state stands for."""
+        """Return the scale of a state."""
         ...

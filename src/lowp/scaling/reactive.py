@@ -1,8 +1,8 @@
-"""The dynamic fixed point before Autoflex: an exponent that moves by one after too many elements have overflowed.
+"""Dynamic fixed point as before Autoflex: an exponent moves by one after too many elements have overflowed.
 
-Source: Courbariaux, Bengio and David 2014, arXiv 1412.7024, section 5: a scale is doubled where more than a share of
-the elements overflowed since it was last looked at, and halved where no more than that share would overflow at half of
-it. It waits for the damage that Autoflex predicts, and is here to be compared with.
+Source: Courbariaux, Bengio and David 2014, arXiv 1412.7024, section 5. A scale is doubled if more than a given share of
+the elements overflowed since the last check, and halved if no more than that share would overflow at half the scale. It
+reacts to overflows that Autoflex predicts, and serves for comparison.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lowp.scaling.autoflex import Autoflex, WritesSeen, joined, powers_of_two
 
 
 class ReactiveState(NamedTuple):
-    """What is remembered of n entries; the tensors of a checkpoint."""
+    """The state of n entries; its tensors are saved in checkpoints."""
 
     exponent: Tensor  # int32[n]: the next write's kappa is 2**exponent
-    overflowed: Tensor  # int64[n]: elements that did not fit since the exponent was last looked at
-    crowded: Tensor  # int64[n]: those that would not have fitted under half the scale
+    overflowed: Tensor  # int64[n]: elements that did not fit since the last check of the exponent
+    crowded: Tensor  # int64[n]: elements since then that would not have fitted under half the scale
     elements: Tensor  # int64[n]: elements written since then
     started: Tensor  # bool[n]: whether the first guess is done
     writes: Tensor  # int64[n]

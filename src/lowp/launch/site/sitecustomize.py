@@ -1,7 +1,7 @@
-"""Begins lowp in the processes of `lowp run`, then lets the interpreter's own sitecustomize have its turn.
+"""Starts lowp in the processes of `lowp run`, then runs the interpreter's own sitecustomize.
 
-`lowp run` puts this folder first on PYTHONPATH, so that the processes that a script starts find it too; it takes itself
-off this process's sys.path, which the script then sees as it would have been.
+`lowp run` puts this folder first on PYTHONPATH, so that the processes that a script starts find it too. It removes
+itself from this process's sys.path, so that the script sees its usual path.
 """
 
 import os
