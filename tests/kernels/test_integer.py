@@ -32,7 +32,8 @@ FILLS: dict[str, Fill] = {
     **int16_operands.FILLS,
     "one-hot": one_hot,
     "largest rests": lambda *shape: torch.randint(-64, 64, shape).mul(512).add(torch.randint(2, shape) * 511).short(),
-    **{f"normal {deviation}": normal(deviation) for deviation in (100.0, 2500.0, 4000.0, 6500.0)},
+    **{f"normal {deviation}": normal(deviation) for deviation in (100.0, 2500.0, 4000.0, 6500.0, 9000.0)},
+    "chains as large as int32": lambda *shape: torch.full(shape, 11585, dtype=torch.int16),  # 16 * 11585**2 < 2**31
 }
 DEPTHS = (1, 2, 7, 255, 256, 257, 511, 513, 769, 1300, 4099, 65535)
 

@@ -13,11 +13,11 @@
 namespace lowp {
 
 constexpr int64_t BLOCK = 256;  // DFP-16: at most 256 accumulation steps before the sum goes to fp32
-constexpr int64_t CHUNK = 32;   // the shortest chain that is cheaper than a look at the leading digits
+constexpr int64_t CHUNK = 16;   // the shortest chain that is cheaper than a look at the leading digits
 constexpr int64_t STEP = 768;   // the most depth taken at once: a panel of B (24 KiB) stays in the first-level cache
-// 24 chains a step, each moving at most 2^31 / 2^5, stay below 2^31; what is left in a sum, below 2^5, is within the
+// 48 chains a step, each moving at most 2^31 / 2^6, stay below 2^31; what is left in a sum, below 2^6, is within the
 // margin of the bounds
-constexpr int TOP_SHIFT = 5;
+constexpr int TOP_SHIFT = 6;
 constexpr int BOUNDS = 1 + BLOCK / CHUNK;  // per block: the bound of the block, then of each chunk
 
 // Cauchy-Schwarz: every partial sum of a*b over a set of k is at most ||a|| ||b|| over that set. The norms are rounded
