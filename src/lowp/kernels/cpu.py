@@ -282,37 +282,6 @@ def statistics(x: Tensor) -> tuple[Tensor, float, float, int, int, int]:
     return counts[:256], maximum, squares, zeros, nans, infinities
 
 
-def quantize_statistics(
-    x: Tensor, cast: Cast, seed: int, out: Tensor | None = None, previous: Tensor | None = None
-) -> tuple[tuple[Tensor, float, float, int, int, int], dict[str, int]]:
-    """Return the `statistics` of `x` and what `cast` does to it, in one pass; write the values into `out`, if given.
-
-    Counted are the elements that are ``flushed`` (not zero before, zero after), ``overflowed`` (finite before, rounded
-    beyond the largest value), ``inexact`` (changed; NaN and the sign of zero apart), ``nan``, and, with `previous`
-    given, ``stalled``: equal to the previous value after the cast but not before, an update without effect.
-    """
-    counts = torch.zeros(263, dtype=torch.int64, device="cpu")
-    reals = torch.zeros(2, dtype=torch.float64, device="cpu")
-    failed = loaded().lowp_quantize_statistics(
-        parameters(cast),
-        TYPE_NUMBERS[x.dtype],
-        address(x),
-        optional_address(previous),
-        optional_address(out),
-        x.numel(),
-        seed & MASK,
-        threads(),
-        address(counts),
-        address(reals),
-    )
-    if failed:
-        raise MemoryError(f"no memory for the partial sums of {x.numel()} elements")
-    zeros, nans, infinities, flushed, overflowed, inexact, stalled = counts[256:].tolist()
-    maximum, squares = reals.tolist()
-    effects = {"flushed": flushed, "overflowed": overflowed, "inexact": inexact, "nan": nans, "stalled": stalled}
-    return (counts[:256], maximum, squares, zeros, nans, infinities), effects
-
-
 def quantize_scaled(
     x: Tensor, cast: Cast, scale: Tensor, seed: Seed, out: Tensor, group: int = 0, zero_point: Tensor | None = None
 ) -> None:

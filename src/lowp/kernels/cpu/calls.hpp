@@ -34,6 +34,9 @@ LOWP_EXPORT void lowp_grid(const float* x, int64_t count, int lowest, int thread
 
 namespace lowp {
 
+void write_step(float* weight, int16_t* mantissas, const int* exponents, int lowest, int64_t count, int threads,
+                int64_t* counts);
+
 constexpr int64_t kInfiniteBits = 0x7f800000;
 
 // The number of fp32 that 31 bits are; a subnormal, which the thread may be set to take for zero, is its integer.

@@ -112,15 +112,6 @@ struct UpdatesSeen {
   int64_t none;  // no update, although there was a gradient
 };
 
-// What a cast did to the elements it was applied to.
-struct Effects {
-  int64_t flushed;     // not zero before, zero after
-  int64_t overflowed;  // finite before, beyond the largest value when rounded
-  int64_t inexact;     // changed at all (NaN payloads apart)
-  int64_t nans;        // NaN before
-  int64_t stalled;     // an update without effect: equals `previous` after the cast, but not before
-};
-
 struct Mantissas {
   int64_t maximum;     // largest |mantissa| after saturation
   int64_t saturated;   // finite elements that were saturated
@@ -172,8 +163,6 @@ struct Kernels {
   void (*spectrum)(const Task&, float scale, SpectrumSeen*, double* partial_sums, int64_t begin, int64_t end);
   void (*updates)(const Update&, UpdatesSeen*, double* energy, int64_t begin, int64_t end);
   int32_t (*largest)(const float* in, int64_t count);
-  void (*effects)(const Task&, const void* previous, Statistics*, double* partial_sums, Effects*, int64_t begin,
-                  int64_t end);
   void (*random_words)(uint64_t seed, uint64_t counter, int64_t counters, uint32_t* out);
   void (*random_block)(uint64_t seed, const uint32_t* counter, uint32_t* out);
 };

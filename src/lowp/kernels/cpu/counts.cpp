@@ -1,4 +1,4 @@
-// The C functions that count what tensors hold and what casts do to them: lowp/kernels/cpu.py and spectra.py call them.
+// The C functions that count what tensors hold and what steps change: lowp/kernels/cpu.py and spectra.py call them.
 #include <cstring>
 #include <mutex>
 #include <new>
@@ -49,14 +49,6 @@ static void merge(const SpectrumSeen& part, SpectrumSeen* all) {
   all->infinities += part.infinities;
   all->checksum += part.checksum;
   if (part.maximum > all->maximum) all->maximum = part.maximum;
-}
-
-static void merge(const Effects& part, Effects* all) {
-  all->flushed += part.flushed;
-  all->overflowed += part.overflowed;
-  all->inexact += part.inexact;
-  all->nans += part.nans;
-  all->stalled += part.stalled;
 }
 
 }  // namespace lowp
@@ -147,35 +139,4 @@ LOWP_EXPORT void lowp_updates(const float* weight, const float* update, const fl
     energy[row] = 0;
     for (int i = 0; i < kPieces; ++i) energy[row] += sums[i][row];
   }
-}
-
-// lowp_statistics of x, and in counts[259 ..] what the cast does: flushed, overflowed, inexact, stalled. `out` and
-// `previous` may be null.
-LOWP_EXPORT int lowp_quantize_statistics(const lowp_cast* cast, int type, const void* x, const void* previous,
-                                         void* out, int64_t count, uint64_t seed, int threads, int64_t* counts,
-                                         double* reals) {
-  struct Both {
-    Statistics statistics;
-    Effects effects;
-  };
-  const Task task{cast, x, out, type, type, seed, false};
-  const Kernels& kernel = kernels();
-  const PartialSums partial(count);
-  if (partial.sums == nullptr) return 1;
-  Statistics all{};
-  Effects effects{};
-  std::mutex merging;
-  parallel_for(count, kSumBlock, enough_threads(count, threads), [&](int64_t begin, int64_t end) {
-    Both part{};
-    kernel.effects(task, previous, &part.statistics, partial.sums, &part.effects, begin, end);
-    std::lock_guard<std::mutex> lock(merging);
-    merge(part.statistics, &all);
-    merge(part.effects, &effects);
-  });
-  for (int bin = 0; bin < 256; ++bin) counts[bin] = all.histogram[bin];
-  counts[256] = all.zeros, counts[257] = all.nans, counts[258] = all.infinities;
-  counts[259] = effects.flushed, counts[260] = effects.overflowed;
-  counts[261] = effects.inexact, counts[262] = effects.stalled;
-  reals[0] = all.maximum, reals[1] = partial.total();
-  return 0;
 }

@@ -7,8 +7,6 @@
 LOWP_EXPORT int64_t lowp_same_int16(const float* x, const int16_t* mantissas, int64_t rows, int64_t columns,
                                     int64_t stride, int exponent, int rounded, int lowest, int threads);
 LOWP_EXPORT int64_t lowp_exact_int16(const float* x, int exponent, int16_t* out, int64_t count, int threads);
-LOWP_EXPORT void lowp_step_int16(float* weight, int16_t* mantissas, const int* exponents, int lowest, int64_t count,
-                                 int threads, int64_t* counts);
 LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x, int exponent, void* out,
                                   float* values, int64_t count, uint64_t seed, int threads, int64_t* counts);
 
@@ -44,7 +42,7 @@ LOWP_EXPORT void lowp_exact_int16_list(const int64_t* given, int64_t count, int 
 LOWP_EXPORT void lowp_step_int16_list(const int64_t* given, int64_t count, int lowest, int threads, int64_t* counts) {
   for (int64_t i = 0; i < count; ++i, given += 6) {
     const int exponents[] = {number(given[3]), number(given[4]), number(given[5])};
-    lowp_step_int16(at<float>(given[0]), at<int16_t>(given[1]), exponents, lowest, given[2], threads, counts + 8 * i);
+    write_step(at<float>(given[0]), at<int16_t>(given[1]), exponents, lowest, given[2], threads, counts + 8 * i);
   }
 }
 

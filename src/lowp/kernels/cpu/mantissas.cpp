@@ -133,8 +133,8 @@ LOWP_EXPORT int64_t lowp_same_int16(const float* x, const int16_t* mantissas, in
 
 // The update of a weight, then the weight, each rounded once; exponents: of the old mantissas, the update, the weight.
 // counts: those of lowp_write_int16, of the update and then of the weight.
-LOWP_EXPORT void lowp_step_int16(float* weight, int16_t* mantissas, const int* exponents, int lowest, int64_t count,
-                                 int threads, int64_t* counts) {
+void lowp::write_step(float* weight, int16_t* mantissas, const int* exponents, int lowest, int64_t count, int threads,
+                      int64_t* counts) {
   const Step step{weight, mantissas, exponents[0], exponents[1], exponents[2], lowest};
   const Kernels& kernel = kernels();
   Stepped all{};
