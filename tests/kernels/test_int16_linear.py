@@ -75,6 +75,20 @@ def test_one_call_gives_the_bits_of_its_parts(sizes: Sizes, cast: str, has_bias:
 
 
 @needs_library
+def test_a_gradient_of_any_layout_is_read() -> None:
+    x, weight, bias, gradient = drawn(Sizes(3, 4, 5))
+    found = int16_linear.linear(x, weight, bias, (DFP16, DFP16), True)
+    assert found is not None and found[1] is not None
+    given = (gradient.t().contiguous().t(), gradient[:1, :1].expand(3, 4))  # of a sum, backward gives such an expansion
+    for one in given:
+        made = int16_linear.gradients(one, found[1], Sizes(3, 4, 5), DFP16, (True, True, True))
+        expected = int16_linear.gradients(one.contiguous(), found[1], Sizes(3, 4, 5), DFP16, (True, True, True))
+        assert made is not None and expected is not None
+        assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))  # type: ignore[arg-type]
+    assert int16_linear.gradients(gradient.double(), found[1], Sizes(3, 4, 5), DFP16, (True, True, True)) is None
+
+
+@needs_library
 def test_gradients_that_are_not_needed_are_not_made() -> None:
     x, weight, bias, gradient = drawn(Sizes(3, 4, 5))
     found = int16_linear.linear(x, weight, bias, (DFP16, DFP16), True)

@@ -19,7 +19,7 @@ from lowp.kernels import cpu
 from lowp.kernels.cpu_int16 import is_direct, own_exponent
 from lowp.kernels.integer_run import check_status, is_observed
 from lowp.kernels.low_words import FEATURES
-from lowp.kernels.mantissas import Mantissas, has_mantissas
+from lowp.kernels.mantissas import Mantissas, has_mantissas, readable
 
 __all__ = ["Sizes", "gradients", "linear", "parts", "serves"]
 
@@ -81,9 +81,11 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
     """Return the gradients of x, weight and bias that are needed, in fp32, from that of the result [m, n].
 
-    None where the gradient is not finite, or not as the library reads it.
+    A gradient that lies otherwise, such as that of a sum, is laid out first. None where it is not finite, and in fp64.
     """
     if not is_direct(gradient):
+        gradient = readable(gradient)
+    if is_observed() or not is_direct(gradient):
         return None
     m, n, k = sizes
     to, *own = own_exponent(cast)
@@ -96,7 +98,7 @@ def gradients(
         cpu.asked().encode() or None,
         to,
         cpu.address(gradient),
-        cpu.address(kept),
+        cpu.address(kept.contiguous()),
         cpu.array_address(given),
         cpu.threads(),
         *(None if one is None else one.data_ptr() for one in found),
