@@ -1,4 +1,4 @@
-"""Lists of functions to call back, and what ends a place in one."""
+"""Lists of callbacks, and functions that remove a callback from a list."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Callback = TypeVar("Callback")
 
 
 def listed(callbacks: list[Callback], callback: Callback) -> Callable[[], None]:
-    """Add a callback to a list; return what takes it out again, and does nothing where it is gone."""
+    """Add a callback to a list. Return a function that removes it, and does nothing if it is already removed."""
     callbacks.append(callback)
 
     def end() -> None:

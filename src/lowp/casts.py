@@ -1,4 +1,4 @@
-"""A cast: a format, how to round into it, what becomes of too large a number, and who chooses a shared scale. No torch.
+"""A cast: a format, a rounding, the result of overflow, and how a shared scale is chosen. No torch.
 
 `Cast` is a value: frozen, hashable, printable, and ``parse(str(cast)) == cast``.
 """
@@ -62,7 +62,7 @@ class Overflow(TextEnum):
     SATURATE = "saturate"
 
 
-# what a state remembers, and how far a scale is moved, stays bounded
+# bounds on the memory of a scaling state and on the shift of a scale
 LONGEST_WINDOW, MOST_HEADROOM = 1 << 16, 64
 
 
@@ -168,7 +168,7 @@ class Cast:
         elif self.scaling is not None:
             raise InvalidInput(f"{self.format} has no shared scale: omit the scaling {self.scaling}")
         self._check_random_bits()
-        # Found now: until Python 3.12 a cached property takes a lock, which torch.compile does not follow.
+        # Computed here: until Python 3.12 a cached property takes a lock, which torch.compile cannot trace.
         _ = self.element, self.is_stochastic
 
     def _check_random_bits(self) -> None:
@@ -231,7 +231,7 @@ def _check_static(format: ScaledFormat, exponent: int | None) -> None:
 
 
 def possible_overflows(format: Format) -> tuple[Overflow, ...]:
-    """What overflow can become in a format, its default first."""
+    """Return the possible results of overflow in a format, the default first."""
     element = format.element if isinstance(format, ScaledFormat) else format
     if isinstance(format, ScaledFormat) or isinstance(element, IntFormat) or not element.has_nan:
         return (Overflow.SATURATE,)
@@ -240,7 +240,7 @@ def possible_overflows(format: Format) -> tuple[Overflow, ...]:
     return (Overflow.NAN, Overflow.SATURATE)
 
 
-# casts that have a name of their own
+# casts with a name of their own
 NAMED = {"bf16-trunc": "bf16:toward-zero"}
 
 

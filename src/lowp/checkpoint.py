@@ -1,7 +1,7 @@
-"""Checkpoints: written whole or not at all, checked bit for bit when read, opened anywhere, and never unpickled.
+"""Checkpoints: written completely or not at all, verified by checksums when read, readable anywhere, never unpickled.
 
 A checkpoint is a torch file of plain tensors, numbers, text, lists and dictionaries, read with ``weights_only=True``:
-a stranger's file can fail to load, but not run code. Its ``model`` entry is fp32 whatever format the parameters are
+an untrusted file can fail to load but cannot run code. Its ``model`` entry is fp32 whatever format the parameters are
 stored in, so ``torch.load(path, weights_only=True)["model"]`` opens it without lowp.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["InvalidCheckpoint", "Stateful", "check_archive", "check_replaceable"
 
 VERSION = 1
 KEY = "lowp_checkpoint"
-_OWN = (KEY, "kinds", "random", "extra")  # entries that are no part of the caller's
+_OWN = (KEY, "kinds", "random", "extra")  # entries that are not the caller's
 
 
 class InvalidCheckpoint(LowpError, ValueError):
@@ -34,13 +34,13 @@ class InvalidCheckpoint(LowpError, ValueError):
 
 
 class Stateful(Protocol):
-    """What can be saved: anything with torch's `state_dict` and `load_state_dict`."""
+    """An object with torch's `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, of plain values."""
+        """Return the state as plain values."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take it back."""
+        """Restore the state."""
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def save(path: str | Path, *, extra: Mapping[str, Any] | None = None, **parts: S
     }
     _check_plain(content, "")
     compute_checksums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)  # `load` relies on them
+    torch.serialization.set_crc32_options(True)  # `load` relies on the checksums
     try:
         with files.replacing(Path(path)) as file:
             torch.save(content, file)
@@ -71,7 +71,7 @@ def save(path: str | Path, *, extra: Mapping[str, Any] | None = None, **parts: S
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise InvalidInput, before any work is done, where `save` cannot write or would replace what is no checkpoint."""
+    """Raise InvalidInput, before any work, if `save` could not write or would replace a file that is no checkpoint."""
     target = files.check_target(path)
     if target.exists() and target.stat().st_size:
         try:
@@ -119,7 +119,7 @@ def load(path: str | Path, *, rng_state: bool = True, map_location: Any = None, 
             check_rng_states(content["random"])
         except InvalidInput as error:
             raise _damaged(path, str(error)) from None
-    # models first, precisions last: what is written into a model moves the shared exponents that a precision holds
+    # models first, precisions last: writing into a model changes the shared exponents that a precision holds
     ordered = sorted(parts, key=lambda name: isinstance(parts[name], torch.nn.Module), reverse=True)
     ordered.sort(key=lambda name: not isinstance(parts[name], (torch.nn.Module, torch.optim.Optimizer)))
     loading = ""
@@ -133,13 +133,13 @@ def load(path: str | Path, *, rng_state: bool = True, map_location: Any = None, 
         if not isinstance(error, Exception):
             raise
         raise _does_not_fit(path, loading, error) from error
-    # a part may hold random states too (a precision does): what the file holds, or what was there before, comes last
+    # a part, such as a precision, may restore random states itself: the final states are therefore set last
     restore_rng_states(content["random"] if rng_state else before_random)
     return cast("dict[str, Any]", content["extra"])
 
 
 def _kinds(path: str | Path, content: dict[str, Any]) -> dict[str, Any]:
-    """The classes of the parts that were saved; none in files of before they were."""
+    """Return the classes of the saved parts; {} for files written before classes were saved."""
     kinds = content.get("kinds", {})
     for name, entry in (("kinds", kinds), ("extra", content["extra"])):
         if not isinstance(entry, dict):
@@ -156,13 +156,13 @@ def _does_not_fit(path: str | Path, name: str, error: Exception) -> InvalidCheck
 
 
 def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
-    """The content of a checkpoint as plain values; raises InvalidCheckpoint for anything else."""
+    """Return the content of a checkpoint as plain values. Raises InvalidCheckpoint for anything else."""
     path = Path(path)
     if not path.is_file():
         raise InvalidCheckpoint(f"there is no checkpoint {path}")
     try:
         with path.open("rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch warns of in a stranger's file ends as an error here
+            warnings.simplefilter("ignore")  # a problem of an untrusted file ends as an error here
             check_archive(file)
             file.seek(0)
             content = torch.load(file, map_location=map_location, weights_only=True)
@@ -172,7 +172,7 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
             f"if you trust it, load it with torch.load "
             f"and save its state_dict ({_first_line(error)})"
         ) from None
-    except Exception as error:  # whatever an edited file makes the unpickler stumble over
+    except Exception as error:  # an edited file may make the unpickler raise anything
         if "map_location" in str(error):
             raise InvalidCheckpoint(
                 f"{path} needs a device that this machine does not have: give map_location='cpu'"
@@ -190,9 +190,9 @@ def read(path: str | Path, map_location: Any = None) -> dict[str, Any]:
 
 
 def check_archive(file: IO[bytes]) -> None:
-    """Raise ValueError unless this is an archive as torch writes one: whole, not compressed, all checksums right.
+    """Raise ValueError unless the file is an archive as torch writes it: complete, uncompressed, all checksums right.
 
-    torch's own reader compares no checksums: one flipped bit of a weight can be 2**127 times the weight.
+    torch's own reader compares no checksums, and one flipped bit can multiply a weight by 2**127.
     """
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
@@ -210,7 +210,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch
 
 
 def _said(error: Exception) -> str:
-    """What an error says; of a KeyError's text, which is the key alone, what it means."""
+    """Return the message of an error; for a KeyError, whose text is only the key, that the entry is missing."""
     plain = type(error) is KeyError and len(error.args) == 1
     return f"its entry {error.args[0]!r} is missing" if plain else str(error)
 
@@ -220,7 +220,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_plain(value: Any, place: str) -> None:
-    """Raise InvalidInput for a value that `load` would refuse: it is noticed when writing, not when it is needed."""
+    """Raise InvalidInput for a value that `load` would refuse, so that the problem appears when the file is written."""
     if type(value) in (dict, OrderedDict, Counter):
         for key, item in value.items():
             _check_plain(key, f"{place}[{key!r}]")
@@ -236,7 +236,7 @@ def _check_plain(value: Any, place: str) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """Values whose tensors no longer share memory with those that are about to change."""
+    """Return values whose tensors share no memory with the given ones."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Every private or version-dependent name of torch, in one place that fails clearly, and the torch range we support.
+"""All private or version-dependent names of torch, and the supported range of torch versions.
 
-lowp stands on names that torch does not promise to keep. No other module uses a name of torch that begins with an
-underscore (a test holds that); they are found here, and their absence is one error that says which torch has them.
+lowp uses names that torch does not promise to keep. No other module uses a name of torch that begins with an underscore
+(a test checks this). A missing name raises one error, which says which torch version has the name.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lowp.errors import Unavailable
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _OneKey = TypeVar("_OneKey", bound=Callable[[Any], Any])
 
-# pyproject.toml asks for TORCH_MINIMUM <= torch < TORCH_LIMIT. The tests run with the minimum, which is also what
-# constraints.txt pins; a later torch within the range is let through with a warning.
+# pyproject.toml requires TORCH_MINIMUM <= torch < TORCH_LIMIT. The tests run with the minimum, which constraints.txt
+# pins; a later torch within the range is accepted with a warning.
 TORCH_MINIMUM = (2, 13)
 TORCH_TESTED = (2, 13)
 TORCH_LIMIT = (2, 15)
@@ -31,9 +31,9 @@ _MOST_KEPT = 8192
 
 
 def check_torch(version: str) -> None:
-    """Raise Unavailable for a torch outside the supported range; warn for one that lowp was not tested with.
+    """Raise Unavailable for a torch outside the supported range; warn for a version with which lowp was not tested.
 
-    `version` is spelled as torch does ("2.13.0+cpu", "2.14.0a0+git1234567"); what follows major.minor is not looked at.
+    `version` is torch's own text ("2.13.0+cpu", "2.14.0a0+git1234567"); only major.minor is compared.
     """
     match = re.match(r"(\d+)\.(\d+)", version)
     wanted = f"lowp supports torch >={_dotted(TORCH_MINIMUM)},<{_dotted(TORCH_LIMIT)}"
@@ -49,7 +49,7 @@ def check_torch(version: str) -> None:
 
 @functools.cache
 def private(path: str) -> object:
-    """Return what a dotted path such as "torch._C._DisableAutocast" names; raise Unavailable if this torch lacks it."""
+    """Return the object at a dotted path such as "torch._C._DisableAutocast". Raises Unavailable if there is none."""
     parts = path.split(".")
     found: object = import_module(parts[0])
     for depth, part in enumerate(parts[1:], start=2):
@@ -66,16 +66,16 @@ def private(path: str) -> object:
 
 
 def constant_when_compiled(function: _Function) -> _Function:
-    """Mark a function whose answers torch.compile takes as constants; it runs them as plain Python.
+    """Mark a function whose results torch.compile treats as constants; torch.compile runs the function as plain Python.
 
-    The mark of torch.compiler.assume_constant_result, without what that loads: the compiler, which takes seconds.
+    Same mark as torch.compiler.assume_constant_result, without loading the compiler, which takes seconds.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def remembered(function: _OneKey) -> _OneKey:
-    """Return a function of one hashable argument that keeps its answers: functools.cache, of which Dynamo complains."""
+    """Return a function of one hashable argument with cached results; Dynamo warns about functools.cache."""
     kept: dict[Any, Any] = {}
 
     @functools.wraps(function)
@@ -92,9 +92,9 @@ def remembered(function: _OneKey) -> _OneKey:
 
 
 def remembered_by_identity(function: _OneKey) -> _OneKey:
-    """Return a function of one frozen value that keeps its answers by the identity of the value, which it holds.
+    """Return a function of one frozen value with results cached by the id of the value, which the cache keeps alive.
 
-    For casts and rules, whose hash takes longer than most questions about them.
+    For casts and rules, whose hash takes longer than most functions of them.
     """
     kept: dict[int, tuple[Any, Any]] = {}
 
@@ -111,9 +111,9 @@ def remembered_by_identity(function: _OneKey) -> _OneKey:
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Return the function, which torch.compile leaves as plain Python, with all that it calls: a graph ends before it.
+    """Return a function that torch.compile leaves as plain Python, with all its calls; causes a graph break.
 
-    The mark of torch.compiler.disable, without what that loads where nothing is compiled.
+    Same effect as torch.compiler.disable, without its imports if nothing is compiled.
     """
 
     @functools.wraps(function)
@@ -132,10 +132,10 @@ def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
 def gradients_of(
     result: torch.Tensor, inputs: Sequence[torch.Tensor], gradient: torch.Tensor, create_graph: bool = False
 ) -> Sequence[torch.Tensor]:
-    """Return the gradients of the inputs, each of which `result` depends on; `gradient` has the result's shape.
+    """Return the gradients of the inputs, on each of which `result` depends. `gradient` has the result's shape.
 
-    torch.autograd.grad loads SymPy to compare the shapes, which takes seconds: where nothing is traced, its engine is
-    asked itself.
+    torch.autograd.grad loads SymPy to compare the shapes, which takes seconds. Unless code is traced, the autograd
+    engine is called directly.
     """
     if create_graph or type(result) is not torch.Tensor or torch.compiler.is_compiling():
         return torch.autograd.grad(result, inputs, gradient, create_graph=create_graph)
@@ -146,10 +146,10 @@ def gradients_of(
 
 
 def applied_at_once(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return `apply` of a Function for tensors that no transform of torch.func has ever followed.
+    """Return `apply` of a Function for tensors on which no torch.func transform has ever run.
 
-    torch's own `apply` first asks whether one does, looks into every argument for what a past one has left, and hands
-    over to this.
+    torch's own `apply` first checks whether a transform is active, searches the arguments for remains of an earlier
+    one, and then calls this function.
     """
     return cast(Any, super(torch.autograd.Function, function)).apply  # type: ignore[no-any-return]
 
@@ -157,9 +157,9 @@ def applied_at_once(function: type[torch.autograd.Function]) -> Callable[..., An
 def with_tangents(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return `apply` of a Function whose `tangent` method gives forward-mode derivatives.
 
-    Three classes serve it: torch.compile refuses any Function that defines `jvp`, torch.func wants `setup_context`
-    apart from `forward`, and without either the two together cost half as much a call, since torch then need not bind
-    the arguments by their names.
+    Three classes implement it. torch.compile refuses any Function that defines `jvp`. torch.func needs `setup_context`
+    separate from `forward`. Otherwise a combined `forward` halves the cost of a call, since torch need not bind the
+    arguments by name.
     """
     forward, setup_context = function.forward, function.setup_context
 
@@ -182,33 +182,33 @@ def with_tangents(function: type[torch.autograd.Function]) -> Callable[..., Any]
 
 
 def is_transformed() -> bool:
-    """Whether torch.func or forward-mode autograd follows what runs now: for code that no compiler traces."""
+    """Whether torch.func or forward-mode autograd is active; for code that no compiler traces."""
     return _functorch_is_active() or _forward_mode._current_level >= 0
 
 
 def real_tensors() -> AbstractContextManager[object]:
-    """Return a context in which tensors have values whatever mode is on: for constants that outlive the mode.
+    """Return a context in which tensors have values in any mode: for constants that are kept after the mode ends.
 
-    Under FakeTensorMode, and where a compiler traces, tensors have none, and one that is kept would serve later calls.
+    Under FakeTensorMode and during tracing, tensors have no values, and a kept tensor would be used by later calls.
     """
     return _without_modes() if _modes() or _modes_before_dispatch() else nullcontext()
 
 
 @constant_when_compiled
 def accelerator() -> str | None:
-    """Return the kind of accelerator that this machine has; None where it has none, whatever torch was built for."""
+    """Return the type of the accelerator that this machine has; None if it has none, whatever torch was built for."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
 
 @constant_when_compiled
 def has_fp64(device: str) -> bool:
-    """Whether a type of device computes in fp64: Apple's GPUs do not, nor some of Intel's."""
+    """Whether a device type computes in fp64: Apple's GPUs and some of Intel's do not."""
     return _tried_fp64(device)
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return fp64, or fp32 of a device that has none."""
+    """Return fp64, or fp32 for a device without fp64."""
     return torch.float64 if has_fp64(device.type) else torch.float32
 
 
@@ -224,7 +224,7 @@ def _tried_fp64(device: str) -> bool:
 
 
 def has_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process; asked without loading it."""
+    """Whether torch.compile has compiled anything in this process; does not load the compiler."""
     found = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return bool(found and found.get("frames"))
 
@@ -241,9 +241,9 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def sparse_values(x: torch.Tensor) -> torch.Tensor | None:
-    """The dense tensor that holds the numbers of a sparse or jagged one; None for layouts that show none (mkldnn)."""
+    """Return the dense tensor of values of a sparse or jagged tensor; None for layouts that have none (mkldnn)."""
     if x.layout is torch.sparse_coo:
-        return _values(x)  # as they are: values() asks for coalesced ones
+        return _values(x)  # not coalesced: values() requires coalesced tensors
     return None if x.layout is _MKLDNN else x.values()
 
 

@@ -1,11 +1,11 @@
-"""What arithmetic in a format costs in silicon: a published table, and estimates between its rows. Loads no torch.
+"""The silicon cost of arithmetic in a format: a published table, and estimates between its rows. Loads no torch.
 
 Source: M. Horowitz, "Computing's energy problem (and what we can do about it)", ISSCC 2014, figures for a 45 nm process
-at 0.9 V; W. Dally's talks use the same figures. They are rough and old: ratios between formats outlive them.
+at 0.9 V; W. Dally's talks use the same figures. They are rough and old; ratios between formats remain useful longer.
 
 Between the rows a multiplier's energy and area are interpolated linearly in the SQUARE of the significand's bits (the
 hidden bit counts), because a multiplier is an array of that many full adders; floating-point adders likewise; integer
-adders linearly in the width. Every number says whether it is one of the table's or such an estimate.
+adders linearly in the width. Every number tells whether it is from the table or such an estimate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TABLE: dict[tuple[str, str], dict[int, tuple[float, float]]] = {
     ("float", "add"): {11: (0.4, 1360.0), 24: (0.9, 4184.0)},
     ("float", "multiply"): {11: (1.1, 1640.0), 24: (3.7, 7700.0)},
 }
-# the one row of which the source gives the area alone
+# the source gives only the area of this row
 INT16_ADD_AREA = 67.0
 # energy in pJ of reading 32 bits
 READ_ENERGY = {"SRAM of 8 KB": 5.0, "DRAM": 640.0}
@@ -63,7 +63,7 @@ class Cost:
 
 
 def cost(format: Format) -> Cost:
-    """What a multiplication, an addition and a read of one number cost in a format."""
+    """Return the cost of a multiplication, an addition and a read of one number in a format."""
     element = format.element if isinstance(format, ScaledFormat) else format
     kind = "integer" if isinstance(element, IntFormat) else "float"
     significand = element.precision if isinstance(element, FloatFormat) else element.bits

@@ -1,4 +1,4 @@
-"""What ranks must agree on: one small all-reduce. torch.distributed, DDP and FSDP2 carry everything else."""
+"""The agreement between ranks: one small all-reduce. torch.distributed, DDP and FSDP2 do everything else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed
 
 from lowp.errors import InvalidInput
 
-# None: no rank but this one.
+# None: this rank alone.
 Group: TypeAlias = "torch.distributed.ProcessGroup | None"
 
 
@@ -20,12 +20,12 @@ def is_running() -> bool:
 
 
 def rank() -> int:
-    """Return this process's rank, 0 where torch.distributed is not initialised."""
+    """Return this process's rank; 0 if torch.distributed is not initialised."""
     return torch.distributed.get_rank() if is_running() else 0
 
 
 def world() -> Group:
-    """Return the group of all ranks, or None where torch.distributed is not initialised."""
+    """Return the group of all ranks; None if torch.distributed is not initialised."""
     return torch.distributed.group.WORLD if is_running() else None
 
 
@@ -77,7 +77,7 @@ def gather(value: object, group: Group) -> list[Any]:
 
 
 def own_device(kind: str) -> torch.device:
-    """Return this rank's device of a kind: ``cuda`` is the one that is current here."""
+    """Return this rank's device of a type: for ``cuda``, the current device."""
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
@@ -91,7 +91,7 @@ def _reduce_(value: torch.Tensor, operation: torch.distributed.ReduceOp.RedOpTyp
 
 
 def _device_for(value: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.device:
-    """Return where the group can reduce: NCCL takes no CPU tensors, such as the flags of offloaded gradients."""
+    """Return a device on which the group can reduce: NCCL takes no CPU tensors, such as flags of offloaded gradients."""
     kinds = {device.type: device for device in _devices(group)}
     if value.device.type in kinds or not kinds:
         return value.device

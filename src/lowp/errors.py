@@ -1,6 +1,6 @@
-"""The errors lowp raises on purpose, and how their texts name what is allowed. Loads no torch.
+"""The errors that lowp raises on purpose, and the texts that list allowed names. Loads no torch.
 
-Every text says what was given, what is allowed (the nearest first) and, where it is not plain, what to do. The command
+Every text says what was given, what is allowed (the nearest first) and, if it is not obvious, what to do. The command
 line prints a LowpError as one line; any other exception is a defect and shows its traceback.
 """
 
@@ -35,7 +35,7 @@ class Misuse(LowpError, RuntimeError):
 
 
 def brief(value: object, longest: int = 60) -> str:
-    """A value for a message: its repr in one line, cut where it is long (a tensor, a list)."""
+    """Return a value for a message: its repr in one line, shortened if it is long (a tensor, a list)."""
     text = " ".join(repr(value).split())
     return text if len(text) <= longest else f"{text[: longest - 4]} ..."
 
@@ -43,7 +43,7 @@ def brief(value: object, longest: int = 60) -> str:
 def near(given: str, allowed: Iterable[str], count: int = 3) -> list[str]:
     """Return up to `count` of the allowed names that resemble the given one, the nearest first; case is ignored.
 
-    A name that begins like the given one, or the other way round, is near whatever their lengths are (sat, saturate).
+    A name of which the given one is a prefix, or the reverse, counts as near at any length (sat, saturate).
     """
     by_lower: dict[str, str] = {}
     for name in allowed:
@@ -60,10 +60,10 @@ def _begins_alike(name: str, other: str) -> bool:
 
 
 def unknown(kind: str, given: object, allowed: Iterable[str], shown: Iterable[str] | None = None) -> str:
-    """Return the text for a name that is in no table: the near names first, then the others in the table's order.
+    """Return the text for an unknown name: similar names first, then the others in the table's order.
 
-    `shown`, where given, are the only names listed when they are not near: it leaves out the aliases of a long table.
-    unknown("format", "bf61", ["fp16", "bf16"]) is "unknown format 'bf61'; did you mean bf16? Also allowed: fp16".
+    `shown`, if given, are the only other names listed; it leaves out the aliases of a long table. unknown("format",
+    "bf61", ["fp16", "bf16"]) is "unknown format 'bf61'; did you mean bf16? Also allowed: fp16".
     """
     names = list(dict.fromkeys(allowed))
     nearest = near(str(given), names)

@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all, by one process at a time, and never anything but a regular file."""
+"""Files that are replaced completely or not at all, by one process at a time; only regular files are replaced."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["check_target", "remove_own", "replacing", "same_file", "sole_writer"
 
 try:
     _fcntl: Any = importlib.import_module("fcntl")
-except ImportError:  # pragma: no cover - not a POSIX system: files are replaced whole, but nothing is locked
+except ImportError:  # not a POSIX system: files are replaced completely, but not locked
     _fcntl = None
 
-_own: set[Path] = set()  # the locks and temporary files of this process
-_LONGEST_NAME = 200  # bytes of a name that its temporary file repeats; systems allow 255 in all
+_own: set[Path] = set()  # locks and temporary files of this process
+_LONGEST_NAME = 200  # bytes of a name repeated in the temporary file's name; systems allow 255 in all
 
 
 def target_of(path: Path) -> Path:
-    """The file that a path leads to, through links; raises InvalidInput unless it is a regular file, or none yet."""
+    """Return the file to which a path leads, through links. Raises InvalidInput unless it is regular or missing."""
     if path.is_dir():
         raise InvalidInput(f"{path} is a folder: give a file in it, such as {path / 'run'}")
     target = Path(os.path.realpath(path))
@@ -40,7 +40,7 @@ def target_of(path: Path) -> Path:
 
 
 def check_target(path: Path) -> Path:
-    """`target_of` a path, known to be writable: raises InvalidInput before any work is done."""
+    """Return `target_of` a path. Raises InvalidInput, before any work, if the target is not writable."""
     target = target_of(path)
     try:
         with tempfile.TemporaryFile(dir=target.parent):
@@ -53,7 +53,7 @@ def check_target(path: Path) -> Path:
 
 
 def same_file(one: Path, other: Path) -> bool:
-    """Whether two paths lead to one file, through links and whether or not it is there yet."""
+    """Whether two paths lead to the same file, through links; the file need not exist."""
     if os.path.realpath(one) == os.path.realpath(other):
         return True
     return one.exists() and other.exists() and os.path.samefile(one, other)
@@ -61,12 +61,12 @@ def same_file(one: Path, other: Path) -> bool:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write in, which takes the place of `path` once the block has ended without an error.
+    """Yield a file to write, which replaces `path` after the block has ended without an error.
 
-    It is written beside `path`, synchronised to the disk and renamed: at any moment `path` is the old file or the new
-    one, also after a power cut or kill -9. The new file has the old one's mode and owner, or what the umask leaves. The
-    temporary files of writers that were killed are removed. Raises InvalidInput for what is no regular file, NotWritten
-    where the system refuses (disk full).
+    The file is written beside `path`, synchronised to the disk and renamed: at any moment `path` is the old file or the
+    new one, even after a power failure or kill -9. The new file has the old one's mode and owner, or the umask's mode.
+    Temporary files of killed writers are removed. Raises InvalidInput if `path` is not a regular file, NotWritten if
+    the system refuses (disk full).
     """
     target = target_of(path)
     _remove_leftovers(target)
@@ -78,7 +78,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             if before is not None:
-                with contextlib.suppress(OSError):  # only root may give a file away
+                with contextlib.suppress(OSError):  # only root may change the owner
                     os.fchown(descriptor, before.st_uid, before.st_gid)
                 os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
             os.fsync(descriptor)
@@ -97,10 +97,10 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
-    """Hold a file for this process while the block runs; raises Unavailable where another process holds it.
+    """Lock a file for this process during the block. Raises Unavailable if another process holds the lock.
 
-    The lock is a file beside it (``.run.pt.lock``) that goes with the block; one that a killed process left behind does
-    not count. Without effect where the system or the file system has no locks.
+    The lock is a file beside it (``.run.pt.lock``) that is removed at the end. A lock of a killed process does not
+    count. Without effect if the system or the file system has no locks.
     """
     lock = _beside(target_of(path), "lock")
     descriptor = _locked(lock, path) if _fcntl is not None else None
@@ -121,7 +121,7 @@ def remove_own() -> None:
 
 
 def _locked(lock: Path, path: Path) -> int | None:
-    """The open lock file, with this process's number in it; None where there are no locks."""
+    """Return the open lock file, which holds this process's number; None if there are no locks."""
     while True:
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -144,11 +144,11 @@ def _locked(lock: Path, path: Path) -> int | None:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()}\n".encode())
             return descriptor
-        os.close(descriptor)  # its holder removed it in between: once more
+        os.close(descriptor)  # the holder removed it meanwhile: try again
 
 
 def _new_part(target: Path, mode: int) -> tuple[Path, int]:
-    """A new temporary file beside the target, open and locked, so that others know that its writer lives."""
+    """Create a temporary file beside the target, open and locked, so that others know that its writer is running."""
     while True:
         temporary = _beside(target, f"{secrets.token_hex(8)}.part")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -160,17 +160,17 @@ def _new_part(target: Path, mode: int) -> tuple[Path, int]:
         if _is_at(descriptor, temporary):
             return temporary, descriptor
         _own.discard(temporary)
-        os.close(descriptor)  # taken for a leftover before it was locked: once more
+        os.close(descriptor)  # removed as a leftover before it was locked: try again
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove the temporary files of this target whose writers have ended without doing it."""
+    """Remove temporary files of this target whose writers have ended without removing them."""
     if _fcntl is None:
         return
     left = re.compile(re.escape(_beside(target, "").name) + r"[a-z0-9_]{8,16}\.part")
     for name in os.listdir(target.parent):
         if left.fullmatch(name):
-            with contextlib.suppress(OSError):  # of a writer that lives, or another user's
+            with contextlib.suppress(OSError):  # a running writer's, or another user's
                 descriptor = os.open(target.parent / name, os.O_RDONLY | os.O_NOFOLLOW)
                 try:
                     _fcntl.flock(descriptor, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
@@ -180,7 +180,7 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _beside(target: Path, ending: str) -> Path:
-    """A hidden name in the target's folder that repeats the target's, as far as names may be long."""
+    """Return a hidden name in the target's folder that repeats the target's name, up to the maximum length."""
     name = os.fsdecode(os.fsencode(target.name)[:_LONGEST_NAME])
     return target.with_name(f".{name}.{ending}")
 
@@ -194,13 +194,13 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _system_error(error: BaseException) -> OSError | None:
-    """What the system refused, where that is behind an error: of a full disk torch makes a RuntimeError."""
+    """Return the OSError behind an error, if any: for a full disk torch raises a RuntimeError."""
     behind = error.__cause__ or error.__context__ if type(error) is RuntimeError else error
     return behind if isinstance(behind, OSError) else None
 
 
 def _synchronise(folder: Path) -> None:
-    """Make the rename itself durable, where the system can open a folder."""
+    """Make the rename durable, if the system can open a folder."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -1,4 +1,4 @@
-"""Hashes of frozen values that are asked for at every call of an op."""
+"""Cached hashes of frozen values, which are needed at every call of an op."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def hashed_once(cls: _Class) -> _Class:
-    """Let the instances of a frozen dataclass remember their hash: a class decorator, above `dataclass`.
+    """Class decorator above `dataclass`: the instances of a frozen dataclass cache their hash.
 
-    Copies and pickles take neither it nor other properties that were found once, since the hash of a text differs from
-    process to process.
+    Copies and pickles contain neither the hash nor other cached properties, since the hash of a text differs between
+    processes.
     """
     computed: Any = cls.__hash__
 

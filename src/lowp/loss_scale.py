@@ -1,4 +1,4 @@
-"""What a loss is multiplied by before backward, as a description that is parsed and printed. No torch."""
+"""The description of a loss scale, which can be parsed and printed. No torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LossScale:
 
     @classmethod
     def parse(cls, text: str | float | LossScale) -> LossScale:
-        """``none``, ``dynamic``, ``dynamic(1024)``, which begins there, or a number, which is a static scale."""
+        """Read ``none``, ``dynamic``, ``dynamic(1024)`` (with that initial scale), or a number (a static scale)."""
         if isinstance(text, LossScale):
             return text
         word = str(text).strip().lower()
@@ -69,7 +69,7 @@ class LossScale:
 
 
 def _shortest(number: float) -> str:
-    """The shortest text that is read back as the same number: 1048576, 0.1."""
+    """Return the shortest text that reads back as the same number: 1048576, 0.1."""
     return repr(float(number)).removesuffix(".0")
 
 

@@ -23,7 +23,7 @@ from lowp.loss_scale import LossScale
 
 __all__ = ["OP_CLASSES", "Accumulation", "Policy", "Rule"]
 
-# the classes of ops that a rule can name, and what a table's own semantics add to its casts
+# the classes of ops that a rule can name, with the casts that a table itself adds
 OP_CLASSES = {
     "contraction": "products that are summed: linear, matmul, convolution, attention, recurrent cells",
     "norm": "batch, layer, group, instance and RMS norm: read 16 bits, compute in fp32, write 16 bits",
@@ -250,10 +250,10 @@ class Policy:
 
 
 def _read_toml(text: str) -> dict[str, Any]:
-    """The tables of TOML text; ValueError for text that is none, or nested deeper than any policy is.
+    """Return the tables of TOML text. Raises ValueError for other text, or for deeper nesting than any policy has.
 
-    Dots outside strings are counted first: reading a key takes time with the square of its parts, and no key of a
-    policy has two.
+    Dots outside strings are counted first: the time to read a key grows with the square of its parts, and no key of a
+    policy has two parts.
     """
     dots = max((line.count(".") for line in _STRING.sub("", text).splitlines()), default=0)
     if dots > _MOST_DOTS:
@@ -276,7 +276,7 @@ def _cast(text: str | Cast | None) -> Cast | None:
 
 
 def _carried(role: str, cast: Cast) -> Cast:
-    """The cast; raises InvalidInput for a range that a training step, which carries values in fp32, does not have."""
+    """Return the cast. Raises InvalidInput for a range beyond fp32's, in which a training step carries values."""
     format, carrier = cast.format, FORMATS["fp32"]
     assert isinstance(carrier, FloatFormat)
     if isinstance(format, FloatFormat) and not (format.fits(carrier) or carrier.fits(format)):
@@ -289,7 +289,7 @@ def _carried(role: str, cast: Cast) -> Cast:
 
 
 def _check_text(value: object, what: str) -> None:
-    """Raise InvalidInput for what no file could hold: a policy is saved in every checkpoint."""
+    """Raise InvalidInput for a text that a file cannot hold: a policy is saved in every checkpoint."""
     if not isinstance(value, str):
         raise InvalidInput(f"{what} must be text, not {brief(value)}")
     if any("\ud800" <= character <= "\udfff" for character in value):
@@ -297,7 +297,7 @@ def _check_text(value: object, what: str) -> None:
 
 
 def _rule_values(rule: Rule) -> dict[str, Any]:
-    """What a rule says, by the keys of a policy file."""
+    """Return the entries of a rule by the keys of a policy file."""
     values: dict[str, Any] = {"ops": list(rule.ops)} if rule.ops else {}
     if rule.where != "*":
         values["where"] = rule.where
@@ -335,12 +335,12 @@ def _known_keys(data: Mapping[str, object], allowed: Iterable[str], source: str)
 
 
 def _is_like(name: str, pattern: str) -> bool:
-    """Whether a pattern of names matches, most of which are names; torch.compile does not follow fnmatch silently."""
+    """Whether a name matches a pattern. Most patterns are plain names; torch.compile warns about tracing fnmatch."""
     return name == pattern or (any(one in pattern for one in "*?[") and fnmatchcase(name, pattern))
 
 
 def check_ops(policy: Policy, known: Iterable[str]) -> None:
-    """Raise UnknownName for a rule that names an op or class that the table does not have (patterns must match one)."""
+    """Raise UnknownName for a rule with an op or class that is not in the table (a pattern must match one)."""
     names = [*OP_CLASSES, *known]
     for rule in policy.rules:
         for op in rule.ops:

@@ -1,4 +1,4 @@
-"""A precision as one value: what is cast where, how the loss is scaled, and how the master weights are kept."""
+"""A precision as one value: the casts, the loss scale, and how master weights are kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lowp.unscaled import UnscaledSteps
 
 __all__ = ["Precision"]
 
-_PATIENCE = 20  # steps skipped in a row, with nothing that could be made smaller, before training is given up
+_PATIENCE = 20  # consecutive skipped steps, with no scale left to reduce, before training stops
 Optimizer = TypeVar("Optimizer", bound="torch.optim.Optimizer | None")
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -129,7 +129,7 @@ class Precision:
         return cast("AnyOptimizer", prepared)
 
     def _watch(self, model: nn.Module) -> None:
-        """Use the names of a model's parameters in reports, and restore its running statistics after skipped steps."""
+        """Give names to a model's parameters in reports, and restore its running statistics when a step is skipped."""
         if self.scaler.is_enabled():
             self.scaler.watch(model)
         elif self.exponents is not None:
@@ -156,9 +156,9 @@ class Precision:
         self.scaler.scale(loss).backward(**options)
 
     def _may_search(self) -> bool:
-        """Whether backward may be run several times: not where it gathers and reduces shards, as in fully_shard's.
+        """Whether backward can run several times: not if it gathers and reduces shards, as with fully_shard.
 
-        Of several ranks only with prepared models, of which that is known.
+        With several ranks, only if all models were prepared, since only then are they known.
         """
         models = [model for known in self._models if (model := known()) is not None]
         if not models:
@@ -333,7 +333,7 @@ class Precision:
             self._watch(model)
 
     def _new_storing(self) -> MasterStorage | FlexStorage | None:
-        """What stores parameters as this precision's policy says, if it does."""
+        """Return the object that stores parameters in the policy's format; None if the policy has none."""
         stored = self.policy.parameters
         if stored is None:
             return None
@@ -349,7 +349,7 @@ class Precision:
 
 
 def _accumulating(policy: Policy, accumulate: Accumulation) -> Policy:
-    """The policy with every rule that casts operands of a product summing in `accumulate`."""
+    """Return the policy with `accumulate` in every rule that casts operands of a product."""
     if not any(rule.weight is not None or rule.input is not None for rule in policy.rules):
         return policy.before(Rule.of("contraction", accumulate=accumulate))
     return replace(

@@ -1,4 +1,4 @@
-"""Precisions by name: a policy, a loss scale and how the master weights are kept, each with its source. No torch."""
+"""Named precisions: a policy, a loss scale and the kind of master weights, each with its source. No torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Preset:
 
 
 def _sixteen_bit(cast: str, parameters: str | None = None) -> Policy:
-    """Contractions, norms and softmax in a 16-bit format; what needs fp32 in fp32; the rest in the type it finds."""
+    """Contractions, norms and softmax in a 16-bit format; wide ops in fp32; other ops in the type of their input."""
     return Policy(
         (
             Rule.of("contraction", input=cast, weight=cast, grad=cast, output=cast),
@@ -61,13 +61,13 @@ def _sixteen_bit(cast: str, parameters: str | None = None) -> Policy:
 
 
 def _operands(forward: str | Cast, backward: str | Cast | None = None) -> Policy:
-    """Operands of contractions and their gradients in the format, every result and all else in fp32."""
+    """Operands of contractions and their gradients in the format; results and all other ops in fp32."""
     backward = backward or forward
     return Policy((Rule.of("contraction", input=forward, weight=forward, grad=backward),))
 
 
 def _dfp16() -> Policy:
-    """Operands shifted right by two bits, as in the authors' drivers: 14 bits let chains of 32 products be safe."""
+    """Operands shifted right by two bits, as in the authors' drivers: 14 bits make chains of 32 products safe."""
     operand = "dfp16:current(headroom=2)"
     return Policy((Rule.of("contraction", input=operand, weight=operand, grad=operand, accumulate="int32"),))
 
@@ -77,7 +77,7 @@ _OF_PLACES = ("autoflex", "frozen", "reactive", "static")
 
 
 def _predicted(scaling: str) -> Policy:
-    """Every tensor int16 under an exponent of its own site, parameters and optimizer state too; sums exact."""
+    """Every tensor int16 under the exponent of its own site, parameters and optimizer state included; exact sums."""
     written = casts.parse(f"flex16+5:{scaling}")
     rule = Rule.of(input="flex16+5", weight="flex16+5", grad="flex16+5", output=written, accumulate="exact")
     return Policy((rule,), written)
@@ -199,9 +199,9 @@ def parse(precision: str | Preset | Policy | Path) -> Preset:
 
 
 def _of_cast(cast: Cast) -> Preset:
-    """Operands and gradients of contractions in a format of the user's, with a loss scale where its exponent is narrow.
+    """Operands and gradients of contractions in a user's format, with a loss scale if its exponent is narrow.
 
-    Where too large a number would become NaN the forward operands saturate instead: gradients alone drive the scale.
+    If overflow would give NaN, the forward operands saturate instead, so that only gradients drive the scale.
     """
     if str(cast) in PRESETS:
         return PRESETS[str(cast)]
@@ -227,13 +227,16 @@ def _is_predicted(cast: Cast) -> bool:
 
 
 def _is_narrow(cast: Cast | None) -> bool:
-    """Whether gradients in this format need a loss scale: 5 exponent bits or fewer, and no scale of their own."""
+    """Whether gradients in this format need a loss scale: at most 5 exponent bits, and no shared scale."""
     return cast is not None and isinstance(cast.format, FloatFormat) and cast.format.exponent_bits <= 5
 
 
 def _of_policy(policy: Policy) -> Preset:
-    """A user's policy: its own loss scale, or one where a gradient goes through a narrow exponent; masters where
-    parameters do."""
+    """Return the preset of a user's policy.
+
+    The loss scale is the policy's own, else dynamic if a gradient is rounded to a narrow exponent. Masters are fp32 if
+    the policy stores parameters in a format without predicted exponents.
+    """
     narrow = any(_is_narrow(rule.grad) for rule in policy.rules)
     scale = DYNAMIC if narrow else LossScale()
     return Preset(

@@ -1,4 +1,4 @@
-"""The states of all random number generators that a training run draws from, as plain values for a checkpoint."""
+"""The states of all random number generators of a training run, as plain values for a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowp.errors import InvalidInput
 
 
 def rng_states() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators (CPU and every CUDA device), as plain values."""
+    """Return the states of Python's, NumPy's and torch's generators (CPU and every CUDA device), as plain values."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     words_of_numpy = torch.from_numpy(np.asarray(keys).astype(np.int64))
@@ -45,7 +45,7 @@ def check_rng_states(states: Any) -> None:
 
 
 def restore_rng_states(states: Mapping[str, Any]) -> None:
-    """Put the generators back to what `rng_states` gave; CUDA's only where there are as many devices as then.
+    """Restore the generators to the result of `rng_states`; CUDA's only if the number of devices is the same.
 
     Raises InvalidInput for anything else, before any generator is changed.
     """

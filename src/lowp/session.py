@@ -1,4 +1,4 @@
-"""What is remembered within a training step: running statistics of batch norms."""
+"""State within a training step: the running statistics of batch norms."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _preserve_versions = cast(
 
 
 class BatchNormJournal:
-    """Running statistics as they were when the step began, put back if the step is skipped, without a host sync.
+    """Saves the running statistics when a step begins and restores them if the step is skipped, without a host sync.
 
-    A forward that overflows writes infinities into the running statistics although its step is then skipped; the next
-    evaluation is NaN. Call `settle(stepped)` once a step, after the optimizer: statistics of a step that stepped are
-    kept, those of a skipped one are replaced by what `begin` saw. `settle` begins the next step, and so does loading a
-    state dict into the model; call `begin` yourself after any other change from outside the training loop.
+    A forward that overflows writes infinities into the running statistics even if its step is then skipped; the next
+    evaluation would be NaN. Call `settle(stepped)` once per step, after the optimizer: the statistics of a step that
+    was taken are kept, those of a skipped step are replaced by the ones saved by `begin`. `settle` and loading a state
+    dict into the model begin the next step; call `begin` after any other change from outside the training loop.
 
     Covers every module with running_mean and running_var (BatchNorm, SyncBatchNorm, InstanceNorm), on any device.
     """
@@ -40,32 +40,32 @@ class BatchNormJournal:
             module for module in model.modules() if isinstance(getattr(module, "running_mean", None), torch.Tensor)
         ]
         self._saved: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-        # torch's own, which TorchScript's modules hide and call all the same
+        # torch's own method, which TorchScript modules hide but still support
         register: Callable[..., RemovableHandle] = nn.Module.register_load_state_dict_post_hook
         self._loading = register(model, _BeginOnLoad(self))
         self.begin()
 
     def __len__(self) -> int:
-        """Return how many modules are journalled."""
+        """Return the number of modules covered."""
         return len(self._modules)
 
     def close(self) -> None:
-        """Let go of the model; `settle` does nothing from now on."""
+        """Release the model; later calls of `settle` do nothing."""
         self._loading.remove()
         self._modules = []
         self._saved = []
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Remember the statistics as they are now."""
+        """Save the present statistics."""
         self._saved = [(buffers, _flat(buffers)) for buffers in self._buffers()]
 
     @torch.no_grad()
     def settle(self, stepped: torch.Tensor) -> None:
-        """Keep the statistics where `stepped` (a 0-dimensional bool tensor) is true, else restore them; begin anew.
+        """Keep the statistics if `stepped` (a 0-dimensional bool tensor) is true, else restore them; then save again.
 
-        A handful of kernels a device and dtype, however many modules there are. A buffer that was replaced since
-        `begin`, for instance by `model.to(...)`, is left as it is this once.
+        Runs a few kernels per device and dtype, however many modules there are. A buffer that was replaced since
+        `begin`, for instance by `model.to(...)`, is left unchanged this time.
         """
         present = {id(buffer) for buffers in self._buffers() for buffer in buffers}
         for buffers, before in self._saved:
@@ -78,16 +78,16 @@ class BatchNormJournal:
 
     @staticmethod
     def _write(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        """Write statistics as batch norm itself does, without counting their versions up.
+        """Write statistics as batch norm itself does, without incrementing their versions.
 
-        A graph whose backward is still to come, as a generator's through its discriminator, has saved them without
-        reading them again, and would be refused otherwise.
+        A graph whose backward is still to come, such as a generator's through its discriminator, has saved the
+        statistics but does not read them again. With a new version autograd would refuse that backward.
         """
         with _preserve_versions(tuple(buffers)):
             _foreach_copy_(buffers, values)
 
     def _buffers(self) -> list[list[torch.Tensor]]:
-        """Return the statistics' tensors, those of one device and dtype together."""
+        """Return the statistics tensors, grouped by device and dtype."""
         groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for module in self._modules:
             for name in _STATISTICS:
@@ -98,7 +98,7 @@ class BatchNormJournal:
 
 
 class _BeginOnLoad:
-    """A model's hook that lets a journal begin anew; a copy of the model, whose journal this is not, does nothing."""
+    """A model hook that calls `begin` of a journal. In a copy of the model, which has no journal, it does nothing."""
 
     def __init__(self, journal: BatchNormJournal) -> None:
         self._journal: Callable[[], BatchNormJournal | None] = weakref.ref(journal)

@@ -1,8 +1,8 @@
-"""The guard of a training step: what follows once it is known whether a step counts.
+"""The guard of a training step: acts once it is known whether a step counts.
 
-Loss scales (`lowp.GradScaler`) and shared exponents stand on the same one. It puts running statistics back after a
-skipped step, counts what was skipped, gives up when nothing helps, and tells once that a run without a loss scale is no
-longer finite. Nothing in it waits for the device.
+Loss scales (`lowp.GradScaler`) and shared exponents use the same guard. It restores running statistics after a skipped
+step, counts skipped steps, gives up when nothing helps, and reports once that a run without a loss scale is no longer
+finite. Nothing in it waits for the device, except reading `skipped_steps`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def as_flag(stepped: torch.Tensor | bool | None) -> torch.Tensor:
 
 
 class StepGuard:
-    """What follows from a step that stepped and from one that was skipped; `patience` hopeless skips are too many.
+    """Acts on steps that were taken and steps that were skipped; gives up after `patience` hopeless skips.
 
-    A skip is hopeless where nothing is left that could be made smaller: the loss scale is at its floor, or there is
-    none. Where the host knows of it, it counts along (`count`). Where nothing is read, `too_many` looks at a copy of
-    the device's own counter, begun `patience` steps before and long since arrived: it is late by up to twice that.
+    A skip is hopeless if nothing is left to reduce: the loss scale is at its floor, or there is none. If the host knows
+    of the skip, it counts (`count`). Otherwise `too_many` reads a copy of the device's counter that was started
+    `patience` steps earlier and has arrived since; the answer is late by up to twice `patience` steps.
     """
 
     def __init__(self, patience: int) -> None:
@@ -45,7 +45,7 @@ class StepGuard:
         self._told = False
 
     def protect(self, model: nn.Module) -> None:
-        """Put a model's running statistics (BatchNorm) back whenever a step is skipped."""
+        """Restore a model's running statistics (BatchNorm) whenever a step is skipped."""
         journal = BatchNormJournal(model)
         if len(journal):
             self._journals.append(journal)
@@ -67,7 +67,7 @@ class StepGuard:
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped. Waits for the device."""
+        """The number of skipped steps. Waits for the device."""
         return 0 if self._skipped is None else int(self._skipped)
 
     @skipped_steps.setter
@@ -76,11 +76,11 @@ class StepGuard:
 
     # -- giving up ------------------------------------------------------------------------------------------------
     def count(self, hopeless: bool) -> None:
-        """Take note of one step that the host knows about: a hopeless skip, or anything better."""
+        """Note one step whose result the host knows: a hopeless skip, or not."""
         self._counted = self._counted + 1 if hopeless else 0
 
     def too_many(self, counter: torch.Tensor | None = None) -> bool:
-        """Whether it is time to give up, asked once a step; `counter` is the device's of hopeless skips in a row."""
+        """Whether to give up; called once per step. `counter` is the device's count of consecutive hopeless skips."""
         self._steps += 1
         if self._counted >= self.patience:
             self._counted = 0
@@ -93,9 +93,9 @@ class StepGuard:
 
     # -- runs in which nothing is skipped -------------------------------------------------------------------------
     def turned_bad(self, bad: torch.Tensor | bool) -> bool:
-        """Whether something was not finite by now, once; `bad` is this step's flag, a 0-dimensional tensor or a bool.
+        """Return True once if any step so far was not finite. `bad` is this step's flag, a 0-dimensional bool tensor.
 
-        On a CPU that is this step, on an accelerator a later one, when the flag has arrived.
+        On a CPU the answer is for this step; on an accelerator it comes at a later step, when the flag has arrived.
         """
         if self._told:
             return False

@@ -1,4 +1,4 @@
-"""Steps that no loss scale decides about: skipped where a shared exponent met infinities, told of where bad."""
+"""Steps without a loss scale: skipped if a shared exponent met infinities, reported if not finite."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 
 class UnscaledSteps:
-    """What a precision without a loss scale looks at in a step; the guard does what follows from it."""
+    """The checks of a step in a precision without a loss scale; the guard acts on the results."""
 
     def __init__(self, name: str, exponents: SharedExponents | None) -> None:
         self.name, self.exponents = name, exponents
-        self.faults: list[str] = []  # of the latest step that was skipped for them
-        self._bad_loss: Tensor | bool | None = None  # whether a loss since the last step was not finite
+        self.faults: list[str] = []  # of the latest step that was skipped because of them
+        self._bad_loss: Tensor | bool | None = None  # whether a loss since the last step was not finite, on the device
 
     def saw(self, loss: Tensor) -> None:
-        """Take note of a loss before its backward; nothing waits for a device."""
-        if torch.compiler.is_compiling() or self.exponents is not None:  # which skip a step for infinities
+        """Check a loss before its backward; nothing waits for a device."""
+        if torch.compiler.is_compiling() or self.exponents is not None:  # shared exponents skip a step for infinities
             return
-        with _DisableTorchFunction():  # a function mode that watches the user's calls is not called for these
-            if type(loss) is Tensor and hardware.is_on_host(loss) and loss.numel() == 1:  # sooner than torch's kernels
+        with _DisableTorchFunction():  # a function mode of the user's is not called for these ops
+            if type(loss) is Tensor and hardware.is_on_host(loss) and loss.numel() == 1:  # faster than torch's kernels
                 bad: Tensor | bool = not cmath.isfinite(loss.item())
             else:
                 bad = ~torch.isfinite(loss.detach()).all()
             self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
 
     def skips(self, guard: StepGuard, number: int) -> bool:
-        """Skip step `number` if a value that is not finite was written in it, here or on another rank.
+        """Skip step `number` if a non-finite value was written in it, on any rank. Return whether it was skipped.
 
-        It is told, counted and settled; raises NonFiniteGradients after as many in a row as the guard has patience.
+        The skip is reported, counted and settled. Raises NonFiniteGradients after `patience` consecutive skips.
         """
         exponents = self.exponents
         if exponents is None:
@@ -69,7 +69,7 @@ class UnscaledSteps:
         return True
 
     def end(self, guard: StepGuard, number: int, optimizers: Optimizers) -> None:
-        """Settle step `number`, which stepped; tell once, when it is known, that the run is not finite any more."""
+        """Settle step `number`, which was taken; warn once when it is known that the run is no longer finite."""
         guard.settle(True)
         bad, self._bad_loss = self._bad_loss, None
         if self.exponents is not None:
@@ -88,7 +88,7 @@ class UnscaledSteps:
             )
 
     def _look_beyond(self, exponents: SharedExponents, guard: StepGuard, number: int) -> None:
-        """Tell once of numbers that the format is too small for; give up where weights stay so."""
+        """Warn once about numbers too large for the format; raise if weights stay too large."""
         sites = exponents.beyond()
         guard.count(any(site.startswith(("weight of", "update of")) for site in sites))
         if not sites:
@@ -104,7 +104,7 @@ class UnscaledSteps:
 
 
 def _smallest_gradient_is_bad(optimizers: Optimizers) -> Tensor | None:
-    """Whether the smallest gradient is not finite, where no loss was seen: NaN spreads through backward."""
+    """Whether the smallest gradient is not finite; used if no loss was seen, since NaN spreads through backward."""
     present = [
         local(parameter.grad)
         for optimizer in optimizers

@@ -1,7 +1,7 @@
-"""One number, bit by bit, exact: conversions, sums, products, D = A B + C, and weight updates. Loads no torch.
+"""Exact, bit-level explanations of conversions, sums, products, D = A B + C, and weight updates. Loads no torch.
 
-Every function returns a frozen dataclass of numbers (integers, fractions, `Rounded`); `render` makes text of it, and
-`as_json` plain data. `round_exact` is the definition of rounding that every kernel must agree with.
+Every function returns a frozen dataclass of numbers (integers, fractions, `Rounded`). `render` converts the dataclass
+to text, and `as_json` to plain data. `round_exact` is the definition of rounding with which every kernel must agree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sums, differences, products and quotients of two numbers of a format, with the alignment drawn out."""
+"""Sums, differences, products and quotients of two numbers of a format, with the alignment shown."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SIGNS = r"[-+*/x\u00d7\u00b7\u00f7\u2212]"
 
 @dataclass(frozen=True)
 class Alignment:
-    """How the smaller operand of a sum was moved under the larger.
+    """How the smaller operand of a sum was shifted under the larger.
 
-    Significands are integers, in units of the last place of their own operand; `kept` and `cut` are the smaller one's
-    after the move: what still stands under the larger, and the `shift` bits that stick out on the right.
+    Significands are integers in units of the last place of their own operand. `kept` is the part of the smaller
+    significand that remains after the shift, and `cut` holds the `shift` bits that were shifted out on the right.
     """
 
     larger: Rounded
@@ -41,17 +41,17 @@ class Alignment:
 
     @property
     def guard(self) -> int:
-        """The first bit that sticks out."""
+        """The first bit shifted out."""
         return int(self.cut[:1] == "1")
 
     @property
     def round_bit(self) -> int:
-        """The second."""
+        """The second bit shifted out."""
         return int(self.cut[1:2] == "1")
 
     @property
     def sticky(self) -> int:
-        """Whether any bit after these two is 1."""
+        """Whether any later bit is 1."""
         return int("1" in self.cut[2:])
 
 
@@ -59,7 +59,7 @@ class Alignment:
 class Arithmetic:
     """One operation: the operands as the format holds them, the exact result, and its one rounding.
 
-    `wider` is the same operation's result rounded to fp32 (fp64 for fp32), None where the format is fp64 or an integer.
+    `wider` is the result rounded to fp32 (to fp64 if the format is fp32); None if the format is fp64 or an integer.
     """
 
     operator: str
@@ -78,7 +78,7 @@ class Arithmetic:
 
     @property
     def code(self) -> int | None:
-        """Its bits."""
+        """The bits of the result."""
         return self.rounded.code
 
 
@@ -194,7 +194,7 @@ _OPERATIONS: dict[str, Callable[[Number, Number, bool], Number]] = {"+": _sum, "
 
 
 def _align(first: Rounded, second: Rounded, second_signed: Number) -> Alignment | None:
-    """The move of the smaller operand under the larger; None where an operand is zero, special or an integer."""
+    """Return the shift of the smaller operand under the larger; None if an operand is zero, special or an integer."""
     format = first.format
     if not isinstance(format, FloatFormat) or not all(
         x.is_finite and x.magnitude for x in (first.result, second_signed)
@@ -205,7 +205,7 @@ def _align(first: Rounded, second: Rounded, second_signed: Number) -> Alignment 
     assert larger.code is not None and smaller.code is not None
     (_, larger_field, large), (_, smaller_field, small) = format.fields(larger.code), format.fields(smaller.code)
     hidden = 1 << format.mantissa_bits
-    # the field 0 of subnormal numbers means the same power of two as the field 1
+    # field 0 of subnormal numbers means the same power of two as field 1
     if format.has_zero:
         large, small = large + hidden * (larger_field > 0), small + hidden * (smaller_field > 0)
         shift = max(larger_field, 1) - max(smaller_field, 1)
@@ -240,7 +240,7 @@ def split_expression(text: str, bits: bool = False) -> tuple[str, str, str] | No
     if match := _EXPRESSION.fullmatch(given):
         return match[1], _SPELLED.get(match[2], match[2]), match[3]
     if re.fullmatch(r"[-+]?0[bx]\S+", given):
-        return None  # one number with a digit that it cannot have
+        return None  # one number with an invalid digit
     if match := _UNKNOWN_OPERATOR.fullmatch(given):
         raise UnknownName(unknown("operator", match[2], OPERATORS) + f", between two numbers, not as in {text!r}")
     if len(re.findall(rf"(?<=\S)\s+{_SIGNS}\s+", given)) > 1:

@@ -1,4 +1,4 @@
-"""One number put into a format: which bits are kept, which are cut, and what decided."""
+"""Conversion of one number to a format: the bits kept, the bits cut, and the rule that decided."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lowp.formats import parse as parse_format
 
 @dataclass(frozen=True)
 class SharedScale:
-    """The scale that a format with a shared scale was used with: a positive number, and who chose it."""
+    """The scale of a format with a shared scale: a positive number, and who chose it."""
 
     value: Fraction
     chosen_by: str
 
     @property
     def exponent(self) -> int | None:
-        """log2 of the scale, None where it is no power of two."""
+        """log2 of the scale; None if the scale is not a power of two."""
         exponent = floor_log2(self.value)
         return exponent if self.value == Fraction(2) ** exponent else None
 
@@ -33,9 +33,9 @@ class SharedScale:
 class Conversion:
     """A number in a format.
 
-    `outcomes` has one entry, or two for a stochastic cast without a random number; `rounded` is the likelier. With a
-    shared scale they round number / scale. `via` is the rounding before this one where one was asked for, `direct` the
-    result without it. `through_fp32` is the result of number -> fp32 -> format where that is another one.
+    `outcomes` has one entry, or two for a stochastic cast without a random number; `rounded` is the likelier one. With
+    a shared scale they round number / scale. `via` is the preceding rounding, if one was requested, and `direct` the
+    result without it. `through_fp32` is the result of number -> fp32 -> format if it differs.
     """
 
     given: Number
@@ -54,12 +54,12 @@ class Conversion:
 
     @property
     def code(self) -> int | None:
-        """The bits of the result; under a shared scale those of the element."""
+        """The bits of the result; with a shared scale, those of the element."""
         return self.rounded.code
 
     @property
     def result(self) -> Number:
-        """The value of the result, a shared scale included."""
+        """The value of the result, including a shared scale."""
         element = self.rounded.result
         if self.scale is None or not element.is_finite:
             return element
@@ -67,12 +67,12 @@ class Conversion:
 
     @property
     def error(self) -> Fraction | None:
-        """result - given, over all roundings; None where one of them is not finite."""
+        """result - given, over all roundings; None if one of them is not finite."""
         return difference(self.result, self.given)
 
     @property
     def error_ulp(self) -> Fraction | None:
-        """The error in units of the last place of the format at the number it was given."""
+        """The error in units of the last place of the format at the given number."""
         error, exponent = self.error, self.rounded.ulp_exponent
         if error is None or exponent is None:
             return None
@@ -174,7 +174,7 @@ def _scale(number: Number, cast: Cast, exponent: int | None, scale: Fraction | N
 
 
 def _exponents(format: ScaledFormat) -> tuple[int, int]:
-    """The smallest and largest log2 of a scale that is a power of two."""
+    """Return the smallest and largest log2 of a scale that is a power of two."""
     if isinstance(format.scale, PowerOfTwo):
         return format.scale.min_exponent, format.scale.max_exponent
     lowest = format.scale.min_exponent - (format.scale.mantissa_bits if format.scale.subnormals else 0)
@@ -182,10 +182,10 @@ def _exponents(format: ScaledFormat) -> tuple[int, int]:
 
 
 def _current_scale(number: Number, cast: Cast, low: int, high: int) -> Fraction:
-    """The scale that the number alone would ask for; a power of two is chosen from the exponents, never by log2.
+    """Return the scale chosen for this number alone; a power of two is computed from exponents, never by log2.
 
-    OCP MX 1.0 section 6.3 for E8M0 and Das et al. 2018 for integers under one exponent: floor(log2 |x|) -
-    floor(log2 maximum). Other scales are |x| / maximum, rounded to the scale's format.
+    OCP MX 1.0 section 6.3 for E8M0 and Das et al. 2018 for integers under one exponent: floor(log2 |x|) - floor(log2
+    maximum). Other scales are |x| / maximum, rounded to the scale's format.
     """
     format = cast.format
     assert isinstance(format, ScaledFormat)

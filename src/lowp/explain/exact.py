@@ -1,4 +1,4 @@
-"""The definition of rounding, in rational numbers: what every kernel must agree with."""
+"""The definition of rounding in rational numbers. Every kernel must agree with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowp.explain.text import floor_log2, times_power
 from lowp.formats import FloatFormat, Format, IntFormat, ScaledFormat
 from lowp.formats.text_enum import TextEnum
 
-# A stochastic cast without a number of bits of its own compares this many: unbiased to 2**-160.
+# Number of random bits that a stochastic cast without `random_bits` compares: unbiased to 2**-160.
 RANDOM_BITS = 160
 _HALF = Fraction(1, 2)
 _ZERO = Fraction(0)
@@ -51,17 +51,17 @@ AnyCast = Cast | Format | str
 
 
 def difference(one: Number, other: Number) -> Fraction | None:
-    """one - other; None where one of them is not finite."""
+    """Return one - other; None if one of them is not finite."""
     return one.value - other.value if one.is_finite and other.is_finite else None
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """One rounding, with all that decided it.
+    """One rounding, with everything that decided it.
 
-    The magnitude was cut into `kept` units of 2**`quantum_exponent` and a `rest` in [0, 1) of such a unit; `away` says
-    whether one unit was added. Where nothing was cut (a special, a flushed number) both exponents are None.
-    `code` is None where the format has no bits for the result (NaN in a format without NaN).
+    The magnitude was split into `kept` units of 2**`quantum_exponent` and a `rest` in [0, 1) of a unit; `away` tells
+    whether one unit was added. If nothing was cut (a special, a flushed number), both exponents are None. `code` is
+    None if the format has no bits for the result (NaN in a format without NaN).
     """
 
     given: Number
@@ -93,7 +93,7 @@ class Rounded:
 
     @property
     def sticky(self) -> int:
-        """1 where any bit after guard and round bit is 1."""
+        """1 if any bit after guard and round bit is 1."""
         return int((self.rest * 4).denominator != 1)
 
     @property
@@ -104,12 +104,12 @@ class Rounded:
 
     @property
     def error(self) -> Fraction | None:
-        """result - given; None where one of them is not finite."""
+        """result - given; None if one of them is not finite."""
         return difference(self.result, self.given)
 
     @property
     def error_ulp(self) -> Fraction | None:
-        """The error in units of the last place at the given number; None where there is no error or no unit."""
+        """The error in units of the last place at the given number; None without an error or a unit."""
         error, exponent = self.error, self.ulp_exponent
         return None if error is None or exponent is None else error / Fraction(2) ** exponent
 
@@ -125,7 +125,7 @@ class Rounded:
 
     @property
     def relative_error(self) -> Fraction | None:
-        """|error| / |given|; None for a given zero or where there is no error."""
+        """|error| / |given|; None for a given zero or without an error."""
         if self.error is None or not self.given.magnitude:
             return None
         return abs(self.error) / self.given.magnitude
@@ -149,10 +149,10 @@ def round_exact(value: Number | Fraction | float | int | str, cast: AnyCast, ran
 
 
 def share_away(rest: Fraction, cast: Cast) -> Fraction:
-    """With which probability a stochastic cast rounds away from zero: `rest`, brought to the random bits.
+    """Return the probability with which a stochastic cast rounds away from zero: `rest`, reduced to the random bits.
 
-    Cut to them (stochastic), rounded half up (stochastic-b) or half to even (stochastic-c).
-    Source: IEEE P3109, StochasticA, StochasticB and StochasticC.
+    `rest` is truncated (stochastic), rounded half up (stochastic-b) or rounded half to even (stochastic-c). Source:
+    IEEE P3109, StochasticA, StochasticB and StochasticC.
     """
     steps = 1 << (cast.random_bits or RANDOM_BITS)
     if cast.rounding is Rounding.STOCHASTIC_B:
@@ -166,7 +166,7 @@ def _is_below(random: Fraction, rest: Fraction, cast: Cast) -> bool:
 
 
 def _finish(start: Rounded, result: Number, rule: RoundingRule, overflowed: bool = False) -> Rounded:
-    """`start` with its result, the result's bits and the reason."""
+    """Return `start` with its result, the bits of the result and the rule."""
     format = start.format
     if result.is_finite and not result.magnitude and (isinstance(format, IntFormat) or not format.has_minus_zero):
         result = Number(result.magnitude)
@@ -211,10 +211,11 @@ def _round_float(number: Number, cast: Cast, format: FloatFormat, random: Fracti
 
 
 def _beyond(negative: bool, cast: Cast, format: FloatFormat, finite_allowed: bool = True) -> Number:
-    """What a number beyond the maximum becomes (IEEE 754-2019 section 7.4); an infinity allows no finite result.
+    """Return the result for a number beyond the maximum (IEEE 754-2019 section 7.4).
 
-    To odd it is the maximum: only then is a second rounding right. (As in Berkeley SoftFloat and on ARM; drafts of
-    P3109 have the infinity.)
+    `finite_allowed=False`, for a given infinity, excludes a finite result unless the cast saturates. Rounding to odd
+    gives the maximum, without which a second rounding would be wrong (as in Berkeley SoftFloat and on ARM; drafts of
+    P3109 give infinity).
     """
     largest = Number(Fraction(format.maximum), negative)
     if cast.overflow is Overflow.SATURATE:
@@ -232,7 +233,7 @@ def _beyond(negative: bool, cast: Cast, format: FloatFormat, finite_allowed: boo
 def _choose(
     rest: Fraction, last_bit: int, negative: bool, cast: Cast, random: Fraction | None
 ) -> tuple[bool, RoundingRule]:
-    """Whether one unit is added to the magnitude, and by which rule."""
+    """Return whether one unit is added to the magnitude, and by which rule."""
     if rest == 0:
         return False, RoundingRule.EXACT
     mode = cast.rounding
@@ -274,7 +275,7 @@ def _round_integer(number: Number, cast: Cast, format: IntFormat, random: Fracti
 
 
 def _round_binary(number: Number, cast: Cast, random: Fraction | None) -> tuple[Number, RoundingRule]:
-    """+1 or -1: by the sign (-0 counts as +), or, stochastic, +1 with the probability (x + 1) / 2."""
+    """Return +1 or -1: by the sign (-0 counts as +), or, if stochastic, +1 with probability (x + 1) / 2."""
     positive = not number.negative or not (number.magnitude or number.special)
     within = number.is_finite and number.magnitude < 1
     if cast.is_stochastic and within:
@@ -286,7 +287,7 @@ def _round_binary(number: Number, cast: Cast, random: Fraction | None) -> tuple[
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rounding gives, and with which probability."""
+    """A possible result of a rounding and its probability."""
 
     probability: Fraction
     rounded: Rounded
@@ -295,7 +296,7 @@ class Outcome:
 def outcomes(
     value: Number | Fraction | float | int | str, cast: AnyCast, random: Fraction | None = None
 ) -> tuple[Outcome, ...]:
-    """Every result a cast can give, the likelier first: one, or two for a stochastic cast without `random`."""
+    """Return every possible result of a cast, the likelier first: two for a stochastic cast without `random`, else one."""
     number, cast = Number.of(value), parse_cast(cast)
     if not cast.is_stochastic or random is not None:
         return (Outcome(Fraction(1), round_exact(number, cast, random)),)

@@ -68,8 +68,9 @@ class Rescaled:
 class FlexArithmetic:
     """One product or sum of two numbers, and how it is written back into the mantissa's bits.
 
-    `exact` holds every bit: of a product at the sum of the exponents; of a sum at the larger exponent, after the
-    alignment, which has cut `cut` off the operand with the smaller exponent. `carried`: a sum took the next exponent.
+    `exact` is the result before writing: for a product every bit, at the sum of the exponents; for a sum the value at
+    the larger exponent, after the alignment has cut `cut` off the operand with the smaller exponent. `carried`: a sum
+    took the next exponent.
     """
 
     operator: str
@@ -85,12 +86,12 @@ class FlexArithmetic:
 
     @property
     def result(self) -> FlexNumber:
-        """What is written."""
+        """The written number."""
         return self.written.result
 
 
 def is_flex(cast: Cast) -> bool:
-    """Whether a cast's format is integers under one power of two for the tensor."""
+    """Whether the format of a cast is integers under one power of two per tensor."""
     format = cast.format
     return (
         isinstance(format, ScaledFormat)
@@ -189,7 +190,7 @@ def _parts(cast: Cast) -> tuple[ScaledFormat, int, bool]:
 
 
 def _exponent_for(number: FlexNumber, format: ScaledFormat, bits: int, symmetric: bool) -> int:
-    """The smallest exponent of the format under which a number fits; -2**(bits - 1) does, unless `symmetric`."""
+    """Return the smallest exponent of the format under which a number fits; -2**(bits - 1) fits unless `symmetric`."""
     assert isinstance(format.scale, PowerOfTwo)
     exponent = format.scale.min_exponent
     while exponent < format.scale.max_exponent and rescale(number, exponent, bits, symmetric).saturated:

@@ -40,9 +40,9 @@ Matrix = tuple[tuple[Number, ...], ...]
 
 @dataclass(frozen=True)
 class Addend:
-    """One of the numbers that make an element of D: a product of two operands, or the element of C (`factors` empty).
+    """One addend of an element of D: a product of two operands, or the element of C (`factors` empty).
 
-    `kept` is what the adder sees of it; they differ where low bits are cut while aligning.
+    `kept` is the value that the adder uses; it differs from `exact` if low bits are cut while aligning.
     """
 
     factors: tuple[Number, ...]
@@ -52,7 +52,7 @@ class Addend:
 
 @dataclass(frozen=True)
 class Accumulated:
-    """One element of D in one accumulator; `partial` are the sums after each product (sequential order alone)."""
+    """One element of D in one accumulator. `partial` are the sums after each product (sequential order only)."""
 
     accumulate: FloatFormat
     addends: tuple[Addend, ...]
@@ -63,7 +63,7 @@ class Accumulated:
 
     @property
     def error(self) -> Fraction | None:
-        """result - exact sum of the exact products and C; None where one is not finite."""
+        """result - exact sum of the exact products and C; None if one is not finite."""
         if not (self.exact.is_finite and self.rounded.result.is_finite):
             return None
         return self.rounded.result.value - self.exact.value
@@ -71,7 +71,7 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class MultiplyAdd:
-    """D = A B + C: the operands as their format holds them, and D in the accumulator asked for and in the other one."""
+    """D = A B + C: the operands as their format holds them, and D in the requested and in the other accumulator."""
 
     operands: Cast
     order: str
@@ -88,12 +88,12 @@ class MultiplyAdd:
 
     @property
     def farthest(self) -> tuple[int, int]:
-        """Row and column where the two accumulators differ most; the first element where they agree."""
+        """Row and column where the two accumulators differ most; the first element if they agree."""
         places = [(i, j) for i in range(len(self.d)) for j in range(len(self.d[0]))]
         return max(places, key=lambda place: (self.difference(*place) is None, self.difference(*place) or 0))
 
     def difference(self, row: int, column: int) -> Fraction | None:
-        """|result in one accumulator - in the other|; None where one is not finite."""
+        """Return |result in one accumulator - result in the other|; None if one is not finite."""
         first, second = self.d[row][column].rounded.result, self.other[row][column].rounded.result
         return abs(first.value - second.value) if first.is_finite and second.is_finite else None
 
@@ -149,7 +149,7 @@ def fused_multiply_add(
 
 
 def parse_matrix(given: str | Matrix, name: str = "the matrix") -> Matrix:
-    """Rows from text: rows end with a semicolon or a line, numbers with blanks or commas."""
+    """Return the rows of a text: rows end with a semicolon or a newline, numbers with blanks or commas."""
     if isinstance(given, str):
         lines = [line.replace(",", " ").split() for line in given.replace(";", "\n").splitlines()]
         given = tuple(tuple(parse_number(word) for word in line) for line in lines if line)
@@ -209,5 +209,5 @@ def _sequential(
 
 
 def _exponent(number: Number, format: FloatFormat) -> int:
-    """The exponent that the bits hold: subnormal numbers have that of the smallest normal one."""
+    """Return the exponent that the bits hold: subnormal numbers have that of the smallest normal one."""
     return max(floor_log2(number.magnitude), format.min_exponent)

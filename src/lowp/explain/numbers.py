@@ -1,4 +1,4 @@
-"""Exact numbers: what a user may type, as a rational number or a special."""
+"""Exact numbers as a user may type them: a rational number or a special."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Number:
-    """A real number, an infinity or a NaN, with a sign that zero and NaN have, too.
+    """A real number, an infinity or a NaN. Zero and NaN have a sign too.
 
-    `magnitude` is exact and not negative; it is 0 and means nothing where `special` is "inf" or "nan".
+    `magnitude` is exact and not negative; if `special` is "inf" or "nan", it is 0 and has no meaning.
     """
 
     magnitude: Fraction
@@ -34,7 +34,7 @@ class Number:
 
     @classmethod
     def of(cls, value: Number | Fraction | float | int | str) -> Number:
-        """A number from what Python has for one; a float counts with the exact value it holds."""
+        """Return a Python number as a Number; a float counts with its exact value."""
         if isinstance(value, Number):
             return value
         if isinstance(value, str):
@@ -55,7 +55,7 @@ class Number:
 
     @property
     def value(self) -> Fraction:
-        """The number with its sign; raises ValueError for an infinity or a NaN."""
+        """The signed number. Raises ValueError for an infinity or a NaN."""
         if self.special:
             raise InvalidInput(f"{self} has no rational value")
         return -self.magnitude if self.negative else self.magnitude
@@ -87,12 +87,12 @@ NUMBER = f"(?:{_BITS}|{_FRACTION}|{_POWER}|{_HEX}|{_DECIMAL}|{_SPECIAL})"
 
 
 def parse_number(text: str, source: Format | str | None = None, bits: bool = False) -> Number:
-    """The exact number that a text means.
+    """Return the exact number that a text means.
 
     Forms: decimal, fraction ``1/3``, ``2^-25``, hexadecimal ``0x1.8p3`` (without a p an integer: 0x10 is 16), inf, nan.
     ``0b...`` and ``bits:0x...`` are bit patterns of the format `source`, all of its bits, most significant first;
-    `bits=True` reads any 0x or 0b, or plain zeros and ones, as a bit pattern.
-    Raises ValueError naming the forms.
+    `bits=True` reads any 0x or 0b, or plain zeros and ones, as a bit pattern. Raises ValueError, whose text lists the
+    forms.
     """
     given = " ".join(text.strip().lower().split())
     if len(given) > LENGTH_LIMIT:
@@ -159,7 +159,7 @@ def _from_bits(given: str, source: Format | str | None) -> Number:
 
 
 def value_of_code(code: int, format: FloatFormat | IntFormat) -> Number:
-    """The number that a bit pattern means. A binary integer's bit is its sign: 0 is +1; others are two's complement."""
+    """Return the number of a bit pattern. For a 1-bit integer, 0 is +1 and 1 is -1; others are two's complement."""
     if isinstance(format, FloatFormat):
         return Number.of(format.decode(code))
     if format.bits == 1:
@@ -168,9 +168,9 @@ def value_of_code(code: int, format: FloatFormat | IntFormat) -> Number:
 
 
 def code_of_value(value: Number, format: FloatFormat | IntFormat) -> int | None:
-    """The bit pattern of a value of the format; None where it has none (NaN in a format without NaN).
+    """Return the bit pattern of a value of the format; None if it has none (NaN in a format without NaN).
 
-    NaN is the quiet one with the sign of `value`.
+    NaN gives the quiet NaN with the sign of `value`.
     """
     if isinstance(format, IntFormat):
         if not value.is_finite:

@@ -1,4 +1,4 @@
-"""One rounding in words: which bits are kept and cut, what decided, and how large the error is."""
+"""One rounding in words: the bits kept and cut, the rule that decided, and the size of the error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowp.formats import FloatFormat
 
 
 def rule_words(rounded: Rounded) -> str:
-    """Why the result is what it is, in words."""
+    """Return the rule that decided the result, in words."""
     mode, number = rounded.cast.rounding, rounded.given
     part = f"the cut part is {_share(rounded.rest)} of a unit"
     step = "up by one unit" if rounded.away else "down: the kept bits stay"
@@ -60,7 +60,7 @@ def _special_words(rounded: Rounded) -> str:
 
 
 def _share(rest: Fraction) -> str:
-    """Four digits of a number in [0, 1), which never look like a tie or a whole unit that it is not."""
+    """Return four digits of a number in [0, 1), marked "just above" or "just below" next to a tie or a whole unit."""
     text = brief(rest)
     for mark in (Fraction(0), Fraction(1, 2), Fraction(1)):
         if Fraction(text) == mark != rest:
@@ -80,7 +80,7 @@ def error_words(error: Fraction | None, ulps: Fraction | None, relative: Fractio
 
 
 def cut_lines(rounded: Rounded) -> Iterator[str]:
-    """Which bits of the exact number are kept and which are cut, and the rule that decided."""
+    """Yield the bits of the exact number that are kept and cut, and the rule that decided."""
     exponent, quantum, format = rounded.exponent, rounded.quantum_exponent, rounded.format
     if exponent is not None and quantum is not None:
         if isinstance(format, FloatFormat):
@@ -113,7 +113,7 @@ def format_words(rounded: Rounded) -> str:
 
 
 def code_words(rounded: Rounded) -> str:
-    """The bits of a result by field, with the code in hexadecimal."""
+    """Return the bits of a result by field, with the code in hexadecimal."""
     format = rounded.format
     if rounded.code is None:
         return f"no bits: {format} has no {rounded.result.special}"

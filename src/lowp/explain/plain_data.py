@@ -16,7 +16,7 @@ from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 
 
 def as_json(value: object) -> object:
-    """What the json module takes: numbers that are exact become text (``"1.12109375"``, ``"1/3"``)."""
+    """Return data for the json module; exact numbers become text (``"1.12109375"``, ``"1/3"``)."""
     if isinstance(value, Fraction):
         return decimal_text(value)
     if isinstance(value, Enum):

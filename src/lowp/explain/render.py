@@ -1,4 +1,4 @@
-"""Explanations as text: plain, no colour, one fact a line."""
+"""Explanations as text: plain, without colour, one fact per line."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _conversion_lines(conversion: Conversion) -> Iterator[str]:
 
 
 def _mean_lines(conversion: Conversion) -> Iterator[str]:
-    """How far the mean of the results lies off, where the random bits do not hold the probability."""
+    """Yield the bias of the mean of the results, if the random bits cannot represent the probability."""
     bits, rounded = conversion.cast.random_bits, conversion.rounded
     finite = all(outcome.rounded.result.is_finite for outcome in conversion.outcomes)
     if bits is None or not finite or any(outcome.rounded.overflowed for outcome in conversion.outcomes):
@@ -188,7 +188,7 @@ def _alignment_lines(arithmetic: Arithmetic, alignment: Alignment) -> Iterator[s
     format = alignment.larger.format
     assert isinstance(format, FloatFormat)
     places, bits = format.mantissa_bits, format.exponent_bits
-    least = int(format.has_zero)  # field 0 holds the subnormals, whose power of two is that of field 1
+    least = int(format.has_zero)  # field 0 holds the subnormals, with the power of two of field 1
     larger, smaller = max(alignment.larger_field, least), max(alignment.smaller_field, least)
     fields = f"{binary(larger, bits)} - {binary(smaller, bits)}"
     if (larger, smaller) != (alignment.larger_field, alignment.smaller_field):

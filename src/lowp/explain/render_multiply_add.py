@@ -12,7 +12,10 @@ from lowp.explain.text import bits_text, brief, decimal_text, line
 
 
 def render_multiply_add(result: MultiplyAdd, element: tuple[int, int] | None = None) -> str:
-    """All of D in both accumulators, and one element in full: `element` (row, column from 0), or the farthest apart."""
+    """Return all of D in both accumulators, and one element in full.
+
+    `element` is (row, column) from 0; by default the element where the accumulators differ most.
+    """
     return "\n".join(_multiply_add_lines(result, element))
 
 

@@ -58,7 +58,7 @@ def _largest(update: WeightUpdate) -> Fraction:
 
 
 def _bias_lines(update: WeightUpdate) -> Iterator[str]:
-    """What the random bits of a cast with a limited number of them leave out, on average."""
+    """Yield the average error caused by a limited number of random bits."""
     bias, spacing = update.bias, update.threshold.spacing if update.threshold else None
     if bias is None or spacing is None or update.cast.random_bits is None:
         return
@@ -92,7 +92,7 @@ def _size_lines(update: WeightUpdate, threshold: Threshold) -> Iterator[str]:
 
 
 def _binade_note(update: WeightUpdate) -> str:
-    """Say why the spacing toward zero is smaller where the weight is a power of two."""
+    """Return a note that the spacing toward zero is smaller if the weight is a power of two."""
     weight = update.weight.result
     toward_zero = update.upward == weight.negative
     power = weight.magnitude and weight.magnitude == Fraction(2) ** floor_log2(weight.magnitude)

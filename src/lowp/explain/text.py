@@ -1,4 +1,4 @@
-"""Numbers as text: all decimal digits, a few of them, bits by field."""
+"""Numbers as text: with all decimal digits, with a few of them, or as bits by field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINE_WIDTH = 80
 
 
 def floor_log2(magnitude: Fraction) -> int:
-    """floor(log2(magnitude)) of a positive number, from its bits."""
+    """Return floor(log2(magnitude)) of a positive number, from its bits."""
     numerator, denominator = magnitude.numerator, magnitude.denominator
     estimate = numerator.bit_length() - denominator.bit_length()
     return estimate - (numerator << max(-estimate, 0) < denominator << max(estimate, 0))
@@ -26,7 +26,7 @@ def times_power(units: int, exponent: int) -> Fraction:
 
 
 def decimal_text(value: Fraction) -> str:
-    """All decimal digits of a number whose decimals end, such as every binary fraction; ``1/3`` for another."""
+    """Return all decimal digits if the expansion ends, as for every binary fraction; otherwise a fraction, ``1/3``."""
     denominator, places = value.denominator, 0
     twos = (denominator & -denominator).bit_length() - 1
     odd, fives = denominator >> twos, 0
@@ -43,7 +43,7 @@ def decimal_text(value: Fraction) -> str:
 
 
 def brief(value: Fraction, digits: int = 4) -> str:
-    """`digits` significant digits."""
+    """Return a number with `digits` significant digits."""
     context = Context(prec=digits, Emax=999999, Emin=-999999)
     quotient = context.divide(Decimal(value.numerator), Decimal(value.denominator))
     if quotient == quotient.to_integral_value() and abs(quotient) < 10**digits:
@@ -72,7 +72,7 @@ def maximum_text(format: FloatFormat | IntFormat) -> str:
 
 
 def binary(value: int, width: int) -> str:
-    """An integer as `width` bits; nothing for no bits."""
+    """Return an integer as `width` bits; '' for width 0."""
     return f"{value:0{width}b}" if width else ""
 
 
@@ -98,7 +98,7 @@ def point(units: int, places: int) -> str:
 
 
 def fraction_bits(rest: Fraction, limit: int = BITS_SHOWN) -> str:
-    """The bits of a number in [0, 1) after the point, ``...`` where there are more than `limit`."""
+    """Return the bits after the point of a number in [0, 1), followed by ``...`` if there are more than `limit`."""
     bits = ""
     while rest and len(bits) < limit:
         rest *= 2
@@ -108,7 +108,7 @@ def fraction_bits(rest: Fraction, limit: int = BITS_SHOWN) -> str:
 
 
 def line(label: str, text: str) -> str:
-    """One fact of an explanation: a label of 11 letters, and what it says, broken at blanks before LINE_WIDTH."""
+    """Return one fact of an explanation: a label of 11 letters and a text, wrapped at LINE_WIDTH."""
     if len(text) <= LINE_WIDTH - 14:
         return f"  {label:<11} {text}".rstrip()
     parts = textwrap.wrap(text, LINE_WIDTH - 14, break_long_words=False, break_on_hyphens=False)

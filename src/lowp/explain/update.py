@@ -1,4 +1,4 @@
-"""A weight and its update: lost, distorted or kept, and from which size on it would count."""
+"""A weight and its update: whether it is lost, distorted or kept, and the smallest size that would count."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Verdict(TextEnum):
 
 @dataclass(frozen=True)
 class Threshold:
-    """The least size of an update that moves a weight; `inclusive` tells whether that size itself does.
+    """The smallest size of an update that moves a weight; `inclusive` tells whether that size itself does.
 
-    `tie` is the size at which the sum lies halfway to the neighbour (what nearest rounding decides by).
+    `tie` is the size at which the sum lies halfway to the neighbour, where nearest rounding decides.
     """
 
     size: Fraction
@@ -52,9 +52,9 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A weight over the steps: its value after the steps in `shown`, and the last.
+    """A weight over the steps: its value after the steps in `shown`, and the last value.
 
-    `stuck_after` is the number of steps that moved it, where it came to a stand; else None.
+    `stuck_after` is the number of steps that moved the weight before it stopped changing; None if it did not stop.
     """
 
     cast: Cast
@@ -65,12 +65,12 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """One update `weight + step`, rounded, its verdict and `steps` of them.
+    """One update `weight + step`, rounded, its verdict, and `steps` such updates.
 
     `step` is the exact signed update: +gradient, or -gradient, or -learning_rate * gradient. `spacing_ratio` is
-    |step| in units of the spacing that the step meets; `threshold` None means that no size in this direction moves it.
-    `outcomes` are what a stochastic cast makes of the sum. `expected` is the mean after all steps under stochastic
-    rounding with random bits without limit; None where that is beyond the largest number.
+    |step| in units of the spacing in the direction of the step. `threshold` is None if no size in this direction moves the
+    weight. `outcomes` are the possible results of a stochastic cast. `expected` is the mean after all steps under
+    stochastic rounding with unlimited random bits; None if it is beyond the largest number.
     """
 
     cast: Cast
@@ -90,7 +90,7 @@ class WeightUpdate:
 
     @property
     def spacing_ratio(self) -> Fraction | None:
-        """|step| / spacing of the numbers that it steps among."""
+        """|step| / spacing of the numbers in the direction of the step."""
         return None if self.threshold is None else abs(self.step) / self.threshold.spacing
 
     @property
@@ -100,7 +100,7 @@ class WeightUpdate:
 
     @property
     def chance(self) -> Fraction | None:
-        """With which probability stochastic rounding moves the weight by the larger of its two choices."""
+        """The probability with which stochastic rounding moves the weight to the larger of its two neighbours."""
         total = Number.of(self.weight.result.value + self.step)
         away = round_exact(total, self.cast.with_rounding(Rounding.TOWARD_ZERO))
         if away.quantum_exponent is None:
@@ -109,7 +109,7 @@ class WeightUpdate:
 
     @property
     def bias(self) -> Fraction | None:
-        """Mean of a stochastic cast's results less the exact sum; None where one is not finite, or without chance."""
+        """Mean of a stochastic cast's results minus the exact sum; None if one is not finite or for other casts."""
         return _bias(self.outcomes, self.weight.result.value + self.step) if self.outcomes else None
 
 
@@ -122,7 +122,7 @@ def _bias(results: tuple[Outcome, ...], total: Fraction) -> Fraction | None:
         return None
     bias = sum((outcome.probability * outcome.rounded.result.value for outcome in results), -total)
     limited = any(outcome.rounded.cast.random_bits for outcome in results) or len(results) == 1
-    return bias if limited else Fraction(0)  # else it is that of a probability of 160 bits
+    return bias if limited else Fraction(0)  # otherwise only the error of 160 random bits
 
 
 def weight_update(
@@ -153,7 +153,7 @@ def weight_update(
     sign = -1 if minus or learning_rate is not None else 1
     step = sign * factor * slope.result.value
     current = start.result
-    # the direction that was meant, also where the gradient has become zero
+    # the intended direction, even if the gradient has become zero
     upward = slope.given.negative == (sign * factor < 0)
     fp32 = _walk(round_exact(current, "fp32").result, step, parse_cast("fp32"), steps)
     expected: Fraction | None = current.value + steps * step
@@ -219,14 +219,14 @@ def _verdict(
 
 
 def _same(first: Number, second: Number) -> bool:
-    """Equal as numbers: -0 and +0 are."""
+    """Whether two numbers are equal; -0 equals +0."""
     return (first.special, first.magnitude) == (second.special, second.magnitude) and (
         first.negative == second.negative or not first.magnitude
     )
 
 
 def _threshold(current: Number, upward: bool, cast: Cast) -> Threshold | None:
-    """Where rounding begins to move the weight: it can change only just above 0, at the tie, or at the neighbour."""
+    """Return where rounding starts to move the weight: just above 0, at the tie, or at the neighbour."""
     assert isinstance(cast.format, FloatFormat)
     spacing = _spacing(current, upward, cast.format)
     direction = 1 if upward else -1
@@ -245,7 +245,7 @@ def _threshold(current: Number, upward: bool, cast: Cast) -> Threshold | None:
 
 
 def _spacing(current: Number, upward: bool, format: FloatFormat) -> Fraction:
-    """The distance to the neighbour in one direction: below a power of two it is half that above it."""
+    """Return the distance to the neighbour in one direction; below a power of two it is half the distance above."""
     if not current.magnitude:
         return Fraction(format.smallest)
     exponent = floor_log2(current.magnitude)
@@ -258,7 +258,7 @@ def _spacing(current: Number, upward: bool, format: FloatFormat) -> Fraction:
 
 
 def _walk(current: Number, step: Fraction, cast: Cast, steps: int) -> Trajectory:
-    """Repeat the rounded update; once it changes nothing it never will."""
+    """Repeat the rounded update until it changes nothing."""
     wanted = {0, 1, 2, 3, steps} | {10**n for n in range(1, 6) if 10**n < steps}
     shown: list[tuple[int, Number]] = [(0, current)]
     for index in range(1, steps + 1):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class WorkedCase(NamedTuple):
-    """What a case shows, and the arguments that show it."""
+    """The title of a case and the arguments that show it."""
 
     title: str
     arguments: tuple[str, ...]

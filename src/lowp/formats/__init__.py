@@ -1,4 +1,4 @@
-"""Number formats as data: one frozen row a format, every limit derived from it. Imports no torch.
+"""Number formats as data: one frozen row per format, from which every limit is derived. Imports no torch.
 
 A new format is a new row of `FORMATS` (or a spelling such as ``e5m7`` given to `parse`): tables, limits, listings,
 kernels and tests all follow from the row.

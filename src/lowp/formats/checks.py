@@ -1,4 +1,4 @@
-"""What the constructors of formats and casts check of their arguments before they compute with them."""
+"""Checks of the arguments of the constructors of formats and casts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from numbers import Integral, Real
 
 from lowp.errors import InvalidInput, brief
 
-LONGEST = 300  # characters of a spelled format or cast: more is no spelling, and would only cost time to refuse
+LONGEST = 300  # characters of a spelled format or cast; a longer text is refused without parsing
 
 
 def spelling(kind: str, text: str) -> str:
-    """The text, stripped and in lower case; raises InvalidInput for one that is too long to be a spelling."""
+    """Return the text, stripped and in lower case. Raises InvalidInput if it is too long to be a spelling."""
     if len(text) > LONGEST:
         raise InvalidInput(
             f"{text[:20]!r}... is not a {kind}: it has {len(text)} characters; at most {LONGEST} are allowed"
@@ -25,14 +25,14 @@ def text(owner: str, value: object) -> None:
 
 
 def whole_number(owner: str, value: object) -> int:
-    """`value` as an int; raises TypeError for anything else than an integer of Python or NumPy."""
+    """Return `value` as an int. Raises TypeError unless it is a Python or NumPy integer."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{owner} is a whole number, not {brief(value)}")
     return int(value)
 
 
 def real_number(owner: str, value: object) -> float:
-    """`value` as a float; raises TypeError for what is no number, InvalidInput for one beyond fp64."""
+    """Return `value` as a float. Raises TypeError if it is not a number, InvalidInput if it is beyond fp64."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{owner} is a number, not {brief(value)}")
     try:

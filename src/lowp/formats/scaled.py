@@ -1,4 +1,4 @@
-"""Formats with a shared scale: elements, the scale and who shares it."""
+"""Formats with a shared scale: the element, the scale, and the scope that shares it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.formats import checks
 from lowp.formats.types import FORMATS, FloatFormat, IntFormat
 
-# exponents of a scale whose power of two is a normal number of fp64; neighbours that share one
+# scale exponents whose power of two is a normal fp64 number; the largest number of elements in a block
 LOWEST_SCALE, HIGHEST_SCALE = -1022, 1023
 LONGEST_BLOCK = 1 << 20
 

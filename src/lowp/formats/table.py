@@ -1,4 +1,4 @@
-"""The named formats, and the grammar of the spelled ones."""
+"""The named formats, and the grammar of spelled formats."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _rows() -> dict[str, Format]:
 
 FORMATS.update(_rows())
 
-# other names that people type for the rows above
+# aliases of the rows above
 ALIASES = {
     **{"float64": "fp64", "double": "fp64", "float32": "fp32", "float": "fp32", "single": "fp32"},
     **{"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "tensorfloat32": "tf32"},
@@ -69,7 +69,7 @@ ALIASES = {
     **{"float8_e8m0fnu": "e8m0", "flexpoint": "flex16+5", "flex16": "flex16+5", "dfp-16": "dfp16"},
 }
 
-# what people type who mean a width: which formats have it, bare or with a scale a block
+# names that give only a width, with the formats of that width, bare or with a block scale
 _WIDTHS = {
     **dict.fromkeys(("fp8", "float8"), "e4m3fn, e5m2, mxfp8"),
     **dict.fromkeys(("fp6", "float6"), "e3m2, e2m3, mxfp6"),
@@ -125,13 +125,13 @@ def parse(text: str | Format) -> Format:
 def _parse_float(name: str, match: re.Match[str]) -> FloatFormat:
     unsigned, exponent, mantissa, bias, suffix, flush = match.groups()
     exponent_bits, specials, offset = int(exponent), Specials(suffix or "ieee"), 0
-    if bias is not None and exponent_bits <= MOST_EXPONENT_BITS:  # of more the format itself is refused
+    if bias is not None and exponent_bits <= MOST_EXPONENT_BITS:  # a larger number is refused by FloatFormat
         offset = int(bias) - usual_bias(exponent_bits, specials)
     return FloatFormat(name, exponent_bits, int(mantissa), specials, offset, not flush, not unsigned)
 
 
 def _parse_p3109(name: str, match: re.Match[str]) -> FloatFormat:
-    """Read a name of IEEE P3109's formats: the precision counts the hidden bit, the exponent takes what is left."""
+    """Read an IEEE P3109 name: the precision includes the hidden bit, and the exponent takes the remaining bits."""
     width, precision, signed = int(match[1]), int(match[2]), match[3] == "s"
     exponent_bits = width - signed - (precision - 1)
     if precision < 1 or exponent_bits < 1:

@@ -1,4 +1,4 @@
-"""Enumerations whose members are texts, and print as these (enum.StrEnum, which Python 3.10 does not have)."""
+"""Enumerations whose members are texts and print as these texts (enum.StrEnum, which Python 3.10 lacks)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["TextEnum"]
 
 
 class TextEnum(str, Enum):
-    """A member equals its text, and prints as it."""
+    """A member equals its text and prints as its text."""
 
     def __str__(self) -> str:
         return str(self.value)

@@ -1,4 +1,4 @@
-"""The formats of single numbers: frozen rows, and every limit and code derived from them."""
+"""Formats of single numbers: frozen rows, from which every limit and code is derived."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Specials(TextEnum):
     NUZ = "nuz"
 
 
-MOST_EXPONENT_BITS, MOST_MANTISSA_BITS = 11, 52  # of fp64, inside which every limit is computed
+MOST_EXPONENT_BITS, MOST_MANTISSA_BITS = 11, 52  # of fp64, in which every limit is computed
 
 
 def usual_bias(exponent_bits: int, specials: Specials) -> int:
-    """What so many exponent bits and the specials subtract from an exponent field."""
+    """Return the bias for a number of exponent bits and the specials."""
     return (1 << (exponent_bits - 1)) - 1 + (specials in (Specials.FNUZ, Specials.NUZ))
 
 
@@ -67,7 +67,7 @@ class FloatFormat:
 
     def __post_init__(self) -> None:
         self._check_types()
-        if not self.has_zero:  # everything below the smallest number becomes that number
+        if not self.has_zero:  # every number below the smallest becomes the smallest
             object.__setattr__(self, "subnormals", False)
         if not 1 <= self.exponent_bits <= MOST_EXPONENT_BITS or not 0 <= self.mantissa_bits <= MOST_MANTISSA_BITS:
             raise InvalidInput(
