@@ -240,6 +240,17 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             return model
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether a module, or one within it, is what torch.compile has returned."""
+    return any(isinstance(getattr(one, "_orig_mod", None), torch.nn.Module) for one in model.modules())
+
+
+def hooks_after_accumulation(parameter: torch.Tensor) -> dict[int, Any]:
+    """The hooks that run once a parameter's gradient is accumulated, as torch looks them up; {} where there is none."""
+    found: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return {} if found is None else found
+
+
 def sparse_values(x: torch.Tensor) -> torch.Tensor | None:
     """Return the dense tensor of values of a sparse or jagged tensor; None for layouts that have none (mkldnn)."""
     if x.layout is torch.sparse_coo:

@@ -19,6 +19,7 @@ import lowp
 from lowp.errors import InvalidInput, Misuse
 from lowp.numerics import watching
 from lowp.numerics.clock import Clock
+from lowp.numerics.profiler import Profiler
 from lowp.numerics.record import Key, Record
 from lowp.numerics.sampling import Budget, Rounds, is_sampled
 from lowp.numerics.spectrum import Spectrum
@@ -171,6 +172,123 @@ def test_a_compiled_model_is_not_traced_with_the_profiler_s_hooks() -> None:
     watched, record = compiled("900%")
     assert watched == plain, "nodes of each graph"
     assert record is not None and len(record.sampled) > 1
+
+
+class Dropped(nn.Module):
+    """A model with dropout, and with what else a step that runs twice might change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.body(x)
+        return found
+
+
+@pytest.mark.parametrize("share", [None, "900%"])
+@pytest.mark.parametrize("divergence", [False, True])
+def test_looking_at_a_compiled_model_changes_no_number(share: str | None, divergence: bool) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        def run(*given: torch.Tensor) -> object:
+            torch.rand(3)  # compiled code draws other random numbers than what was written
+            return graph.forward(*given)
+
+        return run
+
+    def trained(watched: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor, Record | None, list[int]]:
+        torch.compiler.reset()
+        model, stepped = Dropped(), [0]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        last = model.get_parameter("body.3.bias")
+
+        def count(parameter: torch.Tensor) -> None:
+            stepped[0] += 1
+
+        last.register_post_accumulate_grad_hook(count)
+        compiled: nn.Module = torch.compile(model, backend=backend)  # type: ignore[assignment]
+        record = None
+        if watched:
+            with lowp.profile(compiled, optimizer, max_overhead=share, divergence=divergence) as profile:
+                train(compiled, optimizer, 12)
+            record = profile.record
+        else:
+            train(compiled, optimizer, 12)
+        return model.state_dict(), torch.rand(1), record, stepped
+
+    plain, random, _, stepped = trained(False)
+    watched, after, record, stepped_again = trained(True)
+    assert torch.equal(random, after) and stepped == stepped_again
+    assert all(torch.equal(plain[name], watched[name]) for name in plain)
+    assert record is not None and record.sampled
+    looks = len(record.sampled)
+    for key in (Key("body.0", "linear", "output", "forward"), Key("body.0", "linear", "grad", "backward")):
+        assert record.tensors[key].tensors == looks and record.tensors[key].nonzero
+    assert record.tensors[Key("body.0", "weight", "weight_grad", "backward")].tensors == looks
+    assert record.updates["body.0.weight"].present
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_model_in_a_region_is_looked_at_beside_the_training_too() -> None:
+    def trained(watched: bool) -> tuple[list[torch.Tensor], Record | None]:
+        torch.compiler.reset()
+        precision = lowp.Precision("fp16")
+        inner = Dropped()
+        model, optimizer = precision.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+        compiled: nn.Module = torch.compile(model, backend="aot_eager")  # type: ignore[assignment]
+        losses: list[torch.Tensor] = []
+
+        def train_some() -> None:
+            generator = torch.Generator().manual_seed(1)
+            for _ in range(6):
+                x, y = torch.randn(8, 16, generator=generator), torch.randint(4, (8,), generator=generator)
+                optimizer.zero_grad()
+                with precision.autocast():
+                    loss = nn.functional.cross_entropy(compiled(x), y)
+                precision.backward(loss)
+                precision.step(optimizer)
+                losses.append(loss.detach())
+
+        if not watched:
+            train_some()
+            return losses, None
+        with lowp.profile(compiled, optimizer, precision=precision, max_overhead=None) as profile:
+            train_some()
+        return losses, profile.record
+
+    plain, _ = trained(False)
+    watched, record = trained(True)
+    assert all(map(torch.equal, plain, watched))
+    assert record is not None and record.sampled == [0, 1, 2, 4]
+    gradient = record.tensors[Key("body.0", "linear", "grad", "backward")]
+    assert gradient.tensors == 4 and gradient.maximum < 1.0, "without the passes that search the loss scale"
+    assert record.ops["body.0", "linear"].dtypes["input"] == "fp16"
+
+
+def test_a_compiled_step_that_cannot_run_again_is_looked_at_without_compilation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Once(Dropped):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_compiling() and x.device.type == "cpu" and _runs_again():
+                raise RuntimeError("not again")
+            return super().forward(x)
+
+    def _runs_again() -> bool:
+        return bool(profile and profile[0]._guard.is_replaying)
+
+    profile: list[Profiler] = []
+    torch.compiler.reset()
+    model = Once()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled: nn.Module = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    with lowp.profile(compiled, optimizer, max_overhead=None) as one:
+        profile.append(one)
+        train(compiled, optimizer, 12)
+    told = capsys.readouterr().err
+    assert told.count("cannot be run again beside the training (RuntimeError: not again)") == 1
+    assert one.record.tensors[Key("body.0", "linear", "grad", "backward")].nonzero
 
 
 def test_a_run_goes_on_through_nan() -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lowp.compat import unwrapped
+from lowp.numerics.again import beside, calls_again
 from lowp.numerics.models import Models
 from lowp.numerics.modes import Paths, numbers_of, tensors_in
 from lowp.numerics.record import StepSeen
 from lowp.numerics.replay import Event, Trace, state_of, tracing
-from lowp.numerics.tape import Slot, Tape, mapped, random_state, set_random_state
+from lowp.numerics.tape import Tape
 
 __all__ = ["Diagnosis", "Fault"]
 
@@ -101,40 +98,16 @@ class Diagnosis:
 
     def _replay(self) -> Event | None:
         """Run forward, loss and backward again; the event of the loss or of the first gradient that is not finite."""
-        parameters = [one for _, one in self._models.named_parameters()]
-        gradients = [(one, one.grad) for one in parameters]
-        buffers = [(one, one.clone()) for _, one in self._models.named_buffers()]
-        random = random_state()
-        try:
-            for one in parameters:
-                one.grad = None
-            with ExitStack() as stack:
-                stack.enter_context(torch.enable_grad())
-                stack.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore")  # what is said of the step was said when it ran
-                if "torch._dynamo" in sys.modules:
-                    stack.enter_context(torch.compiler.set_stance("force_eager"))
-                self._enter_region(stack)
-                self._give_inputs()
-                stack.enter_context(tracing(self._trace, self._models))
-                loss = self._calls_again()
+        with beside(self._tape, self._models):
+            self._give_inputs()
+            with tracing(self._trace, self._models):
+                loss = calls_again(self._tape, self._at_line)
                 if loss is not None and not any(state_of(loss)):
                     torch.autograd.backward(loss, torch.ones_like(loss))
             return self._last_event(loss)
-        finally:
-            set_random_state(random)
-            for parameter, before in gradients:
-                parameter.grad = before
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
 
-    def _enter_region(self, stack: ExitStack) -> None:
-        tape = self._tape
-        if tape.region is not None:
-            stack.enter_context(tape.region.resume())
-        for device, _, dtype in tape.autocast:
-            stack.enter_context(torch.autocast(device, dtype=dtype))
+    def _at_line(self, line: str) -> None:
+        self._trace.line = line
 
     def _give_inputs(self) -> None:
         """Let the trace know the batch: what the models were given, and what the loss reads beside it, as targets."""
@@ -146,29 +119,6 @@ class Diagnosis:
                 if of_model or one.grad_fn is None:
                     self._trace.give(one, f"the batch (tensor {place} {what})")
 
-    def _calls_again(self) -> Tensor | None:
-        """Make the calls of the tape again and return the new loss; None where it did not come of them."""
-        made: dict[int, Tensor] = {}
-        for call in self._tape.calls:
-            function, of_model = call.function, call.random is not None
-            if call.random is not None:
-                set_random_state(call.random)
-                function = unwrapped(cast(nn.Module, function))
-            elif not call.results:
-                continue
-
-            def filled(x: Any, of_model: bool = of_model) -> Any:
-                if isinstance(x, Slot):
-                    return made[x.number]
-                return _detached(x) if of_model else x
-
-            self._trace.line = call.line
-            result = function(*mapped(filled, call.args), **mapped(filled, call.kwargs))
-            made.update(zip(call.results, tensors_in(result), strict=False))
-        self._trace.line = ""
-        found = made.get(-1 if self._tape.loss is None else self._tape.loss)
-        return found if found is not None and found.requires_grad else None
-
     def _last_event(self, loss: Tensor | None) -> Event | None:
         trace = self._trace
         if loss is not None and any(state_of(loss)):
@@ -177,12 +127,6 @@ class Diagnosis:
             if parameter.grad is not None and any(state_of(parameter.grad)):
                 return trace.event_of(parameter.grad)
         return None
-
-
-def _detached(x: Any) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    return x.detach().requires_grad_(x.requires_grad) if x.is_floating_point() else x
 
 
 def _first_cause(last: Event) -> Event:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ class Guard:
     """Keeps what a step needs to be run again, and finds what made it not finite, once a run.
 
     `on_backward` is called with a loss whose backward pass begins; `looking_away` is entered while a step is run again,
-    when `is_replaying` tells everyone else to look away too.
+    when `is_replaying` tells everyone else to look away too. `diagnoses`: whether it looks for faults at all, or only
+    keeps the tape.
     """
 
     def __init__(
@@ -38,23 +39,25 @@ class Guard:
         models: Models,
         on_backward: Callable[[Tensor], None],
         looking_away: Callable[[], AbstractContextManager[None]],
+        diagnoses: bool = True,
     ) -> None:
         self.history: deque[StepSeen] = deque(maxlen=_REMEMBERED)
         self.unguarded = 0  # steps in which it rested, before the one that is traced
         self.is_replaying = False
         self._models, self._looking_away = models, looking_away
-        self._tape = Tape()
-        self._tape.on_backward = on_backward
+        self.tape = Tape()
+        self.tape.on_backward = on_backward
         self._is_on = self._failed = False
+        self._diagnoses = diagnoses
         self._first_weight: float | None = None
 
     def listen(self) -> Callable[[], None]:
         """Be called before backward passes; return what ends that."""
-        return self._tape.listen()
+        return self.tape.listen()
 
     def take_seconds(self, of_a_call: float) -> float:
         """What the tape took since it was last asked, of which torch needs `of_a_call` to call it once."""
-        tape = self._tape
+        tape = self.tape
         seconds = tape.seconds + of_a_call * tape.dispatched
         tape.seconds, tape.dispatched = 0.0, 0
         return seconds
@@ -68,7 +71,7 @@ class Guard:
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Remember a call of a model that is about to run."""
         self._is_on = True
-        self._tape.begin(module, args, kwargs)
+        self.tape.begin(module, args, kwargs)
 
     def rest(self) -> None:
         """Leave a step out."""
@@ -77,23 +80,23 @@ class Guard:
     def open(self, module: nn.Module, output: Any, place: int) -> None:
         """Record what is computed of the model's output, which follows the call that was begun."""
         if self._is_on:
-            self._tape.open(module, output, place)
+            self.tape.open(module, output, place)
 
     def saw_loss(self, loss: Tensor, seen: StepSeen, scale: float) -> Fault | None:
         """Note the loss; the fault, where it is not finite."""
         if not self._is_on:
             return None
-        self._tape.end(loss)
+        self.tape.end(loss)
         finite = seen.loss is None or abs(seen.loss) < float("inf")
         return None if finite else self._diagnose("loss", seen, scale)
 
     def close(self) -> None:
         """Stop recording: backward has run."""
-        self._tape.close()
+        self.tape.close()
 
     def before_step(self, parameters: Sequence[nn.Parameter], seen: StepSeen, scale: float) -> Fault | None:
         """Look at the gradients that the optimizer is about to use; the fault, where one is not finite."""
-        if not self._is_on:
+        if not self._is_on or not self._diagnoses:
             return None
         if self._first_weight is None:
             self._first_weight = largest_of([numbers_of(one.detach()) for one in parameters])
@@ -106,18 +109,24 @@ class Guard:
 
     def forget(self) -> None:
         """Let go of the tensors of a step that has ended."""
-        self._tape.close()
-        self._tape.forget()
+        self.tape.close()
+        self.tape.forget()
 
-    def _diagnose(self, what: str, seen: StepSeen, scale: float) -> Fault | None:
-        if self._failed:
-            return None
-        self._failed = self.is_replaying = True
-        diagnosis = Diagnosis(self._tape, self._models, list(self.history), scale)
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Let a step run again in here, which nobody takes for one of the training."""
+        self.is_replaying = True
         try:
-            with self._looking_away():
-                fault = diagnosis.find(what, seen.step, self._first_weight, self.unguarded)
+            yield
         finally:
             self.is_replaying = False
+
+    def _diagnose(self, what: str, seen: StepSeen, scale: float) -> Fault | None:
+        if self._failed or not self._diagnoses:
+            return None
+        self._failed = True
+        diagnosis = Diagnosis(self.tape, self._models, list(self.history), scale)
+        with self.replaying(), self._looking_away():
+            fault = diagnosis.find(what, seen.step, self._first_weight, self.unguarded)
         print(f"lowp profile: {fault}", file=sys.stderr)
         return fault

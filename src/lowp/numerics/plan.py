@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from lowp.compat import has_compiled
+from lowp import distributed
+from lowp.compat import has_compiled, is_compiled
 from lowp.numerics.clock import Clock
 from lowp.numerics.models import Models
 from lowp.numerics.modes import Paths, tensors_in
@@ -19,6 +21,7 @@ __all__ = ["Plan"]
 
 _REST = 8  # steps of which nothing is kept once there is no time for more
 _GUARD, _GUARD_AGAIN = 0.5, 0.8  # of the budget, what guarding may take; and of that, where it begins again
+_MOST_FAILURES = 3
 _GUARD_FIRST = 0.3  # the same until each module was looked at once
 
 
@@ -26,19 +29,21 @@ class Plan:
     """Decides before each step, by what the budget has room for.
 
     `modules` are the paths of those that the step to come is looked at in, `guards` says whether it is guarded against
-    NaN, `rounds` whose turn it is. With a budget the first step is spent on what modules write, from which the cost of
-    a look is guessed.
+    NaN, `rounds` whose turn it is. `beside`: the step runs compiled, and once more for what is looked at. With
+    a budget the first step is spent on what modules write, from which the cost of a look is guessed.
     """
 
     def __init__(self, models: Models, paths: Paths, clock: Clock, divergence: bool) -> None:
         self.rounds = Rounds()
         self.modules: list[str] = []
-        self.guards = False
+        self.guards = self.beside = False
         self.in_region = clock.budget.share is None  # whether regions of lowp's may round what is watched
         self._models, self._paths, self._clock, self._divergence = models, paths, clock, divergence
         self._sizes: dict[int, int] | None = None  # of outputs, by module; None where nothing is to be guessed
         self._end_sizing: Callable[[], None] | None = None
         self._idle_until, self._idle_steps = 0.0, 0
+        self._compiled: tuple[int, bool] = 0, False  # of how many models, and whether one of them is
+        self._failures = 0
 
     # -- whose turn it is ---------------------------------------------------------------------------------------------
     def take_turns(self) -> None:
@@ -61,7 +66,31 @@ class Plan:
     @property
     def runs_otherwise(self) -> bool:
         """Whether a step that is looked at runs otherwise as a whole: not compiled, or observed by regions."""
-        return has_compiled() or (self.in_region and self._clock.budget.share is not None)
+        otherwise = self.in_region and self._clock.budget.share is not None
+        return self._is_compiled or has_compiled() or otherwise
+
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether a model, or a module in it, is compiled as such; functions may be where it is not."""
+        roots = self._models.roots
+        if self._compiled[0] != len(roots):
+            self._compiled = len(roots), any(map(is_compiled, roots.values()))
+        return self._compiled[1]
+
+    def failed(self, why: str = "") -> None:
+        """Note that a step could not run again beside the training; once it has failed too often, look otherwise."""
+        self._failures += 1
+        if self._failures == _MOST_FAILURES:
+            told = f" ({why})" if why else ""
+            print(
+                f"lowp profile: a compiled step cannot be run again beside the training{told}: steps that are recorded "
+                "run without torch.compile, and draw other random numbers",
+                file=sys.stderr,
+            )
+
+    def never_beside(self) -> None:
+        """Do not run steps again: they would change more than can be put back."""
+        self._failures, self.beside, self.modules = _MOST_FAILURES + 1, False, []
 
     def decide(self, step: int) -> None:
         """Choose the modules for a step, and whether to guard it."""
@@ -71,7 +100,12 @@ class Plan:
         elif self.runs_otherwise:
             room = math.inf if room >= self.rounds.whole else 0.0  # the step is dear, however few modules are seen
         self.modules = self.rounds.turn(step, room)
-        self.guards = self._divergence and self._can_guard(step)
+        looks = bool(self.modules) or self._sizes is not None
+        # other ranks need not look at the same step, and what a model does in the forward pass may need them all; of
+        # several models one may have been called before another one's backward pass, with which the tape ends
+        may = len(self._models.roots) == 1 and self._failures < _MOST_FAILURES and not distributed.has_other_ranks()
+        self.beside = looks and may and self._is_compiled
+        self.guards = (self._divergence and self._can_guard(step)) or self.beside
 
     @property
     def is_busy(self) -> bool:
@@ -113,8 +147,8 @@ class Plan:
         """Whether what modules write is seen just now."""
         return self._end_sizing is not None
 
-    def begin_sizing(self, running: nn.Module) -> None:
-        """See how much each module writes; `running` is a model whose call has begun."""
+    def begin_sizing(self, running: nn.Module | None) -> None:
+        """See how much each module writes; `running` is a model whose call has begun, if one has."""
         sizes = self._sizes = {}
         clock = self._clock
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lowp import distributed
 from lowp.errors import InvalidInput, Misuse
 from lowp.grad_scaler import GradScaler
+from lowp.numerics.again import beside, calls_again
 from lowp.numerics.clock import Clock
 from lowp.numerics.cycle import Cycle
 from lowp.numerics.guard import Guard
@@ -64,7 +65,8 @@ class Profiler:
         self.plan = Plan(self.models, self._paths, self._clock, divergence)
         self._kept = Recording(self._described(), None if out is None else Path(out))
         self._watch: Watch | None = None
-        self._guard = Guard(self.models, self._saw_loss, self._looking_away)
+        self._guard = Guard(self.models, self._saw_loss, self._looking_away, divergence)
+        self._guard.tape.after_backward = self._after_backward
         self._cycle = Cycle(self.models)
         self._ends: list[Callable[[], None]] = []
         self._place = 0
@@ -88,8 +90,7 @@ class Profiler:
             self._ends.append(self.optimizer.register_step_post_hook(self._after_step).remove)
         else:
             self._ends.append(register_optimizer_step_post_hook(self._after_step).remove)
-        if self._divergence:
-            self._ends.append(self._guard.listen())
+        self._ends.append(self._guard.listen())
         self._prepare()
         return self
 
@@ -141,8 +142,9 @@ class Profiler:
             self._before_forward(model, args, {})
 
     def begin_within(self, model: nn.Module, args: Any) -> None:
-        """Treat a call of a model that is already running as its first call."""
-        self._before_forward(model, args, {})
+        """Take a call of a model that runs already for the first; not for one to run again, as arguments are lost."""
+        if not self.plan.beside:
+            self._before_forward(model, args, {})
 
     @property
     def is_replaying(self) -> bool:
@@ -227,7 +229,7 @@ class Profiler:
                 self._skip_step()
             if self.plan.modules and self._watch is None:
                 self._begin_watch(module)
-            elif self.plan.wants_sizes:
+            elif self.plan.wants_sizes and not self.plan.beside:
                 self._stance.set(False)
                 self.plan.begin_sizing(module)
             if self.plan.guards and torch.is_grad_enabled():
@@ -246,21 +248,25 @@ class Profiler:
 
     def _begin_watch(self, running: nn.Module) -> None:
         plan, entry = self.plan, entries.current()
-        if entry is not None and entry.engine is not None and not plan.in_region:
+        region = entry.region if entry is not None and entry.engine is not None else None
+        if plan.beside and region is not None and region.exponents is not None:
+            plan.never_beside()  # a shared exponent follows every tensor that is written
+        if region is not None and not plan.beside and self._end_observing is None:
             plan.in_region = True  # it must know before it is entered that it is observed
             plan.modules = []
             return
         modules = None if plan.is_whole else plan.modules
-        self._watch = Watch(self.step, self._paths, self.models, self._scale.value, modules, self._place)
+        self._watch = Watch(self.step, self._paths, self.models, self._scale.value, modules, self._place, plan.beside)
         self._watch.on_backward = self._saw_loss
-        self._stance.set(False)
+        if not plan.beside:
+            self._stance.set(False)
         self._watch.follow(running)
 
     def _prepare(self) -> None:
         """Be ready for the next step, or leave it alone."""
         plan = self.plan
         plan.decide(self.step)
-        if plan.modules and plan.in_region and self._end_observing is None:
+        if plan.modules and plan.in_region and not plan.beside and self._end_observing is None:
             self._end_observing = observe(self._observed)
         if not plan.guards:
             self._guard.rest()
@@ -294,6 +300,28 @@ class Profiler:
         if loss.numel() == 1:
             seen.loss = float(loss.detach()) / scale
             self._kept.add_fault(self._guard.saw_loss(loss, seen, scale))
+        self._spent(started)
+
+    def _after_backward(self, gradient: Tensor | None) -> None:
+        """Run a compiled step once more, as it was written, where it is looked at."""
+        watch, plan, tape = self._watch, self.plan, self._guard.tape
+        if not plan.beside or (watch is None and not plan.wants_sizes):
+            return
+        started = time.perf_counter()
+        if watch is not None:
+            watch.pause()
+        try:
+            with self._guard.replaying(), beside(tape, self.models):
+                if watch is not None:
+                    watch.look_again(tape, gradient)
+                else:
+                    plan.begin_sizing(None)
+                    calls_again(tape)
+                    plan.end_sizing()
+        except Exception as error:  # of the model's own code, which need not run twice: the training goes on
+            plan.failed(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+        if watch is not None:
+            watch.follow()
         self._spent(started)
 
     @contextmanager
@@ -374,6 +402,10 @@ class Profiler:
         """Keep what a step has seen, and count its time."""
         started = time.perf_counter()
         watch, looked = self._watch, self.plan.modules
+        if watch is not None and not watch.is_complete:
+            self.plan.failed()
+            self._drop_watch()
+            watch = None
         if watch is not None:
             seen = self._guard.current(self.step)
             part = watch.finish()
@@ -387,7 +419,7 @@ class Profiler:
         self.budget.spent(time.perf_counter() - started, watch is not None)
         if watch is not None:
             self.budget.spent(watch.seconds, True)
-            self.plan.rounds.looked(looked, self._clock.end_watched(self.plan.runs_otherwise))
+            self.plan.rounds.looked(looked, self._clock.end_watched(self.plan.runs_otherwise and not watch.beside))
         else:
             self._clock.end_unwatched(self.plan.guards and self.step > 0)
         self.step += 1

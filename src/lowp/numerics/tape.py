@@ -53,6 +53,7 @@ class Tape(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.on_backward: Callable[[Tensor], None] = lambda loss: None
+        self.after_backward: Callable[[Tensor | None], None] = lambda gradient: None  # told of the loss's gradient
         self.calls: list[Call] = []
         self.loss: int | None = None  # its number
         self.autocast: list[tuple[str, bool, torch.dtype]] = []
@@ -75,11 +76,14 @@ class Tape(TorchFunctionMode):
 
         @wraps(original)
         def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._records and take_off(self):
-                self._is_on = False
-                self.on_backward(loss)
-                self._records = False
-            return original(loss, *args, **kwargs)
+            if not self._records or not take_off(self):
+                return original(loss, *args, **kwargs)
+            self._is_on = False
+            self.on_backward(loss)
+            self._records = False
+            result = original(loss, *args, **kwargs)
+            self.after_backward(args[0] if args else kwargs.get("gradient"))
+            return result
 
         def end() -> None:
             if owner.backward is backward:

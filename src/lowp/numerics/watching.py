@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lowp.kernels.spectra import count_tensor, numbers_at, sampled, slope_of
+from lowp.numerics.again import calls_again
 from lowp.numerics.clock import call_costs
 from lowp.numerics.models import Models
 from lowp.numerics.modes import (
@@ -35,8 +37,9 @@ from lowp.numerics.modes import (
 )
 from lowp.numerics.record import Key, OpSeen, Part, Print
 from lowp.numerics.spectrum import Spectrum
+from lowp.numerics.tape import Tape
 from lowp.numerics.updates import Updates
-from lowp.ops.observing import Observation
+from lowp.ops.observing import Observation, observe
 from lowp.region import entries
 
 __all__ = ["Watch", "guessed_cost", "looked_at", "parameter_key"]
@@ -70,7 +73,8 @@ class Watch(TorchFunctionMode):
     """Looks at one step, or at some modules in it, from its first op to the end; what it saw is in `part` then.
 
     `modules` are the paths of those that are looked at, None for all. `place` is how many function modes were in force
-    where the profile began. `seconds` counts the time that was spent here, and that which torch needs to come here.
+    where the profile began. `beside`: the step's own ops are left alone, as they are compiled, and are looked at as
+    they run again. `seconds` counts the time that was spent here, and that which torch needs to come here.
     """
 
     def __init__(
@@ -81,9 +85,11 @@ class Watch(TorchFunctionMode):
         scale: Callable[[], float],
         modules: Collection[str] | None = None,
         place: int = 0,
+        beside: bool = False,
     ) -> None:
         super().__init__()
         self.step, self.part, self.seconds = step, Part(), 0.0
+        self.beside, self.is_complete = beside, not beside  # complete: ops were looked at
         self._paths, self._models, self._scale, self._place = paths, models, scale, place
         self._modules = None if modules is None else frozenset(modules)
         self._weight_gradients: dict[str, Seen] = {}
@@ -126,12 +132,39 @@ class Watch(TorchFunctionMode):
     def follow(self, running: nn.Module | None = None) -> None:
         """Follow the modules that are called from now on; `running` is a model whose call has begun."""
         self.pause()
-        self._ends.append(self._paths.follow(self._entered, self._left, self._modules, running))
+        if not self.beside:
+            self._follow_ops(running)
         for name, parameter in self._models.named_parameters():
             if parameter.requires_grad and self.looks_at(name.rpartition(".")[0]):
                 listen: Any = parameter.register_post_accumulate_grad_hook
                 self._ends.append(listen(partial(self._accumulated, name)).remove)
+
+    def _follow_ops(self, running: nn.Module | None = None) -> None:
+        self._ends.append(self._paths.follow(self._entered, self._left, self._modules, running))
         self._turn(self.looks_at(self._paths.current))
+
+    def look_again(self, tape: Tape, gradient: Tensor | None) -> None:
+        """Look at the step of a tape, which runs once more in here; the time of that is not counted in `seconds`.
+
+        `gradient` is that of the loss, None for 1. The watch is paused before and after. Raises ValueError where the
+        loss did not come of the tape.
+        """
+        seconds, told = self.seconds, len(self._told)
+        end = observe(self.observed) if tape.region is not None else None
+        try:
+            with tape.region.resume() if end is not None else nullcontext():
+                self._follow_ops()
+                loss = calls_again(tape)
+                if loss is None:
+                    raise ValueError("the loss was not computed from a call of the model")
+                del self._told[told:]  # of passes that tried loss scales
+                torch.autograd.backward(loss, torch.ones_like(loss) if gradient is None else gradient)
+            self.is_complete = True
+        finally:
+            if end is not None:
+                end()
+            self.pause()
+            self.seconds = seconds
 
     def pause(self) -> None:
         """Stop looking at ops, until `follow` is called again; what the optimizer does is still looked at."""
