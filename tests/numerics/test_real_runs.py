@@ -11,10 +11,10 @@ import torch
 import lowp
 from lowp.formats import FloatFormat
 from lowp.numerics import watching
-from lowp.numerics.advice import _gradients
 from lowp.numerics.prediction import effect, lost_updates
 from lowp.numerics.record import Key, Record
 from lowp.numerics.spectrum import PARTS, Spectrum
+from lowp.numerics.windows import _gradients
 from lowp.recipes.training import Settings, Training, load_data
 
 ODD = ("e5m5", "e4m6", "e6m9", "e3m4", "e5m3", "e2m3", "e2m1", "e4m3fn", "fp16")
