@@ -91,7 +91,7 @@ def _reduce_(value: torch.Tensor, operation: torch.distributed.ReduceOp.RedOpTyp
 
 
 def _device_for(value: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.device:
-    """Return a device on which the group can reduce: NCCL takes no CPU tensors, such as flags of offloaded gradients."""
+    """Return a device on which the group can reduce: NCCL takes no CPU tensors, such as flags of offloaded ones."""
     kinds = {device.type: device for device in _devices(group)}
     if value.device.type in kinds or not kinds:
         return value.device

@@ -93,7 +93,7 @@ class StepGuard:
 
     # -- runs in which nothing is skipped -------------------------------------------------------------------------
     def turned_bad(self, bad: torch.Tensor | bool) -> bool:
-        """Return True once if any step so far was not finite. `bad` is this step's flag, a 0-dimensional bool tensor.
+        """Return True once if any step so far was not finite. `bad`: the flag of this step, 0-dimensional or a bool.
 
         On a CPU the answer is for this step; on an accelerator it comes at a later step, when the flag has arrived.
         """

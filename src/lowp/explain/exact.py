@@ -296,7 +296,7 @@ class Outcome:
 def outcomes(
     value: Number | Fraction | float | int | str, cast: AnyCast, random: Fraction | None = None
 ) -> tuple[Outcome, ...]:
-    """Return every possible result of a cast, the likelier first: two for a stochastic cast without `random`, else one."""
+    """Return every possible result, the likelier first: two for a stochastic cast without `random`, else one."""
     number, cast = Number.of(value), parse_cast(cast)
     if not cast.is_stochastic or random is not None:
         return (Outcome(Fraction(1), round_exact(number, cast, random)),)

@@ -67,8 +67,8 @@ class Trajectory:
 class WeightUpdate:
     """One update `weight + step`, rounded, its verdict, and `steps` such updates.
 
-    `step` is the exact signed update: +gradient, or -gradient, or -learning_rate * gradient. `spacing_ratio` is
-    |step| in units of the spacing in the direction of the step. `threshold` is None if no size in this direction moves the
+    `step` is the exact signed update: +gradient, or -gradient, or -learning_rate * gradient. `spacing_ratio` is |step|
+    in units of the spacing in the direction of the step. `threshold` is None if no size in this direction moves the
     weight. `outcomes` are the possible results of a stochastic cast. `expected` is the mean after all steps under
     stochastic rounding with unlimited random bits; None if it is beyond the largest number.
     """
@@ -109,7 +109,7 @@ class WeightUpdate:
 
     @property
     def bias(self) -> Fraction | None:
-        """Mean of a stochastic cast's results minus the exact sum; None if one is not finite or for other casts."""
+        """Mean of a stochastic cast's results minus the exact sum; None if one is not finite or without results."""
         return _bias(self.outcomes, self.weight.result.value + self.step) if self.outcomes else None
 
 
