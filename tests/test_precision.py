@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,26 @@ def test_the_state_alone_brings_back_counters_and_random_numbers() -> None:
     resumed.load_state_dict(state)
     assert torch.equal(torch.rand(3), drawn)
     assert (resumed.steps, resumed.skipped_steps, resumed.scale) == (2, 1, 2.0**15)
+
+
+@pytest.mark.parametrize("name", ["flex16+5", "bf16-storage"])
+def test_a_group_that_the_users_own_optimizer_is_given_later_trains_as_the_others(name: str) -> None:
+    def losses(adds: Callable[[torch.optim.Optimizer, torch.optim.Optimizer], torch.optim.Optimizer]) -> list[float]:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(6, 4)
+        inner = torch.optim.SGD(model[2].parameters(), lr=1e-3)
+        precision = lowp.Precision(name)
+        model, optimizer = precision.prepare(model, inner)
+        found = []
+        for step in range(40):
+            if step == 1:
+                adds(inner, optimizer).add_param_group({"params": list(model[0].parameters())})
+            optimizer.zero_grad()
+            with precision.autocast():
+                loss = model(x).float().square().mean()
+            precision.backward(loss)
+            precision.step(optimizer)
+            found.append(loss.item())
+        return found
+
+    assert losses(lambda inner, _: inner) == losses(lambda _, optimizer: optimizer)

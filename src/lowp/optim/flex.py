@@ -140,6 +140,8 @@ class FlexWeights(Wrapper):
     @torch.no_grad()
     def write_gradients(self) -> None:
         """Write the gradients as the step reads them: those that are not finite are then among the faults."""
+        if not self._adopted.issuperset(self._parameters()):  # a group was added to the inner optimizer itself
+            self._adopt()
         given = [
             (one.grad, _gradient(self._names[one]))
             for one in self._parameters()

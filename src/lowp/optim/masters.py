@@ -114,6 +114,8 @@ class MasterWeights(Wrapper):
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the masters from the parameters' gradients and write them back, rounded to the storage format."""
+        if not self._masters.keys() >= set(parameters_of(self)):  # a group was added to the inner optimizer itself
+            self._adopt()
         told = {} if self.storage.cast is None else self.names.watches(self._masters, self)
         amp = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         with self._on_masters():
