@@ -150,6 +150,21 @@ def test_torch_func_within_a_step_that_has_not_ended(
     assert numbers(ran.stdout) == pytest.approx(numbers(plain("per_sample.py")), rel=0.05)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "flex16+5"])
+def test_checkpointed_layers_are_computed_again_as_they_were(
+    precision: str, plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    ran = run_in(precision, "checkpointed.py", tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert numbers(ran.stdout) == pytest.approx(numbers(plain("checkpointed.py")), rel=1e-3)
+
+
+def test_threads_that_train_at_once_do_not_take_each_others_scale(plain: Callable[[str], str], tmp_path: Path) -> None:
+    ran = run_in("fp16", "threads.py", tmp_path)
+    assert ran.returncode == 0 and "Traceback" not in ran.stderr, ran.stderr
+    assert numbers(ran.stdout) == pytest.approx(numbers(plain("threads.py")), rel=0.01)
+
+
 def test_a_closure_optimizer_runs_in_fp32_and_says_so(plain: Callable[[str], str], tmp_path: Path) -> None:
     ran = run_in("bf16", "lbfgs.py", tmp_path)
     assert ran.stdout == plain("lbfgs.py")

@@ -18,6 +18,8 @@ from lowp.launch.session import Session
 __all__ = ["install"]
 
 _tracing = cast(Callable[[], object], private("torch._guards.TracingContext.try_get"))
+_task = cast(Callable[[], int], private("torch._C._current_graph_task_id"))
+_NO_TASK = -1  # outside of any backward pass, also on the threads that run the passes of a device
 # torch.autograd.grad returns its result to the script, and no step is skipped on overflow. This scale leaves fp16 six
 # bits above a seed of 1 and ten below.
 _GRAD_SCALE = 1024.0
@@ -105,7 +107,7 @@ def install(session: Session) -> None:
     @wraps(original_backward)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
         # a reentrant checkpoint calls this within a pass, whose gradients are already scaled
-        if session.rests or local.backward:
+        if session.rests or local.backward or _task() != _NO_TASK:
             return original_backward(tensors, grad_tensors, *args, **kwargs)
         session.end_step()
         session.record.backward_passes += 1
@@ -123,7 +125,7 @@ def install(session: Session) -> None:
     @wraps(original_grad)
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         # AOTAutograd traces through this function: a scale would become part of the compiled graph
-        if session.rests or local.backward or _tracing() is not None:
+        if session.rests or local.backward or _task() != _NO_TASK or _tracing() is not None:
             return original_grad(outputs, inputs, grad_outputs, *args, **kwargs)
         several = _tensors(outputs)
         local.backward += 1
@@ -146,13 +148,14 @@ def _scaled_backward(
     kwargs: dict[str, Any],
 ) -> Any:
     given = kwargs.pop("grad_variables", given) if given is None else given
-    scaled.begin(outputs, looks=given is None)
-    try:
-        result = original(outputs, scaled.seeds(outputs, given), *args, **kwargs)
-        scaled.gradients.unscale_retained()
-        return result
-    finally:
-        scaled.end()
+    with scaled.session.turn:
+        scaled.begin(outputs, looks=given is None)
+        try:
+            result = original(outputs, scaled.seeds(outputs, given), *args, **kwargs)
+            scaled.gradients.unscale_retained()
+            return result
+        finally:
+            scaled.end()
 
 
 def _scaled_grad(
@@ -163,13 +166,14 @@ def _scaled_grad(
 ) -> Any:
     inputs, given, args, kwargs = rest
     gradients = scaled.gradients
-    scaled.begin(outputs, most=_GRAD_SCALE)
-    try:
-        found = original(outputs, inputs, scaled.seeds(outputs, given), *args, **kwargs)
-        of = _tensors(inputs)
-        return tuple(
-            one if one is None or gradients.is_adopted(leaf) else gradients.unscaled(one)
-            for one, leaf in zip(found, of, strict=True)
-        )
-    finally:
-        scaled.end()
+    with scaled.session.turn:
+        scaled.begin(outputs, most=_GRAD_SCALE)
+        try:
+            found = original(outputs, inputs, scaled.seeds(outputs, given), *args, **kwargs)
+            of = _tensors(inputs)
+            return tuple(
+                one if one is None or gradients.is_adopted(leaf) else gradients.unscaled(one)
+                for one, leaf in zip(found, of, strict=True)
+            )
+        finally:
+            scaled.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -67,7 +68,7 @@ class Forward:
     def under_rules(self, compute: Callable[[], Any]) -> Any:
         """Return the result of `compute` under the rules, in fp32."""
         session = self.session
-        if not functorch_is_active():  # a transform may not write the scale: a later pass ends the step
+        if not functorch_is_active():  # a transform cannot write the scale: a later pass ends the step
             session.end_step()
         session.record.calls += 1
         session.local.calls += 1
@@ -158,6 +159,7 @@ def install(session: Session) -> None:
     nn.Module.__call__ = __call__  # type: ignore[method-assign]
     _install_functions(session)
     _install_compile(session, forward)
+    _install_checkpoints(session, forward)
 
 
 def _watch_first_call(session: Session) -> None:
@@ -201,6 +203,37 @@ def _install_compile(session: Session, forward: Forward) -> None:
         return lambda function: around(decorate(function))
 
     torch.compile = compile
+
+
+def _install_checkpoints(session: Session, forward: Forward) -> None:
+    """Recompute checkpointed functions in the backward pass in the formats of the forward pass.
+
+    A function that is checkpointed outside of any module runs under the rules as a whole, as a compiled one does.
+    """
+    module = cast(Any, sys.modules["torch.utils.checkpoint"])
+    original = cast(Callable[..., Any], module.checkpoint)
+    local = session.local
+
+    @wraps(original)
+    def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if session.rests or torch.compiler.is_compiling():
+            return original(function, *args, **kwargs)
+        if not (local.calls or local.alone or local.backward):
+            return forward.under_rules(lambda: checkpoint(function, *args, **kwargs))
+        calls, alone = local.calls, local.alone
+
+        @wraps(function)
+        def run(*given: Any, **named: Any) -> Any:
+            before = local.calls, local.alone, local.backward
+            local.calls, local.alone, local.backward = calls, alone, 0
+            try:
+                return function(*given, **named)
+            finally:
+                local.calls, local.alone, local.backward = before
+
+        return original(run, *args, **kwargs)
+
+    module.checkpoint = checkpoint
 
 
 def _install_functions(session: Session) -> None:

@@ -6,7 +6,7 @@ the gradient was finite, because the script may clip it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import wraps
 from typing import Any, cast
 
@@ -35,6 +35,7 @@ class Gradients:
         self.inverse: Tensor | None = None
         self._adopted: Any = WeakTensorKeyDictionary()
         self._nonfinite: Any = WeakTensorKeyDictionary()
+        self._waiting: Any = WeakTensorKeyDictionary()  # leaves that have received a gradient since their last step
         self._retained: list[TensorWeakRef] = []
 
     def unscaled(self, gradient: Tensor) -> Tensor:
@@ -55,9 +56,11 @@ class Gradients:
 
         @unserializable_hook  # type: ignore[untyped-decorator]
         def unscale(gradient: Tensor) -> Tensor | None:
+            owner = reference()
+            if owner is not None and not self.is_trial:
+                self._waiting[owner] = True
             if self.inverse is None:
                 return None
-            owner = reference()
             if owner is not None:
                 self._note(owner, gradient)
             return self.unscaled(gradient)
@@ -76,14 +79,23 @@ class Gradients:
 
     def take_nonfinite(self, leaves: Iterable[Tensor]) -> Tensor | None:
         """Return whether any gradient of these leaves was not finite, and forget it; None if nothing was noted."""
-        found = [self._nonfinite.pop(leaf, None) for leaf in leaves]
+        found = [self._take(leaf) for leaf in leaves]
         flags = [flag for flag in found if flag is not None]
         return torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
+
+    def are_waiting(self, leaves: Container[Tensor]) -> bool:
+        """Whether any of these leaves has received a gradient since its last step."""
+        return any(leaf in leaves for leaf in list(self._waiting))
 
     def forget(self, leaves: Iterable[Tensor]) -> None:
         """Forget the notes on gradients that have been zeroed."""
         for leaf in leaves:
-            self._nonfinite.pop(leaf, None)
+            self._take(leaf)
+
+    def _take(self, leaf: Tensor) -> Tensor | None:
+        self._waiting.pop(leaf, None)
+        found: Tensor | None = self._nonfinite.pop(leaf, None)
+        return found
 
     # -- what is retained of hidden tensors -------------------------------------------------------------------------
     def retain(self, tensor: Tensor) -> None:

@@ -53,6 +53,8 @@ class Session:
 
             self.preset = replace(self.preset, loss_scale=presets.LossScale.parse(settings.loss_scale))
         self.local = _Local()
+        # all leaves and optimizers share one scale, so only one thread at a time runs a scaled pass or step
+        self.turn = threading.RLock()
         self.record = Record(self.preset.name, rank=int(os.environ.get("RANK", 0)))
         # objects that the places make for each other; without a loss scale `gradients` stays None
         from torch.utils.weak import WeakTensorKeyDictionary

@@ -118,7 +118,8 @@ class _Steps:
             held = self._held[optimizer] = Held(optimizer, inner)
         held.arguments = args, kwargs
         if self.session.is_scaling:
-            result = self._scaled_step(optimizer, held, parameters, nonfinite)
+            with self.session.turn:
+                result = self._scaled_step(optimizer, held, parameters, nonfinite)
         else:
             result = precision.step(self._of(optimizer, held))
         cast(Any, optimizer)._opt_called = True  # schedulers check this; torch.amp's skipped steps set it too
@@ -127,30 +128,31 @@ class _Steps:
     def _scaled_step(self, optimizer: Optimizer, held: Held, parameters: list[Tensor], nonfinite: Tensor | None) -> Any:
         """Step one optimizer. The scale moves once, after all optimizers that share a backward pass have stepped.
 
-        All have stepped when only their parameters have gradients. If other parameters have gradients, possibly of
-        another pass, the next forward or backward pass ends the step.
+        All have stepped when no other parameter waits for a step (`.grad` is not read, since other threads may write it).
+        If others wait, possibly of another pass, the next forward or backward pass ends the step.
         """
         session, identities = self.session, {id(one) for one in parameters}
         if not self._stepped.isdisjoint(identities):
             session.end_step()
         scaler = session.precision.scaler
-        scaler.scale(
-            torch.ones((), dtype=torch.float32)
-        )  # the scale is made at the first loss; a script may step before
+        scaler.scale(torch.ones((), dtype=torch.float32))  # made at the first loss; a script may step before
         scaler.check_(held, nonfinite)
         result = session.precision.step_one(self._of(optimizer, held))
         self._stepped |= identities
         session.end_step = self._end_step
         is_only = len(self._stepped) >= len(session.stepped)
-        if is_only or all(one.grad is None or id(one) in self._stepped for one in list(session.stepped)):
+        if is_only or self.gradients is None or not self.gradients.are_waiting(session.stepped):
             self._end_step()
         return result
 
     def _end_step(self) -> None:
-        self.session.end_step = nothing
-        self._stepped.clear()
-        self.session.precision.end_step()
-        self._note_scale()
+        with self.session.turn:
+            self.session.end_step = nothing
+            if not self._stepped:  # another thread has ended the step
+                return
+            self._stepped.clear()
+            self.session.precision.end_step()
+            self._note_scale()
 
     def _note_scale(self) -> None:
         record, scale = self.session.record, self.session.precision.scale
@@ -207,7 +209,7 @@ def _install_groups(session: Session, steps: _Steps) -> None:
 
     @wraps(set_state)
     def __setstate__(self: Optimizer, state: dict[str, Any]) -> None:
-        # a copy, or what was pickled, adds no group; its parameters are the copy's
+        # copies and unpickled optimizers add no group, and have parameters of their own
         set_state(self, state)
         steps.hold(one for group in state.get("param_groups", ()) for one in group["params"])
 
