@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import lowp
 from lowp import kernels
 from lowp.casts import parse
 from lowp.exponents.table import COUNTS, ExponentTable
@@ -79,3 +80,17 @@ def test_sums_by_halves_take_a_row_of_any_length() -> None:
 
 def test_a_window_that_is_too_long_for_the_library_is_left_to_torch() -> None:
     assert not predictions.observes(replace(Autoflex(), window=257))
+
+
+def test_a_step_of_parameters_needs_no_library() -> None:
+    model = torch.nn.Linear(4, 3)
+    precision = lowp.Precision("flex16+5")
+    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        with kernels.use("reference"):
+            with precision.autocast():
+                loss = model(torch.ones(2, 4)).square().sum()
+            precision.backward(loss)
+            precision.step(optimizer)
+    assert not torch.equal(model.weight, before)

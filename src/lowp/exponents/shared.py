@@ -177,6 +177,8 @@ class SharedExponents:
             for i, (x, site) in enumerate(zip(tensors, sites, strict=True))
             if site in group.names and is_direct(x)
         }
+        if not hints:  # without the library there are none
+            return found
         for i, one in zip(hints, exact_list([tensors[i] for i in hints], list(hints.values())), strict=True):
             found[i] = exact_mantissas(tensors[i], cast, hints[i]) if one is None else one
         return found
