@@ -1,4 +1,4 @@
-"""Shared exponents that belong to sites of a training step: all tensors in int16, each under its own power of two."""
+"""Shared exponents of the sites of a training step: every tensor is int16 under its own power of two."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What ranks agree on about shared exponents: by name which sites there are, and what a step has seen at each.
+"""The agreement of ranks about shared exponents: which sites exist, by name, and what a step has seen at each site.
 
 Ranks may run different ops (stochastic depth, a branch that only one rank takes, a NaN that changes the path of a
-product), and meet sites in another order. So a site is known by its name: the agreed sites stand in one list, the
-same on every rank, and one all-reduce a step carries a column for each. A rank that did not write at a site
-contributes nothing to it. New sites are announced with that all-reduce, gathered once, and appended in sorted order.
+product) and reach sites in different order. So sites are identified by name: the agreed sites are one list, the same on
+every rank, and one all-reduce per step has a column for each. A rank that did not write at a site contributes nothing.
+New sites are announced with that all-reduce, gathered once, and appended in sorted order.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Make = Callable[[Cast, torch.device], ExponentTable]
 
 
 class AgreedSites:
-    """The sites that all ranks know, by their cast; every rank has to make the same calls."""
+    """The sites that all ranks know, by cast. Every rank must make the same calls."""
 
     def __init__(self, groups: Groups | None = None) -> None:
         self._sites = {cast: sorted(group.names) for cast, group in (groups or {}).items()}
         self._digest = self._digested()
 
     def fault(self, found: bool, ranks: distributed.Group) -> bool:
-        """Return whether any rank has found a fault; raises Misuse, on all ranks, where their lists differ."""
+        """Return whether any rank has found a fault. Raises Misuse, on all ranks, if their lists differ."""
         vector = torch.tensor([int(found), self._digest, -self._digest])
         distributed.agree_on_maximum_(vector, ranks)
         if int(vector[1]) != -int(vector[2]):
@@ -44,9 +44,9 @@ class AgreedSites:
         return bool(vector[0])
 
     def agree(self, groups: Groups, make: Make, ranks: distributed.Group) -> dict[Cast, Tensor]:
-        """Return what all ranks have seen in this step, by cast, a column an entry as `ExponentTable.columns` has them.
+        """Return the observations of all ranks in this step, by cast, with columns as in `ExponentTable.columns`.
 
-        `make` makes the entries of a cast that only other ranks have used so far, on a device.
+        `make` makes the table of a cast that only other ranks have used so far, on a device.
         """
         agreed: dict[Cast, list[Tensor]] = {}
         done: dict[Cast, int] = {}
@@ -65,7 +65,7 @@ class AgreedSites:
     def _reduced(
         self, groups: Groups, todo: Mapping[Cast, list[str]], ranks: distributed.Group
     ) -> tuple[dict[Cast, Tensor], bool]:
-        """Return the maxima over ranks of the columns of some sites, and whether any rank has sites to announce."""
+        """Return the maxima over ranks of the columns of some sites, and whether any rank has new sites."""
         parts = {cast: groups[cast].columns(names) for cast, names in todo.items() if names}
         flag = torch.tensor([float(any(self._new(groups).values()))], dtype=torch.float64)
         device = next((part.device for part in parts.values()), flag.device)
@@ -79,7 +79,7 @@ class AgreedSites:
         return found, bool(pieces[-1])
 
     def _new(self, groups: Groups) -> dict[Cast, list[str]]:
-        """The sites of this rank that are not agreed on."""
+        """Return the sites of this rank that are not agreed on."""
         new: dict[Cast, list[str]] = {}
         for cast, group in groups.items():
             agreed = self._sites.get(cast, [])
@@ -89,7 +89,7 @@ class AgreedSites:
         return new
 
     def _announce(self, groups: Groups, make: Make, ranks: distributed.Group) -> None:
-        """Tell all ranks of new sites, and give this one an entry for each of theirs."""
+        """Send new sites to all ranks, and make an entry for each site of the others."""
         own = [(cast, groups[cast].device.type, names) for cast, names in self._new(groups).items()]
         union: dict[Cast, set[str]] = {}
         devices: dict[Cast, str] = {}
@@ -111,7 +111,7 @@ class AgreedSites:
 
     @staticmethod
     def _in_order(group: ExponentTable, names: list[str], parts: list[Tensor]) -> Tensor:
-        """Return the columns of agreed sites in the order of a rank's own entries."""
+        """Return the columns of agreed sites in the order of this rank's entries."""
         agreed = torch.cat(parts, dim=1)
         own = torch.empty_like(agreed)
         own[:, torch.tensor([group.names[name] for name in names], device=agreed.device)] = agreed

@@ -1,4 +1,4 @@
-"""Tables of shared exponents in a checkpoint: whether what was saved is whole, and copies of it."""
+"""Tables of shared exponents in a checkpoint: checks that the saved tables are complete, and copies them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["check_whole", "copied"]
 
 
 def copied(saved: Tensor, device: torch.device | str) -> Tensor:
-    """Return a copy on a device, whose elements lie side by side in memory."""
+    """Return a contiguous copy on a device."""
     return saved.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def check_whole(group: ExponentTable, saved: Mapping[str, Any]) -> None:
-    """Raise InvalidInput unless saved entries have names, and tensors of the sizes and types that this group keeps."""
+    """Raise InvalidInput unless the saved entries have names, and tensors of this table's sizes and types."""
     names = saved.get("sites")
     parts: list[tuple[object, Mapping[str, Tensor]]] = [
         (saved.get("state"), group.state._asdict()),

@@ -1,4 +1,4 @@
-"""Which scaling a cast with shared exponents describes, and the same cast without one."""
+"""The scaling that a cast with shared exponents describes, and the same cast without one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["current", "scaling_of"]
 
 
 def scaling_of(cast: Cast) -> Autoflex | Reactive:
-    """The scaling that a cast describes; raises InvalidInput for one that no shared exponent of int16 can have."""
+    """Return the scaling that a cast describes. Raises InvalidInput if shared exponents of int16 do not support it."""
     spec, format = cast.scaling, cast.format
     if not has_mantissas(cast) or spec is None or spec.kind in ("current", "delayed"):
         raise InvalidInput(
@@ -30,5 +30,5 @@ def scaling_of(cast: Cast) -> Autoflex | Reactive:
 
 
 def current(cast: Cast) -> Cast:
-    """The same format under the exponent that the tensor's own maximum asks for."""
+    """Return the same format under the exponent of the tensor's own maximum."""
     return Cast(cast.format, cast.rounding, cast.overflow)

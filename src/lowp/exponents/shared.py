@@ -1,10 +1,10 @@
-"""Shared exponents that belong to sites: which entry a tensor is written under, and what all entries remember.
+"""Shared exponents of sites: which entry a tensor is written under, and the state of all entries.
 
-A site is one tensor that one operation writes at one spot of the step (`sites` says what a spot is), named in words:
-"output of 0 linear", "weight gradient of layer1.0.conv1 conv2d", "update of fc.bias". All sites of one cast are one
-vectorised state; the maxima of a step's writes are observed together at its end, which is also when ranks agree on
-them. What is written outside of training (no gradients recorded) is not remembered, and has the exponent that its own
-maximum asks for: an evaluation changes nothing of the training, and does not depend on the one before.
+A site is one tensor that one operation writes at one spot of the step (`sites` defines spots). Its name is a text:
+"output of 0 linear", "weight gradient of layer1.0.conv1 conv2d", "update of fc.bias". All sites of one cast share one
+vectorised state. The maxima of a step's writes are observed together at the end of the step, when ranks agree on them.
+Writes outside of training (no gradients recorded) are not remembered and use the exponent of the tensor's own maximum:
+an evaluation does not change the training and does not depend on earlier evaluations.
 
 Source: Koester et al. 2017, arXiv 1711.02213, section 3.3 and algorithms 1 and 2.
 """
@@ -45,7 +45,7 @@ _VERSION = 2
 
 
 class SharedExponents:
-    """The exponents of all sites of a training run: `write` uses them, `flush` moves them, `summary` tells of them."""
+    """The exponents of all sites of a training run: `write` uses them, `flush` updates them, `summary` sums them up."""
 
     def __init__(self) -> None:
         self._groups: dict[Cast, ExponentTable] = {}
@@ -54,7 +54,7 @@ class SharedExponents:
         self._watchers: list[Callable[[Flush], object]] = []
         self._listeners: list[Callable[[str, Tensor, int], object]] = []
         self._agreed = AgreedSites()
-        self.has_told_beyond = False  # of numbers that the format is too small for
+        self.has_told_beyond = False  # about numbers too large for the format
 
     # -- writing --------------------------------------------------------------------------------------------------
     def write(self, x: Tensor, cast: Cast, site: str, *, training: bool = True, unless_exact: bool = False) -> Tensor:
@@ -64,7 +64,7 @@ class SharedExponents:
         `unless_exact` gives x back where it is in the format, under whatever exponent, and notes nothing. Outside of
         `training` the exponent is that of x's own maximum, or the site's where the cast predicts none.
         """
-        x = x.detach() if x.requires_grad else x  # the same tensor where that can be, for what is known of it
+        x = x.detach() if x.requires_grad else x  # the same tensor object if possible, for data cached by tensor
         if unless_exact and payloads.is_exact(x, cast):
             return x.float()
         group = self._group(cast, x.device)
@@ -82,7 +82,7 @@ class SharedExponents:
 
     @staticmethod
     def _with_low_word(group: ExponentTable, x: Tensor, high: Tensor, site: str) -> Tensor:
-        """Return what was written of x at a site, with its second word where one would lose features of a gradient."""
+        """Return the written value of x, with a second word if one word would lose features of a gradient."""
         axis = features_axis(site, x)
         if axis is None:
             return high
@@ -93,9 +93,9 @@ class SharedExponents:
         return high if low is None else low.add_(high)
 
     def sum_entry(self, cast: Cast, site: str) -> SumEntry | None:
-        """Return where an exact sum of training is written from its integers; see `ExponentTable.sum_entry`.
+        """Return the entry for writing an exact sum of training from its integers; see `ExponentTable.sum_entry`.
 
-        None where the sum itself has to be seen first, and is to be given to `write`.
+        None if the sum itself must be examined first and passed to `write`.
         """
         if self._listeners:
             return None
@@ -103,12 +103,12 @@ class SharedExponents:
         return group.sum_entry(self._begun(group, site))
 
     def write_(self, x: Tensor, cast: Cast, site: str) -> None:
-        """Write x, of fp32, in place, as `write` does."""
+        """Write x, an fp32 tensor, in place, as `write` does."""
         if self._listeners:
             x.copy_(self.write(x, cast, site))
             return
         group = self._group(cast, x.device)
-        if not group.has_integer_kernels:  # which would have to be asked whether x is coarse
+        if not group.has_integer_kernels:  # an accelerator would have to be read to know whether x is coarse
             x.copy_(self.write(x, cast, site))
             return
         index = self._begun(group, site)
@@ -122,7 +122,7 @@ class SharedExponents:
         self._note_faults(group, ((site, index),))
 
     def write_list_(self, tensors: Sequence[Tensor], cast: Cast, sites: Sequence[str]) -> None:
-        """Write tensors of fp32 in place, each at a site of its own, as `write_` does."""
+        """Write fp32 tensors in place, each at its own site, as `write_` does."""
         group = self._group(cast, tensors[0].device) if tensors else None
         if group is None or self._listeners or not group.has_integer_kernels or len(set(sites)) < len(sites):
             for x, site in zip(tensors, sites, strict=True):
@@ -167,7 +167,7 @@ class SharedExponents:
                 self._faults.append(site)
 
     def mantissas(self, tensors: Sequence[Tensor], cast: Cast, sites: Sequence[str]) -> list[Mantissas | None]:
-        """The mantissas of what stands at each site, to the bit; None where a tensor is not in the format."""
+        """Return the mantissas of the tensor at each site, bit for bit; None if a tensor is not in the format."""
         group = self._groups.get(cast)
         found: list[Mantissas | None] = [None] * len(tensors)
         if group is None:
@@ -193,15 +193,15 @@ class SharedExponents:
         return found
 
     def _begun(self, group: ExponentTable, site: str) -> int:
-        """The entry of a site, ready for a write of training."""
+        """Return the entry of a site, ready for a write of training."""
         index = group.index(site)
         if index in group.pending and not distributed.has_other_ranks():
             self._tell_beyond(group)
-            self._flush(group)  # a second write at one site sees what the first one taught
+            self._flush(group)  # a second write at a site uses the result of the first
         return index
 
     def _tell_beyond(self, group: ExponentTable) -> None:
-        """Warn once of what was cut off in a step that ends without `flush`, as in a region of its own."""
+        """Warn once about values that were cut off in a step that ends without `flush`, as in a region of its own."""
         if self.has_told_beyond:
             return
         cut_off = group.cut_off()
@@ -216,23 +216,23 @@ class SharedExponents:
             )
 
     def admit(self, x: Tensor, cast: Cast, site: str) -> None:
-        """Let a site begin anew if x, which was put there from outside, is larger than its exponent can hold.
+        """Restart a site if x, which was set from outside, is larger than its exponent can hold.
 
-        Weights that were loaded or scaled between two steps are no prediction's fault, and are not cut off for it.
+        Weights that were loaded or scaled between two steps were not predicted, so they must not be cut off.
         """
         group = self._groups.get(cast)
         if group is not None and site in group.names:
             group.admit(x.detach(), group.names[site])
 
     def write_again(self, x: Tensor, cast: Cast, site: str, exponent: int | Tensor, unless_exact: bool) -> Tensor:
-        """Return what `write` has returned before under this exponent, and note nothing."""
+        """Return the earlier result of `write` under this exponent, and note nothing."""
         x = x.detach() if x.requires_grad else x
         if unless_exact and payloads.is_exact(x, cast):
             return x.float()
         return self._group(cast, x.device).write_at(x, exponent)
 
     def latest_exponent(self, cast: Cast, site: str) -> int | Tensor | None:
-        """The exponent of the latest write at a site in this step, on an accelerator as a tensor; None without one."""
+        """Return the exponent of the latest write at a site in this step (a tensor on an accelerator), or None."""
         group = self._groups.get(cast)
         index = None if group is None else group.names.get(site)
         if group is None or index is None or index not in group.pending:
@@ -240,14 +240,14 @@ class SharedExponents:
         return group.exponent_of(index)
 
     def spots(self) -> Spots:
-        """The spots of an entry of a region that begins."""
+        """Return the spots of a new entry of a region."""
         return Spots(self._passes)
 
     # -- steps ----------------------------------------------------------------------------------------------------
     def flush(self) -> None:
-        """End a step: observe all writes of training, with all ranks if there are several, and predict anew.
+        """End a step: observe all writes of training, on all ranks, and predict the next exponents.
 
-        With several ranks each of them has to call this.
+        With several ranks, each rank must call this.
         """
         self._passes.end_step()
         agreed: dict[Cast, Tensor] = {}
@@ -258,7 +258,7 @@ class SharedExponents:
         self._faults = []
 
     def _in_order(self) -> list[tuple[Cast, ExponentTable]]:
-        """The tables in an order that is that of every rank."""
+        """Return the tables in the same order on every rank."""
         return sorted(self._groups.items(), key=lambda one: str(one[0]))
 
     def _flush(self, group: ExponentTable, agreed: Tensor | None = None) -> None:
@@ -268,17 +268,17 @@ class SharedExponents:
                 watcher(done)
 
     def any_rank(self, is_faulty: bool) -> bool:
-        """Return whether any rank found its step faulty; every rank has to call this before it ends its step.
+        """Return whether any rank found its step faulty. Every rank must call this before it ends its step.
 
-        Raises Misuse, on all ranks, where they do not remember the same sites.
+        Raises Misuse, on all ranks, if they do not have the same sites.
         """
         return self._agreed.fault(is_faulty, distributed.world()) if distributed.has_other_ranks() else is_faulty
 
     def faults(self) -> list[str]:
-        """The sites where a value that was not finite has been written in this step, the first one first.
+        """Return the sites where a non-finite value was written in this step, in order.
 
-        None where results alone are not finite, and no gradient: a program may mask with infinities, or not use what
-        overflowed. Waits for an accelerator, once; a CPU knows.
+        Empty if only results, and no gradient, are not finite: a program may mask with infinities, or not use an
+        overflowed result. Waits for an accelerator, once; a CPU knows the answer.
         """
         found, flags = list(self._faults), dict[str, Tensor]()
         for group in self._groups.values():
@@ -293,9 +293,9 @@ class SharedExponents:
         return [] if all(is_result(site) for site in found) else found
 
     def beyond(self) -> list[str]:
-        """The sites where numbers were cut off in this step that no exponent of the format holds.
+        """Return the sites where numbers were cut off in this step that no exponent of the format can hold.
 
-        Of what a CPU has written: it knows; an accelerator is not waited for.
+        Only for writes on a CPU: an accelerator is not waited for.
         """
         found = []
         for group in self._groups.values():
@@ -306,11 +306,11 @@ class SharedExponents:
 
     # -- what was seen --------------------------------------------------------------------------------------------
     def sites(self) -> list[str]:
-        """The sites, in the order in which they were first written."""
+        """Return the sites, in the order of their first writes."""
         return [name for group in self._groups.values() for name in group.names]
 
     def exponent(self, site: str) -> int:
-        """The exponent of the next write at a site; raises InvalidInput for one that was never written."""
+        """Return the exponent of the next write at a site. Raises InvalidInput for a site that was never written."""
         for group in self._groups.values():
             if site in group.names:
                 return int(group.state.exponent[group.names[site]])
@@ -319,7 +319,7 @@ class SharedExponents:
         )
 
     def unit(self, site: str) -> Tensor:
-        """2 ** exponent of the last write at a site in this step, fp32 and 0-d, on its device without a wait for it.
+        """Return 2**exponent of the last write at a site in this step, fp32 and 0-d, on its device. Never waits.
 
         Raises KeyError for a site that was never written.
         """
@@ -328,27 +328,27 @@ class SharedExponents:
         return times(torch.ones((), dtype=torch.float32, device=exponent.device), exponent)
 
     def summary(self) -> dict[str, Summary]:
-        """What was written so far, by class of tensors, and as ``all``; counts what `flush` has seen."""
+        """Return a summary of all flushed writes, by class of tensors and as ``all``."""
         return summarised(self._groups.values())
 
     def watch(self, callback: Callable[[Flush], object]) -> Callable[[], None]:
-        """Call back with what each step has written, when it is flushed; return what ends that."""
+        """Call `callback` with the writes of each step when the step is flushed. Return a function that ends this."""
         return listed(self._watchers, callback)
 
     def listen(self, callback: Callable[[str, Tensor, int], object]) -> Callable[[], None]:
-        """Call back at every write, with the site, what is written, not yet rounded, and the exponent; return the end.
+        """Call `callback` at every write with site, unrounded tensor and exponent. Return a function to end it.
 
-        On an accelerator the exponent is the one that the site began with.
+        On an accelerator the exponent is the one with which the site began.
         """
         return listed(self._listeners, callback)
 
     # -- copies and checkpoints ----------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
-        """What is remembered; a copy has no watchers and listeners."""
+        """Return the state; a copy has no watchers and listeners."""
         return {**self.__dict__, "_watchers": [], "_listeners": []}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that is remembered, as plain values and tensors. Take it between steps: it flushes nothing."""
+        """Return the whole state as plain values and tensors. Call it between steps: it flushes nothing."""
         groups = [
             {
                 "cast": str(cast),
@@ -362,7 +362,7 @@ class SharedExponents:
         return {"version": _VERSION, "groups": groups}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
-        """Go on from `state_dict`; raises InvalidInput, with nothing changed, for one of another kind."""
+        """Continue from `state_dict`. Raises InvalidInput, with nothing changed, for any other state."""
         if not isinstance(state, Mapping) or not isinstance(state.get("groups", []), list):
             raise InvalidInput(
                 f"the state of shared exponents must be a dictionary with groups, not {type(state).__name__}"

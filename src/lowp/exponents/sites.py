@@ -1,17 +1,17 @@
-"""Sites: the spots of a training step at which ops write, and what tells one pass of a step from another.
+"""Sites: the spots of a training step at which ops write, and how the passes of a step are told apart.
 
-An op's spot is the path of its module, its name, and the how-manieth time it runs there: "0 linear", "rnn linear #3".
-Within a step a model may run several times, on numbers of other sizes each time: a discriminator on real images, on
-generated ones, and once more while the generator is trained. What tells them apart:
+An op's spot consists of its module path, its name, and a count if the op runs there several times: "0 linear", "rnn
+linear #3". Within a step a model may run several times on different data: a discriminator on real images, on generated
+images, and again while the generator is trained. These runs differ by
 
-* within one entry of a region, the count of the op (``#2``);
-* from entry to entry, how often the outermost module has run since the last step of any optimizer (``pass 2``). Four
-  passes are told apart, and those after the fourth share its spots: the micro-batches of an accumulated step are such
-  passes, as many as there may be;
-* whether the gradient goes on to what the outermost module was given (``differentiable input``), as it does through a
+* the count of the op within one entry of a region (``#2``);
+* the number of runs of the outermost module since the last step of any optimizer (``pass 2``). Four passes are
+  distinguished, and later passes share the fourth's spots: the micro-batches of an accumulated step are such passes, in
+  any number;
+* whether the gradient flows on to the arguments of the outermost module (``differentiable input``), as through a
   discriminator to a generator.
 
-A site's name also tells to which class its tensors belong: weights, activations, gradients, updates.
+A site's name also determines the class of its tensors: weights, activations, gradients, updates.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Tell = Callable[[Tensor, str, Cast], None]
 
 
 class Passes:
-    """How often each outermost module has run since the last step; `step` counts the steps."""
+    """The number of runs of each outermost module since the last step. `step` counts the steps."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -63,17 +63,17 @@ class Passes:
         _watch_optimizers()
 
     def end_step(self) -> None:
-        """Begin to count anew."""
+        """End the step: all counts start again."""
         self.step += 1
         self._begun.clear()
 
     def begin(self, root: str) -> int:
-        """The number of a pass that begins, from 1."""
+        """Return the number of a pass that begins, from 1."""
         number = self._begun[root] = min(self._begun.get(root, 0) + 1, LAST_PASS)
         return number
 
     def root(self, module: nn.Module | None) -> str:
-        """What the sites within a model begin with, so that two models of a step keep apart: '' within the first."""
+        """Return the prefix of the sites of a model, which keeps the models of a step apart: '' for the first model."""
         if module is None:
             return ""
         number = self._roots.get(module)
@@ -83,7 +83,7 @@ class Passes:
         return f"model {number + 1}: " if number else ""
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy knows the copies of its models."""
+        """Return the state; a copy refers to the copies of its models."""
         return {**self.__dict__, "_roots": list(self._roots.items())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ _all_passes: weakref.WeakSet[Passes] = weakref.WeakSet()
 
 @cache
 def _watch_optimizers() -> None:
-    """Let every optimizer's step end the count of passes, one that no `Precision` makes too."""
+    """End the count of passes at every optimizer's step, also at one outside of `Precision`."""
     register_optimizer_step_post_hook(_end_steps)
 
 
@@ -109,7 +109,7 @@ def _end_steps(*_: Any) -> None:
 class Trail:
     """The exponents under which one run of a checkpointed function wrote its outputs, for the run that repeats it.
 
-    `training`: whether the function belongs to a training step, whose graph may be made by the repeated run alone.
+    `training`: whether the function belongs to a training step, whose graph may be made by the repeated run only.
     """
 
     def __init__(self, training: bool) -> None:
@@ -120,7 +120,7 @@ class Trail:
 
 @dataclass
 class _Count:
-    """How often each op has run in an entry, and the pass of each outermost module, in a step."""
+    """The number of runs of each op in an entry, and the pass of each outermost module, within a step."""
 
     step: int
     met: dict[tuple[str, bool], int] = field(default_factory=dict)
@@ -128,31 +128,31 @@ class _Count:
 
 
 class Spots:
-    """The spots of one entry of a region: names what an op writes at, as the entry meets its ops."""
+    """The spots of one entry of a region: names the spot of each op as the op runs."""
 
     def __init__(self, passes: Passes, trail: Trail | None = None) -> None:
         self.trail = trail
         self._passes, self._count, self._mark = passes, _Count(passes.step), ""
 
     def within(self, trail: Trail | None) -> Spots:
-        """Return spots that count together with these, with a trail."""
+        """Return spots that share their counts with these, with a trail."""
         other = Spots(self._passes, trail)
         other._count, other._mark = self._count, self._mark
         return other
 
     def copy(self, trail: Trail | None = None) -> Spots:
-        """Return spots that count on from here by themselves."""
+        """Return spots that start at these counts and count separately."""
         other = self.within(trail)
         other._count = replace(self._count, met=dict(self._count.met))
         return other
 
     def enter(self, module: nn.Module, arguments: Any) -> None:
-        """An outermost module is called: note whether the gradient goes on to its arguments."""
+        """Note, when an outermost module is called, whether the gradient flows on to its arguments."""
         goes_on = _requires_grad(arguments) and next(module.parameters(), None) is not None
         self._mark = ", differentiable input" if goes_on else ""
 
     def spot(self, module: nn.Module | None, path: str, op: str) -> str:
-        """Return the name of the spot at which an op runs now; an evaluation begins no pass."""
+        """Return the name of the spot of the op that runs; an evaluation does not begin a pass."""
         count, repeated = self._count, self.trail is not None and self.trail.is_repeated
         if count.step != self._passes.step and not repeated:  # an entry may stay open for many steps
             count.step = self._passes.step
@@ -175,12 +175,12 @@ class Spots:
         where: tuple[nn.Module | None, str, str],
         tell: Tell | None = None,
     ) -> SiteWriter:
-        """Return what writes for an op that runs now, `where` in a model: its outermost module, its path, its name."""
+        """Return the writer of the op that runs. `where`: its outermost module, its module path and its name."""
         return SiteWriter(exponents, cast, self.spot(*where), self.training, self.trail, tell)
 
     @property
     def training(self) -> bool:
-        """Whether what is written now belongs to a training step."""
+        """Whether present writes belong to a training step."""
         return torch.is_grad_enabled() or (self.trail is not None and self.trail.training)
 
 
@@ -196,9 +196,9 @@ def _requires_grad(values: Any) -> bool:
 
 @dataclass(eq=False)
 class SiteWriter:
-    """One op at one spot of the step: writes each of its results under the site that its role makes.
+    """One op at one spot of the step: writes each of its results under the site of the result's role.
 
-    `tell` is called with what is written, its role and its cast, for who observes.
+    `tell` is called with the tensor, its role and its cast, for observers.
     """
 
     exponents: SharedExponents
@@ -212,7 +212,7 @@ class SiteWriter:
     def write(self, x: Tensor, role: str, unless_exact: bool = False) -> Tensor:
         """Return x (fp32 or fp64, outside the graph) as values of the format, in fp32, under the role's exponent.
 
-        `unless_exact`: a tensor that is in the format already stays as it is. See `SharedExponents.write`.
+        `unless_exact`: a tensor that is already in the format stays unchanged. See `SharedExponents.write`.
         """
         if self.tell is not None:
             self.tell(x, role, self.cast)
@@ -226,7 +226,7 @@ class SiteWriter:
         return result
 
     def sum_entry(self, role: str) -> SumEntry | None:
-        """Return where an exact sum is written under a role, from its integers; None where `write` has to see it."""
+        """Return the entry for writing an exact sum of a role from its integers; None if `write` must see the sum."""
         trail = self._trail_of(role)
         if not self.training or (trail is not None and trail.is_repeated) or self.tell is not None:
             return None
@@ -237,7 +237,7 @@ class SiteWriter:
         return entry
 
     def _trail_of(self, role: str) -> Trail | None:
-        """The trail for results; gradients are written once, by the run that repeats."""
+        """Return the trail for results. Gradients have none: they are written once, by the repeated run."""
         return None if role.endswith("gradient") else self.trail
 
     def _note(self, trail: Trail, site: str) -> None:
@@ -247,7 +247,7 @@ class SiteWriter:
                 trail.exponents[site] = exponent
 
     def part(self) -> SiteWriter:
-        """The writer of the op's first product, its second, and so on."""
+        """Return the writer of the op's first product, at the next call that of its second, and so on."""
         number = next(self._parts)
         if number == 0:
             return self
@@ -269,7 +269,7 @@ _CLASS_OF_ROLE = {
 
 
 def class_of(site: str) -> str:
-    """The class of tensors that a site belongs to: weights, activations, updates ..."""
+    """Return the class of a site's tensors: weights, activations, updates ..."""
     role = site.partition(" of ")[0].rstrip(" 0123456789")
     if role in _CLASS_OF_ROLE:
         return _CLASS_OF_ROLE[role]
@@ -277,14 +277,15 @@ def class_of(site: str) -> str:
 
 
 def is_of_optimizer(site: str) -> bool:
-    """Whether a moment is written, which divides or is divided: one of many features always takes both words."""
+    """Whether a site is a moment of an optimizer. A moment with many features always takes two words."""
     return class_of(site) == "optimizer state"
 
 
 def features_axis(site: str, x: Tensor) -> int | None:
-    """The axis along which a gradient or a tensor of the optimizer has enough features that one word may lose some.
+    """Return the axis with enough features that one word may lose some of them; None if there is none.
 
-    Of parameters the first; of activations the longest but the first, which is that of examples.
+    Only gradients and tensors of the optimizer have one: the first axis for parameters; for activations the longest
+    axis except the first, which is that of examples.
     """
     if x.dim() == 0 or max(x.shape) < low_words.FEATURES:
         return None
@@ -299,5 +300,5 @@ def features_axis(site: str, x: Tensor) -> int | None:
 
 
 def is_result(site: str) -> bool:
-    """Whether a site is one of results of the forward pass."""
+    """Whether a site is a result of the forward pass."""
     return site.startswith("output of ")

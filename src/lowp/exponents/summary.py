@@ -1,4 +1,4 @@
-"""What was written under shared exponents so far, in numbers, by class of tensors."""
+"""A summary of the writes under shared exponents, in numbers, by class of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Summary", "summarised"]
 
 @dataclass
 class Summary:
-    """Sums over writes; `raises_needed`: maxima that the exponent of the write before could not have held."""
+    """Sums over writes. `raises_needed`: maxima that the exponent of the previous write could not have held."""
 
     tensors: int = 0
     writes: int = 0

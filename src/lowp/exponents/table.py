@@ -1,4 +1,4 @@
-"""The entries of shared exponents: what one write does, and what the writes of a step teach, for all sites at once."""
+"""The table of shared exponents: what one write does, and how the writes of a step update all entries at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["COUNTS", "ExponentTable", "Flush", "SumEntry"]
 
 
 class Flush(NamedTuple):
-    """What a watcher is told of one step, by entry: exponents and predictions as they were at the writes."""
+    """The data that a watcher gets for one step, by entry: exponents and predictions at the time of the writes."""
 
     sites: list[str]
     written: Tensor  # bool[n]
@@ -37,7 +37,7 @@ class Flush(NamedTuple):
     predicted: Tensor | None  # fp64[n], χ; None of scalings that predict no maximum
 
 
-# what is seen of a write, by the fields of `Seen`: the maximum, flags, and counts that reactive exponents alone read
+# observations of a write, by the fields of `Seen`: the maximum, flags, and counts that only reactive exponents read
 _FLAGS = {"nonfinite": torch.bool, "vanished": torch.bool}
 _COUNTED = {"overflowed": torch.int64, "crowded": torch.int64, "elements": torch.int64}
 _SEEN = {"mantissa": torch.int32, **_FLAGS, **_COUNTED}
@@ -46,14 +46,14 @@ COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
 
 
 class SumEntry(NamedTuple):
-    """The entry of a table that an exact sum is written under, from mantissas under its exponent."""
+    """The entry of a table under which an exact sum is written from its mantissas."""
 
     table: ExponentTable
     place: int
     exponent: int
 
     def write(self, found: Exact) -> Tensor:
-        """Return the values of a sum, given as mantissas, which are kept beside them; note what was seen."""
+        """Return the values of a sum given as mantissas, cache the mantissas with them, and note the observations."""
         table, (payload, saturated, largest, sums) = self.table, found
         payload = payload.contiguous()
         table.note(self.place, Seen(largest, False, largest == 0 and sums > 0, saturated, 0, payload.numel()))
@@ -65,8 +65,8 @@ class SumEntry(NamedTuple):
 class ExponentTable:
     """The entries of one cast.
 
-    `own` is the cast under the exponent that a tensor's own maximum asks for. `is_plain`: writes on a CPU are rounded
-    to nearest even and counted by no more than their maximum.
+    `own` is the cast under the exponent of a tensor's own maximum. `is_plain`: writes on a CPU are rounded to nearest
+    even, and only their maximum is observed.
     """
 
     def __init__(self, cast: Cast, device: torch.device) -> None:
@@ -80,14 +80,14 @@ class ExponentTable:
         self.names: dict[str, int] = {}
         self.state: Any = self.scaling.init(device, 0)
         self.counts = {name: torch.zeros(0, dtype=widest_float(device), device=device) for name in COUNTS}
-        self.before = torch.zeros(0, dtype=torch.int32, device=device)  # the exponent of the write before
-        self.exponents: list[int] = []  # what `state` holds, for kernels that take numbers
-        self.started: list[bool] = []  # of a device as far as is known: a site that has started may start again
+        self.before = torch.zeros(0, dtype=torch.int32, device=device)  # the exponent of the previous write
+        self.exponents: list[int] = []  # copy of `state.exponent`, for kernels that take numbers
+        self.started: list[bool] = []  # on a device possibly out of date: a site that has started may start again
         self._late = LateNumber()
         self.pending: dict[int, Seen] = {}
 
     def index(self, site: str) -> int:
-        """The entry of a site, made where there is none."""
+        """Return the entry of a site; a new site gets a new entry."""
         found = self.names.get(site)
         if found is None:
             found = self.names[site] = len(self.names)
@@ -100,10 +100,10 @@ class ExponentTable:
 
     # -- one write ------------------------------------------------------------------------------------------------
     def write(self, x: Tensor, index: int, site: str = "") -> tuple[Tensor, Any]:
-        """Return x as values of the format under the entry's exponent, and whether anything in it is not finite.
+        """Return x as values of the format under the entry's exponent, and whether anything in x is not finite.
 
-        Notes what was seen. What is not finite stays as it is; where infinities are values like others, as in results,
-        the entry learns from the rest.
+        Notes the observations. Non-finite values stay unchanged. In results, where infinities are ordinary values, the
+        entry uses the other values.
         """
         if not self.started[index]:
             self._start(x, index)
@@ -116,13 +116,13 @@ class ExponentTable:
         return result, nonfinite
 
     def exponent_of(self, index: int) -> int | Tensor:
-        """The exponent of an entry's next write: a number on a CPU, a 0-d tensor on an accelerator."""
+        """Return the exponent of an entry's next write: a number on a CPU, a 0-d tensor on an accelerator."""
         return self.exponents[index] if self.has_integer_kernels else self.state.exponent[index].clone()
 
     def low_word(self, x: Tensor, high: Tensor, index: int, axis: int | None) -> Tensor | None:
-        """Return the value of the second word of x, which was written as `high` just now; None where it needs none.
+        """Return the value of the second word of x, just written as `high`; None if x needs none.
 
-        Without an axis it always needs one.
+        Without an axis x always needs one.
         """
         if not has_integer_kernels(x):
             return low_words.low_value_there(x, high, self.state.exponent[index], axis)
@@ -140,14 +140,14 @@ class ExponentTable:
         return bool(low_words.is_coarse(x, int(self.state.exponent[index]), axis))
 
     def sum_entry(self, index: int) -> SumEntry | None:
-        """Return where an exact sum can be written straight from the integers that it is.
+        """Return the entry for writing an exact sum directly from its integers.
 
-        None where the sum itself has to be seen: by a first write, and where it is rounded in another mode.
+        None if the sum itself must be examined: for a first write, and for other rounding modes.
         """
         return SumEntry(self, index, self.exponents[index]) if self.is_plain and self.started[index] else None
 
     def write_(self, x: Tensor, index: int) -> None:
-        """Write x, of fp32, in place."""
+        """Write x, an fp32 tensor, in place."""
         if not self.started[index]:
             self._start(x, index)
         if self.is_plain:
@@ -156,7 +156,7 @@ class ExponentTable:
             x.copy_(self.write(x, index)[0])
 
     def write_list_(self, tensors: Sequence[Tensor], indices: Sequence[int]) -> None:
-        """Write several tensors of fp32 in place, each at another entry; one call writes those that it can."""
+        """Write fp32 tensors in place, each at its own entry; one call writes all tensors that it can."""
         direct = [is_direct(x) and self.is_plain for x in tensors]
         for x, index, at_once in zip(tensors, indices, direct, strict=True):
             if not at_once:
@@ -170,7 +170,7 @@ class ExponentTable:
             self.note(index, one)
 
     def write_words_(self, x: Tensor, index: int) -> bool:
-        """Write x, of fp32, in place as two words; False, with nothing done, where `write` has to do it."""
+        """Write x, an fp32 tensor, in place as two words. Returns False, with nothing done, if `write` must do it."""
         if not self.is_plain:
             return False
         if not self.started[index]:
@@ -181,8 +181,8 @@ class ExponentTable:
         return seen is not None
 
     def may_step(self, weight: Tensor, old: Mantissas, update_index: int, index: int) -> bool:
-        """Whether update and weight can be written in one pass: neither has to be looked at first."""
-        assert old.seen is not None  # counted when it was made of the weight
+        """Whether update and weight can be written in one pass, so that neither must be examined first."""
+        assert old.seen is not None  # set when the mantissas were made from the weight
         largest = math.ldexp(old.seen.mantissa, old.exponent)
         held = self.scaling_adapts and largest > math.ldexp(self.scaling.limit, self.exponents[index])
         if held or not (self.is_plain and self.started[update_index] and self.started[index]):
@@ -219,14 +219,14 @@ class ExponentTable:
         return self._rounded(x, exponent)[0]
 
     def _rounded(self, x: Tensor, exponent: int | Tensor) -> tuple[Tensor, Seen]:
-        """Return x as values of the format, whose mantissas are kept beside them, and what was seen."""
+        """Return x as values of the format, with cached mantissas, and the observations."""
         result, seen, payload = write(x, self.cast, exponent, isinstance(self.scaling, Reactive))
         if payload is not None or isinstance(exponent, Tensor):
             payloads.keep(result, self.cast.format, exponent, payload)
         return result, seen
 
     def admit(self, x: Tensor, index: int) -> None:
-        """Forget the entry's past where x would saturate under its exponent. Waits for an accelerator."""
+        """Forget the entry's past if x would saturate under its exponent. Waits for an accelerator."""
         held = math.ldexp(self.scaling.limit, int(self.state.exponent[index]))
         if x.numel() and self.scaling_adapts and float(x.abs().amax()) > held:
             self.started[index] = False
@@ -236,7 +236,7 @@ class ExponentTable:
                 self.state.history[index] = 0.0
 
     def cut_off(self) -> list[int]:
-        """The entries whose writes of this step saturated under the largest exponent; of a device none is known."""
+        """Return the entries whose writes in this step saturated under the largest exponent; [] on an accelerator."""
         format = self.cast.format
         assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
         if not (self.has_integer_kernels and self.scaling_adapts):
@@ -246,7 +246,7 @@ class ExponentTable:
 
     @property
     def scaling_adapts(self) -> bool:
-        """Whether exponents may move at all."""
+        """Whether exponents may change at all."""
         return not isinstance(self.scaling, Autoflex) or self.scaling.adapt
 
     def _start(self, x: Tensor, index: int) -> None:
@@ -260,7 +260,7 @@ class ExponentTable:
             self.exponents[index], self.started[index] = int(begun.exponent), bool(begun.started)
 
     def note(self, index: int, seen: Seen) -> None:
-        """Take down what one write at an entry saw, until the step is flushed."""
+        """Note the observations of one write at an entry until the step is flushed."""
         earlier = self.pending.get(index)
         if earlier is not None:  # the step has not ended: under one exponent, the larger maximum counts
             pairs = list(zip(earlier, seen, strict=True))
@@ -271,9 +271,9 @@ class ExponentTable:
 
     # -- the end of a step ----------------------------------------------------------------------------------------
     def flush(self, agreed: Tensor | None = None, tell: bool = True) -> Flush | None:
-        """Observe what was written since the last time, or what all ranks have, as `AgreedSites.agree` tells it.
+        """Observe all writes since the last flush, or the observations of all ranks from `AgreedSites.agree`.
 
-        Returns what a watcher is told, if `tell`; None where nothing was written.
+        Returns the data for a watcher if `tell`, else None; None if nothing was written.
         """
         if not self.names or (not self.pending and agreed is None):
             return None
@@ -291,7 +291,7 @@ class ExponentTable:
         before, state = torch.where(mask, self.state.exponent, self.before), self.scaling.observe(self.state, seen)
         if self.has_integer_kernels:
             self.before, self.state = before, state
-        else:  # in place: a captured graph reads where it has read
+        else:  # in place: a captured graph always reads the same memory
             for kept, new in zip((self.before, *self.state), (before, *state), strict=True):
                 kept.copy_(new)
         self.pending.clear()
@@ -301,13 +301,13 @@ class ExponentTable:
     def _told(self, seen: WritesSeen, mask: Tensor) -> Flush:
         predicted = None
         if isinstance(self.scaling, Autoflex):
-            # κ in the prediction is that of the write before
+            # κ in the prediction is that of the previous write
             predicted = self.scaling.predicted_maximum(self.state._replace(exponent=self.before))
             predicted = torch.where(self.state.seen > 0, predicted, math.nan)
         return Flush(list(self.names), mask, seen.mantissa, self.state.exponent.clone(), predicted)
 
     def _observed(self, whole: bool = False) -> WritesSeen:
-        """Return what the writes saw, by entry; unless `whole`, without flags that are not set, and counts not read."""
+        """Return the observations by entry; unless `whole`, without unset flags and counts that are not read."""
         columns = dict(zip(Seen._fields, zip(*self.pending.values(), strict=True), strict=True))
         if not whole:
             unread = {} if isinstance(self.scaling, Reactive) else _COUNTED
@@ -320,9 +320,9 @@ class ExponentTable:
         return WritesSeen(mask=self._vector(dict.fromkeys(self.pending, True), torch.bool), **vectors)
 
     def _vector(self, numbers: dict[int, Any], dtype: torch.dtype) -> Tensor:
-        """Return what was seen of some entries as a vector of all: numbers of the host, or 0-d tensors of a device.
+        """Return observations of some entries, numbers of the host or 0-d tensors of a device, as one vector.
 
-        On a device all of it is made there: a copy from the host is no part of a captured graph.
+        On a device the vector is built on the device: a copy from the host cannot be part of a captured graph.
         """
         count = len(self.names)
         if self.has_integer_kernels:
@@ -335,10 +335,10 @@ class ExponentTable:
         return torch.stack([parts.get(index, nothing) for index in range(count)])
 
     def columns(self, sites: list[str]) -> Tensor:
-        """What this rank has seen at some sites, fp64[9, n], for a maximum over ranks; zeros where it saw nothing.
+        """Return this rank's observations at some sites, fp64[9, n], for a maximum over ranks; zeros if it saw nothing.
 
         Rows: the maximum as a real value; the exponent, counted from `_LOWEST`; the flags written, not finite, not
-        vanished and started; elements that did not fit, that were crowded, and that were written.
+        vanished and started; the numbers of elements that did not fit, that were crowded, and that were written.
         """
         if self.pending:
             own = self._observed(whole=True)
@@ -360,7 +360,7 @@ class ExponentTable:
         return torch.stack(rows)[:, order]
 
     def _adopted(self, agreed: Tensor) -> WritesSeen:
-        """Take over the largest exponent that a rank has written under; return what all of them have seen."""
+        """Take over the largest exponent under which a rank has written. Return the observations of all ranks."""
         exponent = torch.where(agreed[1] > 0, (agreed[1] + _LOWEST).to(torch.int32), self.state.exponent)
         mantissa = torch.ldexp(agreed[0], -exponent).round().clamp(max=self.scaling.limit + 1).to(torch.int32)
         self.state = self.state._replace(exponent=exponent, started=agreed[5] > 0)
@@ -384,19 +384,19 @@ class ExponentTable:
         self.counts["raises_in_time"] += needed & ~saturated
 
     def _learn(self) -> None:
-        """Take the new exponents over for kernels that take numbers; of an accelerator which entries have started."""
+        """Copy the new exponents for kernels that take numbers; from an accelerator only which entries have started."""
         if self.has_integer_kernels:
             self.exponents = self.state.exponent.tolist()
             self.started = self.state.started.tolist()
             return
-        for _ in range(2):  # what was sent after the flush before, and what arrives at once
+        for _ in range(2):  # the result sent after the previous flush, and one that arrives at once
             found = self._late.read() or ()
             self.started[: len(found)] = found
             self._late.send(self.state.started)
 
 
 def _largest(x: Tensor, is_known: bool) -> Tensor:
-    """The largest |x| of what is finite, 0 where nothing is; `is_known`: it costs nothing to ask whether all is."""
+    """Return the largest finite |x|, 0 if there is none. `is_known`: reading whether all are finite costs nothing."""
     magnitude = x.detach().abs()
     largest = magnitude.amax() if x.numel() else magnitude.new_zeros(())
     if not is_known or not bool(largest.isfinite()):

@@ -128,8 +128,8 @@ class _Steps:
     def _scaled_step(self, optimizer: Optimizer, held: Held, parameters: list[Tensor], nonfinite: Tensor | None) -> Any:
         """Step one optimizer. The scale moves once, after all optimizers that share a backward pass have stepped.
 
-        All have stepped when no other parameter waits for a step (`.grad` is not read, since other threads may write it).
-        If others wait, possibly of another pass, the next forward or backward pass ends the step.
+        All have stepped when no other parameter waits for a step (`.grad` is not read, since other threads may write
+        it). If others wait, possibly of another pass, the next forward or backward pass ends the step.
         """
         session, identities = self.session, {id(one) for one in parameters}
         if not self._stepped.isdisjoint(identities):

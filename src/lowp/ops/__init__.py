@@ -1,1 +1,1 @@
-"""Ops under a policy: a row an op, and the runners that carry out its rule."""
+"""Ops under a policy: one table row per op, and the runners that apply the op's rule."""

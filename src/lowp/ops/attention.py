@@ -38,7 +38,7 @@ from lowp.policy import Rule
 
 @dataclass(frozen=True)
 class Attention:
-    """softmax(scale query key^T + mask) value as a form: what is asked for beside the tensors; its bias is the mask."""
+    """softmax(scale query key^T + mask) value as a form: the arguments besides the tensors. The bias is the mask."""
 
     dropout: float
     causal: bool
@@ -111,7 +111,7 @@ def _attention(
 
 
 def _differentiable_kernel() -> AbstractContextManager[Any]:
-    """The kernel whose derivatives are derivable: the fused CPU attention has neither second ones nor vmap."""
+    """Return a context with the kernel that can be differentiated twice; the fused CPU one cannot and has no vmap."""
     return nullcontext() if torch.compiler.is_compiling() else sdpa_kernel(SDPBackend.MATH)
 
 
@@ -126,7 +126,7 @@ def _plain_carrier(rule: Rule) -> torch.dtype:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention in fp32 of rounded operands; saves those, and of the result what backward would compute again."""
+    """Attention in fp32 on rounded operands. Saves the operands, and of the result what backward would recompute."""
 
     @staticmethod
     def forward(ctx: Any, settings: Attention, casts: RoleCasts, mask: Tensor | None, *operands: Any) -> Tensor:
@@ -168,9 +168,9 @@ class _Attention(torch.autograd.Function):
 
 
 def _keeps_result(ctx: Any, settings: Attention, casts: RoleCasts) -> bool:
-    """Whether backward may read the result: a gradient is asked for, and saving it saves no tensor of its own.
+    """Whether backward may read the result: a gradient is required, and saving the result needs no extra tensor.
 
-    One that is rounded to fewer than 16 bits would be saved in fp32 beside the one that is returned.
+    A result rounded to fewer than 16 bits would have to be saved in fp32 beside the returned one.
     """
     _, _, of_mask, *of_operands = ctx.needs_input_grad[:6]
     if settings.dropout or settings.grouped or of_mask or not any(of_operands):
@@ -182,9 +182,9 @@ def _keeps_result(ctx: Any, settings: Attention, casts: RoleCasts) -> bool:
 def _recomputed(
     ctx: Any, gradient: Tensor, mask: Tensor | None, values: Sequence[Tensor]
 ) -> tuple[list[int], Sequence[Tensor]]:
-    """Return which gradients are asked for, by argument, and these, from the attention computed again."""
+    """Return the argument indices of the required gradients, and the gradients, by computing the attention again."""
     graph = torch.is_grad_enabled()
-    if graph:  # connected to where the operands came from, so that the gradient can be differentiated again
+    if graph:  # connected to the operands' graph, so that the gradient can be differentiated again
         pairs = zip(ctx.edges, values, strict=True)
         inputs = [(Operand(x) if edge is None else Operand(edge, x)).connected for edge, x in pairs]
     else:
@@ -200,7 +200,7 @@ def _recomputed(
 
 
 class _RandomState:
-    """The state of the random generator now; within the context it is that again (for dropout)."""
+    """Saves the state of the random generator, and restores that state within the context (for dropout)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -223,7 +223,7 @@ class _RandomState:
 def _in_two_contractions(
     call: Call, settings: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Scores, softmax in fp32, and the product with the values, each contraction under the rule."""
+    """Compute scores, softmax in fp32, and the product with the values; both contractions run under the rule."""
     inner = Rule(input=call.rule.input, weight=call.rule.input, grad=call.rule.grad, accumulate=call.rule.accumulate)
     if settings.grouped:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
@@ -242,7 +242,7 @@ def _in_two_contractions(
 
 
 def contracted(call: Call, rule: Rule, first: Tensor, second: Tensor) -> Tensor:
-    """Return first @ second, both of them inputs, under a rule, in the place of the call."""
+    """Return first @ second, both with the role `input`, under a rule, as part of the call."""
     pair = call.inner(torch.matmul, (first, second), None, "matmul", rule, ("input", "input"))
     result: Tensor = matmul(pair)
     return result

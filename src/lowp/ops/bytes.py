@@ -1,7 +1,8 @@
-"""Linear layers whose rule rounds input and weight to format int8, where no gradient is asked for: products of bytes.
+"""Linear layers whose rule rounds input and weight to int8, without gradients: products of bytes.
 
-The operands are those of the rule, to the bit. Their integers are summed exactly in int32, where the long way sums fp32
-products of scaled values; the sum is rounded once and scaled afterwards. What records a graph goes the long way.
+The operands equal those of the rule, bit for bit. Their integers are summed exactly in int32, while the general path
+sums fp32 products of scaled values; the sum is rounded once and scaled afterwards. Calls that record a graph take the
+general path.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from lowp.policy import Rule
 __all__ = ["is_int8", "linear_in_bytes"]
 
 _INT8 = parse("int8")
-_panels: MutableMapping[Tensor, Panels] = WeakTensorKeyDictionary()  # of cast weights that a region keeps
+_panels: MutableMapping[Tensor, Panels] = WeakTensorKeyDictionary()  # by the cast weights that a region keeps
 
 
 def linear_in_bytes(call: Call) -> Tensor | None:
-    """Return F.linear(input, weight, bias) under a rule of int8; None where it has to go the long way."""
+    """Return F.linear(input, weight, bias) under a rule of int8; None if the call must take the general path."""
     if call.kwargs or not 2 <= len(call.args) <= 3:
         return None
     if functorch_is_active() or torch.compiler.is_compiling():
@@ -45,20 +46,20 @@ def linear_in_bytes(call: Call) -> Tensor | None:
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or not multiplies_int8(x, weight):
         return None
     panels, rows = _packed(call, weight), rows_in_bytes(x.detach().reshape(-1, x.shape[-1]))
-    if panels is None or rows is None:  # infinite or NaN, which stay what they are
+    if panels is None or rows is None:  # infinite or NaN values, which int8 cannot hold
         return None
     result = contract_packed((rows, panels), bias).reshape(*x.shape[:-1], weight.shape[0])
     return result if call.rule.output is None else rounded(result, call.rule.output, call.seed)
 
 
 def is_int8(rule: Rule) -> bool:
-    """Whether a rule rounds both operands to format int8, a scale a row, and sums in fp32."""
+    """Whether a rule rounds both operands to int8, one scale per row, and sums in fp32."""
     sums_in_fp32 = rule.accumulate is None or rule.accumulate.format == "fp32"
     return rule.input == _INT8 and rule.weight == _INT8 and sums_in_fp32
 
 
 def _packed(call: Call, weight: Tensor) -> Panels | None:
-    """Return the weight's bytes; those of a parameter serve as long as the region keeps its cast."""
+    """Return the weight's bytes; those of a parameter are cached as long as the region keeps its cast."""
     if not (weight.is_leaf and weight.requires_grad):
         return weights_in_bytes(weight.detach())
     value = call.weight_cast(weight, cast(Cast, call.rule.weight))

@@ -21,47 +21,48 @@ from lowp.policy import Accumulation, Rule
 __all__ = ["Call", "Quick", "QuickCasts", "QuickRegion", "RoleCasts", "WeightCast", "cast_weight"]
 
 WeightCast = Callable[[Tensor, Cast], Tensor]
-# Runs the usual call of a function, given its arguments and the region that it runs in: eager, observed by nobody,
-# transformed by nothing. Returns None, with nothing done, for a call that a runner has to look at.
+# Runs a common call of a function, given its arguments and its region: eager, without observers or transforms. Returns
+# None, with nothing done, for a call that a runner must handle.
 Quick = Callable[[Callable[..., Any], "tuple[Any, ...]", "dict[str, Any]", "QuickRegion"], Any]
 
 
 class QuickCasts(Protocol):
-    """How a region casts the leaf parameters of a `Quick` call; both keep what they have cast."""
+    """How a region casts the leaf parameters of a `Quick` call; both methods cache the casts."""
 
     def narrowed(self, weight: Tensor, to: Cast) -> Tensor:
-        """Return a weight in the 16-bit dtype that is its cast, part of the graph where gradients are recorded."""
+        """Return a weight in the 16-bit dtype of its cast, attached to the graph if gradients are recorded."""
 
     def rounded(self, weight: Tensor, to: Cast, dtype: torch.dtype) -> Tensor:
-        """Return the values of a weight's cast in a dtype that holds them, apart from the graph."""
+        """Return the values of a weight's cast in a dtype that holds them, detached from the graph."""
 
 
 class QuickRegion(Protocol):
-    """What a `Quick` call asks of its region."""
+    """The parts of a region that a `Quick` call uses."""
 
     @property
     def weights(self) -> QuickCasts:
-        """What casts leaf parameters."""
+        """The casts of leaf parameters."""
 
     @property
     def spots(self) -> Spots | None:
-        """Where in the step its ops write; None in a region without sites."""
+        """The spots at which the region's ops write; None in a region without sites."""
 
     def writer(self, op: str, rule: Rule) -> SiteWriter:
-        """Return the writer of an op that runs now, in a region with sites: the spot counts as met."""
+        """Return the writer of the op that runs, in a region with sites. The spot is counted."""
 
 
 def cast_weight(weight: Tensor, to: Cast) -> Tensor:
-    """Cast a weight as any other operand; a region puts its cache in this place."""
+    """Cast a weight like any other operand; a region replaces this by its cache."""
     return carried(weight, to)
 
 
 @dataclass(frozen=True)
 class RoleCasts:
-    """How the tensors of one op are rounded, each by its role, and summed: for its forward and its backward.
+    """How the tensors of one op are rounded, by role, and summed, in forward and backward.
 
-    Roles are those of `lowp.ops.observing.Observation`: what a backward pass writes is rounded as the rule's `output`.
-    `roles` are those of the two operands of a product. `watch` tells observers of every tensor; None without any.
+    Roles are those of `lowp.ops.observing.Observation`: tensors that a backward pass writes are rounded by the rule's
+    `output`. `roles` are the roles of a product's two operands. `watch` passes every tensor to observers; None without
+    any.
     """
 
     rule: Rule
@@ -71,7 +72,7 @@ class RoleCasts:
     roles: tuple[str, str] = ("input", "weight")
 
     def of(self, role: str) -> Cast | None:
-        """Return the rule's cast of tensors in a role."""
+        """Return the rule's cast for a role."""
         cast: Cast | None = getattr(self.rule, "output" if role.endswith("gradient") else role)
         return cast
 
@@ -79,7 +80,7 @@ class RoleCasts:
     def sums_integers(self) -> bool:
         """Whether products are sums of integers.
 
-        Raises Unavailable where the rule asks for that and its operands are not int16 under one exponent.
+        Raises Unavailable if the rule requests that but its operands are not int16 under one exponent.
         """
         accumulate, rule = self.accumulate, self.rule
         if accumulate is None or accumulate.format not in ("int32", "exact"):
@@ -96,52 +97,52 @@ class RoleCasts:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype that gradients are written in."""
+        """The dtype in which gradients are written."""
         return result_dtype(self.rule.output)
 
     def cast(self, x: Tensor, role: str, axis: int = -1, dtype: torch.dtype | None = None) -> Tensor:
-        """Return x rounded by its role, in `dtype` (by default as results are carried); part of the autograd graph."""
+        """Return x rounded by its role, in `dtype` (by default the dtype of results); part of the autograd graph."""
         to = self.of(role)
         if self.watch is not None:
             self.watch(x, role, to)
         return x if to is None else rounded(x, to, self.seed, axis, dtype)
 
     def carry(self, x: Tensor, role: str, axis: int = -1) -> Tensor:
-        """Return x rounded by its role, in the dtype that carries an operand of a contraction; part of the graph."""
+        """Return x rounded by its role, in the dtype of a contraction's operand; part of the autograd graph."""
         to = self.of(role)
         if self.watch is not None:
             self.watch(x, role, to)
         return x if to is None else rounded(x, to, self.seed, axis, carrier_dtype(to))
 
     def read(self, x: Tensor) -> Tensor:
-        """Return what an op that is no product reads, rounded by the rule's `input`."""
+        """Return an input of an op that is not a product, rounded by the rule's `input`."""
         if self.watch is not None:
             self.watch(x, role_of(x), self.rule.input)
         return rounded(x, self.rule.input, self.seed)
 
     def before_writer(self) -> RoleCasts:
-        """Return the casts of what a writer will write, which it rounds itself, and tells observers of."""
+        """Return the casts for tensors that a writer will write: the writer rounds them and informs observers."""
         return replace(self, rule=replace(self.rule, output=None), watch=None)
 
     def tell(self, x: Tensor, role: str) -> None:
-        """Tell observers of a tensor that is cast by its role in another way."""
+        """Pass a tensor to observers that is cast in another way."""
         if self.watch is not None:
             self.watch(x, role, self.of(role))
 
 
 @remembered_by_identity
 def _planned(rule: Rule) -> RoleCasts:
-    """Return how the tensors of an op under a rule are rounded where nobody observes, made once."""
+    """Return the casts of an op under a rule without observers; cached."""
     return RoleCasts(rule, rule.accumulate)
 
 
 @dataclass
 class Call:
-    """One call of an op that a rule speaks of, as the region hands it to the op's runner.
+    """One call of an op that a rule matches, as the region passes it to the op's runner.
 
-    `weight_cast` casts leaf parameters, which a region caches; `seed` gives a fresh seed for each stochastic cast.
-    `writer` writes the results where the rule's output has a predicted exponent; see `lowp.ops.int16.flexpoint`.
-    `watch` tells observers; `roles` are those of a product's operands where the op that makes it knows them.
+    `weight_cast` casts leaf parameters, which a region caches; `seed` gives a new seed for each stochastic cast.
+    `writer` writes the results if the rule's output has a predicted exponent; see `lowp.ops.int16.flexpoint`. `watch`
+    passes tensors to observers; `roles` are those of a product's operands if the op that makes the call knows them.
     """
 
     __slots__ = ("args", "func", "kwargs", "op", "roles", "rule", "seed", "watch", "weight_cast", "writer")
@@ -174,7 +175,7 @@ class Call:
 
     @property
     def casts(self) -> RoleCasts:
-        """How this call's tensors are rounded; holds none of them."""
+        """How this call's tensors are rounded; holds no tensors."""
         if self.watch is None and self.roles is None and self.seed is draw_seed and not torch.compiler.is_compiling():
             return _planned(self.rule)
         return RoleCasts(self.rule, self.rule.accumulate, self.seed, self.watch, self.roles or ("input", "weight"))
@@ -184,7 +185,7 @@ class Call:
         return self.casts.cast(x, role)
 
     def weight_casts(self, weights: Sequence[Tensor], to: Cast) -> list[Tensor]:
-        """Return several weights cast as `weight_cast` does; a region casts them together."""
+        """Return several weights cast as by `weight_cast`; a region casts them together."""
         together = getattr(self.weight_cast, "together", None)
         if together is None:
             return [self.weight_cast(weight, to) for weight in weights]
@@ -200,13 +201,13 @@ class Call:
         rule: Rule | None = None,
         roles: tuple[str, str] | None = None,
     ) -> Call:
-        """Return the call of another function in the place of this one, under its rule or another; it has no writer."""
+        """Return the call of another function in place of this one, under its rule or another; without a writer."""
         rule = self.rule if rule is None else rule
         op = str(getattr(func, "__name__", self.op)) if op is None else op
         return Call(op, func, args, kwargs or {}, rule, self.weight_cast, self.seed, None, self.watch, roles)
 
     def with_roles(self, first: str, second: str) -> Call:
-        """Return the same call, whose operands have these roles."""
+        """Return the same call with these roles of its operands."""
         call = self.given(self.args, self.kwargs)
         call.roles = first, second
         return call

@@ -1,7 +1,7 @@
-"""How an operand is rounded on its way into an op: cast nodes of the autograd graph, and the dtype that carries them.
+"""How an operand of an op is rounded: cast nodes of the autograd graph, and the dtype that carries the values.
 
-Values of fp16, bf16, fp32 and fp64 live in their torch dtype. Any other format is carried in fp32, except as operand of
-a contraction, whose carrier is the smallest torch dtype that holds the format: what backward saves then takes 16 bits.
+Values of fp16, bf16, fp32 and fp64 are carried in their torch dtype, other formats in fp32. An operand of a contraction
+is carried in the smallest torch dtype that holds the format, so that the tensors saved for backward may take 16 bits.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ is_jit_tracing = cast(Callable[[], bool], private("torch._C._is_tracing"))  # wh
 
 
 def draw_seed(device: torch.device | str = "cpu") -> Tensor:
-    """Return a fresh seed for stochastic rounding, drawn from torch's generator: `torch.manual_seed` repeats it.
+    """Return a new seed for stochastic rounding from torch's generator: `torch.manual_seed` repeats it.
 
-    On a device it is drawn by the device's own, so that a captured CUDA graph draws another at each replay.
+    On a device the device's own generator draws it, so that a captured CUDA graph draws a new one at each replay.
     """
     return torch.randint(2**62, (), device=device)
 
 
 def _constant(function: Callable[[Cast], _Answer]) -> Callable[[Cast], _Answer]:
-    """Remember a function's answers; torch.compile takes them as constants, without tracing how they are found."""
+    """Cache a function's results; torch.compile treats them as constants, without tracing the function."""
     return constant_when_compiled(remembered_by_identity(function))
 
 
@@ -67,8 +67,8 @@ def native_dtype(to: Cast) -> torch.dtype | None:
 def carrier_dtype(to: Cast) -> torch.dtype:
     """Return the dtype that carries an operand of a contraction: the smallest that holds every value of the format.
 
-    bf16 for bf16, bf16-tpu, e4m3fn and e5m2, fp16 for fp16 and e5m7; fp32 for what fits neither, and for formats with a
-    shared scale.
+    bf16 for bf16, bf16-tpu, e4m3fn and e5m2, fp16 for fp16 and e5m7; fp32 for formats that fit neither and for formats
+    with a shared scale.
     """
     format = to.format
     if (dtype := _own_dtype(to)) is not None:
@@ -81,7 +81,7 @@ def carrier_dtype(to: Cast) -> torch.dtype:
 
 
 def result_dtype(to: Cast | None) -> torch.dtype:
-    """Return the dtype of what an op writes under a rule's `output`: the format's own where it has one, or fp32."""
+    """Return the dtype in which an op writes under a rule's `output`: the format's own torch dtype, or fp32."""
     return torch.float32 if to is None else _own_dtype(to) or torch.float32
 
 
@@ -91,9 +91,9 @@ def _own_dtype(to: Cast) -> torch.dtype | None:
 
 
 def is_castable(*tensors: Tensor | None) -> bool:
-    """Whether rules apply to these tensors: none of them is fp64, integer, boolean, complex or MKLDNN's.
+    """Whether rules apply to these tensors: none is fp64, integer, boolean, complex or MKLDNN.
 
-    Those stay as they are; under torch.amp the same tensors are left alone.
+    Such tensors stay unchanged, as under torch.amp.
     """
     return all(
         t is None or (t.is_floating_point() and t.dtype is not torch.float64 and not _is_mkldnn(t)) for t in tensors
@@ -108,10 +108,10 @@ def _is_mkldnn(x: Tensor) -> bool:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Round to a cast's values in the dtype asked for; gradients and tangents pass as they are (Bengio et al. 2013).
+    """Round to a cast's values in the given dtype; gradients and tangents pass unchanged (Bengio et al. 2013).
 
-    Where a format clips, by a scale that is not the maximum's, what lies outside gets no gradient (Hubara et al. 2016,
-    arXiv 1609.07061, equation 6).
+    If a format clips, because its scale is not that of the maximum, clipped elements get no gradient (Hubara et al.
+    2016, arXiv 1609.07061, equation 6).
     """
 
     @staticmethod
@@ -140,13 +140,13 @@ class _StraightThrough(torch.autograd.Function):
         x, to, dtype, seed, axis = arguments
         x = x.movedim(in_dims[0], 0)
         axis = axis if axis < 0 else axis + 1
-        if isinstance(to.format, ScaledFormat):  # each example has a scale of its own
+        if isinstance(to.format, ScaledFormat):  # each example has its own scale
             return torch.stack([_straight_through(one, to, dtype, seed, axis) for one in x]), 0
         return _straight_through(x, to, dtype, seed, axis), 0
 
 
 def _inside(ctx: Any, gradient: Tensor) -> Tensor:
-    """A gradient or tangent without what belongs to numbers that were clipped."""
+    """Return a gradient or tangent with zeros for clipped elements."""
     saved: tuple[Tensor, ...] = ctx.saved_tensors
     return gradient.masked_fill(saved[0], 0.0) if saved else gradient
 
@@ -156,10 +156,10 @@ _straight_through = with_tangents(_StraightThrough)
 
 @_constant
 def _clipped_beyond(to: Cast) -> float | None:
-    """How many times its value a number is that was clipped: beyond half a step above the largest value of a format.
+    """Return the multiple of the largest value beyond which a number counts as clipped: half a step above that value.
 
-    None for formats whose scale is that of the maximum, which clips nothing: all but ternary (steps of 1) and binary
-    (of 2).
+    None for formats whose scale is that of the maximum, which clip nothing: all but ternary (steps of 1) and binary (of
+    2).
     """
     element = to.element
     if not isinstance(to.format, ScaledFormat) or not isinstance(element, IntFormat) or element.maximum != 1:
@@ -170,7 +170,7 @@ def _clipped_beyond(to: Cast) -> float | None:
 def _quantized(x: Tensor, to: Cast, seed: Tensor | int, axis: int) -> Tensor:
     """Return the values of a cast in fp32 (fp64 stays); groups of a shared scale run along `axis`.
 
-    What is infinite or NaN stays so in every format: a training step that has met one must not go on as if it had not.
+    Infinities and NaN stay in every format: a training step that has met one must not continue as if it had not.
     """
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
     if is_irregular(x):
@@ -181,17 +181,17 @@ def _quantized(x: Tensor, to: Cast, seed: Tensor | int, axis: int) -> Tensor:
 
 
 def is_irregular(x: Tensor) -> bool:
-    """Whether a tensor's elements do not lie in one strided block: sparse, nested and MKLDNN tensors.
+    """Whether a tensor's elements are not in one strided block: sparse, nested and MKLDNN tensors.
 
-    torch.compile does not trace the question within a backward pass; there a tensor counts as strided.
+    torch.compile cannot trace this check within a backward pass; there a tensor counts as strided.
     """
     return not torch.compiler.is_compiling() and (x.layout is not torch.strided or x.is_nested)
 
 
 def _with_values(x: Tensor, to: Cast, seed: Tensor | int) -> Tensor:
-    """Return a sparse or nested tensor whose values are rounded, apart from the graph; COO is coalesced first.
+    """Return a sparse or nested tensor with rounded values, detached from the graph; COO is coalesced first.
 
-    Raises InvalidInput for a scale of each row or block, which the values of such a tensor do not lie in.
+    Raises InvalidInput for scales per row or block, since the values of such a tensor are not stored in rows or blocks.
     """
     if _has_groups(to):
         raise InvalidInput(
@@ -213,7 +213,7 @@ def _with_values(x: Tensor, to: Cast, seed: Tensor | int) -> Tensor:
 
 @_constant
 def is_only_rounding(to: Cast) -> bool:
-    """Whether a cast is one pass that draws nothing, clips nothing, and is no conversion of torch's own."""
+    """Whether a cast is one pass that draws nothing and clips nothing, and is not a conversion of torch's own."""
     if to.is_stochastic or native_dtype(to) is not None or _clipped_beyond(to) is not None:
         return False
     return is_one_pass(to)
@@ -224,7 +224,7 @@ def _has_groups(to: Cast) -> bool:
 
 
 def depends_on_axis(to: Cast | None) -> bool:
-    """Whether the values of a cast depend on which dimension is contracted: scales of rows, channels and blocks do."""
+    """Whether the values of a cast depend on the contracted dimension, as with scales of rows, channels and blocks."""
     return to is not None and _has_groups(to)
 
 
@@ -235,32 +235,32 @@ def rounded(
     axis: int = -1,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return x rounded by a cast, in `dtype` (by default as results are carried); part of the autograd graph.
+    """Return x rounded by a cast, in `dtype` (by default the dtype of results); part of the autograd graph.
 
-    A tensor that is in the format's dtype already is returned as it is; None rounds nothing.
+    A tensor that is already in the format's dtype is returned itself; None rounds nothing.
     """
     if to is None:
         return x
     if (native := native_dtype(to)) is not None:
         if x.dtype is torch.float32 and torch.compiler.is_compiling():
-            # inductor deletes a conversion there and back, and the rounding with it; an operator it leaves alone
+            # inductor removes a conversion there and back, and the rounding with it, but keeps an operator
             return cast(Tensor, _straight_through(x, to, native, 0, axis))
         return x.to(native)
     wanted = result_dtype(to) if dtype is None else dtype
     if x.dtype is _own_dtype(to):
         return x
-    if is_irregular(x) and x.layout is torch.strided:  # autograd cannot ask such a tensor for its sizes
+    if is_irregular(x) and x.layout is torch.strided:  # autograd cannot read the sizes of such a tensor
         return torch.nested.as_nested_tensor([rounded(one, to, seed, axis, dtype) for one in x.unbind()])
     drawn: Tensor | int = 0
     if to.rounding.is_stochastic:
         drawn = draw_seed(x.device) if seed is draw_seed else seed()
     if not (x.requires_grad and torch.is_grad_enabled()) and not functorch_is_active():
-        return _quantized(x, to, drawn, axis).to(wanted)  # what has no graph needs no node
+        return _quantized(x, to, drawn, axis).to(wanted)  # no graph, no node
     return cast(Tensor, _straight_through(x, to, wanted, drawn, axis))
 
 
 def carried(x: Tensor, to: Cast | None, seed: Callable[[], Tensor | int] = draw_seed, axis: int = -1) -> Tensor:
-    """Return x rounded by a cast in the dtype that carries an operand of a contraction; part of the autograd graph."""
+    """Return x rounded by a cast in the dtype of a contraction's operand; part of the autograd graph."""
     return x if to is None else rounded(x, to, seed, axis, carrier_dtype(to))
 
 
@@ -268,11 +268,11 @@ def carried(x: Tensor, to: Cast | None, seed: Callable[[], Tensor | int] = draw_
 
 
 class Operand(NamedTuple):
-    """An operand of a product: its value, and where its gradient goes.
+    """An operand of a product: its value and the destination of its gradient.
 
-    `edge` alone: the tensor itself. With `value`: the rounded tensor in its carrier, apart from the graph, while `edge`
-    is a tensor of the same shape and no memory through which the gradient passes in fp32. Autograd would otherwise
-    round the gradient to the carrier's dtype, which no rule asked for.
+    `edge` alone: the tensor itself. With `value`: the rounded tensor in its carrier, detached from the graph, while
+    `edge` is a tensor of the same shape without memory, through which the gradient passes in fp32. Otherwise autograd
+    would round the gradient to the carrier's dtype, which no rule requests.
     """
 
     edge: Tensor
@@ -280,23 +280,23 @@ class Operand(NamedTuple):
 
     @property
     def plain(self) -> Tensor:
-        """The rounded tensor alone; its gradient may go nowhere."""
+        """The rounded tensor alone, possibly without a path for its gradient."""
         return self.edge if self.value is None else self.value
 
     @property
     def connected(self) -> Tensor:
-        """The rounded tensor in fp32 as part of the graph, its gradient going to the edge (whose elements are zero)."""
+        """The rounded tensor in fp32, attached to the graph through the edge (whose elements are zero)."""
         return self.edge.float() if self.value is None else self.value.float() + self.edge
 
 
 class _Edge(torch.autograd.Function):
-    """A tensor of x's shape without storage, in the dtype its gradient shall have."""
+    """A tensor of x's shape without storage, in the dtype of its gradient."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, dtype: torch.dtype, dense: bool) -> Tensor:
-        if dense:  # forward-mode derivatives are kept in the memory of the tensor itself
+        if dense:  # forward-mode derivatives are stored in the tensor's own memory
             return x.new_zeros(x.shape, dtype=dtype)
         return x.new_zeros((1,) * x.dim(), dtype=dtype).expand(x.shape)
 
@@ -323,7 +323,7 @@ def edge(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def end_of(x: Tensor) -> Tensor:
-    """Return where an operand's gradient in fp32 goes: itself, or an edge where that would keep its memory alive."""
+    """Return the destination of an operand's fp32 gradient: the operand, or an edge if the operand would stay alive."""
     if not (x.requires_grad and torch.is_grad_enabled()) or (x.is_leaf and x.dtype is torch.float32):
         return x
     return cast(Tensor, _edge(x, torch.float32, functorch_is_active()))
@@ -339,12 +339,12 @@ def operand(x: Tensor, value: Tensor, gradient_dtype: torch.dtype) -> Operand:
 
 
 def functorch_is_active() -> bool:
-    """Whether torch.func (vmap, grad, jvp), forward-mode autograd or torch.compile follows what runs now."""
+    """Whether torch.func (vmap, grad, jvp), forward-mode autograd or torch.compile is active."""
     return torch.compiler.is_compiling() or is_transformed()
 
 
 def is_plain(*tensors: Any) -> bool:
-    """Whether rules apply to tensors, and they are no more than their numbers: no subclass, in one strided block."""
+    """Whether rules apply to tensors, and they are plain: no subclass, in one strided block."""
     for x in tensors:
         if type(x) not in _PLAIN or x.dtype not in _UP_TO_32 or x.layout is not torch.strided or x.is_nested:
             return False
@@ -355,12 +355,12 @@ def is_plain(*tensors: Any) -> bool:
 
 
 def shield() -> AbstractContextManager[object]:
-    """Keep function modes and torch.autocast away from what runs inside: a backward may be called within a region."""
+    """Disable function modes and torch.autocast within the context: a backward may be called within a region."""
     return without_autocast() if torch.compiler.is_compiling() else _Shield()
 
 
 def shielded(function: Callable[[Tensor, Any], _Answer], gradient: Tensor, ctx: Any) -> _Answer:
-    """Return what a backward function returns within `shield`, entered only where something could come in between."""
+    """Return the result of a backward function within `shield`, which is entered only if a mode could interfere."""
     if not torch.compiler.is_compiling() and type(gradient) is Tensor:
         if not (_function_modes() or _is_any_autocast_enabled()):
             return function(gradient, ctx)
@@ -369,7 +369,7 @@ def shielded(function: Callable[[Tensor, Any], _Answer], gradient: Tensor, ctx: 
 
 
 def without_autocast() -> AbstractContextManager[object]:
-    """Switch torch.autocast off where torch.compile traces, on the CPU and on the accelerator that is here."""
+    """Switch torch.autocast off while torch.compile traces, on the CPU and on the accelerator present."""
     kind = accelerator()
     return torch.autocast("cpu", enabled=False) if kind is None else _without_autocast(kind)
 

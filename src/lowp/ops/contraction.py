@@ -1,8 +1,8 @@
 """Runners of the matrix products: linear, matmul and its relatives, einsum, and chains of them.
 
 A runner takes a `Call`, reads it by the public signature of its function and runs it under the rule. The first operand
-has the role `input`, the second `weight`; a parameter that stands first (``weight @ x``) is the weight all the same.
-Tensors in fp64, integers and complex numbers are left to the function itself, and so is a call that it would refuse.
+has the role `input`, the second `weight`; a parameter is the weight also if it comes first (``weight @ x``). Tensors in
+fp64, integers and complex numbers are passed to the function itself, and so is a call that the function would refuse.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Runner = Callable[[Call], Any]
 
 
 def runner(run: Callable[[Call], Any]) -> Runner:
-    """Let the function itself answer a call that does not fit its signature; serve `out=`."""
+    """Decorate a runner: a call that does not fit its signature goes to the function itself; `out=` is supported."""
 
     @wraps(run)
     def outer(call: Call) -> Any:
@@ -71,7 +71,7 @@ def matmul(call: Call) -> Tensor:
 
 
 def function_name(call: Call) -> str:
-    """Return the bare name of a call's function, of torch.ops.aten's too."""
+    """Return the bare name of a call's function, also for functions of torch.ops.aten."""
     return str(getattr(call.func, "__name__", "")).partition(".")[0]
 
 
@@ -86,14 +86,14 @@ def _matmul(call: Call, first: Tensor, second: Tensor, function: Callable[..., T
     check(first, second)
     require(first.dim() >= 1 and second.dim() >= 1)
     equation = Equation.of_matmul(tuple(first.shape), tuple(second.shape))
-    if equation.is_squeezed:  # one operand is repeated along a batch dimension of the other
+    if equation.is_squeezed:  # one operand is broadcast along a batch dimension of the other
         function = _Unsqueezed(function, equation.squeezes)
     return _pair(call, equation, *equation.squeezed(first, second), function)
 
 
 @dataclass(frozen=True)
 class _Unsqueezed:
-    """A function of two tensors whose dimensions of size 1 were taken out."""
+    """A function of two tensors from which dimensions of size 1 were removed."""
 
     function: Callable[..., Tensor]
     squeezes: tuple[tuple[int, ...], tuple[int, ...]]
@@ -137,7 +137,7 @@ _ADDED: dict[str, tuple[str, str, tuple[str, str, str], Callable[..., Tensor]]] 
 
 @runner
 def added(call: Call) -> Tensor:
-    """addmm, addmv, addr, addbmm, baddbmm; in place where the function's name ends in an underscore."""
+    """addmm, addmv, addr, addbmm, baddbmm; in place if the function's name ends in an underscore."""
     name = call.op.rstrip("_")
     first_name, second_name, terms, function = _ADDED[name]
     bias, first, second, beta, alpha = _added_arguments(call, first_name, second_name)
@@ -168,8 +168,8 @@ def _added_arguments(call: Call, first_name: str, second_name: str) -> list[Any]
 def einsum(call: Call) -> Tensor:
     """torch.einsum(equation, *operands), also with operands in a list or given with lists of indices.
 
-    More than two operands are contracted in pairs from left to right; each intermediate is rounded as an output, and
-    is an operand of the next product.
+    More than two operands are contracted in pairs from left to right. Each intermediate result is rounded as an output
+    and is an operand of the next product.
     """
     if call.kwargs:
         raise Mismatch
@@ -226,7 +226,7 @@ def vecdot(call: Call) -> Tensor:
 
 @runner
 def bilinear(call: Call) -> Tensor:
-    """F.bilinear(input1, input2, weight, bias=None): input1 meets the weight first, input2 their product."""
+    """F.bilinear(input1, input2, weight, bias=None): input1 times weight first, then input2 times the result."""
     first, second, weight, bias = bound(call, "input1", "input2", "weight", bias=None)
     check(first, second, weight, bias)
     require(first.dim() == second.dim() >= 1 and weight.dim() == 3 and first.shape[:-1] == second.shape[:-1])

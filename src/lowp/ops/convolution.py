@@ -31,7 +31,7 @@ _TRANSPOSED = {OUTPUT: "input_gradient", FIRST: "forward", SECOND: "weight_gradi
 
 @dataclass(frozen=True)
 class Convolution(Form):
-    """y[n, o, ...] of x[n, c, ...] and w[o, c / groups, ...], or w[c, o / groups, ...] where transposed."""
+    """y[n, o, ...] of x[n, c, ...] and w[o, c / groups, ...], or w[c, o / groups, ...] if transposed."""
 
     first: Sizes
     second: Sizes
@@ -49,12 +49,12 @@ class Convolution(Form):
 
     @property
     def channels(self) -> int:
-        """How many channels the result has."""
+        """The number of channels of the result."""
         return self.second[1] * self.groups if self.transposed else self.second[0]
 
     @property
     def is_possible(self) -> bool:
-        """Whether there is such a convolution: where there is none, torch says why in its own words."""
+        """Whether the convolution is valid; for an invalid one torch raises its own error."""
         if min(*self.stride, *self.dilation) < 1 or min(self.padding) < 0:
             return False
         if self.transposed:
@@ -68,7 +68,7 @@ class Convolution(Form):
         settings = (self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups)
         if slot == OUTPUT:
             return torch.convolution(left, right, bias, *settings)
-        if slot == FIRST:  # of the operand that is asked for, only the shape is read
+        if slot == FIRST:  # only the shape of the requested operand is read
             x, weight = right.new_empty(self.first), left
         else:
             x, weight = left, right.new_empty(self.second)
@@ -103,7 +103,7 @@ class Convolution(Form):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the kernels' own convolution computes it, and not windows made by torch."""
+        """Whether the kernels' own convolution can compute it, without windows made by torch."""
         if not self.transposed:
             return True
         whole = self._transposed_output(self.first)
@@ -113,10 +113,10 @@ class Convolution(Form):
     def _plain_operands(
         self, slot: int, left: Tensor, right: Tensor
     ) -> tuple[str, Tensor, Tensor, integer.ConvolutionShape] | None:
-        """Return which product of a plain convolution it is, and of which operands in the kernels' order.
+        """Return the product of a plain convolution that this is, and its operands in the kernels' order.
 
-        The transposed convolution is the plain one with output and input exchanged; None where `output_padding` makes
-        its output so large that the plain one would have another input.
+        The transposed convolution is the plain one with output and input exchanged. None if `output_padding` makes its
+        output so large that the plain one would have another input.
         """
         whole = self._transposed_output(self.first) if self.transposed else self.first
         shape = integer.ConvolutionShape.of(whole, self.second, self.stride, self.padding, self.dilation, self.groups)
@@ -188,7 +188,7 @@ class Convolution(Form):
         return x.reshape(*x.shape[:dim], self.groups, x.shape[dim] // self.groups, *x.shape[dim + 1 :])
 
     def _windows(self, x: Tensor, stride: Sizes, padding: Sizes) -> Tensor:
-        """Return x[n, c, places..., kernel...]: the elements that each output place sees."""
+        """Return x[n, c, places..., kernel...]: the elements that each output place reads."""
         x = F.pad(x, [p for p in reversed(padding) for _ in range(2)])
         for axis, (size, step, hop) in enumerate(zip(self.second[2:], stride, self.dilation, strict=True), start=2):
             x = x.unfold(axis, hop * (size - 1) + 1, step)[..., ::hop]
@@ -252,7 +252,7 @@ def conv_tbc(call: Call) -> Tensor:
 def _general(call: Call) -> Tensor:
     """torch.convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    # _convolution's flags for cuDNN say nothing about the result
+    # _convolution's flags for cuDNN do not change the result
     flags = dict.fromkeys(("benchmark", "deterministic", "cudnn_enabled", "allow_tf32"))
     values = bound(call, *names, **(flags if call.op == "_convolution" else {}))
     x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = values[:9]
@@ -275,7 +275,7 @@ def _convolve(
 
 
 def _same(x: Tensor, weight: Tensor, padding: str, stride: Sizes, dilation: Sizes) -> tuple[Tensor, Any]:
-    """Return the input and the padding that a word stands for; an odd `same` pads the end by one more."""
+    """Return the input and the padding for the word `same` or `valid`; an odd `same` pads the end by one more."""
     if padding == "valid":
         return x, 0
     require(padding == "same" and math.prod(stride) == 1)
@@ -286,12 +286,12 @@ def _same(x: Tensor, weight: Tensor, padding: str, stride: Sizes, dilation: Size
 
 
 def _dims(call: Call) -> int:
-    """Return the number of dimensions that the function's name tells."""
+    """Return the number of dimensions in the function's name."""
     return int(call.op[call.op.rindex("d") - 1])
 
 
 def _sizes(value: Any, dims: int) -> Sizes:
-    """Return a size for each dimension, of one number or of one each."""
+    """Return one size per dimension, from one number or one number each."""
     if isinstance(value, int):
         return (value,) * dims
     if not isinstance(value, (list, tuple)) or len(value) not in (1, dims):

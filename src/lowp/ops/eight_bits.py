@@ -1,9 +1,9 @@
-"""Products with one matrix in fp8 on chips that multiply it: torch's own scaled product, a quarter of the bytes kept.
+"""Products with one matrix in fp8 on chips that multiply fp8: torch's scaled product; a quarter of the bytes is saved.
 
-Of linear layers, and of ``x @ matrix``, which is one. torch scales no product of batches, and no convolution.
+For linear layers and for ``x @ matrix``. torch has no scaled product of batches and no scaled convolution.
 
-The operands are those of the rule, to the bit; the product is summed in fp32 and scaled afterwards, where the long way
-multiplies scaled values. Everything else, higher derivatives included, goes the long way.
+The operands equal those of the rule, bit for bit. The product is summed in fp32 and scaled afterwards, while the
+general path multiplies scaled values. All other calls, including higher derivatives, take the general path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _E5M2 = "e5m2"
 
 
 def linear_in_fp8(call: Call) -> Tensor | None:
-    """Return F.linear(input, weight, bias) under a rule of fp8; None where it has to go the long way."""
+    """Return F.linear(input, weight, bias) under a rule of fp8; None if the call must take the general path."""
     if not 2 <= len(call.args) <= 3 or not _is_plain(call):
         return None
     x, weight, *rest = call.args
@@ -37,7 +37,7 @@ def linear_in_fp8(call: Call) -> Tensor | None:
 
 
 def matmul_under(rule: Rule) -> Callable[[Call], Any] | None:
-    """Return the runner of matmul and mm that takes the scaled product where it can; None for other rules."""
+    """Return the runner of matmul and mm that uses the scaled product if possible; None for other rules."""
     if not is_fp8(rule):
         return None
 
@@ -60,7 +60,7 @@ def matmul_under(rule: Rule) -> Callable[[Call], Any] | None:
 
 
 def _is_plain(call: Call) -> bool:
-    """Whether nobody looks at a call's operands, and the device multiplies fp8."""
+    """Whether nothing observes a call's operands, and the device multiplies fp8."""
     if call.kwargs or functorch_is_active():
         return False
     if call.writer is not None or call.watch is not None or call.roles is not None:
@@ -84,7 +84,7 @@ def _multiplied(rule: Rule, x: Any, weight: Any, bias: Any, is_turned: bool = Fa
 
 
 def is_fp8(rule: Rule) -> bool:
-    """Whether a rule casts all operands to fp8 and writes fp32; products of two e5m2 are none of torch's."""
+    """Whether a rule casts all operands to fp8 and writes fp32; torch has no product of two e5m2 tensors."""
     operands = (rule.input, rule.weight, rule.grad)
     if rule.output is not None or not all(is_eight_bits(one) for one in operands):
         return False
