@@ -18,6 +18,7 @@ import lowp
 from lowp import kernels
 from lowp.kernels import hardware
 from lowp.kernels.choices import choices
+from lowp.ops import short
 
 has_own = hardware.products_of_bf16()[0]
 own = pytest.mark.skipif(not has_own, reason="the processor multiplies no bf16, or is held to instructions that do not")
@@ -187,3 +188,17 @@ def test_the_choice_is_told_with_its_reason() -> None:
 
 def test_fp16_is_multiplied_by_no_cpu() -> None:
     assert not hardware.multiplies("cpu", torch.float16) and hardware.multiplies("cuda", torch.float16)
+
+
+@own
+def test_a_product_that_is_handed_over_is_asked_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    find = short.sixteen_bits_run_in
+    monkeypatch.setattr(short, "sixteen_bits_run_in", lambda *given: asked.append(given) or find(*given))
+    x, weight = _drawn([(5, 7), (3, 7)])
+    with lowp.autocast("bf16"):
+        assert F.linear(x, weight).dtype is torch.bfloat16
+        assert not asked
+        with kernels.use("cpu"):
+            F.linear(x, weight)
+    assert asked

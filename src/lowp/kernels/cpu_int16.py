@@ -35,7 +35,7 @@ def is_direct(x: Tensor) -> bool:
     try:
         return (
             x.dtype is torch.float32
-            and x.device.type == "cpu"
+            and x.is_cpu
             and x.layout is torch.strided
             and x.is_contiguous()
             and not x.is_neg()

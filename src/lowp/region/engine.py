@@ -109,14 +109,17 @@ class Engine(TorchFunctionMode):
                         return func(*args, **kwargs)
                     except RuntimeError as error:
                         return self._without_kernel(error, func, args, kwargs)
+            way = plan.way
+            if way is not None and way.is_usual and device_of(way, args, kwargs) is not None:
+                return self._handed_over(plan, way, func, args, kwargs)
             if plan.quick is not None and self._is_quick(plan):
                 with _DisableAutocast():
                     result = plan.quick(func, args, kwargs, self)
                 if result is not None:
                     self.rulebook.has_rounded |= plan.rounds
                     return result
-            if plan.way is not None and device_of(plan.way, args, kwargs) is not None:
-                return self._handed_over(plan, plan.way, func, args, kwargs)
+            if way is not None and not way.is_usual and device_of(way, args, kwargs) is not None:
+                return self._handed_over(plan, way, func, args, kwargs)
         with _DisableAutocast():
             return self._run(plan, func, args, kwargs)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.kernels.hardware import multiplies
 from lowp.kernels.products import torchs_own_device
 from lowp.ops.casting import native_dtype
 from lowp.ops.generic import is_in_place
@@ -37,13 +38,14 @@ _OPTIONAL_ARGUMENTS = 13  # of multi_head_attention_forward: from here on, need_
 class HandOver(NamedTuple):
     """An op, the devices on which torch's dispatcher does what the op's rule says, and the cast of its weights.
 
-    `dtype` is the dtype of the region.
+    `dtype` is the dtype of the region. `is_usual`: the CPU multiplies it itself, so that most calls are handed over.
     """
 
     op: str
     devices: frozenset[str]
     dtype: torch.dtype
     weights: Cast | None
+    is_usual: bool
 
 
 def hand_over(function: Callable[..., Any], row: Row, rule: Rule | None, dtype: torch.dtype) -> HandOver | None:
@@ -53,7 +55,8 @@ def hand_over(function: Callable[..., Any], row: Row, rule: Rule | None, dtype: 
     devices = devices_that_agree(row.name, row.op_class)
     if not devices or not _agrees(row, rule, dtype):
         return None
-    return HandOver(row.name, devices, dtype, rule.weight if row.is_contraction and rule is not None else None)
+    weights = rule.weight if row.is_contraction and rule is not None else None
+    return HandOver(row.name, devices, dtype, weights, multiplies("cpu", dtype))
 
 
 def _agrees(row: Row, rule: Rule | None, dtype: torch.dtype) -> bool:
