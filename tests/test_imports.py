@@ -97,9 +97,8 @@ def test_help_says_what_a_name_is_and_what_it_takes(name: str) -> None:
 
 
 def test_each_error_of_the_public_names_is_caught_as_lowp_s() -> None:
-    errors = [
-        one for one in map(lowp.__dict__.get, lowp.__all__) if inspect.isclass(one) and issubclass(one, Exception)
-    ]
+    named = [getattr(lowp, name) for name in lowp.__all__]
+    errors = [one for one in named if inspect.isclass(one) and issubclass(one, Exception)]
     assert len(errors) == 8
     assert all(issubclass(error, lowp.LowpError) for error in errors)
 
