@@ -109,6 +109,18 @@ def test_it_learns_as_fp32_does_with_the_same_hyper_parameters() -> None:
     assert summary.saturated < summary.writes / 100 and 0.5 < summary.headroom_bits < 4
 
 
+def test_a_model_without_values_is_refused_with_what_to_do() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2))
+    precision = Precision("flex16+5")
+    with pytest.raises(InvalidInput, match=r"meta device has no values to write in flex16\+5.*to_empty"):
+        precision.prepare_model(model)
+    model = model.to_empty(device="cpu")
+    model[0].reset_parameters()
+    precision.prepare_model(model)
+    assert is_flex(model[0].weight)
+
+
 def test_the_default_dtype_changes_nothing() -> None:
     wanted, run = Run(), Run()
     torch.set_default_dtype(torch.float64)

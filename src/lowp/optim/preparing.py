@@ -158,6 +158,11 @@ class FlexStorage:
         """Write the parameters, in place, under exponents that belong to their names."""
         _refuse_scripted(model, str(self.cast))
         refuse_shards(self.cast, model.parameters())
+        if any(one.is_meta for one in model.parameters()):
+            raise InvalidInput(
+                f"a parameter on the meta device has no values to write in {self.cast}: materialize and initialize the "
+                "model first (model.to_empty(device=...), then its weights), then call prepare"
+            )
         new = {one: name for name, one in unwrapped(model).named_parameters() if one not in self._names}
         if not new:
             return
