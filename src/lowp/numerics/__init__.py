@@ -1,7 +1,7 @@
-"""The numerics profiler: what every number format would do to a model, from one run in fp32, and what to do about it.
+"""The numerics profiler: predicts from one fp32 run what every number format would do to a model, and gives advice.
 
-`profiler` watches a training (its hooks are in `watching`, the steps it looks at in `sampling`); `record` is what it
-leaves, made of `spectrum` and `updates`; `prediction` says what a format would do to it, `advice` what to change,
-`search` which policy is cheapest; `divergence` finds what made a number infinite or NaN, `difference` where two runs
-part. Everything after the record is arithmetic on it: nothing runs again.
+`profiler` watches a training (its hooks are in `watching`, the choice of steps in `sampling`) and produces a `record`,
+made of `spectrum` and `updates`. `prediction` computes the effect of a format, `advice` what to change, `search` the
+cheapest policy. `divergence` finds the op that made a number infinite or NaN, `difference` the first difference of two
+runs. Everything after the record is arithmetic on the record: nothing runs again.
 """

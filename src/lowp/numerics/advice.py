@@ -1,4 +1,4 @@
-"""What to do about a profile: a verdict for each format, at most five findings, and a policy that follows them."""
+"""Advice on a profile: a verdict for each format, at most five findings, and a policy that follows them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lowp.policy import Policy, Rule
 __all__ = ["Advice", "Verdict", "advise", "fits_fp8", "loss_scale_of", "modules_of_contractions"]
 
 MOST_FINDINGS = 5
-_STALLS = 0.2  # share of lost updates from which on a format is said to stall
+_STALLS = 0.2  # share of lost updates from which a format is said to stall
 _LOST_WHOLLY = 0.99
 _LEAST_SIGNAL = 20.0  # dB that an operand keeps: an error of a tenth of its size
 _LEAST_SIGNAL_OF_GRADIENTS = 12.0
@@ -30,7 +30,7 @@ _HALF = {"float16": "fp16", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one format would do: shares from 0 to 1, the median signal-to-noise ratio in dB, and a short verdict."""
+    """The effect of one format: shares from 0 to 1, the median signal-to-noise ratio in dB, and a short verdict."""
 
     format: str
     flushed: float
@@ -58,7 +58,7 @@ class Advice:
     window: Window
     policy: Policy
     more: int = 0
-    quiet: int = 0  # tensors that need nothing
+    quiet: int = 0  # tensors that need no change
     named: tuple[str, ...] = field(default=())
 
     def document(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Advice:
 
 
 def advise(record: Record) -> Advice:
-    """Judge a profile; raises InvalidInput for an empty one."""
+    """Judge a profile. Raises InvalidInput for an empty one."""
     record.require_content()
     window, outside = window_of(record)
     large = _too_large(record)
@@ -110,7 +110,7 @@ def advise(record: Record) -> Advice:
 
 # -- what is looked at ------------------------------------------------------------------------------------------------
 def modules_of_contractions(record: Record) -> dict[str, list[Key]]:
-    """The operands of each module's products, and the gradients that arrive there."""
+    """Return the operands of each module's products, and the gradients that arrive there."""
     found: dict[str, list[Key]] = {}
     for (module, op), seen in record.ops.items():
         if seen.op_class != "contraction":
@@ -127,7 +127,7 @@ def modules_of_contractions(record: Record) -> dict[str, list[Key]]:
 
 
 def _too_large(record: Record) -> dict[str, str]:
-    """Modules whose results are beyond fp16's largest number, or within a factor of two of it."""
+    """Return the modules whose results are beyond fp16's largest number, or within a factor of two of it."""
     found: dict[str, str] = {}
     for key, seen in record.tensors.items():
         op = record.ops.get((key.module, key.op))
@@ -154,7 +154,7 @@ def _operands(record: Record) -> list[tuple[Key, Spectrum]]:
 
 
 def _judged(record: Record, to: str, scale: float = 1.0, without: Iterable[str] = ()) -> tuple[float, int, float]:
-    """Share of gradients flushed, tensors that overflow, and the median signal-to-noise ratio."""
+    """Return the share of flushed gradients, the tensors that overflow, and the median signal-to-noise ratio."""
     left_out = set(without)
     flushed = present = 0.0
     overflow, ratios = 0, []
@@ -221,7 +221,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _lost(record: Record) -> list[Finding]:
-    """Whole tensors whose updates bf16 would lose; an error where they are stored in it already."""
+    """Return findings for whole tensors whose updates bf16 would lose; errors if they are already stored in bf16."""
     shares = {name: _lost_share(record, "bf16", name) for name, one in record.updates.items() if one.present}
     whole = [name for name, share in shares.items() if share >= _LOST_WHOLLY]
     stored = [_HALF[dtype] for dtype in record.header.get("dtypes", []) if dtype in _HALF]

@@ -1,4 +1,4 @@
-"""A step that runs again from its tape, beside the training: nothing of the training is changed by it."""
+"""Runs a step again from its tape, beside the training, which is not changed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def beside(tape: Tape, models: Models) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")  # what is said of the step was said when it ran
+            warnings.simplefilter("ignore")  # warnings about the step were given when it ran first
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if tape.region is not None:
@@ -59,9 +59,9 @@ def beside(tape: Tape, models: Models) -> Iterator[None]:
 
 
 def calls_again(tape: Tape, at_line: Callable[[str], None] = lambda line: None) -> Tensor | None:
-    """Make the calls of the tape again and return the new loss; None where it did not come of them.
+    """Make the calls of the tape again and return the new loss; None if they do not produce the loss.
 
-    `at_line` is told before each call of the line that made it, and of '' after the last.
+    `at_line` is called before each call with the line that made it, and with '' after the last call.
     """
     made: dict[int, Tensor] = {}
     for call in tape.calls:

@@ -19,7 +19,7 @@ from lowp.numerics.sampling import Budget
 
 __all__ = ["CallCosts", "Clock", "call_costs"]
 
-_TYPICAL = 20  # steps whose time says what a step takes
+_TYPICAL = 20  # number of steps whose time is typical of a step
 _CACHE = 1 << 19  # numbers
 _MOST_HIDDEN = 3.0  # times what is measured of guarding; of half-millisecond steps it is two to three
 _LOOKS = 5  # the last steps that were looked at, which say what a look hides

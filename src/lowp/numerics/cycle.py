@@ -1,4 +1,4 @@
-"""Which optimizers train the models, and when each of them has had its step: a step of several is one of each."""
+"""Which optimizers train the models, and when each has stepped: a step of the training has one of each optimizer."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from lowp.numerics.models import Models
 
 __all__ = ["Cycle"]
 
-_FORGOTTEN = 64  # steps of others after which an optimizer is no longer waited for
+_FORGOTTEN = 64  # steps of others after which an optimizer is no longer expected
 
 
 class Cycle:
-    """The optimizers that step, in turn. A step of the training ends when each has stepped, or one has so twice."""
+    """The optimizers that step in turn. A step of the training ends when each has stepped, or one has stepped twice."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
         self._found: dict[int, tuple[int, list[tuple[str, nn.Parameter]]]] = {}
-        self._last: dict[int, int] = {}  # by optimizer, when it stepped last, counted in steps of all
+        self._last: dict[int, int] = {}  # by optimizer, its last step, counted in steps of all
         self._optimizers: dict[int, Optimizer] = {}
         self._stepped: set[int] = set()
         self._count = 0
 
     def parameters(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-        """The parameters of the models that an optimizer steps, with their names in the record."""
+        """Return the parameters of the models that an optimizer steps, with their names in the record."""
         state = len(self._models.parameters) + len(self._models.roots)
         for group in optimizer.param_groups:
             state += len(group["params"]) << 32
@@ -38,7 +38,7 @@ class Cycle:
         return known[1]
 
     def ends_with(self, optimizer: Optimizer) -> bool:
-        """Note that an optimizer has stepped; whether that ends the step of the training."""
+        """Note that an optimizer has stepped. Return whether that ends the step of the training."""
         one = id(optimizer)
         is_new = one not in self._last
         self._optimizers[one] = optimizer
@@ -56,7 +56,7 @@ class Cycle:
 
     @property
     def alone(self) -> Optimizer | None:
-        """The only optimizer that steps; None where there are others, or none has yet."""
+        """The only optimizer that steps; None if there are several, or if none has stepped."""
         return next(iter(self._optimizers.values())) if len(self._optimizers) == 1 else None
 
     def trains(self, model: nn.Module) -> bool:

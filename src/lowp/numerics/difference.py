@@ -1,4 +1,4 @@
-"""Where two runs part: the first step and tensor whose bits differ, and by how much."""
+"""The first difference of two runs: the first step and tensor whose bits differ, and by how much."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Difference", "difference", "ulps"]
 
 @dataclass(frozen=True)
 class Difference:
-    """The first tensor in which two runs differ; `ulp` is the largest distance among the numbers that are recorded."""
+    """The first tensor in which two runs differ. `ulp` is the largest distance among the recorded numbers."""
 
     step: int
     key: Key
@@ -75,13 +75,13 @@ def _distance(one: Print, other: Print) -> int:
 
 
 def ulps(a: float, b: float) -> int:
-    """How many numbers of fp32 lie between two of them; 2^32 where one is NaN and the other is not."""
+    """Return the distance of two numbers in steps of fp32; 2^32 if exactly one of them is NaN."""
     if math.isnan(a) or math.isnan(b):
         return 0 if math.isnan(a) and math.isnan(b) else 1 << 32
     return abs(_place(a) - _place(b))
 
 
 def _place(x: float) -> int:
-    """The place of a number among all of fp32, in order."""
+    """Return the position of a number in the order of all fp32 numbers."""
     bits: int = struct.unpack("<i", struct.pack("<f", x))[0]
     return bits if bits >= 0 else -(bits & 0x7FFFFFFF)

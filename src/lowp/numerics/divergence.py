@@ -1,4 +1,4 @@
-"""What made a loss or a gradient infinite or NaN: the first operation that did, found by running its step again."""
+"""Finds the operation that first made a loss or a gradient infinite or NaN, by running the step again."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lowp.numerics.tape import Tape
 
 __all__ = ["Diagnosis", "Fault"]
 
-_EXPLODED = 1e3  # weights that have grown so many times over their first size were driven there
+_EXPLODED = 1e3  # growth of weights over their first size that counts as exploding
 
 
 @dataclass
 class Fault:
-    """What was found. `kind`: ``batch``, ``weights``, ``exploding``, ``operation``, or ``unknown``: nothing was."""
+    """The result of the search. `kind`: ``batch``, ``weights``, ``exploding``, ``operation``, or ``unknown``."""
 
     step: int
     what: str
@@ -65,7 +65,7 @@ class Diagnosis:
         self._trace = Trace(Paths(models))
 
     def find(self, what: str, step: int, first_weight: float | None = None, unguarded: int = 0) -> Fault:
-        """The fault of this step: `what` is the loss or the gradients."""
+        """Return the fault of this step. `what` is the loss or the gradients."""
         fault = Fault(step, what, "unknown", scale=self._scale, history=[asdict(one) for one in self._history])
         if not self._tape.models:
             fault.hint = "The step cannot be run again: the model was not called in it."
@@ -145,7 +145,7 @@ def _first_cause(last: Event) -> Event:
 
 
 def _growth(models: Models, first: float | None) -> float | None:
-    """How many times larger the largest weight is than at the first step."""
+    """Return how many times larger the largest weight is than at the first step."""
     if not first:
         return None
     largest = [float(numbers_of(one.detach()).abs().amax()) for _, one in models.named_parameters() if one.numel()]
@@ -153,7 +153,7 @@ def _growth(models: Models, first: float | None) -> float | None:
 
 
 def _judged(event: Event, growth: float | None) -> tuple[str, str]:
-    """What kind of fault an event is, and what to do."""
+    """Return the kind of fault of an event, and advice."""
     if event.is_outside:
         if event.operation.startswith("the batch"):
             return (

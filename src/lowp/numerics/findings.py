@@ -1,4 +1,4 @@
-"""The findings a profile can end in: what each number means, why it happens, and what to do. No torch."""
+"""The findings of a profile: the meaning of each number, the cause, and advice. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["FINDINGS", "Finding", "Kind", "explained"]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of finding, which keeps its number for good."""
+    """One kind of finding, whose number never changes."""
 
     id: str
     title: str
@@ -23,7 +23,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding of one profile. `severity`: ``error`` where training suffers, ``warning`` where it may."""
+    """A finding of one profile. `severity`: ``error`` if training suffers, ``warning`` if it may."""
 
     id: str
     severity: str
@@ -35,7 +35,7 @@ class Finding:
 
     @property
     def kind(self) -> Kind:
-        """What this kind of finding means."""
+        """The kind of this finding."""
         return FINDINGS[self.id]
 
     def document(self) -> dict[str, object]:

@@ -1,7 +1,7 @@
-"""The guard of every step: what is kept of it, so that a loss or a gradient that is not finite can be traced to an op.
+"""The guard of every step: keeps what is needed to trace a non-finite loss or gradient to an op.
 
-A healthy step pays for references to its batch, the random state, the order of what is computed of the model's output,
-and one read of the gradients; no tensor is copied or lives longer.
+A healthy step costs references to its batch, the random state, the order of ops on the model's output, and one read of
+the gradients. No tensor is copied or kept alive longer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowp.numerics.tape import Tape
 
 __all__ = ["Guard"]
 
-_REMEMBERED = 20  # steps before a fault that are told
+_REMEMBERED = 20  # number of steps before a fault that are reported
 
 
 class Guard:
@@ -42,7 +42,7 @@ class Guard:
         diagnoses: bool = True,
     ) -> None:
         self.history: deque[StepSeen] = deque(maxlen=_REMEMBERED)
-        self.unguarded = 0  # steps in which it rested, before the one that is traced
+        self.unguarded = 0  # steps without a guard before the traced step
         self.is_replaying = False
         self._models, self._looking_away = models, looking_away
         self.tape = Tape()
@@ -52,7 +52,7 @@ class Guard:
         self._first_weight: float | None = None
 
     def listen(self) -> Callable[[], None]:
-        """Be called before backward passes; return what ends that."""
+        """Call back before backward passes. Return a function that ends this."""
         return self.tape.listen()
 
     def take_seconds(self, of_a_call: float) -> float:
@@ -63,18 +63,18 @@ class Guard:
         return seconds
 
     def current(self, step: int) -> StepSeen:
-        """What is noted of this step."""
+        """The notes on this step."""
         if not self.history or self.history[-1].step != step:
             self.history.append(StepSeen(step))
         return self.history[-1]
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Remember a call of a model that is about to run."""
+        """Note a call of a model that is about to run."""
         self._is_on = True
         self.tape.begin(module, args, kwargs)
 
     def rest(self) -> None:
-        """Leave a step out."""
+        """Leave a step unguarded."""
         self._is_on = False
 
     def open(self, module: nn.Module, output: Any, place: int) -> None:
@@ -83,7 +83,7 @@ class Guard:
             self.tape.open(module, output, place)
 
     def saw_loss(self, loss: Tensor, seen: StepSeen, scale: float) -> Fault | None:
-        """Note the loss; the fault, where it is not finite."""
+        """Note the loss. Return the fault if the loss is not finite."""
         if not self._is_on:
             return None
         self.tape.end(loss)
@@ -95,7 +95,7 @@ class Guard:
         self.tape.close()
 
     def before_step(self, parameters: Sequence[nn.Parameter], seen: StepSeen, scale: float) -> Fault | None:
-        """Look at the gradients that the optimizer is about to use; the fault, where one is not finite."""
+        """Check the gradients that the optimizer is about to use. Return the fault if one is not finite."""
         if not self._is_on or not self._diagnoses:
             return None
         if self._first_weight is None:
@@ -108,13 +108,13 @@ class Guard:
         return None if finite else self._diagnose("gradients", seen, scale)
 
     def forget(self) -> None:
-        """Let go of the tensors of a step that has ended."""
+        """Release the tensors of a step that has ended."""
         self.tape.close()
         self.tape.forget()
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Let a step run again in here, which nobody takes for one of the training."""
+        """Run a step again within this context, in which nobody takes it for a training step."""
         self.is_replaying = True
         try:
             yield

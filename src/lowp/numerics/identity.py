@@ -1,4 +1,4 @@
-"""What a profile is of: the models by the names and shapes of their parameters, and what they ran with."""
+"""The identity of a profile: the models by the names and shapes of their parameters, and their environment."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["fingerprint_of", "header_of"]
 
 
 def fingerprint_of(*models: nn.Module) -> str:
-    """What tells models with other parameters: a hash of their names and shapes."""
+    """Return a hash of the names and shapes of the models' parameters."""
     text = "|".join(";".join(f"{name}{tuple(one.shape)}" for name, one in model.named_parameters()) for model in models)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def header_of(models: Sequence[nn.Module], precision: Any) -> dict[str, Any]:
-    """What a record says of the run: plain data."""
+    """Return the header of a record, which describes the run: plain data."""
     from lowp import __version__
 
     parameters = list({id(one): one for model in models for one in model.parameters()}.values())

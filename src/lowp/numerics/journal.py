@@ -1,4 +1,4 @@
-"""The file of a profile that is being made: a line a step, each whole or not there."""
+"""The file of a profile in progress: one line per step, each written completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Journal"]
 
 
 class Journal:
-    """A file that gets a line a step, so that a run that is killed leaves what it has seen."""
+    """A file that gets one line per step, so that the steps of a killed run are kept."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self.path = files.check_target(path)
@@ -22,7 +22,7 @@ class Journal:
         self._write({"kind": KIND, "version": VERSION, "lines": True, "complete": False, **header})
 
     def add(self, part: Part) -> None:
-        """Write what one step has seen."""
+        """Write the data of one step."""
         self._write(part.document())
 
     def add_models(self, header: Mapping[str, Any], first: str) -> None:

@@ -1,4 +1,4 @@
-"""What scales the loss of the training that is watched, seen from outside: a scaler of torch's, of lowp's, or none."""
+"""The loss scale of a watched training, seen from outside: a scaler of torch's, of lowp's, or none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["WatchedScale"]
 
 
 class WatchedScale:
-    """The loss scale of a run; `scaler` is an object with `is_enabled` and `get_scale`, None where nothing scales."""
+    """The loss scale of a run. `scaler` is an object with `is_enabled` and `get_scale`; None if nothing scales."""
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -25,12 +25,12 @@ class WatchedScale:
         return self._scaler is not None
 
     def value(self) -> float:
-        """The scale now, 1 where there is none."""
+        """The present scale; 1 if there is none."""
         scaler = self._scaler
         return 1.0 if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
 
     def begin_backward(self) -> float:
-        """Note the scale that a backward pass begins with, and return it."""
+        """Note the scale at the start of a backward pass, and return it."""
         value = self.value()
         self._before = value if self.is_used else None
         return value
@@ -40,14 +40,14 @@ class WatchedScale:
         self._before = None
 
     def has_skipped(self) -> bool:
-        """Whether the step of the last backward pass was skipped: it was not taken, and the scale is lower since."""
+        """Whether the step of the last backward pass was skipped: it was not taken, and the scale is lower now."""
         before, self._before = self._before, None
         return before is not None and self.value() < before
 
     def feed(self, counts: NDArray[np.int64]) -> None:
-        """Tell a scaler of lowp's of gradients of activations, int64 [256] by octave without the scale.
+        """Pass counts of activation gradients, int64 [256] by octave without the scale, to a scaler of lowp's.
 
-        They underflow as those of weights do, which the scaler sees itself.
+        They underflow like those of weights, which the scaler sees itself.
         """
         feed = getattr(self._scaler, "add_exponents", None)
         if feed is not None:

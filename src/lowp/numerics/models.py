@@ -1,4 +1,4 @@
-"""The models that are watched: one, or several with their names, and what belongs to which."""
+"""The watched models: one, or several with names, and which modules and parameters belong to which model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Models"]
 
 
 class Models:
-    """Models by name. Paths of modules and parameters begin with the model's name where there is more than one model.
+    """Models by name. With more than one model, paths of modules and parameters begin with the model's name.
 
     `roots` are the models as they are called, wrapped or not; `modules` maps every path to its module, `paths` the id
     of a module to its path, `parameters` the id of a parameter to its name.
@@ -31,7 +31,7 @@ class Models:
         self.modules: dict[str, nn.Module] = {}
         self.paths: dict[int, str] = {}
         self.parameters: dict[int, str] = {}
-        self._first = ""  # what the first model would be called beside others
+        self._first = ""  # the name of the first model if there are others
         for name, one in models.items():
             self._add(name if len(models) > 1 else "", one)
 
@@ -59,7 +59,7 @@ class Models:
             self.parameters.setdefault(id(parameter), _joined(name, path))
 
     def _free(self, name: str) -> str:
-        """The name, with a number where another model has it."""
+        """Return the name, with a number if another model has it."""
         number, free = 1, name
         while free in self.roots:
             number += 1
@@ -67,21 +67,21 @@ class Models:
         return free
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """Each model without its wrappers."""
+        """Yield each model without its wrappers."""
         return map(unwrapped, self.roots.values())
 
     def owns(self, module: nn.Module) -> bool:
-        """Whether a module is one of a model's, or wraps one."""
+        """Whether a module belongs to one of the models or wraps one."""
         return id(unwrapped(module)) in self.paths
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter with the name that the record has for it."""
+        """Yield every parameter with its name in the record."""
         for model in self:
             for one in model.parameters():
                 yield self.parameters[id(one)], one
 
     def named_buffers(self) -> Iterator[tuple[str, Any]]:
-        """Every buffer with its name."""
+        """Yield every buffer with its name."""
         for name, model in zip(self.roots, self, strict=True):
             for path, buffer in model.named_buffers():
                 yield _joined(name, path), buffer
@@ -91,7 +91,7 @@ class Models:
         return next((full for name in self.roots if (full := _joined(name, path)) in self.modules), path)
 
     def header(self, precision: Any) -> dict[str, Any]:
-        """What a record says of the models: plain data."""
+        """Return the entries of a record's header about the models: plain data."""
         told = header_of(list(self), precision)
         return {**told, "models": [name for name in self.roots if name]} if len(self.roots) > 1 else told
 

@@ -1,4 +1,4 @@
-"""Function modes that come and go while others are in force, and what torch tells of the place that runs."""
+"""Function modes that come and go while others are active, and the place in model and source of the running code."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _RECIPES = os.path.join(_LOWP, "recipes") + os.sep
 
 
 def depth() -> int:
-    """How many function modes are in force."""
+    """Return how many function modes are active."""
     return len(_modes())
 
 
 def is_on(mode: Any) -> bool:
-    """Whether a mode is in force."""
+    """Whether a mode is active."""
     return any(one is mode for one in _modes())
 
 
@@ -59,7 +59,7 @@ def put_on(mode: Any, place: int) -> None:
 
 
 def take_off(mode: Any) -> bool:
-    """Take a mode away, wherever it lies; False where it is not in force, or runs just now."""
+    """Remove a mode, wherever it is on the stack. Return False if it is not active, or is running."""
     if not is_on(mode):
         return False
     above = []
@@ -71,13 +71,13 @@ def take_off(mode: Any) -> bool:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs here: what is computed forward now is computed again, for a checkpoint."""
+    """Whether a backward pass runs here: a forward computation is then a recomputation of a checkpoint."""
     return _graph_task() != -1
 
 
 @cache
 def op_of(function: Callable[..., Any]) -> Row | None:
-    """The row of a function in the op table; None where it moves, describes or makes tensors."""
+    """Return the row of a function in the op table; None if it moves, describes or makes tensors."""
     row = table.row_of(function)
     return None if row is None or row.op_class == "structural" else row
 
@@ -94,7 +94,7 @@ def numbers_of(x: Tensor) -> Tensor:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in lists, tuples and dictionaries, in order."""
+    """Return the tensors in lists, tuples and dictionaries, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -105,7 +105,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def source_line() -> str:
-    """The line of the user's code that called what runs now, as ``train.py:88``; '' where there is none."""
+    """Return the line of the user's code that called the running function, as ``train.py:88``; '' if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -129,7 +129,7 @@ def _is_library(file: str) -> bool:
 
 
 class Paths:
-    """Where in the models the code is: the names of the modules that run."""
+    """The names of the modules that run."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -178,16 +178,16 @@ class Paths:
 
     @property
     def current(self) -> str:
-        """The path of the module that runs, '' for a single model itself and outside of all."""
+        """The path of the module that runs; '' for a single model itself and outside of all modules."""
         return self._stack[-1] if self._stack else ""
 
     @property
     def around(self) -> str:
-        """The path of the module that called the one that runs, '' as for `current`."""
+        """The path of the caller of the module that runs, '' as for `current`."""
         return self._stack[-2] if len(self._stack) > 1 else ""
 
     def clear(self) -> None:
-        """Be outside of every module."""
+        """Leave every module."""
         self._stack.clear()
 
 

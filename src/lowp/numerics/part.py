@@ -1,4 +1,4 @@
-"""A part of a record: what was counted in some steps of a run, by module, op, role and phase. Parts can be added."""
+"""A part of a record: counts of some steps of a run, by module, op, role and phase. Parts can be added."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Key(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The module and the op; of a parameter its name."""
+        """The module and the op; for a parameter its name."""
         return f"{self.module}.{self.op}" if self.module else self.op
 
     def of_model(self, name: str) -> Key:
@@ -73,13 +73,13 @@ class OpSeen:
         self.parameters[free] = name
 
     def named(self, role: str) -> list[str]:
-        """The parameters that the op reads in a role."""
+        """Return the parameters that the op reads in a role."""
         return [name for one, name in self.parameters.items() if one.partition(" ")[0] == role]
 
 
 @dataclass
 class StepSeen:
-    """One step of the run: None is what was not looked at. `largest_gradient` is unscaled."""
+    """One step of the run. None marks values that were not looked at. `largest_gradient` is unscaled."""
 
     step: int
     loss: float | None = None
@@ -114,7 +114,7 @@ class Part:
     slopes: dict[Key, NDArray[np.float64]] = field(default_factory=dict)
 
     def add(self, other: Part) -> None:
-        """Take in what another part has seen."""
+        """Add another part."""
         _add_up(self.tensors, other.tensors)
         _add_up(self.updates, other.updates)
         _add_up(self.slopes, other.slopes)
@@ -176,7 +176,7 @@ class Part:
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Part:
-        """The part that `document` wrote; raises InvalidInput for anything else."""
+        """Return the part that `document` wrote. Raises InvalidInput for anything else."""
         try:
             part = cls()
             for one in document["tensors"]:

@@ -1,4 +1,4 @@
-"""What is done in the step to come: in which modules it is looked at, whether it is guarded, and when to ask again."""
+"""The plan of the next step: the modules to look at, whether to guard the step, and when to decide again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowp.numerics.watching import guessed_cost
 
 __all__ = ["Plan"]
 
-_REST = 8  # steps of which nothing is kept once there is no time for more
+_REST = 8  # steps without any recording once the time budget is used up
 _GUARD, _GUARD_AGAIN = 0.5, 0.8  # of the budget, what guarding may take; and of that, where it begins again
 _MOST_FAILURES = 3
 _GUARD_FIRST = 0.3  # the same until each module was looked at once
@@ -133,7 +133,7 @@ class Plan:
         self._idle_until = min(next_guard, next_look if is_due else math.inf)
 
     def rests(self, step: int, now: float) -> bool:
-        """Whether it is too early to decide anew."""
+        """Whether it is too early to decide again."""
         return now < self._idle_until or step < self._idle_steps
 
     # -- sizes --------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Plan:
         return True
 
     def stop(self) -> None:
-        """Take hooks away that are there still."""
+        """Remove the hooks that remain."""
         if self._end_sizing is not None:
             self._end_sizing()
             self._end_sizing = None

@@ -1,4 +1,4 @@
-"""What a whole policy would do to a profiled model: each tensor under the cast that its op's rule gives its role."""
+"""The effect of a whole policy on a profiled model: each tensor under the cast of its role in its op's rule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["effects", "sensitivities", "worst"]
 
 
 def effects(record: Record, policy: Policy, loss_scale: float = 1.0) -> dict[Key, Effect]:
-    """By tensor what the policy does to it; tensors that no rule rounds are left out.
+    """Return the effect of the policy by tensor; tensors that no rule rounds are left out.
 
     A gradient of a weight is an output of its product. Raises InvalidInput for an empty record.
     """
@@ -65,7 +65,7 @@ def sensitivities(record: Record, policy: Policy) -> dict[str, float]:
 
 
 def worst(found: dict[Key, Effect], count: int = 5) -> list[tuple[Key, Effect]]:
-    """The tensors that suffer most: those that overflow, then those that keep the least of their signal."""
+    """Return the tensors that suffer most: first those that overflow, then those that keep least of their signal."""
 
     def order(pair: tuple[Key, Effect]) -> tuple[float, float]:
         ratio = pair[1].signal_to_noise

@@ -1,7 +1,7 @@
-"""What a number format would do to a tensor, from its spectrum: arithmetic on counts, without the tensor.
+"""The effect of a number format on a tensor, from the tensor's spectrum: arithmetic on counts, without the tensor.
 
-Float formats are judged as they are; one with a shared scale is judged under the scale that the tensor's largest number
-asks for. Of scales that belong to blocks or rows that is a bound: each block's own scale is smaller or equal.
+Float formats are judged directly; a format with a shared scale is judged under the scale for the tensor's largest
+number. For scales of blocks or rows that is a bound: each block's own scale is smaller or equal.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ MOST_FLUSHED = 1e-3  # of the numbers that are not zero: the bound that the wind
 
 @dataclass(frozen=True)
 class Effect:
-    """What a cast does to a tensor. Shares are of the numbers that are finite and not zero, 0 to 1.
+    """The effect of a cast on a tensor. Shares are of the finite nonzero numbers, 0 to 1.
 
-    `signal_to_noise` is in dB, infinite where every number is kept as it is. `is_bound`: scales belong to blocks or
-    rows, whose maxima are not recorded, so that the tensor itself fares as well or better.
+    `signal_to_noise` is in dB, infinite if every number is kept exactly. `is_bound`: scales belong to blocks or rows,
+    whose maxima are not recorded, so that the tensor itself fares at least as well.
     """
 
     flushed: float
@@ -88,7 +88,7 @@ def _grid(format: FloatFormat | IntFormat) -> _Grid:
 
 
 def effect(seen: Spectrum, to: str | Cast | Format, scale: float = 1.0) -> Effect:
-    """What a cast does to a tensor that is multiplied by `scale` first, as gradients are by the loss scale."""
+    """Return the effect of a cast on a tensor first multiplied by `scale`, as gradients are by the loss scale."""
     format = _format_of(to)
     if seen.nonzero == 0:
         return Effect(0.0, 0.0, 0.0, math.inf, 0.0, _maximum(format))
@@ -130,7 +130,7 @@ def _count_flushed(seen: Spectrum, counts: NDArray[np.float64], grid: _Grid, pow
 
 
 def _count_below(counts: NDArray[np.float64], exponents: NDArray[np.int64], limit: float) -> float:
-    """How many numbers are below a limit; those of the bin that it cuts lie evenly in it."""
+    """Return how many numbers are below a limit, assuming an even distribution in the bin that contains the limit."""
     if limit <= 0 or not math.isfinite(limit):
         return 0.0 if limit <= 0 else float(counts.sum())
     fraction, exponent = math.frexp(limit)
@@ -165,7 +165,7 @@ def _noise(seen: Spectrum, counts: NDArray[np.float64], grid: _Grid, scale: floa
 
 
 def _shares_below(exponent: NDArray[np.float64], limit: float) -> NDArray[np.float64]:
-    """Of each bin the share of its width that is below a limit."""
+    """Return, for each bin, the share of its width that is below a limit."""
     with np.errstate(over="ignore"):
         at = (limit / np.exp2(exponent))[:, None]
     shares: NDArray[np.float64] = np.clip((at - _STARTS) * PARTS, 0.0, 1.0)
@@ -189,7 +189,7 @@ def _error_share(seen: Spectrum, grid: _Grid, missing: NDArray[np.int64], scale:
 
 
 def _shared_scale(largest: float, format: ScaledFormat) -> float:
-    """What a tensor is multiplied by so that its largest number is the largest element."""
+    """Return the factor that maps a tensor's largest number to the largest element."""
     top = _maximum(format.element)
     if not largest:
         return 1.0
@@ -274,12 +274,12 @@ class Window:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no scale does."""
+        """Whether no scale fits."""
         return self.lowest > self.highest
 
     @property
     def is_unknown(self) -> bool:
-        """Whether no gradient has narrowed it."""
+        """Whether no gradient has narrowed the window."""
         return self == _WIDEST
 
     @property
@@ -288,7 +288,7 @@ class Window:
         return min(max(self.lowest, self.highest - _ROOM, _SMALLEST), _LARGEST)
 
     def meet(self, other: Window) -> Window:
-        """The scales that both allow."""
+        """Return the scales that both windows allow."""
         return Window(max(self.lowest, other.lowest), min(self.highest, other.highest))
 
 
@@ -311,7 +311,7 @@ def scale_window(seen: Spectrum, to: str | Cast | Format, flushed: float = MOST_
 
 
 def effect_flushed(seen: Spectrum, grid: _Grid, power: int) -> float:
-    """The share of a tensor that a grid flushes at the scale 2^power."""
+    """Return the share of a tensor that a grid flushes at the scale 2^power."""
     counts = seen.bins.astype(np.float64).reshape(256, PARTS)
     return _count_flushed(seen, counts, grid, power) / seen.nonzero
 

@@ -215,7 +215,7 @@ class Profiler:
 
     # -- the forward pass ---------------------------------------------------------------------------------------------
     def _is_idle(self, module: nn.Module) -> bool:
-        """Whether nothing is to be recorded of this call of a model."""
+        """Whether nothing is to be recorded for this call of a model."""
         if self._guard.is_replaying or in_backward():
             return True
         if module.training and torch.is_grad_enabled():
@@ -263,7 +263,7 @@ class Profiler:
         self._watch.follow(running)
 
     def _prepare(self) -> None:
-        """Be ready for the next step, or leave it alone."""
+        """Prepare for the next step, or leave it unrecorded."""
         plan = self.plan
         plan.decide(self.step)
         if plan.modules and plan.in_region and not plan.beside and self._end_observing is None:
@@ -326,7 +326,7 @@ class Profiler:
 
     @contextmanager
     def _looking_away(self) -> Iterator[None]:
-        """Take the watch off while the guard runs the step again."""
+        """Suspend the watch while the guard runs the step again."""
         watch = self._watch
         taken = watch is not None and take_off(watch)
         try:
@@ -399,7 +399,7 @@ class Profiler:
         return GradScaler(device, init_scale=2.0**power, target_underflow=target_underflow)
 
     def _end_step(self) -> None:
-        """Keep what a step has seen, and count its time."""
+        """Keep the data of a step, and count its time."""
         started = time.perf_counter()
         watch, looked = self._watch, self.plan.modules
         if watch is not None and not watch.is_complete:

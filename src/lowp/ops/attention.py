@@ -57,10 +57,10 @@ class Attention:
 def scaled_dot_product_attention(call: Call) -> Tensor:
     """F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa).
 
-    Query, key and value have the role `input`. Scores and probabilities stay fp32 within; only the result is rounded.
-    Backward keeps the three operands as they were rounded. Where torch has a fused kernel for it, it keeps the result
-    as well, and what its rounding to 16 bits took off; elsewhere it computes the attention again. A rule with a narrow
-    accumulator runs it as two contractions, whose second has the probabilities as operand.
+    Query, key and value have the role `input`. Scores and probabilities stay fp32; only the result is rounded. Backward
+    keeps the three rounded operands. If torch has a fused kernel for the call, backward also keeps the result and the
+    part that its rounding to 16 bits removed; otherwise it computes the attention again. Under a rule with a narrow
+    accumulator the op runs as two contractions, the second with the probabilities as operand.
     """
     query, key, value, mask, dropout, causal, scale, grouped = bound(
         call, *"query key value".split(), attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False

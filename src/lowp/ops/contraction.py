@@ -145,7 +145,7 @@ def added(call: Call) -> Tensor:
     require(all(x.dim() == len(term) for x, term in zip((first, second), terms, strict=False)))
     sizes = dict(zip(terms[0] + terms[1], (*first.shape, *second.shape), strict=True))
     require((*first.shape, *second.shape) == tuple(sizes[letter] for letter in terms[0] + terms[1]))
-    if beta == 0:  # torch ignores the input then, NaN included
+    if beta == 0:  # torch then ignores the input, NaN included
         result = _pair(call, Equation(terms), first, second, None, None, alpha)
     else:
         result = _pair(call, Equation(terms), first, second, function, bias, alpha, beta)

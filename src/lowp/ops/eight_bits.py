@@ -49,7 +49,7 @@ def matmul_under(rule: Rule) -> Callable[[Call], Any] | None:
             and _is_plain(call)
         ):
             x, matrix = call.args
-            is_weight = isinstance(x, nn.Parameter)  # a parameter that stands first is the weight
+            is_weight = isinstance(x, nn.Parameter)  # a parameter that comes first is the weight
             if not is_weight and isinstance(matrix, Tensor) and matrix.dim() == 2:
                 result = _multiplied(call.rule, x, matrix, None, is_turned=True)
                 if result is not None:

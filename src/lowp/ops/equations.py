@@ -1,4 +1,4 @@
-"""Products of two tensors as letters, in the sense of einsum: matmul's shapes, einsum's spellings, tensordot."""
+"""Products of two tensors as letters, as in einsum: matmul's shapes, einsum's spellings, tensordot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _LETTERS = string.ascii_lowercase + string.ascii_uppercase
 class Equation:
     """The letters of two operands and of the result.
 
-    `squeezes` are the dimensions of size 1 that are taken out of each operand because the other one repeats it there.
+    `squeezes` are the dimensions of size 1 that are removed from each operand because the other operand broadcasts
+    them.
     """
 
     terms: tuple[str, str, str]
@@ -26,7 +27,7 @@ class Equation:
 
     @classmethod
     def of_matmul(cls, first: tuple[int, ...], second: tuple[int, ...]) -> Equation:
-        """The equation of torch.matmul for operands of these shapes, their batch dimensions broadcast."""
+        """Return the equation of torch.matmul for operands of these shapes, with broadcast batch dimensions."""
         batch = _LETTERS[: max(len(first), len(second), 2) - 2]
         m, k, n = tuple(_LETTERS[-3:])
         left = k if len(first) == 1 else batch[len(batch) - len(first) + 2 :] + m + k
@@ -35,7 +36,7 @@ class Equation:
         return cls((left, right, result))._broadcast(first, second)
 
     def _broadcast(self, first: Sequence[int], second: Sequence[int]) -> Equation:
-        """Take out of an operand what has size 1 there and more in the other; raise Mismatch for sizes that differ."""
+        """Remove dimensions of size 1 that are larger in the other operand. Raises Mismatch for different sizes."""
         sizes = (dict(zip(self.terms[0], first, strict=True)), dict(zip(self.terms[1], second, strict=True)))
         terms, squeezes = list(self.terms), []
         for mine, other in ((0, 1), (1, 0)):
@@ -49,11 +50,11 @@ class Equation:
 
     @property
     def is_squeezed(self) -> bool:
-        """Whether an operand is repeated along a dimension of the other."""
+        """Whether an operand is broadcast along a dimension of the other."""
         return any(self.squeezes)
 
     def squeezed(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the operands without their repeated dimensions."""
+        """Return the operands without their broadcast dimensions."""
         left, right = self.squeezes
         return (first.squeeze(left) if left else first), (second.squeeze(right) if right else second)
 
@@ -67,7 +68,7 @@ class Chain:
     shapes: tuple[tuple[int, ...], ...]
 
     def pair(self, index: int) -> Equation:
-        """The equation that contracts what came before `index` with operand `index`."""
+        """Return the equation that contracts the product of the operands before `index` with operand `index`."""
         left, sizes = self._prefix(index)
         right = self.terms[index]
         target = self._target(left + right, index)
@@ -75,7 +76,7 @@ class Chain:
         return Equation((left, right, target))._broadcast(first, self.shapes[index])
 
     def _prefix(self, index: int) -> tuple[str, dict[str, int]]:
-        """Return the letters of operands 0 … index - 1 contracted, and the sizes of letters so far."""
+        """Return the letters of the product of operands 0 … index - 1, and the sizes of the letters so far."""
         left = self.terms[0]
         sizes = dict(zip(self.terms[0], self.shapes[0], strict=True))
         for step in range(1, index):
@@ -85,7 +86,7 @@ class Chain:
         return left, sizes
 
     def _target(self, letters: str, index: int) -> str:
-        """Return the letters that are still wanted after operand `index`; the last time in the result's order."""
+        """Return the letters still needed after operand `index`; for the last operand in the result's order."""
         if index == len(self.terms) - 1:
             return self.result
         wanted = self.result + "".join(self.terms[index + 1 :])
@@ -95,7 +96,8 @@ class Chain:
 def parse_einsum(args: tuple[Any, ...]) -> tuple[Chain, list[Tensor]]:
     """Read torch.einsum's arguments: an equation, or operands each followed by a list of indices.
 
-    Ellipses become letters; a letter twice in one operand becomes its diagonal. Raises Mismatch for what torch refuses.
+    Ellipses become letters; a repeated letter in one operand becomes its diagonal. Raises Mismatch for calls that torch
+    refuses.
     """
     if args and isinstance(args[0], str):
         operands = list(args[1]) if len(args) == 2 and isinstance(args[1], (list, tuple)) else list(args[1:])
@@ -126,7 +128,7 @@ def _from_lists(args: tuple[Any, ...]) -> tuple[str, list[Tensor]]:
 
 
 def _expanded(terms: list[str], result: str | None, operands: list[Tensor]) -> tuple[Chain, list[Tensor]]:
-    """Put letters in place of ellipses and the missing result, and diagonals in place of repeated letters."""
+    """Replace ellipses and a missing result by letters, and repeated letters by diagonals."""
     used = set("".join(terms) + (result or ""))
     if not used <= set(_LETTERS + "."):
         raise Mismatch
@@ -162,7 +164,7 @@ def _diagonal(term: str, operand: Tensor) -> tuple[str, Tensor]:
 
 
 def parse_tensordot(first: Tensor, second: Tensor, dims: Any) -> Equation:
-    """Read torch.tensordot's `dims`: a number of dimensions, or the lists of those of each operand."""
+    """Read torch.tensordot's `dims`: a number of dimensions, or a list of dimensions for each operand."""
     if isinstance(dims, Tensor):
         dims = dims.tolist()
     if isinstance(dims, int):

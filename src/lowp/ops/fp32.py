@@ -1,4 +1,4 @@
-"""Computing in fp32 what was read in 16 bits, without keeping anything wide for backward."""
+"""Computation in fp32 of inputs in 16 bits, without keeping fp32 tensors for backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GRADIENTS = ("input gradient", "weight gradient", "bias gradient")
 
 
 class Computation(ABC):
-    """A function of x and up to two parameters, all fp32. `plain` is torch's own; the rest may be faster."""
+    """A function of x and up to two parameters, all fp32. `plain` is torch's own; the other methods may be faster."""
 
     narrows_parameters = False  # torch's 16-bit kernels on accelerators take them in the dtype of x alone
     is_exact_on_cpu = False  # torch's kernel there reads and writes 16 bits, its parameters fp32, and sums in fp32
@@ -29,7 +29,7 @@ class Computation(ABC):
     reads_16_bits = False  # its `forward` may be given 16 bits with fp32 parameters on a CPU, and computes in fp32
 
     def native(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return the result of a kernel of torch's that reads and writes x's 16 bits and computes in fp32."""
+        """Return the result of a torch kernel that reads and writes x's 16 bits and computes in fp32."""
         return self.plain(x, weight, bias)
 
     @abstractmethod
@@ -37,11 +37,11 @@ class Computation(ABC):
         """Return the result, as part of the autograd graph."""
 
     def again(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return the result once more, without side effects."""
+        """Return the result again, without side effects."""
         return self.plain(x, weight, bias)
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the result and what `backward` wants saved of it, which is to be small."""
+        """Return the result and the (small) data that `backward` needs."""
         return self.plain(x, weight, bias), ()
 
     def backward(
@@ -61,11 +61,11 @@ def computed_in_fp32(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return a computation of x, which was rounded already, in fp32, rounded by the rule's output.
+    """Return a computation of x, which is already rounded, in fp32, rounded by the rule's output.
 
-    The incoming gradient is rounded by `grad`, the gradient of x to x's dtype. torch.func and torch.compile see the
-    same numbers as a plain chain of conversions and torch's own op. Where torch's own kernels are the way, one of them
-    does it all.
+    The incoming gradient is rounded by `grad`, the gradient of x to x's dtype. torch.func and torch.compile compute the
+    same values as a chain of conversions and torch's own op. Where torch's own arithmetic is used, one torch kernel
+    does everything.
     """
     is_one = is_one_kernel(computation, x, casts.rule)
     if is_one and is_torchs_own(x):
@@ -81,7 +81,7 @@ def computed_in_fp32(
 
 
 def is_one_kernel(computation: Computation | type[Computation], x: Tensor, rule: Rule) -> bool:
-    """Whether torch's own kernel reads x as it was rounded, computes in fp32 and writes what the rule says."""
+    """Whether one torch kernel reads the rounded x, computes in fp32 and writes the dtype of the rule's output."""
     if x.dtype not in (torch.float16, torch.bfloat16) or rule.output is None:
         return False
     if not is_torchs_own(x, computation.is_exact_on_cpu):
@@ -90,7 +90,7 @@ def is_one_kernel(computation: Computation | type[Computation], x: Tensor, rule:
 
 
 class _InFp32(torch.autograd.Function):
-    """The computation in fp32; saves x as it was read, the parameters and what the computation wants saved."""
+    """The computation in fp32; saves x as it was read, the parameters and the data that the computation needs."""
 
     @staticmethod
     def forward(
@@ -135,7 +135,7 @@ class _InFp32(torch.autograd.Function):
 
 
 def _three(result: Tensor, inputs: list[Tensor | None], wanted: list[bool], gradient: Tensor, **more: Any) -> Gradients:
-    """Return the gradients of the three inputs, None where it is not wanted."""
+    """Return the gradients of the three inputs; None for gradients that are not required."""
     chosen = [one for one, want in zip(inputs, wanted, strict=True) if want and one is not None]
     found = iter(gradients_of(result, chosen, gradient, **more))
     first, second, third = (next(found) if want else None for want in wanted)

@@ -1,8 +1,8 @@
-"""Runners of ops that are no products of their own: wide, promote, pointwise, and what stands in for a special runner.
+"""Runners of ops that are not products: wide, promote, pointwise, and substitutes for special runners.
 
 A rule's casts apply to floating-point tensors of up to 32 bits, also within lists and tuples; fp64, integers and
-complex numbers stay as they are. In-place forms compute out of place and copy the result back, so that a tensor keeps
-its dtype; out= forms likewise.
+complex numbers stay unchanged. In-place and out= forms compute out of place and copy the result back, so that a tensor
+keeps its dtype.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _Change = Callable[[Tensor], Tensor]
 
 
 def plain(call: Call) -> Any:
-    """Run the op as it is."""
+    """Run the op unchanged."""
     return call.func(*call.args, **call.kwargs)
 
 
@@ -57,9 +57,9 @@ def wide(call: Call) -> Any:
 
 
 def quick_wide(rule: Rule) -> Callable[..., Any] | None:
-    """Return what runs an op of one tensor under a rule that widens it to fp32 and does no more; None for other rules.
+    """Return the fast path of an op of one tensor under a rule that only widens it to fp32; None for other rules.
 
-    It returns None for a call with more than one tensor, in place or in a list; see `Row.quick`.
+    The fast path returns None for a call with more than one tensor, in place or in a list; see `Row.quick`.
     """
     if rule.input is None or native_dtype(rule.input) is not torch.float32 or not (rule.output is rule.grad is None):
         return None
@@ -80,12 +80,12 @@ def quick_wide(rule: Rule) -> Callable[..., Any] | None:
 
 
 def pointwise(call: Call) -> Any:
-    """Run an op in the types it finds; a rule may cast its inputs and its result, and the gradient that comes back."""
+    """Run an op in the dtypes of its inputs; a rule may cast inputs, result and incoming gradient."""
     return _run(call, call.casts.read)
 
 
 def promote(call: Call) -> Any:
-    """Bring the floating-point inputs to the widest type among them; a rule may then cast them, and the result."""
+    """Convert the floating-point inputs to the widest dtype among them; a rule may then cast them and the result."""
     dtypes = {x.dtype for x in tensors_of((call.args, call.kwargs)) if is_castable(x)}
     widest = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
     if len(dtypes) < 2 and call.rule.is_empty:
@@ -95,7 +95,7 @@ def promote(call: Call) -> Any:
 
 
 def quick_promote(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
-    """Run an op that has nothing to promote: its tensors are of one dtype. None for others; see `Row.quick`."""
+    """Run an op whose tensors have one dtype, so that nothing is promoted; None for other calls. See `Row.quick`."""
     dtype = None
     for one in args:
         if isinstance(one, Tensor):
@@ -134,9 +134,9 @@ def _by_role(call: Call) -> _Change:
 
 
 def irregular(call: Call) -> Any:
-    """Run a product of sparse or nested tensors: operands rounded by their roles, computed in fp32, the result rounded.
+    """Run a product of sparse or nested tensors in fp32, with rounded operands and a rounded result.
 
-    A bias is added as it is. The gradients are those that torch computes in fp32 from the rounded operands.
+    A bias is added unrounded. The gradients are those that torch computes in fp32 from the rounded operands.
     """
     rule = call.rule
     if rule.output is not None and call.writer is not None:  # at no site, under the exponent of its own maximum
@@ -148,7 +148,7 @@ def irregular(call: Call) -> Any:
 
 
 def _with_own_bias(call: Call) -> tuple[tuple[Any, ...], Tensor | None]:
-    """Return the arguments with an alias in the place of what a product adds to its sum, and the alias, if any."""
+    """Return the arguments with an alias of the tensor that a product adds to its sum, and the alias, if any."""
     index = 2 if call.op == "linear" else 0 if call.op.startswith(("add", "badd")) else len(call.args)
     if index >= len(call.args) or not isinstance(call.args[index], Tensor):
         return call.args, None
@@ -158,16 +158,16 @@ def _with_own_bias(call: Call) -> tuple[tuple[Any, ...], Tensor | None]:
 
 
 def has_irregular(value: Any) -> bool:
-    """Whether there is a sparse, nested or MKLDNN tensor among arguments."""
+    """Whether the arguments contain a sparse, nested or MKLDNN tensor."""
     tensors = tensors_of(value)
     return not torch.compiler.is_compiling() and any(x.layout is not torch.strided or x.is_nested for x in tensors)
 
 
 def refused(call: Call) -> Any:
-    """Refuse binary_cross_entropy, unless a rule names it: the probabilities that it takes are rounded to 0 and 1.
+    """Refuse binary_cross_entropy unless a rule names it: its probabilities are rounded to 0 and 1.
 
-    That rule has to name the sigmoid before it too, or the probabilities are rounded all the same. Raises Misuse,
-    a RuntimeError, as torch.autocast does on CUDA.
+    That rule must also name the sigmoid before it, or the probabilities are rounded anyway. Raises Misuse, a
+    RuntimeError, as torch.autocast does on CUDA.
     """
     if call.op in call.rule.ops:
         return wide(call)
@@ -199,7 +199,7 @@ def linear_cross_entropy(call: Call) -> Any:
 
 
 def _run(call: Call, change: _Change) -> Any:
-    """Run the function on changed tensors, and cast what comes out by the rule's `output` and `grad`."""
+    """Run the function on changed tensors, and cast the result by the rule's `output` and `grad`."""
     rule = call.rule
     if rule.output is None and rule.grad is None and call.watch is None:
         return run_changed(call, change)
@@ -208,7 +208,7 @@ def _run(call: Call, change: _Change) -> Any:
 
 
 def run_changed(call: Call, change: _Change, finish: _Change | None = None) -> Any:
-    """Run the function on changed tensors, in place and out= forms too, and change what comes out by `finish`."""
+    """Run the function on changed tensors, also in-place and out= forms, and apply `finish` to the result."""
     function, target = call.func, None
     if (outside := _out_of_place(call.func)) is not None and call.args:
         function, target = outside, call.args[0]
@@ -228,7 +228,7 @@ def run_changed(call: Call, change: _Change, finish: _Change | None = None) -> A
 
 
 def is_out_of_place(call: Call) -> bool:
-    """Whether a call returns a tensor of its own."""
+    """Whether a call returns a new tensor."""
     return "out" not in call.kwargs and _out_of_place(call.func) is None
 
 
@@ -246,7 +246,7 @@ def not_in_place(call: Call) -> tuple[Call, Tensor | None]:
 
 @remembered
 def _index_of_inplace(function: Callable[..., Any]) -> int | None:
-    """Return where among its arguments a function of torch.nn.functional takes `inplace`, or None."""
+    """Return the index of the argument `inplace` of a torch.nn.functional function, or None."""
     if getattr(function, "__module__", "") != F.__name__:
         return None
     names = list(inspect.signature(function).parameters)
@@ -254,10 +254,10 @@ def _index_of_inplace(function: Callable[..., Any]) -> int | None:
 
 
 def finished(y: Tensor, casts: RoleCasts) -> Tensor:
-    """Return what an op has computed, rounded as it is written; so is the gradient that comes back."""
+    """Return the result of an op, rounded as it is written, with the incoming gradient rounded too."""
     y = casts.cast(y, "output")
     if casts.watch is None and casts.rule.grad is not None and native_dtype(casts.rule.grad) is y.dtype:
-        return y  # autograd brings no other gradient back
+        return y  # the incoming gradient already has this dtype
     if casts.rule.grad is not None and y.requires_grad and not is_irregular(y):
         return gradient_cast(y, casts)
     if casts.watch is not None:
@@ -266,13 +266,13 @@ def finished(y: Tensor, casts: RoleCasts) -> Tensor:
 
 
 class _GradientCast(torch.autograd.Function):
-    """The identity, whose gradient is rounded on its way back."""
+    """The identity in forward; rounds the gradient in backward."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, casts: RoleCasts) -> Tensor:
-        return x.clone()  # no view, which torch lets nobody write in place
+        return x.clone()  # not a view: torch forbids writing to this one in place
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -292,7 +292,7 @@ _gradient_cast = with_tangents(_GradientCast)
 
 
 def gradient_cast(x: Tensor, casts: RoleCasts) -> Tensor:
-    """Return x; the gradient that comes back through it is rounded by its role, in its own dtype."""
+    """Return x; its incoming gradient is rounded by its role, in its own dtype."""
     return cast(Tensor, _gradient_cast(x, casts))
 
 
@@ -301,7 +301,7 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def changed(value: Any, change: _Change) -> Any:
-    """Change the castable tensors in arguments or results, however they are nested."""
+    """Change the castable tensors in arguments or results, at any nesting."""
     if isinstance(value, Tensor):
         return change(value) if is_castable(value) else value
     if isinstance(value, dict):
@@ -321,7 +321,7 @@ def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> Any:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors among arguments, however they are nested."""
+    """Return the tensors among arguments, at any nesting."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -338,7 +338,7 @@ def is_in_place(function: Callable[..., Any]) -> bool:
 
 @remembered
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the function that computes what an in-place one writes, or None for a function that is not in place."""
+    """Return the out-of-place counterpart of an in-place function, or None for other functions."""
     name = str(getattr(function, "__name__", ""))
     if name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}"):
         return getattr(Tensor, f"__{name[3:]}")  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
 """The runner of multi_head_attention_forward, which nn.MultiheadAttention makes as ONE call.
 
-Its own body cannot be entered again under a function mode (it would hand itself over for ever), so that its steps are
-written here once more: projections, attention, projection, each under the rule. The probabilities, where the caller
-wants to see them, are softmax of scores rounded as outputs, computed in fp32 and rounded like them.
+Its own body cannot run under a function mode (it would call itself forever), so its steps are repeated here:
+projections, attention, projection, each under the rule. The probabilities, if the caller requests them, are the softmax
+of scores rounded as outputs, computed in fp32 and rounded like the scores.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ def multi_head_attention_forward(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def _same_objects(before: _Arguments, after: _Arguments) -> _Arguments:
-    """Keep key and value the same object where they were, as that decides how the projection is made."""
+    """Keep key and value the same object if they were, since that decides how the projection is made."""
     key = after.query if before.key is before.query else after.key
     value = key if before.value is before.key else after.value
     return after._replace(key=key, value=value)
 
 
 def _validate(given: _Arguments) -> None:
-    """Leave what the function refuses to the function, which says why."""
+    """Leave calls that the function refuses to the function, which raises the error."""
     query, key, value = given.query, given.key, given.value
     require(query.dim() in (2, 3) and key.dim() == value.dim() == query.dim() and key.shape[:-1] == value.shape[:-1])
     require(query.shape[-1] == given.embed_dim_to_check and query.shape[-1] % given.num_heads == 0)
@@ -175,7 +175,7 @@ def _projected(call: Call, given: _Arguments) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _heads(x: Tensor, static: Tensor | None, batch: int, heads: int, size: int) -> Tensor:
-    """Return (batch, heads, time, size) of a projection, or of what the caller put in its place."""
+    """Return (batch, heads, time, size) of a projection, or of the tensor that the caller gave instead."""
     if static is not None:
         return static.reshape(batch, heads, static.shape[-2], size)
     return x.reshape(x.shape[0], batch, heads, size).permute(1, 2, 0, 3)
@@ -192,7 +192,7 @@ def _attention_mask(given: _Arguments) -> tuple[Tensor | None, bool]:
 
 
 def _as_float(mask: Tensor | None) -> Tensor | None:
-    """Return a mask as what is added to the scores: a boolean one has -infinity where it is true."""
+    """Return a mask as the tensor added to the scores: a boolean mask becomes -infinity where it is true."""
     if mask is None or mask.is_floating_point():
         return None if mask is None else mask.float()
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(mask, -math.inf)

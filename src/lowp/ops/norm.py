@@ -101,7 +101,7 @@ class GroupNorm(Computation):
 class BatchNorm(Computation):
     """Normalised over the batch (Ioffe and Szegedy 2015, arXiv 1502.03167).
 
-    The running statistics are updated by the forward alone; a recomputation leaves them as they are.
+    Only the forward updates the running statistics; a recomputation leaves them unchanged.
     """
 
     running_mean: Tensor | None
@@ -123,7 +123,7 @@ class BatchNorm(Computation):
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         statistics = (self.running_mean, self.running_var)
         result, *saved = torch.native_batch_norm(x, weight, bias, *statistics, self.training, self.momentum, self.eps)
-        if not self.training:  # what the gradient is computed with may be updated before backward
+        if not self.training:  # the statistics used for the gradient may change before backward
             saved += [one.clone() for one in statistics if one is not None]
         return result, tuple(saved)
 
@@ -190,7 +190,7 @@ def batch_norm(call: Call) -> Tensor:
 
 
 def quick_batch_norm(rule: Rule) -> Quick:
-    """Return what leaves batch norm to torch's own kernel; see `Row.quick`."""
+    """Return the fast path that leaves batch norm to torch's own kernel; see `Row.quick`."""
 
     def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
         return function(*args, **kwargs) if _is_torchs_own(rule, args, kwargs) else None
@@ -199,7 +199,7 @@ def quick_batch_norm(rule: Rule) -> Quick:
 
 
 def _is_torchs_own(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch's own kernel takes the tensors of a call as they are: 16 bits, and all else in fp32."""
+    """Whether torch's own kernel takes the tensors of a call directly: x in 16 bits and the others in fp32."""
     if not args or kwargs.keys() & {"input", "out"}:
         return False
     x, *others = (*args, *kwargs.values())
@@ -273,7 +273,7 @@ def _instance_norm(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """Batch norm with a channel of its own for each instance; running statistics are the mean over instances."""
+    """Batch norm with a separate channel for each instance; running statistics are the mean over instances."""
     count = x.shape[0]
 
     def repeated(one: Tensor | None) -> Tensor | None:
@@ -291,7 +291,7 @@ def _instance_norm(
 
 
 class _fp32_statistics:
-    """Running statistics in fp32 for the time of a call; those stored in 16 bits are written back."""
+    """Running statistics in fp32 during a call; statistics stored in 16 bits are written back."""
 
     def __init__(self, mean: Tensor | None, var: Tensor | None, training: bool) -> None:
         self.stored, self.training = (mean, var), training
@@ -344,7 +344,7 @@ def _normed(call: Call, computation: Computation, x: Tensor, weight: Tensor | No
 
 
 def _narrowed(call: Call, dtype: torch.dtype, *parameters: Tensor | None) -> list[Tensor | None]:
-    """Return the parameters of a norm in the dtype that its kernel takes, cast as the weights of the region are."""
+    """Return the parameters of a norm in the dtype that its kernel takes, cast like the weights of the region."""
     to = call.rule.output
     assert to is not None
     wide = [one for one in parameters if one is not None and one.dtype is not dtype]

@@ -1,6 +1,6 @@
-"""Ops that no rule casts, as observers see them: what they read and return, and the gradients of both.
+"""Ops that no rule casts, for observers: their inputs and results, and the gradients of both.
 
-The function runs as it is. Its gradients are seen by hooks, which change none of them.
+The function runs unchanged. Hooks see its gradients and do not change them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["observed", "told"]
 
 
 def observed(row: Row, call: Call) -> Any:
-    """Run a function as it is, and tell the call's observers of its tensors; of products, of all gradients too."""
+    """Run a function unchanged, and pass its tensors to the call's observers; for products also all gradients."""
     watch = call.watch
     assert watch is not None
     roles = _roles(row, tensors_of((call.args, call.kwargs)))
@@ -41,7 +41,7 @@ def observed(row: Row, call: Call) -> Any:
 
 
 def told(result: Any, watch: Watch) -> Any:
-    """Return what an op has written, and tell of it and of its gradient."""
+    """Return the result of an op, after passing it and later its gradient to observers."""
 
     def tell(y: Tensor) -> Tensor:
         watch(y, "output", None)
@@ -70,7 +70,7 @@ def _roles(row: Row, tensors: list[Tensor]) -> dict[int, tuple[Tensor, str]]:
 
 
 def _later(row: Row, x: Tensor, found: dict[int, tuple[Tensor, str]]) -> str:
-    """Return the role of what a product or a norm reads beside its operands: of a norm the first parameter counts."""
+    """Return the role of a further tensor of a product or norm; in a norm the first parameter counts."""
     if not isinstance(x, nn.Parameter):
         return ""
     is_first = all(role != "weight" for _, role in found.values())

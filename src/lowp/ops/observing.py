@@ -1,7 +1,7 @@
-"""What observers are told of a training step: every tensor that an op reads or writes, in its role, before its cast.
+"""Observers of a training step: they get every tensor that an op reads or writes, with its role, before its cast.
 
-All casts of a step pass `lowp.ops.call.RoleCasts.cast`, which tells of them here. Where nobody observes, a call carries
-no `Watch`, and asks for none.
+All casts of a step go through `lowp.ops.call.RoleCasts.cast`, which reports them here. Without observers a call has no
+`Watch`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Observation:
 
 Observer = Callable[[Observation], object]
 
-everywhere: list[Observer] = []  # who observes all regions and all steps of lowp's optimizers
+everywhere: list[Observer] = []  # observers of all regions and of all steps of lowp's optimizers
 
 
 def observe(callback: Observer) -> Callable[[], None]:
@@ -62,12 +62,12 @@ def phase_of(role: str) -> str:
 
 
 def role_of(x: Tensor) -> str:
-    """Return the role of what an op reads: a parameter is a weight wherever it stands."""
+    """Return the role of an op's input: a parameter is a weight in any position."""
     return "weight" if isinstance(x, nn.Parameter) else "input"
 
 
 class Watch(NamedTuple):
-    """One op of a region that is observed: by whom, in which module."""
+    """One observed op of a region: its observers and its module path."""
 
     observers: Sequence[Sequence[Observer]]
     path: str
@@ -75,7 +75,7 @@ class Watch(NamedTuple):
     op_class: str
 
     def __call__(self, x: Tensor, role: str, cast: Cast | None, phase: str = "") -> None:
-        """Tell the observers of a tensor, if it is a dense one of floating-point numbers."""
+        """Pass a tensor to the observers if it is dense and floating-point."""
         if not x.is_floating_point() or x.layout is not torch.strided or x.is_nested:
             return
         with shield(), torch.no_grad():
@@ -85,15 +85,15 @@ class Watch(NamedTuple):
                     callback(seen)
 
     def at_site(self, x: Tensor, role: str, cast: Cast) -> None:
-        """Tell of what is written at a site of shared exponents, whose roles are numbered where there are several."""
+        """Pass on a tensor written at a site of shared exponents; the number at the end of its role is removed."""
         self(x, "grad" if role == "output gradient" else role.rstrip(" 0123456789"), cast)
 
     def gradient(self, y: Any, role: str = "grad", cast: Cast | None = None) -> None:
-        """Tell of the gradient that a tensor of a graph will get."""
+        """Pass on the gradient that a tensor of a graph will get."""
         if isinstance(y, Tensor) and y.requires_grad and y.grad_fn is not None:
             y.register_hook(lambda gradient: self(gradient, role, cast))  # type: ignore[no-untyped-call]
 
 
 def step(name: str) -> Watch | None:
-    """Return the watch of an optimizer's step of one parameter; None where nobody observes."""
+    """Return the watch of an optimizer's step of one parameter; None without observers."""
     return Watch((everywhere,), name, "step", "step") if everywhere else None

@@ -1,12 +1,12 @@
-"""A contraction is three products: the output, and the gradient of either operand. They are written here once.
+"""A contraction consists of three products: the output, and the gradient of each operand. All contractions share them.
 
 Every contraction is a trilinear form T(a, b, c): the output is its derivative with respect to c, the two gradients
 those with respect to a and b. The three slots are closed under differentiation, so one autograd Function serves them
 all, and double backward is the same Function again.
 
-Numbers (the definition that every path keeps): the operands are rounded by their roles, their product is summed in
-fp32 (products of significands of up to 12 bits are exact there), the bias is added in fp32, and the result is
-rounded ONCE by the rule's `output`. The incoming gradient is rounded by `grad` and is an operand like the others.
+Numerics (the definition for every path): the operands are rounded by their roles, their product is summed in fp32
+(products of significands of up to 12 bits are exact there), the bias is added in fp32, and the result is rounded ONCE
+by the rule's `output`. The incoming gradient is rounded by `grad` and is an operand like the others.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def _operand(call: Call, casts: RoleCasts, x: Tensor, role: str, axis: int) -> O
     is_followed = x.requires_grad and torch.is_grad_enabled() and not functorch_is_active()
     if not is_followed or to is None or carrier_dtype(to) in (x.dtype, dtype):
         return operand(x, cast_operand(call, casts, x, role, axis), dtype)
-    with torch.no_grad():  # the gradient goes by the edge: the cast needs no node
+    with torch.no_grad():  # the gradient uses the edge: the cast needs no node
         value = cast_operand(call, casts, x, role, axis)
     return Operand(edge(x, dtype), value)
 
 
 def cast_operand(call: Call, casts: RoleCasts, x: Tensor, role: str, axis: int = -1) -> Tensor:
-    """Return an operand rounded by its role; a leaf parameter through the region, which may have cast it before."""
+    """Return an operand rounded by its role; a leaf parameter by the region, which may have cached its cast."""
     to = casts.of(role)
     if to is not None and x.is_leaf and x.requires_grad and (axis == -1 or not depends_on_axis(to)):
         casts.tell(x, role)
@@ -98,14 +98,14 @@ def product(
     form: Form, slot: int, casts: RoleCasts, first: Operand, second: Operand, bias: Tensor | None = None
 ) -> Tensor:
     """Return the product that fills a slot of the form, rounded by its role; part of the autograd graph."""
-    if not (torch.is_grad_enabled() or functorch_is_active()):  # what has no graph needs no node
+    if not (torch.is_grad_enabled() or functorch_is_active()):  # no graph, no node
         return computed(form, slot, casts, first.plain, second.plain, bias)
     result: Tensor = _product(form, slot, casts, first.edge, second.edge, bias, first.value, second.value)
     return result
 
 
 class _Product(torch.autograd.Function):
-    """One product; saves its operands as they were rounded."""
+    """One product; saves its rounded operands."""
 
     generate_vmap_rule = True
 
@@ -182,7 +182,7 @@ def _for_backward(
 
 
 class _Wanted(NamedTuple):
-    """Which gradients are asked for, of the two operands and of the bias, and the dtype of the bias."""
+    """Which gradients are required, of the two operands and of the bias, and the dtype of the bias."""
 
     operands: tuple[bool, bool]
     bias: bool
@@ -208,7 +208,7 @@ def _gradients(
             """The gradient as operand; scales of rows and blocks follow the contracted dimension."""
             axis = axis if depends_on_axis(to) else -1
             if axis not in rounded_gradient:
-                is_told = bool(rounded_gradient)  # observers hear once of a gradient
+                is_told = bool(rounded_gradient)  # observers get a gradient once
                 value = carried(gradient, to, casts.seed, axis) if is_told else casts.carry(gradient, "grad", axis)
                 if not graph and to is not None and isinstance(form, Linear):
                     value = _whole(gradient, value, to)
@@ -256,7 +256,7 @@ def gradients_of_linear(
     values: Sequence[Tensor | None],
     edges: Sequence[Tensor | None] = (None, None),
 ) -> Gradients:
-    """Return the gradients of a linear layer from its rounded operands, part of the graph where one is recorded."""
+    """Return the gradients of a linear layer from its rounded operands, differentiable if a graph is recorded."""
     return _gradients(form, OUTPUT, casts, _Wanted(needs[:2], needs[2], bias_dtype), gradient, (values, edges))
 
 

@@ -91,7 +91,7 @@ def _one(
     biases: bool,
     reverse: bool,
 ) -> list[Tensor]:
-    """Run one layer in one direction; `params` are w_ih, w_hh, b_ih, b_hh and w_hr as far as there are such."""
+    """Run one layer in one direction; `params` are those of w_ih, w_hh, b_ih, b_hh and w_hr that exist."""
     input_bias, hidden_bias = (params[2], params[3]) if biases else (None, None)
     readout = params[-1] if len(params) % 2 else None
     name = call.op.removesuffix("_cell")

@@ -1,4 +1,4 @@
-"""The gates of recurrent cells, in fp32: one step forward, and its derivative from what can be computed again.
+"""The gates of recurrent cells, in fp32: one step forward, and its derivative from recomputable data.
 
 A step takes the two projections of all gates side by side (of the input and of the hidden state) and the state; letters
 are those of torch.nn.LSTM, GRU and RNN.
@@ -26,7 +26,7 @@ class Cell(ABC):
 
     @abstractmethod
     def prepare(self, x: Tensor, h: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return what `derivative` needs of all steps at once, rows alike."""
+        """Return the data that `derivative` needs, for all steps at once."""
 
     @abstractmethod
     def derivative(

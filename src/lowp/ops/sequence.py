@@ -23,7 +23,7 @@ from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Linear
 
 @dataclass(frozen=True)
 class Layer:
-    """A cell, how its tensors are rounded, and how the rows of all steps lie: `batches[t]` rows at step t.
+    """A cell, how its tensors are rounded, and the layout of the rows of all steps: `batches[t]` rows at step t.
 
     The batches of a packed sequence shrink; rows that end earlier keep their last state. `reverse` walks from the end.
     """

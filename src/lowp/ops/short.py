@@ -1,8 +1,8 @@
-"""The short ways of a linear layer: all of it in one 16-bit dtype, or operands in another format and results in fp32.
+"""Fast paths of a linear layer: one 16-bit dtype throughout, or operands in another format and results in fp32.
 
-They compute what `products.contract` does, bit for bit, with no description of the call or of the casts: what can be
-decided of a rule is decided once, when a region plans the op, and `kernels.products` chooses how the product runs.
-Everything else, higher derivatives included, goes the long way.
+They compute the same bits as `products.contract` without describing the call or the casts. Everything that depends only
+on the rule is decided once, when a region plans the op, and `kernels.products` chooses how the product runs. All other
+calls, including higher derivatives, take the general path.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Runner = Callable[[Call], Any]
 
 @remembered_by_identity
 def under(rule: Rule) -> Runner | None:
-    """Return the runner of F.linear that takes a short way under a rule, in 16 bits, fp8 or int8; None for others."""
+    """Return the runner of F.linear with a fast path under a rule in 16 bits, fp8 or int8; None for other rules."""
     dtype = one_dtype(rule)
     in_bytes = linear_in_fp8 if is_fp8(rule) else linear_in_bytes if is_int8(rule) else None
     if dtype is None and in_bytes is None:
@@ -89,15 +89,15 @@ def quick(rule: Rule) -> Quick | None:
 
 
 def linear(call: Call) -> Tensor:
-    """F.linear(input, weight, bias=None) as a part of another op: the shortest way under the call's rule."""
+    """F.linear(input, weight, bias=None) as a part of another op, by the fastest path under the call's rule."""
     shortest = None if torch.compiler.is_compiling() else under(call.rule)
     return cast(Tensor, (shortest or long_linear)(call))
 
 
 def short_linear(rule: Rule, runs_in: torch.dtype, args: tuple[Any, ...], weight_cast: WeightCast) -> Tensor | None:
-    """Return F.linear(input, weight, bias) under a rule of 16 bits; None where it has to go the long way.
+    """Return F.linear(input, weight, bias) under a rule of 16 bits; None if it must take the general path.
 
-    `runs_in` is what `sixteen_bits_run_in` says of the input.
+    `runs_in` is the result of `sixteen_bits_run_in` for the input.
     """
     if not _fits(args):
         return None
@@ -113,12 +113,12 @@ def short_linear(rule: Rule, runs_in: torch.dtype, args: tuple[Any, ...], weight
 
 
 def _is_usual(call: Call) -> bool:
-    """Whether nobody observes a call, its operands have the roles of every linear layer, and no site its result."""
+    """Whether a call has no observers, the operand roles of every linear layer, and no site for its result."""
     return call.writer is None and call.watch is None and call.roles is None
 
 
 def _fits(args: tuple[Any, ...]) -> bool:
-    """Whether these are an input, a weight and perhaps a bias, plain ones, of shapes that F.linear takes."""
+    """Whether these are an input, a weight and optionally a bias, all plain, with shapes that F.linear takes."""
     if not 2 <= len(args) <= 3 or not is_plain(*(args if args[-1] is not None else args[:-1])):
         return False
     x, weight = args[:2]
@@ -126,7 +126,7 @@ def _fits(args: tuple[Any, ...]) -> bool:
 
 
 def one_dtype(rule: Rule) -> torch.dtype | None:
-    """Return the one 16-bit dtype that a rule rounds a product to; None where it does something else."""
+    """Return the one 16-bit dtype to which a rule rounds a product; None for other rules."""
     casts = [rule.input, rule.weight, rule.output, rule.output if rule.grad is None else rule.grad]
     dtypes = {None if one is None else native_dtype(one) for one in casts}
     sums_in_fp32 = rule.accumulate is None or rule.accumulate.format == "fp32"
@@ -135,7 +135,7 @@ def one_dtype(rule: Rule) -> torch.dtype | None:
 
 
 class _Short(torch.autograd.Function):
-    """The product of a rounded input and a rounded weight; saves both, as the long way does."""
+    """The product of a rounded input and a rounded weight; saves both, as the general path does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rule: Rule, runs_in: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reading a call by the public signature of its function, and writing what it was asked to write into."""
+"""Reads a call by the public signature of its function, and writes into the call's `out=`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lowp.ops.call import Call
 
 
 class Mismatch(Exception):
-    """The arguments do not fit the signature: the function itself says why."""
+    """The arguments do not fit the signature: the function itself raises the error."""
 
 
 _REQUIRED = object()
 
 
 def bound(call: Call, *names: str, **defaults: Any) -> list[Any]:
-    """Return the values of the named parameters, in order; raise Mismatch where the call does not fit.
+    """Return the values of the named parameters, in order. Raises Mismatch if the call does not fit.
 
     `names` are required, `defaults` follow them; a name that ends in an underscore stands for a Python keyword.
     """
@@ -40,7 +40,7 @@ def bound(call: Call, *names: str, **defaults: Any) -> list[Any]:
 
 
 def without_out(call: Call) -> tuple[Call, Tensor | None]:
-    """Return the call without its `out=`, and that tensor."""
+    """Return the call without `out=`, and the tensor given as `out`."""
     out = call.kwargs.get("out")
     if "out" not in call.kwargs:
         return call, None
@@ -49,9 +49,9 @@ def without_out(call: Call) -> tuple[Call, Tensor | None]:
 
 
 def into_out(call: Call, result: Tensor, out: Tensor | None) -> Tensor:
-    """Return `result`, written into `out` where the call gave one, as torch's out= functions do.
+    """Return `result`, written into `out` if the call gave one, as torch's out= functions do.
 
-    Raises RuntimeError where autograd would have to follow, as torch does.
+    Raises RuntimeError if autograd would have to record the write, as torch does.
     """
     if out is None:
         return result
@@ -66,7 +66,7 @@ def into_out(call: Call, result: Tensor, out: Tensor | None) -> Tensor:
 
 
 def plain(call: Call) -> Any:
-    """Return what the function itself makes of the call: for tensors that no rule speaks of, and for its own errors."""
+    """Return the result of the function itself: for tensors to which no rule applies, and to raise its own errors."""
     return call.func(*call.args, **call.kwargs)
 
 
@@ -74,22 +74,22 @@ def plain(call: Call) -> Any:
 
 
 def check(*tensors: Any) -> None:
-    """Leave the call to the function itself where an operand is no floating-point tensor of up to 32 bits.
+    """Leave the call to the function itself if an operand is not a floating-point tensor of up to 32 bits.
 
-    So is one with sparse or nested operands, which the function alone can multiply; their values are rounded before.
+    The same holds for sparse or nested operands, which only the function can multiply; their values are rounded before.
     """
     if not is_ordinary(*tensors):
         raise Mismatch
 
 
 def require(condition: bool) -> None:
-    """Leave the call to the function itself, which refuses it in its own words."""
+    """Leave the call to the function itself, which raises its own error, unless the condition holds."""
     if not condition:
         raise Mismatch
 
 
 def is_ordinary(*tensors: Any) -> bool:
-    """Whether rules apply to all of these, and each of them lies in one strided block, or is None."""
+    """Whether rules apply to all of these, and each is None or in one strided block."""
     compiling = torch.compiler.is_compiling()
     for one in tensors:
         if one is None:

@@ -19,8 +19,8 @@ from lowp.ops.signature import bound, check, require
 class Softmax(Computation):
     """exp(x) / sum(exp(x)) along a dimension, or its logarithm.
 
-    Backward computes it again from the saved input: the rounded result would not do, for a log-probability of -8 in
-    bf16 is off by 1.5 %.
+    Backward computes it again from the saved input. The rounded result is too coarse: a log-probability of -8 in bf16
+    is off by 1.5 %.
     """
 
     dim: int
@@ -39,7 +39,7 @@ class Softmax(Computation):
 def softmax(call: Call) -> Tensor:
     """softmax, log_softmax and softmin of F, torch, torch.special and Tensor (input, dim, dtype=None).
 
-    A dtype that is asked for is what is written.
+    If a dtype is given, the result has that dtype.
     """
     logarithm, negative = call.op == "log_softmax", call.op == "softmin"
     x, dim, dtype = _arguments(call)
@@ -63,5 +63,5 @@ def _arguments(call: Call) -> list[Any]:
 
 
 def _implicit(x: Tensor) -> int:
-    """The dimension that F.softmax takes where none is given (torch warns about it)."""
+    """Return the dimension that F.softmax uses if none is given (torch warns about it)."""
     return 0 if x.dim() in (0, 1, 3) else 1

@@ -1,11 +1,11 @@
-"""The op tables: a row an op, with its class and its runner, and torch's own lists read as tables of the same shape.
+"""The op tables: one row per op with its class and its runner, and torch's own lists as tables of the same shape.
 
 `lowp-1` is the same on every device: the CUDA lists of torch 2.13, except that norms and softmax read 16 bits, compute
-in fp32 and write 16 bits, and that what has no 16-bit kernel anywhere (FFTs, decompositions) computes in fp32.
-``torch-2.13-cpu`` and ``torch-2.13-cuda`` are torch's lists as they are.
+in fp32 and write 16 bits, and that ops without a 16-bit kernel on any device (FFTs, decompositions) compute in fp32.
+``torch-2.13-cpu`` and ``torch-2.13-cuda`` are torch's lists unchanged.
 
-An op is known by one name, whatever it is called by: ``matmul`` is torch.matmul, Tensor.matmul, ``@``, the in-place and
-out= forms, and torch.ops.aten.matmul. `row_of` finds the row of a function.
+An op has one name for all its spellings: ``matmul`` is torch.matmul, Tensor.matmul, ``@``, the in-place and out= forms,
+and torch.ops.aten.matmul. `row_of` finds the row of a function.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["TABLES", "TORCH_POLICIES", "Row", "is_structural", "name_of", "op_na
 
 @dataclass(frozen=True)
 class Row:
-    """An op: its name, its class, the runner that carries out a rule (``module:function`` in lowp.ops), its operands.
+    """An op: its name, its class, the runner that applies a rule (``module:function`` in lowp.ops), its operands.
 
-    `product` is the runner that takes over where a rule names the op itself although its class takes no casts: the
-    products that torch only promotes. `at_site` is the runner, of the row and a call, where results are written under
-    shared exponents that belong to sites; `masked` the one beside contractions of integers that keeps less of an op
-    which no rule casts ('' where there is none).
+    `product` is the runner used if a rule names the op itself although its class takes no casts: the products that
+    torch only promotes. `at_site` is the runner, of the row and a call, for results written under shared exponents of
+    sites. `masked` is the runner, beside contractions of integers, that keeps less of an op that no rule casts ('' if
+    there is none).
     """
 
     name: str
@@ -49,11 +49,11 @@ class Row:
 
     @property
     def is_contraction(self) -> bool:
-        """Whether products are summed here."""
+        """Whether the op sums products."""
         return self.op_class == "contraction"
 
     def run(self, rule: Rule | None) -> Callable[[Call], Any]:
-        """Return the runner for calls under a rule: a shorter one where the rule has it."""
+        """Return the runner for calls under a rule, a shorter one if the rule has it."""
         takes_casts = rule is not None and not rule.is_empty
         spelled = self.product if self.product and takes_casts else self.runner
         is_short = takes_casts and spelled in _SHORTER and not torch.compiler.is_compiling()
@@ -61,7 +61,7 @@ class Row:
         return shorter or runner(spelled)
 
     def quick(self, rule: Rule | None) -> Quick | None:
-        """Return what runs the usual calls under a rule, without a `Call`; None where there is none."""
+        """Return the fast path of common calls under a rule, without a `Call`; None if there is none."""
         if rule is None or rule.is_empty:
             return runner("generic:quick_promote") if self.runner == "generic:promote" else None
         return runner(_QUICK[self.runner])(rule) if self.runner in _QUICK else None
@@ -255,7 +255,7 @@ def _lowp_1() -> dict[str, Row]:
 
 
 def _of_torch(device: str) -> dict[str, Row]:
-    """Return torch's lists as rows; what is on no list is pointwise."""
+    """Return torch's lists as rows; ops on no list are pointwise."""
     lists, full = LISTS[device], _lowp_1()
     rows: dict[str, Row] = {}
     for kind, names in lists.items():
@@ -343,7 +343,7 @@ _known = TABLES["lowp-1"].keys() | ALIASES.keys() | _STRUCTURAL
 
 @remembered
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name an op is known by: without namespace, overload, in-place underscore and operator dunders.
+    """Return the name of an op: without namespace, overload, in-place underscore and operator dunders.
 
     Functions of custom operators and of torch.distributed and torch.nn.init get a name that begins with an underscore:
     they are never cast.
@@ -379,7 +379,7 @@ def is_structural(name: str) -> bool:
 
 
 def row_of(function: Callable[..., Any], table: str = "lowp-1") -> Row | None:
-    """Return the row of a function in a table, a pointwise row where it has none, or None for a structural function."""
+    """Return the row of a function in a table, a pointwise row if it has none, or None for a structural function."""
     name = name_of(function)
     if (row := TABLES[table].get(name)) is not None:
         return row

@@ -27,7 +27,7 @@ Finish = Callable[[Tensor], Tensor]
 
 
 class Form(ABC):
-    """A trilinear form. `contracted[slot]` tells along which dimension each of the two operands is summed."""
+    """A trilinear form. `contracted[slot]` is the dimension along which each of the two operands is summed."""
 
     contracted: ClassVar[dict[int, Pair]] = {FIRST: (-1, -1), SECOND: (-1, -1), OUTPUT: (-1, -1)}
 
@@ -37,7 +37,7 @@ class Form(ABC):
 
     @abstractmethod
     def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Finish]:
-        """Return the same product as matrices (..., m, k) and (..., k, n), and what shapes the result back."""
+        """Return the same product as matrices (..., m, k) and (..., k, n), and the function that shapes the result."""
 
     def integer_product(
         self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype, bias: Tensor | None
@@ -83,7 +83,7 @@ class Form(ABC):
         return self._exact_sum(slot, left.payload, right.payload, exponent=shift, symmetric=symmetric, bias=added)
 
     def is_integer_sum(self, slot: int) -> bool:
-        """Whether what fills a slot is a sum of products of the operands' integers, and nothing else."""
+        """Whether the product of a slot is a sum of products of the operands' integers, and nothing else."""
         return True
 
     def _exact_sum(self, slot: int, left: Tensor, right: Tensor, **options: Any) -> Exact | None:
@@ -95,7 +95,7 @@ class Form(ABC):
         return found if finish is _as_it_is else found._replace(values=finish(found.values))
 
     def numbers_a_column(self, bias: Tensor | None) -> Tensor | None:
-        """Return a bias that kernels can add, a number a column of the output's matrix or a channel; None if not."""
+        """Return a bias that kernels can add, one number per column of the output's matrix or channel; else None."""
         return None
 
     def with_bias(self, result: Tensor, bias: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class Form(ABC):
         """Return the gradient of the bias."""
 
     def bias_axis(self) -> int | None:
-        """Return the axis of the output along which the bias has its numbers; None where that is not all there is."""
+        """Return the axis of the output along which the bias varies; None unless it is a vector along one axis."""
         return None
 
 
@@ -120,7 +120,7 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 def has_numbers(bias: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a bias is a vector of that shape which fp32 holds."""
+    """Whether a bias is a vector of that shape with values that fp32 holds."""
     return len(shape) == 1 and tuple(bias.shape) == shape and bias.dtype is not torch.float64
 
 
@@ -136,7 +136,7 @@ class Linear(Form):
     def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         if slot == OUTPUT:
             return F.linear(left, right, bias)
-        if len(self.first) == len(self.second) == 2:  # matrices already: calls of small ones are felt
+        if len(self.first) == len(self.second) == 2:  # already matrices: the reshape costs time in small calls
             return right @ left if slot == FIRST else right.t() @ left
         weight, gradient = self._matrix(slot, left, right)
         if slot == FIRST:
@@ -215,7 +215,7 @@ class Einsum(Form):
         return self.call(bias, left, right, beta=self.bias_scale, alpha=self.scale)
 
     def _gradient(self, slot: int, left: Tensor, right: Tensor) -> Tensor:
-        """Return a gradient; along letters that neither operand has (they were summed away) it is constant."""
+        """Return a gradient; along letters that neither operand has (they were summed) it is constant."""
         terms = (self.terms[SECOND] if slot == FIRST else self.terms[FIRST], self.terms[OUTPUT])
         return self._expanded(slot, torch.einsum(f"{terms[0]},{terms[1]}->{self._reachable(slot)}", left, right))
 
