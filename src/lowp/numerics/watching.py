@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowp.kernels.spectra import count_tensor, numbers_at, sampled, slope_of
+from lowp.kernels.spectra import sampled, slope_of
 from lowp.numerics.again import calls_again
 from lowp.numerics.clock import call_costs
+from lowp.numerics.counting import Seen, looked_at, parameter_key
 from lowp.numerics.models import Models
 from lowp.numerics.modes import (
     Paths,
@@ -42,31 +43,13 @@ from lowp.numerics.updates import Updates
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries
 
-__all__ = ["Watch", "guessed_cost", "looked_at", "parameter_key"]
+__all__ = ["Watch", "guessed_cost"]
 
 _READ = ("contraction", "norm", "softmax", "wide")  # classes whose inputs are looked at
 _SENSITIVE = ("contraction", "norm", "softmax")  # classes whose activations policies round
-_PROBES = 4
 _SAMPLED = 2048  # numbers of an activation that are kept until its gradient arrives
 # where guesses of what a look costs begin, in seconds; looks that were made correct them
 _A_TENSOR, _A_NUMBER, _TENSORS = 5e-5, 3e-9, 4
-
-
-def parameter_key(name: str, role: str, phase: str) -> Key:
-    """The key of a parameter: its module, and its own name in place of an op's."""
-    module, _, own = name.rpartition(".")
-    return Key(module, own, role, phase)
-
-
-class Seen(NamedTuple):
-    """What one look at a tensor told."""
-
-    spectrum: Spectrum
-    print: Print
-
-    def of_model(self, name: str) -> Seen:
-        """The same with a model's name before the path."""
-        return self._replace(print=self.print._replace(key=self.print.key.of_model(name)))
 
 
 class Watch(TorchFunctionMode):
@@ -401,16 +384,6 @@ def guessed_cost(module: nn.Module, written: int) -> float:
     own = [one.numel() for one in module.parameters(recurse=False)]
     # input, output and gradient; of a parameter value, gradient and update, which is counted twice
     return (_TENSORS + _TENSORS * len(own)) * _A_TENSOR + (_TENSORS * sum(own) + 3 * written) * _A_NUMBER
-
-
-def looked_at(key: Key, tensor: Tensor, scale: float = 1.0) -> Seen:
-    """Count a tensor divided by `scale`, in one read, and take its print: the sum of its bits, and a few numbers."""
-    flat = numbers_of(tensor.detach()).reshape(-1)
-    counts, last = count_tensor(flat, scale), flat.numel() - 1
-    numbers: list[float] = []
-    if last >= 0:
-        numbers = numbers_at(flat, [last * place // (_PROBES - 1) for place in range(_PROBES)], scale)
-    return Seen(Spectrum.from_counts(counts, last + 1), Print(key, counts.checksum, tuple(numbers)))
 
 
 def _multiplications(op: str, args: tuple[Any, ...], output: Tensor) -> int:
