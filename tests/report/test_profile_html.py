@@ -173,6 +173,20 @@ IN_SIGHT = """(() => {
 
 
 @browser
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_heat_map_is_in_sight_on_narrow_and_wide_screens(record: Record, tmp_path: Path, width: int) -> None:
+    with Page(report(record, tmp_path), width=width) as page:
+        hidden = page.value("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert hidden == 0, "the page itself does not scroll sideways"
+        inside = page.value("""(() => {
+          const box = document.querySelector('[data-map=weights] .scroll').getBoundingClientRect();
+          const cells = [...document.querySelectorAll('[data-map=weights] rect')];
+          return cells.filter(one => one.getBoundingClientRect().right <= box.right).length / cells.length;
+        })()""")
+        assert inside > 0.8
+
+
+@browser
 def test_a_user_with_a_keyboard_reaches_everything_and_moves_the_figures(record: Record, tmp_path: Path) -> None:
     with Page(report(record, tmp_path)) as page:
         page.press("Tab")

@@ -28,8 +28,9 @@
     return { all, flushed, subnormal, overflow };
   };
 
-  const shown = 42; // characters of a label
-  const cell = 12, line = 16, glyph = 6.8, top = 18; // above the rows stands the axis, and below them once more
+  const narrow = innerWidth < 700; // a telephone: most of a heat map is to be in sight beside its labels
+  const shown = narrow ? 18 : 42; // characters of a label
+  const cell = narrow ? 4 : 12, line = 16, glyph = 6.8, top = 18; // above the rows stands the axis, and below them once more
   const labels = Object.values(data.maps).flat().map((row) => Math.min(row[0].length, shown));
   const left = 12 + glyph * Math.max(0, ...labels); // the same for all maps, whose columns stand below each other
   const draw = (section) => {
@@ -41,6 +42,7 @@
     const svg = section.querySelector("svg"), bottom = top + rows.length * line + 4;
     svg.setAttribute("width", left + (to - from) * cell + 30);
     svg.setAttribute("height", bottom + 34);
+    section.querySelector("h2").append(` (${rows.length})`);
     rows.forEach((row, place) => {
       const label = make("text", { x: 0, y: top + place * line + 13 }, row[0].length > shown ? "…" + row[0].slice(1 - shown) : row[0]);
       label.append(make("title", {}, row[0]));
@@ -54,7 +56,8 @@
         svg.append(box);
       });
     });
-    for (let exponent = Math.ceil(from / 8) * 8; exponent <= to; exponent += 8)
+    const apart = narrow ? 16 : 8; // octaves between two marks of the axis
+    for (let exponent = Math.ceil(from / apart) * apart; exponent <= to; exponent += apart)
       for (const y of [12, bottom + 14]) svg.append(make("text", { x: left + (exponent - from) * cell, y }, "2^" + exponent));
     if (data.left_out[name]) svg.append(make("text", { x: 0, y: bottom + 30 }, `and ${data.left_out[name]} more layers`));
     const marks = [["limit", "smallest"], ["normal", "normal"], ["limit", "largest"]].map(([kind, what]) => {

@@ -273,9 +273,11 @@ def _curve(what: str, points: Sequence[tuple[int, float]], last: int, label: str
     least = f'<text x="0" y="{height + 4}">{label.format(low)}</text>' if low < high else ""
     y = 34 if low < high else height + 4
     return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{what}, picture">'
         f'<svg width="680" height="{height + 24}" role="img" aria-label="{what} over the steps; '
         f'the table below has the figures"><text x="90" y="{height + 20}">{what}, step 0 to {last}</text>'
-        f'<text x="0" y="{y}">{label.format(high)}</text>{least}<polyline class="line" points="{drawn}"/>{marks}</svg>'
+        f'<text x="0" y="{y}">{label.format(high)}</text>{least}<polyline class="line" points="{drawn}"/>{marks}'
+        "</svg></div>"
     )
 
 
