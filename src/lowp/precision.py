@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -187,21 +188,24 @@ class Precision:
             )
         self._require_backward("step")
         step_comes(scaler)
+        skip: torch.Tensor | None = None
         if not is_scaled:
             for optimizer in optimizers:
                 if isinstance(optimizer, FlexWeights):
                     optimizer.write_gradients()
-            if self._unscaled.skips(self.guard, self.steps + 1):
+            skip = self._unscaled.skip_there(optimizers)
+            if skip is None and self._unscaled.skips(self.guard, self.steps + 1):
                 self.steps += 1
                 return None
         self._agree_on_masters(optimizers)
         result = None
         for optimizer in optimizers:
-            result = scaler.step(optimizer) if closure is None else optimizer.step(closure)
+            with optimizer.skipping(skip) if isinstance(optimizer, FlexWeights) else nullcontext():
+                result = scaler.step(optimizer) if closure is None else optimizer.step(closure)
         scaler.update()
         self.steps += 1
         if not is_scaled:
-            self._unscaled.end(self.guard, self.steps, optimizers)
+            self._unscaled.end(self.guard, self.steps, optimizers, skip)
         return result
 
     @region.at_rest

@@ -56,7 +56,10 @@ class StepGuard:
         known = bool(stepped) if isinstance(stepped, bool) or hardware.is_on_host(stepped) else None
         if known is not True:
             skipped = (~as_flag(stepped)).to(torch.int64)
-            self._skipped = skipped if self._skipped is None else self._skipped.to(skipped.device) + skipped
+            if self._skipped is None or self._skipped.device != skipped.device:
+                self._skipped = skipped if self._skipped is None else self._skipped.to(skipped.device) + skipped
+            else:  # in place: a captured graph continues to count
+                self._skipped.add_(skipped)
         for journal in self._journals:
             journal.settle(as_flag(stepped))
 

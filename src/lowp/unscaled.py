@@ -11,10 +11,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from lowp import distributed
 from lowp.compat import private
-from lowp.exponents import SharedExponents
+from lowp.exponents import SharedExponents, is_result
 from lowp.grad_scaler import NonFiniteGradients
 from lowp.kernels import hardware
+from lowp.kernels.late import LateNumber
+from lowp.optim.flex import FlexWeights
 from lowp.optim.shards import local
 from lowp.step_guard import StepGuard
 
@@ -29,8 +32,14 @@ class UnscaledSteps:
 
     def __init__(self, name: str, exponents: SharedExponents | None) -> None:
         self.name, self.exponents = name, exponents
-        self.faults: list[str] = []  # of the latest step that was skipped because of them
+        self._faults: list[str] = []  # of the latest step that was skipped because of them
+        self._there = _SkipsThere()
         self._bad_loss: Tensor | bool | None = None  # whether a loss since the last step was not finite, on the device
+
+    @property
+    def faults(self) -> list[str]:
+        """The sites of the latest step that was skipped for them. Waits for a device that has skipped by itself."""
+        return self._there.faults() or self._faults
 
     def saw(self, loss: Tensor) -> None:
         """Check a loss before its backward; nothing waits for a device."""
@@ -54,7 +63,7 @@ class UnscaledSteps:
         faults = exponents.faults()
         if not exponents.any_rank(bool(faults)):
             return False
-        self.faults = faults
+        self._faults = faults
         guard.settle(False)
         exponents.flush()
         where = f"first in the {faults[0]}" if faults else "on another rank"
@@ -68,13 +77,30 @@ class UnscaledSteps:
         warnings.warn(text, UserWarning, stacklevel=4)
         return True
 
-    def end(self, guard: StepGuard, number: int, optimizers: Optimizers) -> None:
-        """Settle step `number`, which was taken; warn once when it is known that the run is no longer finite."""
-        guard.settle(True)
+    def skip_there(self, optimizers: Optimizers) -> Tensor | None:
+        """Return whether a device is to skip this step, as `skips` would, in a 0-d tensor that nobody reads.
+
+        None if the host has to know: with several ranks, on a CPU, and for an optimizer whose step cannot be undone.
+        """
+        if self.exponents is None or distributed.has_other_ranks():
+            return None
+        flags = {site: flag for site, flag in self.exponents.flags().items() if not is_result(site)}
+        if not flags or not all(isinstance(one, FlexWeights) and one.skips_there() for one in optimizers):
+            return None
+        return self._there.decide(flags)
+
+    def end(self, guard: StepGuard, number: int, optimizers: Optimizers, skip: Tensor | None = None) -> None:
+        """Settle step `number`, which was taken unless a device has set `skip`.
+
+        Warns once when it is known that the run is no longer finite.
+        """
+        guard.settle(True if skip is None else ~skip)
         bad, self._bad_loss = self._bad_loss, None
         if self.exponents is not None:
             self._look_beyond(self.exponents, guard, number)
             self.exponents.flush()
+            if skip is not None:
+                self._there.end(guard, number)
             return
         bad = _smallest_gradient_is_bad(optimizers) if bad is None else bad
         if bad is not None and guard.turned_bad(bad):
@@ -101,6 +127,63 @@ class UnscaledSteps:
         if not exponents.has_told_beyond:
             exponents.has_told_beyond = True
             warnings.warn(f"{text}. If this continues, {advice}", UserWarning, stacklevel=5)
+
+
+class _SkipsThere:
+    """Steps that a device has skipped by itself for infinities: told of when it is known, and never waited for."""
+
+    def __init__(self) -> None:
+        self._skipped: Tensor | None = None  # how many there were
+        self._in_a_row: Tensor | None = None
+        self._sites: list[str] = []
+        self._flags: Tensor | None = None  # of the latest one, by site
+        self._late, self._told = LateNumber(), 0
+
+    def decide(self, flags: dict[str, Tensor]) -> Tensor:
+        """Return whether any of these flags is set, and take note of a step that is skipped for it."""
+        known = set(self._sites)
+        self._sites += [site for site in flags if site not in known]
+        nothing = torch.zeros_like(next(iter(flags.values())))
+        found = torch.stack([flags.get(site, nothing) for site in self._sites])
+        skip = found.any()
+        if self._skipped is None or self._in_a_row is None:
+            self._skipped, self._in_a_row = (torch.zeros_like(skip, dtype=torch.int64) for _ in range(2))
+        if self._flags is None:
+            self._flags = torch.zeros_like(found)
+        elif len(self._flags) < len(found):
+            self._flags = torch.cat((self._flags, found.new_zeros(len(found) - len(self._flags))))
+        # in place: a captured graph goes on from what it has left
+        self._skipped.add_(skip)
+        self._in_a_row.add_(1).mul_(skip)
+        self._flags.copy_(torch.where(skip, found, self._flags))
+        return skip
+
+    def faults(self) -> list[str]:
+        """The sites of the latest step that was skipped. Waits for the device."""
+        flags = [] if self._flags is None else self._flags.tolist()
+        return [site for site, is_bad in zip(self._sites, flags, strict=True) if is_bad]
+
+    def end(self, guard: StepGuard, number: int) -> None:
+        """Warn of steps that have been skipped since the last time; give up after as many as the guard has patience."""
+        assert self._skipped is not None
+        if guard.too_many(self._in_a_row):
+            sites = self.faults()
+            raise NonFiniteGradients(
+                f"an infinity or a NaN, first in the {sites[0] if sites else 'step'}: int16 has neither, and "
+                f"{guard.patience} steps in a row were skipped up to step {number}: look at the inputs, the learning "
+                "rate and the loss, or add a rule that keeps that op in fp32"
+            )
+        count = self._late.read() or 0
+        if not self._late.is_under_way:
+            self._late.send(self._skipped)
+        if count > self._told:
+            warnings.warn(
+                f"an infinity or a NaN was met: int16 has neither, and {count - self._told} of the steps up to "
+                f"{number} were skipped; Precision.faults tells where",
+                UserWarning,
+                stacklevel=6,
+            )
+            self._told = count
 
 
 def _smallest_gradient_is_bad(optimizers: Optimizers) -> Tensor | None:

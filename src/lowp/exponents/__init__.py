@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowp.exponents.scalings import scaling_of
 from lowp.exponents.shared import SharedExponents
-from lowp.exponents.sites import CLASSES, SiteWriter, Spots, Tell, Trail, class_of
+from lowp.exponents.sites import CLASSES, SiteWriter, Spots, Tell, Trail, class_of, is_result
 from lowp.exponents.summary import Summary
 from lowp.exponents.table import Flush
 
@@ -18,5 +18,6 @@ __all__ = [
     "Tell",
     "Trail",
     "class_of",
+    "is_result",
     "scaling_of",
 ]

@@ -114,5 +114,5 @@ class AgreedSites:
         """Return the columns of agreed sites in the order of this rank's entries."""
         agreed = torch.cat(parts, dim=1)
         own = torch.empty_like(agreed)
-        own[:, torch.tensor([group.names[name] for name in names], device=agreed.device)] = agreed
+        own[:, group.order_of(names)] = agreed
         return own

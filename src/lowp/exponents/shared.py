@@ -12,7 +12,8 @@ Source: Koester et al. 2017, arXiv 1711.02213, section 3.3 and algorithms 1 and 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lowp import casts, distributed
 from lowp.callbacks import listed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
+from lowp.exponents.device_table import Condition, DeviceTable, both
 from lowp.exponents.ranks import AgreedSites
 from lowp.exponents.saved import check_whole, copied
 from lowp.exponents.sites import (
@@ -35,6 +37,7 @@ from lowp.exponents.summary import Summary, summarised
 from lowp.exponents.table import COUNTS, ExponentTable, Flush, SumEntry
 from lowp.kernels import low_words, payloads
 from lowp.kernels.cpu_int16 import is_direct
+from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.int16_lists import exact_mantissas as exact_list
 from lowp.kernels.mantissas import Mantissas, exact_mantissas
 from lowp.scaling.powers import times
@@ -53,6 +56,7 @@ class SharedExponents:
         self._faults: list[str] = []
         self._watchers: list[Callable[[Flush], object]] = []
         self._listeners: list[Callable[[str, Tensor, int], object]] = []
+        self._unless: Tensor | None = None
         self._agreed = AgreedSites()
         self.has_told_beyond = False  # about numbers too large for the format
 
@@ -68,17 +72,49 @@ class SharedExponents:
         if unless_exact and payloads.is_exact(x, cast):
             return x.float()
         group = self._group(cast, x.device)
+        if isinstance(group, DeviceTable):
+            return self._write_there(group, x, site, training, unless_exact)
         if not training:
             return group.write_apart(x, site)
         index = self._begun(group, site)
         result, nonfinite = group.write(x, index, site)
         if max(x.shape, default=0) >= low_words.FEATURES:
             result = self._with_low_word(group, x, result, site)
-        if not isinstance(nonfinite, Tensor) and nonfinite and site not in self._faults:
+        if nonfinite and site not in self._faults:
             self._faults.append(site)
         for listener in self._listeners:
             listener(site, x, group.exponents[index])
         return result
+
+    def _write_there(self, group: DeviceTable, x: Tensor, site: str, training: bool, unless_exact: bool) -> Tensor:
+        """Do `write` on a device, which decides by itself whether it happens."""
+        found = payloads.exact_there(x, group.cast) if unless_exact else None
+        when: Condition = True if found is None else ~found[0]
+        if not training:
+            result = group.write_apart(x, site)
+            return result if when is True else torch.where(when, result, x.float())
+        when = when if self._unless is None else both(when, ~self._unless)
+        index = self._begun(group, site, when)
+        result, _ = group.write(x, index, site, when)
+        exponent = group.exponent_of(index)
+        if max(x.shape, default=0) >= low_words.FEATURES:
+            result = self._with_low_word(group, x, result, site)
+        if when is not True:
+            result = torch.where(when, result, x.float())
+            exponent = exponent if found is None else torch.where(when, exponent, found[1])
+        payloads.keep(result, group.cast.format, exponent)
+        for listener in self._listeners:
+            listener(site, x, group.exponents[index])
+        return result
+
+    @contextmanager
+    def unless(self, is_skipped: Tensor | None) -> Iterator[None]:
+        """Let writes on a device give back what they are given, and be forgotten, where a flag of it is set."""
+        before, self._unless = self._unless, is_skipped
+        try:
+            yield
+        finally:
+            self._unless = before
 
     @staticmethod
     def _with_low_word(group: ExponentTable, x: Tensor, high: Tensor, site: str) -> Tensor:
@@ -170,7 +206,7 @@ class SharedExponents:
         """Return the mantissas of the tensor at each site, bit for bit; None if a tensor is not in the format."""
         group = self._groups.get(cast)
         found: list[Mantissas | None] = [None] * len(tensors)
-        if group is None:
+        if group is None or not group.has_integer_kernels:
             return found
         hints = {
             i: group.exponents[group.names[site]]
@@ -189,15 +225,19 @@ class SharedExponents:
                 return group
         found = self._groups.get(cast)
         if found is None:
-            found = self._groups[cast] = ExponentTable(cast, device)
+            found = self._groups[cast] = _table(cast, device)
         return found
 
-    def _begun(self, group: ExponentTable, site: str) -> int:
-        """Return the entry of a site, ready for a write of training."""
+    def _begun(self, group: ExponentTable, site: str, when: Condition = True) -> int:
+        """Return the entry of a site, ready for a write of training, which counts if `when` holds."""
         index = group.index(site)
         if index in group.pending and not distributed.has_other_ranks():
-            self._tell_beyond(group)
-            self._flush(group)  # a second write at a site uses the result of the first
+            # a second write at a site uses the result of the first
+            if isinstance(group, DeviceTable):
+                self._tell(group.flush_before(index, when, bool(self._watchers)))
+            else:
+                self._tell_beyond(group)
+                self._flush(group)
         return index
 
     def _tell_beyond(self, group: ExponentTable) -> None:
@@ -215,6 +255,12 @@ class SharedExponents:
                 stacklevel=2,
             )
 
+    def admit_all(self, standing: Sequence[Tensor], coming: Sequence[Tensor], cast: Cast, sites: list[str]) -> None:
+        """Do `admit` for sites of a device, before `coming` is written at them; nothing is read."""
+        group = self._groups.get(cast)
+        if isinstance(group, DeviceTable) and sites:
+            group.admit_all(standing, coming, sites, True if self._unless is None else ~self._unless)
+
     def admit(self, x: Tensor, cast: Cast, site: str) -> None:
         """Restart a site if x, which was set from outside, is larger than its exponent can hold.
 
@@ -229,9 +275,12 @@ class SharedExponents:
         x = x.detach() if x.requires_grad else x
         if unless_exact and payloads.is_exact(x, cast):
             return x.float()
-        return self._group(cast, x.device).write_at(x, exponent)
+        result = self._group(cast, x.device).write_at(x, exponent)
+        if unless_exact and isinstance(exponent, Tensor):
+            return torch.where(payloads.exact_there(x, cast)[0], x.float(), result)
+        return result
 
-    def latest_exponent(self, cast: Cast, site: str) -> int | Tensor | None:
+    def latest_exponent(self, cast: Cast, site: str) -> Any:
         """Return the exponent of the latest write at a site in this step (a tensor on an accelerator), or None."""
         group = self._groups.get(cast)
         index = None if group is None else group.names.get(site)
@@ -255,6 +304,8 @@ class SharedExponents:
             agreed = self._agreed.agree(self._groups, self._group, distributed.world())
         for cast, group in self._groups.items() if len(self._groups) < 2 else self._in_order():
             self._flush(group, agreed.get(cast))
+            if isinstance(group, DeviceTable):
+                group.end_step()
         self._faults = []
 
     def _in_order(self) -> list[tuple[Cast, ExponentTable]]:
@@ -262,7 +313,9 @@ class SharedExponents:
         return sorted(self._groups.items(), key=lambda one: str(one[0]))
 
     def _flush(self, group: ExponentTable, agreed: Tensor | None = None) -> None:
-        done = group.flush(agreed, tell=bool(self._watchers))
+        self._tell(group.flush(agreed, tell=bool(self._watchers)))
+
+    def _tell(self, done: Flush | None) -> None:
         if done is not None:
             for watcher in self._watchers:
                 watcher(done)
@@ -280,17 +333,21 @@ class SharedExponents:
         Empty if only results, and no gradient, are not finite: a program may mask with infinities, or not use an
         overflowed result. Waits for an accelerator, once; a CPU knows the answer.
         """
-        found, flags = list(self._faults), dict[str, Tensor]()
-        for group in self._groups.values():
-            names = list(group.names)
-            for index, seen in group.pending.items():
-                if isinstance(seen.nonfinite, Tensor):
-                    flags[names[index]] = seen.nonfinite
+        found, flags = list(self._faults), self.flags()
         if flags:
             found += [
                 name for name, is_bad in zip(flags, torch.stack([*flags.values()]).tolist(), strict=True) if is_bad
             ]
         return [] if all(is_result(site) for site in found) else found
+
+    def flags(self) -> dict[str, Tensor]:
+        """Whether what was written in this step was not finite, by site, of the sites of devices: nothing is read."""
+        flags: dict[str, Tensor] = {}
+        for group in self._groups.values():
+            if isinstance(group, DeviceTable):
+                names = list(group.names)
+                flags |= {names[index]: flag for index, flag in group.flags.items()}
+        return flags
 
     def beyond(self) -> list[str]:
         """Return the sites where numbers were cut off in this step that no exponent of the format can hold.
@@ -376,7 +433,7 @@ class SharedExponents:
             if not isinstance(saved, Mapping) or not isinstance(saved.get("cast"), str):
                 raise InvalidInput("the shared exponents in this checkpoint are incomplete: a group without its cast")
             cast = casts.parse(saved["cast"])
-            group = ExponentTable(cast, torch.device(device))
+            group = _table(cast, torch.device(device))
             check_whole(group, saved)
             names, values = saved["sites"], saved["state"]
             fields = type(group.state)._fields
@@ -387,3 +444,7 @@ class SharedExponents:
             group.exponents, group.started = group.state.exponent.tolist(), group.state.started.tolist()
             groups[cast] = group
         self._groups, self._faults, self._agreed = groups, [], AgreedSites(groups)
+
+
+def _table(cast: Cast, device: torch.device) -> ExponentTable:
+    return ExponentTable(cast, device) if has_integer_kernels(device) else DeviceTable(cast, device)

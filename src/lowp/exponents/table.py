@@ -18,13 +18,12 @@ from lowp.kernels import int16_lists, low_words, payloads, predictions
 from lowp.kernels.cpu_int16 import Seen, is_direct
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
-from lowp.kernels.late import LateNumber
 from lowp.kernels.mantissas import Mantissas, current_exponent, int16_element, values
 from lowp.kernels.writes import write, write_, write_words_
 from lowp.scaling import Autoflex, AutoflexState, Reactive, WritesSeen
 from lowp.scaling.powers import times
 
-__all__ = ["COUNTS", "ExponentTable", "Flush", "SumEntry"]
+__all__ = ["COUNTS", "ExponentTable", "Flush", "SumEntry", "largest"]
 
 
 class Flush(NamedTuple):
@@ -40,7 +39,7 @@ class Flush(NamedTuple):
 # observations of a write, by the fields of `Seen`: the maximum, flags, and counts that only reactive exponents read
 _FLAGS = {"nonfinite": torch.bool, "vanished": torch.bool}
 _COUNTED = {"overflowed": torch.int64, "crowded": torch.int64, "elements": torch.int64}
-_SEEN = {"mantissa": torch.int32, **_FLAGS, **_COUNTED}
+_SEEN = {"mantissa": torch.int32, **_FLAGS, **_COUNTED, "mask": torch.bool}  # in the order of `Seen`
 _LOWEST = -1000  # below every exponent
 COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
 
@@ -82,9 +81,10 @@ class ExponentTable:
         self.counts = {name: torch.zeros(0, dtype=widest_float(device), device=device) for name in COUNTS}
         self.before = torch.zeros(0, dtype=torch.int32, device=device)  # the exponent of the previous write
         self.exponents: list[int] = []  # copy of `state.exponent`, for kernels that take numbers
-        self.started: list[bool] = []  # on a device possibly out of date: a site that has started may start again
-        self._late = LateNumber()
+        self.started: list[bool] = []
         self.pending: dict[int, Seen] = {}
+        self._ordered: list[str] = []
+        self._order = torch.zeros(0, dtype=torch.int64, device=device)
 
     def index(self, site: str) -> int:
         """Return the entry of a site; a new site gets a new entry."""
@@ -107,25 +107,22 @@ class ExponentTable:
         """
         if not self.started[index]:
             self._start(x, index)
-        result, seen = self._rounded(x, self.exponent_of(index))
+        result, seen = self._rounded(x, self.exponents[index])
         nonfinite = seen.nonfinite
-        if (isinstance(nonfinite, Tensor) or nonfinite) and is_result(site):
-            nan = x.isnan().any()
-            seen = seen._replace(nonfinite=nan if isinstance(nonfinite, Tensor) else bool(nan))
+        if nonfinite and is_result(site):
+            seen = seen._replace(nonfinite=bool(x.isnan().any()))
         self.note(index, seen)
         return result, nonfinite
 
-    def exponent_of(self, index: int) -> int | Tensor:
+    def exponent_of(self, index: int) -> Any:
         """Return the exponent of an entry's next write: a number on a CPU, a 0-d tensor on an accelerator."""
-        return self.exponents[index] if self.has_integer_kernels else self.state.exponent[index].clone()
+        return self.exponents[index]
 
     def low_word(self, x: Tensor, high: Tensor, index: int, axis: int | None) -> Tensor | None:
         """Return the value of the second word of x, just written as `high`; None if x needs none.
 
         Without an axis x always needs one.
         """
-        if not has_integer_kernels(x):
-            return low_words.low_value_there(x, high, self.state.exponent[index], axis)
         exponent = self.exponents[index]
         return (
             low_words.low_value(x, high, exponent, self.cast)
@@ -134,10 +131,10 @@ class ExponentTable:
         )
 
     def is_coarse(self, x: Tensor, index: int, axis: int) -> bool:
-        """Whether one word under the entry's exponent loses features of x; waits for an accelerator."""
+        """Whether one word under the entry's exponent loses features of x."""
         if not self.started[index]:
             self._start(x, index)
-        return bool(low_words.is_coarse(x, int(self.state.exponent[index]), axis))
+        return bool(low_words.is_coarse(x, self.exponents[index], axis))
 
     def sum_entry(self, index: int) -> SumEntry | None:
         """Return the entry for writing an exact sum directly from its integers.
@@ -206,7 +203,7 @@ class ExponentTable:
         spec = self.cast.scaling
         assert spec is not None
         if spec.kind != "autoflex" and site in self.names:
-            exponent: int | None = int(self.state.exponent[self.names[site]])
+            exponent: int | None = self.exponents[self.names[site]]
         else:
             exponent = current_exponent(x, self.own)
             if exponent is None:
@@ -214,20 +211,20 @@ class ExponentTable:
         assert exponent is not None
         return self.write_at(x, exponent)
 
-    def write_at(self, x: Tensor, exponent: int | Tensor) -> Tensor:
+    def write_at(self, x: Tensor, exponent: Any) -> Tensor:
         """Return x as values of the format under an exponent, and remember nothing."""
         return self._rounded(x, exponent)[0]
 
-    def _rounded(self, x: Tensor, exponent: int | Tensor) -> tuple[Tensor, Seen]:
+    def _rounded(self, x: Tensor, exponent: Any) -> tuple[Tensor, Seen]:
         """Return x as values of the format, with cached mantissas, and the observations."""
         result, seen, payload = write(x, self.cast, exponent, isinstance(self.scaling, Reactive))
-        if payload is not None or isinstance(exponent, Tensor):
+        if payload is not None:
             payloads.keep(result, self.cast.format, exponent, payload)
         return result, seen
 
     def admit(self, x: Tensor, index: int) -> None:
-        """Forget the entry's past if x would saturate under its exponent. Waits for an accelerator."""
-        held = math.ldexp(self.scaling.limit, int(self.state.exponent[index]))
+        """Forget the entry's past if x would saturate under its exponent."""
+        held = math.ldexp(self.scaling.limit, self.exponents[index])
         if x.numel() and self.scaling_adapts and float(x.abs().amax()) > held:
             self.started[index] = False
             self.state.started[index] = False
@@ -250,24 +247,18 @@ class ExponentTable:
         return not isinstance(self.scaling, Autoflex) or self.scaling.adapt
 
     def _start(self, x: Tensor, index: int) -> None:
-        maximum = _largest(x, self.has_integer_kernels)
+        maximum = largest(x, True)
         one = type(self.state)(*(part[index : index + 1] for part in self.state))
         begun = self.scaling.start(one, maximum.reshape(1).to(self.device))
         for part, new in zip(self.state, begun, strict=True):
             part[index : index + 1] = new
         self.before[index : index + 1] = begun.exponent
-        if self.has_integer_kernels:
-            self.exponents[index], self.started[index] = int(begun.exponent), bool(begun.started)
+        self.exponents[index], self.started[index] = int(begun.exponent), bool(begun.started)
 
     def note(self, index: int, seen: Seen) -> None:
         """Note the observations of one write at an entry until the step is flushed."""
         earlier = self.pending.get(index)
-        if earlier is not None:  # the step has not ended: under one exponent, the larger maximum counts
-            pairs = list(zip(earlier, seen, strict=True))
-            largest = [torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b) for a, b in pairs[:1]]
-            flags = [a | b for a, b in pairs[1:3]]
-            seen = Seen(*largest, *flags, *(a + b for a, b in pairs[3:]))
-        self.pending[index] = seen
+        self.pending[index] = seen if earlier is None else _both(earlier, seen)
 
     # -- the end of a step ----------------------------------------------------------------------------------------
     def flush(self, agreed: Tensor | None = None, tell: bool = True) -> Flush | None:
@@ -289,11 +280,7 @@ class ExponentTable:
         self._count(seen, mask)
         flush = self._told(seen, mask) if tell else None
         before, state = torch.where(mask, self.state.exponent, self.before), self.scaling.observe(self.state, seen)
-        if self.has_integer_kernels:
-            self.before, self.state = before, state
-        else:  # in place: a captured graph always reads the same memory
-            for kept, new in zip((self.before, *self.state), (before, *state), strict=True):
-                kept.copy_(new)
+        self._keep(before, state)
         self.pending.clear()
         self._learn()
         return flush
@@ -308,31 +295,24 @@ class ExponentTable:
 
     def _observed(self, whole: bool = False) -> WritesSeen:
         """Return the observations by entry; unless `whole`, without unset flags and counts that are not read."""
-        columns = dict(zip(Seen._fields, zip(*self.pending.values(), strict=True), strict=True))
+        columns = dict(zip(_SEEN, zip(*self.pending.values(), strict=True), strict=True))
         if not whole:
             unread = {} if isinstance(self.scaling, Reactive) else _COUNTED
-            unset = [name for name in _FLAGS if self.has_integer_kernels and not any(columns[name])]
-            columns = {name: column for name, column in columns.items() if name not in unread and name not in unset}
+            columns = {name: column for name, column in columns.items() if name not in unread}
+            columns = {name: column for name, column in columns.items() if name not in _FLAGS or self._is_set(column)}
         vectors = {
             name: self._vector(dict(zip(self.pending, column, strict=True)), _SEEN[name])
             for name, column in columns.items()
         }
-        return WritesSeen(mask=self._vector(dict.fromkeys(self.pending, True), torch.bool), **vectors)
+        return WritesSeen(**vectors)
 
     def _vector(self, numbers: dict[int, Any], dtype: torch.dtype) -> Tensor:
-        """Return observations of some entries, numbers of the host or 0-d tensors of a device, as one vector.
+        """Return observations of some entries as one vector."""
+        return torch.tensor([numbers.get(index, 0) for index in range(len(self.names))], dtype=dtype, device="cpu")
 
-        On a device the vector is built on the device: a copy from the host cannot be part of a captured graph.
-        """
-        count = len(self.names)
-        if self.has_integer_kernels:
-            return torch.tensor([numbers.get(index, 0) for index in range(count)], dtype=dtype, device=self.device)
-        parts = {
-            index: one.to(dtype) if isinstance(one, Tensor) else torch.full((), one, dtype=dtype, device=self.device)
-            for index, one in numbers.items()
-        }
-        nothing = torch.zeros((), dtype=dtype, device=self.device)
-        return torch.stack([parts.get(index, nothing) for index in range(count)])
+    def _is_set(self, flags: Sequence[Any]) -> bool:
+        """Whether any of some flags may be set."""
+        return any(flags)
 
     def columns(self, sites: list[str]) -> Tensor:
         """Return this rank's observations at some sites, fp64[9, n], for a maximum over ranks; zeros if it saw nothing.
@@ -346,7 +326,6 @@ class ExponentTable:
             zeros = torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
             flags = zeros.bool()
             own = WritesSeen(zeros.int(), flags, flags, flags, zeros, zeros, zeros)
-        order = torch.tensor([self.names[site] for site in sites], device=self.device)
         exponent, started = self.state.exponent, self.state.started
         mask, nonfinite, vanished = own.mask, own.nonfinite, own.vanished
         assert mask is not None and nonfinite is not None and vanished is not None
@@ -357,7 +336,14 @@ class ExponentTable:
             *(flag.double() for flag in (mask, nonfinite, mask & ~vanished, started)),
             *(count.double() for count in (own.overflowed, own.crowded, own.elements)),
         ]
-        return torch.stack(rows)[:, order]
+        return torch.stack(rows)[:, self.order_of(sites)]
+
+    def order_of(self, sites: list[str]) -> Tensor:
+        """Return where the entries of sites are, int64[n] on the table's device; sent there anew for other sites."""
+        if self._ordered != sites:
+            self._ordered = list(sites)
+            self._order = torch.tensor([self.names[site] for site in sites], device=self.device)
+        return self._order
 
     def _adopted(self, agreed: Tensor) -> WritesSeen:
         """Take over the largest exponent under which a rank has written. Return the observations of all ranks."""
@@ -383,22 +369,30 @@ class ExponentTable:
         self.counts["raises_needed"] += needed
         self.counts["raises_in_time"] += needed & ~saturated
 
+    def _keep(self, before: Tensor, state: Any) -> None:
+        """Take over what the writes of a step have made of the entries."""
+        self.before, self.state = before, state
+
     def _learn(self) -> None:
-        """Copy the new exponents for kernels that take numbers; from an accelerator only which entries have started."""
-        if self.has_integer_kernels:
-            self.exponents = self.state.exponent.tolist()
-            self.started = self.state.started.tolist()
-            return
-        for _ in range(2):  # the result sent after the previous flush, and one that arrives at once
-            found = self._late.read() or ()
-            self.started[: len(found)] = found
-            self._late.send(self.state.started)
+        """Copy the new exponents for kernels that take numbers."""
+        self.exponents = self.state.exponent.tolist()
+        self.started = self.state.started.tolist()
 
 
-def _largest(x: Tensor, is_known: bool) -> Tensor:
+def _both(earlier: Seen, seen: Seen) -> Seen:
+    """Return the observations of two writes at one entry in a step, under one exponent: the larger maximum counts."""
+    pairs = list(zip(earlier, seen, strict=True))
+    most = [torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b) for a, b in pairs[:1]]
+    flags = [a | b for a, b in pairs[1:3]]
+    counts = [a + b for a, b in pairs[3:6]]
+    is_certain = earlier.written is True or seen.written is True
+    return Seen(*[*most, *flags, *counts, True if is_certain else earlier.written | seen.written])
+
+
+def largest(x: Tensor, is_known: bool) -> Tensor:
     """Return the largest finite |x|, 0 if there is none. `is_known`: reading whether all are finite costs nothing."""
     magnitude = x.detach().abs()
-    largest = magnitude.amax() if x.numel() else magnitude.new_zeros(())
-    if not is_known or not bool(largest.isfinite()):
-        largest = torch.where(magnitude.isfinite(), magnitude, 0.0).amax() if x.numel() else largest
-    return largest
+    found = magnitude.amax() if x.numel() else magnitude.new_zeros(())
+    if not is_known or not bool(found.isfinite()):
+        found = torch.where(magnitude.isfinite(), magnitude, 0.0).amax() if x.numel() else found
+    return found

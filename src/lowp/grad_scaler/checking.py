@@ -45,26 +45,6 @@ def combined(flags: Collection[torch.Tensor], device: torch.device) -> torch.Ten
     return torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float32, device=device)
 
 
-def steps_by_itself(optimizer: Optimizer) -> bool:
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def starts_momentum(optimizer: Optimizer) -> bool:
-    """Whether the next step creates the momentum of torch's fused SGD. A skipped step would leave it uninitialised.
-
-    Until every momentum exists, the host must know whether the step is skipped.
-    """
-    if not isinstance(getattr(optimizer, "inner", optimizer), torch.optim.SGD):
-        return False
-    groups = [group for group in optimizer.param_groups if group.get("fused") and group.get("momentum")]
-    state = optimizer.state if groups else {}
-    return any(
-        parameter.grad is not None and state.get(parameter, {}).get("momentum_buffer") is None
-        for group in groups
-        for parameter in group["params"]
-    )
-
-
 class Checks(ScalerState):
     """The part of a scaler that handles gradients. Each method works on one optimizer."""
 

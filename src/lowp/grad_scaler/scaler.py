@@ -14,11 +14,12 @@ from torch.amp.grad_scaler import OptState
 
 from lowp.errors import InvalidInput, Misuse
 from lowp.grad_scaler import gradients as grads
-from lowp.grad_scaler.checking import Checks, Optimizer, combined, starts_momentum, steps_by_itself
+from lowp.grad_scaler.checking import Checks, Optimizer, combined
 from lowp.grad_scaler.options import Options
 from lowp.grad_scaler.provenance import NonFinite, NonFiniteGradients
 from lowp.grad_scaler.state import OutOfOrder, new_stage
 from lowp.kernels import hardware
+from lowp.optim.skipping import starts_momentum, steps_by_itself
 from lowp.presets import LossScale
 from lowp.scaling import DynamicLossScale, GradientsSeen, LossScaleState, LossScaling
 from lowp.step_guard import StepGuard, as_flag

@@ -28,6 +28,7 @@ class Seen(NamedTuple):
     overflowed: Any  # finite elements that did not fit
     crowded: Any  # elements that would not fit under half the unit; 0 on a CPU where they were not asked for
     elements: Any
+    written: Any = True  # whether the write counts at all: on an accelerator perhaps a 0-d tensor, which is not asked
 
 
 def is_direct(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ from lowp.kernels.device_exponents import NOT_FINITE, NOTHING, times
 from lowp.kernels.mantissas import Mantissas, int16_element, readable, wide_cast
 from lowp.kernels.philox import Seed
 
-__all__ = ["low_word", "own_exponent", "rounded"]
+__all__ = ["exact", "low_word", "own_exponent", "rounded"]
 
 _INFINITY = 0x7F800000  # in the bits of fp32; NaN is above it
 _HIDDEN = 1 << 23
@@ -35,10 +35,24 @@ def rounded(x: Tensor, cast: Cast, seed: Seed = 0, hint: Tensor | None = None) -
     return Mantissas(payload, torch.where(is_finite, exponent, NOT_FINITE))
 
 
-def own_exponent(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
-    """Return the exponent that `mantissas.exponent_of` gives the maximum of x, fp32, and whether all of it is finite.
+def exact(x: Tensor, cast: Cast, hint: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return whether every element of x is in a cast's format, 0-d, and under which exponent; any where not.
 
-    Where not, the exponent is any.
+    Looked at are the exponent of x's own maximum and `hint`, if one is given, which comes first where both serve.
+    """
+    plain = Cast(cast.format, cast.rounding, cast.overflow)
+    exponent, is_finite = own_exponent(x, plain)
+    is_exact = is_finite & _is_under(x, exponent, plain)
+    if hint is None:
+        return is_exact, exponent
+    is_hinted = _is_under(x, hint, plain)
+    return is_exact | is_hinted, torch.where(is_hinted, hint, exponent)
+
+
+def own_exponent(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
+    """Return the exponent that `mantissas.exponent_of` gives the maximum of x, and whether all of it is finite.
+
+    Where not, the exponent is any. A number beyond fp32's counts as infinite.
     """
     assert isinstance(cast.format, ScaledFormat) and isinstance(cast.format.scale, PowerOfTwo)
     scale, scaling = cast.format.scale, cast.scaling
@@ -46,7 +60,7 @@ def own_exponent(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
         largest = torch.zeros((), dtype=torch.int32, device=x.device)
     else:
         low, high = torch.aminmax(x)
-        largest = torch.maximum(low.abs(), high.abs()).view(torch.int32) & 0x7FFFFFFF
+        largest = _toward_zero(torch.maximum(low.abs(), high.abs())).view(torch.int32) & 0x7FFFFFFF
     is_finite = largest < _INFINITY
     if scaling is not None and scaling.exponent is not None:
         return torch.full_like(largest, scaling.exponent), is_finite
@@ -55,6 +69,11 @@ def own_exponent(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
     headroom = 0 if scaling is None else scaling.headroom
     exponent = floor_log2 - (cast.format.element.bits - 2) + headroom
     return torch.where(largest == 0, 0, exponent.clamp(scale.min_exponent, scale.max_exponent)), is_finite
+
+
+def _toward_zero(x: Tensor) -> Tensor:
+    """Return x in fp32, in the same binade: with its first bits alone."""
+    return (x.view(torch.int64) & -(1 << 29)).view(torch.float64).float() if x.dtype is torch.float64 else x.float()
 
 
 def _is_under(x: Tensor, exponent: Tensor, cast: Cast) -> Tensor:

@@ -22,6 +22,10 @@ class LateNumber:
         self._copy: Tensor | None = None
         self._arrived: torch.Event | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has nothing under way."""
+        return {"_copy": None, "_arrived": None}
+
     def send(self, value: Tensor) -> None:
         """Begin to copy numbers to the host, in the place of what was sent before; not while a graph is captured."""
         if value.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -30,11 +30,12 @@ from lowp.kernels.mantissas import (
     exact_mantissas,
     exponent_of,
     int16_element,
+    readable,
     to_mantissas,
     values,
 )
 
-__all__ = ["are_exact", "exact", "hint", "is_exact", "keep", "relu", "rounded"]
+__all__ = ["are_exact", "exact", "exact_there", "hint", "is_exact", "keep", "relu", "rounded"]
 
 _LARGEST = 100  # beyond these exponents units leave the normal numbers of fp32
 
@@ -189,6 +190,12 @@ def are_exact(tensors: Sequence[Tensor], cast: Cast) -> list[bool]:
             kept[index] = x, Mantissas(payload, found.exponent), lie
     same = dict(zip(kept, int16_lists.are_int16(list(kept.values())), strict=True)) if kept else {}
     return [same.get(index, False) or is_exact(x, cast) for index, x in enumerate(tensors)]
+
+
+def exact_there(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
+    """Return `is_exact` of a tensor of a device as a 0-d tensor, which nobody reads, and the exponent of what is."""
+    found = hint(x, cast.format)
+    return device_mantissas.exact(readable(x), cast, None if found is None else cast_to(Tensor, found[1]))
 
 
 def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0) -> Mantissas | None:

@@ -7,7 +7,8 @@ optimizer's state, with the hyper-parameters of the fp32 run.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,11 +20,13 @@ from lowp.compat import uncompiled, widest_float
 from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
 from lowp.kernels import payloads
+from lowp.kernels.dispatch import answers_at_once
 from lowp.kernels.mantissas import Mantissas
 from lowp.ops.observing import everywhere, step
 from lowp.optim.model_state import Attachment, StoredModel, attach, own
 from lowp.optim.names import given_names
 from lowp.optim.shards import is_sharded
+from lowp.optim.skipping import starts_momentum, steps_by_itself
 from lowp.optim.state_dicts import entries_by_parameter, with_loading_hooks, with_saving_hooks
 from lowp.optim.storage import Storage
 from lowp.optim.wrapper import Wrapper
@@ -110,6 +113,7 @@ class FlexWeights(Wrapper):
         self._names: dict[Tensor, str] = {**given_names(optimizer), **(names or {})}
         self._buffers: dict[str, tuple[Callable[[], nn.Module | None], str]] = {}
         self._adopted: set[Tensor] = set()
+        self._is_skipped: Tensor | None = None
         self._adopt(stored)
 
     @uncompiled
@@ -127,15 +131,62 @@ class FlexWeights(Wrapper):
                 f"the gradient of {sparse[0]} is sparse, which {self.cast} does not support: create the embedding with "
                 "sparse=False, or train in dfp16, whose optimizer is fp32"
             )
-        self.write_gradients()
+        if self._is_skipped is None:
+            self.write_gradients()
         before = self._stored()
+        result = self._step_inner(before)
+        with self.exponents.unless(self._is_skipped):
+            self._write_steps(before)
+            self._write_states(before)
+            self._write_buffers()
+        return result
+
+    def _step_inner(self, before: Mapping[Tensor, Any]) -> Any:
+        """Step the inner optimizer on these parameters; where a device has decided to skip, nothing changes."""
+        skip = self._is_skipped
+        if skip is None:
+            return self.inner.step()
+        if steps_by_itself(self.inner):
+            self.inner.found_inf = skip.float()  # type: ignore[attr-defined]
+            try:
+                return self.inner.step()
+            finally:
+                del self.inner.found_inf  # type: ignore[attr-defined]
+        tensors = [*before, *(value for one in before for value in self.inner.state.get(one, {}).values())]
+        kept = [(value, value.clone()) for value in tensors if isinstance(value, Tensor)]
         result = self.inner.step()
-        self._write_steps(before)
-        self._write_states(before)
+        for value, old in kept:
+            value.copy_(torch.where(skip, old, value))
+        return result
+
+    def _write_buffers(self) -> None:
+        """Write the running statistics, which the forward pass has moved."""
         for name, (module, key) in self._buffers.items():
             if isinstance(buffer := getattr(module(), key, None), Tensor):
                 buffer.copy_(self._rounded(buffer, _buffer(name), unless_exact=True))
-        return result
+
+    @contextmanager
+    def skipping(self, is_skipped: Tensor | None) -> Iterator[None]:
+        """Let a step change nothing where a flag of the device is set, and write no gradients, which have been."""
+        self._is_skipped = is_skipped
+        try:
+            yield
+        finally:
+            self._is_skipped = None
+
+    def skips_there(self) -> bool:
+        """Whether `skipping` can be asked of the next step: of optimizers that skip by themselves, and of torch's own.
+
+        Of the latter where their state is there, on the device: a count on the host is not taken back.
+        """
+        inner = self.inner
+        if steps_by_itself(inner):
+            return not starts_momentum(inner)
+        if not type(inner).__module__.startswith("torch.optim."):
+            return False
+        keeps_nothing = type(inner) is torch.optim.SGD and not any(group["momentum"] for group in inner.param_groups)
+        written = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        return keeps_nothing or all(_lies_there(inner.state.get(one), one.device) for one in written)
 
     @torch.no_grad()
     def write_gradients(self) -> None:
@@ -165,6 +216,10 @@ class FlexWeights(Wrapper):
 
     def _write_steps(self, before: Mapping[Tensor, Tensor | Mantissas]) -> None:
         """Write what a step has changed of each parameter; all at once where no one looks on."""
+        there = {parameter: old for parameter, old in before.items() if not answers_at_once(parameter)}
+        if there:
+            self._write_steps_there(there)
+            before = {parameter: old for parameter, old in before.items() if parameter not in there}
         stored = {} if everywhere else {one: old for one, old in before.items() if isinstance(old, Mantissas)}
         names = [self._names[parameter] for parameter in stored]
         sites = [(str(_update(name)), str(_weight(name))) for name in names]
@@ -199,6 +254,20 @@ class FlexWeights(Wrapper):
         wide = widest_float(parameter.device)
         update = self._rounded(parameter.to(wide) - old.to(wide), moved)
         parameter.copy_(self._rounded(old.to(wide) + update.to(wide), weight))
+
+    def _write_steps_there(self, before: Mapping[Tensor, Tensor | Mantissas]) -> None:
+        """Do `_write_step` for parameters of a device: all their updates, then all of them."""
+        weights = [_weight(self._names[parameter]) for parameter in before]
+        standing, coming = list[Tensor](), list[Tensor]()
+        for parameter, one in before.items():
+            old = one.values if isinstance(one, Mantissas) else one
+            wide = widest_float(parameter.device)
+            update = self._rounded(parameter.to(wide) - old.to(wide), _update(self._names[parameter]))
+            standing.append(old)
+            coming.append(old.to(wide) + update.to(wide))
+        self.exponents.admit_all(standing, coming, self.cast, [str(one) for one in weights])
+        for parameter, new, weight in zip(before, coming, weights, strict=True):
+            parameter.copy_(self._rounded(new, weight))
 
     def attach(self, model: nn.Module) -> Attachment:
         """Write what is loaded into the model, and its running statistics after each step."""
@@ -287,7 +356,8 @@ class FlexWeights(Wrapper):
         """
         root = x.to(widest_float(x.device)).sqrt()
         rounded = self._rounded(root, site)
-        return torch.where((root > 0) & (rounded == 0), self.exponents.unit(str(site)), rounded).square()
+        squares = torch.where((root > 0) & (rounded == 0), self.exponents.unit(str(site)), rounded).square()
+        return squares if self._is_skipped is None else torch.where(self._is_skipped, x, squares)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -303,3 +373,9 @@ class FlexWeights(Wrapper):
 
     def __repr__(self) -> str:
         return f"FlexWeights({self.cast}, {self.inner!r})"
+
+
+def _lies_there(state: Mapping[str, Any] | None, device: torch.device) -> bool:
+    """Whether all that is kept of a parameter is there, in tensors of a device."""
+    kept = list((state or {}).values())
+    return bool(kept) and all(isinstance(one, Tensor) and one.device == device for one in kept)

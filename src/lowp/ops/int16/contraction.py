@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from lowp.compat import widest_float
 from lowp.exponents import SiteWriter
 from lowp.kernels import device_integers, device_mantissas, low_words, payloads
 from lowp.kernels.device_exponents import apart, power, together
+from lowp.kernels.dispatch import answers_at_once
 from lowp.kernels.mantissas import Mantissas, has_mantissas, sums
 from lowp.kernels.products import contract, contract_mantissas
 from lowp.ops.call import Call, RoleCasts
@@ -168,9 +169,11 @@ def _incoming(gradient: Tensor, product: Contraction, results: Results | None) -
     casts, is_graph, is_told = product.casts, torch.is_grad_enabled() or functorch_is_active(), False
     found = None
     if results is not None:
-        found = None if is_graph else _as_it_came(gradient, casts.rule)
+        may_stay = _may_stay(casts.rule)
+        found = payloads.exact(gradient, cast(Cast, casts.rule.output)) if may_stay and not is_graph else None
         if found is None:
-            gradient = rounded_gradient(gradient, results.writer, OUTPUT_GRADIENT, is_graph)
+            unless_exact = is_graph or (may_stay and not answers_at_once(gradient))  # which a device decides itself
+            gradient = rounded_gradient(gradient, results.writer, OUTPUT_GRADIENT, unless_exact)
             is_told = True
     if found is None and not is_graph:
         found = _mantissas(gradient, casts.rule.grad, casts)
@@ -197,12 +200,10 @@ def _words(gradient: Tensor, high: Mantissas, product: Contraction) -> list[Mant
     return [high, low_words.low_word(gradient, high, cast)] if low_words.is_coarse(gradient, high.exponent) else [high]
 
 
-def _as_it_came(gradient: Tensor, rule: Rule) -> Mantissas | None:
-    """Return the mantissas of a gradient that is in the format already, and is not written once more."""
+def _may_stay(rule: Rule) -> bool:
+    """Whether a gradient that is in the format of outputs already is not written once more."""
     grad, output = rule.grad, rule.output
-    if grad is None or output is None or grad.format != output.format or not has_mantissas(output):
-        return None
-    return payloads.exact(gradient, output)
+    return grad is not None and output is not None and grad.format == output.format and has_mantissas(output)
 
 
 def _write_sum(

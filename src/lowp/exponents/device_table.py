@@ -1,0 +1,166 @@
+"""The entries of shared exponents of a device: what the host would ask there is decided there, and read by nobody.
+
+A CPU looks at a tensor and then writes it or not: a gradient that is in the format already stays as it is, a step with
+infinities is not taken, a weight that was put there from outside begins anew. On a device each of these is a flag, a
+0-d tensor of bools, and a write that is not to happen is computed all the same and left out of everything that
+remembers writes. So the numbers are those of a CPU, and a captured graph makes the decisions anew at each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lowp.casts import Cast
+from lowp.exponents.first import FirstExponents
+from lowp.exponents.sites import is_result
+from lowp.exponents.table import ExponentTable, Flush, largest
+from lowp.kernels import low_words, payloads
+from lowp.kernels.cpu_int16 import Seen
+from lowp.kernels.device_mantissas import own_exponent
+from lowp.kernels.writes import write
+from lowp.scaling import AutoflexState, Reactive
+from lowp.scaling.powers import times
+
+__all__ = ["Condition", "DeviceTable", "both"]
+
+Condition: TypeAlias = Literal[True] | Tensor  # of a write: True, or a 0-d tensor of its device
+
+
+def both(one: Condition, other: Condition) -> Condition:
+    """Return whether both hold; no operation where one of them is True."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one & other
+    return one if isinstance(one, Tensor) else other
+
+
+class DeviceTable(ExponentTable):
+    """The entries of one cast whose exponents are tensors of a device, and stay there.
+
+    `flags` has whether something that is not finite was written in this step, by entry.
+    """
+
+    def __init__(self, cast: Cast, device: torch.device) -> None:
+        super().__init__(cast, device)
+        self._first = FirstExponents(self.scaling, device)
+        self.flags: dict[int, Tensor] = {}
+
+    # -- one write ------------------------------------------------------------------------------------------------
+    def write(self, x: Tensor, index: int, site: str = "", when: Condition = True) -> tuple[Tensor, Any]:
+        """Return x as values of the format, and whether anything in it is not finite; note it where `when` holds."""
+        self._start(x, index, when)
+        result, seen = self._rounded(x, self.exponent_of(index))
+        bad = seen.nonfinite
+        told = bad if when is True else bad & when
+        self.flags[index] = self.flags[index] | told if index in self.flags else told
+        if is_result(site):
+            seen = seen._replace(nonfinite=x.isnan().any())
+        self.note(index, seen if when is True else _counted(seen, when))
+        return result, bad
+
+    def exponent_of(self, index: int) -> Tensor:
+        """The exponent of an entry's next write, a 0-d tensor."""
+        exponent: Tensor = self.state.exponent[index].clone()
+        return exponent
+
+    def _start(self, x: Tensor, index: int, when: Condition = True) -> None:
+        exponent, begins = self._first(largest(x, False))
+        anew = ~self.state.started[index] & when
+        self._begin(slice(index, index + 1), anew.reshape(1), exponent.reshape(1), begins.reshape(1))
+
+    def _begin(self, places: Any, anew: Tensor, exponents: Tensor, begin: Tensor) -> None:
+        """Let entries begin with exponents where `anew` holds, in place: a captured graph reads where it has read."""
+        for kept in (self.state.exponent, self.before):
+            kept[places] = torch.where(anew, exponents, kept[places])
+        self.state.started[places] = torch.where(anew, begin, self.state.started[places])
+
+    def _rounded(self, x: Tensor, exponent: Any) -> tuple[Tensor, Seen]:
+        result, seen, _ = write(x, self.cast, exponent, isinstance(self.scaling, Reactive))
+        payloads.keep(result, self.cast.format, exponent)
+        return result, seen
+
+    def low_word(self, x: Tensor, high: Tensor, index: int, axis: int | None) -> Tensor:
+        """Return the value of the second word of x, zeros where it needs none."""
+        return low_words.low_value_there(x, high, self.state.exponent[index], axis)
+
+    def write_apart(self, x: Tensor, site: str) -> Tensor:
+        """Return x as values of the format, and remember nothing."""
+        spec = self.cast.scaling
+        assert spec is not None
+        if spec.kind != "autoflex" and site in self.names:
+            return self.write_at(x, self.exponent_of(self.names[site]))
+        return self.write_at(x, own_exponent(torch.where(x.isfinite(), x, 0.0), self.own)[0])
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+    def admit(self, x: Tensor, index: int) -> None:
+        """Forget the entry's past where x would saturate under its exponent; what is written next is the first."""
+        anew = self._are_beyond([x], slice(index, index + 1))
+        self._forget(slice(index, index + 1), anew)
+        self.state.started[index : index + 1] &= ~anew
+
+    def admit_all(
+        self, standing: Sequence[Tensor], coming: Sequence[Tensor], sites: list[str], when: Condition
+    ) -> None:
+        """Let the entries begin anew of which what stands there would saturate; `coming` is what is written next."""
+        places = self.order_of(sites)
+        anew = self._are_beyond(standing, places) & when
+        exponents, begin = self._first(torch.stack([largest(x, False).to(self.before.device) for x in coming]))
+        self._forget(places, anew)
+        self._begin(places, anew, exponents, begin)
+
+    def _are_beyond(self, tensors: Sequence[Tensor], places: Any) -> Tensor:
+        """Whether tensors have an element that entries do not hold, by entry."""
+        maxima = torch.stack([x.abs().amax() if x.numel() else x.new_zeros(()) for x in tensors])
+        held = times(torch.full_like(maxima, self.scaling.limit), self.state.exponent[places])
+        return maxima > held if self.scaling_adapts else torch.zeros_like(maxima, dtype=torch.bool)
+
+    def _forget(self, places: Any, anew: Tensor) -> None:
+        if isinstance(self.state, AutoflexState):
+            self.state.seen[places] = torch.where(anew, 0, self.state.seen[places])
+            self.state.history[places] = torch.where(anew[:, None], 0.0, self.state.history[places])
+
+    # -- the end of a step --------------------------------------------------------------------------------------------
+    def flush_before(self, index: int, when: Condition, tell: bool) -> Flush | None:
+        """Do `flush` before another write at an entry that was written, where both of them count."""
+        earlier = both(self.pending[index].written, when)
+        if earlier is True:
+            return self.flush(tell=tell)
+        left = {place: _counted(seen, ~earlier) for place, seen in self.pending.items()}
+        self.pending = {place: _counted(seen, earlier) for place, seen in self.pending.items()}
+        told = self.flush(tell=tell)
+        self.pending = left
+        return told
+
+    def end_step(self) -> None:
+        """Forget what was not finite in the step."""
+        self.flags.clear()
+
+    def _keep(self, before: Tensor, state: Any) -> None:
+        for kept, new in zip((self.before, *self.state), (before, *state), strict=True):
+            kept.copy_(new)
+
+    def _learn(self) -> None:
+        """Learn nothing: no kernel takes numbers of the host."""
+
+    def _is_set(self, flags: Sequence[Any]) -> bool:
+        return True
+
+    def _vector(self, numbers: dict[int, Any], dtype: torch.dtype) -> Tensor:
+        """Return what was seen of some entries, 0-d tensors or numbers, as a vector of all.
+
+        All of it is made on the device: a copy from the host is no part of a captured graph.
+        """
+        parts = {
+            index: one.to(dtype) if isinstance(one, Tensor) else torch.full((), one, dtype=dtype, device=self.device)
+            for index, one in numbers.items()
+        }
+        nothing = torch.zeros((), dtype=dtype, device=self.device)
+        return torch.stack([parts.get(index, nothing) for index in range(len(self.names))])
+
+
+def _counted(seen: Seen, when: Condition) -> Seen:
+    """Return what a write saw, and nothing where it does not count."""
+    return Seen(*[*(one * when for one in seen[:-1]), both(seen.written, when)])
