@@ -1,4 +1,4 @@
-"""Rounding, packing and looking at tensors, by the implementation that `dispatch` chooses.
+"""Rounding, packing and statistics of tensors, by the implementation that `dispatch` chooses.
 
 `reference` is the definition (fp64, eager). `bitwise` is integer arithmetic in torch (any device, compiles). `native`
 uses torch's dtypes for the few casts where they are exact. `cpu` is the C++ library. All give the same bits; see

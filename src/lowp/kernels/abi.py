@@ -1,6 +1,7 @@
-"""The C ABI of the library: the types of its functions, and the block of numbers that a cast is to them.
+"""The C ABI of the library: the types of its functions, and the parameter blocks that describe casts.
 
-The functions are declared in cpu/*.cpp, the block in cpu/cast.hpp, whose enums and order of fields this repeats.
+The functions are declared in cpu/*.cpp, the block in cpu/cast.hpp; its enums and the order of its fields are repeated
+here.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class AutoflexBlock(Structure):
     )
 
 
-# a row a function: what it returns, and its arguments
+# one row per function: its return type and its arguments
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "lowp_build": (c_char_p, ()),
     "lowp_set_team": (None, (c_void_p,)),
@@ -125,13 +126,13 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 
 @functools.lru_cache(maxsize=1024)
 def format_parameters(format: FloatFormat | IntFormat) -> object:
-    """Return a pointer to the parameter block of a format, of which codes alone are asked."""
+    """Return a pointer to the parameter block of a format, for functions that only use its codes."""
     return parameters(Cast(format))
 
 
 @remembered_by_identity
 def scale_parameters(cast: Cast) -> object:
-    """Return a pointer to what chooses one scale in fp32 for a tensor; None for a cast without a shared scale."""
+    """Return a pointer to the parameters for choosing one fp32 scale per tensor; None for casts without scales."""
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat) or scaling is None:
         return None
@@ -142,7 +143,7 @@ def scale_parameters(cast: Cast) -> object:
 
 @remembered_by_identity
 def parameters(cast: Cast) -> object:
-    """Return a pointer to the parameter block of a cast; it keeps the block alive."""
+    """Return a pointer to the parameter block of a cast; the pointer keeps the block alive."""
     element = cast.element
     block = CastBlock(
         bits=element.bits,
@@ -171,6 +172,6 @@ def parameters(cast: Cast) -> object:
 
 @remembered_by_identity
 def autoflex_parameters(scaling: Autoflex) -> object:
-    """Return a pointer to what the library reads of a scaling; it keeps the block alive."""
+    """Return a pointer to a scaling's parameters for the library; the pointer keeps the block alive."""
     names = [name for name, *_ in AutoflexBlock._fields_ if name != "unused"]
     return byref(AutoflexBlock(**{name: getattr(scaling, name) for name in names}))

@@ -1,4 +1,4 @@
-"""NumPy arrays in place of tensors: views where possible, copies where torch cannot look at the memory."""
+"""NumPy arrays in place of tensors: views if possible, copies if torch cannot access the memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _BFLOAT16 = "bfloat16"  # the name of ml_dtypes.bfloat16, which torch reads by i
 
 
 def is_array(x: object) -> bool:
-    """Whether `x` is an array or scalar of NumPy, or hands one out (MindSpore's ``asnumpy``)."""
+    """Whether `x` is a NumPy array or scalar, or provides one (MindSpore's ``asnumpy``)."""
     return isinstance(x, (np.ndarray, np.generic)) or hasattr(x, "asnumpy")
 
 
 def to_array(x: Any) -> np.ndarray[Any, Any]:
-    """Return the NumPy array that `x` is or hands out."""
+    """Return the NumPy array that `x` is or provides."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
             "lowp does not support masked arrays: give x.filled(0) or x.data and put the mask on the "
@@ -27,7 +27,7 @@ def to_array(x: Any) -> np.ndarray[Any, Any]:
 
 
 def to_tensor(array: np.ndarray[Any, Any], writing: bool = False) -> Tensor:
-    """Return a tensor on the array's memory; a copy where torch needs one (not `writing`: then ValueError)."""
+    """Return a tensor on the array's memory; a copy if torch needs one (with `writing`, ValueError instead)."""
     native = array.dtype.isnative
     reachable = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)  # fields of a record
     if writing and not (native and reachable and array.flags.writeable):
@@ -48,7 +48,7 @@ def to_tensor(array: np.ndarray[Any, Any], writing: bool = False) -> Tensor:
 
 
 def to_dtype(dtype: Any) -> torch.dtype:
-    """Return the torch dtype that a dtype of either library is; raise TypeError for what torch does not have."""
+    """Return the torch dtype for a dtype of either library. Raises TypeError for a dtype that torch lacks."""
     if isinstance(dtype, torch.dtype):
         return dtype
     found = getattr(torch, np.dtype(dtype).name, None)

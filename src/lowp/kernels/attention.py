@@ -1,10 +1,10 @@
-"""Fused attention in fp32 on a CPU, forward and backward apart, so that backward computes nothing again.
+"""Fused attention in fp32 on a CPU, with separate forward and backward, so that backward recomputes nothing.
 
-torch's fused kernel gives two results: the output, and for each row of scores the logarithm of the sum of their
-exponentials. Its backward reads both, and query, key and value. The output is read for one number a row, its product
-with the gradient, from which nearly equal numbers are subtracted: the output as it was rounded to 16 bits would not
-do (Qiu and Yao 2025, arXiv 2510.04212). So `split` keeps what the rounding took off as well, in bf16, and 16 bits or
-more of every number are there again in backward.
+torch's fused kernel returns the output and, for each row of scores, the logarithm of the sum of their exponentials. Its
+backward reads both, and query, key and value. It uses the output for one number per row, the product with the gradient,
+from which nearly equal numbers are subtracted; an output rounded to 16 bits would be too coarse (Qiu and Yao 2025,
+arXiv 2510.04212). So `split` also keeps the part removed by the rounding, in bf16, which restores 16 bits or more of
+every number in backward.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Attended(NamedTuple):
 def attended(
     operands: Sequence[Tensor], mask: Tensor | None, causal: bool = False, scale: float | None = None
 ) -> Attended | None:
-    """Return the attention of query, key and value in fp32; None where torch would not take its fused CPU kernel."""
+    """Return the attention of query, key and value in fp32; None if torch would not use its fused CPU kernel."""
     query, key, value = operands
     if is_compiling() or not query.is_cpu or query.dtype is not torch.float32 or forced() == "reference":
         return None
@@ -57,24 +57,24 @@ def gradients(
     causal: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value, from that of the output; all in fp32."""
+    """Return the gradients of query, key and value from the gradient of the output; all in fp32."""
     return _backward(gradient, *operands, *found, 0.0, causal, attn_mask=_added(mask), scale=scale)
 
 
 def _added(mask: Tensor | None) -> Tensor | None:
-    """Return a mask as it is added to the scores: minus infinity where a boolean one says no."""
+    """Return a mask as the tensor added to the scores: minus infinity where a boolean mask is False."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
 
 
 def split(wide: Tensor, rounded: Tensor, scratch: Scratch) -> Tensor | None:
-    """Return in bf16 what a rounding to fp16 or bf16 took off fp32 numbers, written over; None for nothing."""
+    """Return in bf16 what rounding removed from the fp32 numbers `wide`, which are overwritten; None without rounding."""
     return None if rounded is wide else wide.sub_(*widened([rounded], scratch)).bfloat16()
 
 
 def joined(rounded: Tensor, rest: Tensor | None, scratch: Scratch) -> Tensor:
-    """Return the numbers that were rounded, in fp32, to 2^-17 of their size or better."""
+    """Return the numbers before rounding, in fp32, to 2^-17 of their size or better."""
     if rest is None:
         return rounded
     high, low = widened([rounded], scratch) + widened([rest], scratch)
@@ -82,9 +82,9 @@ def joined(rounded: Tensor, rest: Tensor | None, scratch: Scratch) -> Tensor:
 
 
 def widened(tensors: Sequence[Tensor], scratch: Scratch) -> list[Tensor]:
-    """Return tensors in fp32, for as long as the scratch lends memory.
+    """Return tensors in fp32, in memory that the scratch provides.
 
-    Those that fill a block of memory together, as a fused projection, are converted at once.
+    Tensors that together fill a block of memory, as after a fused projection, are converted at once.
     """
     first = tensors[0]
     storage = first.untyped_storage()
@@ -92,5 +92,5 @@ def widened(tensors: Sequence[Tensor], scratch: Scratch) -> list[Tensor]:
     if not same or first.dtype not in _NARROW or sum(x.nbytes for x in tensors) != storage.nbytes():
         return [scratch.wide(x) for x in tensors]
     whole = scratch.wide(first.as_strided((storage.nbytes() // first.element_size(),), (1,), 0))
-    begin = whole.storage_offset()  # lent memory may begin within its storage
+    begin = whole.storage_offset()  # memory of a scratch may begin within its storage
     return [whole.as_strided(x.shape, x.stride(), begin + x.storage_offset()) for x in tensors]

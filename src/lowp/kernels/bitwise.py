@@ -34,26 +34,26 @@ from lowp.kernels.reference import INWARD, ties_by_code
 
 
 class Parameters(NamedTuple):
-    """What a cast is in the bits of one carrier."""
+    """The parameters of a cast in the bits of one carrier dtype."""
 
     carrier: Carrier
     min_exponent: int  # below it the distance between neighbours is constant
     dropped: int  # mantissa bits that a normal number loses
     quantum: int  # the bits of the smallest distance between neighbours
-    flush_below: int  # magnitudes under this are zero, or the smallest number where there is no zero
+    flush_below: int  # smaller magnitudes become zero, or the smallest number if there is no zero
     parity_offset: int | None  # added to the exponent field, gives the parity of a code without mantissa
     maximum: int  # largest magnitude of a positive and of a negative number
     minimum: int
-    refused: int  # what numbers become that an unsigned format cannot hold
+    refused: int  # result for numbers that an unsigned format cannot hold
 
 
 def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
-    """Write the values that `cast` makes of `x` into `out`, which may be `x`; see `lowp.quantize`."""
+    """Write the result of casting `x` into `out`, which may be `x`; see `lowp.quantize`."""
     out.copy_(quantized(x, cast, seed))
 
 
 def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
-    """Write the codes of the values into `out`; return how many NaNs had no code (theirs is zero)."""
+    """Write the codes of the values into `out`. Return the number of NaNs without a code; their code is zero."""
     element = cast.element
     # codes exist also where the dtype of x cannot hold the values
     rounded = quantized(widen(x) if x.dtype == torch.float64 or _needs_fp64(cast) else widen16(x), cast, seed)
@@ -90,12 +90,12 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 
 
 def quantized(x: Tensor, cast: Cast, seed: Seed = 0) -> Tensor:
-    """Return the values that `cast` makes of `x`, in x's dtype, without looking at the data."""
+    """Return the result of casting `x`, in x's dtype, without reading the data on the host."""
     return apply(x, cast, parameters(cast, x.dtype), seed)
 
 
 def apply(x: Tensor, cast: Cast, prepared: Parameters, seed: Seed = 0) -> Tensor:
-    """Do `quantized` with parameters that were looked up before: nothing here breaks a compiled graph."""
+    """Do `quantized` with given parameters; nothing here breaks a compiled graph."""
     dtype = x.dtype
     x = widen16(x)
     if prepared.carrier.integer.itemsize > x.dtype.itemsize:
@@ -127,7 +127,7 @@ def decoded(codes: Tensor, format: FloatFormat | IntFormat, dtype: torch.dtype) 
 
 
 def _specials_decoded(value: Tensor, code: Tensor, format: FloatFormat) -> Tensor:
-    """Return the values with infinities, without their sign, and NaNs in the place of their codes."""
+    """Return the values with unsigned infinities and NaNs in place of their codes."""
     infinity, nan, all_ones = format.infinity_code, format.nan_code, (1 << (format.bits - format.signed)) - 1
     if infinity is not None:
         value = torch.where(code & all_ones == infinity, torch.inf, value)
@@ -141,7 +141,7 @@ def _specials_decoded(value: Tensor, code: Tensor, format: FloatFormat) -> Tenso
 
 @functools.lru_cache(maxsize=1024)
 def parameters(cast: Cast, dtype: torch.dtype) -> Parameters:
-    """Return what a cast of tensors of `dtype` is in bits: those of fp64 where fp32's are too narrow."""
+    """Return the bit parameters of a cast for tensors of `dtype`: those of fp64 if fp32's bits are too narrow."""
     element = cast.element
     carrier = CARRIERS[torch.float64 if dtype == torch.float64 or _needs_fp64(cast) else torch.float32]
     bits = carrier.bits
@@ -235,7 +235,7 @@ def _away(
     p: Parameters,
     seed: Seed,
 ) -> Tensor:
-    """Return whether the larger magnitude is taken, where `rest` out of 2**shift is cut off."""
+    """Return whether the larger magnitude is taken, if `rest` out of 2**shift is cut off."""
     mode = cast.rounding
     inexact = rest != 0
     if mode is Rounding.TOWARD_ZERO:

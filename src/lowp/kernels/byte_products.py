@@ -1,7 +1,7 @@
 """Products for inference: bytes by bytes, summed exactly in int32.
 
-The C++ library computes them; without it, and where `lowp.kernels.use` asks for another implementation, the lines of
-torch below do, which are the definition: the bits are the same on every machine and in every implementation.
+The C++ library computes them. Without it, and if `lowp.kernels.use` selects another implementation, the torch code
+below does. This code is the definition: the bits are the same on every machine and in every implementation.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = ["Panels", "multiply", "pack", "repacked", "unpacked", "weights_in_byt
 _int_mm: Any = private("torch._int_mm")
 
 PANEL, CHUNK = 16, 32  # as in cpu/bytes.hpp
-MOST_DEPTH = (1 << 31) // (255 * 128)  # elements whose products int32 holds, whatever they are
+MOST_DEPTH = (1 << 31) // (255 * 128)  # number of products whose sum int32 always holds
 
 
 class Panels(NamedTuple):
-    """int8 weights [n, k] as the byte product reads them, for activations up to `highest`; made by `pack`.
+    """int8 weights [n, k] in the layout of the byte product, for activations up to `highest`; made by `pack`.
 
-    The memory tells who multiplies it: four dimensions lowp's kernels, two torch's own product of bytes.
+    The layout tells which code multiplies it: four dimensions lowp's kernels, two torch's own product of bytes.
     """
 
     memory: Tensor  # int8 [n / 16, depth / 4, 16, 4], or [n, depth], filled up with zeros
@@ -55,16 +55,16 @@ class Panels(NamedTuple):
 
 
 def multiplies_bytes() -> bool:
-    """Whether the processor reports tiles for products of bytes (AMX), for which torch has code.
+    """Whether the processor has tiles for products of bytes (AMX), for which torch has code.
 
-    Then `pack` leaves the weights as `torch._int_mm` takes them: its sums are as exact. An instruction set that was
-    asked for is lowp's own.
+    Then `pack` leaves the weights in the layout of `torch._int_mm`, whose sums are equally exact. If an instruction set
+    is selected, lowp's own kernels are used.
     """
     return not cpu.asked() and tiles_of_bytes()
 
 
 def pack(weight: Tensor, scales: Tensor, highest: int) -> Panels:
-    """int8 weights [n, k] and a scale a row of them (n), ready for activations of 0 to `highest`."""
+    """Return int8 weights [n, k] and one scale per row [n], packed for activations of 0 to `highest`."""
     n, k = on_cpu(weight, "the weight").shape
     if k > MOST_DEPTH:
         raise Unavailable(f"a product over {k} bytes may leave int32: {MOST_DEPTH} is the most")
@@ -92,7 +92,7 @@ def weights_in_bytes(weight: Tensor) -> Panels | None:
 
 
 def unpacked(panels: Panels) -> Tensor:
-    """The int8 weights [n, k]."""
+    """Return the int8 weights [n, k]."""
     memory = panels.memory
     if memory.ndim == 4:
         memory = memory.transpose(1, 2).reshape(memory.shape[0] * PANEL, -1)
@@ -100,7 +100,7 @@ def unpacked(panels: Panels) -> Tensor:
 
 
 def repacked(panels: Panels) -> Panels:
-    """The same weights as this machine multiplies them."""
+    """Return the same weights in the layout of this machine."""
     if (panels.memory.ndim == 2) == multiplies_bytes():
         return panels
     return pack(unpacked(panels), panels.scales[: panels.n], panels.highest)
@@ -109,9 +109,9 @@ def repacked(panels: Panels) -> Panels:
 def multiply(
     a: Bytes | Activations | ByteRows, b: Panels, bias: Tensor | None = None, level: int | None = None
 ) -> Tensor:
-    """Return a @ b.T (+ bias) in fp32 [rows, n]: an exact sum in int32, rounded to fp32, times the scales' product.
+    """Return a @ b.T (+ bias) in fp32 [rows, n]: an exact int32 sum, rounded to fp32, times the product of the scales.
 
-    Scales of rows are multiplied with afterwards.
+    Scales of rows are multiplied afterwards.
     """
     if isinstance(a, ByteRows):
         result = multiply(Bytes(a.payload, 1.0, MIDDLE, 255), b, None, level).mul_(a.scales[:, None])
@@ -163,12 +163,12 @@ def _panels(b: Panels) -> tuple[int, int, int]:
 
 
 def _defined_sums(a: Bytes, b: Panels) -> Tensor:
-    """The sums in fp64, which holds them exactly."""
+    """Return the sums in fp64, which holds them exactly."""
     return (a.payload[:, : b.k].double() - a.zero) @ unpacked(b).double().t()
 
 
 def _torch_sums(a: Bytes, b: Panels) -> Tensor:
-    """The sums in int32 by torch's product of signed bytes: larger ones go in less 128."""
+    """Return the sums in int32 by torch's product of signed bytes; larger bytes are reduced by 128 first."""
     shift = 128 if a.highest > 127 else 0
     signed = (a.payload ^ 128 if shift else a.payload).view(torch.int8)
     sums: Tensor = _int_mm(signed, b.memory.t())[:, : b.n]

@@ -1,7 +1,6 @@
-"""Activations as rows of bytes: over a range, each row under a scale of its own, and the windows of a convolution.
+"""Activations as rows of bytes: over a range, or with one scale per row; and the windows of a convolution.
 
-What becomes of them is said in `byte_products`, and who computes it: the C++ library, or the lines of torch here, which
-are the definition.
+`byte_products` uses them. The C++ library computes them, or the torch code here, which is the definition.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = [
     "windows",
 ]
 
-EIGHT = 8  # the depth of rows of bytes is a multiple of it, as in cpu/bytes.hpp
+EIGHT = 8  # the depth of rows of bytes is a multiple of this, as in cpu/bytes.hpp
 MIDDLE = 128  # the byte that is zero in `ByteRows`
 _INT8 = parse("int8")
 
@@ -45,10 +44,10 @@ class Range(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """fp32 [rows, k], to become bytes over a range: one that was found before, or their own."""
+    """fp32 [rows, k], to be converted to bytes over a given range or over their own."""
 
     values: Tensor
-    over: Range | int  # of their own the highest byte
+    over: Range | int  # an int is the highest byte of the activations' own range
 
 
 class Bytes(NamedTuple):
@@ -69,30 +68,30 @@ class ByteRows(NamedTuple):
 
 # -- what the calls of the library share -------------------------------------------------------------------------------
 def up(value: int, to: int) -> int:
-    """The next multiple of `to`."""
+    """Return the next multiple of `to`."""
     return -(-value // to) * to
 
 
 def on_cpu(x: Tensor, what: str) -> Tensor:
-    """The tensor itself; raises Unavailable for one elsewhere."""
+    """Return the tensor itself. Raises Unavailable for a tensor on another device."""
     if x.device.type != "cpu":
         raise Unavailable(f"{what} is on {x.device}; the products of bytes, nibbles and signs run on a CPU")
     return x
 
 
 def numbered(x: Tensor) -> Tensor:
-    """A matrix whose rows lie in memory number by number: x itself, or a copy."""
+    """Return a matrix whose rows are contiguous in memory: x itself, or a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
 def matrix(x: Tensor) -> tuple[int, int, int, int]:
-    """A `numbered` matrix as the library takes it: its address, rows, columns, and numbers from row to row."""
+    """Return a `numbered` matrix for the library: its address, rows, columns, and row stride."""
     return cpu.address(x), *x.shape, x.stride(0)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
 def range_of(low: float, high: float, highest: int) -> Range:
-    """The bytes that hold low .. high, and zero exactly. Infinite or NaN bounds give a scale of NaN."""
+    """Return the byte range that holds low .. high and exactly zero. Infinite or NaN bounds give a scale of NaN."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return Range(math.nan, 0, highest)
     low, high = min(low, 0.0), max(high, 0.0)
@@ -103,7 +102,7 @@ def range_of(low: float, high: float, highest: int) -> Range:
 
 
 def own_range(x: Tensor, highest: int, level: int | None = None) -> Range:
-    """The `range_of` the numbers of fp32 [rows, k] themselves."""
+    """Return the `range_of` the values of fp32 [rows, k] themselves."""
     if not x.numel():
         return Range(1.0, 0, highest)
     if not uses_library():
@@ -133,7 +132,7 @@ def to_bytes(x: Tensor, scale: float, zero: int, highest: int, level: int | None
 
 
 def _in_rows(numbers: Tensor, zero: int) -> Tensor:
-    """Whole numbers [rows, k] plus `zero` as bytes, whose rows are filled up with `zero`."""
+    """Return whole numbers [rows, k] plus `zero` as bytes, with rows filled up with `zero`."""
     rows, k = numbers.shape
     payload = torch.full((rows, up(k, EIGHT)), zero, dtype=torch.uint8, device="cpu")
     payload[:, :k] = (numbers.to(torch.int32) + zero).to(torch.uint8)

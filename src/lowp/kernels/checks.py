@@ -1,4 +1,4 @@
-"""What the public functions check: casts and dtypes, seeds, scales and results; which dtypes can hold them."""
+"""Argument checks of the public functions: casts and dtypes, seeds, scales, results, and dtypes that can hold them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _parse = functools.lru_cache(maxsize=1024)(parse)
 
 
 def as_cast(cast: str | Cast | Format) -> Cast:
-    """Return the cast that a text, a cast or a format is."""
+    """Return the cast for a text, a cast or a format."""
     return cast if isinstance(cast, Cast) else _parse(cast) if isinstance(cast, str) else parse(cast)
 
 
 @functools.lru_cache(maxsize=1024)
 def plan(cast: str | Cast | Format, dtype: torch.dtype) -> Cast:
-    """Return the cast, parsed, after the checks that depend on the dtype alone."""
+    """Return the parsed cast, after the checks that depend only on the dtype."""
     planned = as_cast(cast)
     check_dtype(dtype)
     if not holds(planned, dtype):
@@ -40,12 +40,12 @@ def plan(cast: str | Cast | Format, dtype: torch.dtype) -> Cast:
 
 
 def carriers() -> str:
-    """Return the dtypes that lowp takes, in words."""
+    """Return the dtypes that lowp accepts, in words."""
     return ", ".join(str(carrier).removeprefix("torch.") for carrier in CARRIERS)
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Raise TypeError for numbers that lowp does not round."""
+    """Raise TypeError for a dtype that lowp does not round."""
     if dtype not in CARRIERS:
         raise TypeError(f"lowp rounds tensors of {carriers()}, not {dtype}: convert first, for example with x.float()")
 
@@ -64,7 +64,7 @@ def check_seed(x: Tensor, seed: int | Tensor) -> int | Tensor:
 
 
 def check_packed(packed: object) -> None:
-    """Raise TypeError for what is neither True nor False."""
+    """Raise TypeError unless the value is True or False."""
     if not isinstance(packed, bool):
         raise TypeError(f"packed must be True or False, not {type(packed).__name__}")
 
@@ -79,7 +79,7 @@ def draw(x: Tensor, seed: int | Tensor, offset: Any) -> Seed:
 
 
 def scales(scale: Any, cast: Cast, x: Tensor) -> scaled.Scales | None:
-    """Return the scales that the caller gave, checked; None where the cast finds its own."""
+    """Return the caller's scales, checked; None if the cast finds its own."""
     if scale is None:
         return None
     if cast.scaling is None:
@@ -90,7 +90,7 @@ def scales(scale: Any, cast: Cast, x: Tensor) -> scaled.Scales | None:
 
 
 def check_out(x: Tensor, out: Any) -> None:
-    """Raise for an `out` that cannot take the result: of another shape, dtype or device, or followed by autograd."""
+    """Raise for an `out` that cannot hold the result: of another shape, dtype or device, or followed by autograd."""
     if not isinstance(out, Tensor):
         raise TypeError(f"out must be a tensor if x is one, not {type(out).__name__}")
     for name in ("shape", "dtype", "device"):
@@ -111,7 +111,7 @@ def check_out(x: Tensor, out: Any) -> None:
 
 
 def element(format: str | Format | Cast) -> FloatFormat | IntFormat:
-    """Return the format of codes, also where a cast was given; raise ValueError for one with a shared scale."""
+    """Return the format of codes, also if a cast was given. Raises ValueError for a format with a shared scale."""
     found = as_cast(format).format
     if isinstance(found, ScaledFormat):
         raise InvalidInput(f"{found} needs its scales: give what lowp.encode returned to lowp.dequantize")
@@ -128,7 +128,7 @@ def holds(cast: Cast, dtype: torch.dtype) -> bool:
         return dtype == torch.float64 or holds_format(cast.element, dtype) or _is_identity_on_fp32(cast)
     both_ways = (Rounding.UP, Rounding.DOWN) if cast.is_stochastic else (cast.rounding,)
     casts = [replace(cast, rounding=mode, random_bits=None) for mode in both_ways]
-    with real_tensors():  # torch.compile may ask, whose tensors have no values
+    with real_tensors():  # torch.compile may call this, and its tensors have no values
         every = widen(torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype))
         kernel, values = fastest(every.device), torch.empty_like(every)
         for one in casts:

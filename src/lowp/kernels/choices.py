@@ -1,4 +1,4 @@
-"""What the processor reports, which kernels that means here and now, and how to have others, in words."""
+"""The kernels chosen on this machine, the reasons, and how to force others, in words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OTHER_WAY = "with lowp.kernels.use({!r})"
 
 
 def choices() -> dict[str, str]:
-    """Return, by subject, what was chosen, why, and how to force something else. Nothing is chosen by timing."""
+    """Return, by subject, the choice, its reason, and how to force another one. Nothing is chosen by timing."""
     found = {"processor": _processor()}
     if cpu.library() is None:
         found["casts"] = "torch's integer operations (bitwise): the C++ library was not built; the bits are the same"
@@ -54,7 +54,7 @@ def _products(dtype: torch.dtype, why: str) -> str:
 
 
 def _processor() -> str:
-    """What torch and this library know of the processor, of the threads and of accelerators."""
+    """Return what torch and this library know about the processor, the threads and the accelerators."""
     return (
         f"torch uses {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads; "
         f"{f'accelerator {kind}' if (kind := accelerator()) else 'no accelerator'}"

@@ -1,8 +1,8 @@
 """The C++ kernels, by ctypes: the only module that loads the library.
 
-Every function takes contiguous CPU tensors of fp32, fp64, fp16 or bf16, uses `threads` threads and leaves the result
-in `out`. They are bit-identical to `lowp.kernels.reference`; what they compute is written in kernels/README.md. Whether
-a dtype can hold the values of a format is the caller's to check.
+Every function takes contiguous CPU tensors of fp32, fp64, fp16 or bf16, uses `threads` threads and writes the result to
+`out`. The results are bit-identical to `lowp.kernels.reference`; kernels/README.md defines them. The caller must check
+whether a dtype can hold the values of a format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowp.kernels.philox import Seed, drawn
 
 # another build of the library, such as that of `make sanitize`, goes by the environment variable
 PATH = Path(os.environ.get("LOWP_CPU_LIBRARY") or Path(__file__).parent / "liblowp_cpu.so")
-INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # by level; on other processors than x86-64 only the first exists
+INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # by level; processors other than x86-64 have only the first
 MASK = (1 << 64) - 1
 
 _FP32, _WORD = struct.Struct("=f"), struct.Struct("=I")
@@ -38,7 +38,7 @@ _FP32, _WORD = struct.Struct("=f"), struct.Struct("=I")
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the library, or None where it was not built or does not load; then says so, once."""
+    """Return the library; None, with one warning, if it was not built or does not load."""
     try:
         own = ctypes.CDLL(str(PATH))
         _check_build(own)
@@ -61,9 +61,9 @@ def library() -> ctypes.CDLL | None:
 
 
 def uses_own_threads() -> bool:
-    """Whether the library's threads are its own: as ``LOWP_THREADS=own`` asks, and where torch's cannot be had.
+    """Whether the library uses its own threads: if ``LOWP_THREADS=own`` is set, or if torch's are not available.
 
-    They cannot where its OpenMP runtime is not known, nor in a forked child, in which they do not exist.
+    torch's threads are not available if its OpenMP runtime is unknown, and in a forked child, where they do not exist.
     """
     asked = os.environ.get("LOWP_THREADS", "")
     if asked not in ("", "own", "torch"):
@@ -97,9 +97,9 @@ def _openmp_parallel() -> int | None:
 
 
 def _check_build(own: ctypes.CDLL) -> None:
-    """Raise OSError for a library of another lowp, or of other sources than those that lie here.
+    """Raise OSError for a library of another lowp version or of other sources than those present.
 
-    Its functions would be called with arguments of which it knows nothing.
+    Its functions could be called with arguments that they do not expect.
     """
     if not hasattr(own, "lowp_build"):
         raise OSError("it was built for an earlier version of lowp: build it again")
@@ -113,17 +113,17 @@ def _check_build(own: ctypes.CDLL) -> None:
 
 
 def _sources(folder: Path) -> str | None:
-    """Return the digest of the C++ sources as CMakeLists.txt makes it; None where there are none, as in a wheel."""
+    """Return the digest of the C++ sources as CMakeLists.txt computes it; None without sources, as in a wheel."""
     files = sorted(file for file in folder.glob("*") if file.suffix in (".cpp", ".hpp", ".inc"))
     lines = (f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n" for file in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest() if files else None
 
 
-_asked = ""  # the instruction set that `select` was asked for, '' for the best
+_asked = ""  # the argument of `select`; '' for the best
 
 
 def asked() -> str:
-    """Return the instruction set that every kernel is to use: what `select` was asked for; '' is the best there is."""
+    """Return the instruction set selected for every kernel by `select`; '' is the best available."""
     library()
     return _asked
 
@@ -173,12 +173,12 @@ def available(own: ctypes.CDLL | None = None) -> tuple[str, ...]:
     """Return the instruction sets that this CPU has kernels for."""
     own = own or loaded()
     best = own.lowp_casts_select(-1)
-    own.lowp_casts_select(_level(own, _asked))  # as it was
+    own.lowp_casts_select(_level(own, _asked))  # restore
     return tuple(name for level, name in enumerate(INSTRUCTION_SETS) if level <= best)
 
 
 def address(x: Tensor) -> int:
-    """Return where the elements of a CPU tensor lie; raise InvalidInput where there are some, and no memory."""
+    """Return the address of a CPU tensor's elements. Raises InvalidInput for elements without memory."""
     pointer = x.data_ptr()
     if pointer or not x.numel():
         return pointer
@@ -189,22 +189,22 @@ def address(x: Tensor) -> int:
 
 
 def array_address(numbers: array[int] | array[float]) -> int:
-    """Return where the numbers of an array of Python's lie; the caller keeps it as long as it is used."""
+    """Return the address of a Python array's numbers. The caller must keep the array alive."""
     return numbers.buffer_info()[0]
 
 
 def optional_address(x: Tensor | None) -> int | None:
-    """Return the `address` of a tensor that may be left out; None is a null pointer."""
+    """Return the `address` of an optional tensor; a null pointer for None."""
     return None if x is None else address(x)
 
 
 def threads() -> int:
-    """Return how many threads a kernel may use: what torch.set_num_threads says."""
+    """Return how many threads a kernel may use, as set by torch.set_num_threads."""
     return torch.get_num_threads()
 
 
 def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
-    """Write the value that `cast` makes of every element into `out`, of x's dtype and shape; it may be `x`."""
+    """Write the result of casting every element into `out`, of x's dtype and shape; `out` may be `x`."""
     loaded().lowp_quantize(
         parameters(cast),
         TYPE_NUMBERS[x.dtype],
@@ -217,9 +217,9 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
 
 
 def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
-    """Write the values that `cast` makes of x, of fp32, into `out`; return False, with nothing written, if it cannot.
+    """Write the result of casting fp32 x into `out`. Return False, with nothing written, if that is not possible.
 
-    x has to be finite, and a shared scale one in fp32 for the whole tensor, from its largest magnitude.
+    x must be finite, and a shared scale must be one fp32 scale for the whole tensor, from its largest magnitude.
     """
     given = parameters(cast), scale_parameters(cast), x.data_ptr(), out.data_ptr(), x.numel(), seed & MASK
     return not loaded().lowp_quantize_finite(*given, torch.get_num_threads())
@@ -341,13 +341,13 @@ def grid(x: Tensor, lowest: bool) -> tuple[float, int | None]:
 
 
 def fp32_of(bits: int) -> float:
-    """Return the number of fp32 that 32 bits are."""
+    """Return the fp32 number of 32 bits."""
     (number,) = _FP32.unpack(_WORD.pack(bits))
     return float(number)
 
 
 def loaded() -> ctypes.CDLL:
-    """Return the library; raise Unavailable where it is not there."""
+    """Return the library. Raises Unavailable if it is not present."""
     found = library()
     if found is None:
         raise Unavailable("lowp's C++ library is not available; the bitwise and reference kernels are")

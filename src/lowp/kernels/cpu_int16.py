@@ -1,6 +1,6 @@
-"""int16 mantissas by the C++ library: contiguous fp32 tensors on a CPU, but where `Rows` says how they lie.
+"""int16 mantissas by the C++ library: contiguous fp32 tensors on a CPU, or the layout that `Rows` describes.
 
-`mantissas` chooses between these functions and operations of torch that give the same bits.
+`mantissas` chooses between these functions and torch operations that give the same bits.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lowp.kernels.dispatch import uses_library
 
 
 class Seen(NamedTuple):
-    """What one write under a shared exponent saw: numbers on a CPU, 0-d tensors on an accelerator."""
+    """The observations of one write under a shared exponent: numbers on a CPU, 0-d tensors on an accelerator."""
 
     mantissa: Any  # the largest |mantissa| of what is finite, after saturation: 0 .. 32768
     nonfinite: Any  # whether anything is infinite, which saturates, or NaN, which becomes 0
-    vanished: Any  # whether all that was not zero became zero
+    vanished: Any  # whether all nonzero values became zero
     overflowed: Any  # finite elements that did not fit
     crowded: Any  # elements that would not fit under half the unit; 0 on a CPU where they were not asked for
     elements: Any
@@ -32,7 +32,7 @@ class Seen(NamedTuple):
 
 
 def is_direct(x: Tensor) -> bool:
-    """Whether the C++ library reads the tensor as it lies."""
+    """Whether the C++ library can read the tensor's memory directly."""
     try:
         return (
             x.dtype is torch.float32
@@ -124,7 +124,7 @@ def exact_int16(x: Tensor, exponent: int, out: Tensor) -> int | None:
 
 
 class Rows(NamedTuple):
-    """How elements lie in memory: rows of neighbours, one every `stride` elements."""
+    """The memory layout of elements: rows of neighbours, one row every `stride` elements."""
 
     rows: int
     columns: int

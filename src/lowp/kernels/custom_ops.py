@@ -27,7 +27,7 @@ _SIGN = 1 << 63
 
 
 def quantize(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, out: Tensor | None = None) -> Tensor:
-    """Do `lowp.quantize` by an operator."""
+    """`lowp.quantize` as an operator."""
     scale, zero_point = _tensors(scale, x)
     arguments = (x, _text(cast), scale, zero_point, *_seed(seed))
     if tracing.is_transformed():
@@ -42,7 +42,7 @@ def quantize(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, out: 
 
 
 def encode(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, packed: bool) -> Tensor | Quantized:
-    """Do `lowp.encode` by an operator."""
+    """`lowp.encode` as an operator."""
     draw = _seed(seed)
     if not _is_scaled(cast):
         result: Tensor = torch.ops.lowp.encode(x.detach(), _text(cast), *draw, packed)
@@ -61,7 +61,7 @@ def encode(x: Tensor, cast: str | Cast | Format, scale: Any, seed: Seed, packed:
 
 
 def decode(codes: Tensor, format: str | Format | Cast, dtype: torch.dtype, packed: bool, length: int | None) -> Tensor:
-    """Do `lowp.decode` by an operator."""
+    """`lowp.decode` as an operator."""
     result: Tensor = torch.ops.lowp.decode(codes, _text(format), dtype, packed, length)
     return result
 
@@ -166,7 +166,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def setup_context(context: Any, inputs: Any, output: Any) -> None:
-        """Keep nothing: the gradient does not depend on the numbers."""
+        """Save nothing: the gradient does not depend on the values."""
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -36,12 +36,12 @@ def _told(scale: Tensor, exponent: Tensor) -> Tensor:
 
 
 def together(exponents: list[Any]) -> Tensor:
-    """Return exponents as one tensor, as it is saved for backward: on the host, or where they are."""
+    """Return exponents as one tensor for saving: on the host, or on their device."""
     if isinstance(exponents[0], Tensor):
         return torch.stack(exponents)
     return torch.tensor(exponents, device="cpu")
 
 
 def apart(saved: Tensor) -> list[Any]:
-    """Return what was put together: numbers of the host are in int64, those of a device in int32."""
+    """Return the exponents joined by `together`: host numbers are int64, those of a device int32."""
     return list(saved.unbind()) if saved.dtype is torch.int32 else saved.tolist()

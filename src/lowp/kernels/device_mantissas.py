@@ -1,6 +1,6 @@
-"""int16 mantissas whose exponent stays on their device: nothing waits for it, and a captured graph may do it again.
+"""int16 mantissas whose exponent stays on its device: nothing waits for it, and a captured graph can replay it.
 
-In fp32 and int32, but for stochastic rounding where a device has fp64: Apple's GPUs have none.
+All in fp32 and int32, except stochastic rounding on a device with fp64: Apple's GPUs have none.
 """
 
 from __future__ import annotations

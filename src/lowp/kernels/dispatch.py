@@ -1,7 +1,6 @@
-"""The one place that chooses which implementation runs, and `use`, which forces one.
+"""The one place that chooses the implementation, and `use`, which forces one.
 
-Casts ask for an `implementation`; products and payloads of integers ask `forced`, `uses_library` and
-`has_integer_kernels`.
+Casts call `implementation`; products and payloads of integers call `forced`, `uses_library` and `has_integer_kernels`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lowp.kernels import bitwise, cpu, native, reference, triton
 IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "bitwise": bitwise, "native": native, "cpu": cpu}
 IMPLEMENTATIONS["triton"] = triton
 
-# what the environment asks for from the start, in every thread
+# the environment's choice, for every thread
 _asked = os.environ.get("LOWP_USE") or None
 if _asked is not None and _asked not in IMPLEMENTATIONS:
     raise UnknownName(unknown("implementation in LOWP_USE", _asked, IMPLEMENTATIONS))
@@ -72,7 +71,7 @@ def _use(name: str) -> Iterator[None]:
 
 
 def implementation(device: torch.device, function: str = "quantize") -> ModuleType:
-    """Return the module that does `function` for tensors on this device."""
+    """Return the module that implements `function` for tensors on this device."""
     name = _forced.get()
     if name is None:
         return fastest(device, function)
@@ -88,7 +87,7 @@ def implementation(device: torch.device, function: str = "quantize") -> ModuleTy
 
 
 def fastest(device: torch.device, function: str = "quantize") -> ModuleType:
-    """Return the module that does `function` for tensors on this device where nothing is forced."""
+    """Return the module that implements `function` for tensors on this device if nothing is forced."""
     if device.type in triton.DEVICES and hasattr(triton, function) and triton.is_installed():
         return triton
     return cpu if device.type == "cpu" and cpu.library() is not None else bitwise
@@ -96,25 +95,25 @@ def fastest(device: torch.device, function: str = "quantize") -> ModuleType:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device; (0, 0) where torch sees none."""
+    """Return the compute capability of a CUDA device; (0, 0) if torch finds none."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 def uses_library() -> bool:
-    """Whether the C++ library computes here and now: it is there, and nothing else was asked for."""
+    """Whether the C++ library computes here: it is present, and nothing else is forced."""
     return forced() in (None, "cpu") and cpu.library() is not None
 
 
 def has_integer_kernels(*tensors: Tensor | torch.device) -> bool:
-    """Whether integers are computed with where these lie, so that what a kernel has seen is known at once: on CPUs.
+    """Whether integer kernels run where these tensors are, so that their observations are known at once: on CPUs.
 
-    Elsewhere exponents stay on their device; so they do where the kernels of a device are asked for on a CPU.
+    On other devices exponents stay on the device, and also if the kernels of a device are forced on a CPU.
     """
     return all(map(answers_at_once, tensors))
 
 
 def answers_at_once(one: Tensor | torch.device) -> bool:
-    """Do `has_integer_kernels` of one tensor or device, sooner."""
+    """`has_integer_kernels` of one tensor or device, faster."""
     return _is_on_host(one) and _forced.get() != "triton"
 
 

@@ -1,7 +1,7 @@
 """Products for inference with weights in codes of 1, 2 or 4 bits, and of signs by signs: exact sums of whole numbers.
 
-The C++ library computes them; without it, and where `lowp.kernels.use` asks for another implementation, the lines of
-torch below do, which are the definition: the bits are the same on every machine and in every implementation.
+The C++ library computes them. Without it, and if `lowp.kernels.use` selects another implementation, the torch code
+below does. This code is the definition: the bits are the same on every machine and in every implementation.
 """
 
 from __future__ import annotations
