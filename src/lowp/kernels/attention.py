@@ -69,7 +69,7 @@ def _added(mask: Tensor | None) -> Tensor | None:
 
 
 def split(wide: Tensor, rounded: Tensor, scratch: Scratch) -> Tensor | None:
-    """Return in bf16 what rounding removed from the fp32 numbers `wide`, which are overwritten; None without rounding."""
+    """Return in bf16 what rounding removed from the fp32 numbers `wide`, overwriting them; None without rounding."""
     return None if rounded is wide else wide.sub_(*widened([rounded], scratch)).bfloat16()
 
 

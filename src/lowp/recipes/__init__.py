@@ -12,8 +12,8 @@ from lowp.errors import InvalidInput, UnknownName, unknown
 if TYPE_CHECKING:
     from lowp.recipes.recipe import Recipe
 
-# A row a recipe: its name, and where it is. A recipe is imported when it is used, so that one command does not load
-# what another network needs.
+# One row per recipe: its name and its module. A recipe is imported when it is used, so that a command does not load the
+# dependencies of other networks.
 RECIPES: dict[str, str] = {
     "digits": "lowp.recipes.digits:DIGITS",
     "digits-hard": "lowp.recipes.digits:DIGITS_HARD",
@@ -36,7 +36,7 @@ RECIPES: dict[str, str] = {
 
 
 def get(name: str) -> Recipe:
-    """Return a recipe by name, or the user's own by ``module:NAME``; raises UnknownName with the near names."""
+    """Return a recipe by name, or the user's own by ``module:NAME``. Raises UnknownName, with similar names."""
     if name not in RECIPES:
         if ":" in name:
             return _of_user(name)
@@ -47,9 +47,9 @@ def get(name: str) -> Recipe:
 
 
 def _of_user(spelled: str) -> Recipe:
-    """Return the Recipe that a module of the user's has under a name; modules of this folder are found, too.
+    """Return the Recipe of this name in a user's module, or in a module of the present folder.
 
-    Raises InvalidInput where there is no such module or name, or what it names is no Recipe.
+    Raises InvalidInput if the module or the name does not exist, or is not a Recipe.
     """
     from lowp.recipes.recipe import Recipe
 

@@ -19,7 +19,7 @@ from lowp.recipes.recipe import Data, Size, one_cycle, sgd_with_momentum, step_d
 
 
 def load(size: Size, path: Path | None) -> Data:
-    """Folders of pictures, a class each, where a path is given, else ten kinds of figures on photographs."""
+    """Return folders of pictures, one per class, if a path is given, else ten kinds of figures on photographs."""
     side = size.options["side"]
     if path is not None:
         return read_folders(path, side, size.options["classes"])

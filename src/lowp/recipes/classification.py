@@ -1,4 +1,4 @@
-"""What recipes that tell classes of images apart share: loss, metrics, optimizer, and the layers of a perceptron."""
+"""Shared parts of the recipes that classify images: loss, metrics, optimizer, and the layers of a perceptron."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def guesses(batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """``accuracy`` and the mean cross-entropy (``loss``) over all batches of scores [N, classes] and classes [N]."""
+    """Return ``accuracy`` and mean cross-entropy (``loss``) over all batches of scores [N, classes], classes [N]."""
     summed, right, count = 0.0, 0, 0
     for scores, classes in batches:
         scores = scores.float()

@@ -1,4 +1,4 @@
-"""Several precisions on one recipe with several seeds: the plan, its runs, and what they showed, as one document."""
+"""Compares several precisions on one recipe with several seeds: the plan, its runs, and the results, as a document."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ FLUSHED_METHOD = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of a comparison: what it is called, and its settings, of which the seed changes."""
+    """A row of a comparison: its label and its settings, of which the seed varies."""
 
     label: str
     settings: Settings
 
 
 def variants_of(settings: Settings, precisions: Sequence[str], loss_scales: Sequence[str] = ()) -> list[Variant]:
-    """The rows for these precisions, fp32 first whether it is among them or not, each with every loss scale.
+    """Return the rows for these precisions, each with every loss scale; fp32 is always included and comes first.
 
-    fp32 is not scaled, nor is what stores parameters in few bits without masters. Raises InvalidInput for unknown
-    precisions or scales, with the near names.
+    No loss scale is used for fp32, nor for precisions that store parameters in few bits without masters. Raises
+    InvalidInput for unknown precisions or scales, with similar names.
     """
     rows = [Variant("fp32", replace(settings, precision="fp32", loss_scale=None, accumulate=None).filled())]
     for precision in dict.fromkeys(word.strip() for word in precisions):
@@ -52,13 +52,13 @@ def variants_of(settings: Settings, precisions: Sequence[str], loss_scales: Sequ
 
 
 def _takes_scale(precision: str) -> bool:
-    """Whether gradients can be unscaled: not where they are stored in few bits and nothing is kept beside them."""
+    """Whether gradients can be unscaled: not if they are stored in few bits without masters."""
     preset = presets.parse(precision)
     return preset.policy.parameters is None or preset.masters.kind != "none"
 
 
 class Study:
-    """Runs a plan, keeps what is done, and can go on with what a file of an earlier, interrupted one holds.
+    """Runs a plan, keeps the results, and can continue from the file of an earlier, interrupted study.
 
     `variants[0]` is the baseline. The runs are in the order of the seeds, so that an interrupted study has whole
     rounds. `kind` is ``comparison`` or ``sweep``.
@@ -77,7 +77,7 @@ class Study:
         self.recipe = get(self.settings.recipe)
         self.data: Data = load_data(self.settings)
         self.runs: dict[tuple[str, int], dict[str, Any]] = {}
-        # what steps cost by label, and how that was measured: `lowp.benchmarking.comparing.measure` fills them
+        # the cost of steps by label, and how it was measured: `lowp.benchmarking.comparing.measure` fills these
         self.costs: dict[str, dict[str, Any]] = {}
         self.cost_methods: dict[str, str] = {}
         self.command: str | None = None
@@ -85,7 +85,7 @@ class Study:
 
     # -- doing it ---------------------------------------------------------------------------------------------------
     def jobs(self) -> list[Job]:
-        """What is still to be done."""
+        """The runs that remain."""
         return [
             Job(_name(variant.label, seed), replace(variant.settings, seed=seed), self.samples)
             for seed in self.seeds
@@ -96,7 +96,7 @@ class Study:
     def run(
         self, on_epoch: Told, processes: int | None = None, stop: Stop = lambda: False
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Do what is to be done, yielding each run's name as it is done, until `stop()` is true."""
+        """Run the remaining jobs, yielding each run's name when it is done, until `stop()` is true."""
         jobs = self.jobs()
         labels = {_name(variant.label, seed): (variant.label, seed) for variant in self.variants for seed in self.seeds}
         count = processes_for(jobs, self.data) if processes is None else min(processes, len(jobs))
@@ -105,7 +105,7 @@ class Study:
             yield job.name, run
 
     def resume(self, path: Path) -> int:
-        """Take over the runs that a file holds; returns how many. Raises InvalidInput for those of another plan."""
+        """Take over the runs of a file; return their number. Raises InvalidInput for runs of another plan."""
         document = results.read(path, self.kind)
         wanted = {
             (variant.label, seed): asdict(replace(variant.settings, seed=seed))
@@ -138,7 +138,7 @@ class Study:
 
     # -- what it showed -----------------------------------------------------------------------------------------------
     def document(self) -> dict[str, Any]:
-        """Everything as plain values; statistics only of rows that have runs, and verdicts once fp32's are there."""
+        """Return everything as plain values; statistics only of rows with runs, and verdicts once fp32 has runs."""
         recipe = self.recipe
         return {
             **self._header,
@@ -214,7 +214,7 @@ class Study:
 
 
 def result_line(study: Study, name: str, run: dict[str, Any]) -> str:
-    """A run in a line, for the progress."""
+    """Return a run as one line, for the progress display."""
     metric = study.recipe.metric
     if run["failure"]:
         return f"{name}: failed: {run['failure']}"
@@ -230,11 +230,11 @@ def _name(label: str, seed: int) -> str:
 
 
 def _last(run: dict[str, Any], name: str) -> float:
-    """A number after the last epoch; NaN of a run that ended in an error."""
+    """Return a number after the last epoch; NaN for a run that ended in an error."""
     history = run["history"]
     return float(history[-1][name]) if history and len(history) > 1 else math.nan
 
 
 def _with_nan(record: dict[str, Any]) -> dict[str, Any]:
-    """A record as it was before JSON, which has no NaN."""
+    """Return a record as before its conversion to JSON, which has no NaN."""
     return {name: math.nan if value is None else value for name, value in record.items()}

@@ -1,4 +1,4 @@
-"""What the recipes of detectors share: their data's layout, the units of offsets, the optimizer and its schedule."""
+"""Shared parts of the detector recipes: their data's layout, the units of offsets, the optimizer and its schedule."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from lowp.recipes.recipe import Data, Size, TensorExamples, constant
 
 
 def load(size: Size, path: Path | None) -> Data:
-    """8x8 images with grey values 0 to 1, and their digits; always the same examples are held back."""
+    """Return 8x8 images with grey values 0 to 1, and their digits; the held-back examples are always the same."""
     if path is not None:
         raise InvalidInput(f"digits does not take --data {path}: its images come with scikit-learn")
     images, labels = read_digits()

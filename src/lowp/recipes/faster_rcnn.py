@@ -49,7 +49,7 @@ def make_model(size: Size) -> nn.Module:
 
 # -- the two steps ----------------------------------------------------------------------------------------------------
 def proposals(scores: Tensor, offsets: Tensor, anchors: Tensor, most: int) -> list[Tensor]:
-    """Of each image the `most` boxes that most likely show something, without those that overlap a better by 70 %."""
+    """Return for each image the `most` best boxes, without those that overlap a better one by 70 %."""
     chosen = []
     for likely, moved in zip(scores.float().softmax(-1)[..., 1], offsets.float(), strict=True):
         first = likely.argsort(descending=True)[: 4 * most]
@@ -98,7 +98,7 @@ def labelled(boxes: Tensor, truth: Truth) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Proposed(NamedTuple):
-    """What the first step gives: the map of the images, and scores and offsets of the anchors on it."""
+    """The output of the first step: the feature map of the images, and scores and offsets of the anchors on it."""
 
     features: Tensor
     scores: Tensor
@@ -107,7 +107,7 @@ class Proposed(NamedTuple):
 
 
 def propose(network: Any, images: Tensor) -> Proposed:
-    """The first step."""
+    """Run the first step."""
     features = network.features(images)
     with outside(features.device):
         anchors = region_anchors(network.shape, *features.shape[-2:]).to(features.device)

@@ -1,7 +1,7 @@
-"""A small GPT on bytes of text: tiny Shakespeare where it is given, else the documentation that Python carries.
+"""A small GPT on bytes of text: tiny Shakespeare if it is given, else the documentation that Python contains.
 
 The products of the linear layers and of attention compute in few bits; layer normalisation and softmax read and write
-16 bits and compute in fp32; the cross-entropy is fp32. Gradients are clipped, after they are unscaled.
+16 bits and compute in fp32; the cross-entropy is fp32. Gradients are clipped after they are unscaled.
 """
 
 from __future__ import annotations

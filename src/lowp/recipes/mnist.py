@@ -1,6 +1,6 @@
-"""A two-layer perceptron on handwritten digits of 28x28: MNIST where a path is given.
+"""A two-layer perceptron on handwritten digits of 28x28: MNIST if a path is given.
 
-The smallest network that shows loss scaling at work on a set that everybody knows.
+The smallest network that shows loss scaling at work on a well-known data set.
 """
 
 from __future__ import annotations

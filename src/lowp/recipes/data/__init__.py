@@ -1,1 +1,1 @@
-"""The recipes' data: a module a family of sets, with readers of the published layout and defaults without download."""
+"""The recipes' data: one module per family of sets, with readers of the published layout and offline defaults."""

@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Truth(NamedTuple):
-    """What an image shows: boxes [M, 4], classes int64 [M] from 0, and which of them are marked as difficult."""
+    """The contents of an image: boxes [M, 4], classes int64 [M] from 0, and which boxes are marked as difficult."""
 
     boxes: Tensor
     classes: Tensor
@@ -37,7 +37,7 @@ class Truth(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a network found in an image: boxes [K, 4], classes int64 [K], and scores [K]."""
+    """The objects that a network found in an image: boxes [K, 4], classes int64 [K], and scores [K]."""
 
     boxes: Tensor
     classes: Tensor
@@ -56,7 +56,7 @@ def outside(device: torch.device) -> Iterator[None]:
 
 
 def overlaps(one: Tensor, other: Tensor) -> Tensor:
-    """Intersection by union of each box with each other one: [N, M], 0 where both are empty."""
+    """Return intersection over union of each box with each other one: [N, M], 0 if both are empty."""
     low, high = torch.maximum(one[:, None, :2], other[None, :, :2]), torch.minimum(one[:, None, 2:], other[None, :, 2:])
     common = (high - low).clamp(min=0).prod(2)
     areas = [(boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1) for boxes in (one, other)]

@@ -1,4 +1,4 @@
-"""CIFAR-10 as published (python or binary batches) or as one npz, without running anything that a pickle says.
+"""CIFAR-10 as published (python or binary batches) or as one npz, without executing code of a pickle.
 
 Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009: 50,000 and 10,000 images of 32x32 in ten
 classes; a row of a batch is 1024 red values, 1024 green, 1024 blue, each from the top left row by row.
@@ -78,7 +78,7 @@ def _from_binary(path: Path) -> Part:
 
 
 def _from_pickle(path: Path) -> Part:
-    """A pickled dictionary with the values ``data`` and ``labels``; nothing else of the pickle is carried out."""
+    """Read a pickled dictionary with the values ``data`` and ``labels``; no other code of the pickle is executed."""
     try:
         content = _ArraysOnly(io.BytesIO(read_bytes(CIFAR10, path)), encoding="latin-1").load()
         values, labels = content["data"], content["labels"]
@@ -123,7 +123,7 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 class _NoType:
-    """Stands for numpy.ndarray, which is only named."""
+    """Stands for numpy.ndarray, which a pickle only names."""
 
 
 class _ElementType:

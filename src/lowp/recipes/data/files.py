@@ -1,4 +1,4 @@
-"""Files of published data sets: found where the user said, opened packed or not; errors that say what is wanted."""
+"""Files of published data sets: found at the user's path and opened, packed or not; errors say what is missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Published", "listing", "opened", "read_bytes", "read_text"]
 
 @dataclass(frozen=True)
 class Published:
-    """A data set as it is published: its name for errors, and where a user gets it."""
+    """A published data set: its name for errors, and where a user can get it."""
 
     name: str
     where: str
@@ -33,7 +33,7 @@ class Published:
         return found
 
     def find_or_none(self, path: Path, names: Sequence[str]) -> Path | None:
-        """As `find`, with None for what is not there."""
+        """As `find`, but returns None if there is no such file."""
         patterns = [pattern for name in names for pattern in (name, f"{name}.gz")]
         if path.is_file():
             return path if any(path.match(pattern) for pattern in patterns) else None
@@ -45,7 +45,7 @@ class Published:
         return None
 
     def missing(self, path: Path, names: Sequence[str]) -> InvalidInput:
-        """The error for a set that is not there: what was looked for, where, what is there, where to get it."""
+        """Return the error for a missing set: what was searched, where, what is there, and where to get the set."""
         there = (
             f"it holds {listing(path)}" if path.is_dir() else ("it is a file" if path.exists() else "it is not there")
         )
@@ -54,12 +54,12 @@ class Published:
         )
 
     def broken(self, path: Path, why: str) -> InvalidInput:
-        """The error for a file that is there and is not what it should be."""
+        """Return the error for a file that exists but is damaged or of another kind."""
         return InvalidInput(f"{self.name}: {path} {why}. Get it again from {self.where}")
 
 
 def listing(path: Path, most: int = 6) -> str:
-    """The first names in a folder, in words."""
+    """Return the first names in a folder, in words."""
     names = sorted(entry.name for entry in path.iterdir())
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more if names else "nothing"

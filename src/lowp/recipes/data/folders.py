@@ -1,4 +1,4 @@
-"""Photographs in a folder a class, as ImageNet's are when unpacked: read from disk when a batch is asked for."""
+"""Photographs in one folder per class, as unpacked ImageNet: read from disk when a batch is requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images with a label each: kept as bytes, standardised and augmented when a batch is asked for."""
+"""Images with one label each: kept as bytes, standardised and augmented when a batch is requested."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ImageExamples:
 def image_data(source: LabelledImages, padding: int = 0) -> Data:
     """The set as examples, standardised with the statistics of its training images; only these are augmented."""
     deviation, mean = torch.std_mean(source.images.float(), dim=(0, 2, 3))
-    deviation = deviation.clamp(min=1.0)  # a channel that is the same everywhere
+    deviation = deviation.clamp(min=1.0)  # for constant channels
     return Data(
         ImageExamples(source.images, source.labels, mean, deviation, padding),
         ImageExamples(source.held_images, source.held_labels, mean, deviation),

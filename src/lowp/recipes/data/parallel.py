@@ -1,4 +1,4 @@
-"""Parallel text: lines with a text and its translation, parted by a tab; or dates in words, and in figures."""
+"""Parallel text: lines with a text and its translation, separated by a tab; or dates in words and in figures."""
 
 from __future__ import annotations
 

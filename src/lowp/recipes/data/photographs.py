@@ -1,4 +1,4 @@
-"""The two photographs that scikit-learn carries, as bytes: real texture without a download."""
+"""The two photographs that scikit-learn contains, as bytes: real texture without a download."""
 
 from __future__ import annotations
 

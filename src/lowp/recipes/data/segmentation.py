@@ -1,4 +1,4 @@
-"""Pictures with a mask each, which says what every pixel shows: from two folders, or drawn."""
+"""Pictures with one mask each, which gives the class of every pixel: from two folders, or drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running text as bytes: a file of the user's, or what Python itself carries."""
+"""Running text as bytes: a file of the user's, or text from Python itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text as words of a vocabulary of fixed size: a file of the user's, or words drawn as often as those of a language."""
+"""Text as words of a vocabulary of fixed size: a file of the user's, or words drawn with a language's frequencies."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Networks of the literature in plain torch, without a word of precision: that is added from outside."""
+"""Networks of the literature in plain torch, without any precision, which is added from outside."""
