@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from lowp.compat import gradients_of
 from lowp.kernels.attention import Attended, attended, gradients, joined, split, widened
@@ -34,6 +33,9 @@ from lowp.ops.generic import finished
 from lowp.ops.signature import bound, check
 from lowp.ops.trilinear import OUTPUT
 from lowp.policy import Rule
+
+if TYPE_CHECKING:  # the import loads torch's compiler, which takes seconds
+    from torch.nn.attention.bias import CausalBias
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def scaled_dot_product_attention(call: Call) -> Tensor:
         call, *"query key value".split(), attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
     )
     check(query, key, value)
-    if isinstance(mask, CausalBias):
+    if _is_causal_bias(mask):
         mask, causal = _of_bias(mask, bool(causal), query.device)
     settings = Attention(float(dropout), bool(causal), scale, bool(grouped))
     if call.rule.accumulate is not None and call.rule.accumulate.format != "fp32":
@@ -74,12 +76,21 @@ def scaled_dot_product_attention(call: Call) -> Tensor:
     return _attention(call, settings, query, key, value, mask)
 
 
+def _is_causal_bias(mask: Tensor | None) -> TypeGuard[CausalBias]:
+    """Whether a mask is a bias of torch.nn.attention.bias, which is imported only for masks of a class of their own."""
+    if mask is None or type(mask) is Tensor:
+        return False
+    from torch.nn.attention.bias import CausalBias
+
+    return isinstance(mask, CausalBias)
+
+
 def _of_bias(bias: CausalBias, causal: bool, device: torch.device) -> tuple[Tensor | None, bool]:
     """Return the mask and causality that a bias of torch.nn.attention.bias stands for: it holds no numbers itself."""
     if causal:
         raise ValueError("CausalBias should not be used with causal=True")
     rows, columns = bias.seq_len_q, bias.seq_len_kv
-    if rows == columns or bias.variant == CausalVariant.UPPER_LEFT:
+    if rows == columns or bias.variant == type(bias.variant).UPPER_LEFT:
         return None, True
     return torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows), False
 
