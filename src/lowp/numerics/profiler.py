@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowp import distributed
-from lowp.errors import InvalidInput, Misuse
+from lowp.errors import Misuse
 from lowp.grad_scaler import GradScaler
 from lowp.numerics.again import beside, calls_again
 from lowp.numerics.clock import Clock
@@ -26,10 +25,10 @@ from lowp.numerics.models import Models
 from lowp.numerics.modes import CompilerStance, Paths, depth, in_backward, put_on, take_off
 from lowp.numerics.plan import Plan
 from lowp.numerics.record import Part, Record, StepSeen
-from lowp.numerics.recording import Recording
+from lowp.numerics.recording import Recording, merged_over_ranks
 from lowp.numerics.sampling import Budget
 from lowp.numerics.watching import Watch
-from lowp.numerics.windows import window_of
+from lowp.numerics.windows import initial_scale
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries
 
@@ -202,16 +201,9 @@ class Profiler:
 
     def save(self, path: str | Path) -> None:
         """Write the record as JSON. With several ranks all must call this, and the first writes the merged record."""
-        record = self.record
-        if distributed.has_other_ranks():
-            others = distributed.gather(
-                (self._kept.header["fingerprint"], self._kept.part.document()), distributed.world()
-            )
-            if distributed.rank():
-                return
-            for fingerprint, document in others[1:]:
-                record = record.merge(Record({"fingerprint": fingerprint}, Part.read(document)))
-        record.save(path)
+        record = merged_over_ranks(self.record)
+        if record is not None:
+            record.save(path)
 
     # -- the forward pass ---------------------------------------------------------------------------------------------
     def _is_idle(self, module: nn.Module) -> bool:
@@ -390,13 +382,8 @@ class Profiler:
         Where a budget left modules out, whose gradients may be larger, it begins at 2^16, as torch's does, or below.
         Raises InvalidInput for an empty profile, for one without gradients, and where no loss scale fits all layers.
         """
-        window, outside = window_of(self.record.require_content())
-        if window.is_unknown:
-            raise InvalidInput("no gradient was recorded, which a loss scale needs: give max_overhead=None")
-        if window.is_empty:
-            raise InvalidInput(f"no loss scale fits fp16 here: {outside}")
-        power = min(window.recommended, 16) if self.record.is_partial else window.recommended
-        return GradScaler(device, init_scale=2.0**power, target_underflow=target_underflow)
+        scale = initial_scale(self.record.require_content())
+        return GradScaler(device, init_scale=scale, target_underflow=target_underflow)
 
     def _end_step(self) -> None:
         """Keep the data of a step, and count its time."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lowp import distributed
 from lowp.numerics.divergence import Fault
 from lowp.numerics.journal import Journal
 from lowp.numerics.part import Part, StepSeen
+from lowp.numerics.record import Record
 
-__all__ = ["Recording"]
+__all__ = ["Recording", "merged_over_ranks"]
 
 
 class Recording:
@@ -61,3 +63,15 @@ class Recording:
         before = self.part.steps[-1] if self.part.steps else None
         if seen.scale is not None and (before is None or before.scale != seen.scale):
             self.part.add(Part(steps=[StepSeen(**vars(seen))]))
+
+
+def merged_over_ranks(record: Record) -> Record | None:
+    """Return the record of all ranks on the first of them, None on the others; every rank must call this."""
+    if not distributed.has_other_ranks():
+        return record
+    others = distributed.gather((record.header["fingerprint"], record.part.document()), distributed.world())
+    if distributed.rank():
+        return None
+    for fingerprint, document in others[1:]:
+        record = record.merge(Record({"fingerprint": fingerprint}, Part.read(document)))
+    return record

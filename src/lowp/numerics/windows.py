@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from lowp.errors import InvalidInput
 from lowp.numerics.prediction import Window, scale_window
 from lowp.numerics.record import Key, OpSeen, Record
 from lowp.numerics.spectrum import Spectrum
 
-__all__ = ["window_of"]
+__all__ = ["initial_scale", "window_of"]
 
 _MOST_FLUSHED = 0.05  # of a gradient, beyond which a layer is kept out of fp16
 _ROUNDING = 2.0**-12  # half the unit roundoff of fp16: the relative error of a rounded number is of that size
@@ -81,3 +82,16 @@ def _biases(seen: OpSeen) -> list[str]:
     if seen.op_class != "contraction" or len(seen.parameters) != 2 or "weight" not in seen.parameters:
         return []
     return [name for role, name in seen.parameters.items() if role == "bias"]
+
+
+def initial_scale(record: Record) -> float:
+    """The loss scale at which a GradScaler starts; at most 2^16, as torch's, where modules were left out.
+
+    Raises InvalidInput if no gradient was recorded, or if no loss scale fits all layers.
+    """
+    window, outside = window_of(record)
+    if window.is_unknown:
+        raise InvalidInput("no gradient was recorded, which a loss scale needs: give max_overhead=None")
+    if window.is_empty:
+        raise InvalidInput(f"no loss scale fits fp16 here: {outside}")
+    return float(2.0 ** (min(window.recommended, 16) if record.is_partial else window.recommended))
