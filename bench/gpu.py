@@ -50,6 +50,7 @@ ROWS_METHOD = (
     "the rows follow each other, each with the device to itself, where `lowp bench` has them take turns: `relative` is "
     "the median by that of fp32; memory is that of a step of a training of its own, from an empty cache"
 )
+_AHEAD = 16  # copies of what is timed, queued before it: about a millisecond on the fastest device
 Part = Callable[["Run"], dict[str, Any]]
 
 
@@ -186,7 +187,7 @@ def bandwidth(run: Run) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in _first_calls(run, candidates)[0]}
     for turn in range(rounds + 2):
         for name in times:
-            taken = _seconds(run.device, candidates[name])
+            taken = _seconds(run.device, candidates[name], lambda: out.copy_(x))
             times[name] += [taken] if turn >= 2 else []
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     rates = {name: 8 * x.numel() / seconds for name, seconds in medians.items()}
@@ -216,13 +217,19 @@ def _candidates(x: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
     return table
 
 
-def _seconds(device: torch.device, call: Callable[[], object]) -> float:
-    """Return the seconds of a call: on CUDA by its own events, which leave out the way from Python to the device."""
+def _seconds(device: torch.device, call: Callable[[], object], busy: Callable[[], object]) -> float:
+    """Return the seconds of a call: on CUDA by its own events, without the way from Python to the device.
+
+    `busy` is queued before, so that the device is at work until all of the call is in its queue: the first event would
+    be met at once by a device that is idle, and the time of Python be counted.
+    """
     if device.type != "cuda":
         started = time.perf_counter()
         call()
         return time.perf_counter() - started
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(_AHEAD):
+        busy()
     begin.record()
     call()
     end.record()
@@ -247,7 +254,7 @@ def recipe(name: str) -> Part:
         run.found[name] = part | {"data_seconds": loaded, "variants": variants}
         for place, one in enumerate(rows):
             turn_ends = time.monotonic() + (ends - time.monotonic()) / (len(rows) - place)
-            row = variants[one.label] = _alone(one, data, settings.batch, run, turn_ends)
+            row = variants[one.label] = _guarded(one, data, settings.batch, run, turn_ends)
             first, own = variants[rows[0].label]["step"]["median"], row["step"]["median"]
             row["step"]["relative"] = own / first if own and first else None
             run.save()
@@ -255,6 +262,17 @@ def recipe(name: str) -> Part:
         return found
 
     return measure
+
+
+def _guarded(contender: Contender, data: Data, batch: int, run: Run, ends: float) -> dict[str, Any]:
+    """Do `_alone`; whatever ends a row, a compiler's error or a slip of the pen, leaves the other rows."""
+    try:
+        return _alone(contender, data, batch, run, ends)
+    except Exception as error:
+        timer = StepTimer(contender, failure=f"{type(error).__name__}: {error}")
+        told = traceback.format_exc()
+    _free(run.device)
+    return {**_row(timer, (None, None), data, batch), "traceback": told}
 
 
 def _alone(contender: Contender, data: Data, batch: int, run: Run, ends: float) -> dict[str, Any]:

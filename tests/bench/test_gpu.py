@@ -127,6 +127,47 @@ def test_a_part_that_fails_is_told_and_the_others_are_kept(
     )
 
 
+def test_a_row_that_ends_in_any_error_leaves_the_others(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = gpu.time_steps
+
+    def timed(contenders: Any, *rest: Any) -> Any:
+        if contenders[0].label == "torch.amp bf16":
+            raise CompilationFailed("no code for this device")
+        return real(contenders, *rest)
+
+    monkeypatch.setattr(gpu, "PRECISIONS", ("bf16",))
+    monkeypatch.setattr(gpu, "time_steps", timed)
+    code, document = _ran(gpu, tmp_path / "gpu.json", "--parts", "rossmann")
+    variants = document["parts"]["rossmann"]["variants"]
+    assert code == 0 and list(variants) == ["fp32", "torch.amp fp16", "torch.amp bf16", "lowp bf16"]
+    failed = variants["torch.amp bf16"]
+    assert failed["failure"] == "CompilationFailed: no code for this device" and "in timed" in failed["traceback"]
+    assert failed["allocated"] is None and failed["step"]["median"] is None and variants["lowp bf16"]["allocated"]
+
+
+def test_what_is_timed_on_cuda_finds_the_device_at_work(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            queue.append("event")
+
+        def synchronize(self) -> None:
+            queue.append("wait")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    found = gpu._seconds(torch.device("cuda"), lambda: queue.append("call"), lambda: queue.append("busy"))
+    assert found == 0.002 and queue == ["busy"] * gpu._AHEAD + ["event", "call", "event", "wait"]
+
+
 def test_a_call_that_is_cut_off_leaves_the_rows_that_were_done(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
