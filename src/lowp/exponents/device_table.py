@@ -49,8 +49,13 @@ class DeviceTable(ExponentTable):
         self.flags: dict[int, Tensor] = {}
 
     # -- one write ------------------------------------------------------------------------------------------------
-    def write(self, x: Tensor, index: int, site: str = "", when: Condition = True) -> tuple[Tensor, Any]:
-        """Return x as values of the format, and whether anything in it is not finite; note it where `when` holds."""
+    def write(
+        self, x: Tensor, index: int, site: str = "", in_place: bool = False, when: Condition = True
+    ) -> tuple[Tensor, Any]:
+        """Return x as values of the format, and whether anything in it is not finite; note it where `when` holds.
+
+        Never in place.
+        """
         self._start(x, index, when)
         result, seen = self._rounded(x, self.exponent_of(index))
         bad = seen.nonfinite
@@ -77,7 +82,7 @@ class DeviceTable(ExponentTable):
             kept[places] = torch.where(anew, exponents, kept[places])
         self.state.started[places] = torch.where(anew, begin, self.state.started[places])
 
-    def _rounded(self, x: Tensor, exponent: Any) -> tuple[Tensor, Seen]:
+    def _rounded(self, x: Tensor, exponent: Any, in_place: bool = False) -> tuple[Tensor, Seen]:
         result, seen, _ = write(x, self.cast, exponent, isinstance(self.scaling, Reactive))
         payloads.keep(result, self.cast.format, exponent)
         return result, seen

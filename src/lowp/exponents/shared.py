@@ -61,12 +61,22 @@ class SharedExponents:
         self.has_told_beyond = False  # about numbers too large for the format
 
     # -- writing --------------------------------------------------------------------------------------------------
-    def write(self, x: Tensor, cast: Cast, site: str, *, training: bool = True, unless_exact: bool = False) -> Tensor:
+    def write(
+        self,
+        x: Tensor,
+        cast: Cast,
+        site: str,
+        *,
+        training: bool = True,
+        unless_exact: bool = False,
+        in_place: bool = False,
+    ) -> Tensor:
         """Return x, fp32 or fp64, as values of the cast's format in fp32, rounded once under the site's exponent.
 
         Saturates what does not fit. What is infinite or NaN stays so, and the site is among the `faults`.
         `unless_exact` gives x back where it is in the format, under whatever exponent, and notes nothing. Outside of
-        `training` the exponent is that of x's own maximum, or the site's where the cast predicts none.
+        `training` the exponent is that of x's own maximum, or the site's where the cast predicts none. `in_place`:
+        nobody else reads x, and the values may take its memory.
         """
         x = x.detach() if x.requires_grad else x  # the same tensor object if possible, for data cached by tensor
         if unless_exact and payloads.is_exact(x, cast):
@@ -77,8 +87,9 @@ class SharedExponents:
         if not training:
             return group.write_apart(x, site)
         index = self._begun(group, site)
-        result, nonfinite = group.write(x, index, site)
-        if max(x.shape, default=0) >= low_words.FEATURES:
+        is_long = max(x.shape, default=0) >= low_words.FEATURES
+        result, nonfinite = group.write(x, index, site, in_place and not is_long and not self._listeners)
+        if is_long:
             result = self._with_low_word(group, x, result, site)
         if nonfinite and site not in self._faults:
             self._faults.append(site)
@@ -95,7 +106,7 @@ class SharedExponents:
             return result if when is True else torch.where(when, result, x.float())
         when = when if self._unless is None else both(when, ~self._unless)
         index = self._begun(group, site, when)
-        result, _ = group.write(x, index, site, when)
+        result, _ = group.write(x, index, site, when=when)
         exponent = group.exponent_of(index)
         if max(x.shape, default=0) >= low_words.FEATURES:
             result = self._with_low_word(group, x, result, site)

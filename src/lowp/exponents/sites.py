@@ -209,10 +209,11 @@ class SiteWriter:
     tell: Tell | None = None
     _parts: Iterator[int] = field(default_factory=count, init=False)
 
-    def write(self, x: Tensor, role: str, unless_exact: bool = False) -> Tensor:
+    def write(self, x: Tensor, role: str, unless_exact: bool = False, in_place: bool = False) -> Tensor:
         """Return x (fp32 or fp64, outside the graph) as values of the format, in fp32, under the role's exponent.
 
-        `unless_exact`: a tensor that is already in the format stays unchanged. See `SharedExponents.write`.
+        `unless_exact`: a tensor that is already in the format stays unchanged. `in_place`: unless an observer has seen
+        x, its memory may be overwritten. See `SharedExponents.write`.
         """
         if self.tell is not None:
             self.tell(x, role, self.cast)
@@ -220,7 +221,8 @@ class SiteWriter:
         trail = self._trail_of(role)
         if trail is not None and trail.is_repeated and site in trail.exponents:
             return self.exponents.write_again(x, self.cast, site, trail.exponents[site], unless_exact)
-        result = self.exponents.write(x, self.cast, site, training=self.training, unless_exact=unless_exact)
+        how = {"unless_exact": unless_exact, "in_place": in_place and self.tell is None}
+        result = self.exponents.write(x, self.cast, site, training=self.training, **how)
         if trail is not None:
             self._note(trail, site)
         return result

@@ -99,7 +99,7 @@ class ExponentTable:
         return found
 
     # -- one write ------------------------------------------------------------------------------------------------
-    def write(self, x: Tensor, index: int, site: str = "") -> tuple[Tensor, Any]:
+    def write(self, x: Tensor, index: int, site: str = "", in_place: bool = False) -> tuple[Tensor, Any]:
         """Return x as values of the format under the entry's exponent, and whether anything in x is not finite.
 
         Notes the observations. Non-finite values stay unchanged. In results, where infinities are ordinary values, the
@@ -107,7 +107,7 @@ class ExponentTable:
         """
         if not self.started[index]:
             self._start(x, index)
-        result, seen = self._rounded(x, self.exponents[index])
+        result, seen = self._rounded(x, self.exponents[index], in_place)
         nonfinite = seen.nonfinite
         if nonfinite and is_result(site):
             seen = seen._replace(nonfinite=bool(x.isnan().any()))
@@ -215,9 +215,9 @@ class ExponentTable:
         """Return x as values of the format under an exponent, and remember nothing."""
         return self._rounded(x, exponent)[0]
 
-    def _rounded(self, x: Tensor, exponent: Any) -> tuple[Tensor, Seen]:
+    def _rounded(self, x: Tensor, exponent: Any, in_place: bool = False) -> tuple[Tensor, Seen]:
         """Return x as values of the format, with cached mantissas, and the observations."""
-        result, seen, payload = write(x, self.cast, exponent, isinstance(self.scaling, Reactive))
+        result, seen, payload = write(x, self.cast, exponent, isinstance(self.scaling, Reactive), in_place)
         if payload is not None:
             payloads.keep(result, self.cast.format, exponent, payload)
         return result, seen

@@ -222,15 +222,19 @@ def _defined_values(payload: Tensor, exponent: int) -> Tensor:
     return torch.ldexp(payload.double(), torch.full((), exponent, device=payload.device)).float()
 
 
-def mantissas_and_values(x: Tensor, cast: Cast, exponent: int) -> tuple[Mantissas, Tensor]:
-    """Return x as mantissas, and the values they stand for in fp32; what is not finite stays as it is."""
+def mantissas_and_values(x: Tensor, cast: Cast, exponent: int, in_place: bool = False) -> tuple[Mantissas, Tensor]:
+    """Return x as mantissas, and the values they stand for in fp32; what is not finite stays as it is.
+
+    `in_place`: nobody needs x any more, and the values may take its memory.
+    """
     x = readable(x)
     if not (x.is_cpu and uses_library()):
         payload, seen = _converted(x, cast, exponent, 0, False)
         result = _defined_values(payload, exponent)
         result = torch.where(x.isfinite(), result, x.float()) if seen.nonfinite else result
         return Mantissas(payload, exponent, seen), result
-    payload, result = x.new_empty(x.shape, dtype=torch.int16), x.new_empty(x.shape, dtype=torch.float32)
+    payload = x.new_empty(x.shape, dtype=torch.int16)
+    result = x if in_place and x.dtype is torch.float32 else x.new_empty(x.shape, dtype=torch.float32)
     return Mantissas(payload, exponent, cpu_int16.to_int16(x, cast, exponent, payload, result)), result
 
 

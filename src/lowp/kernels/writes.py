@@ -14,15 +14,17 @@ from lowp.scaling.powers import times
 __all__ = ["write", "write_", "write_words_"]
 
 
-def write(x: Tensor, cast: Cast, exponent: int | Tensor, crowded: bool = False) -> tuple[Tensor, Seen, Tensor | None]:
+def write(
+    x: Tensor, cast: Cast, exponent: int | Tensor, crowded: bool = False, in_place: bool = False
+) -> tuple[Tensor, Seen, Tensor | None]:
     """Return x as values of the format in fp32 under an exponent, what was seen, and the mantissas if there are some.
 
-    What is not finite stays as it is. An exponent that is a tensor on an accelerator is not waited for; there are no
-    mantissas then.
+    What is not finite stays as it is. `in_place`: the values may take the memory of x. An exponent that is a tensor on
+    an accelerator is not waited for; there are no mantissas then.
     """
     if isinstance(exponent, Tensor):
         return *_write_without_waiting(x, cast, exponent), None
-    (payload, _, seen), result = mantissas_and_values(x, cast, exponent)
+    (payload, _, seen), result = mantissas_and_values(x, cast, exponent, in_place)
     assert seen is not None
     if crowded:
         seen = seen._replace(crowded=int((payload.abs() > _limit(cast) // 2).sum()))

@@ -13,9 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import lowp
 from lowp.casts import parse
-from lowp.kernels import cpu, int16_linear, payloads
+from lowp.kernels import cpu, int16_linear, payloads, writes
+from lowp.kernels.dispatch import uses_library
 from lowp.ops.int16 import flexpoint, pooling
 from lowp.ops.int16 import saved as saved_room
+from lowp.ops.observing import observe
 
 FLEX = parse("flex16+5")
 
@@ -92,6 +94,42 @@ def test_backward_has_the_bits_that_it_has_from_what_torch_keeps(name: str, monk
     monkeypatch.setattr(flexpoint, "has_integer_kernels", lambda *tensors: False)
     for found, expected in zip(kept, outcome(OPS[name]), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(not uses_library(), reason="the C++ library alone writes in place")
+def test_results_that_nobody_else_reads_are_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bool] = []
+    write = writes.mantissas_and_values
+
+    def spied(x: Tensor, *how: Any) -> Any:
+        found = write(x, *how)
+        written.append(found[1].data_ptr() == x.data_ptr())
+        return found
+
+    monkeypatch.setattr(writes, "mantissas_and_values", spied)
+    kept = outcome(OPS["batch_norm"])
+    assert any(written)
+    monkeypatch.setattr(saved_room, "_is_alone", lambda x, others: False)
+    written.clear()
+    assert all(map(torch.equal, kept, outcome(OPS["batch_norm"]))) and not any(written)
+
+
+@pytest.mark.skipif(not uses_library(), reason="the C++ library alone writes in place")
+def test_memory_that_others_read_is_not_written() -> None:
+    x = flexed(4, 6)
+    part = torch.empty(48)[:24].view(4, 6)
+    assert saved_room._is_alone(x.clone(), [x, None])
+    assert not any(saved_room._is_alone(one, [x, None]) for one in (x, x.view(-1), x.detach(), x.t(), part))
+
+
+def test_an_observer_keeps_what_it_was_shown_before_the_cast() -> None:
+    shown: list[tuple[Tensor, Tensor]] = []
+    end = observe(lambda one: shown.append((one.tensor, one.tensor.clone())))
+    try:
+        outcome(OPS["batch_norm"], steps=1)
+    finally:
+        end()
+    assert len(shown) > 4 and all(torch.equal(x, before) for x, before in shown)
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -111,8 +111,13 @@ def read_by(x: Tensor, writer: SiteWriter, role: str, dtype: torch.dtype = torch
     return result
 
 
-def rounded_gradient(gradient: Tensor, writer: SiteWriter, role: str, unless_exact: bool) -> Tensor:
-    """Return a gradient written under a role; differentiable where a graph of the backward is asked for."""
+def rounded_gradient(
+    gradient: Tensor, writer: SiteWriter, role: str, unless_exact: bool, in_place: bool = False
+) -> Tensor:
+    """Return a gradient written under a role; differentiable where a graph of the backward is asked for.
+
+    `in_place`: nobody else reads the gradient, and without such a graph its memory may be written.
+    """
     if is_irregular(gradient):
         raise Misuse(
             f"a gradient is sparse ({gradient.layout}), and shared exponents need dense tensors: create the "
@@ -120,4 +125,4 @@ def rounded_gradient(gradient: Tensor, writer: SiteWriter, role: str, unless_exa
         )
     if torch.is_grad_enabled() and gradient.requires_grad:
         return rounded_by(gradient, writer, role, None, unless_exact)
-    return writer.write(gradient, role, unless_exact)
+    return writer.write(gradient, role, unless_exact, in_place)

@@ -23,6 +23,7 @@ from lowp.casts import Cast
 from lowp.compat import gradients_of
 from lowp.exponents import SiteWriter
 from lowp.kernels import payloads
+from lowp.kernels.cpu_int16 import is_direct
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.mantissas import values
 from lowp.ops.call import Call
@@ -283,7 +284,7 @@ class _Computed(torch.autograd.Function):
         ctx.plan = plan
         ctx.save_for_backward(*saved, *small)
         with shield():
-            return plan.out.write(result, OUTPUT_ROLE)
+            return plan.out.write(result, OUTPUT_ROLE, in_place=_is_alone(result, [*tensors, *small]))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -296,19 +297,36 @@ class _Computed(torch.autograd.Function):
             tensors = list(map(_again, saved[:count], saved[count].tolist(), edges))
             compute = plan.fused.again if graph else plan.fused.backward
             found = compute(gradient, saved[count + 1 :], tensors, wanted)
+            read = [gradient, *saved, *tensors]
             return (
                 None,
                 None,
                 *(
-                    _leaving(one, plan, index) if want and one is not None else None
+                    _leaving(one, plan, index, [*read, *found[:index], *found[index + 1 :]])
+                    if want and one is not None
+                    else None
                     for index, (one, want) in enumerate(zip(found, wanted, strict=True))
                 ),
             )
 
 
-def _leaving(gradient: Tensor, plan: _Plan, index: int) -> Tensor:
-    """Return a gradient in the shape of its tensor, which may have been broadcast, written as it leaves the op."""
+def _leaving(gradient: Tensor, plan: _Plan, index: int, others: Tensors) -> Tensor:
+    """Return a gradient in the shape of its tensor, which may have been broadcast, written as it leaves the op.
+
+    `others`: what else there is, with which it may share its memory.
+    """
     shape = plan.shapes[index]
     assert shape is not None
     gradient = gradient if gradient.shape == shape else gradient.sum_to_size(shape)
-    return rounded_gradient(gradient, plan.writer, plan.roles[index], unless_exact=True)
+    is_alone = not gradient.requires_grad and _is_alone(gradient, others)
+    return rounded_gradient(gradient, plan.writer, plan.roles[index], unless_exact=True, in_place=is_alone)
+
+
+def _is_alone(x: Tensor, others: Tensors) -> bool:
+    """Whether x, contiguous on a CPU, is all that its memory holds, of which no other of these tensors has a part."""
+    if x._base is not None or not is_direct(x):
+        return False
+    memory = x.untyped_storage()
+    if memory.nbytes() != x.numel() * x.element_size():
+        return False
+    return all(one is None or one.untyped_storage().data_ptr() != memory.data_ptr() for one in others)
