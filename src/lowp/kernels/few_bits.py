@@ -45,7 +45,7 @@ class Codes(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """k, filled up."""
+        """k, filled up to a multiple of the block."""
         return up(self.k, BLOCK)
 
 
@@ -66,7 +66,7 @@ def whole_levels(values: Sequence[float]) -> tuple[list[int], float] | None:
 
 
 def pack_codes(codes: Tensor, scales: Tensor, levels: Sequence[int], group: int) -> Codes:
-    """Codes (int64 [n, k]) for `levels`, with scales [n, groups] of every `group` of a row: 16, 32, 64; 0 is all."""
+    """Pack codes (int64 [n, k]) for `levels`, with scales [n, groups]; `group`: 16, 32 or 64 elements, 0 for a row."""
     n, k = on_cpu(codes, "the weight").shape
     if group not in (0, 16, 32, 64):
         raise InvalidInput(f"scales for groups of {group}: give 16, 32 or 64, or 0 for a scale a row")
@@ -86,7 +86,7 @@ def pack_codes(codes: Tensor, scales: Tensor, levels: Sequence[int], group: int)
 
 
 def _numbers_of(w: Codes) -> Tensor:
-    """The whole numbers in fp32 [n, depth]."""
+    """Return the whole numbers in fp32 [n, depth]."""
     shifts = torch.arange(0, 8, w.bits, dtype=torch.uint8, device="cpu").reshape(-1, 1)
     codes = w.memory.transpose(1, 2)[..., None, :] >> shifts & ((1 << w.bits) - 1)
     codes = codes.reshape(w.memory.shape[0] * PANEL, -1)[: w.n]
@@ -94,12 +94,12 @@ def _numbers_of(w: Codes) -> Tensor:
 
 
 def _scales_of(w: Codes) -> Tensor:
-    """The scales in fp32 [n, groups]."""
+    """Return the scales in fp32 [n, groups]."""
     return w.scales.transpose(1, 2).reshape(-1, w.scales.shape[1])[: w.n]
 
 
 def code_values(w: Codes) -> Tensor:
-    """The weights in fp32 [n, k]."""
+    """Return the weights in fp32 [n, k]."""
     scales = _scales_of(w)
     grouped = _numbers_of(w).reshape(w.n, scales.shape[1], -1) * scales[..., None]
     return grouped.reshape(w.n, -1)[:, : w.k]
@@ -188,7 +188,7 @@ def _of_bytes(x: Bytes, w: Codes) -> _Operand:
 
 
 def _of_floats(x: Tensor, w: Codes, level: int | None) -> _Operand | None:
-    """fp32 rows as whole numbers under a power of two a group; None where a number is infinite or NaN."""
+    """Return fp32 rows as whole numbers under one power of two per group; None if a number is infinite or NaN."""
     if not w.group:
         raise InvalidInput("fp32 activations do not fit weights with a scale a row: give bytes")
     rows, groups = x.shape[0], w.depth // w.group
@@ -217,7 +217,7 @@ def _of_floats(x: Tensor, w: Codes, level: int | None) -> _Operand | None:
 
 
 def _defined(x: _Operand, w: Codes, bias: Tensor | None) -> Tensor:
-    """The sums of the groups in fp64, which holds them exactly, added up one after the other in fp32."""
+    """Return the sums of the groups in fp64, which holds them exactly, added one after the other in fp32."""
     scales = _scales_of(w)
     numbers, groups = x.digits[:, 0], scales.shape[1]
     weights = _numbers_of(w).double().reshape(w.n, groups, -1)

@@ -1,8 +1,8 @@
-"""Floating-point numbers taken apart and put together by their bits, in torch operations.
+"""Floating-point numbers split into bits and assembled from bits, in torch operations.
 
 Ordinary arithmetic on subnormal numbers follows the processor's flush-to-zero mode; reading and writing bits does not.
-Conversions between the dtypes here are exact in every mode, and keep the sign of zeros and NaNs. A NaN that is written
-is the canonical quiet one: sign | 0x7fc00000 in fp32, and likewise in the other dtypes.
+Conversions between the dtypes here are exact in every mode, and keep the sign of zeros and NaNs. A NaN is written as
+the canonical quiet one: sign | 0x7fc00000 in fp32, and likewise in the other dtypes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowp.errors import Unavailable
 
 
 class Carrier(NamedTuple):
-    """How a dtype lays out its numbers, in the words of `FloatFormat`."""
+    """The layout of a dtype's numbers, in the terms of `FloatFormat`."""
 
     integer: torch.dtype
     mantissa_bits: int
@@ -152,7 +152,7 @@ def largest_finite(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def maximum(folded: Tensor) -> Tensor:
-    """Return the maximum along the last dimension, 0 where there is nothing."""
+    """Return the maximum along the last dimension, 0 for an empty one."""
     return folded.amax(-1) if folded.shape[-1] else folded.sum(-1, dtype=folded.dtype)
 
 
@@ -173,7 +173,7 @@ def from_integer_parts(significand: Tensor, exponent: Tensor, dtype: torch.dtype
 
 
 def need_fp64(x: Tensor, what: str) -> None:
-    """Raise Unavailable if x lies on a device without fp64, which `what` computes in."""
+    """Raise Unavailable if x is on a device without fp64, in which `what` computes."""
     if not has_fp64(x.device.type):
         raise Unavailable(
             f"{what} needs fp64 for its exact sums, which {x.device} does not compute in: train on the CPU or on CUDA, "
@@ -182,5 +182,5 @@ def need_fp64(x: Tensor, what: str) -> None:
 
 
 def home(device: torch.device) -> torch.device:
-    """Return where numbers of a device are computed in fp64: there, or on the CPU where it has none."""
+    """Return the device on which to compute in fp64: the given one, or the CPU if it has no fp64."""
     return device if has_fp64(device.type) else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Products of fp8 numbers under a scale of the whole tensor, by torch's own: for chips that multiply fp8 (sm_89 on)."""
+"""Products of fp8 numbers under one scale per tensor, by torch's own product: for chips with fp8 (from sm_89)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MULTIPLE = 16  # torch's product takes rows and columns of so many bytes
 
 
 class Fp8Matrix(NamedTuple):
-    """A matrix of fp8 numbers, and the fp32 scale of them all: value = number * scale."""
+    """A matrix of fp8 numbers and their common fp32 scale: value = number * scale."""
 
     numbers: Tensor
     scale: Tensor
@@ -45,12 +45,12 @@ def is_eight_bits(to: Cast | None) -> bool:
 
 
 def multiplies_fp8(x: Tensor) -> bool:
-    """Whether the device that x lies on multiplies fp8 numbers, and no other way is asked for."""
+    """Whether the device of x multiplies fp8 numbers, and no other implementation is forced."""
     return x.is_cuda and forced() is None and capability(x.device) >= _FIRST_CAPABILITY
 
 
 def encoded(x: Tensor, to: Cast) -> Fp8Matrix:
-    """Return x under a cast; what is infinite or NaN is NaN."""
+    """Return x under a cast; infinities and NaN become NaN."""
     kept = encode_scaled(implementation(x.device, "encode"), x.detach(), to, None, 0, False)
     dtype = next(dtype for name, dtype in _DTYPES.items() if to.element == FORMATS[name])
     codes = torch.where(x.isfinite(), kept.payload, _NAN[dtype])

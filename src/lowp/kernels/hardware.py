@@ -58,7 +58,7 @@ def _decided(instructions: list[str], capability: str, environment: Mapping[str,
 
 
 def is_on_host(x: torch.Tensor) -> bool:
-    """Whether a number of a tensor is read without waiting for a device."""
+    """Whether a tensor's values can be read without waiting for a device."""
     return x.is_cpu
 
 

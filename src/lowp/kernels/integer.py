@@ -60,12 +60,13 @@ _WAYS = {"reference": "reference", "bitwise": "reference", "triton": "triton"}
 
 
 class Exact(NamedTuple):
-    """What an exact product wrote, and what was seen while it was written.
+    """The result of an exact product, and observations made while it was written.
 
     `saturated` counts the elements that did not fit int16 and `largest_mantissa` is max |mantissa| after saturation
     (32768 for -32768), the maximum that Autoflex takes; both are 0 unless the result is int16. `largest_sum` is the
-    largest |integer sum|, before exponent, rounding and saturation: what a format that chooses its exponent by the true
-    maximum needs. All are 0 for an empty result.
+    largest
+    |integer sum|, before exponent, rounding and saturation: what a format that chooses its exponent by the true maximum
+    needs. All are 0 for an empty result.
     """
 
     values: Tensor
@@ -75,7 +76,7 @@ class Exact(NamedTuple):
 
 
 class Chained(NamedTuple):
-    """What a chained product wrote, fp32, and the largest absolute value in it (0 where it is empty)."""
+    """The fp32 result of a chained product, and the largest absolute value in it (0 if it is empty)."""
 
     values: Tensor
     largest: float
@@ -221,9 +222,9 @@ def _output(
 
 
 def chosen_kernel(like: Tensor, kernel: str | None = None) -> str:
-    """Return the kernel that multiplies where a tensor lies, or the one that is asked for; '': the library's best.
+    """Return the kernel for a tensor's device, or the requested one; '' is the library's best.
 
-    Raises InvalidInput for an unknown name, Unavailable for what is not there.
+    Raises InvalidInput for an unknown name, Unavailable for a kernel that is not present.
     """
     way = forced()
     if way is None and not kernel and like.is_cpu:
@@ -239,7 +240,7 @@ def chosen_kernel(like: Tensor, kernel: str | None = None) -> str:
 
 
 def _on_device(device: torch.device) -> str:
-    """Return the kernel for a device that is no CPU, by its compute capability."""
+    """Return the kernel for a device other than a CPU, by its compute capability."""
     return "triton" if triton.is_installed() and capability(device) >= _FIRST_CAPABILITY else "reference"
 
 

@@ -1,7 +1,7 @@
-"""The integer products in plain torch: the definition of their bits, and what runs where the C++ library is missing.
+"""The integer products in plain torch: the definition of their bits, used if the C++ library is missing.
 
-Sums are exact because every partial sum is an integer below 2^53 in fp64, in whatever order torch adds. A convolution
-is turned into the matrix product whose depth order `lowp.kernels.integer` defines.
+Sums are exact because every partial sum is an integer below 2^53 in fp64, in any order of additions. A convolution is
+converted to the matrix product whose depth order `lowp.kernels.integer` defines.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ConvolutionShape:
     ) -> ConvolutionShape:
         """Return the shape for an input [n, c, *size] and a weight [o, c / groups, *kernel], like torch's own.
 
-        Raises InvalidInput where they do not fit each other or the result would have a negative size.
+        Raises InvalidInput if they do not fit each other or the result would have a negative size.
         """
         dims = len(input) - 2
         if not 1 <= dims <= 3 or len(weight) != len(input):

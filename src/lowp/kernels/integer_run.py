@@ -42,7 +42,7 @@ class Bias(NamedTuple):
 
 
 class NotFinite(InvalidInput):
-    """A bias is infinite or NaN, for which no integer stands."""
+    """A bias is infinite or NaN, which no integer can represent."""
 
 
 class Output(NamedTuple):
@@ -79,13 +79,13 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 def is_observed() -> bool:
-    """Whether anyone observes the products of this process."""
+    """Whether there are observers of the products of this process."""
     return bool(_observers)
 
 
 @contextmanager
 def told(operations: int) -> Iterator[None]:
-    """Tell the observers of a product of so many operations, as it runs."""
+    """Report a product of so many operations to the observers while it runs."""
     with ExitStack() as stack:
         for observer in _observers:
             stack.enter_context(observer(operations))

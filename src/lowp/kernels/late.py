@@ -1,4 +1,4 @@
-"""Numbers of a device on the host, when their copy has arrived: nobody waits for it."""
+"""Numbers of a device on the host, available once their copy has arrived; nothing waits for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["LateNumber"]
 
 
 def _is_capturing(event: torch.Event) -> bool:
-    """Whether a graph is captured on the event's device, in which no event may be asked."""
+    """Whether a graph is captured on the event's device, during which no event may be queried."""
     return event.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -23,7 +23,7 @@ class LateNumber:
         self._arrived: torch.Event | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has nothing under way."""
+        """Return the state; a copy has no transfer in progress."""
         return {"_copy": None, "_arrived": None}
 
     def send(self, value: Tensor) -> None:
@@ -48,5 +48,5 @@ class LateNumber:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether something was sent that cannot be read yet."""
+        """Whether a number was sent that cannot be read yet."""
         return self._copy is not None and self.read() is None
