@@ -1,31 +1,85 @@
-"""Tables of shared exponents in a checkpoint: checks that the saved tables are complete, and copies them."""
+"""Tables of shared exponents in a checkpoint: what is saved of them, and how they are read and checked."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowp import casts
+from lowp.casts import Cast
 from lowp.errors import InvalidInput
-from lowp.exponents.table import ExponentTable
+from lowp.exponents.table import COUNTS, ExponentTable
 
-__all__ = ["check_whole", "copied"]
+__all__ = ["state_of", "tables_of"]
+
+_VERSION = 2
 
 
-def copied(saved: Tensor, device: torch.device | str) -> Tensor:
+def state_of(tables: Mapping[Cast, ExponentTable]) -> dict[str, Any]:
+    """Return the tables as plain values and tensors."""
+    groups = [
+        {
+            "cast": str(cast),
+            "sites": list(table.names),
+            "state": {name: value.clone() for name, value in table.state._asdict().items()},
+            "counts": {name: value.clone() for name, value in table.counts.items()},
+            "before": table.before.clone(),
+        }
+        for cast, table in tables.items()
+    ]
+    return {"version": _VERSION, "groups": groups}
+
+
+def tables_of(state: Mapping[str, Any], new: Callable[[Cast], ExponentTable]) -> dict[Cast, ExponentTable]:
+    """Return the tables of `state_of`, each in a table that `new` has made for its cast, on the device of that table.
+
+    Raises InvalidInput for any other state.
+    """
+    if not isinstance(state, Mapping) or not isinstance(state.get("groups", []), list):
+        raise InvalidInput(
+            f"the state of shared exponents must be a dictionary with groups, not {type(state).__name__}"
+        )
+    if state.get("version") != _VERSION:
+        raise InvalidInput(
+            f"shared exponents of version {state.get('version')!r} cannot be read: this lowp reads {_VERSION}"
+        )
+    tables = {}
+    for saved in state["groups"]:
+        if not isinstance(saved, Mapping) or not isinstance(saved.get("cast"), str):
+            raise InvalidInput("the shared exponents in this checkpoint are incomplete: a group without its cast")
+        cast = casts.parse(saved["cast"])
+        table = new(cast)
+        _check_whole(table, saved)
+        _fill(table, saved)
+        tables[cast] = table
+    return tables
+
+
+def _fill(table: ExponentTable, saved: Mapping[str, Any]) -> None:
+    """Give a new table the entries of a saved one."""
+    device = table.before.device
+    table.names = {name: index for index, name in enumerate(saved["sites"])}
+    table.state = type(table.state)(*(_copied(saved["state"][name], device) for name in table.state._fields))
+    table.counts = {name: _copied(saved["counts"][name], device) for name in COUNTS}
+    table.before = _copied(saved["before"], device)
+    table.exponents, table.started = table.state.exponent.tolist(), table.state.started.tolist()
+
+
+def _copied(saved: Tensor, device: torch.device) -> Tensor:
     """Return a contiguous copy on a device."""
     return saved.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
-def check_whole(group: ExponentTable, saved: Mapping[str, Any]) -> None:
+def _check_whole(table: ExponentTable, saved: Mapping[str, Any]) -> None:
     """Raise InvalidInput unless the saved entries have names, and tensors of this table's sizes and types."""
     names = saved.get("sites")
     parts: list[tuple[object, Mapping[str, Tensor]]] = [
-        (saved.get("state"), group.state._asdict()),
-        (saved.get("counts"), group.counts),
-        ({"": saved.get("before")}, {"": group.before}),
+        (saved.get("state"), table.state._asdict()),
+        (saved.get("counts"), table.counts),
+        ({"": saved.get("before")}, {"": table.before}),
     ]
     if (
         not isinstance(names, list)
@@ -33,7 +87,7 @@ def check_whole(group: ExponentTable, saved: Mapping[str, Any]) -> None:
         or len(set(names)) != len(names)
         or not all(_are_alike(found, own, len(names)) for found, own in parts)
     ):
-        raise InvalidInput(f"the shared exponents of {group.cast} in this checkpoint are incomplete")
+        raise InvalidInput(f"the shared exponents of {table.cast} in this checkpoint are incomplete")
 
 
 def _are_alike(found: object, own: Mapping[str, Tensor], length: int) -> bool:

@@ -19,22 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowp import casts, distributed
+from lowp import distributed
 from lowp.callbacks import listed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
+from lowp.exponents import saved
 from lowp.exponents.device_table import Condition, DeviceTable, both
 from lowp.exponents.ranks import AgreedSites
-from lowp.exponents.saved import check_whole, copied
-from lowp.exponents.sites import (
-    Passes,
-    Spots,
-    features_axis,
-    is_of_optimizer,
-    is_result,
-)
+from lowp.exponents.sites import Passes, Spots, features_axis, is_of_optimizer, is_result
 from lowp.exponents.summary import Summary, summarised
-from lowp.exponents.table import COUNTS, ExponentTable, Flush, SumEntry
+from lowp.exponents.table import ExponentTable, Flush, SumEntry
 from lowp.kernels import low_words, payloads
 from lowp.kernels.cpu_int16 import is_direct
 from lowp.kernels.dispatch import has_integer_kernels
@@ -43,8 +37,6 @@ from lowp.kernels.mantissas import Mantissas, exact_mantissas
 from lowp.scaling.powers import times
 
 __all__ = ["SharedExponents"]
-
-_VERSION = 2
 
 
 class SharedExponents:
@@ -417,43 +409,11 @@ class SharedExponents:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain values and tensors. Call it between steps: it flushes nothing."""
-        groups = [
-            {
-                "cast": str(cast),
-                "sites": list(group.names),
-                "state": {name: value.clone() for name, value in group.state._asdict().items()},
-                "counts": {name: value.clone() for name, value in group.counts.items()},
-                "before": group.before.clone(),
-            }
-            for cast, group in self._groups.items()
-        ]
-        return {"version": _VERSION, "groups": groups}
+        return saved.state_of(self._groups)
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
         """Continue from `state_dict`. Raises InvalidInput, with nothing changed, for any other state."""
-        if not isinstance(state, Mapping) or not isinstance(state.get("groups", []), list):
-            raise InvalidInput(
-                f"the state of shared exponents must be a dictionary with groups, not {type(state).__name__}"
-            )
-        if state.get("version") != _VERSION:
-            raise InvalidInput(
-                f"shared exponents of version {state.get('version')!r} cannot be read: this lowp reads {_VERSION}"
-            )
-        groups = {}
-        for saved in state["groups"]:
-            if not isinstance(saved, Mapping) or not isinstance(saved.get("cast"), str):
-                raise InvalidInput("the shared exponents in this checkpoint are incomplete: a group without its cast")
-            cast = casts.parse(saved["cast"])
-            group = _table(cast, torch.device(device))
-            check_whole(group, saved)
-            names, values = saved["sites"], saved["state"]
-            fields = type(group.state)._fields
-            group.names = {name: index for index, name in enumerate(names)}
-            group.state = type(group.state)(*(copied(values[name], device) for name in fields))
-            group.counts = {name: copied(saved["counts"][name], device) for name in COUNTS}
-            group.before = copied(saved["before"], device)
-            group.exponents, group.started = group.state.exponent.tolist(), group.state.started.tolist()
-            groups[cast] = group
+        groups = saved.tables_of(state, lambda cast: _table(cast, torch.device(device)))
         self._groups, self._faults, self._agreed = groups, [], AgreedSites(groups)
 
 
