@@ -19,6 +19,9 @@ import forked
 import pytest
 import torch
 
+from lowp import casts, formats, presets
+from lowp.launch.backward import largest_grad_scale
+
 SCRIPTS = Path(__file__).parent / "scripts"
 EAGER = ("cnn", "gan", "transformer", "reinforce", "vae", "siamese")
 WITH_CHILDREN = ("ddp.py", "compiled.py")
@@ -148,6 +151,33 @@ def test_torch_func_within_a_step_that_has_not_ended(
     ran = run_in(precision, "per_sample.py", tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert numbers(ran.stdout) == pytest.approx(numbers(plain("per_sample.py")), rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "e4m3fn", "e2m1"])
+def test_gradients_near_1_fit_the_format_in_autograd_grad_and_torch_func(
+    precision: str, plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    ran = run_in(precision, "seeds.py", tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == plain("seeds.py")
+
+
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_the_scale_of_autograd_grad_leaves_room_in_every_format_of_gradients(name: str) -> None:
+    scale = largest_grad_scale(presets.parse(name).policy)
+    cast = casts.parse(name)
+    if not isinstance(cast.format, formats.FloatFormat):
+        assert scale == 1024
+    else:
+        fits = [power for power in range(11) if 2.0**power * 64 / 2 <= cast.format.maximum]
+        assert scale == 2.0 ** max(fits, default=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [("fp16", 1024), ("e4m3fn", 8), ("e4m3fnuz", 4), ("e3m4", 1), ("fp8", 1024)]
+)
+def test_the_scale_of_autograd_grad_follows_the_maximum_of_the_format(name: str, scale: float) -> None:
+    assert largest_grad_scale(presets.parse(name).policy) == scale
 
 
 @pytest.mark.parametrize("precision", ["fp16", "flex16+5"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, cast
@@ -11,19 +12,35 @@ from torch import Tensor, nn
 
 from lowp.compat import private
 from lowp.errors import Misuse
+from lowp.formats import FloatFormat
 from lowp.grad_scaler.first_scale import first_scale
 from lowp.launch.gradients import Gradients, leaves_of
 from lowp.launch.session import Session
+from lowp.policy import Policy
 
-__all__ = ["install"]
+__all__ = ["install", "largest_grad_scale"]
 
 _tracing = cast(Callable[[], object], private("torch._guards.TracingContext.try_get"))
 _task = cast(Callable[[], int], private("torch._C._current_graph_task_id"))
 _NO_TASK = -1  # outside of any backward pass, also on the threads that run the passes of a device
-# torch.autograd.grad returns its result to the script, and no step is skipped on overflow. This scale leaves fp16 six
-# bits above a seed of 1 and ten below.
-_GRAD_SCALE = 1024.0
+# torch.autograd.grad returns its result to the script, and no step is skipped on overflow: its scale leaves room for
+# gradients of 2**6. fp16 keeps six bits above a seed of 1 and ten below with the largest of these scales.
+_GRAD_ROOM = 6
+_LARGEST_GRAD_SCALE = 1024.0
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+
+def largest_grad_scale(policy: Policy) -> float:
+    """Return the largest scale of torch.autograd.grad under a policy: a power of two from 1 to 1024.
+
+    Times 2**6 it is at most the power of two above the maximum of each format of gradients that has no shared scale:
+    1024 for fp16, 8 for e4m3fn (maximum 448), and 1 where the format has no room for more, as e3m4 and e2m1.
+    """
+    casts = [rule.grad for rule in policy.rules if rule.grad is not None]
+    maxima = [cast.format.maximum for cast in casts if isinstance(cast.format, FloatFormat)]
+    # frexp: maximum < 2**exponent
+    scales = (math.ldexp(1.0, math.frexp(maximum)[1] - _GRAD_ROOM) for maximum in maxima)
+    return max(1.0, min(_LARGEST_GRAD_SCALE, *scales)) if maxima else _LARGEST_GRAD_SCALE
 
 
 def _tensors(given: Any) -> tuple[Any, ...]:
@@ -36,6 +53,7 @@ class _Backward:
     def __init__(self, session: Session, gradients: Gradients) -> None:
         self.session, self.gradients = session, gradients
         self._looks = session.preset.loss_scale.search
+        self.largest_grad_scale = largest_grad_scale(session.preset.policy)
 
     def _look_for_scale(self, outputs: tuple[Tensor, ...]) -> None:
         """Set a dynamic scale's initial value to one at which the first gradients fit, found by trial on this loss."""
@@ -167,7 +185,7 @@ def _scaled_grad(
     inputs, given, args, kwargs = rest
     gradients = scaled.gradients
     with scaled.session.turn:
-        scaled.begin(outputs, most=_GRAD_SCALE)
+        scaled.begin(outputs, most=scaled.largest_grad_scale)
         try:
             found = original(outputs, inputs, scaled.seeds(outputs, given), *args, **kwargs)
             of = _tensors(inputs)
