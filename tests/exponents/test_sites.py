@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -114,6 +115,41 @@ def test_models_keep_apart_when_one_made_before_them_is_gone() -> None:
     assert [passes.root(one) for one in (first, second, third)] == ["", "model 2: ", "model 3: "]
     del second
     assert passes.root(nn.Linear(1, 1)) == "model 2: " and passes.root(third) == "model 3: "
+
+
+def test_no_other_model_gets_the_sites_of_a_trained_one_that_is_gone() -> None:
+    passes = Passes()
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    passes.keep_sites_of(first)
+    assert [passes.root(one) for one in (first, second)] == ["", "model 2: "]
+    passes.keep_sites_of(second)  # after its first run, as under lowp run
+    passes = pickle.loads(pickle.dumps(passes))
+    del first, second
+    found = []
+    for _ in range(2):  # not trained
+        module = nn.Softmax(dim=1)
+        found.append(passes.root(module))
+        del module
+    assert found == ["model 3: ", "model 3: "]
+
+
+def test_a_second_model_does_not_begin_with_the_exponents_of_one_that_is_gone() -> None:
+    torch.manual_seed(0)
+    precision, _, _, exponents = flex(nn.Linear(3, 1))
+    results = []
+    for size in (1.0, 100.0):
+        model = nn.Linear(3, 1)
+        model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9))
+        x = size * torch.ones(2, 3)
+        with precision.autocast():
+            found = model(x)
+        results.append((found.detach(), F.linear(x, model.weight.detach(), model.bias.detach())))
+        precision.backward(found.mean())
+        precision.step(optimizer)
+        del model, optimizer, found
+    assert {"output of linear", "output of model 2: linear"} <= set(sites(exponents))
+    for found, expected in results:
+        assert torch.allclose(found, expected, rtol=2e-3)
 
 
 class Twice(nn.Module):

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowp import distributed
 from lowp.callbacks import listed
@@ -294,6 +294,10 @@ class SharedExponents:
     def spots(self) -> Spots:
         """Return the spots of a new entry of a region."""
         return Spots(self._passes)
+
+    def keep_sites_of(self, model: nn.Module) -> None:
+        """Give the sites of a model and of its parts to no other model, also after it is gone."""
+        self._passes.keep_sites_of(model)
 
     # -- steps ----------------------------------------------------------------------------------------------------
     def flush(self) -> None:

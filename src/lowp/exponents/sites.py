@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,8 @@ class Passes:
         self.step = 0
         self._begun: dict[str, int] = {}
         self._roots: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._trained: WeakSet[nn.Module] = WeakSet()
+        self._kept: set[int] = set()  # the numbers of trained models, also of those that are gone
         _all_passes.add(self)
         _watch_optimizers()
 
@@ -73,21 +75,35 @@ class Passes:
         return number
 
     def root(self, module: nn.Module | None) -> str:
-        """Return the prefix of the sites of a model, which keeps the models of a step apart: '' for the first model."""
+        """Return the prefix of the sites of a model, which keeps models apart: '' for the first model.
+
+        A module that is not trained, such as a softmax made in every step, leaves its number to the next when it is
+        gone; no other model gets the number of a trained one.
+        """
         if module is None:
             return ""
         number = self._roots.get(module)
         if number is None:
-            taken = set(self._roots.values())
+            taken = {*self._roots.values(), *self._kept}
             number = self._roots[module] = next(one for one in count() if one not in taken)
+            if module in self._trained:
+                self._kept.add(number)
         return f"model {number + 1}: " if number else ""
+
+    def keep_sites_of(self, model: nn.Module) -> None:
+        """Keep the sites of a model and of its parts for these modules alone, also after they are gone."""
+        for module in model.modules():
+            self._trained.add(module)
+            if module in self._roots:
+                self._kept.add(self._roots[module])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state; a copy refers to the copies of its models."""
-        return {**self.__dict__, "_roots": list(self._roots.items())}
+        return {**self.__dict__, "_roots": list(self._roots.items()), "_trained": list(self._trained)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "_roots": WeakKeyDictionary(dict(state["_roots"]))})
+        roots, trained = WeakKeyDictionary(dict(state["_roots"])), WeakSet(state.get("_trained", ()))
+        self.__dict__.update({"_kept": set(), **state, "_roots": roots, "_trained": trained})
         _all_passes.add(self)
         _watch_optimizers()
 
