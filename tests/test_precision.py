@@ -226,6 +226,26 @@ def test_misuse_is_named() -> None:
         lowp.Precision("fp16").load_state_dict(lowp.Precision("bf16").state_dict())
 
 
+@pytest.mark.parametrize("loss", [1.0, None, [torch.ones(())]])
+@pytest.mark.parametrize("name", ["fp32", "fp16"])
+def test_a_loss_that_is_not_a_tensor_is_refused(name: str, loss: Any) -> None:
+    with pytest.raises(InvalidInput, match=rf"not {type(loss).__name__}: .* not loss\.item\(\)"):
+        lowp.Precision(name).backward(loss)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float32, "fp32"), (torch.float8_e4m3fn, "e4m3fn")],
+)
+def test_a_floating_dtype_of_torch_is_the_precision_of_its_name(dtype: torch.dtype, name: str) -> None:
+    assert lowp.Precision(dtype).preset == lowp.Precision(name).preset
+
+
+def test_another_dtype_of_torch_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"unknown precision 'torch\.int8'"):
+        lowp.Precision(torch.int8)
+
+
 def test_a_low_precision_accumulator_can_be_asked_for() -> None:
     precision = lowp.Precision("fp16", accumulate="fp16/16")
     assert str(precision.policy.rules[0].accumulate) == "fp16/16"

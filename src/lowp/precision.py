@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp import distributed, precision_state, presets, region
-from lowp.errors import Misuse
+from lowp.errors import InvalidInput, Misuse
 from lowp.exponents import SharedExponents
 from lowp.grad_scaler import GradScaler, NonFinite
 from lowp.grad_scaler.first_scale import first_scale
@@ -47,14 +47,15 @@ class Precision:
         precision.step(optimizer)
 
     `precision` is a preset (``fp16``, ``bf16-storage``, ``fp8`` …), any format for contraction operands and their
-    gradients (``e5m7``), a `Policy`, a `Preset`, or the path of a policy file. `loss_scale` (``none``, a number,
-    ``dynamic``), `masters` (``fp32``, ``split``, ``stochastic``, ``none``) and `accumulate` (``fp16/16``) replace
-    those of the preset. `strict=True` raises if a rule is never used or a contraction is matched by no rule.
+    gradients (``e5m7``), a floating dtype of torch (``torch.float16`` is ``fp16``), a `Policy`, a `Preset`, or the path
+    of a policy file. `loss_scale` (``none``, a number, ``dynamic``), `masters` (``fp32``, ``split``, ``stochastic``,
+    ``none``) and `accumulate` (``fp16/16``) replace those of the preset. `strict=True` raises if a rule is never used
+    or a contraction is matched by no rule.
     """
 
     def __init__(
         self,
-        precision: str | Preset | Policy | Path = "fp32",
+        precision: str | Preset | Policy | Path | torch.dtype = "fp32",
         *,
         loss_scale: str | float | LossScale | None = None,
         masters: str | Masters | None = None,
@@ -62,7 +63,7 @@ class Precision:
         strict: bool = False,
         seed: int = 0,
     ) -> None:
-        preset = presets.parse(precision)
+        preset = presets.parse(_name(precision) if isinstance(precision, torch.dtype) else precision)
         if loss_scale is not None:
             preset = replace(preset, loss_scale=LossScale.parse(loss_scale))
         if masters is not None:
@@ -143,8 +144,14 @@ class Precision:
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Scale the loss and run backward; `options` go to `Tensor.backward` (retain_graph, inputs …).
 
-        Before the first step a dynamic loss scale without a number is searched with this loss.
+        Before the first step a dynamic loss scale without a number is searched with this loss. Raises InvalidInput if
+        the loss is not a tensor.
         """
+        if not isinstance(loss, Tensor):
+            raise InvalidInput(
+                f"backward takes the loss as a tensor that the model has computed, not {type(loss).__name__}: give the "
+                "loss itself, not loss.item()"
+            )
         if self._searches_scale and not torch.compiler.is_compiling():
             self._searches_scale = False
             scale = self.preset.loss_scale
@@ -350,6 +357,11 @@ class Precision:
         if scale.kind == "none":
             return GradScaler(device, enabled=False, patience=_PATIENCE)
         return GradScaler(device, loss_scale=scale)
+
+
+def _name(dtype: torch.dtype) -> str:
+    """Return the name under which a floating dtype of torch is a precision; any other dtype is unknown by its name."""
+    return str(dtype).removeprefix("torch.") if dtype.is_floating_point else str(dtype)
 
 
 def _accumulating(policy: Policy, accumulate: Accumulation) -> Policy:
