@@ -20,7 +20,7 @@ from lowp.casts import Cast, parse
 from lowp.formats import ScaledFormat
 from lowp.kernels.triton import steps
 from lowp.kernels.triton.device import casts, codes, counts, products, scaled, updates
-from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
+from lowp.kernels.triton.launch import BLOCK, CAST_ROUNDS, COUNTING_WARPS, ROUNDS, WIDE_BLOCK
 from lowp.kernels.triton.plans import DTYPES, INTEGER_NAMES, Codes, Numbers, exact, is_direct, layout, plan
 from lowp.kernels.triton.products import CHAINED_TILE, TILE
 from lowp.kernels.triton.scaled import Shared, planned, warps_of
@@ -188,10 +188,11 @@ def statistics(dtype: torch.dtype, cast: Cast | None = None) -> Configuration:
     types = {"x": pointer, "out": pointer, "seed": "*i64", "partial": "*i64", "count": "i32"}
     arguments = types | {"numbers": _typed(False, numbers or Numbers(*[0] * len(Numbers._fields)))}
     constants: dict[str, Any] = {"DTYPE": DTYPES[dtype], "FORM": None if form is None else exact(form)}
-    constants |= {"OTHERS": True, "TAIL": False, "ROUNDS": ROUNDS, "BLOCK": BLOCK}
+    rounds = ROUNDS if cast is None else CAST_ROUNDS
+    constants |= {"OTHERS": True, "TAIL": False, "ROUNDS": rounds, "BLOCK": BLOCK}
     name = f"{'statistics' if cast is None else f'quantize and count {cast}'} {DTYPES[dtype]}"
     size = dtype.itemsize if cast is None else 2 * dtype.itemsize
-    return Configuration(name, counts.statistics, arguments, constants, BLOCK * ROUNDS, size, COUNTING_WARPS)
+    return Configuration(name, counts.statistics, arguments, constants, BLOCK * rounds, size, COUNTING_WARPS)
 
 
 def shared(text: str, dtype: torch.dtype, written_as_codes: bool, row: int = 2048) -> Configuration:

@@ -10,7 +10,15 @@ from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.philox import Seed, drawn
 from lowp.kernels.triton.device import casts, codes, counts
-from lowp.kernels.triton.launch import BLOCK, COUNTING_WARPS, ROUNDS, WIDE_BLOCK, launch, programs_for
+from lowp.kernels.triton.launch import (
+    BLOCK,
+    CAST_ROUNDS,
+    COUNTING_WARPS,
+    ROUNDS,
+    WIDE_BLOCK,
+    launch,
+    programs_for,
+)
 from lowp.kernels.triton.plans import DTYPES, Form, Numbers, exact, is_direct, layout, plan
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -125,7 +133,7 @@ def _counted(
     x: Tensor, form: Form | None, out: Tensor, seed: int | Tensor, numbers: Numbers | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     count = x.numel()
-    rounds = 1 if x.is_cpu else ROUNDS
+    rounds = 1 if x.is_cpu else ROUNDS if form is None else CAST_ROUNDS
     programs = programs_for(x, count, BLOCK * rounds)
     partial = torch.zeros(programs, 264, dtype=torch.int64, device=x.device)
     if count:

@@ -22,6 +22,7 @@ Kernel = Any  # what triton.jit makes: triton has no types
 BLOCK = 2048  # elements of a program
 WIDE_BLOCK = 512  # the same, of 64-bit arithmetic
 ROUNDS = 4  # blocks that a program counts before it writes what it found
+CAST_ROUNDS = 3  # the same of a program that also casts: four need a register more than sm_100 gives
 COUNTING_WARPS = 8  # of such a program: what it has found so far is in registers
 INTERPRETED_BLOCK = 1 << 17  # the interpreter's time goes by operations: few and long ones
 
