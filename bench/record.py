@@ -1,11 +1,12 @@
 """Record the figures of README and docs on this machine, and write the pages' tables from them.
 
-    python bench/record.py [--only step,flex-avx2] [--list]
+    python bench/record.py [--only step,flex-avx2] [--beside zen4] [--list]
 
-Half an hour on two cores that do nothing else. Every bench writes `bench/results/NAME.json` when it is done, with the
+Ten minutes on two cores that do nothing else. Every bench writes `bench/results/NAME.json` when it is done, with the
 machine in words; NAME-avx2 is the same with all libraries held to AVX2, NAME-1 with one thread. What was not recorded
-anew stays as it was. On a busy machine set OMP_WAIT_POLICY=PASSIVE: a thread that waits then gives its core away.
-`bench/exactness.py`, `bench/debuggers.py`, `bench/gpu_static.py` and `lowp bench` have pages of their own.
+anew stays as it was. `--beside zen4` keeps the results of another processor and writes NAME-zen4.json beside them. On a
+busy machine set OMP_WAIT_POLICY=PASSIVE: a thread that waits then gives its core away. `bench/exactness.py`,
+`bench/debuggers.py`, `bench/gpu_static.py` and `lowp bench` have pages of their own.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ def main() -> int:
     """Run the benches asked for; the exit status is the number of those that failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(RUNS), help="names of results, with commas between (default: all)")
+    parser.add_argument(
+        "--beside",
+        metavar="MACHINE",
+        help="write NAME-MACHINE.json beside the results of another processor, for example --beside zen4",
+    )
     parser.add_argument("--list", action="store_true", help="print each command instead of running it")
     given = parser.parse_args()
     names = given.only.split(",")
@@ -49,6 +55,7 @@ def main() -> int:
     failed = 0
     for name in names:
         script, *options = RUNS[name]
+        name = f"{name}-{given.beside}" if given.beside else name
         command = [sys.executable, str(BENCH / script), *options, "--json", str(BENCH / "results" / f"{name}.json")]
         print(" ".join(command), flush=True)
         if given.list:

@@ -70,14 +70,14 @@ def threads() -> Rows:
     return rows
 
 
-def integer_steps() -> Rows:
-    """A step of a wide MLP in integers, all that the processor has beside AVX2."""
-    kinds = [result(name)["rows"] for name in ("flex", "flex-avx2")]
+def integer_steps(*names: str) -> Rows:
+    """A step of a wide MLP in integers, with the instruction sets of these results beside each other."""
+    kinds = [result(name)["rows"] for name in names]
 
     def cells(row: dict[str, Any]) -> list[str]:
         return [told(1e3 * row["seconds"], 0), told(row["of_fp32"], 2)]
 
-    return [[name, *cells(kinds[0][name]), *cells(kinds[1][name])] for name in kinds[0]]
+    return [[name, *(cell for kind in kinds for cell in cells(kind[name]))] for name in kinds[0]]
 
 
 PRODUCTS = ("chained, 14 bits", "chained, 16 bits", "exact, 16 bits", "exact, full range")
@@ -102,10 +102,10 @@ def memory() -> Rows:
     ]
 
 
-def calls() -> Rows:
+def calls(name: str) -> Rows:
     """The fixed cost of an operation in each region, in microseconds."""
     ops = ("linear", "linear and its backward", "relu")
-    measured = result("call")["microseconds"]
+    measured = result(name)["microseconds"]
     return [[region, *(told(row[op], 1) for op in ops)] for region, row in measured.items() if "linear" in row]
 
 
@@ -162,12 +162,15 @@ TABLES = (
     Table("README.md", "step | AVX2", overview),
     Table("docs/performance.md", "network, AVX2 | format", lambda: steps("step-avx2")),
     Table("docs/performance.md", "network, AVX-512 | format", lambda: steps("step")),
-    Table("docs/performance.md", "precision | ms a step", integer_steps),
+    Table("docs/performance.md", "network, Zen 4 | format", lambda: steps("step-zen4")),
+    Table("docs/performance.md", "precision | ms a step", lambda: integer_steps("flex", "flex-avx2")),
+    Table("docs/performance.md", "precision, Zen 4 | ms a step", lambda: integer_steps("flex-zen4", "flex-avx2-zen4")),
     Table("docs/performance.md", "n, threads (AVX2)", lambda: products("gemm-avx2")),
     Table("docs/performance.md", "n, threads (AVX-512)", lambda: products("gemm")),
     Table("docs/performance.md", "processor | network", threads),
     Table("docs/performance.md", "network, MiB | way", memory),
-    Table("docs/performance.md", "region | linear, no gradient", calls),
+    Table("docs/performance.md", "region | linear, no gradient", lambda: calls("call")),
+    Table("docs/performance.md", "region, Zen 4 | linear, no gradient", lambda: calls("call-zen4")),
     Table("docs/performance.md", "what | share", casts),
     Table("docs/serving.md", "instructions | n", lambda: [row for alone, row in served() if not alone]),
     Table("docs/serving.md", "instructions | int8", lambda: [row for alone, row in served() if alone]),
