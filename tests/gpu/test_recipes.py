@@ -82,3 +82,13 @@ def test_a_forward_pass_has_torch_autocasts_dtypes_and_no_more_launches(name: st
         assert all(mine.itemsize <= other.itemsize for mine, other in pairs) and own != work
     elif name not in WIDE:
         assert own == work
+
+
+@pytest.mark.parametrize("name", ["rossmann", "gpt", "resnet-20"])  # Adam, AdamW, SGD
+def test_adam_is_torchs_fused_one_on_cuda_and_its_default_elsewhere(name: str) -> None:
+    recipe, empty = get(name), _model(name)
+    elsewhere = recipe.make_optimizer(empty, 0.1)
+    with fake_cuda():
+        on_device = recipe.make_optimizer(on_cuda(empty), 0.1)
+    assert elsewhere.defaults["fused"] is None
+    assert on_device.defaults["fused"] is (True if isinstance(on_device, torch.optim.Adam) else None)

@@ -159,8 +159,8 @@ class Recipe:
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
 def adam(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Adam with torch's defaults."""
-    return torch.optim.Adam(model.parameters(), lr=learning_rate)
+    """Adam with torch's defaults; on CUDA torch's fused one."""
+    return torch.optim.Adam(model.parameters(), lr=learning_rate, fused=_is_fused(model))
 
 
 def adamw_where(
@@ -171,13 +171,16 @@ def adamw_where(
     weight_decay: float,
     betas: tuple[float, float] = (0.9, 0.999),
 ) -> torch.optim.Optimizer:
-    """AdamW with weight decay for the parameters of which `decays(name, parameter)` holds, and none for the others."""
+    """AdamW with weight decay for the parameters of which `decays(name, parameter)` holds, and none for the others.
+
+    On CUDA it is torch's fused one.
+    """
     named = list(model.named_parameters())
     groups = [
         {"params": [one for name, one in named if decays(name, one) == chosen], "weight_decay": decay}
         for chosen, decay in ((True, weight_decay), (False, 0.0))
     ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=_is_fused(model))
 
 
 def sgd_with_momentum(
@@ -185,6 +188,16 @@ def sgd_with_momentum(
 ) -> torch.optim.Optimizer:
     """SGD with momentum, and weight decay where it is given."""
     return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
+
+
+def _is_fused(model: nn.Module) -> bool | None:
+    """Whether torch's fused kernel takes the step: on CUDA, where it is the fastest and skips without a host read.
+
+    SGD is left to torch's choice: if the first step with momentum is skipped, the fused one uses a momentum that was
+    never written.
+    """
+    parameters = list(model.parameters())
+    return True if parameters and all(one.is_cuda for one in parameters) else None
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------
