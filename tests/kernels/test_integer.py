@@ -120,7 +120,8 @@ def test_the_kernels_in_use_are_those_of_the_products_too(monkeypatch: pytest.Mo
     expected = integer.matmul_exact(a, b, exponent=-18)
     for name in ("reference", "bitwise"):
         with lowp_kernels.use(name), monkeypatch.context() as patch:
-            patch.setattr(cpu, "library", lambda: pytest.fail("the library was asked"))
+            for name in ("library", "loaded"):
+                patch.setattr(cpu, name, lambda: pytest.fail("the library was asked"))
             assert same(integer.matmul_exact(a, b, exponent=-18), expected)
     with lowp_kernels.use("native"), pytest.raises(Unavailable, match="cpu, bitwise and reference have them"):
         integer.matmul_exact(a, b)

@@ -10,13 +10,16 @@ from torch import Tensor
 
 import lowp
 from lowp.casts import parse
+from lowp.errors import InvalidInput
 from lowp.kernels import cpu, cpu_int16, int16_lists, low_words, mantissas, use
 from lowp.kernels.mantissas import (
     Mantissas,
     current_exponent,
+    current_mantissas,
     exact_exponent,
     exact_mantissas,
     mantissas_and_values,
+    sums,
     to_mantissas,
     values,
 )
@@ -35,6 +38,26 @@ def defined(x: Tensor, exponent: int) -> tuple[Tensor, int]:
     scaled = torch.ldexp(x.double(), torch.tensor(-exponent)).round()
     bounded = scaled.clamp(-32768, 32767)
     return bounded.to(torch.int16), int((bounded != scaled).sum())
+
+
+_READERS = {
+    "current_mantissas": lambda x: current_mantissas(x, FLEX),
+    "exact_mantissas": lambda x: exact_mantissas(x, FLEX, -14),
+    "to_mantissas": lambda x: to_mantissas(x, FLEX, -14),
+    "mantissas_and_values": lambda x: mantissas_and_values(x, FLEX, -14),
+    "sums": lambda x: sums(x.view(torch.int16), 0),
+    "values": lambda x: values(x.view(torch.int16), -14),
+}
+
+
+@pytest.mark.parametrize("name", _READERS)
+@needs_library
+def test_a_tensor_without_memory_is_refused_and_not_read(name: str) -> None:
+    x = drawn(64)
+    _READERS[name](x)
+    x.untyped_storage().resize_(0)  # as FSDP frees parameters
+    with pytest.raises(InvalidInput, match="without memory: its storage was resized to 0"):
+        _READERS[name](x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

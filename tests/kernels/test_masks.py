@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import parse
+from lowp.errors import InvalidInput
 from lowp.kernels import cpu, masks, payloads, use
 from lowp.kernels.masks import nonzero, packed, passed, passed_where_positive, unpacked
 
@@ -35,6 +36,15 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 def bits_of(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int32)
+
+
+@needs_library
+def test_a_tensor_without_memory_is_refused_and_not_read() -> None:
+    x, mask, mantissas = drawn(64), nonzero(drawn(64)), torch.ones(64, dtype=torch.int16)
+    x.untyped_storage().resize_(0)
+    for read in (lambda: nonzero(x), lambda: passed(x, mask), lambda: passed_where_positive(x, mantissas)):
+        with pytest.raises(InvalidInput, match="without memory: its storage was resized to 0"):
+            read()
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -80,7 +80,7 @@ def pack(weight: Tensor, scales: Tensor, highest: int) -> Panels:
     memory = padded.reshape(width // PANEL, PANEL, depth // 4, 4).transpose(1, 2).contiguous()
     if cpu.library() is not None and memory.numel():
         cpu.loaded().lowp_bytes_pack(
-            *matrix(padded), highest, cpu.address(memory), cpu.address(ways), cpu.address(sums), cpu.threads()
+            *matrix(padded), highest, cpu.address(memory), cpu.address(ways), cpu.address(sums), torch.get_num_threads()
         )
     return Panels(memory, ways, sums, scale, n, k, highest)
 
@@ -135,7 +135,7 @@ def multiply(
     left = cpu.address(a.payload), rows, depth
     finish = cpu.address(b.scales), cpu.address(b.sums), cpu.optional_address(bias)
     cpu.loaded().lowp_bytes_multiply(
-        cpu.level(level), *left, *_panels(b), a.scale, a.zero, *finish, cpu.address(out), cpu.threads()
+        cpu.level(level), *left, *_panels(b), a.scale, a.zero, *finish, cpu.address(out), torch.get_num_threads()
     )
     return out
 
@@ -152,7 +152,7 @@ def _linear(a: Activations, b: Panels, bias: Tensor | None, level: int | None) -
     finish = cpu.address(b.scales), cpu.address(b.sums), cpu.optional_address(bias)
     results = cpu.address(payload), cpu.address(out)
     cpu.loaded().lowp_bytes_linear(
-        cpu.level(level), *matrix(x), scale, zero, highest, *_panels(b), *finish, *results, cpu.threads()
+        cpu.level(level), *matrix(x), scale, zero, highest, *_panels(b), *finish, *results, torch.get_num_threads()
     )
     return out
 

@@ -109,7 +109,7 @@ def own_range(x: Tensor, highest: int, level: int | None = None) -> Range:
         low, high = torch.aminmax(x)
         return range_of(low.item(), high.item(), highest)
     x, found = numbered(x), array("f", (0.0, 0.0))
-    cpu.loaded().lowp_bytes_extremes(cpu.level(level), *matrix(x), cpu.array_address(found), cpu.threads())
+    cpu.loaded().lowp_bytes_extremes(cpu.level(level), *matrix(x), found.buffer_info()[0], torch.get_num_threads())
     lowest, largest = found
     return range_of(lowest, largest, highest)
 
@@ -126,7 +126,7 @@ def to_bytes(x: Tensor, scale: float, zero: int, highest: int, level: int | None
     x, depth = numbered(x), up(x.shape[1], EIGHT)
     payload = torch.empty(x.shape[0], depth, dtype=torch.uint8, device="cpu")
     cpu.loaded().lowp_bytes_quantize(
-        cpu.level(level), *matrix(x), scale, zero, highest, depth, cpu.address(payload), cpu.threads()
+        cpu.level(level), *matrix(x), scale, zero, highest, depth, cpu.address(payload), torch.get_num_threads()
     )
     return Bytes(payload, scale, zero, highest)
 
@@ -157,7 +157,7 @@ def rows_in_int8(x: Tensor, zero: int, level: int | None) -> tuple[Tensor, Tenso
     payload = torch.empty(x.shape[0], depth, dtype=torch.uint8, device="cpu")
     scales = torch.empty(x.shape[0], dtype=torch.float32, device="cpu")
     finite = cpu.loaded().lowp_bytes_rows(
-        cpu.level(level), *matrix(x), zero, depth, cpu.address(payload), cpu.address(scales), cpu.threads()
+        cpu.level(level), *matrix(x), zero, depth, cpu.address(payload), cpu.address(scales), torch.get_num_threads()
     )
     return (payload, scales) if finite else None
 
@@ -193,6 +193,6 @@ def windows(
     sizes = (batch, height, width, channels, begin, count, *kernel, high, wide, *stride, *padding, *dilation, depth)
     numbers = array("q", sizes)
     cpu.loaded().lowp_bytes_windows(
-        cpu.address(x.payload), cpu.array_address(numbers), x.zero, cpu.address(out), cpu.threads()
+        cpu.address(x.payload), numbers.buffer_info()[0], x.zero, cpu.address(out), torch.get_num_threads()
     )
     return x._replace(payload=out), high, wide

@@ -14,7 +14,6 @@ import os
 import platform
 import struct
 import warnings
-from array import array
 from ctypes import c_char_p, c_int64, c_uint32
 from pathlib import Path
 
@@ -188,19 +187,9 @@ def address(x: Tensor) -> int:
     )
 
 
-def array_address(numbers: array[int] | array[float]) -> int:
-    """Return the address of a Python array's numbers. The caller must keep the array alive."""
-    return numbers.buffer_info()[0]
-
-
 def optional_address(x: Tensor | None) -> int | None:
     """Return the `address` of an optional tensor; a null pointer for None."""
     return None if x is None else address(x)
-
-
-def threads() -> int:
-    """Return how many threads a kernel may use, as set by torch.set_num_threads."""
-    return torch.get_num_threads()
 
 
 def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
@@ -246,7 +235,7 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
         address(out),
         x.numel(),
         *_drawn(seed),
-        threads(),
+        torch.get_num_threads(),
     )
     return nans
 
@@ -260,7 +249,7 @@ def decode(codes: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> None:
         TYPE_NUMBERS[out.dtype],
         address(out),
         codes.numel(),
-        threads(),
+        torch.get_num_threads(),
     )
 
 
@@ -273,7 +262,7 @@ def statistics(x: Tensor) -> tuple[Tensor, float, float, int, int, int]:
     counts = torch.zeros(259, dtype=torch.int64, device="cpu")
     reals = torch.zeros(2, dtype=torch.float64, device="cpu")
     failed = loaded().lowp_statistics(
-        TYPE_NUMBERS[x.dtype], address(x), x.numel(), threads(), address(counts), address(reals)
+        TYPE_NUMBERS[x.dtype], address(x), x.numel(), torch.get_num_threads(), address(counts), address(reals)
     )
     if failed:
         raise MemoryError(f"no memory for the partial sums of {x.numel()} elements")
@@ -310,7 +299,7 @@ def quantize_scaled(
         address(wide),
         optional_address(points),
         *_drawn(seed),
-        threads(),
+        torch.get_num_threads(),
     )
 
 
@@ -336,7 +325,7 @@ def grid(x: Tensor, lowest: bool) -> tuple[float, int | None]:
     neither is final.
     """
     found = (c_int64 * 2)()
-    loaded().lowp_grid(address(x), x.numel(), lowest, threads(), found)
+    loaded().lowp_grid(address(x), x.numel(), lowest, torch.get_num_threads(), found)
     return fp32_of(found[0]), None if found[1] == 1000 else found[1] - 127
 
 
@@ -346,6 +335,7 @@ def fp32_of(bits: int) -> float:
     return float(number)
 
 
+@functools.cache
 def loaded() -> ctypes.CDLL:
     """Return the library. Raises Unavailable if it is not present."""
     found = library()

@@ -1,6 +1,7 @@
 """int16 mantissas by the C++ library: contiguous fp32 tensors on a CPU, or the layout that `Rows` describes.
 
-`mantissas` chooses between these functions and torch operations that give the same bits.
+`mantissas` chooses between these functions and torch operations that give the same bits. `cpu.address` raises for a
+tensor without memory, whose pointer is null.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ def to_int16(
     cpu.loaded().lowp_write_int16(
         mantissa_block(cast),
         TYPE_NUMBERS[x.dtype],
-        cpu.address(x),
+        x.data_ptr() or cpu.address(x),
         exponent,
-        cpu.optional_address(out),
-        cpu.optional_address(result),
+        None if out is None else out.data_ptr(),
+        None if result is None else result.data_ptr(),
         x.numel(),
         seed & cpu.MASK,
-        cpu.threads(),
-        cpu.array_address(counts),
+        torch.get_num_threads(),
+        counts.buffer_info()[0],
     )
     return seen_of(x.numel(), *counts)
 
@@ -82,8 +83,9 @@ def current_int16(x: Tensor, cast: Cast, seed: int, out: Tensor) -> tuple[int, S
     """
     counts = array("q", (0,) * 4)
     block, offset, lowest, highest = own_exponent(cast)
-    memory = out.data_ptr(), None, x.numel(), seed & cpu.MASK, cpu.threads(), cpu.array_address(counts)
-    exponent: int = cpu.loaded().lowp_current_int16(block, x.data_ptr(), offset, lowest, highest, *memory)
+    memory = out.data_ptr(), None, x.numel(), seed & cpu.MASK, torch.get_num_threads(), counts.buffer_info()[0]
+    given = block, x.data_ptr() or cpu.address(x), offset, lowest, highest
+    exponent: int = cpu.loaded().lowp_current_int16(*given, *memory)
     return None if exponent == _NOT_FINITE else (exponent, seen_of(x.numel(), *counts))
 
 
@@ -94,7 +96,7 @@ def current_values(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
     """
     counts = array("q", (0,) * 4)
     block, offset, lowest, highest = own_exponent(cast)
-    memory = None, cpu.address(out), x.numel(), seed & cpu.MASK, cpu.threads(), cpu.array_address(counts)
+    memory = None, cpu.address(out), x.numel(), seed & cpu.MASK, torch.get_num_threads(), counts.buffer_info()[0]
     found: int = cpu.loaded().lowp_current_int16(block, cpu.address(x), offset, lowest, highest, *memory)
     return found != _NOT_FINITE
 
@@ -111,7 +113,8 @@ def own_exponent(cast: Cast) -> tuple[object, int, int, int]:
 
 def from_int16(mantissas: Tensor, exponent: int, out: Tensor) -> None:
     """Write mantissas * 2**exponent into `out`, fp32: exact unless it leaves the range."""
-    cpu.loaded().lowp_from_int16(cpu.address(mantissas), exponent, cpu.address(out), mantissas.numel(), cpu.threads())
+    addresses = mantissas.data_ptr() or cpu.address(mantissas), exponent, out.data_ptr()
+    cpu.loaded().lowp_from_int16(*addresses, mantissas.numel(), torch.get_num_threads())
 
 
 def exact_int16(x: Tensor, exponent: int, out: Tensor) -> int | None:
@@ -119,7 +122,8 @@ def exact_int16(x: Tensor, exponent: int, out: Tensor) -> int | None:
 
     None where some element is no int16 under this exponent; `out` is then half written. Exponents from -100 to 100.
     """
-    largest: int = cpu.loaded().lowp_exact_int16(cpu.address(x), exponent, cpu.address(out), x.numel(), cpu.threads())
+    addresses = x.data_ptr() or cpu.address(x), exponent, out.data_ptr()
+    largest: int = cpu.loaded().lowp_exact_int16(*addresses, x.numel(), torch.get_num_threads())
     return None if largest < 0 else largest
 
 
@@ -148,7 +152,15 @@ def rounds_to_int16(x: Tensor, mantissas: Tensor, exponent: int, lie: Rows, symm
 
 
 def _same_int16(x: Tensor, mantissas: Tensor, lie: Rows, exponent: int, rounded: bool, lowest: int) -> int:
-    given = (cpu.address(x), cpu.address(mantissas), *lie, exponent, rounded, lowest, cpu.threads())
+    given = (
+        x.data_ptr() or cpu.address(x),
+        mantissas.data_ptr(),
+        *lie,
+        exponent,
+        rounded,
+        lowest,
+        torch.get_num_threads(),
+    )
     found: int = cpu.loaded().lowp_same_int16(*given)
     return found
 
@@ -162,7 +174,7 @@ def relu(x: Tensor, mantissas: Tensor, exponent: int) -> tuple[Tensor, Tensor] |
         return None
     payload, result = torch.empty_like(mantissas), torch.empty_like(x)
     given = cpu.address(x), cpu.address(mantissas), exponent, cpu.address(payload), cpu.address(result)
-    wrong = cpu.loaded().lowp_relu_int16(*given, x.numel(), cpu.threads())
+    wrong = cpu.loaded().lowp_relu_int16(*given, x.numel(), torch.get_num_threads())
     return None if wrong else (payload, result)
 
 
@@ -173,7 +185,7 @@ def words_int16(x: Tensor, exponent: int, low_bits: int, symmetric: bool) -> See
     """
     counts = array("q", (0,) * 4)
     lowest = -32767 if symmetric else -32768
-    given = (exponent, low_bits, lowest, x.numel(), cpu.threads(), cpu.array_address(counts))
+    given = (exponent, low_bits, lowest, x.numel(), torch.get_num_threads(), counts.buffer_info()[0])
     cpu.loaded().lowp_words_int16(cpu.address(x), *given)
     return seen_of(x.numel(), *counts)
 

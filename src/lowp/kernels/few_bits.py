@@ -149,7 +149,7 @@ def _multiplied(x: _Operand, w: Codes, bias: Tensor | None, level: int | None) -
     numbers = array("q", (rows, w.n, w.depth, w.group or w.depth, planes, w.bits, offset))
     cpu.loaded().lowp_codes_multiply(
         cpu.level(level),
-        cpu.array_address(numbers),
+        numbers.buffer_info()[0],
         cpu.address(x.digits),
         cpu.address(x.scales),
         cpu.address(x.sums),
@@ -158,7 +158,7 @@ def _multiplied(x: _Operand, w: Codes, bias: Tensor | None, level: int | None) -
         cpu.address(w.scales),
         cpu.optional_address(bias),
         cpu.address(out),
-        cpu.threads(),
+        torch.get_num_threads(),
     )
     return out
 
@@ -248,7 +248,7 @@ def multiply_signs(a: Signs, b: Signs, bias: Tensor | None = None, level: int | 
             a.memory.shape[1],
             b.length,
             cpu.address(sums),
-            cpu.threads(),
+            torch.get_num_threads(),
         )
     else:
         sums = sign_values(a).double() @ sign_values(b).double().t()

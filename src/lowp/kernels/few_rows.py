@@ -48,7 +48,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, level: int |
         k,
         cpu.optional_address(bias),
         cpu.address(out),
-        cpu.threads(),
+        torch.get_num_threads(),
     )
     return out
 

@@ -65,9 +65,9 @@ def linear(
         cpu.address(x),
         cpu.address(weight),
         cpu.optional_address(bias),
-        cpu.array_address(given),
+        given.buffer_info()[0],
         None if kept is None else kept.data_ptr(),
-        cpu.threads(),
+        torch.get_num_threads(),
         y.data_ptr(),
     )
     if status == _NOT_FINITE:
@@ -99,8 +99,8 @@ def gradients(
         to,
         cpu.address(gradient),
         cpu.address(kept.contiguous()),
-        cpu.array_address(given),
-        cpu.threads(),
+        given.buffer_info()[0],
+        torch.get_num_threads(),
         *(None if one is None else one.data_ptr() for one in found),
     )
     if status == _NOT_FINITE:

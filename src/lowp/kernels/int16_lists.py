@@ -25,7 +25,7 @@ def are_int16(tensors: Sequence[tuple[Tensor, Mantissas, Rows]]) -> list[bool]:
     given, found = array("q"), array("q", (0,) * len(tensors))
     for x, (payload, exponent, _), lie in tensors:
         given.extend((cpu.address(x), cpu.address(payload), *lie, exponent))
-    numbers = cpu.array_address(given), len(tensors), cpu.threads(), cpu.array_address(found)
+    numbers = given.buffer_info()[0], len(tensors), torch.get_num_threads(), found.buffer_info()[0]
     cpu.loaded().lowp_same_int16_list(*numbers)
     return [one == 0 for one in found]
 
@@ -36,7 +36,7 @@ def exact_mantissas(tensors: Sequence[Tensor], exponents: Sequence[int]) -> list
     payloads = [torch.empty(x.shape, dtype=torch.int16, device="cpu") for x in tensors]
     for x, payload, exponent in zip(tensors, payloads, exponents, strict=True):
         given.extend((cpu.address(x), cpu.address(payload), x.numel(), exponent))
-    numbers = cpu.array_address(given), len(tensors), cpu.threads(), cpu.array_address(found)
+    numbers = given.buffer_info()[0], len(tensors), torch.get_num_threads(), found.buffer_info()[0]
     cpu.loaded().lowp_exact_int16_list(*numbers)
     return [
         None if largest < 0 else Mantissas(payload, exponent, Seen(largest, False, False, 0, 0, payload.numel()))
@@ -55,7 +55,7 @@ def write_steps(
     for weight, (payload, exponent, _), (of_update, of_weight) in zip(weights, old, exponents, strict=True):
         given.extend((cpu.address(weight), cpu.address(payload), weight.numel(), exponent, of_update, of_weight))
     lowest = -32767 if int16_element(cast).symmetric else -32768
-    numbers = cpu.array_address(given), len(weights), lowest, cpu.threads(), cpu.array_address(counts)
+    numbers = given.buffer_info()[0], len(weights), lowest, torch.get_num_threads(), counts.buffer_info()[0]
     cpu.loaded().lowp_step_int16_list(*numbers)
     torch.autograd.graph.increment_version(weights)
     return [
@@ -69,7 +69,7 @@ def write_(tensors: Sequence[Tensor], cast: Cast, exponents: Sequence[int]) -> l
     given, counts = array("q"), array("q", (0,) * (4 * len(tensors)))
     for x, exponent in zip(tensors, exponents, strict=True):
         given.extend((cpu.address(x), x.numel(), exponent))
-    numbers = cpu.array_address(given), len(tensors), cpu.threads(), cpu.array_address(counts)
+    numbers = given.buffer_info()[0], len(tensors), torch.get_num_threads(), counts.buffer_info()[0]
     cpu.loaded().lowp_write_int16_list(mantissa_block(cast), *numbers)
     torch.autograd.graph.increment_version(tensors)
     return [seen_of(x.numel(), *counts[at : at + 4]) for at, x in zip(range(0, len(counts), 4), tensors, strict=True)]

@@ -185,7 +185,7 @@ def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, ou
     result = torch.empty(shape.of_operand(PRODUCTS[product][2]), dtype=output.dtype, device="cpu")
     a, b = a.contiguous(), b.contiguous()
     geometry = array("q", shape.numbers())
-    addresses = (cpu.address(a), cpu.address(b), cpu.address(result), cpu.array_address(geometry))
+    addresses = (cpu.address(a), cpu.address(b), cpu.address(result), geometry.buffer_info()[0])
     return _called(library.lowp_integer_convolution, output, result, (list(PRODUCTS).index(product), *addresses))
 
 

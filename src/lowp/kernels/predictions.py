@@ -37,5 +37,5 @@ def observe(scaling: Autoflex, columns: Sequence[Tensor], written: Iterable[tupl
     for entry, seen in written:
         numbers.extend((entry, seen.mantissa, bool(seen.nonfinite) + 2 * bool(seen.vanished)))
     table = array("Q", [column.data_ptr() for column in columns])
-    given = cpu.array_address(table), cpu.array_address(numbers), len(numbers) // 3
+    given = table.buffer_info()[0], numbers.buffer_info()[0], len(numbers) // 3
     cpu.loaded().lowp_autoflex_observe(autoflex_parameters(scaling), *given)

@@ -75,7 +75,7 @@ def count_tensor(x: Tensor, scale: float = 1.0) -> TensorCounts:
 def _counted(x: Tensor, scale: float) -> TensorCounts:
     counts = np.empty(_POWERS + 256 + 6, np.int64)  # SpectrumSeen of cpu/cast.hpp
     failed = cpu.loaded().lowp_spectrum(
-        TYPE_NUMBERS[x.dtype], cpu.address(x), x.numel(), scale, cpu.threads(), _pointer(counts)
+        TYPE_NUMBERS[x.dtype], cpu.address(x), x.numel(), scale, torch.get_num_threads(), _pointer(counts)
     )
     if failed:
         raise MemoryError(f"no memory for the partial sums of {x.numel()} elements")
@@ -163,8 +163,8 @@ def largest_of(tensors: Sequence[Tensor]) -> float:
     if plain:
         places = array("q", [cpu.address(one) for one in plain])
         counts = array("q", [one.numel() for one in plain])
-        given = cpu.array_address(places), cpu.array_address(counts)
-        most = cpu.loaded().lowp_largest(*given, len(plain), cpu.threads())
+        given = places.buffer_info()[0], counts.buffer_info()[0]
+        most = cpu.loaded().lowp_largest(*given, len(plain), torch.get_num_threads())
     if len(plain) < len(tensors):
         known = set(map(id, plain))
         rest = [one.detach().abs().amax().double() for one in tensors if one.numel() and id(one) not in known]
@@ -190,7 +190,7 @@ def count_updates(
         cpu.address(update),
         cpu.optional_address(slope),
         weight.numel(),
-        cpu.threads(),
+        torch.get_num_threads(),
         _pointer(counts),
         _pointer(energy),
     )
