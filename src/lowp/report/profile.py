@@ -60,13 +60,15 @@ def headline(record: Record) -> str:
 
 
 def _above(sampling: Mapping[str, Any]) -> str:
-    """Why the overhead is above the budget; '' where it is not."""
+    """What the overhead is beside the budget, where it is above the budget's share; '' where it is not."""
     budget, own = sampling.get("max_overhead"), sampling.get("own_seconds", math.inf)
     if not budget or sampling["overhead"] <= budget:
         return ""
-    if own <= sampling.get("allowance", 0.0):
-        return f" ({own:.2f} s)"
-    return f", above {100 * budget:g} %: a single recording costs that much here"
+    if allowance := sampling.get("allowance", 0.0):
+        return f" ({own:.2f} s; budget: {100 * budget:g} %, or {allowance:g} s if that is more)"
+    if sampling.get("looks", 0.0) <= 1.0:
+        return f", above {100 * budget:g} %: a single recording costs that much here"
+    return f", above {100 * budget:g} %"
 
 
 def _looks(record: Record) -> str:
