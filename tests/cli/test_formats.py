@@ -84,7 +84,7 @@ def test_a_cast_with_a_name_of_its_own_is_shown_as_its_format(lowp: Callable[...
 
 
 LAYOUT = """\
-bits: s sign, e exponent, m mantissa, i integer; one column a bit
+bits: s sign, e exponent, m mantissa, i integer; one column per bit
           ┌─┬────────┬───────────────────────┐
 fp32      │s│   e8   │          m23          │ = 32
           └─┴────────┴───────────────────────┘

@@ -91,12 +91,12 @@ with module.Interrupts(lambda: "a.pt is as it was") as interrupts, files.sole_wr
     again.start()
     {LONG}
 """
-    told = "clearing up; Ctrl-C once more ends it at once\na.pt is as it was\n"
+    told = "cleaning up; Ctrl-C once more ends it at once\na.pt is as it was\n"
     assert stopped(code, repository) == (130, told)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_second_signal_is_granted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_ends_the_work_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts_module, "PATIENCE", 600)  # or this process would be ended where it is slow
     with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
         signal.raise_signal(signal.SIGINT)

@@ -68,10 +68,10 @@ def test_ctrl_c_and_kill_9_and_on_to_the_same_bits(lowp: Callable[..., Any]) -> 
     code, said = stop_with(signal.SIGINT, *epochs, "--checkpoint", "part.pt")
     assert code == 130, said
     assert (
-        "part.pt" in said and "To go on: lowp train digits --checkpoint part.pt --resume" in said
+        "part.pt" in said and "To continue: lowp train digits --checkpoint part.pt --resume" in said
     )  # between steps or in one
     code, said = stop_with(signal.SIGKILL, "--checkpoint", "part.pt", "--resume")
-    assert code == -signal.SIGKILL and "going on with part.pt after" in said
+    assert code == -signal.SIGKILL and "continuing part.pt after" in said
     assert lowp("train", "digits", "--checkpoint", "part.pt", "--resume", "--out", "part.json").code == 0
     whole = ("train", "digits", "--precision", "fp16", *epochs, "--checkpoint", "whole.pt", "--out", "whole.json")
     assert lowp(*whole).code == 0
@@ -85,7 +85,9 @@ def test_an_unfinished_run_is_not_overwritten_unless_asked(lowp: Callable[..., A
     Training(Settings("digits", "fp16", epochs=4)).save(Path("digits-fp16-seed0.pt"))
     before = Path("digits-fp16-seed0.pt").read_bytes()
     result = lowp("train", "digits", "--precision", "fp16", "--epochs", "1")
-    assert result.code == 2 and "holds a run that stopped after 0 of 4 epochs: give --resume to go on" in result.err
+    assert (
+        result.code == 2 and "holds a run that stopped after 0 of 4 epochs: give --resume to continue it" in result.err
+    )
     assert Path("digits-fp16-seed0.pt").read_bytes() == before
     assert lowp("train", "digits", "--precision", "fp16", "--epochs", "1", "--overwrite").code == 0
 
@@ -102,7 +104,7 @@ def test_a_finished_run_is_not_replaced_unless_asked(lowp: Callable[..., Any]) -
     assert lowp("train", "digits", "--epochs", "1").code == 0
     before = Path("digits-fp32-seed0.pt").read_bytes()
     result = lowp("train", "digits", "--epochs", "1")
-    assert result.code == 2 and "holds a finished run of 1 epochs: give --overwrite to begin anew" in result.err
+    assert result.code == 2 and "holds a finished run of 1 epochs: give --overwrite to replace it" in result.err
     assert Path("digits-fp32-seed0.pt").read_bytes() == before
     assert lowp("train", "digits", "--epochs", "1", "--overwrite").code == 0
 

@@ -1,9 +1,9 @@
-"""The command `lowp`: one file a command, imported only when it is called.
+"""The command `lowp`: one file per command, imported only when the command is called.
 
-A command module `lowp/cli/NAME.py` has a docstring (shown by `lowp NAME --help`), and the functions
+A command module `lowp/cli/NAME.py` has a docstring (shown by `lowp NAME --help`) and the functions
 `add_arguments(parser: argparse.ArgumentParser) -> None` and `run(arguments: argparse.Namespace) -> int`, whose result
-is the exit code. One whose command line ends in another's has `split(arguments: list[str])` too, which returns its own
-and the other's; the other's becomes `arguments.script`.
+is the exit code. A command whose command line ends in that of another program also has
+`split(arguments: list[str])`, which returns its own part and the other part; the latter becomes `arguments.script`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import FrameType
 
-# A row a command: its name, which is its module in this package, and its line in `lowp --help`.
+# One row per command: its name, which is its module in this package, and its line in `lowp --help`.
 COMMANDS: dict[str, str] = {
     "formats": "list the number formats, show one in full, draw their bits",
     "explain": "show a number, a sum or a weight update bit by bit, exactly",
@@ -53,14 +53,14 @@ EXIT_BROKEN_PIPE = 141  # as shells report SIGPIPE
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM has come, and nobody had asked for it."""
+    """SIGTERM was received outside an `Interrupts` block."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for an error of the user's, 130 for Ctrl-C, 143 for SIGTERM.
+    """Run one command and return its exit code: 0, 2 for a user error, 130 for Ctrl-C, 143 for SIGTERM.
 
-    An error that lowp raised about its input, or a file that cannot be used, is one line on stderr; LOWP_TRACEBACK=1
-    shows where it came from. Anything else is a defect and keeps its traceback.
+    An error about the input or about a file is printed as one line on stderr; LOWP_TRACEBACK=1 adds the traceback. Any
+    other exception is a defect and keeps its traceback.
     """
     handled = _answer_sigterm()
     try:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader (head, less) has gone: say nothing, and keep the interpreter from flushing again at exit.
+        # The reader (head, less) has exited: print nothing, and keep the interpreter from flushing again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except _Terminated:
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer_sigterm() -> bool:
-    """Let SIGTERM end a command as Ctrl-C does, so that it clears up and says so; whether that was changed here."""
+    """Make SIGTERM end a command as Ctrl-C does, with cleanup and a message; return whether a handler was installed."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return False
 
@@ -151,7 +151,7 @@ def _help() -> str:
 
 
 def _is_about_input(error: Exception) -> bool:
-    """Tell whether an error speaks to the user: a LowpError, a file's, or a ValueError that lowp's own code raised."""
+    """Whether an error is for the user: a LowpError, an OSError, or a ValueError raised by lowp's own code."""
     from lowp.errors import LowpError
 
     if isinstance(error, (LowpError, OSError)):
@@ -164,5 +164,5 @@ def _is_about_input(error: Exception) -> bool:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the error's text on one line; an error without a text is named by its type."""
+    """Return the error's text on one line; the name of its type if it has no text."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Measure what training steps cost: time, wall time, memory and what it is used for, operations in 16 bits.
+"""Measure the cost of training steps: time, wall time, memory and its use, operations in 16 bits.
 
   lowp bench rossmann
   lowp bench rossmann unet bert --out bench.json --plot bench.png
@@ -6,8 +6,8 @@
   lowp bench bert --size full --device cuda
 
 The rows take turns in one process: fp32 (on a GPU with TF32 off and on), torch.amp in fp16 and bf16, and lowp in each
---precision. A row whose steps take very long gets few of them, and is marked. All numbers are written to a JSON file
-with how they were measured, and a picture beside it. After Ctrl-C the file contains the measurements so far.
+--precision. A row with very slow steps runs few of them and is marked. All numbers are written to a JSON file together
+with the methods of measurement, and a picture beside it. After Ctrl-C the file contains the measurements so far.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure; 130 for Ctrl-C, with what was measured written."""
+    """Measure and write the results; return 130 after Ctrl-C, with the finished measurements written."""
     from lowp.benchmarking.benchmark import Benchmark
     from lowp.recipes import results
     from lowp.report import plots
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         _measure(benchmark, out, interrupts)
     document = benchmark.document()
     results.write(out, document)
-    if plots.can_plot() and not interrupts():  # before the tables, whose reader (head, less) may be gone
+    if plots.can_plot() and not interrupts():  # before the tables, whose reader (head, less) may have exited
         from lowp.report.figures.benchmark import chart
 
         chart(document, plot)
@@ -136,7 +136,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _measure(benchmark: Benchmark, out: Path, stop: Interrupts) -> None:
-    """Measure with a bar, and write the file after each thing that was measured."""
+    """Measure with a progress bar, and write the file after each measurement."""
     from lowp.recipes import results
     from lowp.report.progress import Bar
 

@@ -6,9 +6,9 @@
   lowp compare digits --sweep exponent=3..8,mantissa=2..10
   lowp compare digits --inference fp16,bf16,int8,int4,mxfp4,ternary,binary --recover
 
-fp32 is always trained first; the other precisions are compared with it. One seed gives the same initial weights and
-batches in every precision. All numbers are written to a JSON file, the curves to a picture beside it. After Ctrl-C the
-file contains the finished runs, and --resume continues with the others.
+fp32 is always trained first; the other precisions are compared with it. A seed gives the same initial weights and
+batches in every precision. All numbers are written to a JSON file, and the curves to a picture beside it. After Ctrl-C
+the file contains the finished runs, and --resume continues with the rest.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare; 0 whatever the verdicts, 130 for Ctrl-C, with what is done written."""
+    """Compare; return 0 for any verdicts, 130 after Ctrl-C, with the finished runs written."""
     from lowp.benchmarking.comparing import measure
     from lowp.recipes import get, results
     from lowp.report import plots
@@ -111,7 +111,7 @@ def _interrupted(study: Study, out: Path) -> str:
     done = len(study.runs)
     return (
         f"interrupted; {done} of {done + len(study.jobs())} runs are in {out}. "
-        "To go on, repeat the command with --resume"
+        "To continue, repeat the command with --resume"
     )
 
 
@@ -160,7 +160,7 @@ def _study(arguments: argparse.Namespace) -> Study:
 
 
 def _take_over(study: Study, out: Path, resume: bool) -> None:
-    """Take the runs of an interrupted comparison over, or refuse to write over them."""
+    """Continue with the runs of an interrupted comparison, or refuse to overwrite them."""
     from lowp.errors import InvalidInput
     from lowp.recipes import results
 
@@ -171,7 +171,7 @@ def _take_over(study: Study, out: Path, resume: bool) -> None:
         try:
             earlier = results.read(out, study.kind)
         except InvalidInput:
-            return  # results of another kind or version: complete, and lowp's own, as was checked
+            return  # results of another kind or version: complete, and written by lowp, as checked before
         if not earlier.get("complete"):
             raise InvalidInput(
                 f"{out} holds the runs of an interrupted {study.kind}: give --resume to continue it, or another --out"
@@ -179,7 +179,7 @@ def _take_over(study: Study, out: Path, resume: bool) -> None:
 
 
 def _train(study: Study, out: Path, processes: int | None, stop: Interrupts) -> None:
-    """Run what is to be done, with a bar, and write the file after each run."""
+    """Train the remaining runs with a progress bar, and write the file after each run."""
     from lowp.recipes import results
     from lowp.recipes.comparison import result_line
     from lowp.report.progress import Bar

@@ -4,9 +4,9 @@
   lowp convert run.pt model-int4.safetensors --to int4 --keep "*embedding*"
   lowp convert llama/ llama-mxfp4/ --to mxfp4
 
-IN is a safetensors file, the index or the folder of one in shards, or a torch file (its pickle is not executed). OUT
-is a .safetensors file, a torch file (.pt, .pth, .bin, .ckpt), or a folder for shards. Formats that torch has a dtype
-for are stored in that dtype; others are packed with their scales, and lowp.load returns their values. Tensors
+IN is a safetensors file, the index or the folder of a sharded one, or a torch file (its pickle is not executed). OUT
+is a .safetensors file, a torch file (.pt, .pth, .bin, .ckpt), or a folder for shards. Formats with a torch dtype
+are stored in that dtype; others are packed with their scales, and lowp.load returns their values. Tensors
 are read one at a time. OUT is written under a temporary name and renamed when it is complete.
 """
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert, and print a line a tensor."""
+    """Convert, and print one line per tensor."""
     from lowp import files, portable
     from lowp.report.progress import Bar
 

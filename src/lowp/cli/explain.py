@@ -46,8 +46,8 @@ from lowp.explain.multiply_add import ORDERS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `lowp explain`."""
-    # a negative number is a number, in every spelling that numbers have here: -1e-5, -inf, -1/3, -0x1p3, -2^-25
+    """Add the command's arguments."""
+    # a negative number is an argument, not an option, in every spelling: -1e-5, -inf, -1/3, -0x1p3, -2^-25
     parser._negative_number_matcher = re.compile(r"^-(\d|\.\d|inf|nan).*$")
     parser.add_argument("number", nargs="*", help="a number, or two with an operator between them")
     parser.add_argument("--to", metavar="CAST", help="the format to convert to: fp16, e4m3fn:toward-zero:saturate")
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Explain what was asked for."""
+    """Print the requested explanation."""
     if len(arguments.number) == 1 and re.fullmatch(r"[Nn]\d{3}", arguments.number[0]):
         from lowp.numerics.findings import explained
 
@@ -164,7 +164,7 @@ def _number(text: str, arguments: argparse.Namespace) -> object:
             return flex_arithmetic(operator, first, second, parse_cast(arguments.within or target), arguments.exponent)
         result = arguments.to if arguments.within else None
         return evaluate(operator, first, second, arguments.within or target, result, random)
-    # who names the format of 0x3c7c means its bits, not 15484
+    # with --from, 0x3c7c means a bit pattern, not the number 15484
     bits = arguments.bits or (arguments.source is not None and re.fullmatch("0x[0-9a-f]+", text.lower()) is not None)
     if arguments.rescale is not None:
         number = flex_number(parse_number(text, source, bits), parse_cast(target), arguments.exponent)
@@ -181,7 +181,7 @@ def _number(text: str, arguments: argparse.Namespace) -> object:
 
 
 def _element_format(cast: str) -> str:
-    """The format whose bit patterns numbers may be when --from does not say."""
+    """Return the format of bit patterns without --from."""
     return str(parse_cast(cast).format)
 
 

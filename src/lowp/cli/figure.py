@@ -1,6 +1,6 @@
-"""Draw a figure of the literature from a real run, with its numbers as JSON beside it.
+"""Draw a figure of the literature from a real run, and write its numbers to a JSON file beside it.
 
-lowp figure --list                         the figures, and what each trains by default
+lowp figure --list                         the figures, with the default training of each
 lowp figure updates                        which updates are too small for their weights in bf16 and fp16
 lowp figure loss-scaling --scale dynamic
 lowp figure autoflex --recipe cifar10-mlp --data DIR --steps 400 --out autoflex.svg
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure by name: what records it, what draws it, and what tells its numbers in words (``module:function``).
+    """A figure: the functions that record it, draw it and describe its numbers in words, as ``module:function``.
 
-    `kind` is its document's. `run` are the options that make its training's settings, with the figure's own defaults,
-    empty for a figure without a training; `options` those that its recorder takes by name. `trainings` is how many
-    runs there are for each precision and seed.
+    `kind` is the kind of its document. `run` holds the options for the settings of its training with the figure's
+    defaults, empty for a figure without a training; `options` holds the keyword arguments of its recorder. `trainings`
+    is the number of runs for each precision and seed.
     """
 
     summary: str
@@ -46,7 +46,7 @@ _RUN = {"size": None, "seed": 0, "data": None}
 
 
 def _figure(summary: str, name: str, module: str, run: Mapping[str, Any], **options: Any) -> Figure:
-    """A row whose functions are called as the figure is: record_NAME, NAME and NAME_words."""
+    """Return a row whose functions are named after the figure: record_NAME, NAME and NAME_words."""
     function = name.replace("-", "_")
     places = f"lowp.recipes.recording.{module}:record_{function}", f"lowp.report.figures.{module}:{function}"
     return Figure(summary, f"figure-{name}", *places, f"{places[1]}_words", run, options)
@@ -122,7 +122,7 @@ FIGURES = {
         formats="fp32,tf32,fp16,bf16,e4m3fn,e5m2,flex16+5,int8",
     ),
 }
-# How an option is spelled, where that is not the name of what it sets.
+# The spelling of options that differs from the name of the setting.
 _SPELLED = {"loss_scale": "scale", "precisions": "precision"}
 
 
@@ -156,7 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Record and draw, or draw what a file has; 130 for Ctrl-C, with nothing written."""
+    """Record and draw a figure, or draw a recorded file; return 130 after Ctrl-C, with nothing written."""
     from lowp.errors import InvalidInput, UnknownName, unknown
     from lowp.recipes import results
     from lowp.report import plots
@@ -196,7 +196,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _given(arguments: argparse.Namespace, figure: Figure) -> dict[str, Any]:
-    """The options of the command line by what they set; raises InvalidInput for those that the figure does not take."""
+    """Return the given options by the name of the setting; raise InvalidInput for one the figure does not take."""
     from lowp.errors import InvalidInput
 
     takes = {**figure.run, **figure.options}
@@ -218,7 +218,7 @@ def _given(arguments: argparse.Namespace, figure: Figure) -> dict[str, Any]:
 
 
 def _record(figure: Figure, given: Mapping[str, Any], interrupts: Interrupts) -> dict[str, Any]:
-    """The figure's document, with a bar while it is recorded."""
+    """Return the figure's document, recorded with a progress bar."""
     from lowp.report.progress import Bar
 
     options: dict[str, Any] = {name: given.get(name, value) for name, value in figure.options.items()}
@@ -244,12 +244,12 @@ def _settings(figure: Figure, given: Mapping[str, Any]) -> Settings:
 
     chosen = {name: given.get(name, value) for name, value in figure.run.items()}
     if "recipe" in given and "epochs" not in given and "epochs" in chosen:
-        chosen["epochs"] = None  # the figure's own epochs are for its own recipe
+        chosen["epochs"] = None  # the figure's number of epochs is for its default recipe
     return Settings(**chosen).filled()
 
 
 def _redraw(arguments: argparse.Namespace, figure: Figure, given: Mapping[str, Any], out: Path) -> int:
-    """Draw what a file has, and say its numbers again."""
+    """Draw a recorded file, and print its numbers in words."""
     from lowp.errors import InvalidInput, Unavailable
     from lowp.recipes import results
     from lowp.report import plots
@@ -271,7 +271,7 @@ def _redraw(arguments: argparse.Namespace, figure: Figure, given: Mapping[str, A
 
 
 def _right_command(path: Path) -> str:
-    """For a file of another figure, the command that draws it."""
+    """Return the command that draws a file of another figure, as an addition to an error message."""
     from lowp.errors import InvalidInput
     from lowp.recipes import results
 
@@ -289,7 +289,7 @@ def _words(figure: Figure, document: Mapping[str, Any]) -> list[str]:
 
 
 def _listed() -> list[str]:
-    """A line a figure: what it shows, and what it trains unless told otherwise."""
+    """Return one line per figure: what it shows, and its default training."""
     width = max(map(len, FIGURES))
     lines = []
     for name, figure in FIGURES.items():

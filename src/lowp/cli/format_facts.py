@@ -1,4 +1,4 @@
-"""What there is to say about one format: numbers for tables and machines, lines for people."""
+"""The facts about one format, as numbers for tables and JSON and as lines of text."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _SCOPES = {"tensor": "the tensor", "row": "a row (last dimension)", "channel": "
 
 
 def source(format: Format) -> str:
-    """Where the format is defined; a spelled one is derived from its fields."""
+    """Return the source that defines the format; "spelled out" for a format without a name."""
     return SOURCES.get(format.name, "spelled out") if FORMATS.get(format.name) == format else "spelled out"
 
 
 def scope_words(scope: Scope) -> str:
-    """What shares a scale."""
+    """Return the numbers that share a scale, in words."""
     return _SCOPES.get(scope.kind, f"a block of {scope.size}")
 
 
 def brief(value: object) -> str:
-    """A limit in few characters: a number, a word, or a dash for none."""
+    """Return a limit in few characters: a number, a word, or a dash for None."""
     if isinstance(value, Fraction):
         return brief_text(value, 6) if value.denominator == 1 and value < 10**6 else brief_text(value, 3)
     return "-" if value is None else str(value)
@@ -72,9 +72,9 @@ def _largest_scale(format: ScaledFormat) -> Fraction:
 
 @dataclass(frozen=True)
 class Limits:
-    """Exact limits of a format, a shared scale included; None where there is none.
+    """The exact limits of a format, including a shared scale; None for a limit that does not exist.
 
-    `ulp_at_1` is None where the shared scale decides it.
+    `ulp_at_1` is None if it depends on the shared scale.
     """
 
     smallest: Fraction
@@ -86,7 +86,7 @@ class Limits:
 
 
 def limits(format: Format) -> Limits:
-    """The limits of a format; with a shared scale those over all its values."""
+    """Return the limits of a format, over all values of a shared scale."""
     if isinstance(format, IntFormat):
         one = Fraction(1)
         return Limits(one, None, None, Fraction(format.maximum), Fraction(format.minimum), one)
@@ -106,7 +106,7 @@ def limits(format: Format) -> Limits:
 
 
 def maximum_error(format: Format) -> str:
-    """Of rounding to nearest: relative for normal floats, half a unit for integers."""
+    """Return the maximum error of rounding to nearest: relative for normal floats, half a unit for integers."""
     element = format.element if isinstance(format, ScaledFormat) else format
     if isinstance(element, IntFormat):
         return "half unit" if element.bits > 1 else "sign only"
@@ -114,7 +114,7 @@ def maximum_error(format: Format) -> str:
 
 
 def percent(element: FloatFormat) -> str:
-    """The largest relative error in percent, two digits, without an exponent down to fp32's 0.0000060%."""
+    """Return the largest relative error in percent with two digits, without an exponent down to fp32's 0.0000060%."""
     value = element.relative_error * 100
     if 1e-6 < value < 1e-4:
         return f"{value:.7f}%"
@@ -123,7 +123,7 @@ def percent(element: FloatFormat) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """Every number of one format."""
+    """The numbers of one format."""
 
     name: str
     layout: str
@@ -137,7 +137,7 @@ class Facts:
 
 
 def facts(format: Format) -> Facts:
-    """The row of a format in the list."""
+    """Return the row of a format in the list."""
     element = format.element if isinstance(format, ScaledFormat) else format
     kind = "scaled" if isinstance(format, ScaledFormat) else "integer" if isinstance(format, IntFormat) else "float"
     return Facts(
@@ -154,7 +154,7 @@ def facts(format: Format) -> Facts:
 
 
 def in_full(cast: Cast) -> Iterator[str]:
-    """All there is to say about one format, a fact a line."""
+    """Yield the facts about one format, one per line."""
     format = cast.format
     element = cast.element
     if isinstance(format, ScaledFormat):

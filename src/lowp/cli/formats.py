@@ -76,7 +76,7 @@ are frequent and only C is unbiased. `lowp explain` prints the bias for a number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `lowp formats`."""
+    """Add the command's arguments."""
     parser.add_argument("name", nargs="*", help="formats to show in full, or to draw with --layout")
     parser.add_argument("--layout", action="store_true", help="draw the bits of the formats side by side")
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List, show or draw."""
+    """List the formats, show some in full, or draw them."""
     casts = [parse(name) for name in arguments.name]
     given = [cast.format for cast in casts]
     if arguments.layout:

@@ -1,4 +1,4 @@
-"""Ctrl-C as a wish that is granted between two steps, or within two seconds; a second one is granted at once."""
+"""Ctrl-C ends work between two steps, or after two seconds; a second Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lowp import files
 
 __all__ = ["PATIENCE", "Interrupts"]
 
-PATIENCE = 1.5  # seconds in which work may come to an end by itself
-_SHOW_CURSOR = "\x1b[?25h"  # which a progress bar hides
+PATIENCE = 1.5  # seconds after which work that has not ended is ended
+_SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides the cursor
 
 
 class Interrupts:
-    """``with Interrupts() as interrupts``: `interrupts()` tells whether Ctrl-C (or SIGTERM) has come.
+    """``with Interrupts() as interrupts``: `interrupts()` returns whether Ctrl-C (or SIGTERM) was received.
 
-    Work that asks `interrupts()` ends by itself and keeps what it has; where that takes longer than `PATIENCE` seconds,
-    `keeping`, which says what is being done, is written to stderr, and a second signal ends it. Work that has not asked
-    by then, since a step of it takes longer, is ended where it is: `last_words()`, which says what is left of it, is
-    written to stderr and the process ends with `exit_code`; files are as the last write, which is atomic, has left
-    them, and no lock or part of one stays. What handled the signals before handles them again afterwards. Outside the
-    main thread nothing is changed.
+    Work that calls `interrupts()` ends by itself and keeps its results; if that takes longer than `PATIENCE` seconds,
+    `keeping`, which describes the work in progress, is written to stderr, and a second signal ends it. Work that does
+    not call `interrupts()` within that time, because a step takes longer, is ended: `last_words()`, which describes
+    what was saved, is written to stderr and the process ends with `exit_code`; files remain as the last atomic write
+    left them, and no lock or partial file remains. The previous signal handlers are restored at the end of the block.
+    Outside the main thread the block has no effect.
     """
 
-    def __init__(self, last_words: Callable[[], str] = lambda: "interrupted", keeping: str = "clearing up") -> None:
+    def __init__(self, last_words: Callable[[], str] = lambda: "interrupted", keeping: str = "cleaning up") -> None:
         self.received: int | None = None
         self._last_words, self._keeping = last_words, keeping
         self._before: dict[int, Any] = {}
@@ -47,15 +47,15 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """The code that shells report for the signal: 130 for Ctrl-C, 143 for SIGTERM."""
+        """The exit code that shells report for the signal: 130 for Ctrl-C, 143 for SIGTERM."""
         return 128 + (self.received or signal.SIGINT)
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._receive)
-            # A handler in Python waits for the end of the call into C that is running, a backward for instance; the
-            # number of the signal is written here at once.
+            # A Python handler runs only after the current call into C, such as a backward; the number of the signal
+            # is written here at once.
             heard, told = self._sockets = socket.socketpair()
             told.setblocking(False)
             self._wakeup = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
@@ -78,7 +78,7 @@ class Interrupts:
         self.received = number
 
     def _wait_for_answer(self, heard: socket.socket) -> None:
-        """In a thread: end the process when a signal has come and nobody has asked for it in time, or at a second."""
+        """In a thread: end the process if a signal is not asked for in time, or at a second signal."""
         with heard:
             number = self._next(heard)
             if number is None:
@@ -92,14 +92,14 @@ class Interrupts:
                 self._end(number)
 
     def _next(self, heard: socket.socket) -> int | None:
-        """Return the next signal that is ours; None at the end of the block."""
+        """Return the next SIGINT or SIGTERM; None at the end of the block."""
         while numbers := heard.recv(1):
             if numbers[0] in self._before:
                 return numbers[0]
         return None
 
     def _end(self, number: int) -> None:
-        """End the process with the last words, whatever its main thread is doing."""
+        """Write the last words and end the process, whatever the main thread is doing."""
         cursor = _SHOW_CURSOR if sys.stderr.isatty() else ""
         os.write(2, f"{cursor}{self._last_words()}\n".encode())
         files.remove_own()

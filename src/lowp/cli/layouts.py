@@ -1,4 +1,4 @@
-"""Bit layouts and ranges of formats, drawn below each other so that they compare."""
+"""Bit layouts and ranges of formats, drawn below each other for comparison."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def _pens() -> Pens:
 
 
 def draw(formats: Sequence[Format], width: int) -> str:
-    """Boxes of one column a bit, exponents ending and mantissas beginning below each other; then the ranges."""
+    """Draw boxes with one column per bit, aligned where exponents end and mantissas begin; then the ranges."""
     pens = _pens()
     names = max(len(str(format)) for format in formats) + 2
     left = max(sum(size for _, size in _left(_element(format))) + len(_left(_element(format))) for format in formats)
-    lines = ["bits: s sign, e exponent, m mantissa, i integer; one column a bit"]
+    lines = ["bits: s sign, e exponent, m mantissa, i integer; one column per bit"]
     for format in formats:
         lines += _boxes(format, names, left, pens)
     lines += ["", *_ranges(formats, names, width, pens)]
@@ -50,14 +50,14 @@ def _element(format: Format) -> FloatFormat | IntFormat:
 
 
 def _left(element: FloatFormat | IntFormat) -> list[tuple[str, int]]:
-    """The fields left of the common edge: sign and exponent."""
+    """Return the fields left of the common edge: sign and exponent."""
     if isinstance(element, IntFormat):
         return [("s", 1)]
     return [("s", 1)] * element.signed + [(f"e{element.exponent_bits}", element.exponent_bits)]
 
 
 def _right(element: FloatFormat | IntFormat) -> list[tuple[str, int]]:
-    """The fields right of it: mantissa, or the integer."""
+    """Return the fields right of the common edge: mantissa, or the integer."""
     if isinstance(element, IntFormat):
         return [(f"i{element.bits - 1}", element.bits - 1)] if element.bits > 1 else []
     return [(f"m{element.mantissa_bits}", element.mantissa_bits)] if element.mantissa_bits else []
@@ -88,7 +88,7 @@ def _scale_fields(format: ScaledFormat) -> list[tuple[str, int]]:
 
 
 def _box(fields: list[tuple[str, int]], pens: Pens) -> tuple[str, str, str]:
-    """Top, middle and bottom; a label that does not fit loses its letter."""
+    """Return the top, middle and bottom line; a label that does not fit loses its letter."""
     labels = [label if len(label) <= size else label[1:][:size] for label, size in fields]
     middle = pens.vertical + pens.vertical.join(
         label.center(size) for label, (_, size) in zip(labels, fields, strict=True)
@@ -100,7 +100,7 @@ def _box(fields: list[tuple[str, int]], pens: Pens) -> tuple[str, str, str]:
 
 
 class Reach(NamedTuple):
-    """log2 of the smallest positive number, of the smallest normal one, and of the first power beyond the largest."""
+    """log2 of the smallest positive number, of the smallest normal number, and of the first power above the largest."""
 
     smallest: int
     normal: int
@@ -108,7 +108,7 @@ class Reach(NamedTuple):
 
 
 def reach(format: Format) -> Reach:
-    """The binades of a format; a shared scale moves the whole window, and all its places count."""
+    """Return the binades of a format, over all positions to which a shared scale can move the window."""
     if isinstance(format, IntFormat):
         return Reach(0, 0, format.maximum.bit_length())
     if isinstance(format, FloatFormat):

@@ -8,5 +8,5 @@ __all__ = ["listed"]
 
 
 def listed(text: str | None) -> list[str]:
-    """What stands between commas; those inside parentheses part nothing: ``fp32,dfp16:current(headroom=2,words=1)``."""
+    """Split at commas, except within parentheses: ``fp32,dfp16:current(headroom=2,words=1)`` has two items."""
     return [word.strip() for word in re.split(r",(?![^()]*\))", text or "") if word.strip()]

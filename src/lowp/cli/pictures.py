@@ -18,9 +18,9 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def checked(plot: Path | None, out: Path) -> Path:
-    """Return the picture's path, after asking whether it and the JSON file can be written.
+    """Return the picture's path, after a check that it and the JSON file can be written.
 
-    Says on stderr where there will be no picture. Raises InvalidInput for other kinds of pictures.
+    Prints to stderr if there will be no picture. Raises InvalidInput for other suffixes.
     """
     from lowp.recipes import results
     from lowp.report import plots
@@ -35,7 +35,7 @@ def checked(plot: Path | None, out: Path) -> Path:
 
 
 def written(out: Path, plot: Path) -> str:
-    """Return what a command says at its end."""
+    """Return the last line of a command: the files written."""
     from lowp.report import plots
 
     return f"written: {out}, {plot}" if plots.can_plot() else f"written: {out}; no picture: {plots.NO_MATPLOTLIB}"

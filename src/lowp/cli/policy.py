@@ -26,7 +26,7 @@ ACTIONS = ("list", "show", "check")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `lowp policy`."""
+    """Add the command's arguments."""
     parser.add_argument("action", metavar="list|show|check", help="what to do")
     parser.add_argument("name", nargs="?", help="a preset, a format, torch-2.13-cpu, torch-2.13-cuda or a file (.toml)")
     parser.add_argument("--toml", action="store_true", help="print it as a policy file for autocast")
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List, show or check."""
+    """List the policies, show one, or check a file."""
     if arguments.action not in ACTIONS:
         raise UnknownName(unknown("action", arguments.action, ACTIONS))
     if arguments.action == "list":
@@ -73,7 +73,7 @@ def _listed() -> str:
 
 
 def _found(name: str) -> Preset:
-    """Return a preset by name, a policy of torch's, or a file."""
+    """Return a preset by its name, one of torch's policies, or a policy file."""
     from lowp.ops.table import TORCH_POLICIES
 
     if name in TORCH_POLICIES:
@@ -94,7 +94,7 @@ def _shown(preset: Preset) -> str:
 
 
 def _checked(file: str) -> str:
-    """Return what a policy file holds; raise InvalidInput for what is wrong with it."""
+    """Return a summary of a policy file; raise InvalidInput for an error in it."""
     from lowp.ops.table import op_names
 
     policy = Policy.load(file)
@@ -111,7 +111,7 @@ def _checked(file: str) -> str:
 
 
 def _ops(name: str) -> str:
-    """Return an op table as text: a paragraph a class."""
+    """Return an op table as text, one paragraph per class."""
     from lowp.ops.table import TABLES
 
     lines = [f"op table {name}; what is not listed is pointwise"]

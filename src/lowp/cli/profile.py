@@ -6,9 +6,9 @@
   lowp profile run.json --html report.html
   lowp profile --diff a.json b.json --html both.html
 
-The training runs in fp32. Some of its steps are recorded in full; the time that this adds is measured and limited by
---max-overhead. The record is a JSON file. Verdict, findings, policy and report are computed from it, and can be made
-again from the file. Use the policy with `lowp run --policy`, `lowp compare --precision` or lowp.autocast.
+The training runs in fp32. Some of its steps are recorded in full; the added time is measured and limited by
+--max-overhead. The record is a JSON file. Verdict, findings, policy and report are computed from it, and can be
+computed again from the file. Use the policy with `lowp run --policy`, `lowp compare --precision` or lowp.autocast.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Add the files that are made of a record."""
+    """Add the options for files that are computed from a record."""
     parser.add_argument("--html", metavar="FILE.html", type=Path, help="report as a single HTML file")
     parser.add_argument("--policy", metavar="FILE.toml", type=Path, help="recommended policy, as a policy file")
     parser.add_argument("--csv", metavar="FILE.csv", type=Path, help="statistics of every tensor, as a CSV file")
@@ -68,7 +68,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_verification(parser: argparse.ArgumentParser) -> None:
-    """Add what else is predicted, and trained to verify it."""
+    """Add the options of further predictions and their verification by training."""
     parser.add_argument("--precision", metavar="NAME", help="also predict the effect of this precision or policy file")
     parser.add_argument(
         "--verify",
@@ -111,9 +111,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return lowp's own arguments, and what is profiled with its own: from the first that is none of lowp's on.
+    """Return lowp's own arguments, and the profiled object with its arguments, which starts at the first unknown one.
 
-    Behind a recipe or a record lowp's arguments may follow; behind a script all are the script's.
+    lowp's arguments may follow a recipe or a record; all arguments after a script belong to the script.
     """
     own: list[str] = []
     rest = list(arguments)
@@ -131,7 +131,7 @@ def _is_script(name: str) -> bool:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Profile, or read a profile; print it, and write what was asked for."""
+    """Profile, or read a profile; print it, and write the requested files."""
     from lowp.errors import InvalidInput
 
     if arguments.diff is not None:
@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise before any work is done for what cannot be written or is no number."""
+    """Raise, before any work is done, for a file that cannot be written or an invalid number."""
     from lowp import files, presets
     from lowp.errors import InvalidInput
     from lowp.numerics.sampling import Budget
@@ -176,7 +176,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _require_recipe(arguments: argparse.Namespace) -> None:
-    """Raise for arguments that only a recipe has, which can be trained anew from the same weights."""
+    """Raise for options that need a recipe, which can be trained again from the same weights."""
     from lowp.errors import InvalidInput
 
     name = arguments.script[0]
@@ -191,7 +191,7 @@ def _require_recipe(arguments: argparse.Namespace) -> None:
 
 
 def _steps_to_verify(arguments: argparse.Namespace) -> int | None:
-    """The number of steps to compare, None for the whole recipe; raises InvalidInput for what is no number."""
+    """Return the number of steps to compare, None for the whole recipe; raise InvalidInput for an invalid number."""
     from lowp.errors import InvalidInput
 
     given = arguments.verify_steps
@@ -241,7 +241,7 @@ def _recipe(name: str, arguments: argparse.Namespace) -> int:
     settings = _settings(name, arguments)
     with Interrupts(lambda: _left(arguments.out), "the step is being ended") as interrupts:
         record = profiled(settings, arguments.steps, arguments.max_overhead, arguments.out, interrupts)
-    if record.is_empty:  # which the profiler has explained
+    if record.is_empty:  # the profiler has printed why
         return interrupts.exit_code if interrupts() else 2
     code = _told(record, arguments, f"lowp compare {name} --precision policy.toml")
     if interrupts():
@@ -252,7 +252,7 @@ def _recipe(name: str, arguments: argparse.Namespace) -> int:
 
 
 def _left(out: Path | None) -> str:
-    """What is left of a run that is ended within a step."""
+    """Return what was saved of a run that is ended within a step."""
     left = "nothing was saved: --out saves each recorded step" if out is None else f"{out} has the recorded steps"
     return f"interrupted; {left}"
 
@@ -298,7 +298,7 @@ def _script(arguments: argparse.Namespace) -> int:
 
 
 def _told(record: Record, arguments: argparse.Namespace, next_command: str) -> int:
-    """Print a profile and write its views."""
+    """Print a profile and write the requested files."""
     from lowp import files
     from lowp.numerics.advice import advise
     from lowp.report.profile import print_profile
@@ -336,7 +336,7 @@ def _write_page(path: Path, text: str) -> None:
 
 
 def _told_of(record: Record, name: str, window: Window) -> None:
-    """Print what a precision would do, and the tensors that suffer most."""
+    """Print the predicted effect of a precision, and the tensors with the largest errors."""
     from lowp import presets
     from lowp.numerics.policies import effects, sensitivities, worst
 

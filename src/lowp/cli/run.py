@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return lowp's own arguments, and the script with its own: from the first that is none of lowp's on."""
+    """Return lowp's own arguments, and the script with its arguments, which starts at the first unknown one."""
     index = 0
     while index < len(arguments):
         name, given, _ = arguments[index].partition("=")
@@ -56,7 +56,7 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Become the Python that runs the script; with --compare, run it several times and show a table."""
+    """Replace this process by the script's Python process; with --compare, run the script several times."""
     from lowp.errors import InvalidInput
 
     command = _command(arguments.script)
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _command(script: list[str]) -> list[str]:
-    """Return the command that runs the script as Python would; InvalidInput where there is none."""
+    """Return the command that runs the script as Python would; raise InvalidInput if there is no script."""
     from lowp.errors import InvalidInput
 
     script = script[1:] if script[:1] == ["--"] else script
@@ -94,7 +94,7 @@ def _command(script: list[str]) -> list[str]:
 
 
 def _environment(precision: str, arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the environment of a run in a precision; raises InvalidInput for one that cannot be."""
+    """Return the environment of a run in a precision; raise InvalidInput for one that cannot run a script."""
     from lowp import presets
     from lowp.errors import InvalidInput
     from lowp.launch.record import check_report

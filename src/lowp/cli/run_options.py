@@ -1,4 +1,4 @@
-"""The options that training and comparing share, and the settings that they make."""
+"""The options shared by `lowp train` and `lowp compare`, and the settings made from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the recipe and what changes its defaults."""
+    """Add the recipe and the options that change its defaults."""
     parser.add_argument("recipe", help="a recipe of `lowp recipes`, or your own as module:NAME")
     parser.add_argument("--size", help="size of the recipe: cpu (default) or full")
     parser.add_argument("--epochs", type=int, help="number of epochs (default: the recipe's)")
@@ -25,7 +25,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings that were named on the command line, by their names in `Settings`."""
+    """Return the settings given on the command line, by their names in `Settings`."""
     named = {
         "recipe": arguments.recipe,
         "size": arguments.size,
@@ -40,7 +40,7 @@ def given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def filled(settings: dict[str, Any]) -> Settings:
-    """Settings with the recipe's defaults; raises for an unknown recipe, precision, size or device."""
+    """Return settings with the recipe's defaults; raise for an unknown recipe, precision, size or device."""
     from lowp.recipes.training import Settings
 
     return Settings(**settings).filled()

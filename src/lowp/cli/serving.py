@@ -1,4 +1,4 @@
-"""The part of `lowp compare` that serves one trained model in several formats (`--inference`)."""
+"""The part of `lowp compare` that evaluates one trained model in several formats (`--inference`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, serve, print a table and write every number; 130 for Ctrl-C, with what is done written."""
+    """Train, evaluate, print a table and write all numbers; return 130 after Ctrl-C, with the finished rows written."""
     from lowp.cli.lists import listed
     from lowp.recipes import get, results
     from lowp.recipes.serving import Serving

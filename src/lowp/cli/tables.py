@@ -1,4 +1,4 @@
-"""Text for the terminal: columns that fit its width, and colour where a person looks. Loads rich only to colour."""
+"""Text for the terminal: columns that fit its width, and colours on a terminal. rich is loaded for colours only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 FALLBACK_WIDTH = 80
 
-# what is coloured, first match wins a place: a pattern with named groups, which are rich styles by STYLES
+# Coloured parts, the first match wins: patterns with named groups, which STYLES maps to rich styles.
 _HIGHLIGHTS = (
     r"(?m)^(?P<heading>\S.*)$",
     r"(?P<sign>(?<![\d.+|-])[01]) (?P<exponent>[01]{2,11}) (?P<mantissa>[01]+)(?![\d.])",
@@ -30,14 +30,14 @@ STYLES = {
 
 
 def width() -> int:
-    """Columns to fill: COLUMNS, else the terminal's, else 80 (a pipe, a file)."""
+    """Return the number of columns: COLUMNS, else the terminal's, else 80 (a pipe, a file)."""
     if os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty():
         return shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns
     return FALLBACK_WIDTH
 
 
 def can_show(characters: str) -> bool:
-    """Whether standard output's encoding has these characters."""
+    """Whether the encoding of standard output has these characters."""
     try:
         characters.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
@@ -46,12 +46,12 @@ def can_show(characters: str) -> bool:
 
 
 def is_coloured(plain: bool = False) -> bool:
-    """Colour only on a terminal that knows it, and where neither --plain nor NO_COLOR (no-color.org) forbids it."""
+    """Whether to use colours: on a terminal that has them, without --plain and NO_COLOR (no-color.org)."""
     return not plain and sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") != "dumb"
 
 
 def show(text: str, plain: bool = False) -> None:
-    """Print text; on a terminal with headings, labels and bit fields in colour. A pipe gets no escape codes."""
+    """Print text, on a terminal with coloured headings, labels and bit fields. A pipe gets no escape codes."""
     if not can_show(text):
         text = text.encode("ascii", "replace").decode()
     if not is_coloured(plain):
@@ -70,14 +70,14 @@ def show(text: str, plain: bool = False) -> None:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things: 1 seed, 2 seeds."""
+    """Return a number with its noun: 1 seed, 2 seeds."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]], limit: int, left: Sequence[int] = (0,)) -> str:
-    """A table as text: columns to the right, those in `left` to the left, two blanks between.
+    """Return a table as text: columns aligned right, those in `left` aligned left, separated by two blanks.
 
-    Where it is wider than `limit`, it becomes several tables below each other, each beginning with the first column.
+    A table wider than `limit` becomes several tables below each other, each starting with the first column.
     """
     widths = [max(len(row[index]) for row in (heads, *rows)) for index in range(len(heads))]
     groups: list[list[int]] = [[0]]
@@ -97,5 +97,5 @@ def _group(
         return "  ".join(cells).rstrip()
 
     rule = "  ".join("-" * widths[i] for i in group)
-    # rows are indented by nothing: a name in the first column can be searched for with grep ^name
+    # rows are not indented: grep ^name finds a name in the first column
     return "\n".join([text(heads), rule, *(text(row) for row in rows)])

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, or go on; 0 at the end, 130 for Ctrl-C, with the checkpoint written."""
+    """Train or resume; return 0 at the end, 130 after Ctrl-C, with the checkpoint written."""
     from lowp import checkpoint, files
     from lowp.errors import InvalidInput
     from lowp.recipes import get, results
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             results.write(arguments.out, _document(training))
     if not finished:
         _say(
-            f"stopped in epoch {training.epoch + 1} of {training.epochs}; the checkpoint is {path}. To go on: "
+            f"stopped in epoch {training.epoch + 1} of {training.epochs}; the checkpoint is {path}. To continue: "
             f"lowp train {recipe.name} --checkpoint {path} --resume"
         )
         return interrupts.exit_code
@@ -71,13 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _interrupts(recipe: str, path: Path) -> Interrupts:
-    """Ctrl-C between two steps, or within a step that takes long, whose run goes on from its last epoch."""
+    """Return the handler of Ctrl-C: a run ended within a long step can be resumed from its last epoch."""
 
     def last_words() -> str:
         if not path.exists():
             return "stopped within a step, before there was a checkpoint: nothing was written"
         return (
-            f"stopped within a step; the checkpoint {path} is that of the last epoch. To go on: "
+            f"stopped within a step; the checkpoint {path} is that of the last epoch. To continue: "
             f"lowp train {recipe} --checkpoint {path} --resume"
         )
 
@@ -85,13 +85,13 @@ def _interrupts(recipe: str, path: Path) -> Interrupts:
 
 
 def _begin(named: dict[str, Any], path: Path, arguments: argparse.Namespace) -> Training:
-    """A new run, or the one that the checkpoint holds."""
+    """Return a new run, or the one in the checkpoint."""
     from lowp.errors import InvalidInput
     from lowp.recipes.training import Training, read_extra
 
     if arguments.resume:
         training = Training.resume(path, named)
-        _say(f"going on with {path} after {training.epoch} of {training.epochs} epochs")
+        _say(f"continuing {path} after {training.epoch} of {training.epochs} epochs")
         return training
     settings = run_options.filled(named)
     if path.exists() and path.stat().st_size:
@@ -102,18 +102,18 @@ def _begin(named: dict[str, Any], path: Path, arguments: argparse.Namespace) -> 
 
 
 def _holds(path: Path, extra: dict[str, Any]) -> str:
-    """What is in the way of a new run, and what can be done."""
+    """Return why a new run cannot start, and the options to give."""
     epoch, epochs = extra["epoch"], extra["settings"]["epochs"]
     if epochs is not None and epoch < epochs and extra["failure"] is None:
         return (
-            f"{path} holds a run that stopped after {epoch} of {epochs} epochs: give --resume to go on with it, "
-            "--overwrite to begin anew, or another --checkpoint"
+            f"{path} holds a run that stopped after {epoch} of {epochs} epochs: give --resume to continue it, "
+            "--overwrite to replace it, or another --checkpoint"
         )
-    return f"{path} holds a finished run of {epoch} epochs: give --overwrite to begin anew, or another --checkpoint"
+    return f"{path} holds a finished run of {epoch} epochs: give --overwrite to replace it, or another --checkpoint"
 
 
 def _train(training: Training, path: Path, interrupts: Interrupts) -> bool:
-    """Run with a bar, and write the checkpoint after each epoch and where it was interrupted."""
+    """Train with a progress bar, and write the checkpoint after each epoch and at an interruption."""
     from lowp.report.progress import Bar
 
     title = f"{training.recipe.name}, {training.precision}"
@@ -180,7 +180,7 @@ def _document(training: Training) -> dict[str, Any]:
 
 
 def _default_path(recipe: str, named: dict[str, Any]) -> Path:
-    """A name that tells what the run is; a policy file or a long format gives its last part."""
+    """Return a file name made of recipe, precision and seed; a policy file gives its base name."""
     precision = re.sub(r"[^\w.+-]+", "-", Path(named.get("precision", "fp32")).name)
     return Path(f"{recipe}-{precision}-seed{named.get('seed', 0)}.pt")
 
