@@ -37,8 +37,8 @@ def test_how_it_was_measured_is_said_where_it_was() -> None:
     assert set(study.document()["methods"]) == {"verdict", "losses"}
     measure(study, seconds=0.01)
     methods = study.document()["methods"]
-    assert methods["time"].startswith("time a step: forward, loss") and "take turns" in methods["time"]
-    assert methods["memory"].startswith("memory: bytes that torch's allocator has handed out")
+    assert methods["time"].startswith("time per step: forward, loss") and "take turns" in methods["time"]
+    assert methods["memory"].startswith("memory: bytes allocated by torch's allocator")
 
 
 def test_peak_memory_counts_what_a_step_keeps() -> None:

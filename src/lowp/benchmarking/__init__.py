@@ -1,1 +1,1 @@
-"""Time, memory and operations of training steps: how each is measured, and the rows that are measured together."""
+"""Measurement of the time, memory and operations of training steps, for rows that are measured together."""

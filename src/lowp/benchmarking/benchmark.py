@@ -1,4 +1,4 @@
-"""A benchmark of recipes: their steps in fp32, torch.amp and lowp timed in turns, and what each step takes."""
+"""A benchmark of recipes: steps in fp32, torch.amp and lowp timed in turns, with their memory and operations."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ __all__ = ["KIND", "Benchmark", "Plan", "Subject"]
 
 KIND = "benchmark"
 Stop = Callable[[], bool]
-_PATIENCE = 20.0  # seconds that a batch may take to be measured, where the largest is looked for
+_PATIENCE = 20.0  # limit in seconds for the measurement of one batch in the search for the largest
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for: the rows, seconds for the timed steps of each, CPU threads, and memory for the largest batch.
+    """What to measure: the rows, seconds of timed steps for each, CPU threads, and memory for the largest batch.
 
-    `threads` None: what suits the recipe. `memory` in bytes; None: no largest batch is looked for, but on a GPU that
-    which fits its free memory.
+    `threads`: None for the recipe's default. `memory`: bytes in which to search the largest batch; None for no search
+    on a CPU, and for the free memory on a GPU.
     """
 
     precisions: Sequence[str] = ("fp16", "bf16", "flex16+5", "dfp16")
@@ -44,7 +44,7 @@ class Plan:
 
 
 class Subject:
-    """One recipe under measurement; what is not measured yet is not in its document."""
+    """One recipe and its measurements; its document contains the finished ones."""
 
     def __init__(self, settings: Settings, plan: Plan) -> None:
         self.contenders = contenders_of(settings, plan.precisions, plan.torch_amp)
@@ -61,17 +61,17 @@ class Subject:
 
     @property
     def batch(self) -> int:
-        """Examples a step."""
+        """Examples per step."""
         assert self.settings.batch is not None
         return self.settings.batch
 
     @property
     def stages(self) -> int:
-        """How many things `measure` measures, if nothing fails: the steps together, and the memory of each row."""
+        """Number of measurements of `measure`, if none fails: one for all steps, and one for the memory of each row."""
         return 1 + len(self.contenders) * (2 if self._limit() else 1)
 
     def measure(self, stop: Stop) -> Iterator[str]:
-        """Measure everything, and yield in words what was done, until `stop()` is true."""
+        """Run all measurements until `stop()` is true, and yield a description of each."""
         with threads_of(self.threads):
             timers = time_steps(self.contenders, self.data, self.plan.seconds, stop)
             self.timers = {one.contender.label: one for one in timers if one.rounds or one.failure}
@@ -108,7 +108,7 @@ class Subject:
             self.reserved[contender.label] = growth
 
     def _limit(self) -> int:
-        """The memory that a batch is to fit into, 0 for none."""
+        """Return the memory in bytes for the largest batch, 0 for no search."""
         device = torch.device(self.settings.device)
         if self.plan.memory is None and device.type == "cuda":
             torch.cuda.empty_cache()
@@ -133,9 +133,9 @@ class Subject:
 
         self.largest[contender.label] = largest_batch.largest_batch(limit, taken, self.batch, ended)
 
-    # -- what was found -----------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------------
     def document(self) -> dict[str, Any]:
-        """The recipe and its rows as plain values."""
+        """Return the recipe and its rows as plain values."""
         recipe = self.recipe
         any_row = next(iter(self.timers.values()), None)
         return {
@@ -199,17 +199,17 @@ class Benchmark:
 
     @property
     def stages(self) -> int:
-        """How many things `run` measures, if nothing fails."""
+        """Number of measurements of `run`, if none fails."""
         return sum(subject.stages for subject in self.subjects)
 
     def run(self, stop: Stop = lambda: False) -> Iterator[str]:
-        """Measure, and yield in words what was done, until `stop()` is true."""
+        """Run the measurements until `stop()` is true, and yield a description of each."""
         for subject in self.subjects:
             yield from subject.measure(stop)
         self.complete = not stop()
 
     def document(self) -> dict[str, Any]:
-        """Everything that was measured, as plain values."""
+        """Return all measurements as plain values."""
         settings = self.subjects[0].settings
         device = torch.device(settings.device).type
         return {
@@ -248,7 +248,7 @@ def _largest_row(found: Found) -> dict[str, Any]:
 
 
 _SLACK = (
-    "slack: reserved less allocated; negative where memory was allocated and not written to; kept for backward: all "
+    "slack: reserved minus allocated; negative if memory was allocated and not written to; kept for backward: all "
     "activations at the end of the forward pass, which need not be the peak"
 )
 _TORCH = {

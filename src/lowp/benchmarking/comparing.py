@@ -1,4 +1,4 @@
-"""What the rows of a comparison cost: the time of a step, its peak of memory, and what else the machine did."""
+"""The cost of the rows of a comparison: the time and peak memory of a step, and the other load of the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["measure", "others_busy", "peak_memory"]
 
 
 def measure(study: Study, seconds: float = 1.5, stop: Callable[[], bool] = lambda: False) -> None:
-    """Time a step of every row, for about `seconds` each, and take its peak of memory; ends early by `stop`."""
+    """Time steps of every row for about `seconds` each, and measure their peak memory, until `stop()` is true."""
     contenders = [_contender(variant) for variant in study.variants]
     with threads_of(study.recipe.threads) as threads:
         with others_busy() as busy:
@@ -42,7 +42,7 @@ def measure(study: Study, seconds: float = 1.5, stop: Callable[[], bool] = lambd
 
 
 def peak_memory(contender: Contender, data: Data) -> int | None:
-    """Bytes at the highest moment of a step of the contender's batch; None where an error stops the step."""
+    """Return the peak memory in bytes of a step of the contender's batch; None if an error stops the step."""
     size = contender.settings.filled().batch
     assert size is not None
     try:
@@ -68,7 +68,7 @@ def _times(timer: StepTimer, baseline: StepTimer) -> dict[str, object]:
 # -- the rest of the machine ------------------------------------------------------------------------------------------
 @contextmanager
 def others_busy() -> Iterator[Callable[[], float | None]]:
-    """Yield a function that tells how many cores other processes have kept busy since; None where it is not known."""
+    """Yield a function that returns how many cores other processes kept busy since then; None if that is unknown."""
     started, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds()
 
     def cores() -> float | None:
@@ -85,7 +85,7 @@ def _meanwhile(cores: float | None) -> str:
 
 
 def _busy_seconds() -> float | None:
-    """The seconds in which cores of the machine were not idle, since it started; None but on Linux."""
+    """Return the seconds of processor time of the whole machine since its start; None on systems other than Linux."""
     try:
         head = Path("/proc/stat").read_text().splitlines()[0].split()
     except (OSError, IndexError):
@@ -95,5 +95,5 @@ def _busy_seconds() -> float | None:
 
 
 def _own_seconds() -> float:
-    """The seconds of processor time of this process and of those that it has started and that have ended."""
+    """Return the seconds of processor time of this process and of its ended child processes."""
     return sum(os.times()[:4])

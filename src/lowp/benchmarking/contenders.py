@@ -1,4 +1,4 @@
-"""Who is measured against whom: fp32, torch.amp and lowp's precisions, as the same training in the same loop."""
+"""The rows of a measurement: fp32, torch.amp and lowp's precisions, as the same training in the same loop."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = [
 ]
 
 BASELINE = "fp32"
-# torch says with a RuntimeError that it has no 16-bit kernel for an op on this device
+# torch raises RuntimeError if it has no 16-bit kernel for an op on this device
 STOPPED_BY = (*STOPS, RuntimeError)
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A row of a benchmark: plain values, so that another process can run it too.
+    """A row of a benchmark, as plain values that can be sent to another process.
 
-    `kind` is ``fp32``, ``torch.amp`` or ``lowp``; `settings.precision` what the kind does it in. `tf32`: a GPU may
+    `kind` is ``fp32``, ``torch.amp`` or ``lowp``; `settings.precision` is its precision. `tf32`: whether a GPU may
     round the operands of fp32 products to TF32.
     """
 
@@ -53,7 +53,7 @@ class Contender:
 
     @property
     def narrow(self) -> Format | None:
-        """The format that operands of products are in: the widest of those that the policy names; None for fp32."""
+        """The format of the operands of products: the widest one in the policy; None for fp32."""
         if self.kind == "fp32":
             return None
         if self.kind == "torch.amp":
@@ -69,9 +69,9 @@ class Contender:
 
 
 def contenders_of(settings: Settings, precisions: Sequence[str], torch_amp: bool) -> list[Contender]:
-    """fp32 first, on a GPU with TF32 off and on, then torch.amp in fp16 and bf16, then lowp in each precision.
+    """Return the rows: fp32 (on a GPU with TF32 off and on), torch.amp in fp16 and bf16, and each precision of lowp.
 
-    Raises InvalidInput for unknown precisions, with the near names.
+    Raises InvalidInput for unknown precisions, with similar names.
     """
     plain = replace(settings, precision="fp32", loss_scale=None, accumulate=None).filled()
     rows = [Contender(BASELINE, "fp32", plain)]
@@ -86,7 +86,7 @@ def contenders_of(settings: Settings, precisions: Sequence[str], torch_amp: bool
 
 
 def begin(contender: Contender, data: Data) -> Training:
-    """The training of a contender, with all its models and nothing done."""
+    """Return the training of a contender with its models, before the first step."""
     if contender.kind != "torch.amp":
         return Training(contender.settings, data)
     training = Training(replace(contender.settings, precision="fp32"), data)
@@ -95,13 +95,13 @@ def begin(contender: Contender, data: Data) -> Training:
 
 
 def step_of(training: Training, contender: Contender, batch: Any) -> Tensor:
-    """One step with torch's TF32 switches as the contender has them."""
+    """Take one step with the TF32 setting of the contender, and return the loss."""
     with tf32_of(contender):
         return training.step(batch)
 
 
 class TorchAmp(Precision):
-    """What the loop calls, done as PyTorch's own recipe does it: torch.autocast, and torch.amp.GradScaler for fp16."""
+    """The interface of `Precision` on torch.autocast and, for fp16, torch.amp.GradScaler, as PyTorch's AMP recipe."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         super().__init__("fp32")
@@ -109,7 +109,7 @@ class TorchAmp(Precision):
         self._torch_scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
 
     def autocast(self) -> Any:
-        """torch.autocast in the dtype."""
+        """Return torch.autocast in the dtype."""
         return torch.autocast(self._device_type, dtype=self._dtype)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -121,7 +121,7 @@ class TorchAmp(Precision):
         self._torch_scaler.unscale_(optimizer)
 
     def step(self, *optimizers: torch.optim.Optimizer, closure: Any = None) -> Any:
-        """Step what has finite gradients, and move the scale."""
+        """Step the optimizers with finite gradients, and update the scale."""
         results = [self._torch_scaler.step(optimizer) for optimizer in optimizers]
         self._torch_scaler.update()
         self.steps += 1
@@ -129,13 +129,13 @@ class TorchAmp(Precision):
 
     @property
     def scale(self) -> float:
-        """The loss scale, 1 where nothing is scaled. Waits for the device."""
+        """The loss scale, 1 without scaling. Waits for the device."""
         return float(self._torch_scaler.get_scale())
 
 
 @contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
-    """Set how CUDA's fp32 products and convolutions round their operands, and put back what was."""
+    """Set whether CUDA's fp32 products and convolutions may use TF32, and restore the setting at the end."""
     cudnn: Any = torch.backends.cudnn
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     before = [backend.fp32_precision for backend in backends]
@@ -149,13 +149,13 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 
 def tf32_of(contender: Contender) -> AbstractContextManager[None]:
-    """TF32 as the contender has it, for a while; on a CPU there is none."""
+    """Return a context with the TF32 setting of the contender, without effect on a CPU."""
     is_cuda = torch.device(contender.settings.device).type == "cuda"
     return _tf32(contender.tf32) if is_cuda else nullcontext()
 
 
 def products_of(contender: Contender) -> str:
-    """How the products of linear layers run, in words: which of the ways that `lowp --version --verbose` explains."""
+    """Return the implementation of the products of linear layers in words, as in `lowp --version --verbose`."""
     device, precision = torch.device(contender.settings.device), contender.settings.precision
     if contender.kind != "lowp":
         return "fp32" if contender.kind == "fp32" else f"torch's {precision}"
@@ -163,7 +163,7 @@ def products_of(contender: Contender) -> str:
 
 
 def products_under(precision: str, device: torch.device) -> str:
-    """The same for a precision of lowp's."""
+    """Return the same for one of lowp's precisions."""
     policy = presets.parse(precision).policy
     rule = policy.match("linear", "contraction")
     if rule is None or rule.is_empty:
@@ -176,7 +176,7 @@ def products_under(precision: str, device: torch.device) -> str:
 
 
 def significand_bits(format: Format) -> int:
-    """Bits of a number's significand, the hidden one counted; of an integer all."""
+    """Return the bits of the significand including the hidden bit; all bits of an integer."""
     element = format.element if isinstance(format, ScaledFormat) else format
     return element.precision if isinstance(element, FloatFormat) else element.bits
 

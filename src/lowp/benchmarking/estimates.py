@@ -1,6 +1,7 @@
-"""What a step would cost on hardware with arithmetic units of its formats: an estimate from a published table.
+"""Estimates of the energy and area of a step on hardware with arithmetic units of its formats, from a published table.
 
-Not a measurement: nothing of it depends on the machine that ran the step. Operations and bytes are the step's own.
+These are not measurements and do not depend on the machine that ran the step. Operations and bytes are those counted
+in the step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ METHOD = (
     f"energy and area are ESTIMATES, not measurements, from {cost.SOURCE}: multiply-adds of a step, each a "
     "multiplication in the format and an addition in fp32 (of integers in int32), in picojoules; and each byte of "
     "weights, masters, gradients, optimizer state, activations and casts written to DRAM and read back once a step, "
-    f"{cost.READ_ENERGY['DRAM']:g} pJ for 32 bits; area of one multiplier with its adder; ~ marks what lies between "
+    f"{cost.READ_ENERGY['DRAM']:g} pJ for 32 bits; area of one multiplier with its adder; ~ marks values between "
     "the rows of that table"
 )
 _INT32 = IntFormat("int32", 32, False)
@@ -28,7 +29,7 @@ _DRAM_PER_BYTE = cost.READ_ENERGY["DRAM"] / 4
 
 
 def estimate(contender: Contender, operations: Operations, memory: Split | None) -> dict[str, Any]:
-    """Joules of arithmetic and of DRAM traffic a step, and the area of a multiply-add unit in square micrometres."""
+    """Return joules per step of arithmetic and of DRAM traffic, and the area of a multiply-add unit in µm²."""
     wide = FORMATS["tf32" if contender.tf32 else "fp32"]
     narrow = contender.narrow or wide
     pairs = (
@@ -52,7 +53,7 @@ def estimate(contender: Contender, operations: Operations, memory: Split | None)
 
 
 def _multiply_add(format: Format, sums_integers: bool) -> tuple[Estimate, Estimate]:
-    """Energy and area of a multiplication in a format with an addition as wide as sums are."""
+    """Return energy and area of a multiplication in a format and an addition in the width of its sums."""
     one, sums = cost.cost(format), cost.cost(_INT32 if sums_integers else FORMATS["fp32"])
     return _together(one.multiply_energy, sums.add_energy), _together(one.multiply_area, sums.add_area)
 

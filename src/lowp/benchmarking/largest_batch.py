@@ -1,4 +1,4 @@
-"""The largest batch that fits into a given memory: predicted along a line, and then measured."""
+"""The largest batch that fits into a given memory: predicted by linear extrapolation, and then measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ METHOD = (
 )
 TOLERANCE = 0.01
 _MOST = 12  # measurements
-_GROWTH = 8  # a guess goes at most so many times beyond what was measured
+_GROWTH = 8  # largest ratio of a guess to the largest measured batch
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 
@@ -25,10 +25,10 @@ Measure = Callable[[int], "int | None"]
 
 @dataclass
 class Found:
-    """The largest `batch` that was measured to fit `limit`, and the smallest that was measured not to.
+    """The largest `batch` that was measured to fit `limit`, and the smallest one that was measured not to fit.
 
-    `measured`: bytes by batch, None where memory ran out. `batch` is 0 where not even one example fits. `ended`: why
-    the search went no further, where it did not close the gap.
+    `measured`: bytes by batch size, None if memory ran out. `batch` is 0 if one example does not fit. `ended`: the
+    reason for which the search ended before it closed the gap.
     """
 
     limit: int
@@ -52,7 +52,7 @@ class Found:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the two are neighbours, or nearly so."""
+        """Whether the two differ by at most one, or by the tolerance."""
         return self.too_large is not None and self.too_large - self.batch <= max(1, int(TOLERANCE * self.batch))
 
     def _fits(self, used: int | None) -> bool:
@@ -60,9 +60,9 @@ class Found:
 
 
 def largest_batch(limit: int, measure: Measure, start: int, stop: Callable[[int], str] = lambda batch: "") -> Found:
-    """Search from the batch `start`; `measure` gives the bytes of a batch, None where memory ran out.
+    """Search from the batch `start`; `measure` returns the bytes of a batch, None if memory ran out.
 
-    `stop` is asked before a batch is measured; a text that it returns ends the search and says why.
+    `stop` is called before each measurement; a nonempty text that it returns ends the search and is the reason.
     """
     found = Found(limit)
     for guess in _guesses(found, start):
@@ -85,7 +85,7 @@ def _guesses(found: Found, start: int) -> Iterator[int]:
 
 
 def _next(found: Found) -> int:
-    """Where the line through the two nearest measurements meets the limit, within what is not known yet."""
+    """Return the batch at which the line through the two nearest measurements meets the limit, between the two."""
     low, high = found.batch, found.too_large
     known = sorted((batch, used) for batch, used in found.measured.items() if used is not None)
     known.sort(key=lambda point: abs(point[1] - found.limit))
@@ -100,16 +100,16 @@ def _next(found: Found) -> int:
             guess = int(first + (found.limit - used) / slope)
     elif high is not None:
         guess = (low + high) // 2
-    if guess <= low:  # the line says that no more fits: look at the next one
+    if guess <= low:  # by the line no larger batch fits: try the next one
         guess = low + max(1, int(TOLERANCE * low))
     if high is None:
         return min(guess, _GROWTH * low)
-    # where the line misses what is known (memory runs out, or goes in steps): halfway
+    # the line contradicts the measurements (memory runs out, or grows in steps): bisect
     return guess if low < guess < high else (low + high) // 2
 
 
 def bytes_from(text: str, option: str = "--memory") -> int:
-    """A size from its text: 2GB (10^9), 1.5GiB (2^30), 800MB, 4096B. Raises InvalidInput for others."""
+    """Return a size in bytes from its text: 2GB (10^9), 1.5GiB (2^30), 800MB, 4096B. Raise InvalidInput for others."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
     unit = match[2].upper() if match else ""
     if match is None or unit not in _UNITS:

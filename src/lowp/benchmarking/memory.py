@@ -1,9 +1,9 @@
-"""What the memory of a training step is used for: each allocation that is alive at the peak, by what it holds.
+"""The use of memory in a training step: every allocation alive at the peak, by its content.
 
-torch's profiler tells every allocation and when it was freed. Two snapshots, after the forward pass and after the
-step, tell what is kept where: parameters, masters, gradients, optimizer state, cast weights. What the forward pass
-allocated and still holds when it ends are its activations. The split is that of the highest moment of forward and
-backward; `update` is what the optimizer's step needs beyond it, if anything. So the parts sum to the peak.
+torch's profiler reports each allocation and when it was freed. Two snapshots, after the forward pass and after the
+step, give the addresses of parameters, masters, gradients, optimizer state and cast weights. Activations are the
+allocations of the forward pass that are alive at its end. The split is taken at the peak of forward and backward;
+`update` is the additional memory of the optimizer's step, so that the parts sum to the peak of the whole step.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ from lowp.region import autocast
 
 __all__ = ["METHODS", "PARTS", "Split", "batch_of", "memory_of", "peak_of", "peaks_of", "warm_up"]
 
-# A row a part: its name in tables, and what it is. The order is that of the bars of a picture, from the bottom.
+# One row per part: its name in tables and its content, in the order of the bars of a picture from the bottom.
 PARTS: dict[str, str] = {
     "weights": "parameters and buffers of the model",
-    "masters": "what is kept of the fp32 values of parameters that are stored in few bits",
+    "masters": "fp32 masters, or their low words, of parameters that are stored in few bits",
     "gradients": "gradients of the parameters, those that exist at the peak",
     "optimizer": "the optimizer's state",
     "activations": "allocated in the forward pass and kept for backward",
     "casts": "parameters in 16 bits beside the fp32 ones, kept for backward",
-    "temporaries": "alive at the peak, but neither of these: workspaces, gradients of activations",
+    "temporaries": "alive at the peak, but none of these: workspaces, gradients of activations",
     "other": "alive before the step: the batch, the loss scale, shared exponents, what BatchNorm journals",
-    "update": "what the optimizer's step needs beyond the peak of forward and backward",
+    "update": "additional memory of the optimizer's step beyond the peak of forward and backward",
 }
 METHODS = {
-    "cpu": "memory: bytes that torch's allocator has handed out at the highest moment of a step, counted from before "
-    "the model was made, from torch's profiler; each allocation is counted by what it holds",
-    "cuda": "memory: bytes that torch's CUDA allocator has handed out at the highest moment of a step, counted from "
-    "before the model was made (torch.cuda.max_memory_allocated); each is counted by what it holds; reserved: "
+    "cpu": "memory: bytes allocated by torch's allocator at the peak of a step, counted from before "
+    "the model was created, from torch's profiler; each allocation is counted by its content",
+    "cuda": "memory: bytes allocated by torch's CUDA allocator at the peak of a step, counted from "
+    "before the model was created (torch.cuda.max_memory_allocated); each is counted by its content; reserved: "
     "torch.cuda.max_memory_reserved of the same step, from an empty cache",
 }
 
 _FORWARD, _FORWARD_ENDS, _UPDATE, _END = (f"lowp: {name}" for name in ("forward", "forward ends", "update", "end"))
-_WARM_UP = 12  # steps at most until one is not skipped, so that there is optimizer state
-_PATIENCE = 20.0  # seconds after which no further one is tried
+_WARM_UP = 12  # most steps until one is not skipped, so that there is optimizer state
+_PATIENCE = 20.0  # seconds after which no further step is tried
 _enable_record_function = cast(Callable[[bool], None], private("torch.autograd._enable_record_function"))
 _DispatchMode = cast(type, private("torch.utils._python_dispatch.TorchDispatchMode"))
 
 
 @dataclass(frozen=True)
 class Split:
-    """Bytes of a step: `parts` by PARTS sum to `allocated`; `held` has what is kept, whenever in the step it is.
+    """Bytes of a step: `parts` by PARTS sum to `allocated`; `held` has the persistent parts, alive at the peak or not.
 
-    `reserved` is what was taken from the device, where that is known; `batch` the examples of the step.
+    `reserved`: bytes reserved on the device, if known; `batch`: examples of the step.
     """
 
     allocated: int
@@ -79,7 +79,7 @@ class Split:
 
 @dataclass
 class _Marks:
-    """What is found out while a step runs: which storages hold what, at which of the marks."""
+    """The contents of storages, recorded at marks of a running step."""
 
     after_forward: dict[int, str] = field(default_factory=dict)
     after_step: dict[int, str] = field(default_factory=dict)
@@ -95,9 +95,9 @@ class _Allocation:
 
 
 def memory_of(contender: Contender, data: Data, batch: int) -> Split:
-    """Measure a step of a batch of so many examples; those of a smaller set are repeated.
+    """Measure a step of a batch of `batch` examples; the examples of a smaller set are repeated.
 
-    One step is taken first, and more where it was skipped.
+    One step is taken before, and more if it was skipped.
     """
     device = torch.device(contender.settings.device)
     taken = _Taken(device)
@@ -108,7 +108,7 @@ def memory_of(contender: Contender, data: Data, batch: int) -> Split:
 
 
 def peak_of(begin: Callable[[], Callable[[], object]]) -> int:
-    """Return the most bytes on the CPU at once in a third step; `begin` makes what is trained, and returns the step."""
+    """Return the peak of CPU memory in bytes in a third step; `begin` creates the model and returns the step."""
 
     def run() -> None:
         step = begin()
@@ -125,7 +125,7 @@ def peak_of(begin: Callable[[], Callable[[], object]]) -> int:
 
 
 def _profiled(run: Callable[[], object]) -> list[dict[str, Any]]:
-    """Return the events of a profile of the memory that something takes."""
+    """Return the events of a memory profile of a function."""
     with tempfile.TemporaryDirectory() as folder:
         with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             _enable_record_function(False)
@@ -141,9 +141,9 @@ def _profiled(run: Callable[[], object]) -> list[dict[str, Any]]:
 
 
 def peaks_of(contender: Contender, data: Data, batch: int) -> tuple[int, int | None]:
-    """Return what a step has allocated and reserved at its highest, as the device's allocator tells, without a split.
+    """Return the peaks of a step in allocated and reserved bytes, from the device's allocator, without a split.
 
-    Reserved is None where the device does not tell.
+    Reserved is None if the device does not report it.
     """
     taken = _Taken(torch.device(contender.settings.device))
     if taken.device is None:
@@ -173,7 +173,7 @@ def _steps(contender: Contender, data: Data, batch: int, marks: _Marks, taken: _
 
 
 def warm_up(training: Training, contender: Contender, batch: Any) -> None:
-    """Take steps until one is not skipped, so that the optimizer has its state."""
+    """Take steps until one is not skipped, so that the optimizer has state."""
     started = time.perf_counter()
     for _ in range(_WARM_UP):
         scale = training.precision.scale
@@ -183,7 +183,7 @@ def warm_up(training: Training, contender: Contender, batch: Any) -> None:
 
 
 def _marked_step(training: Training, contender: Contender, batch: Any, marks: _Marks, casts: _CastWatch | None) -> None:
-    """A step of the loop whose parts are marked in the profile."""
+    """Take a step of the loop with marks in the profile."""
     precision = training.precision
     backward, step = precision.backward, precision.step
 
@@ -205,13 +205,13 @@ def _marked_step(training: Training, contender: Contender, batch: Any, marks: _M
 
 
 def batch_of(training: Training, size: int) -> Any:
-    """The first examples as a batch on the device, from the start again where there are fewer."""
+    """Return the first `size` examples as a batch on the device, repeated if there are fewer."""
     indices = torch.arange(size) % len(training.data.training)
     return moved(training.data.training.batch(indices), training.device)
 
 
 def _mark(name: str) -> None:
-    """Leave a mark in the profile, which otherwise keeps memory alone: a step can have 100,000 ops."""
+    """Leave a mark in the profile, which otherwise records only memory: a step can have 100,000 ops."""
     _enable_record_function(True)
     with record_function(name):
         pass
@@ -220,7 +220,7 @@ def _mark(name: str) -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Send what C++ writes to stderr away: torch's profiler announces its start and stop there."""
+    """Discard what C++ writes to stderr: torch's profiler reports its start and stop there."""
     sys.stderr.flush()
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -234,9 +234,9 @@ def _silent() -> Iterator[None]:
         os.close(nowhere)
 
 
-# -- who holds what ---------------------------------------------------------------------------------------------------
+# -- contents of storages ---------------------------------------------------------------------------------------------
 def _persistent(training: Training) -> dict[int, str]:
-    """The storages of a training by address, and what they hold."""
+    """Return the storages of a training by address, with their content."""
     model, optimizer = training.model, training.optimizer
     parameters = list(model.parameters())
     region = training.precision.autocast()
@@ -257,7 +257,7 @@ def _persistent(training: Training) -> dict[int, str]:
 
 
 def _tensors(holder: object) -> Iterator[Tensor]:
-    """The tensors in dictionaries, lists and tuples."""
+    """Yield the tensors in dictionaries, lists and tuples."""
     if isinstance(holder, Tensor):
         yield holder
     elif isinstance(holder, Mapping):
@@ -269,7 +269,7 @@ def _tensors(holder: object) -> Iterator[Tensor]:
 
 
 class _CastWatch(_DispatchMode):  # type: ignore[misc, valid-type]
-    """Sees the copies of parameters in 16 bits that torch.autocast makes; its cache tells nobody."""
+    """Records the 16-bit copies of parameters made by torch.autocast, whose cache cannot be read."""
 
     def __init__(self, training: Training) -> None:
         super().__init__()
@@ -288,13 +288,13 @@ class _CastWatch(_DispatchMode):  # type: ignore[misc, valid-type]
         return result
 
     def found(self) -> dict[int, str]:
-        """The copies that are alive."""
+        """Return the copies that are alive."""
         return {address: "casts" for address, copy in self._copies.items() if not copy.expired()}  # type: ignore[no-untyped-call]
 
 
 # -- the profile ------------------------------------------------------------------------------------------------------
 def _split(events: list[dict[str, Any]], marks: _Marks, device: torch.device, batch: int) -> Split:
-    """The parts at the peak, from the events of a profile."""
+    """Return the parts at the peak, from the events of a profile."""
     moments = {event["name"]: event["ts"] for event in events if event.get("name") in _MARKS}
     forward, forward_ends, update, end = (moments[name] for name in _MARKS)
     allocations = list(_allocations(events, _DEVICE_TYPES[device.type]))
@@ -319,7 +319,7 @@ _HELD = ("weights", "masters", "gradients", "optimizer", "activations", "casts")
 
 
 def _allocations(events: list[dict[str, Any]], device_type: int) -> Iterator[_Allocation]:
-    """Every allocation on a kind of device, with the moments when it was made and freed."""
+    """Yield the allocations on a type of device, with the times of allocation and of release."""
     alive: dict[int, _Allocation] = {}
     moves = [event for event in events if event.get("name") == "[memory]"]
     for move in sorted(moves, key=lambda move: cast(float, move["ts"])):
@@ -329,7 +329,7 @@ def _allocations(events: list[dict[str, Any]], device_type: int) -> Iterator[_Al
         address, size = told["Addr"], told["Bytes"]
         if size > 0:
             alive[address] = _Allocation(address, size, move["ts"], math.inf)
-        elif (freed := alive.pop(address, None)) is not None:  # else it was made before the profile
+        elif (freed := alive.pop(address, None)) is not None:  # otherwise it was allocated before the profile
             freed.end = move["ts"]
             yield freed
     yield from alive.values()
@@ -345,7 +345,7 @@ def _part_of(one: _Allocation, marks: _Marks, forward: float, forward_ends: floa
 
 
 def _highest(allocations: Iterable[_Allocation], first: float, last: float) -> tuple[int, float]:
-    """The most bytes that are alive between two moments, and when that is first so."""
+    """Return the peak of bytes alive between two times, and the first time of the peak."""
     changes = [(one.begin, one.size) for one in allocations]
     changes += [(one.end, -one.size) for one in allocations if one.end < math.inf]
     alive = peak = 0
@@ -354,7 +354,7 @@ def _highest(allocations: Iterable[_Allocation], first: float, last: float) -> t
         if when > last:
             break
         if when > first and not peak:
-            peak = alive  # as it was when the span began
+            peak = alive  # the state at the start of the span
         alive += size
         if when > first and alive > peak:
             peak, moment = alive, when
@@ -362,7 +362,7 @@ def _highest(allocations: Iterable[_Allocation], first: float, last: float) -> t
 
 
 class _Taken:
-    """What a device's own allocator tells of a step, beside the profile: on CUDA the peaks allocated and reserved."""
+    """The peaks of a step from the device's allocator, beside the profile: on CUDA allocated and reserved bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device if device.type == "cuda" else None
@@ -373,20 +373,20 @@ class _Taken:
             self.before = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
 
     def begin(self) -> None:
-        """Begin to look for the peaks."""
+        """Reset the peaks."""
         if self.device is not None:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def end(self) -> None:
-        """Note the peaks."""
+        """Record the peaks."""
         if self.device is not None:
             torch.cuda.synchronize(self.device)
             self.allocated = int(torch.cuda.max_memory_allocated(self.device)) - self.before[0]
             self.reserved = int(torch.cuda.max_memory_reserved(self.device)) - self.before[1]
 
     def corrected(self, split: Split) -> Split:
-        """The split with these peaks; what the profile did not see is `other`."""
+        """Return the split with these peaks; memory that the profile did not record is `other`."""
         if self.device is None:
             return split
         parts = {**split.parts, "other": split.parts["other"] + self.allocated - split.allocated}

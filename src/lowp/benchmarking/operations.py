@@ -1,11 +1,11 @@
-"""The operations of a training step: how many, and how many of them on operands that 16 bits hold.
+"""The number of operations in a training step, and of those with operands in 16 bits.
 
 An operation is a multiplication or an addition of a contraction (matrix products, convolutions, attention, forward and
-backward): 2 m n k of a matrix product, by the formulas of torch.utils.flop_counter. What is not a contraction is not
-counted. A contraction counts as done in 16 bits where every floating-point operand IS in 16 bits: by its dtype, or,
-since a CPU without such arithmetic computes on fp32 copies, by its values, all of which are numbers of fp16, of bf16,
-or 16-bit integers under one power of two. Sums are wider everywhere. So the share is found by looking at the numbers,
-not by believing a policy. Inside a fused attention the operands are query, key and value; the probabilities stay fp32.
+backward): 2 m n k of a matrix product, by the formulas of torch.utils.flop_counter. Other ops are not counted. A
+contraction counts as 16-bit if every floating-point operand is in 16 bits: by its dtype, or by its values, since a CPU
+without 16-bit arithmetic computes on fp32 copies. Such values are all numbers of fp16, all numbers of bf16, or all
+16-bit integers times one power of two. Sums are always wider. The share is therefore measured on the values, not read
+from a policy. The operands of a fused attention are query, key and value; its probabilities stay fp32.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _COPIES = ("aten::clone", "aten::_to_copy", "aten::copy_")
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations of one step, all and those in 16 bits or fewer."""
+    """Operations of one step: all, and those in 16 bits or fewer."""
 
     total: int
     narrow: int
 
     @property
     def share(self) -> float | None:
-        """The share in 16 bits, 0 to 1; None where nothing was contracted."""
+        """The share in 16 bits, 0 to 1; None without contractions."""
         return self.narrow / self.total if self.total else None
 
 
 def counted(step: Callable[[], object]) -> Operations:
-    """Take a step and count its operations. It computes what it always does, more slowly, and not for torch.compile."""
+    """Take a step and count its operations, with unchanged results but more slowly; torch.compile is not supported."""
     counter = _Counter()
     with integer.observed(counter.product_of_integers), counter:
         step()
@@ -60,14 +60,14 @@ def counted(step: Callable[[], object]) -> Operations:
 
 
 class _Counter(_DispatchMode):  # type: ignore[misc, valid-type]
-    """Sees every op that reaches the dispatcher, in backward too."""
+    """A dispatch mode that counts every op of forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = self.narrow = 0
-        self.paused = False  # within an integer product, which is counted as a whole
+        self.paused = False  # inside an integer product, which is counted as a whole
         self._formulas = FlopCounterMode(display=False).flop_registry
-        # tensors that a cast to a format with a scale of any value has written: their storages, while they live
+        # results of casts to a format with a scale of any value: their storages, while they are alive
         self._written: dict[int, StorageWeakRef] = {}
 
     def add(self, operations: int, narrow: bool) -> None:
@@ -77,7 +77,7 @@ class _Counter(_DispatchMode):  # type: ignore[misc, valid-type]
 
     @contextmanager
     def product_of_integers(self, operations: int) -> Iterator[None]:
-        """Count a product of int16 mantissas as a whole, and none of the ops that it may be made of."""
+        """Count a product of int16 mantissas as a whole, and not the ops that implement it."""
         self.paused = True
         try:
             yield
@@ -88,7 +88,7 @@ class _Counter(_DispatchMode):  # type: ignore[misc, valid-type]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an op, and count it where it is a contraction."""
+        """Run an op, and count it if it is a contraction."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.paused:
@@ -127,7 +127,7 @@ class _Counter(_DispatchMode):  # type: ignore[misc, valid-type]
 
 
 def _operands(name: str, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    """The floating-point tensors that are multiplied: without what is only added, and without masks."""
+    """Yield the floating-point tensors that are multiplied, without addends and masks."""
     first = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
     if name in ("aten::addmm", "aten::baddbmm", "aten::addbmm"):
         first = first[1:]
@@ -135,7 +135,7 @@ def _operands(name: str, args: tuple[Any, ...]) -> Iterator[Tensor]:
         first = first[: 4 if "backward" in name else 3]
     elif "convolution" in name:
         first = first[: 3 if "backward" in name else 2]
-        if "backward" in name:  # gradient, input, weight; the shape alone is read of one that only names its gradient
+        if "backward" in name:  # gradient, input, weight; an operand that is no factor gives its shape
             wanted: Sequence[bool] = args[-1]
             used = {0, *((1,) if wanted[1] else ()), *((2,) if wanted[0] else ())}
             first = [x for place, x in enumerate(first) if place in used]
@@ -143,13 +143,13 @@ def _operands(name: str, args: tuple[Any, ...]) -> Iterator[Tensor]:
 
 
 def _is_narrow(text: str) -> bool:
-    """Whether a cast's text names elements of at most 16 bits under a scale of whatever value."""
+    """Whether a cast's text names elements of at most 16 bits under a scale of any value."""
     format = casts.parse(text).format
     return isinstance(format, ScaledFormat) and format.element.bits <= 16
 
 
 def fits_16_bits(x: Tensor) -> bool:
-    """Whether all values are numbers of fp16, all of bf16, or all int16 times one power of two; an empty tensor is.
+    """Whether all values are numbers of fp16, all of bf16, or all int16 times one power of two; True if empty.
 
     Infinities and NaNs are numbers of both float formats.
     """

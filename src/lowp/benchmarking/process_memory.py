@@ -1,7 +1,7 @@
-"""What a training step takes from the system: how far a fresh process grows, on a CPU, which has no reserve to ask.
+"""The memory that a training step on a CPU takes from the system: the growth of a fresh process.
 
-Beside torch's tensors this is the memory that libraries take for themselves, what the C library holds back after a
-free, and whole pages where parts are asked for; memory that is allocated and never written is not in it.
+Besides torch's tensors it includes the memory of libraries, memory that the C library keeps after a free, and the rest
+of partly used pages; it does not include memory that is allocated and never written.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from lowp.recipes.recipe import Data
 __all__ = ["METHOD", "growth", "is_known", "process_growth"]
 
 METHOD = (
-    "reserved: growth of a fresh process' resident memory from before the model was made to its highest (VmHWM of "
+    "reserved: growth of a fresh process's resident memory from before the model was created to its peak (VmHWM of "
     "/proc/self/status) after two steps"
 )
 _STATUS = Path("/proc/self/status")
 
 
 def is_known() -> bool:
-    """Whether this system tells how large a process is and was, as Linux does."""
+    """Whether this system reports the current and peak size of a process, as Linux does."""
     try:
         return _kibibytes("VmHWM") > 0
     except (OSError, KeyError, ValueError):
@@ -44,7 +44,7 @@ def is_known() -> bool:
 def process_growth(
     contender: Contender, data: Data, batch: int, threads: int, stop: Callable[[], bool] = lambda: False
 ) -> int | None:
-    """Bytes that a process grows by for a step; None where that is not known, or an error or `stop` ends it."""
+    """Return the growth of a process in bytes for a step; None if it is unknown, or an error or `stop` ends it."""
     if not is_known() or contender.settings.device != "cpu":
         return None
     context = _context()
@@ -58,7 +58,7 @@ def process_growth(
             if stop() or not process.is_alive():
                 break
         return int(found) if receiving.poll() and (found := receiving.recv()) is not None else None
-    except EOFError:  # it ended without a word, as when the system has no memory left for it
+    except EOFError:  # the process ended without a result, for example out of memory
         return None
     finally:
         receiving.close()
@@ -70,7 +70,7 @@ def process_growth(
 
 @dataclass(frozen=True)
 class _Same:
-    """Examples of which every choice is the one batch that was sent along: no process has to load the data again."""
+    """Examples whose every selection is the one batch sent along, so that no process loads the data again."""
 
     packed: bytes
     size: int
@@ -89,7 +89,7 @@ def _packed(batch: Any) -> bytes:
 
 
 def _context() -> Any:
-    """Processes that fork from one which has imported this module and computed nothing: none has to load torch anew."""
+    """Return a context of processes forked from one that has imported this module and computed nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
@@ -97,7 +97,7 @@ def _context() -> Any:
 
 # -- in the other process ---------------------------------------------------------------------------------------------
 def _measure(sending: Connection, contender: Contender, examples: _Same, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one tells it to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     torch.set_num_threads(threads)
     try:
         with growth() as grown:
@@ -114,7 +114,7 @@ def _measure(sending: Connection, contender: Contender, examples: _Same, threads
 
 @contextmanager
 def growth() -> Iterator[Callable[[], int | None]]:
-    """Yield what tells by how many bytes this process has grown at its highest since; None where no system tells."""
+    """Yield a function that returns the peak growth of this process in bytes since then; None if it is unknown."""
     _load_libraries()
     gc.collect()
     _forget_highest()
@@ -123,7 +123,7 @@ def growth() -> Iterator[Callable[[], int | None]]:
 
 
 def _load_libraries() -> None:
-    """A tiny step, so that code which every training loads is not counted as its memory."""
+    """Take a tiny step, so that code loaded by every training is not counted as memory of the step."""
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     nn.functional.cross_entropy(model(torch.randn(4, 1, 8, 8)), torch.zeros(4, dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
@@ -131,7 +131,7 @@ def _load_libraries() -> None:
 
 
 def _forget_highest() -> None:
-    """Let the system count the highest size from now on; without it the start of the process may be the highest."""
+    """Reset the peak size of this process; otherwise it may be that of the start of the process."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -1,4 +1,4 @@
-"""What torch.amp did to three of the recipes on GPUs, as published: figures to stand beside one's own."""
+"""Published measurements of torch.amp on GPUs for three of the recipes, for comparison with one's own."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Published:
 
     @property
     def time_ratio(self) -> float:
-        """Time under torch.amp by that in fp32."""
+        """The ratio of the time under torch.amp to that in fp32."""
         return self.seconds[1] / self.seconds[0]
 
     @property
     def memory_ratio(self) -> float:
-        """Memory under torch.amp by that in fp32."""
+        """The ratio of the memory under torch.amp to that in fp32."""
         return self.gigabytes[1] / self.gigabytes[0]
 
 
@@ -53,7 +53,7 @@ _ROWS: dict[str, tuple[Published, ...]] = {
 
 
 def published(recipe: str) -> dict[str, Any] | None:
-    """The figures of a recipe as plain values, with their source; None for the other recipes."""
+    """Return the published figures of a recipe as plain values with their source; None for other recipes."""
     if recipe not in _ROWS:
         return None
     rows = [{**asdict(row), "time_ratio": row.time_ratio, "memory_ratio": row.memory_ratio} for row in _ROWS[recipe]]

@@ -1,6 +1,6 @@
-"""The time of a step, and that of training with its data: contenders take turns in one process.
+"""The time of a step, and of a training loop with its data, for contenders that take turns in one process.
 
-A contender whose step takes longer than the time it was given gets few steps, one at the least, and its result says so.
+A contender whose step takes longer than its time gets few steps, at least one, and its result is marked.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from lowp.recipes.training import Training, moved
 __all__ = ["STEP_METHOD", "WALL_METHOD", "StepTimer", "slow_limit", "time_steps"]
 
 STEP_METHOD = (
-    "time a step: forward, loss, backward and update of one batch that lies ready, steps timed one by one; median and "
+    "time per step: forward, loss, backward and update of one prepared batch, steps timed one by one; median and "
     "quartiles. The rows take turns, after at least two steps that are not timed; `relative` is the median over the "
-    "turns of the time by that of fp32 in the same turn, so that a machine that slows down slows both. A row whose "
+    "turns of the ratio to fp32's time in the same turn, so that a machine that slows down slows both. A row whose "
     "first two steps take {slow:g} s or more each has only the second"
 )
 WALL_METHOD = (
-    "wall time: the same loop with new batches, made and moved one after another, in turns with the timed steps: "
+    "wall time: the same loop with new batches, created and moved one after another, in turns with the timed steps: "
     "seconds from the first to the last, of which `data` went into batches; an epoch is so many steps times that"
 )
 
 ROUNDS = 8
-_LONGEST_TURN = 0.5  # seconds, so that Ctrl-C is heard
+_LONGEST_TURN = 0.5  # seconds between checks for Ctrl-C
 _LEAST_STEPS = 3
-_SLOW = 3  # times the seconds that a contender has
+_SLOW = 3  # multiple of a contender's seconds
 
 
 @dataclass
 class StepTimer:
-    """A contender while it is timed, and what was found. `failure` says what ended it.
+    """A contender and its timings. `failure` is the error that ended it, if any.
 
-    `rounds` has the seconds of the timed steps of each turn; `slow` tells that one step is all there is. With
-    `steps_only` neither operations are counted nor the loop with its data is timed.
+    `rounds` has the seconds of the timed steps of each turn; `slow`: only one step was timed. With `steps_only`,
+    operations are not counted and the loop with its data is not timed.
     """
 
     contender: Contender
@@ -61,22 +61,22 @@ class StepTimer:
 
     @property
     def times(self) -> list[float]:
-        """The seconds of all timed steps."""
+        """The times of all timed steps in seconds."""
         return [seconds for taken in self.rounds for seconds in taken]
 
     @property
     def median(self) -> float | None:
-        """Seconds of a step."""
+        """The median time of a step in seconds."""
         return statistics.median(self.times) if self.times else None
 
     def step(self) -> dict[str, Any]:
-        """Time a step as plain values; quartiles where there are two steps or more."""
+        """Return the time of a step as plain values, with quartiles for two steps or more."""
         times = self.times
         quartiles = statistics.quantiles(times, n=4)[::2] if len(times) > 1 else None
         return {"median": self.median, "quartiles": quartiles, "steps": len(times), "only_one": self.slow}
 
     def relative_to(self, baseline: StepTimer) -> float | None:
-        """The median over the turns of the time by that of the baseline."""
+        """Return the median over the turns of the ratio to the baseline's time."""
         if self.median is None or baseline.median is None:
             return None
         if self.slow or baseline.slow:
@@ -85,7 +85,7 @@ class StepTimer:
         return statistics.median(statistics.median(mine) / statistics.median(base) for mine, base in pairs)
 
     def wall(self, steps_per_epoch: int) -> dict[str, Any] | None:
-        """Wall time as plain values; None where no step of it was taken."""
+        """Return the wall time as plain values; None if none of its steps was taken."""
         if not self.wall_steps:
             return None
         each = self.wall_seconds / self.wall_steps
@@ -98,16 +98,16 @@ class StepTimer:
             "epoch_seconds": each * steps_per_epoch,
         }
 
-    # -- doing it -----------------------------------------------------------------------------------------------------
+    # -- measuring ----------------------------------------------------------------------------------------------------
     def begin(self, data: Data, seconds: float) -> None:
-        """Make the model, take the first steps and count the operations of one."""
+        """Create the model, take the first steps and count the operations of one."""
         training = self.training = begin(self.contender, data)
         training.model.train()
         self.batch = batch_of(training, _size(training))
         self.units = training.recipe.units(self.batch)
         if self.steps_only:
             first = self._timed()
-        elif self.contender.kind == "lowp":  # counting slows its many small calls down
+        elif self.contender.kind == "lowp":  # counting slows down its many small calls
             first = self._timed()
             self.operations = counted(self._step)
         else:
@@ -117,7 +117,7 @@ class StepTimer:
             self.slow, self.rounds = True, [[second]]
 
     def turn(self, seconds: float) -> None:
-        """Take timed steps, for about a share of the seconds, and as many of the loop with its data."""
+        """Take timed steps for about a share of the seconds, and as many steps of the loop with its data."""
         if self.is_done(seconds):
             return
         taken: list[float] = []
@@ -128,12 +128,12 @@ class StepTimer:
             self._walk(len(taken))
 
     def is_done(self, seconds: float) -> bool:
-        """Whether it has had its time, or can take no step."""
+        """Whether the contender has used its time, or cannot take a step."""
         enough = len(self.times) >= _LEAST_STEPS and sum(self.times) >= seconds
         return self.failure is not None or self.slow or enough
 
     def guarded(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call; an error that speaks of numbers, memory or a missing kernel ends this contender alone."""
+        """Call a function; an error about numbers, memory or a missing kernel ends only this contender."""
         try:
             function(*arguments)
         except STOPPED_BY as error:
@@ -141,7 +141,7 @@ class StepTimer:
             self.release()
 
     def release(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self.training = self.batch = None
 
     def _step(self) -> None:
@@ -157,7 +157,7 @@ class StepTimer:
         return time.perf_counter() - started
 
     def _walk(self, count: int) -> None:
-        """Steps on new batches, in an order that every contender has."""
+        """Take steps on new batches, in the same order for every contender."""
         training = self.training
         assert training is not None
         size, total = _size(training), len(training.data.training)
@@ -176,7 +176,7 @@ class StepTimer:
 
 
 def slow_limit(seconds: float) -> float:
-    """The seconds from which on a step is so slow that only one is timed, of contenders that have `seconds` each."""
+    """Return the time of a step in seconds from which on only one is timed, for contenders with `seconds` each."""
     return _SLOW * seconds
 
 
@@ -188,10 +188,10 @@ def time_steps(
     *,
     steps_only: bool = False,
 ) -> list[StepTimer]:
-    """Time contenders in turns, each for about `seconds`, and its loop with data as long; ends early by `stop`.
+    """Time contenders in turns for about `seconds` each, and the loop with data as long, until `stop()` is true.
 
-    The first of them is the baseline, which goes on as long as any other does. `steps_only`: without the loop with
-    data, and without counting operations.
+    The first contender is the baseline, which continues as long as any other. `steps_only`: do not time the loop with
+    data, and do not count operations.
     """
     timers = [StepTimer(contender, steps_only) for contender in contenders]
     for timer in timers:
@@ -208,7 +208,7 @@ def time_steps(
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,1 +1,1 @@
-"""What was measured, for readers: terminal tables, progress, pictures. All are functions of plain documents."""
+"""Terminal tables, progress bars, pictures and HTML pages of measurements, as functions of plain documents."""

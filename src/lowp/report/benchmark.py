@@ -1,4 +1,4 @@
-"""Tables of a benchmark: functions of the document that is written as JSON."""
+"""Tables of a benchmark, as functions of the document that is written as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMNS = 8
 
 
 def benchmark_tables(document: Mapping[str, Any]) -> Iterator[Table]:
-    """Of each recipe: time, memory and what it is used for, and what hardware would need; beside published figures."""
+    """Yield for each recipe the tables of time, memory and its use, hardware estimates and published figures."""
     for subject in document["recipes"]:
         yield _times(subject)
         if any("memory" in row for row in subject["variants"]):
@@ -61,7 +61,7 @@ def _times(subject: Mapping[str, Any]) -> Table:
 
 
 def _memory(subject: Mapping[str, Any]) -> Iterator[Table]:
-    """A line a part that any row has, a column a row of the benchmark; several tables where one would be too wide."""
+    """Yield tables with one line per part and one column per row of the benchmark; several if one is too wide."""
     rows = [row for row in subject["variants"] if "memory" in row]
     names = [name for name in rows[0]["memory"]["parts"] if any(row["memory"]["parts"][name] for row in rows)]
     for start in range(0, len(rows), _COLUMNS):
@@ -129,7 +129,7 @@ def _published(subject: Mapping[str, Any]) -> Table:
 
 
 def benchmark_notes(document: Mapping[str, Any], methods: bool = True, width: int = _WIDTH) -> str:
-    """What stands below the tables: rows that failed or took few steps, `methods` and sources, the machine."""
+    """Return the text below the tables: rows that failed or took few steps, `methods` and sources, the machine."""
     rows = [(subject, row) for subject in document["recipes"] for row in subject["variants"]]
     lines = [
         f"{subject['recipe']['name']}, {row['label']}: failed: {row['failure']}"
@@ -142,12 +142,12 @@ def benchmark_notes(document: Mapping[str, Any], methods: bool = True, width: in
         lines.append(f"products of linear layers on this machine: {told}.")
     lines += [f"{subject}: {words}." for subject, words in document.get("products", {}).items()]
     if any(row["step"]["only_one"] for _, row in rows):
-        lines.append("*: a step took so long that only one was timed.")
+        lines.append("*: a step took so long that only one step was timed.")
     if methods:
         lines += [f"{text}." for text in document["methods"].values()]
         lines.append(f"{document['tf32']}.")
     else:
-        lines.append("--notes says how each number was measured; so do docs/benchmark.md and the JSON file.")
+        lines.append("--notes prints how each number was measured; see also docs/benchmark.md and the JSON file.")
     sources = {subject["published"]["source"] for subject in document["recipes"] if subject["published"]}
     lines += [f"published: {source}." for source in sorted(sources)]
     versions = document["versions"]
@@ -163,13 +163,13 @@ def _bytes(value: int | None) -> str:
 
 
 def _range(low: str, high: str) -> str:
-    """Two numbers with their units, which is written once where it is the same."""
+    """Return two numbers with their unit, written once if it is the same."""
     number, _, unit = low.partition(" ")
     return f"{number}-{high}" if high.endswith(f" {unit}") else f"{low}-{high}"
 
 
 def _wrapped(label: str) -> str:
-    """A label in two lines: the first word, and the rest."""
+    """Return a label in two lines: the first word, and the rest."""
     first, _, rest = label.partition(" ")
     return f"{first}\n{rest}" if rest else first
 
@@ -179,7 +179,7 @@ def _count(value: float | None) -> str:
 
 
 def _share(value: float | None) -> str:
-    """A share in percent; never 100 % of what is not all."""
+    """Return a share in percent, rounded down so that only 1 is 100 %."""
     if value is None:
         return _NOTHING
     return f"{math.floor(1000 * value) / 10:.4g}%"

@@ -1,4 +1,4 @@
-"""What shared exponents did in a comparison, as a table: how often writes saturated, and how much room was left."""
+"""A table of the shared exponents of a comparison: how often writes saturated, and how much room was left."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _COLUMNS = (
 
 
 def exponent_table(document: Mapping[str, Any]) -> Table | None:
-    """A line a precision whose tensors have exponents of their own: sums over its runs; None where there is none.
+    """Return a table with one line per precision with shared exponents, summed over its runs; None without one.
 
-    Free bits are the mean of log2(32768 / Γ) over the writes. Raises in time: of the maxima that the exponent of the
-    write before could not have held, those that its own exponent could.
+    Free bits: the mean of log2(32768 / Γ) over the writes. Raises in time: of the maxima that would have saturated
+    under the exponent of the previous write, those that did not saturate under their own.
     """
     rows = [(row["label"], _sums(row)) for row in document["variants"]]
     if not any(sums for _, sums in rows):
@@ -50,7 +50,7 @@ def exponent_table(document: Mapping[str, Any]) -> Table | None:
 
 
 def _sums(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of all runs of a row added up; the tensors are those of one run."""
+    """Return the sums of the numbers over all runs of a row; the number of tensors is that of one run."""
     found = [run["shared_exponents"]["all"] for run in row["runs"] if run.get("shared_exponents")]
     if not found:
         return {}

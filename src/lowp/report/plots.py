@@ -1,4 +1,4 @@
-"""What all pictures share: whether matplotlib is there, a figure to draw on, and the file it is written to."""
+"""Common functions of all pictures: the test for matplotlib, a new figure, and writing it to a file."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ NO_MATPLOTLIB = "matplotlib is not installed: pip install 'lowp[plot]'"
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is there; it is loaded only when a picture is made."""
+    """Whether matplotlib is installed; it is imported only to draw a picture."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def check_suffix(path: Path) -> None:
-    """Raise InvalidInput for a kind of picture that is not made."""
+    """Raise InvalidInput for an unsupported suffix of a picture."""
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidInput(unknown("kind of picture", path.suffix or path.name, SUFFIXES))
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A figure of so many inches."""
+    """Return a new figure; width and height in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", dpi=150)
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure in the kind that the file's name tells, whole or not at all; the bytes are the figure's alone."""
+    """Write a figure atomically, in the format given by the suffix; the bytes depend only on the figure."""
     from matplotlib import rc_context
 
     check_suffix(path)

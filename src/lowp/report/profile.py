@@ -1,4 +1,4 @@
-"""A profile on the terminal: the verdict, the findings, a line a format, the window of loss scales, what to do next."""
+"""A profile on the terminal: verdict, findings, a line per format, the window of loss scales, the next command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MARKS = {"error": ("✗", "red"), "warning": ("!", "yellow")}
 
 
 def print_profile(console: Console, record: Record, advice: Advice, next_command: str = "") -> None:
-    """Print all there is to say about a profile in one screen."""
+    """Print a profile on one screen."""
     console.print(f"[bold]{escape(headline(record))}[/bold]")
     console.print(f"VERDICT  {escape(verdict_line(record, advice))}")
     for line in findings(advice):
@@ -47,7 +47,7 @@ def print_profile(console: Console, record: Record, advice: Advice, next_command
 
 
 def headline(record: Record) -> str:
-    """What was profiled, how much of it was seen, and what that cost."""
+    """Return what was profiled, how much of it was recorded, and the overhead."""
     header, sampling = record.header, record.sampling
     parts = [str(header.get("title", header.get("model", "a model"))), f"{header.get('parameters', 0):,} parameters"]
     parts += [f"{len(record.tensors)} tensors", _looks(record)]
@@ -60,7 +60,7 @@ def headline(record: Record) -> str:
 
 
 def _above(sampling: Mapping[str, Any]) -> str:
-    """What the overhead is beside the budget, where it is above the budget's share; '' where it is not."""
+    """Return the overhead in relation to the budget if its share is above it; '' otherwise."""
     budget, own = sampling.get("max_overhead"), sampling.get("own_seconds", math.inf)
     if not budget or sampling["overhead"] <= budget:
         return ""
@@ -72,7 +72,7 @@ def _above(sampling: Mapping[str, Any]) -> str:
 
 
 def _looks(record: Record) -> str:
-    """How often each tensor was looked at: in whole steps, or spread over steps as a budget allowed."""
+    """Return how often each tensor was recorded: in whole steps, or spread over steps within a budget."""
     steps, looks = len(record.sampled), record.sampling.get("looks")
     if record.sampling.get("max_overhead") is None or looks is None:
         return f"{steps} sampled step{'s'[: steps != 1]}"
@@ -80,7 +80,7 @@ def _looks(record: Record) -> str:
 
 
 def unseen(record: Record) -> str:
-    """What a budget left out, and what to do; '' where every module was looked at."""
+    """Return what was not recorded within a budget, and the option that records it; '' if all modules were."""
     part = part_seen(record)
     if not part or not record.complete:
         return ""
@@ -92,7 +92,7 @@ def unseen(record: Record) -> str:
 
 
 def part_seen(record: Record) -> str:
-    """How many of the modules a budget left time for, in words; '' where it was all of them."""
+    """Return how many modules were recorded within a budget, in words; '' for all of them."""
     if not record.is_partial:
         return ""
     modules = record.sampling.get("modules")
@@ -100,7 +100,7 @@ def part_seen(record: Record) -> str:
 
 
 def verdict_line(record: Record, advice: Advice) -> str:
-    """One word on each format, and of which modules it holds where not all were looked at."""
+    """Return a word per format, and the modules for which it holds if not all were recorded."""
     part = part_seen(record)
     words = " · ".join(f"{one.format} {one.verdict}" for one in advice.verdicts)
     words = words or "none: no product of the model (linear, convolution, matmul) was recorded"
@@ -108,7 +108,7 @@ def verdict_line(record: Record, advice: Advice) -> str:
 
 
 def findings(advice: Advice) -> list[str]:
-    """A line a finding, in rich's markup, and what needs nothing."""
+    """Return one line per finding in rich's markup, and the number of tensors without one."""
     lines = []
     for one in advice.findings:
         mark, style = _MARKS[one.severity]
@@ -121,7 +121,7 @@ def findings(advice: Advice) -> list[str]:
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> Table:
-    """A line a format."""
+    """Return a table with one line per format."""
     table = plain_table(None, ())
     for name in ("format", "flushed", "overflow", "stalled", "SQNR", "verdict"):
         table.add_column(name, justify="left" if name in ("format", "verdict") else "right", no_wrap=name != "verdict")
@@ -133,7 +133,7 @@ def verdict_table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def scale_line(window: Window, part: str = "") -> str:
-    """The window of loss scales for fp16, with the recommended one in it; `part`: the modules that it is of alone."""
+    """Return the window of loss scales for fp16 with the recommended one; `part`: the modules it is limited to."""
     if window.is_unknown:
         return "Scale window: unknown, no gradient was recorded"
     if window.is_empty:

@@ -1,4 +1,4 @@
-"""A profile for other programs: a line a tensor as CSV, and histograms for TensorBoard."""
+"""Exports of a profile: a CSV file with one line per tensor, and histograms for TensorBoard."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
 
 
 def to_csv(record: Record, path: Path) -> None:
-    """Write a line a tensor: counts, range, and what some formats would do to it."""
+    """Write one line per tensor: counts, range, and the predicted effect of some formats."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     effects = [f"{what}_{name}" for name in _FORMATS for what in ("flushed", "overflow", "sqnr")]
@@ -50,7 +50,7 @@ def to_csv(record: Record, path: Path) -> None:
 
 
 def to_tensorboard(record: Record, folder: Path) -> None:
-    """Write a histogram of exponents a tensor, and the loss; raises Unavailable without the package tensorboard."""
+    """Write a histogram of exponents per tensor, and the loss; raise Unavailable without the package tensorboard."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -59,7 +59,7 @@ def to_tensorboard(record: Record, folder: Path) -> None:
         for key, seen in record.tensors.items():
             if not seen.nonzero:
                 continue
-            # every octave from the first to the last: a bucket reaches from the limit before it to its own
+            # every octave from the first to the last: a bucket reaches from the previous limit to its own
             places = np.flatnonzero(seen.octaves)
             present = [(place - 127, int(seen.octaves[place])) for place in range(int(places[0]), int(places[-1]) + 1)]
             writer.add_histogram_raw(

@@ -1,6 +1,6 @@
-"""A profile as one HTML file: it opens offline, is used by keyboard and read aloud, and its figures move.
+"""A profile as one HTML file that works offline, by keyboard and with a screen reader, with interactive figures.
 
-Everything in it comes from the record and the advice; the script in it only counts bins beside the chosen limits.
+All values come from the record and the advice; the script only counts bins beyond the chosen limits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowp.report.profile import headline, part_seen, verdict_line
 __all__ = ["page"]
 
 _BIAS = 127
-_MOST_ROWS = 160  # of a heat map: a report stays under a megabyte, whatever the model
+_MOST_ROWS = 160  # of a heat map: keeps a report under a megabyte for any model
 _MAPS = {
     "weights": ("Weights", ("weight",)),
     "activations": ("Activations (outputs)", ("output",)),
@@ -36,7 +36,7 @@ _COMMAND = "lowp run --policy policy.toml train.py"
 
 
 def page(record: Record, advice: Advice, other: Record | None = None, command: str = _COMMAND) -> str:
-    """The report of a profile; with `other`, a second run beside it. `command` is what to run next."""
+    """Return the report of a profile; with `other`, a second run beside it. `command` is the next command to run."""
     here = files("lowp.report")
     style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("profile.css", "profile.js"))
     title = f"lowp profile: {record.header.get('title', '')}"
@@ -64,9 +64,9 @@ def page(record: Record, advice: Advice, other: Record | None = None, command: s
 
 
 def _data(record: Record, advice: Advice) -> dict[str, Any]:
-    """What the script counts: by heat map a row a tensor, its counts by octave from the first one.
+    """Return the data of the script as JSON: for each heat map one row per tensor, with counts by octave.
 
-    A tensor with powers of two has theirs too: one that is half the smallest number of a format goes to zero.
+    Powers of two are also counted apart: one that equals half the smallest number of a format is rounded to zero.
     """
     maps: dict[str, list[list[Any]]] = {name: [] for name in _MAPS}
     left_out: dict[str, int] = dict.fromkeys(_MAPS, 0)
@@ -186,7 +186,7 @@ def _map(name: str) -> str:
 
 
 def _ratios(record: Record) -> str:
-    """Updates beside their weights: a bar a power of two, and where each format stops moving."""
+    """Return the picture of update:weight ratios: a bar per power of two, and the limit of each format."""
     counts: dict[int, int] = {}
     for seen in record.updates.values():
         for ratio, count in seen.ratios().items():
@@ -224,7 +224,7 @@ def _ratios(record: Record) -> str:
 
 
 def _timeline(record: Record) -> str:
-    """The loss, and the loss scale with the steps that were skipped."""
+    """Return the pictures of the loss, and of the loss scale with the skipped steps."""
     seen = [one for one in record.steps if one.scale is not None or one.loss is not None]
     if not seen:
         return ""
@@ -253,17 +253,17 @@ def _timeline(record: Record) -> str:
     )
     return (
         f'<section id="timeline"><h2>Steps</h2>{drawn}<details><summary>The same as a table</summary>'
-        f"{_table('Steps that were noted', head, rows)}</details></section>"
+        f"{_table('Recorded steps', head, rows)}</details></section>"
     )
 
 
 def _across(step: int, last: int) -> float:
-    """Where a step is drawn: steps fill the width."""
+    """Return the x coordinate of a step; the steps fill the width."""
     return 90 + 560 * step / last
 
 
 def _curve(what: str, points: Sequence[tuple[int, float]], last: int, label: str, marks: str = "") -> str:
-    """A line through the steps, with its least and greatest value written beside it; '' where there is none."""
+    """Return a line through the steps, labelled with its minimum and maximum; '' without points."""
     if not points:
         return ""
     low, high, height = min(value for _, value in points), max(value for _, value in points), 110
@@ -328,9 +328,9 @@ def _policy(advice: Advice) -> str:
 
 
 def _comparison(record: Record, other: Record) -> str:
-    """Two runs side by side: where they part, and the largest number and the root mean square of each tensor.
+    """Return two runs side by side: their first difference, and the maximum and root mean square of each tensor.
 
-    Raises InvalidInput for runs of different models, or that have no step in common.
+    Raises InvalidInput for runs of different models, or without a common step.
     """
     found = difference(record, other)
     parted = "Bitwise equal in every step that both recorded." if found is None else f"First difference: {found}."
@@ -358,7 +358,7 @@ def _method(record: Record) -> str:
     rows = [
         ("sampled steps", ", ".join(map(str, record.sampled))),
         ("steps in all", sampling.get("steps", "")),
-        ("modules that were recorded", f"{sampling.get('modules_seen', '')} of {sampling.get('modules', '')}"),
+        ("recorded modules", f"{sampling.get('modules_seen', '')} of {sampling.get('modules', '')}"),
         (
             "overhead",
             f"{100 * sampling['overhead']:.2f} %" if "overhead" in sampling else "unknown: the run was killed",
@@ -369,4 +369,4 @@ def _method(record: Record) -> str:
         ("started", header.get("started", "")),
         ("not observed", "optimizer state, steps that were not sampled"),
     ]
-    return f'<section id="method"><h2>Method</h2>{_table("How this was seen", ("what", "value"), rows)}</section>'
+    return f'<section id="method"><h2>Method</h2>{_table("How it was recorded", ("what", "value"), rows)}</section>'

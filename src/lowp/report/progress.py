@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar where that is a terminal, else a line whenever something is done."""
+"""Progress of long work on stderr: a bar on a terminal, otherwise lines of text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Bar"]
 
 
 class Bar:
-    """``with Bar("comparing", total=60, unit="epochs") as bar``: `advance` moves it, `line` says what is done."""
+    """``with Bar("comparing", total=60, unit="epochs") as bar``: `advance` moves the bar, `line` prints a line."""
 
     def __init__(self, title: str, total: int, unit: str, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -38,12 +38,12 @@ class Bar:
             self._progress.stop()
 
     def advance(self, steps: int = 1, title: str | None = None) -> None:
-        """Move the bar on, and give it another title."""
+        """Advance the bar, and optionally change its title."""
         if self._progress is not None:
             self._progress.update(self._task, advance=steps, description=title)
 
     def line(self, text: str) -> None:
-        """Print a line, above the bar where there is one."""
+        """Print a line, above the bar on a terminal."""
         if self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False)
         else:

@@ -1,4 +1,4 @@
-"""Terminal tables of a comparison, a sweep and the recipes: functions of the documents that are written as JSON."""
+"""Terminal tables of comparisons, sweeps and recipes, as functions of the documents that are written as JSON."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _WORDS = ("verdict", "what", "size", "data")
 
 
 class _Console(Console):
-    """Console of rich that leaves it to `lowp` what happens when the reader of a pipe has gone."""
+    """A console of rich that leaves a broken pipe to `lowp`."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """A console on a stream, stdout by default: as wide as COLUMNS says, else as the terminal, else 110 columns."""
+    """Return a console on a stream, by default stdout; its width is COLUMNS, else the terminal's, else 110."""
     found = _Console(file=sys.stdout if stream is None else stream, highlight=False)
     if not found.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
         found.width = _WIDTH
@@ -43,13 +43,13 @@ def console(stream: TextIO | None = None) -> Console:
 
 
 def show(console: Console, table: Table) -> None:
-    """Print a table; one that is wider than the console as several below each other, each with the first column."""
+    """Print a table; one wider than the console is split into several, each with the first column."""
     for part in _parts(console, table):
         console.print(part)
 
 
 def _parts(console: Console, table: Table) -> Iterator[Table]:
-    without_end = console.options.update(width=10**6)  # or what is measured would be cut to the console's width
+    without_end = console.options.update(width=10**6)  # otherwise the measured width would be cut to the console's
     chosen = [0]
     for place in range(1, len(table.columns)):
         wanted = console.measure(_of_columns(table, [*chosen, place]), options=without_end).maximum
@@ -61,7 +61,7 @@ def _parts(console: Console, table: Table) -> Iterator[Table]:
 
 
 def _of_columns(table: Table, places: Sequence[int]) -> Table:
-    """A table of some columns of another; the title is with those that begin it."""
+    """Return a table of some columns of another; the first part has the title."""
     begins = 1 in places or len(table.columns) == 1
     part = plain_table(table.title if begins else None, ())  # type: ignore[arg-type]
     for place in places:
@@ -75,7 +75,7 @@ def _of_columns(table: Table, places: Sequence[int]) -> Table:
 
 # -- a comparison -----------------------------------------------------------------------------------------------------
 def comparison_tables(document: Mapping[str, Any]) -> list[Table]:
-    """A line a precision: how it converged, what it cost and lost, and what its shared exponents did, if any."""
+    """Return tables with one line per precision: convergence, cost and losses of the format, and shared exponents."""
     exponents = exponent_table(document)
     return [_convergence(document), _costs(document), *([] if exponents is None else [exponents])]
 
@@ -108,7 +108,7 @@ def _costs(document: Mapping[str, Any]) -> Table:
     measured = _is_measured(document)
     names = ["precision", *["time a step", "peak\nmemory"] * measured, "skipped\nsteps", "loss\nscale"]
     names += ["flushed\ngradients", "lost\nupdates", "updates\n< 2^-24"]
-    table = plain_table("what it cost, and what it lost" if measured else "what it lost", names)
+    table = plain_table("cost, and lost numbers" if measured else "lost numbers", names)
     base = rows[0].get("step_seconds")
     for row in rows:
         statistics = row.get("statistics")
@@ -132,12 +132,12 @@ def _costs(document: Mapping[str, Any]) -> Table:
 
 
 def _is_measured(document: Mapping[str, Any]) -> bool:
-    """Whether any row has a time or a peak of memory: --timing 0 asks for neither."""
+    """Whether any row has a time or a memory peak: --timing 0 measures neither."""
     return any(row.get("step_seconds") or row.get("peak_memory_bytes") for row in document["variants"])
 
 
 def notes(document: Mapping[str, Any], width: int = _WIDTH) -> str:
-    """What stands below the tables: why rows were judged as they were, the methods, the machine."""
+    """Return the text below the tables: the reasons of the verdicts, the methods, the machine."""
     lines = [
         f"{row['label']}: {row['verdict']['verdict']}: {row['verdict']['reason']}."
         for row in document["variants"]
@@ -153,7 +153,7 @@ def notes(document: Mapping[str, Any], width: int = _WIDTH) -> str:
 
 # -- a sweep ----------------------------------------------------------------------------------------------------------
 def heat_map(document: Mapping[str, Any]) -> Table:
-    """The grid of a sweep: a line an exponent width, a column a mantissa width, the colour from worst to best."""
+    """Return the grid of a sweep: a line per exponent width, a column per mantissa width, coloured by the metric."""
     grid, recipe = document["grid"], document["recipe"]
     fp32 = (document["variants"][0].get("statistics") or {}).get(recipe["metric"], {}).get("mean")
     kind = "eXmY" if grid["subnormals"] else "eXmY without subnormals"
@@ -179,7 +179,7 @@ def _cell(value: float | None, low: float, high: float, recipe: Mapping[str, Any
 
 
 def sweep_words(document: Mapping[str, Any], width: int = _WIDTH) -> str:
-    """In a sentence, how far the metric moves along the exponent and along the mantissa."""
+    """Return in words how much the metric changes with exponent bits and with mantissa bits."""
     grid, recipe = document["grid"], document["recipe"]
     if "effect_of_exponent" not in grid:
         return "The grid is not complete: --resume continues it."
@@ -196,7 +196,7 @@ def sweep_words(document: Mapping[str, Any], width: int = _WIDTH) -> str:
         f"{points(by_exponent, share)}, between {mantissas[0]} and {mantissas[-1]} mantissa bits by "
         f"{points(by_mantissa, share)}: {conclusion}. Each number is the {recipe['metric']} after the last epoch "
         f"({seeds} seed{'s' * (seeds > 1)}), loss scale {document['variants'][-1]['loss_scaling']}."
-        + " A mantissa bit also halves the smallest subnormal: ,subnormals=no takes that away."
+        + " A mantissa bit also halves the smallest subnormal number: ,subnormals=no excludes this effect."
         * grid["subnormals"],
         width,
     )
@@ -204,19 +204,19 @@ def sweep_words(document: Mapping[str, Any], width: int = _WIDTH) -> str:
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 def number(value: float | None, share: bool) -> str:
-    """A value of a metric: a share in percent, anything else with four digits."""
+    """Return a value of a metric: a share in percent, others with four digits."""
     if not _is_number(value):
         return _NOTHING
     return f"{value:.1%}" if share else f"{value:.4g}"
 
 
 def points(difference: float, share: bool) -> str:
-    """A difference of a metric: of shares in percentage points."""
+    """Return a difference of a metric, of shares in percentage points."""
     return f"{100 * difference:.1f} points" if share else f"{difference:.4g}"
 
 
 def seconds(value: float) -> str:
-    """A time with three digits and its unit."""
+    """Return a time with three digits and its unit."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if value * factor >= 1 or unit == "µs":
             return f"{value * factor:.3g} {unit}"
@@ -224,7 +224,7 @@ def seconds(value: float) -> str:
 
 
 def bytes_of(value: int) -> str:
-    """A size with three digits and its binary unit."""
+    """Return a size with three digits and its binary unit."""
     size, units = float(value), ["B", "KiB", "MiB", "GiB"]
     while size >= 1000 and len(units) > 1:
         size /= 1024
@@ -233,7 +233,7 @@ def bytes_of(value: int) -> str:
 
 
 def plain_table(title: str | None, columns: Sequence[str]) -> Table:
-    """A table without frames; the first column and the words are on the left."""
+    """Return a table without frames; the first column and columns of words are aligned left."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for place, name in enumerate(columns):
         table.add_column(name, justify="left" if place == 0 or name in _WORDS else "right", no_wrap=name not in _WORDS)
@@ -261,7 +261,7 @@ def _signed(value: float | None, pattern: str) -> str:
 
 
 def _counts(values: Sequence[float]) -> str:
-    """Skipped steps: one number where all seeds agree, else the range."""
+    """Return skipped steps: one number if all seeds agree, otherwise the range."""
     if not values:
         return _NOTHING
     low, high = min(values), max(values)

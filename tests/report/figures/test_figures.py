@@ -56,22 +56,22 @@ def test_updates_tell_what_is_below_the_limits_and_what_would_be_lost() -> None:
     sentences = gradients.updates_words(documents.updates())
     assert sentences[2] == (
         "Epoch 4, learning rate 0.1: 40.0% of the updates are below 2^-8 of their weight, 5.0% below 2^-11. "
-        "Of weights stored in bf16 30.0% would stay as they are, in fp16 4.0%."
+        "Of weights stored in bf16, 30.0% would stay unchanged, in fp16 4.0%."
     )
 
 
 def test_gradients_tell_what_fp16_loses() -> None:
     first, second, third = gradients.gradients_words(documents.gradients())
     assert first == (
-        "Of the gradients that fp32 has, 0.0500% are below 2^-24, fp16's smallest number; 0.0300% are zero in this run."
+        "Of the gradients in fp32, 0.0500% are below 2^-24, fp16's smallest number; 0.0300% are zero in this run."
     )
     assert "19.0% are below 2^-24" in second and "95.0% of the updates are below 2^-11 of their weight" in third
-    assert third.endswith("92.0% of the weights that were to move stayed as they were.")
+    assert third.endswith("92.0% of the weights with a nonzero update stayed unchanged.")
 
 
 def test_activation_gradients_tell_zeros_apart_and_compare_medians() -> None:
     first, second, third = activations.activation_gradients_words(documents.activation_gradients())
-    assert first.startswith("Zero are 50.0% of the gradients of activations and 50.0% of those of weights")
+    assert first.startswith("50.0% of the gradients of activations and 50.0% of those of weights are zero; ")
     assert (
         second
         == "Below fp16's smallest number, 2^-24: 25.0%, 1.0% (activations, weights). Subnormal in fp16: 50.0%, 50.0%."
@@ -88,24 +88,24 @@ def test_loss_scaling_tells_the_scales_of_the_run(scales: tuple[float, ...], wor
     assert sentences[0].startswith(
         "Below 2^-24: 25.0% of the nonzero gradients of activations without a scale, 0.10% with"
     )
-    assert sentences[-1].startswith(words) and "room to double the last one 3 times" in sentences[-1]
+    assert sentences[-1].startswith(words) and "the last scale could be doubled 3 times" in sentences[-1]
 
 
 def test_a_scale_that_is_too_large_is_said_to_be() -> None:
     document = {**documents.loss_scaling(), "room": -1}
-    assert activations.loss_scaling_words(document)[-1].endswith("the last one is to be halved 1 time.")
+    assert activations.loss_scaling_words(document)[-1].endswith("the last scale must be halved 1 time.")
 
 
 def test_a_stall_is_told_in_a_sentence_a_variant() -> None:
     assert stall.stall_words(documents.stall())[-1] == (
-        "to nearest: a step moves 1.0% of the weights; of those that fp32 moves, 98.0% end where they began; "
+        "to nearest: a step changes 1.0% of the weights; of those that fp32 changes, 98.0% end at their initial value; "
         "accuracy 50.0%."
     )
 
 
 def test_curves_turn_shares_into_errors_and_have_top_5_where_it_was_measured() -> None:
     assert curves.curves_words(documents.curves())[0] == (
-        "fp32: top-1 error 4.5% (4 to 5); loss on what was held back 0.333 (0.333 to 0.333)."
+        "fp32: top-1 error 4.5% (4 to 5); validation loss 0.333 (0.333 to 0.333)."
     )
     assert (
         curves.curves_words(documents.curves(top5=0.99))[1]
@@ -131,7 +131,7 @@ def test_an_error_of_zero_is_drawn_on_a_plain_axis(tmp_path: Path) -> None:
 
 def test_costs_tell_estimates_from_the_table() -> None:
     assert costs.cost_words(documents.cost()) == [
-        "A multiplication in fp32 takes so many times the energy of one in: bf16 ~8."
+        "Energy of a multiplication in fp32 as a multiple of that in: bf16 ~8."
     ]
 
 

@@ -1,1 +1,1 @@
-"""Pictures of what `lowp figure` recorded, and their numbers in words: functions of the documents written as JSON."""
+"""Pictures of `lowp figure` and their numbers in words, as functions of the documents that are written as JSON."""

@@ -13,7 +13,7 @@ __all__ = ["activation_gradients", "activation_gradients_words", "loss_scaling",
 
 
 def activation_gradients(document: Mapping[str, Any], path: Path) -> None:
-    """Left both histograms in fp16's window, right the medians by layer, the layer nearest the input at the top."""
+    """Draw both histograms in fp16's window, and beside them the medians by layer from the input downwards."""
     layers = document["layers"]
     figure = new_figure(11.5, max(5.4, 2.6 + 0.2 * len(layers)))
     left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
@@ -44,13 +44,13 @@ def activation_gradients(document: Mapping[str, Any], path: Path) -> None:
 
 
 def activation_gradients_words(document: Mapping[str, Any]) -> list[str]:
-    """Zeros, what fp16 loses and what it holds with fewer bits, and the two medians."""
+    """Return the shares of zeros, of losses and of subnormal numbers in fp16, and the two medians, in words."""
     both = [document["activations"], document["weights"]]
     zero, subnormal = (", ".join(style.share(one[what]) for one in both) for what in ("below", "subnormal"))
     medians = [one["histogram"]["median"] for one in both]
     words = [
-        f"Zero are {_zeros(both[0]['histogram'])} of the gradients of activations and "
-        f"{_zeros(both[1]['histogram'])} of those of weights; the shares that follow are of the others.",
+        f"{_zeros(both[0]['histogram'])} of the gradients of activations and {_zeros(both[1]['histogram'])} of those "
+        "of weights are zero; the following shares are of the others.",
         f"Below fp16's smallest number, 2^-24: {zero} (activations, weights). Subnormal in fp16: {subnormal}.",
     ]
     if None not in medians:
@@ -63,7 +63,7 @@ def activation_gradients_words(document: Mapping[str, Any]) -> list[str]:
 
 
 def loss_scaling(document: Mapping[str, Any], path: Path) -> None:
-    """Above without the loss scale, below with it, in fp16's window."""
+    """Draw the gradients in fp16's window, above without the loss scale, below with it."""
     figure = new_figure(9.0, 6.6)
     panels = figure.subplots(2, 1, sharex=True)
     found = [document[name]["histogram"] for name in ("before", "after")]
@@ -82,7 +82,7 @@ def loss_scaling(document: Mapping[str, Any], path: Path) -> None:
 
 
 def loss_scaling_words(document: Mapping[str, Any]) -> list[str]:
-    """What falls below and above fp16's range before and after, and how far the scale was from overflow."""
+    """Return the shares outside fp16's range without and with the scale, and its distance from overflow, in words."""
     names = ("below", "zero", "subnormal", "infinite")
     before, after = ({name: style.share(document[when][name]) for name in names} for when in ("before", "after"))
     words = [
@@ -97,15 +97,15 @@ def loss_scaling_words(document: Mapping[str, Any]) -> list[str]:
     if room is not None:
         times = f"{abs(room)} time{'s' * (abs(room) != 1)}"
         ending += (
-            f"; the largest gradient leaves room to double the last one {times}"
+            f"; with the largest gradient the last scale could be doubled {times}"
             if room >= 0
-            else f"; for the largest gradient the last one is to be halved {times}"
+            else f"; for the largest gradient the last scale must be halved {times}"
         )
     return [*words, f"{ending}."]
 
 
 def _scales(document: Mapping[str, Any]) -> str:
-    """The scales of the run: one number, or from the first to the last."""
+    """Return the scales of the run: one number, or the first and the last."""
     values = dict.fromkeys([*(scale for _, scale in document["scales"]), document["last_scale"]])
     return " to ".join(
         f"{value:,.0f}" if value >= 1 else f"{value:g}" for value in list(values)[:: max(1, len(values) - 1)]
@@ -113,7 +113,7 @@ def _scales(document: Mapping[str, Any]) -> str:
 
 
 def _windowed(panel: Any, found: list[Mapping[str, Any]], legend: bool = True) -> None:
-    """Draw fp16's window around the histograms that are there; without `legend` it is not explained."""
+    """Draw fp16's window around the histograms, with its legend if `legend`."""
     own = panel.get_legend_handles_labels()[0]
     ends = style.range_of(found, [style.FP16_SMALLEST, style.FP16_SMALLEST_NORMAL, style.FP16_END])
     style.window(panel, *ends)

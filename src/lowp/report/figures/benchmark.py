@@ -1,4 +1,4 @@
-"""A picture of a benchmark: time and memory of every row by those of fp32, beside published figures of torch.amp."""
+"""A picture of a benchmark: time and memory of every row relative to fp32, beside published figures of torch.amp."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowp.report.tables import bytes_of, seconds
 
 __all__ = ["PARTS_COLOURS", "chart"]
 
-# one colour a part, in the order of the bars, which does not depend on hue alone (lighter and darker alternate)
+# one colour per part in the order of the bars; lightness alternates, so that hue is not needed to tell them apart
 PARTS_COLOURS = {
     "weights": "#4477aa",
     "masters": "#99bbdd",
@@ -25,14 +25,14 @@ PARTS_COLOURS = {
     "update": "#66ccee",
     "slack": "#ffffff",
 }
-_BAR, _PUBLISHED = "#222255", "#dddddd"  # of times: none of the colours of the parts
+_BAR, _PUBLISHED = "#222255", "#dddddd"  # of times: different from the colours of the parts
 _BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # words
 
 
 def chart(document: Mapping[str, Any], path: Path) -> None:
-    """A line of two panels a recipe: time on the left, memory and what it is used for on the right; fp32 is 1.
+    """Draw two panels per recipe: time on the left, memory and its use on the right; fp32 is 1.
 
-    Times are drawn from fp32's, to the left where they are shorter, on a scale of doublings.
+    Bars of times start at fp32's time, on a logarithmic scale with base 2; shorter times extend to the left.
     """
     subjects = document["recipes"]
     bars = [len(subject["variants"]) + len((subject["published"] or {"gpus": ()})["gpus"]) for subject in subjects]
@@ -52,7 +52,7 @@ def chart(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _legend(grid: Any) -> tuple[list[Any], list[str]]:
-    """Each part once, in the order of the bars, whichever recipe has it."""
+    """Return handles and labels of the legend: each part of any recipe once, in the order of the bars."""
     found: dict[str, Any] = {}
     for panel in grid[:, 1]:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
@@ -85,7 +85,7 @@ def _times(panel: Any, subject: Mapping[str, Any]) -> None:
     ticks = [2.0**power for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)]
     ticks = [tick for tick in ticks if tick >= low / 1.1]
     panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    title = f"{recipe['name']} ({recipe['size']}, batch {recipe['batch']}): time a step, fp32 = 1"
+    title = f"{recipe['name']} ({recipe['size']}, batch {recipe['batch']}): time per step, fp32 = 1"
     panel.set_title(f"{title}, left is faster", fontsize=9)
 
 
@@ -95,7 +95,7 @@ def _memory(panel: Any, subject: Mapping[str, Any]) -> None:
         panel.set_axis_off()
         return
     base = rows[0]["memory"]
-    # the whole is what was reserved, where every row knows it and it is not mostly what libraries took
+    # relative to reserved memory, if it is known for every row and not mostly memory of libraries
     by_reserved = all(_is_telling(row["memory"]) for row in rows)
     unit = base["reserved"] if by_reserved else base["allocated"]
     labels, ends, texts = [], [], []

@@ -1,4 +1,4 @@
-"""Pictures of comparisons and sweeps, from the documents that are written as JSON."""
+"""Pictures of comparisons and sweeps, as functions of the documents that are written as JSON."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["curves", "grid"]
 
 
 def curves(document: Mapping[str, Any], path: Path) -> None:
-    """Loss and metric by epoch, a line a precision, and below them how far each is from fp32 of the same seeds.
+    """Draw loss and metric by epoch with one line per precision, and below them the differences to fp32.
 
-    A line is the mean over the seeds, its band one standard deviation; the grey band below is that of fp32 itself.
+    A line is the mean over the seeds with a band of one standard deviation; the grey band below is fp32's.
     """
     recipe = document["recipe"]
     names = list(dict.fromkeys(["loss", recipe["metric"]]))
@@ -27,7 +27,7 @@ def curves(document: Mapping[str, Any], path: Path) -> None:
             _curve(panel, row["label"], _by_seed(row, name), place, 100.0 if share else 1.0)
         _differences(apart, document, name, 100.0 if share else 1.0)
         panel.set_ylabel(f"{name} in percent" if share else f"{name} (validation)")
-        apart.set(xlabel="epoch", ylabel=f"{name} less fp32's" + ", in points" * share)
+        apart.set(xlabel="epoch", ylabel=f"{name} minus fp32's" + ", in points" * share)
         for one in (panel, apart):
             one.xaxis.get_major_locator().set_params(integer=True)
             one.grid(alpha=0.3)
@@ -39,11 +39,11 @@ def curves(document: Mapping[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-Runs = Mapping[int, Mapping[int, float]]  # by seed and epoch, what was finite
+Runs = Mapping[int, Mapping[int, float]]  # finite values by seed and epoch
 
 
 def _by_seed(row: Mapping[str, Any], name: str) -> Runs:
-    """A number of a precision's runs; the loss before training, which dwarfs the rest, is left out."""
+    """Return a number of the runs of a precision by seed and epoch, without the loss before training."""
     return {
         run["seed"]: {
             record["epoch"]: record[name]
@@ -56,7 +56,7 @@ def _by_seed(row: Mapping[str, Any], name: str) -> Runs:
 
 
 def _differences(panel: Any, document: Mapping[str, Any], name: str, factor: float) -> None:
-    """Of each precision the difference to fp32 from the same weights on the same batches, and fp32's own spread."""
+    """Draw each precision's difference to the fp32 run of the same seed, and the spread of fp32."""
     baseline, *others = document["variants"]
     base = _by_seed(baseline, name)
     spread = [(epoch, factor * _mean_and_deviation(values)[1]) for epoch, values in _epochs(base)]
@@ -65,7 +65,7 @@ def _differences(panel: Any, document: Mapping[str, Any], name: str, factor: flo
         epochs, [-one for one in deviations], deviations, color="#999999", alpha=0.3, linewidth=0, label="fp32's seeds"
     )
     panel.axhline(0, color="#222222", linewidth=0.8)
-    limit = deviations[-1] if deviations else 0.0  # early on fp32's seeds are so far apart that nothing else is seen
+    limit = deviations[-1] if deviations else 0.0  # not the wide spread of early epochs
     for place, row in enumerate(others, 1):
         apart = {
             seed: {epoch: value - base[seed][epoch] for epoch, value in run.items() if epoch in base[seed]}
@@ -81,13 +81,13 @@ def _differences(panel: Any, document: Mapping[str, Any], name: str, factor: flo
 
 
 def _epochs(runs: Runs) -> Iterator[tuple[int, list[float]]]:
-    """The values of each epoch that all runs have."""
+    """Yield each epoch that all runs reached, with their values."""
     for epoch in sorted(set.intersection(*(set(run) for run in runs.values()))) if runs else ():
         yield epoch, [run[epoch] for run in runs.values()]
 
 
 def _curve(panel: Any, label: str | None, runs: Runs, place: int, factor: float) -> None:
-    """One precision's line; epochs that not all of its runs reached, or that are not finite, are left out."""
+    """Draw the line of one precision, for epochs that all of its runs reached with finite values."""
     epochs, means, low, high = [], [], [], []
     for epoch, values in _epochs(runs):
         mean, deviation = _mean_and_deviation(values)
@@ -101,7 +101,7 @@ def _curve(panel: Any, label: str | None, runs: Runs, place: int, factor: float)
 
 
 def grid(document: Mapping[str, Any], path: Path) -> None:
-    """The heat map of a sweep: exponent bits upwards, mantissa bits to the right."""
+    """Draw the heat map of a sweep: exponent bits upwards, mantissa bits to the right."""
     table, recipe = document["grid"], document["recipe"]
     factor = 100.0 if recipe["metric_is_share"] else 1.0
     values = [[math.nan if cell is None else factor * cell for cell in line] for line in table["values"]]

@@ -1,4 +1,4 @@
-"""A picture of what numbers cost in silicon: energy and area by format, table and estimate told apart."""
+"""A picture of the energy and area of arithmetic by format, with published values and estimates marked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowp.report.plots import new_figure, save
 
 __all__ = ["cost", "cost_words"]
 
-# What a panel shows: the entry of a format, and its title.
+# The panels: an entry of a format's costs, and the title.
 _PANELS = (
     ("energy", "energy of arithmetic, pJ"),
     ("read", "energy of reading a number, pJ"),
@@ -20,7 +20,7 @@ _PANELS = (
 
 
 def cost(document: Mapping[str, Any], path: Path) -> None:
-    """Three panels on logarithmic axes; bars of estimates are hatched, and every bar has its number."""
+    """Draw three panels on logarithmic axes; bars of estimates are hatched, and every bar shows its number."""
     from matplotlib.patches import Patch
 
     rows = document["formats"]
@@ -53,7 +53,7 @@ def cost(document: Mapping[str, Any], path: Path) -> None:
 
 
 def cost_words(document: Mapping[str, Any]) -> list[str]:
-    """How much less a multiplication costs than in the costliest format that is shown."""
+    """Return in words how much less energy a multiplication takes than in the costliest format of the figure."""
     rows = document["formats"]
     most = max(rows, key=lambda row: row["energy"]["multiply"]["value"])
     parts = []
@@ -64,7 +64,7 @@ def cost_words(document: Mapping[str, Any]) -> list[str]:
             parts.append(f"{row['name']} {estimated}{_number(most['energy']['multiply']['value'] / multiply['value'])}")
     if not parts:
         return []
-    return [f"A multiplication in {most['name']} takes so many times the energy of one in: {', '.join(parts)}."]
+    return [f"Energy of a multiplication in {most['name']} as a multiple of that in: {', '.join(parts)}."]
 
 
 def _bars(panel: Any, estimates: list[Mapping[str, Any]], color: str, offset: float) -> None:
@@ -83,7 +83,7 @@ def _bars(panel: Any, estimates: list[Mapping[str, Any]], color: str, offset: fl
 
 
 def _ends(values: list[float]) -> tuple[float, float]:
-    """An axis that begins well below the smallest bar and leaves room for the number at the largest."""
+    """Return limits of an axis, below the smallest bar and with room for the number at the largest."""
     present = [value for value in values if value > 0]
     return min(present) / 3, max(present) * 6
 

@@ -1,4 +1,4 @@
-"""A picture of the error by epoch in several precisions: top-1 and, where it was measured, top-5."""
+"""A picture of the error by epoch in several precisions: top-1 and, if it was measured, top-5."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOP_FIVE = "top5"
 
 
 def curves(document: Mapping[str, Any], path: Path) -> None:
-    """A panel a measure, a line a precision: the mean over its seeds, and a band from the lowest to the highest."""
+    """Draw a panel per measure with a line per precision: the mean over its seeds, with a band of the range."""
     measures = _measures(document)
     figure = new_figure(1.5 + 4.8 * len(measures), 5.0)
     panels = figure.subplots(1, len(measures), squeeze=False)[0]
@@ -45,7 +45,7 @@ def curves(document: Mapping[str, Any], path: Path) -> None:
 
 
 def curves_words(document: Mapping[str, Any]) -> list[str]:
-    """A sentence a precision: the measures after the last epoch, mean and range over the seeds."""
+    """Return a sentence per precision: the measures after the last epoch, mean and range over the seeds."""
     words = []
     for row in document["variants"]:
         parts = []
@@ -63,7 +63,7 @@ def curves_words(document: Mapping[str, Any]) -> list[str]:
 
 
 def _measures(document: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
-    """Of what is drawn the name in the history, the label, and whether it is a share of successes, drawn as errors."""
+    """Return for each panel the name in the history, the label, and whether to draw 1 - share as an error."""
     recipe = document["recipe"]
     turned = recipe["metric_is_share"] and recipe["higher_is_better"]
     label = "top-1 error, %" if recipe["metric"] == "accuracy" else f"1 - {recipe['metric']}, %"
@@ -71,11 +71,11 @@ def _measures(document: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
     records = (run["history"][-1] for row in document["variants"] for run in row["runs"] if run["history"])
     if any(_TOP_FIVE in record for record in records):
         return [*found, (_TOP_FIVE, "top-5 error, %", True)]
-    return found if recipe["metric"] == "loss" else [*found, ("loss", "loss on what was held back", False)]
+    return found if recipe["metric"] == "loss" else [*found, ("loss", "validation loss", False)]
 
 
 def _values(row: Mapping[str, Any], name: str, turned: bool) -> tuple[list[int], list[list[float]]]:
-    """The epochs after training began that all runs reached with a number above zero, and the runs' values there."""
+    """Return the trained epochs that all runs reached with a value above zero, and the values of each run."""
     histories = [run["history"] for run in row["runs"] if run["history"]]
     epochs, values = [], []
     for records in zip(*histories):  # noqa: B905  (runs that failed are shorter)
@@ -87,7 +87,7 @@ def _values(row: Mapping[str, Any], name: str, turned: bool) -> tuple[list[int],
 
 
 def _plain_ticks(axis: Any) -> None:
-    """Plain numbers on a logarithmic axis, between the powers of ten too."""
+    """Label a logarithmic axis with plain numbers, also between the powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

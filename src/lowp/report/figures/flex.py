@@ -1,4 +1,4 @@
-"""Pictures of shared exponents in a run, after figures 2 and 3 of the Flexpoint paper, from recorded documents.
+"""Pictures of the shared exponents of a run, after figures 2 and 3 of the Flexpoint paper.
 
 Source: Koester et al. 2017, arXiv 1711.02213, figures 2 and 3.
 """
@@ -20,7 +20,7 @@ _THICK, _THIN = 5, 2  # bars of windows
 
 
 def autoflex(document: Mapping[str, Any], path: Path) -> None:
-    """Rows: the largest mantissa Γ, the unit κ, and maxima; columns: weights, activations, updates."""
+    """Draw the largest mantissa Γ, the unit κ and the maxima (rows) of weights, activations and updates (columns)."""
     figure = new_figure(10.5, 7.0)
     panels = figure.subplots(3, len(document["series"]), sharex=True, squeeze=False)
     limit = 2 ** (_MANTISSA_BITS - 1) - 1
@@ -52,7 +52,7 @@ def autoflex(document: Mapping[str, Any], path: Path) -> None:
 
 
 def flex_window(document: Mapping[str, Any], path: Path) -> None:
-    """Histograms of log2|x| of three tensors, early and late, and the window of binary places that a write holds."""
+    """Draw histograms of log2|x| of three tensors, early and late, and the window of bits that a write can hold."""
     figure = new_figure(10.5, 3.9)
     panels = figure.subplots(1, len(document["windows"]), sharey=True, squeeze=False)[0]
     lowest = document["lowest"]
@@ -89,7 +89,7 @@ def flex_window(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _range(window: Mapping[str, Any], lowest: int) -> tuple[float, float]:
-    """From the first to the last binary exponent that a thousandth of the elements has, the bars included."""
+    """Return the first and last binary exponent with a thousandth of the elements, including the bars."""
     left, right = math.inf, -math.inf
     for moment in ("first", "last"):
         found = window.get(moment)

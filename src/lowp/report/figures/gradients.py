@@ -16,7 +16,7 @@ _LIMITS = {"bf16": (style.GREEN, "--"), "fp16": (style.RED, ":")}
 
 
 def updates(document: Mapping[str, Any], path: Path) -> None:
-    """Left the weight gradients, right the ratio of update and weight, in the first, middle and last epoch."""
+    """Draw the weight gradients and the update:weight ratios of the first, middle and last epoch."""
     moments = document["moments"]
     figure = new_figure(10.5, 5.2)
     left, right = figure.subplots(1, 2)
@@ -48,7 +48,7 @@ def updates(document: Mapping[str, Any], path: Path) -> None:
 
 
 def updates_words(document: Mapping[str, Any]) -> list[str]:
-    """A sentence a moment: the shares under the limits, and what would really be lost."""
+    """Return a sentence per epoch: the shares below the limits, and the share of updates without effect."""
     return [_moment_words(one) for one in document["moments"].values()]
 
 
@@ -58,13 +58,13 @@ def _moment_words(one: Mapping[str, Any]) -> str:
     below, lost = one["below"], one["lost"]
     return (
         f"Epoch {one['epoch']}{rate}: {style.share(below['bf16'])} of the updates are below 2^-8 of their weight, "
-        f"{style.share(below['fp16'])} below 2^-11. Of weights stored in bf16 {style.share(lost['bf16'])} would stay "
-        f"as they are, in fp16 {style.share(lost['fp16'])}."
+        f"{style.share(below['fp16'])} below 2^-11. Of weights stored in bf16, {style.share(lost['bf16'])} would stay "
+        f"unchanged, in fp16 {style.share(lost['fp16'])}."
     )
 
 
 def gradients(document: Mapping[str, Any], path: Path) -> None:
-    """Weight gradients, updates, and their ratio to the weights, each with what fp16 cannot hold."""
+    """Draw weight gradients, updates, and update:weight ratios, each with the part that fp16 loses."""
     figure = new_figure(13.0, 4.9)
     panels = figure.subplots(1, 3)
     both = (("gradients", "|weight gradient|", style.BLUE), ("updates", "|update|", style.GREEN))
@@ -90,15 +90,15 @@ def gradients(document: Mapping[str, Any], path: Path) -> None:
 
 
 def gradients_words(document: Mapping[str, Any]) -> list[str]:
-    """What fp16 takes: of the gradients, of the updates as such, and of the updates against their weights."""
+    """Return in words what fp16 loses of gradients, of updates, and of updates relative to their weights."""
     there, wanted = document["gradients"], document["updates"]
     return [
-        f"Of the gradients that fp32 has, {style.share(there['below'])} are below 2^-24, fp16's smallest number; "
+        f"Of the gradients in fp32, {style.share(there['below'])} are below 2^-24, fp16's smallest number; "
         f"{style.share(document['flushed'])} are zero in this run.",
-        f"Of the updates that the optimizer wants, {style.share(wanted['below'])} are below 2^-24: in fp16 they are "
+        f"Of the updates that the optimizer computes, {style.share(wanted['below'])} are below 2^-24: in fp16 they are "
         f"zero or 2^-24 ({style.share(wanted['zero'])} are zero).",
         f"{style.share(document['below']['fp16'])} of the updates are below 2^-11 of their weight; in this run "
-        f"{style.share(document['unmoved'])} of the weights that were to move stayed as they were.",
+        f"{style.share(document['unmoved'])} of the weights with a nonzero update stayed unchanged.",
     ]
 
 

@@ -1,4 +1,4 @@
-"""A picture of weights that stop moving in 16 bits, beside the cures: fp32 masters and stochastic rounding."""
+"""A picture of weights that stop moving in 16 bits, beside fp32 masters and stochastic rounding, which prevent it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from lowp.report.plots import new_figure, save
 
 __all__ = ["stall", "stall_words"]
 
-# fp32 is broad, so that what lies on it is seen
+# fp32's line is broad, so that lines on it are visible
 _LINES = (
     {"color": style.BLUE, "linewidth": 4.5, "alpha": 0.35},
     {"color": style.GREEN, "linewidth": 1.6, "linestyle": "--"},
     {"color": style.PURPLE, "linewidth": 1.3, "linestyle": "-."},
     {"color": style.RED, "linewidth": 1.6},
 )
-_SPAN = 9  # steps of the running mean
+_SPAN = 9  # length of the running mean in steps
 
 
 def stall(document: Mapping[str, Any], path: Path) -> None:
-    """How many weights a step moves, where one weight goes, and the loss on what was held back."""
+    """Draw the share of weights that a step changes, the course of one weight, and the validation loss."""
     figure = new_figure(13.0, 4.9)
     moving, way, loss = figure.subplots(1, 3)
     for place, row in enumerate(document["variants"]):
@@ -32,12 +32,12 @@ def stall(document: Mapping[str, Any], path: Path) -> None:
         way.plot(document["way_steps"], document["ways"][place], **shown)
         known = [one for one in row["history"] if one["loss"] is not None]
         loss.plot([one["epoch"] for one in known], [one["loss"] for one in known], **shown)
-    moving.set(xlabel="step", ylabel="weights with a gradient that the step moves, %", title="how many weights move")
+    moving.set(xlabel="step", ylabel="weights with a gradient that a step changes, %", title="weights that change")
     moving.set_ylim(0, 105)
     where = f"[{', '.join(map(str, document['index']))}]" if document["index"] else ""
-    way.set(xlabel="step", ylabel=f"{document['parameter']}{where}", title="where one weight goes")
+    way.set(xlabel="step", ylabel=f"{document['parameter']}{where}", title="course of one weight")
     way.ticklabel_format(axis="y", useOffset=False)
-    loss.set(xlabel="epoch", ylabel="loss on what was held back", title="what it does to training")
+    loss.set(xlabel="epoch", ylabel="validation loss", title="effect on training")
     for panel in (moving, way, loss):
         panel.grid(alpha=0.25)
     moving.legend(fontsize=8, loc="best")
@@ -49,7 +49,7 @@ def stall(document: Mapping[str, Any], path: Path) -> None:
 
 
 def stall_words(document: Mapping[str, Any]) -> list[str]:
-    """A sentence a variant: the mean share that moves, what never moved, and how the run ended."""
+    """Return a sentence per variant: the mean share that changes, the share that never changed, and the metric."""
     metric = document["metric"]
     words = []
     for row in document["variants"]:
@@ -57,14 +57,14 @@ def stall_words(document: Mapping[str, Any]) -> list[str]:
         last = row["history"][-1] if row["history"] else {}
         ending = row["failure"] or f"{metric['name']} {style.number(last.get(metric['name']), metric['is_share'])}"
         words.append(
-            f"{row['label']}: a step moves {style.share(mean)} of the weights; of those that fp32 moves, "
-            f"{style.share(row['never'])} end where they began; {ending}."
+            f"{row['label']}: a step changes {style.share(mean)} of the weights; of those that fp32 changes, "
+            f"{style.share(row['never'])} end at their initial value; {ending}."
         )
     return words
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """The running mean, over fewer at the ends."""
+    """Return the running mean, over fewer values at the ends."""
     half = _SPAN // 2
     parts = (values[max(0, place - half) : place + half + 1] for place in range(len(values)))
     return [math.fsum(part) / len(part) for part in parts]

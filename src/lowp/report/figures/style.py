@@ -1,4 +1,4 @@
-"""What the pictures share: colours that a colour-blind reader tells apart, axes in powers of two, captions."""
+"""Common parts of the pictures: colours for colour-blind readers, axes in powers of two, captions."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ BLUE, RED, GREEN, YELLOW, CYAN, PURPLE, GREY = COLORS = (
 )
 FP16_SMALLEST, FP16_SMALLEST_NORMAL, FP16_END = -24, -14, 16  # powers of two; 65504 is just below the last
 _LETTERS_AN_INCH = 15
-_LEAST_SHARE = 1e-3  # exponents that fewer elements have do not widen an axis
+_LEAST_SHARE = 1e-3  # share of elements below which an exponent does not widen an axis
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 def share(value: float | None) -> str:
-    """A share in percent, with about three digits."""
+    """Return a share in percent with about three digits."""
     if value is None:
         return "unknown"
     if value == 0:
@@ -39,37 +39,37 @@ def share(value: float | None) -> str:
 
 
 def number(value: float | None, is_share: bool = False) -> str:
-    """A metric's value."""
+    """Return a metric's value as text."""
     if value is None:
         return "no number"
     return f"{value:.1%}" if is_share else f"{value:.4g}"
 
 
 def ended(document: Mapping[str, Any]) -> str:
-    """In a few words, what was trained and how well it ended."""
+    """Return in a few words what was trained and the final metric."""
     metric, epochs = document["metric"], document["epochs"]
     value = number(metric["value"], metric["is_share"])
-    ending = document["failure"] or f"{metric['name']} {value} in the end"
+    ending = document["failure"] or f"final {metric['name']} {value}"
     return f"{document['recipe']} in {document['precision']}, {epochs} epoch{'s' * (epochs != 1)}: {ending}"
 
 
 # -- panels -----------------------------------------------------------------------------------------------------------
 def histogram(panel: Any, found: Mapping[str, Any], color: str, label: str, style: str = "-") -> None:
-    """The outline of a histogram of binary exponents: the bin of [2^e, 2^(e + 1)) lies between e and e + 1."""
+    """Draw the outline of a histogram of binary exponents: the bin of [2^e, 2^(e + 1)) lies between e and e + 1."""
     values, edges = bars(found)
     panel.stairs(values, edges, color=color, alpha=0.18, fill=True, linewidth=0)
     panel.stairs(values, edges, color=color, linewidth=1.4, linestyle=style, label=label)
 
 
 def bars(found: Mapping[str, Any]) -> tuple[list[float], list[int]]:
-    """Shares of the nonzero elements in percent, and the edges of their bins."""
+    """Return shares of the nonzero elements in percent, and the edges of their bins."""
     counts, lowest = found["counts"], found["lowest"]
     total = max(1, sum(counts))
     return [100 * count / total for count in counts], list(range(lowest, lowest + len(counts) + 1))
 
 
 def range_of(found: Iterable[Mapping[str, Any]], also: Sequence[float] = ()) -> tuple[float, float]:
-    """From the first to the last exponent that one in a thousand elements has, with room for limits drawn too."""
+    """Return the first and last exponent with a thousandth of the elements, extended to the limits in `also`."""
     ends = list(also)
     for one in found:
         total = max(1, sum(one["counts"]))
@@ -87,12 +87,12 @@ def powers(axis: Any, most: int = 9) -> None:
 
 
 def limit(panel: Any, at: float, color: str, label: str, style: str = "--") -> None:
-    """A line across the panel."""
+    """Draw a line across the panel."""
     panel.axvline(at, color=color, linewidth=1.4, linestyle=style, label=label)
 
 
 def window(panel: Any, left: float, right: float) -> None:
-    """fp16's range on an axis from `left` to `right`: what is below it, its subnormal part hatched, and its end."""
+    """Draw fp16's range on an axis from `left` to `right`: below it, its hatched subnormal part, and its end."""
     panel.axvspan(
         left, FP16_SMALLEST, color=RED, alpha=0.14, linewidth=0, label="below fp16's smallest number, $2^{-24}$"
     )
@@ -111,7 +111,7 @@ def window(panel: Any, left: float, right: float) -> None:
 
 
 def caption(figure: Any, sentences: Sequence[str]) -> None:
-    """Sentences below the panels, in lines that fit the figure; 2^-24 is set as a power."""
+    """Write sentences below the panels, in lines that fit the figure; 2^-24 is typeset as a power."""
     width = int(figure.get_figwidth() * _LETTERS_AN_INCH)
     lines = [line for sentence in sentences for line in textwrap.wrap(sentence, width)]
     text = re.sub(r"\b2\^(-?[\d.]+\d|-?\d)", r"$2^{\1}$", "\n".join(lines))
