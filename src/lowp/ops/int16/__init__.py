@@ -1,13 +1,13 @@
-"""What only tensors of int16 mantissas under one exponent need (dfp16, flex16+5); nothing else in lowp reads these.
+"""Ops on tensors of int16 mantissas under one exponent (dfp16, flex16+5).
 
 * `contraction`: the three products of a contraction as products of integers, in both formats. Backward keeps payloads.
-* `linear`: usual linear layers in both formats, which reach the node of `contraction` from their arguments alone.
-* `masks`: activations, dropout and max-pooling beside dfp16's contractions, of which backward keeps a bit an element.
-* `flexpoint`: which way an op of flex16+5 goes, whose every result is rounded under the shared exponent of its site.
-* `nodes`: the nodes of the graph that round results and gradients there, and contractions that integers cannot do.
-* `saved`: functions between the contractions, whose inputs backward keeps as mantissas and computes from again.
-* `pooling`: ReLU and max-pooling, which select elements and so keep the exponent of what they read.
+* `linear`: linear layers in both formats, which run from their arguments without the description of a call.
+* `masks`: activations, dropout and max-pooling beside dfp16's contractions; backward keeps one bit per element.
+* `flexpoint`: the runners of flex16+5, in which every result is rounded under the shared exponent of its site.
+* `nodes`: the nodes of the graph that round results and gradients at sites, and contractions without integers.
+* `saved`: functions between the contractions; backward keeps their inputs as mantissas and computes from them.
+* `pooling`: ReLU and max-pooling, which select elements and so keep the exponent of their input.
 
 Payloads and products of integers are in `lowp.kernels` (`payloads`, `mantissas`, `integer`), exponents and the sites
-of a step in `lowp.exponents`: both lie below, and are called directly.
+of a step in `lowp.exponents`; both are lower layers and are called directly.
 """

@@ -1,10 +1,10 @@
 """Contractions of int16 mantissas: DFP-16's chains and exact sums, forward and both gradients.
 
 The operands of a rule with ``accumulate = int32`` (chains of int32, flushed to fp32) or ``exact`` (one rounding) are
-written as int16 mantissas under one exponent a tensor, and saved as such for backward. Where that is not possible the
-same values run as fp32 numbers: inside torch.func and torch.compile, in double backward, and on a CPU for operands that
-hold an infinity or a NaN, which no integer can stand for: they must reach the result. On a device, which is not asked,
-they make all of it NaN.
+written as int16 mantissas under one exponent per tensor, and saved as such for backward. The same values are computed
+in fp32 inside torch.func and torch.compile, in double backward, and on a CPU for operands with an infinity or a NaN,
+which integers cannot represent and which must reach the result. On other devices, whose values are not read back, an
+infinity or a NaN makes the whole result NaN.
 
 Source: Das et al. 2018, arXiv 1802.00930 (DFP-16); Koester et al. 2017, arXiv 1711.02213 (exact sums).
 """
@@ -47,15 +47,15 @@ Gradients = Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
 def integer_contraction(
     form: Form, call: Call, casts: RoleCasts, tensors: tuple[Tensor, Tensor, Tensor | None], in_fp32: Gradients
 ) -> Tensor | None:
-    """Return the output of a contraction of mantissas, part of the autograd graph; None where it has to run in fp32.
+    """Return the output of a contraction of mantissas, part of the autograd graph; None if it must run in fp32.
 
-    `in_fp32` computes the gradients of the same values as fp32 numbers, for what integers cannot do in backward.
+    `in_fp32` computes the gradients of the same values in fp32, for cases in backward that integers cannot represent.
     """
     if functorch_is_active():
         return None
     first, second, bias = tensors
     to_first, to_second = casts.of(casts.roles[0]), casts.of(casts.roles[1])
-    assert to_first is not None and to_second is not None  # integers are what the rule asks for
+    assert to_first is not None and to_second is not None  # the rule requires integers
     a = payloads.rounded(first, to_first, casts.seed)
     b = payloads.rounded(second, to_second, casts.seed)
     if a is None or b is None:
@@ -69,7 +69,7 @@ def integer_contraction(
 
 
 class Contraction(NamedTuple):
-    """What a contraction of mantissas is: its form, its casts, and what computes its gradients in fp32."""
+    """The form, the casts and the fp32 gradients of a contraction of mantissas."""
 
     form: Form
     casts: RoleCasts
@@ -78,27 +78,27 @@ class Contraction(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where the results of one contraction are written, and the roles of the gradients of both operands."""
+    """The writer of the results of one contraction, and the roles of the gradients of both operands."""
 
     writer: SiteWriter
     gradients: tuple[str, str]
 
     @classmethod
     def of(cls, writer: SiteWriter, first: Tensor, second: Tensor) -> Results:
-        """Return where the next product of an op writes."""
+        """Return the results of the next product of an op."""
         role_of = gradient_roles()
         return cls(writer.part(), (role_of(first), role_of(second)))
 
 
 def _mantissas(x: Tensor, to: Cast | None, casts: RoleCasts) -> Mantissas | None:
-    """Return a gradient as mantissas, or None where that cannot be: nothing to round to, or no finite numbers."""
+    """Return a gradient as mantissas; None without a cast, or for an infinity or a NaN."""
     if to is None or not has_mantissas(to):
         return None
     return payloads.rounded(x, to, casts.seed)
 
 
 class IntegerProduct(torch.autograd.Function):
-    """The output of a contraction of mantissas; saves int16 payloads, two bytes an element."""
+    """The output of a contraction of mantissas; saves int16 payloads, two bytes per element."""
 
     @staticmethod
     def forward(
@@ -114,7 +114,7 @@ class IntegerProduct(torch.autograd.Function):
         needs_first, needs_second, *_ = ctx.needs_input_grad
         ctx.edges = first if needs_first else None, second if needs_second else None
         ctx.product, ctx.results, ctx.bias_dtype = product, results, None if bias is None else bias.dtype
-        # what a checkpoint computes again may have been written under other exponents
+        # a checkpoint's recomputation may write under other exponents
         ctx.save_for_backward(a.payload, b.payload, together([a.exponent, b.exponent]))
         return summed(product, a, b, bias, results)
 
@@ -124,7 +124,7 @@ class IntegerProduct(torch.autograd.Function):
 
 
 def summed(product: Contraction, a: Mantissas, b: Mantissas, bias: Tensor | None, results: Results | None) -> Tensor:
-    """Return the output, outside the graph; an exact sum that is written is rounded once, bias included."""
+    """Return the output, outside the graph; a written exact sum is rounded once, including the bias."""
     form, casts = product.form, product.casts
     if results is not None:
         return _write_sum(form, OUTPUT, casts.accumulate, results.writer, OUTPUT_ROLE, (a, b), bias)
@@ -139,9 +139,9 @@ def _gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
 
 
 def gradients_from(gradient: Tensor, ctx: Any, saved: list[Mantissas]) -> Sequence[Tensor | None]:
-    """Return the gradients of both operands, of which `saved` are the mantissas, and of the bias.
+    """Return the gradients of both operands, whose mantissas are `saved`, and of the bias.
 
-    `ctx` has the product, where its results are written, the edges of the operands and the dtype of the bias.
+    `ctx` has the product, its results, the edges of the operands and the dtype of the bias.
     """
     product: Contraction = ctx.product
     results: Results | None = ctx.results
@@ -165,14 +165,14 @@ def gradients_from(gradient: Tensor, ctx: Any, saved: list[Mantissas]) -> Sequen
 
 
 def _incoming(gradient: Tensor, product: Contraction, results: Results | None) -> tuple[Tensor, Mantissas | None]:
-    """Return the gradient as it is written, and its mantissas; None where it is part of a graph, or has none."""
+    """Return the written gradient and its mantissas; None if it is part of a graph or has no mantissas."""
     casts, is_graph, is_told = product.casts, torch.is_grad_enabled() or functorch_is_active(), False
     found = None
     if results is not None:
         may_stay = _may_stay(casts.rule)
         found = payloads.exact(gradient, cast(Cast, casts.rule.output)) if may_stay and not is_graph else None
         if found is None:
-            unless_exact = is_graph or (may_stay and not answers_at_once(gradient))  # which a device decides itself
+            unless_exact = is_graph or (may_stay and not answers_at_once(gradient))  # on a device the kernel decides
             gradient = rounded_gradient(gradient, results.writer, OUTPUT_GRADIENT, unless_exact)
             is_told = True
     if found is None and not is_graph:
@@ -183,7 +183,7 @@ def _incoming(gradient: Tensor, product: Contraction, results: Results | None) -
 
 
 def _words(gradient: Tensor, high: Mantissas, product: Contraction) -> list[Mantissas]:
-    """Return the gradient as the one word that it was rounded to, or as two where one would lose columns of it."""
+    """Return the gradient as the word it was rounded to, or as two words if one would lose some of its columns."""
     cast = product.casts.rule.grad
     assert cast is not None
     if gradient.shape[-1:] < (low_words.FEATURES,):
@@ -201,7 +201,7 @@ def _words(gradient: Tensor, high: Mantissas, product: Contraction) -> list[Mant
 
 
 def _may_stay(rule: Rule) -> bool:
-    """Whether a gradient that is in the format of outputs already is not written once more."""
+    """Whether a gradient that is already in the format of outputs is not written again."""
     grad, output = rule.grad, rule.output
     return grad is not None and output is not None and grad.format == output.format and has_mantissas(output)
 
@@ -233,9 +233,9 @@ def _sum(
     words: list[tuple[Mantissas, Mantissas]],
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return the products of the words of an operand with the other one, and bias, summed in fp64.
+    """Return the sum of the products of an operand's words with the other operand, and bias, in fp64.
 
-    Where a device has none, in fp32, rounded to odd: a sum that is written in 16 bits afterwards is rounded once.
+    On a device without fp64 the sum is in fp32, rounded to odd, so that writing it in 16 bits rounds it once.
     """
     wide = widest_float(words[0][0].payload.device)
     is_exact = accumulate is not None and accumulate.format == "exact" and form.is_integer_sum(slot)
@@ -254,7 +254,7 @@ def _sum(
 def _summed_gradients(
     ctx: Any, saved: list[Mantissas], incoming: list[Mantissas], results: Results
 ) -> list[Tensor | None]:
-    """Return the gradients of both operands and of the bias, each written under its role as it was summed."""
+    """Return the gradients of both operands and of the bias, each exact sum written under its role."""
     form, accumulate = ctx.product.form, ctx.product.casts.accumulate
     result: list[Tensor | None] = [None, None, None]
     for index, target in enumerate((FIRST, SECOND)):
@@ -271,7 +271,7 @@ def _summed_gradients(
 
 
 def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: list[Mantissas]) -> list[Tensor | None]:
-    """Return the gradients of both operands and of the bias, each summed as the rule says, not yet rounded."""
+    """Return the gradients of both operands and of the bias, summed as the rule requires, not yet rounded."""
     form, accumulate = ctx.product.form, ctx.product.casts.accumulate
     result: list[Tensor | None] = [None, None, None]
     for index, target in enumerate((FIRST, SECOND)):
@@ -284,9 +284,9 @@ def _integer_gradients(ctx: Any, saved: list[Mantissas], incoming: list[Mantissa
 
 
 def bias_gradient(form: Form, incoming: list[Mantissas]) -> Tensor:
-    """Return the gradient of the bias in fp64: the exact sum of the mantissas, as far as fp64 holds it.
+    """Return the gradient of the bias: the sum of the mantissas in fp64, exact within its 53 bits.
 
-    Where a device has none, in fp32, rounded to odd.
+    On a device without fp64 it is in fp32, rounded to odd.
     """
     axis, wide = form.bias_axis(), widest_float(incoming[0].payload.device)
     if axis is None:
@@ -302,12 +302,12 @@ def bias_gradient(form: Form, incoming: list[Mantissas]) -> Tensor:
 
 
 def _value(parts: list[Mantissas]) -> Tensor:
-    """Return the words of a tensor in fp32, which holds them."""
+    """Return the words of a tensor in fp32, exactly."""
     return parts[0].values if len(parts) == 1 else parts[0].values + parts[1].values
 
 
 def _write_gradients(found: Sequence[Tensor | None], results: Results | None) -> list[Tensor | None]:
-    """Return gradients written each under its role, or as they are where nothing is results."""
+    """Return gradients, each written under its role; unchanged without results."""
     if results is None:
         return list(found)
     roles = (*results.gradients, BIAS_GRADIENT)

@@ -1,10 +1,10 @@
-"""Ops whose results are written under shared exponents that are predicted: every tensor of a step lives in int16.
+"""Ops whose results are written under predicted shared exponents: every tensor of a step is in int16.
 
-An op computes from values of the format and its result is written once, by the call's writer: contractions hand over
-their exact sums, and every other function, fused chains included, what it computed in fp32. Gradients are tensors like
-others: what an op makes of the gradient is written on its way to each of its inputs, and where several uses of a tensor
-add up, the sum is written before the op that made the tensor sees it. A gradient that is in the format already (one
-use; behind ReLU, a view or a pooling) stays as it is. What moves or selects elements writes nothing.
+An op reads values of the format, and the call's writer writes its result once: contractions write their exact sums,
+all other functions, including fused chains, their fp32 results. Gradients are written in the same way: the gradient of
+each input is written when it leaves the op, and if a tensor has several uses, the sum of its gradients is written
+before the op that produced the tensor reads it. A gradient that is already in the format (of a single use, or after
+ReLU, a view or a pooling) stays unchanged. Ops that move or select elements write nothing.
 
 Source: Koester et al. 2017, arXiv 1711.02213, section 3.
 """
@@ -40,7 +40,7 @@ Keep = Callable[[Call], tuple[Fp32Function, list[Tensor]] | None]
 
 
 def is_flexpoint(cast: Cast | None) -> bool:
-    """Whether results of a cast are written under exponents that belong to sites: int16 and not ``current``."""
+    """Whether results of a cast are written under the exponents of sites: int16 and not ``current``."""
     if cast is None or not has_mantissas(cast):
         return False
     return cast.scaling is not None and cast.scaling.kind != "current"
@@ -50,41 +50,41 @@ def is_flexpoint(cast: Cast | None) -> bool:
 
 
 def by_itself(row: Row, call: Call) -> Any:
-    """Run a contraction that writes each of its products itself, from the exact sum."""
+    """Run a contraction that writes each of its products from the exact sum."""
     return runner(row.product or row.runner)(call)
 
 
 def norm(row: Row, call: Call) -> Any:
-    """Run a norm, which writes its result and its gradients itself where integers are computed with."""
+    """Run a norm, which writes its own result and gradients if it computes with integers."""
     tensors = (x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
     return row.run(call.rule)(call) if has_integer_kernels(*tensors) else fused(row, call)
 
 
 def again(row: Row, call: Call) -> Any:
-    """Run a function that backward computes again from its inputs, kept as mantissas."""
+    """Run a function whose inputs are kept as mantissas, from which backward computes it again."""
     return fused(row, call, as_function)
 
 
 def multiplied(row: Row, call: Call) -> Any:
-    """Run a product of elements."""
+    """Run an element-wise product."""
     return fused(row, call, as_product)
 
 
 def divided(row: Row, call: Call) -> Any:
-    """Run a quotient of elements."""
+    """Run an element-wise quotient."""
     return fused(row, call, as_quotient)
 
 
 def dropped(row: Row, call: Call) -> Any:
-    """Run dropout, of which a mask is kept."""
+    """Run dropout, which keeps a mask for backward."""
     return fused(row, call, as_dropout)
 
 
 def fused(row: Row, call: Call, keep: Keep | None = None) -> Any:
-    """Run a function in fp32 on values of the format, and write what it returns once.
+    """Run a function in fp32 on values of the format, and write its result once.
 
-    `keep` makes of a call what backward computes from. Attention and recurrent networks round the operands of the
-    products inside, which are summed in fp32.
+    `keep` returns a call as a function whose inputs are kept for backward. Attention and recurrent networks round the
+    operands of their inner products, which are summed in fp32.
     """
     writer = call.writer
     assert writer is not None
@@ -107,5 +107,5 @@ def fused(row: Row, call: Call, keep: Keep | None = None) -> Any:
         return run_changed(call, read, write)
     rule = replace(call.rule, output=None, accumulate=None)
     args, kwargs = changed(call.args, read), changed(call.kwargs, read)
-    inner = Call(call.op, call.func, args, kwargs, rule, call.weight_cast, call.seed)  # unobserved: told of already
+    inner = Call(call.op, call.func, args, kwargs, rule, call.weight_cast, call.seed)  # observers know of the call
     return changed(row.run(rule)(inner), write)

@@ -1,7 +1,7 @@
-"""Linear layers of int16 in fp32 on a CPU, run from their arguments alone; see `lowp.ops.call.Quick`.
+"""Linear layers of int16 carried in fp32 on a CPU, run from their arguments only; see `lowp.ops.call.Quick`.
 
-They are `integer_contraction` without a description of the call: what can be decided of a rule is decided once. Results
-are DFP-16's chains, or exact sums that are written at the site of the call.
+The result is that of `integer_contraction`, without the description of the call: decisions that depend only on the rule
+are made once. Results are DFP-16's chains, or exact sums that are written at the site of the call.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _apply = applied_at_once(IntegerProduct)
 
 
 def sums_integers(rule: Rule) -> bool:
-    """Whether a rule multiplies int16 under one exponent a tensor, rounded to nearest, and sums integers.
+    """Whether a rule multiplies int16 under one exponent per tensor, rounded to nearest, and sums integers.
 
-    The sums are chains of int32 whose results are fp32, or exact ones whose results are written at sites.
+    The sums are chains of int32 with fp32 results, or exact sums whose results are written at sites.
     """
     casts, sums = (rule.input, rule.weight, rule.grad), None if rule.accumulate is None else rule.accumulate.format
     if not all(one is not None and has_mantissas(one) and not one.is_stochastic for one in casts):
@@ -43,7 +43,7 @@ def sums_integers(rule: Rule) -> bool:
 
 
 def quick(rule: Rule) -> Quick:
-    """Return what runs F.linear under such a rule."""
+    """Return the function that runs F.linear under such a rule."""
     to_input, to_weight, casts = cast(Cast, rule.input), cast(Cast, rule.weight), RoleCasts(rule, rule.accumulate)
     is_written = rule.output is not None
     at_once = not is_written and all(map(int16_linear.serves, (to_input, to_weight, cast(Cast, rule.grad))))
@@ -55,7 +55,7 @@ def quick(rule: Rule) -> Quick:
         if at_once and uses_library() and (whole := _at_once(x, weight, bias, casts)) is not None:
             return whole
         a, b = payloads.rounded(x, to_input), payloads.rounded(weight, to_weight)
-        if a is None or b is None:  # infinities, for which no integer stands
+        if a is None or b is None:  # infinities, which no integer represents
             return None
         results = Results.of(region.writer("linear", rule), x, weight) if is_written else None
         product = Contraction(Linear(x.shape, weight.shape), casts, integer_gradients, "linear")
@@ -70,7 +70,7 @@ def quick(rule: Rule) -> Quick:
 
 
 def _at_once(x: Tensor, weight: Tensor, bias: Tensor | None, casts: RoleCasts) -> Tensor | None:
-    """Return the output of a small layer, made by one call of the C++ library; None where it cannot be."""
+    """Return the output of a small layer from one call of the C++ library; None if the call is not possible."""
     is_followed = torch.is_grad_enabled()
     pair = cast(Cast, casts.rule.input), cast(Cast, casts.rule.weight)
     found = int16_linear.linear(x, weight, bias, pair, is_followed)
@@ -81,7 +81,7 @@ def _at_once(x: Tensor, weight: Tensor, bias: Tensor | None, casts: RoleCasts) -
 
 
 class _Whole(torch.autograd.Function):
-    """The output of a small layer, found already; saves the mantissas of both operands as one tensor."""
+    """The node of a small layer with a given output; saves the mantissas of both operands as one tensor."""
 
     @staticmethod
     def forward(
@@ -118,7 +118,7 @@ def _whole_gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
 
 
 def _are_matrices(args: tuple[Any, ...]) -> bool:
-    """Whether these are matrices x[m, k] and w[n, k] in fp32 and perhaps a bias [n]."""
+    """Whether the arguments are matrices x[m, k] and w[n, k] in fp32 and an optional bias [n]."""
     for one in args:
         if one is not None and not (is_plain(one) and one.dtype is torch.float32 and is_on_host(one)):
             return False

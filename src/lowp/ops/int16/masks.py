@@ -1,9 +1,9 @@
-"""Activations, dropout and max-pooling beside contractions of integers: backward keeps a bit an element, or places.
+"""Activations, dropout and max-pooling beside contractions of integers: backward keeps one bit per element, or indices.
 
-A contraction of integers keeps its operands as integers, so that what torch's own graph keeps of the op before it, the
-fp32 result of ReLU, serves that op alone. Its gradient asks one question of every element. The answers are kept eight
-to a byte; results and gradients have the bits of torch's own functions, which run where anything else is asked for:
-other dtypes, devices and subclasses, torch.func, torch.compile and forward-mode derivatives.
+A contraction of integers keeps its operands as integers, so that the fp32 result of a ReLU, which torch's graph saves,
+would serve only the gradient of the ReLU. That gradient needs one bit per element. The bits are kept packed, eight per
+byte; results and gradients have the bits of torch's own functions, which run in all other cases: other dtypes, devices
+and subclasses, torch.func, torch.compile and forward-mode derivatives.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def has_integer_operands(policy: Policy) -> bool:
-    """Whether a policy's contractions keep integers of their own: the operands scaled integers, the results fp32."""
+    """Whether a policy's contractions keep integers for backward: scaled integers as operands, fp32 results."""
     return any(_is_integer(rule) for rule in policy.rules)
 
 
@@ -58,7 +58,7 @@ Runner = Callable[[Call], Any]
 
 
 def runner(masked: Callable[[Call, Tensor], Tensor]) -> Runner:
-    """Let torch's own function answer a call that no graph follows for backward alone, and tell observers."""
+    """Return a runner that calls torch's own function unless only backward follows the call, and informs observers."""
 
     def run(call: Call, x: Any) -> Any:
         if functorch_is_active() or not isinstance(x, Tensor) or "out" in call.kwargs or not _is_followed(x):
@@ -80,7 +80,7 @@ def runner(masked: Callable[[Call, Tensor], Tensor]) -> Runner:
 
 
 def _is_followed(x: Tensor) -> bool:
-    """Whether a graph for backward alone follows a plain tensor of fp32."""
+    """Whether the graph records a plain fp32 tensor for backward only."""
     if not (x.requires_grad and torch.is_grad_enabled()) or type(x) not in (Tensor, nn.Parameter):
         return False
     if x.dtype is not torch.float32 or not has_integer_kernels(x) or x.layout is not torch.strided or x.is_nested:
@@ -92,7 +92,7 @@ def _is_followed(x: Tensor) -> bool:
 
 
 class _Masked(ABC):
-    """A function whose gradient depends on its result by a mask alone."""
+    """A function whose gradient depends on its result only through a mask."""
 
     is_in_place = False
 
@@ -106,7 +106,7 @@ class _Masked(ABC):
 
 
 class _MaskedNode(torch.autograd.Function):
-    """A function in the graph; saves the mask, eight elements to a byte."""
+    """The node of such a function; saves the mask with eight elements per byte."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, masked: _Masked) -> Tensor:
@@ -131,7 +131,7 @@ def _applied(x: Tensor, masked: _Masked) -> Tensor:
 
 @dataclass
 class _Gate(_Masked):
-    """An activation whose gradient passes where `passes` says so of the result."""
+    """An activation whose gradient passes where `passes` is true of the result."""
 
     run: Callable[[Tensor], Tensor]
     passes: Callable[[Tensor], Mask]
@@ -147,14 +147,14 @@ class _Gate(_Masked):
 
 
 def _stopped(gradient: Tensor, mask: Mask) -> Tensor:
-    """Return a gradient with zeros where it does not pass; what passes, NaN included, keeps its bits."""
+    """Return a gradient with zeros where it does not pass; elements that pass, including NaN, keep their bits."""
     if torch.is_grad_enabled() or functorch_is_active() or type(gradient) is not Tensor or gradient.is_neg():
         return cast(Tensor, torch.ops.aten.threshold_backward(gradient, unpacked(mask).to(gradient.dtype), 0))
     return passed(gradient, mask)
 
 
 def _gated(x: Tensor, gate: _Gate) -> Tensor:
-    # in place torch refuses leaves, and rewrites the graph of what views look at
+    # in place torch refuses leaves, and rewrites the graph of views
     require(not gate.is_in_place or (not x.is_leaf and x._base is None))
     return _applied(x, gate)
 
@@ -198,7 +198,7 @@ def leaky_relu(call: Call, x: Tensor) -> Tensor:
     """F.leaky_relu(input, negative_slope=0.01, inplace=False) and leaky_relu_."""
     _, slope, given = bound(call, "input", negative_slope=0.01, inplace=False)
     in_place = _is_in_place(call, given)
-    require(slope >= 0)  # else the result does not tell the sign, and in place torch refuses it
+    require(slope >= 0)  # otherwise the result does not determine the sign, and in place torch refuses the call
 
     def backward(gradient: Tensor, mask: Mask) -> Tensor:
         signs = unpacked(mask).to(gradient.dtype)
@@ -215,7 +215,7 @@ def leaky_relu(call: Call, x: Tensor) -> Tensor:
 
 @dataclass
 class _Dropout(_Masked):
-    """Dropout, with the mask of the function that draws it."""
+    """Dropout with the mask of the function that draws it."""
 
     function: Fp32Function
 
@@ -230,7 +230,7 @@ class _Dropout(_Masked):
 
 @runner
 def dropout(call: Call, x: Tensor) -> Tensor:
-    """F.dropout(input, p=0.5, training=True, inplace=False) and torch.dropout(input, p, train); in place as torch's."""
+    """F.dropout(input, p=0.5, training=True, inplace=False) and torch.dropout(input, p, train); in place like torch."""
     found = None if function_name(call).endswith("_") else dropout_function(call)
     if found is None:
         raise Mismatch

@@ -1,4 +1,4 @@
-"""Nodes of the graph that write tensors under shared exponents which belong to sites: results and gradients."""
+"""Nodes of the graph that write results and gradients under the shared exponents of sites."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ INPUT_GRADIENT, WEIGHT_GRADIENT, BIAS_GRADIENT = "input gradient", "weight gradi
 
 
 def fp64_contraction(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
-    """Return a contraction whose operands integers cannot stand for, or whose device has no integer kernels.
+    """Return a contraction of operands that integers cannot represent, or on a device without integer kernels.
 
-    The same values run in fp64, where the sums of int16 products are exact; an infinity or a NaN reaches the result.
+    The same values are multiplied in fp64, where sums of int16 products are exact; infinities and NaNs propagate.
     """
     assert call.writer is not None
     need_fp64(first, "a contraction under shared exponents")
@@ -41,14 +41,14 @@ def fp64_contraction(form: Form, call: Call, first: Tensor, second: Tensor, bias
 
 
 def _operand(x: Tensor, casts: RoleCasts, role: str) -> Tensor:
-    """Return x as values of the format, which it mostly is; what is not finite stays so."""
+    """Return x rounded to the format, unchanged if it is in it; infinities and NaNs stay."""
     casts.tell(x, role)
     cast = casts.of(role)
     return x if cast is None else torch.where(x.isfinite(), rounded(torch.nan_to_num(x, 0.0, 0.0, 0.0), cast), x)
 
 
 def gradient_roles() -> Callable[[Tensor], str]:
-    """Return what names the gradients of an op's inputs, one after another: input gradient, weight gradient 2 ..."""
+    """Return a function that names the gradients of an op's inputs in order: input gradient, weight gradient 2 ..."""
     count = {WEIGHT_GRADIENT: 0, INPUT_GRADIENT: 0}
 
     def role_of(x: Tensor) -> str:
@@ -63,7 +63,7 @@ def gradient_roles() -> Callable[[Tensor], str]:
 
 
 class _Write(torch.autograd.Function):
-    """Write a tensor under a role; the gradient that comes back is written under another, or passes as it is."""
+    """Write a tensor under a role; its gradient is written under another role, or passes unchanged."""
 
     @staticmethod
     def forward(
@@ -82,7 +82,7 @@ class _Write(torch.autograd.Function):
 
 
 class _Read(torch.autograd.Function):
-    """The identity in a dtype; the gradient that an op computed for this input is written as it leaves the op."""
+    """The identity in a dtype; the gradient of this input is written when it leaves the op."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, writer: SiteWriter, role: str, dtype: torch.dtype) -> Tensor:
@@ -98,13 +98,13 @@ class _Read(torch.autograd.Function):
 def rounded_by(
     x: Tensor, writer: SiteWriter, role: str, gradient_role: str | None, unless_exact: bool = False
 ) -> Tensor:
-    """Return x written under a role, part of the graph; gradients pass straight through the rounding."""
+    """Return x written under a role, part of the graph; the rounding is straight-through for gradients."""
     result: Tensor = _Write.apply(x, writer, role, gradient_role, unless_exact)  # type: ignore[no-untyped-call]
     return result
 
 
 def read_by(x: Tensor, writer: SiteWriter, role: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return x as input of an op; where it needs no gradient there is no node."""
+    """Return x as an input of an op, without a node if it requires no gradient."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x.to(dtype)
     result: Tensor = _Read.apply(x, writer, role, dtype)  # type: ignore[no-untyped-call]
@@ -114,9 +114,9 @@ def read_by(x: Tensor, writer: SiteWriter, role: str, dtype: torch.dtype = torch
 def rounded_gradient(
     gradient: Tensor, writer: SiteWriter, role: str, unless_exact: bool, in_place: bool = False
 ) -> Tensor:
-    """Return a gradient written under a role; differentiable where a graph of the backward is asked for.
+    """Return a gradient written under a role; differentiable if a graph of the backward is created.
 
-    `in_place`: nobody else reads the gradient, and without such a graph its memory may be written.
+    `in_place`: the gradient has no other reader, so that without such a graph its memory may be overwritten.
     """
     if is_irregular(gradient):
         raise Misuse(

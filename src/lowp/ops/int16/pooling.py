@@ -1,7 +1,7 @@
-"""ReLU and max-pooling of tensors under shared exponents: elements are selected, and backward keeps little.
+"""ReLU and max-pooling of tensors under shared exponents, which select elements and save little for backward.
 
-The result has the exponent of the input and is written nowhere. ReLU keeps the mantissas of its result, the payload
-that the next contraction keeps as well; a pooling keeps where its maxima lay, in the smallest integers that hold it.
+The result keeps the exponent of the input and is not written. ReLU saves the mantissas of its result, the payload that
+the next contraction also saves; a pooling saves the indices of its maxima, in the smallest sufficient integer dtype.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ __all__ = ["max_pool2d", "max_pool3d", "pool", "relu", "selecting"]
 
 
 def selecting(row: Row, call: Call) -> Any:
-    """Run an op that selects elements, as torch does."""
+    """Run an op that selects elements by torch's own function."""
     return selected(call)
 
 
 def relu(row: Row, call: Call) -> Any:
-    """Run ReLU, of which the mantissas of its result are kept."""
+    """Run ReLU, which saves the mantissas of its result."""
     return selected(call, _relu)
 
 
 def max_pool2d(row: Row, call: Call) -> Any:
-    """Run max-pooling over two dimensions, of which the places of the maxima are kept."""
+    """Run max-pooling over two dimensions, which saves the indices of the maxima."""
     return selected(call, pool(2))
 
 
 def max_pool3d(row: Row, call: Call) -> Any:
-    """Run max-pooling over three dimensions, of which the places of the maxima are kept."""
+    """Run max-pooling over three dimensions, which saves the indices of the maxima."""
     return selected(call, pool(3))
 
 
 def selected(call: Call, runner: Callable[[Call, Tensor], Tensor] | None = None) -> Any:
-    """Run an op that selects elements by a runner that keeps less than torch's own, where it can; tell observers."""
+    """Run an op that selects elements, by `runner` if possible, which saves less than torch; inform observers."""
     if call.watch is None:
         return _selected(call, runner)
     for x in tensors_of((call.args, call.kwargs)):
@@ -91,7 +91,7 @@ def _relu(call: Call, x: Tensor) -> Tensor:
 class _Relu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, found: tuple[Mantissas, Tensor | None], is_in_place: bool) -> Tensor:
-        mantissas, values = found  # in a tuple: a tensor that is given and returned would become a view
+        mantissas, values = found  # in a tuple: an input that is returned would become a view
         ctx.save_for_backward(mantissas.payload)
         if not is_in_place:
             return torch.relu(x) if values is None else values
@@ -111,7 +111,7 @@ class _Relu(torch.autograd.Function):
 
 @cache
 def pool(dims: int) -> Callable[[Call, Tensor], Tensor]:
-    """Return the runner of max-pooling over 2 or 3 dimensions, for tensors that a graph follows."""
+    """Return the runner of max-pooling over 2 or 3 dimensions, for tensors recorded by the graph."""
     forward = getattr(torch.ops.aten, f"max_pool{dims}d_with_indices")
     backward = getattr(torch.ops.aten, f"max_pool{dims}d_with_indices_backward")
 
@@ -133,7 +133,7 @@ def _sizes(value: Any) -> list[int]:
 
 
 class _Pool(torch.autograd.Function):
-    """Max-pooling; keeps the places of the maxima alone, the input's shape being known."""
+    """Max-pooling; saves only the indices of the maxima and the shape of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Any, backward: Any, settings: tuple[Any, ...]) -> Tensor:
@@ -147,20 +147,20 @@ class _Pool(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with shield():
             (indices,) = ctx.saved_tensors
-            like = gradient.new_empty_strided(ctx.shape, ctx.stride)  # its shape is read and its strides, no element
+            like = gradient.new_empty_strided(ctx.shape, ctx.stride)  # its shape and strides are read, no element
             result = ctx.run(gradient, like, *ctx.settings, indices.to(torch.int64))
             return result, None, None, None
 
 
 def _smallest(places: int) -> torch.dtype:
-    """The smallest dtype that holds an index below `places`."""
+    """Return the smallest dtype that holds an index below `places`."""
     return next(
         dtype for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64) if places <= torch.iinfo(dtype).max + 1
     )
 
 
 def _inherited(result: Tensor, gradient: Tensor) -> Tensor:
-    """Return a gradient of which elements were set to zero, known by the exponent of what it was."""
+    """Return a gradient with elements set to zero, under the exponent of the original gradient."""
     found = payloads.hint(gradient)
     if found is not None and not result.requires_grad:
         payloads.keep(result, *found)

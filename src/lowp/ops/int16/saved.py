@@ -1,12 +1,12 @@
-"""Functions whose results are written at sites, and what their backward keeps: int16 mantissas, and bits.
+"""Functions whose results are written at sites, and the tensors they save for backward: int16 mantissas and masks.
 
-A function between the contractions reads tensors of the format, computes in fp32 and is written once. What torch's own
-graph would keep of it is fp32: the inputs, or a result before it was rounded. Here the inputs are kept as mantissas,
-the very payloads that their writes made and that other ops keep too, and backward computes from the same values: a
-result that it needs is computed again. Dropout keeps a byte an element, ReLU the mantissas of its result, which the
-next contraction reads anyway, a pooling the places of its maxima in as few bits as they take.
+A function between the contractions reads tensors of the format, computes in fp32, and its result is written once.
+torch's own graph would save fp32 tensors: the inputs, or the result before rounding. Here the inputs are saved as
+mantissas, in the payloads that were made when they were written and that other ops share, and backward computes from
+the same values; a result that it needs is computed again. Dropout saves one byte per element, ReLU the mantissas of its
+result, which the next contraction reads as well, and a pooling the indices of its maxima in the smallest dtype.
 
-Backward of backward runs torch's own functions on the same values, as part of the graph.
+Double backward runs torch's own functions on the same values, as part of the graph.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ Tensors = Sequence[Tensor | None]
 
 
 class Fp32Function(ABC):
-    """A function of fp32 tensors (None where an optional one is left out) with one result."""
+    """A function of fp32 tensors (None for an omitted optional one) with one result."""
 
     @abstractmethod
     def plain(self, tensors: Tensors) -> Tensor:
         """Return the result, as part of the autograd graph, without side effects."""
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the result, outside the graph, and what backward wants kept of it, which is to be small."""
+        """Return the result, outside the graph, and small tensors to save for backward."""
         return self.plain(tensors), ()
 
     def reads(self, wanted: Sequence[bool]) -> list[bool]:
-        """Return which tensors the gradients of the wanted ones are computed from."""
+        """Return which tensors the gradients of the wanted tensors need."""
         return [True] * len(wanted)
 
     def backward(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
@@ -74,7 +74,7 @@ class Fp32Function(ABC):
         return _gradients(result, inputs, wanted, gradient)
 
     def again(self, gradient: Tensor, small: Tensors, tensors: Tensors, wanted: Sequence[bool]) -> Tensors:
-        """Return the same as part of the graph, for backward of backward."""
+        """Return the same as part of the graph, for double backward."""
         return _gradients(self.plain(tensors), tensors, wanted, gradient, create_graph=True)
 
 
@@ -86,7 +86,7 @@ def _gradients(result: Tensor, inputs: Tensors, wanted: Sequence[bool], gradient
 
 @dataclass(frozen=True, eq=False)
 class _Again(Fp32Function):
-    """A call of any function, as a function of the tensors among its arguments, whose places are held by empty ones."""
+    """Any call, as a function of the tensors among its arguments; empty tensors stand in for them in between."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -109,7 +109,7 @@ _DERIVATIVES: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, eq=False)
 class _Derived(_Again):
-    """A function of one tensor whose derivative torch has by name: its result need not be computed again for it."""
+    """A function of one tensor whose derivative is a function of torch, so that its result is not computed again."""
 
     derivative: Callable[..., Tensor]
 
@@ -119,7 +119,7 @@ class _Derived(_Again):
 
 
 class _Product(_Again):
-    """A product of two tensors: the gradient of either reads the other alone."""
+    """A product of two tensors; the gradient of each reads only the other."""
 
     def reads(self, wanted: Sequence[bool]) -> list[bool]:
         return [wanted[1], wanted[0]]
@@ -133,7 +133,7 @@ class _Product(_Again):
 
 @dataclass(frozen=True)
 class _Dropout(Fp32Function):
-    """Elements are zero with a probability, and the others larger for it (Srivastava et al. 2014)."""
+    """Dropout: elements are zero with probability p, the others divided by 1 - p (Srivastava et al. 2014)."""
 
     p: float
 
@@ -142,7 +142,7 @@ class _Dropout(Fp32Function):
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, tuple[Tensor, ...]]:
         x = cast(Tensor, tensors[0])
-        mask = torch.empty_like(x).bernoulli_(1 - self.p)  # the numbers that torch's own function draws
+        mask = torch.empty_like(x).bernoulli_(1 - self.p)  # draws the same numbers as torch's own function
         return x * (mask / (1 - self.p)), (mask.bool(),)
 
     def reads(self, wanted: Sequence[bool]) -> list[bool]:
@@ -155,7 +155,7 @@ class _Dropout(Fp32Function):
 
 
 def as_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
-    """Return a call as a function of its tensors that keeps mantissas; None for one that keeps nothing."""
+    """Return a call as a function of its tensors that saves mantissas; None if it saves nothing."""
     found = _followed(call)
     if found is None:
         return None
@@ -165,24 +165,24 @@ def as_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
 
 
 def as_product(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
-    """Return a product of elements as such a function; None with one tensor, of which nothing is kept."""
+    """Return an element-wise product as such a function; None with one tensor, which saves nothing."""
     found = _followed(call)
     return None if found is None or len(found[0]) < 2 else (_Product(call.func, *found[1:]), found[0])
 
 
 def as_quotient(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
-    """Return a quotient of elements as such a function; None with one tensor, of which nothing is kept."""
+    """Return an element-wise quotient as such a function; None with one tensor, which saves nothing."""
     found = _followed(call)
     return None if found is None or len(found[0]) < 2 else (_Again(call.func, *found[1:]), found[0])
 
 
 def as_dropout(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
-    """Return dropout as such a function, which keeps its mask."""
+    """Return dropout as such a function, which saves its mask."""
     return None if _followed(call) is None else dropout_function(call)
 
 
 def _followed(call: Call) -> tuple[list[Tensor], tuple[Any, ...], dict[str, Any]] | None:
-    """Return the tensors of a call, and its arguments without them; None where nothing has to be kept, or cannot be."""
+    """Return the tensors of a call, and its arguments without them; None if nothing is to be saved or can be."""
     tensors: list[Tensor] = []
 
     def collect(x: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def _followed(call: Call) -> tuple[list[Tensor], tuple[Any, ...], dict[str, Any]
 
 
 def dropout_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
-    """Return dropout as a function that keeps its mask; None in place, and where nothing is dropped or all."""
+    """Return dropout as a function that saves its mask; None in place, and if all or no elements are dropped."""
     given = dict(zip(("input", "p", "training", "inplace"), call.args, strict=False))
     given |= {"training" if name == "train" else name: value for name, value in call.kwargs.items()}
     x, p = given.get("input"), given.get("p", 0.5)
@@ -208,13 +208,13 @@ def dropout_function(call: Call) -> tuple[Fp32Function, list[Tensor]] | None:
     return (_Dropout(p), [x]) if isinstance(p, float) and 0 < p < 1 else None
 
 
-# -- what is kept -------------------------------------------------------------------------------------------------
+# -- saved tensors ------------------------------------------------------------------------------------------------
 
 
 class _Saved(NamedTuple):
-    """A tensor as it is saved, and where it is mantissas their exponent and an edge to the tensor's part of the graph.
+    """A saved tensor; for mantissas also their exponent and an edge to the graph of the original tensor.
 
-    Exponents are saved beside the mantissas: what a checkpoint computes again may have been written under others.
+    Exponents are saved beside the mantissas because a checkpoint's recomputation may write under other exponents.
     """
 
     saved: Tensor | None = None
@@ -223,7 +223,7 @@ class _Saved(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor | None, to: Cast) -> _Saved:
-        """Return how x is kept. Parameters and data of the caller, who holds them, stay as they are."""
+        """Return x as it is saved. Parameters and data, which the caller holds, are saved unchanged."""
         if x is None or (x.is_leaf and payloads.hint(x, to.format) is None):
             return cls(x)
         found = payloads.exact(x, to)
@@ -233,7 +233,7 @@ class _Saved(NamedTuple):
 
 
 def _again(saved: Tensor | None, exponent: int, edge: Tensor | None) -> Tensor | None:
-    """Return a tensor from what was saved of it, as part of the graph if an edge is given."""
+    """Return a saved tensor, as part of the graph if an edge is given."""
     if saved is None or saved.dtype is not torch.int16:
         return saved
     result = values(saved, exponent)
@@ -245,7 +245,7 @@ def _again(saved: Tensor | None, exponent: int, edge: Tensor | None) -> Tensor |
 
 @dataclass
 class _Plan:
-    """A function, where it and its gradients are written, and how its tensors are kept."""
+    """A function, the writer and roles of its result and gradients, and its saved tensors."""
 
     fused: Fp32Function
     writer: SiteWriter
@@ -256,7 +256,7 @@ class _Plan:
 
 
 def computed_and_rounded(fused: Fp32Function, call: Call, tensors: Tensors) -> Tensor:
-    """Return a function of fp32 tensors, written by the call's writer; part of the graph."""
+    """Return the result of a function of fp32 tensors, written by the call's writer; part of the graph."""
     assert call.writer is not None and call.rule.output is not None
     if call.watch is not None:
         for x in tensors:
@@ -276,7 +276,7 @@ def computed_and_rounded(fused: Fp32Function, call: Call, tensors: Tensors) -> T
 
 
 class _Computed(torch.autograd.Function):
-    """A function in fp32 of tensors of the format, written once; so are its gradients, as they leave it."""
+    """A function in fp32 of tensors of the format; its result and each of its gradients are written once."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, saved: list[Tensor | None], *tensors: Tensor | None) -> Tensor:
@@ -292,7 +292,7 @@ class _Computed(torch.autograd.Function):
             plan: _Plan = ctx.plan
             gradient = rounded_gradient(gradient, plan.out, OUTPUT_GRADIENT, unless_exact=True)
             graph, wanted, count = torch.is_grad_enabled(), list(ctx.needs_input_grad[2:]), len(plan.edges)
-            saved = ctx.saved_tensors  # once: a checkpoint computes them at the first question
+            saved = ctx.saved_tensors  # once: a checkpoint computes them at the first access
             edges = plan.edges if graph else [None] * count
             tensors = list(map(_again, saved[:count], saved[count].tolist(), edges))
             compute = plan.fused.again if graph else plan.fused.backward
@@ -311,9 +311,9 @@ class _Computed(torch.autograd.Function):
 
 
 def _leaving(gradient: Tensor, plan: _Plan, index: int, others: Tensors) -> Tensor:
-    """Return a gradient in the shape of its tensor, which may have been broadcast, written as it leaves the op.
+    """Return a gradient, reduced to the shape of a tensor that may have been broadcast, and written.
 
-    `others`: what else there is, with which it may share its memory.
+    `others`: tensors with which the gradient may share its memory.
     """
     shape = plan.shapes[index]
     assert shape is not None
@@ -323,7 +323,7 @@ def _leaving(gradient: Tensor, plan: _Plan, index: int, others: Tensors) -> Tens
 
 
 def _is_alone(x: Tensor, others: Tensors) -> bool:
-    """Whether x, contiguous on a CPU, is all that its memory holds, of which no other of these tensors has a part."""
+    """Whether x, contiguous on a CPU, is its whole storage and shares it with none of the other tensors."""
     if x._base is not None or not is_direct(x):
         return False
     memory = x.untyped_storage()

@@ -1,1 +1,1 @@
-"""Networks of the literature in plain torch, without any precision, which is added from outside."""
+"""Networks of the literature in plain torch; the precision is applied from outside."""

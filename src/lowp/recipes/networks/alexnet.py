@@ -1,4 +1,4 @@
-"""AlexNet as first published: two groups in three of its convolutions, and responses normalised across channels.
+"""AlexNet as first published: two groups in three of its convolutions, and normalisation across channels.
 
 Krizhevsky, Sutskever, Hinton, "ImageNet Classification with Deep Convolutional Neural Networks", 2012, section 3.
 """
@@ -11,11 +11,11 @@ __all__ = ["AlexNet"]
 
 
 class AlexNet(nn.Module):
-    """Five convolutions and three linear layers: float images [N, 3, H, W], H and W 63 or more, to scores.
+    """Five convolutions and three linear layers: float images [N, 3, H, W], H and W at least 63, to scores.
 
-    `share` of the published widths, and a side of 224, give the network of the paper with 60,965,224 parameters.
-    Weights begin as in He et al. 2015, arXiv 1502.01852: the deviation of 0.01 that was published is for pixels of 0 to
-    255, and on standardised ones, or with torch's own, hardly a gradient comes through eight layers.
+    `share` scales the published widths; 1 and images of 224x224 are the paper's network with 60,965,224 parameters.
+    Weights are initialised as in He et al. 2015, arXiv 1502.01852: the published deviation of 0.01 is for pixels of 0
+    to 255; with it on standardised pixels, or with torch's default, gradients almost vanish over eight layers.
     """
 
     def __init__(self, side: int = 224, share: float = 1.0, classes: int = 1000, dropout: float = 0.5) -> None:
@@ -59,11 +59,11 @@ class AlexNet(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores [N, classes]."""
+        """Return scores [N, classes]."""
         scores: Tensor = self.classify(self.features(images))
         return scores
 
 
 def _response_norm() -> nn.Module:
-    """Section 3.3 with n = 5, alpha = 1e-4, beta = 0.75, k = 2; torch divides alpha by n, the paper does not."""
+    """Return the norm of section 3.3 with n = 5, alpha = 1e-4, beta = 0.75, k = 2; only torch divides alpha by n."""
     return nn.LocalResponseNorm(5, alpha=5e-4, beta=0.75, k=2.0)

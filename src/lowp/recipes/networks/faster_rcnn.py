@@ -1,7 +1,7 @@
-"""Faster R-CNN: one network proposes regions of an image, and a second part of it says what each of them shows.
+"""Faster R-CNN: a first stage proposes regions of an image, and a second stage classifies each of them.
 
-Ren, He, Girshick, Sun, "Faster R-CNN", 2015, arXiv 1506.01497, on VGG-16. Regions are brought to 7x7 by sampling
-between places (RoIAlign: He et al. 2017, arXiv 1703.06870, section 3), not by rounding to them.
+Ren, He, Girshick, Sun, "Faster R-CNN", 2015, arXiv 1506.01497, on VGG-16. Regions are resampled to 7x7 by bilinear
+interpolation (RoIAlign: He et al. 2017, arXiv 1703.06870, section 3), without rounding coordinates.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lowp.recipes.networks.vgg import WIDTHS, initialise, stage
 
 __all__ = ["POOLED", "FasterRCNN", "Shape", "region_anchors", "region_features"]
 
-POOLED = 7  # places a side that each region is brought to
-_SAMPLES = 2  # a side of each of these, averaged
+POOLED = 7  # side of a region's resampled map
+_SAMPLES = 2  # samples along a side of each of its places, averaged
 
 
 class Shape(NamedTuple):
@@ -30,7 +30,7 @@ class Shape(NamedTuple):
 
 
 class FasterRCNN(nn.Module):
-    """The parts that are called in turn: `features`, `propose`, and `judge`. Boxes are shares of the image.
+    """The stages `features`, `propose` and `judge`, called in this order. Boxes are shares of the image.
 
     With VGG-16's full widths, three sizes of anchors and 20 classes it has 137,078,239 parameters.
     """
@@ -69,25 +69,25 @@ class FasterRCNN(nn.Module):
             nn.init.normal_(layer.weight, std=deviation)
 
     def features(self, images: Tensor) -> Tensor:
-        """A map of a sixteenth of the image's side."""
+        """Return a map with a sixteenth of the image's side."""
         output: Tensor = self.convolutions(images)
         return output
 
     def propose(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores [N, anchors, 2] (nothing, something) and offsets [N, anchors, 4], in the order of `region_anchors`."""
+        """Return scores [N, anchors, 2] (background, object) and offsets [N, anchors, 4], as in `region_anchors`."""
         x = self.region(features)
         scores, offsets = self.region_scores(x), self.region_offsets(x)
         count = len(x)
         return scores.permute(0, 2, 3, 1).reshape(count, -1, 2), offsets.permute(0, 2, 3, 1).reshape(count, -1, 4)
 
     def judge(self, features: Tensor, boxes: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Scores [regions, classes + 1] and offsets [regions, classes + 1, 4] of all images' boxes in one list."""
+        """Return scores [regions, classes + 1] and offsets [regions, classes + 1, 4] of the boxes of all images."""
         x = self.hidden(region_features(features, boxes))
         return self.scores(x), self.offsets(x).view(len(x), -1, 4)
 
 
 def region_features(features: Tensor, boxes: list[Tensor]) -> Tensor:
-    """Each box's part of its image's map as [regions, channels, 7, 7]: the mean of 4 samples for each of the places."""
+    """Return the maps of the boxes, [regions, channels, 7, 7], each place the mean of 4 samples of the image's map."""
     side = POOLED * _SAMPLES
     with outside(features.device):
         steps = (torch.arange(side, device=features.device) + 0.5) / side
@@ -95,7 +95,7 @@ def region_features(features: Tensor, boxes: list[Tensor]) -> Tensor:
     for image, own in zip(features, boxes, strict=True):
         with outside(features.device):
             low, size = own[:, :2, None], (own[:, 2:] - own[:, :2])[:, :, None]
-            at = 2 * (low + size * steps) - 1  # [regions, (x, y), side] in -1 to 1, as grid_sample counts
+            at = 2 * (low + size * steps) - 1  # [regions, (x, y), side] in -1 to 1, the coordinates of grid_sample
             x = at[:, 0, None, :].expand(-1, side, -1)
             y = at[:, 1, :, None].expand(-1, -1, side)
             grid = torch.stack([x, y], -1).reshape(1, len(own) * side, side, 2).to(image.dtype)
@@ -106,7 +106,7 @@ def region_features(features: Tensor, boxes: list[Tensor]) -> Tensor:
 
 
 def region_anchors(shape: Shape, height: int, width: int) -> Tensor:
-    """Boxes of three ratios (1:2, 1:1, 2:1) and the sizes of the shape at every place of a map, [anchors, 4]."""
+    """Return boxes of three ratios (1:2, 1:1, 2:1) and all sizes of the shape at every place of a map, [anchors, 4]."""
     shapes = torch.tensor([(size * ratio**0.5, size / ratio**0.5) for size in shape.sizes for ratio in (0.5, 1.0, 2.0)])
     y, x = torch.meshgrid((torch.arange(height) + 0.5) / height, (torch.arange(width) + 0.5) / width, indexing="ij")
     middles = torch.stack([x, y], -1).view(-1, 1, 2)

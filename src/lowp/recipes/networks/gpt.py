@@ -1,7 +1,7 @@
-"""A small GPT: a transformer that reads bytes and predicts each next one.
+"""A small GPT: a transformer that predicts the next byte of a text.
 
-Radford et al., "Language Models are Unsupervised Multitask Learners", 2019: normalisation before attention and before
-the perceptron, learned positions, output weights shared with the embedding.
+Radford et al., "Language Models are Unsupervised Multitask Learners", 2019: normalisation before attention and MLP,
+learned positions, output weights shared with the embedding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BYTES = 256
 
 
 class GPT(nn.Module):
-    """Bytes int64 [N, T], T up to `length`, to scores for the next byte [N, T, 256]."""
+    """Bytes, int64 [N, T] with T up to `length`, to scores of the next byte, [N, T, 256]."""
 
     def __init__(self, layers: int, heads: int, width: int, length: int, dropout: float) -> None:
         super().__init__()
@@ -25,11 +25,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(_Block(heads, width, dropout) for _ in range(layers))
         self.normalise = nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:  # what adds to the residual stream starts smaller the more layers do so
+            if parameter.dim() == 2:  # weights of residual branches are initialised smaller with more layers
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if ".add" in name else 0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Scores of all bytes at all places."""
+        """Return the scores of all bytes at all positions."""
         x = self.drop(self.embed(text) + self.position(torch.arange(text.shape[1], device=text.device)))
         for block in self.blocks:
             x = block(x)
@@ -37,7 +37,7 @@ class GPT(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention to what came before, then a perceptron of four times the width; each is added to what it reads."""
+    """Causal attention, then an MLP of four times the width, both with residual connections."""
 
     def __init__(self, heads: int, width: int, dropout: float) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Residual networks, for images of 32x32 (20 to 110 layers) and of 224x224 (50 and 101 layers).
 
 He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", 2016, arXiv 1512.03385: section 4.2 with shortcuts
-that have no parameters (option A), and table 1 with bottlenecks and projections (option B). The stride of a bottleneck
+without parameters (option A), and table 1 with bottlenecks and projections (option B). The stride of a bottleneck
 is in its 3x3 convolution, as in most implementations since; the number of parameters is the same.
 """
 
@@ -15,7 +15,7 @@ __all__ = ["ResNet", "cifar_resnet", "imagenet_resnet"]
 
 
 class ResNet(nn.Module):
-    """A stem, blocks, the mean over all places and one linear layer: float images [N, 3, H, W] to scores."""
+    """A stem, blocks, global average pooling and one linear layer: float images [N, 3, H, W] to scores."""
 
     def __init__(self, stem: nn.Module, blocks: Sequence[nn.Module], features: int, classes: int) -> None:
         super().__init__()
@@ -24,17 +24,17 @@ class ResNet(nn.Module):
         self.mean = nn.AdaptiveAvgPool2d(1)
         self.classify = nn.Linear(features, classes)
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):  # He et al. 2015, arXiv 1502.01852: keeps the size of the gradients
+            if isinstance(module, nn.Conv2d):  # He et al. 2015, arXiv 1502.01852: preserves the size of gradients
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores [N, classes]."""
+        """Return scores [N, classes]."""
         scores: Tensor = self.classify(self.mean(self.blocks(self.stem(images))).flatten(1))
         return scores
 
 
 class _Basic(nn.Module):
-    """Two 3x3 convolutions; where the map shrinks, the shortcut takes every second place and adds empty channels."""
+    """Two 3x3 convolutions; if the map shrinks, the shortcut takes every second place and pads with zero channels."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class _Basic(nn.Module):
 
 
 class _Bottleneck(nn.Module):
-    """1x1 to a quarter of the channels, 3x3, 1x1 back; the shortcut is projected where the shape changes."""
+    """1x1 to a quarter of the channels, 3x3, 1x1 back; the shortcut is projected if the shape changes."""
 
     def __init__(self, before: int, inner: int, stride: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Bottleneck(nn.Module):
 
 
 def cifar_resnet(layers: int, width: int = 16, classes: int = 10) -> ResNet:
-    """The network for 32x32 with 6n + 2 `layers`; width 16 is the paper's. Raises ValueError for other depths."""
+    """Return the network for 32x32 with 6n + 2 `layers`; the paper's width is 16. Raise ValueError for other depths."""
     each, rest = divmod(layers - 2, 6)
     if rest or each < 1:
         raise ValueError(f"{layers} layers: give 6n + 2, such as 20, 56 or 110")
@@ -87,7 +87,7 @@ def cifar_resnet(layers: int, width: int = 16, classes: int = 10) -> ResNet:
 
 
 def imagenet_resnet(blocks_of: Sequence[int], width: int = 64, classes: int = 1000) -> ResNet:
-    """The network for 224x224 with bottlenecks: (3, 4, 6, 3) blocks are 50 layers, (3, 4, 23, 3) are 101."""
+    """Return the network for 224x224 with bottlenecks: (3, 4, 6, 3) blocks are 50 layers, (3, 4, 23, 3) are 101."""
     blocks, before = [], width
     for stage, number in enumerate(blocks_of):
         inner = width << stage

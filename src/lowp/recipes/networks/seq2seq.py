@@ -1,4 +1,4 @@
-"""Two recurrent networks, one that reads and one that writes, which looks back at what was read.
+"""A recurrent encoder and a recurrent decoder with attention to the encoder's states.
 
 Luong, Pham, Manning, "Effective Approaches to Attention-based Neural Machine Translation", 2015, arXiv 1508.04025:
 global attention with the score "general" (equations 5 to 8), here with GRUs (Cho et al. 2014, arXiv 1406.1078).
@@ -13,7 +13,7 @@ __all__ = ["Translator"]
 
 
 class Translator(nn.Module):
-    """Symbols int64 [N, S] (0: padding) and what is written [N, T] to scores of each next symbol [N, T, symbols]."""
+    """Symbols, int64 [N, S] (0: padding), and the target [N, T] to scores of each next symbol, [N, T, symbols]."""
 
     def __init__(self, symbols: int, width: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Translator(nn.Module):
         self.choose = nn.Linear(width, symbols)
 
     def forward(self, text: Tensor, written: Tensor) -> Tensor:
-        """Scores of what follows each symbol written."""
+        """Return the scores of the symbol after each target symbol."""
         read, last = self.read(self.drop(self.embed_read(text)))
         states, _ = self.write(self.drop(self.embed_written(written)), last)
         match = torch.bmm(self.compare(states), read.transpose(1, 2))

@@ -1,4 +1,4 @@
-"""SSD: boxes and classes at every place of maps of several sizes, in one pass.
+"""SSD: predictions of boxes and classes at every place of maps of several sizes, in one pass.
 
 Liu et al., "SSD: Single Shot MultiBox Detector", 2016, arXiv 1512.02325, section 2 and figure 2 (SSD300 on VGG-16).
 """
@@ -16,10 +16,10 @@ __all__ = ["SSD", "SSD300", "Layout", "default_boxes"]
 
 
 class Layout(NamedTuple):
-    """The shape of an SSD: layers of each VGG stage, share of its widths, and the maps that boxes are predicted on.
+    """The shape of an SSD: layers of each VGG stage, share of its widths, and the maps on which boxes are predicted.
 
-    `sides` of the maps; `extra` the (stride, padding) of each layer added after the seventh; `sizes` of the default
-    boxes as shares of the image, one more than maps; `ratios` of the maps' boxes beside 1.
+    `sides`: of the maps. `extra`: (stride, padding) of each layer added after the seventh. `sizes`: of the default
+    boxes as shares of the image, one more than maps. `ratios`: of each map's boxes besides 1.
     """
 
     layers: tuple[int, ...]
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
 
     @property
     def boxes_a_place(self) -> list[int]:
-        """Two boxes of ratio 1, and two for each other ratio."""
+        """Boxes per place of each map: two of ratio 1, and two for each other ratio."""
         return [2 + 2 * len(ratios) for ratios in self.ratios]
 
 
@@ -48,7 +48,7 @@ SSD300 = Layout(
 
 
 class SSD(nn.Module):
-    """Images [N, 3, H, W] to offsets [N, boxes, 4] and scores [N, boxes, classes + 1], whose first is "nothing".
+    """Images [N, 3, H, W] to offsets [N, boxes, 4] and scores [N, boxes, classes + 1], background first.
 
     In the layout SSD300 with 20 classes it has 26,285,486 parameters and 8,732 boxes.
     """
@@ -61,7 +61,7 @@ class SSD(nn.Module):
             stage(widths[place], widths[place + 1], layers) for place, layers in enumerate(layout.layers)
         )
         self.shrink = nn.MaxPool2d(2, ceil_mode=True)
-        self.scale = nn.Parameter(torch.full((widths[4],), 20.0))  # the map's features have the norm 20, section 3.1
+        self.scale = nn.Parameter(torch.full((widths[4],), 20.0))  # the map's features have norm 20, section 3.1
         wide = round(1024 * layout.share)
         self.seventh = nn.Sequential(
             nn.MaxPool2d(3, 1, padding=1),
@@ -87,7 +87,7 @@ class SSD(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Offsets and scores, in the order of `default_boxes`."""
+        """Return offsets and scores, in the order of `default_boxes`."""
         x, maps = images, []
         for place, layers in enumerate(self.stages):
             x = layers(self.shrink(x) if place else x)
@@ -104,7 +104,7 @@ class SSD(nn.Module):
 
 
 def default_boxes(layout: Layout) -> Tensor:
-    """The boxes that offsets are from, as shares of the image [boxes, 4] (section 2.2)."""
+    """Return the boxes to which offsets refer, [boxes, 4] as shares of the image (section 2.2)."""
     boxes = []
     for number, (side, ratios) in enumerate(zip(layout.sides, layout.ratios, strict=True)):
         size, larger = layout.sizes[number], layout.sizes[number + 1]
@@ -129,5 +129,5 @@ def _added(before: int, inner: int, stride: int, padding: int) -> nn.Module:
 
 
 def _by_box(x: Tensor, values: int) -> Tensor:
-    """[N, boxes a place * values, H, W] as [N, all boxes, values]."""
+    """Return [N, boxes per place * values, H, W] as [N, boxes, values]."""
     return x.permute(0, 2, 3, 1).reshape(len(x), -1, values)

@@ -1,7 +1,7 @@
-"""UNet without padding: the map shrinks at every convolution, and what is skipped over is cut to what is left.
+"""UNet without padding: the map shrinks at every convolution, and skip connections are cropped to its size.
 
-Ronneberger, Fischer, Brox, "U-Net", 2015, arXiv 1505.04597, figure 1, with three levels of the four, and batch
-normalisation after each ReLU. Of 256 pixels a side 164 are classified.
+Ronneberger, Fischer, Brox, "U-Net", 2015, arXiv 1505.04597, figure 1, with three of the four levels, and batch
+normalisation after each ReLU. An image of 256x256 gives scores for its central 164x164.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["UNet"]
 class UNet(nn.Module):
     """Float images [N, 3, side, side] to scores [N, classes, smaller side, smaller side].
 
-    `widths` are the channels of each level; (64, 128, 256, 512) and 9 classes are 7,703,497 parameters.
+    `widths`: channels of each level; (64, 128, 256, 512) and 9 classes are 7,703,497 parameters.
     """
 
     def __init__(self, widths: Sequence[int] = (64, 128, 256, 512), classes: int = 9) -> None:
@@ -32,7 +32,7 @@ class UNet(nn.Module):
         self.classify = nn.Conv2d(widths[0], classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores for the middle of the images."""
+        """Return scores of the centre of the images."""
         x, skipped = images, []
         for level, convolutions in enumerate(self.down):
             x = convolutions(x if level == 0 else self.shrink(x))

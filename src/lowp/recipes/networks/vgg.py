@@ -1,4 +1,4 @@
-"""The convolutions of VGG-16, which detectors stand on: no normalisation, and so gradients of very different sizes.
+"""The convolutions of VGG-16, the base of the detectors; without normalisation, gradients differ widely in size.
 
 Simonyan and Zisserman, "Very Deep Convolutional Networks", 2015, arXiv 1409.1556, table 1, column D.
 """
@@ -15,7 +15,7 @@ WIDTHS = (64, 128, 256, 512, 512)
 
 
 def stage(before: int, after: int, layers: int) -> nn.Sequential:
-    """So many 3x3 convolutions with ReLU that keep the size of the map."""
+    """Return `layers` 3x3 convolutions with ReLU that keep the size of the map."""
     parts: list[nn.Module] = []
     for place in range(layers):
         parts += [nn.Conv2d(after if place else before, after, 3, padding=1), nn.ReLU()]
@@ -23,7 +23,7 @@ def stage(before: int, after: int, layers: int) -> nn.Sequential:
 
 
 def initialise(modules: Sequence[nn.Module]) -> None:
-    """Weights that keep the size of activations through ReLUs (arXiv 1502.01852), since none are pre-trained here."""
+    """Initialise weights to preserve the size of activations through ReLUs (arXiv 1502.01852), without pre-training."""
     for module in modules:
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
