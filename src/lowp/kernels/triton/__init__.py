@@ -1,6 +1,6 @@
-"""Kernels for GPUs in Triton: the same bits as every other implementation; on a CPU in Triton's interpreter.
+"""Triton kernels for GPUs, with the same bits as every other implementation; on a CPU they run in Triton's interpreter.
 
-Nothing here imports triton before a kernel is asked for.
+triton is imported when a kernel is first used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
     "statistics",
 ]
 
-DEVICES = ("cuda",)  # which ROCm's GPUs are called, too
+DEVICES = ("cuda",)  # also the device type of ROCm's GPUs
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
 
 
 def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
-    """Write the codes of the values into `out`; return how many NaNs had no code (theirs is zero)."""
+    """Write the codes of the values into `out`; return the number of NaNs without a code, which become zero."""
     from lowp.kernels.triton import calls
 
     return calls.encode(x, cast, seed, out)
@@ -66,16 +66,16 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 
 
 def quantize_groups(x: Tensor, cast: Cast, seed: Seed) -> Tensor | None:
-    """Return the values of a cast whose scales are found in the same launch; None where no kernel does so."""
+    """Return the values of a cast with scales computed in the same launch; None if no kernel supports it."""
     from lowp.kernels.triton import scaled
 
     return scaled.quantize_groups(x, cast, seed)
 
 
 def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tensor, Tensor, Tensor | None, int] | None:
-    """Return codes, scales as they are kept, the outer scale, and the NaNs that have no code; or None.
+    """Return codes, stored scales, the outer scale, and the number of NaNs without a code; None if unsupported.
 
-    `packed`: codes side by side, as `packing.pack` lays them.
+    `packed`: codes packed as by `packing.pack`.
     """
     from lowp.kernels.triton import scaled
 
@@ -83,9 +83,9 @@ def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tens
 
 
 def encode_packed(x: Tensor, cast: Cast, seed: Seed) -> tuple[Tensor, int] | None:
-    """Return the codes as `packing.pack` lays them, and how many NaNs had no code; None where a row is no whole bytes.
+    """Return codes of 4 bits packed as by `packing.pack`, and the number of NaNs without a code.
 
-    Of 4 bits, two to a byte.
+    None if the codes have other widths or a row does not fill whole bytes.
     """
     if not _fills_bytes(cast.element, x.shape) or (isinstance(seed, Draw) and seed.first % 2):
         return None
@@ -96,7 +96,7 @@ def encode_packed(x: Tensor, cast: Cast, seed: Seed) -> tuple[Tensor, int] | Non
 
 
 def decode_packed(packed: Tensor, format: FloatFormat | IntFormat, out: Tensor) -> bool:
-    """Write the values of packed codes into `out`; False, with nothing done, where a row is no whole bytes."""
+    """Write the values of packed codes into `out`; return False if a row does not fill whole bytes."""
     if not _fills_bytes(format, out.shape) or packed.shape != (*out.shape[:-1], out.shape[-1] // 2):
         return False
     from lowp.kernels.triton import calls
@@ -106,5 +106,5 @@ def decode_packed(packed: Tensor, format: FloatFormat | IntFormat, out: Tensor) 
 
 
 def _fills_bytes(format: FloatFormat | IntFormat, shape: torch.Size) -> bool:
-    """Whether rows of codes are of 4 bits, and fill whole bytes."""
+    """Whether codes have 4 bits and rows fill whole bytes."""
     return format.bits == 4 and len(shape) > 0 and shape[-1] % 2 == 0

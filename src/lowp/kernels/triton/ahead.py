@@ -1,4 +1,4 @@
-"""Kernels compiled for a chip without one: what they take of it, and the instructions that they became."""
+"""Kernels compiled for a chip without a device: their resources and their machine instructions."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from lowp.kernels.triton.products import CHAINED_TILE, TILE
 from lowp.kernels.triton.scaled import Shared, planned, warps_of
 from lowp.kernels.triton.steps import Momentum, Moves, Way
 
-CHUNK = steps.BLOCK * steps.ROUNDS  # elements of a program that steps, or looks at gradients
+CHUNK = steps.BLOCK * steps.ROUNDS  # elements per program of steps and of gradient checks
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _JUMP = re.compile(r"\bBRA\S*\s.*?(0x[0-9a-f]+)")
 
 
 class Configuration(NamedTuple):
-    """A kernel with the types of its arguments and what is compiled in; how much of an element it reads and writes."""
+    """A kernel with the types of its arguments and its constants, and the bytes it reads and writes per element."""
 
     name: str
     kernel: Any
     arguments: dict[str, Any]  # types
     constants: dict[str, Any]
-    elements: int  # of a program
-    bytes: float  # an element
+    elements: int  # per program
+    bytes: float  # per element
     warps: int = 4
-    rounds: int = 1  # how often a loop of a program is walked, if it has one
+    rounds: int = 1  # iterations of a program's loop, if it has one
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel takes of a chip: registers a thread, bytes on the stack or spilled, bytes of shared memory."""
+    """Resources of a kernel: registers per thread, bytes of stack and spills, bytes of shared memory."""
 
     registers: int
     stack: int
@@ -62,12 +62,12 @@ class Compiled:
 
     @property
     def sass(self) -> str:
-        """The instructions, a line each."""
+        """The instructions, one per line."""
         return "\n".join(text for _, text in self.code)
 
 
 def compiled(configuration: Configuration, capability: int) -> Compiled:
-    """Compile for a compute capability, such as 90, and return what came out. Raises what Triton raises."""
+    """Compile for a compute capability, such as 90, and return the result. Raises Triton's exceptions."""
     names = configuration.kernel.arg_names
     signature = {name: configuration.arguments.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in configuration.constants.items()}
@@ -88,9 +88,9 @@ def compiled(configuration: Configuration, capability: int) -> Compiled:
 
 
 def executed(compiled: Compiled, rounds: int = 1) -> list[tuple[str, int]]:
-    """Return the instructions, padding apart, and how often a program carries each out.
+    """Return the instructions without padding, and how often a program executes each of them.
 
-    What lies between a jump back and where it leads to is a loop, which is walked `rounds` times.
+    Instructions between a backward jump and its target are a loop, which is executed `rounds` times.
     """
     jumps = [(int(found[1], 16), address) for address, text in compiled.code if (found := _JUMP.search(text))]
     loops = [(first, last) for first, last in jumps if first < last]

@@ -1,4 +1,4 @@
-"""From tensors and casts to the kernels' arguments."""
+"""Calls of the kernels on tensors and casts."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
 
 
 def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor, packed: bool = False) -> int:
-    """Write the codes of the values into `out`, perhaps two to a byte; return how many NaNs had no code.
+    """Write the codes of the values into `out`, optionally two per byte; return the number of NaNs without a code.
 
-    Packed are rows of an even number of codes of 4 bits, the first of which has an even logical index.
+    Packed rows have an even number of codes of 4 bits, and the first code has an even logical index.
     """
     count = x.numel()
     if count == 0:
@@ -97,7 +97,7 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor, packed: bool = False)
 
 
 def decode(raw: Tensor, format: FloatFormat | IntFormat, out: Tensor, packed: bool = False) -> None:
-    """Write the value of every code into `out`, exactly; codes may lie two to a byte."""
+    """Write the value of every code into `out`, exactly; `packed`: two codes per byte."""
     count = out.numel()
     if count == 0:
         return
@@ -120,7 +120,7 @@ def quantize_and_count(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Write the values that `cast` makes of `x` into `out`, and return x's statistics, in one read.
 
-    Both are contiguous, and not the same memory. In formats that fp32 holds, whose bits are read once; raises
+    Both are contiguous and do not share memory. Supports formats whose numbers fp32 represents; raises
     InvalidInput for others.
     """
     form, numbers = plan(cast, x.dtype)
@@ -145,21 +145,21 @@ def _counted(
 
 
 def merged(partial: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what the programs found together, in torch: sums, and one maximum."""
+    """Return the combined results of the programs, in torch: sums, and one maximum."""
     sums = partial.sum(0)
     largest, squares = partial[:, 256].amax(), partial[:, 257].contiguous().view(torch.float64).sum()
     return sums[:256].contiguous(), largest.view(torch.float64), squares, sums[258], sums[259], sums[260]
 
 
 def integers(x: Tensor) -> Tensor:
-    """Return a tensor's memory as integers of its width."""
+    """Return a tensor's memory viewed as integers of its width."""
     return x.detach().view(INTEGERS[x.dtype.itemsize])
 
 
 def key_of(x: Tensor, seed: Seed, draws: bool) -> tuple[Tensor, int]:
-    """Return the seed as a tensor where x is, and the logical index of x's first element."""
+    """Return the seed as a tensor on x's device, and the logical index of x's first element."""
     if not draws:
-        return integers(x), 0  # not looked at
+        return integers(x), 0  # not read
     seed, first = drawn(seed)
     if isinstance(seed, Tensor):
         return seed.to(x.device), first

@@ -1,4 +1,4 @@
-"""Where a kernel runs: on the device of its tensors, or, for tensors on the CPU, in Triton's interpreter."""
+"""Launches of kernels: on the device of their tensors, or in Triton's interpreter for tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from triton.runtime.jit import JITFunction
 
 from lowp.errors import Unavailable
 
-Kernel = Any  # what triton.jit makes: triton has no types
-BLOCK = 2048  # elements of a program
-WIDE_BLOCK = 512  # the same, of 64-bit arithmetic
-ROUNDS = 4  # blocks that a program counts before it writes what it found
-CAST_ROUNDS = 3  # the same of a program that also casts: four need a register more than sm_100 gives
-COUNTING_WARPS = 8  # of such a program: what it has found so far is in registers
-INTERPRETED_BLOCK = 1 << 17  # the interpreter's time goes by operations: few and long ones
+Kernel = Any  # the result of triton.jit, which has no type stubs
+BLOCK = 2048  # elements per program
+WIDE_BLOCK = 512  # the same with 64-bit arithmetic
+ROUNDS = 4  # blocks that a program counts before it writes its counts
+CAST_ROUNDS = 3  # the same for a program that also casts: four would spill a register on sm_100
+COUNTING_WARPS = 8  # for such a program: its counts are in registers
+INTERPRETED_BLOCK = 1 << 17  # the interpreter's time depends on the number of operations: few and long ones
 
 
 def launch(kernel: Kernel, like: Tensor, count: int, block: int, *arguments: Any, warps: int = 4) -> None:
-    """Run a kernel over `count` elements, `block` to a program, where `like` lies; BLOCK is its last argument."""
+    """Run a kernel over `count` elements, `block` per program, on the device of `like`; BLOCK is its last argument."""
     block = block_for(like, count, block)
     run(kernel, (-(-count // block),), *arguments, block, warps=warps)
 
 
 def run(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, warps: int = 4) -> None:
-    """Run a kernel where its first argument lies. Products and sums are rounded each: none are fused.
+    """Run a kernel on the device of its first argument. Multiplications and additions are not fused.
 
-    Raises Unavailable where Triton makes no code for the device, or the device has no room for it.
+    Raises Unavailable if Triton does not support the device, or the device lacks the resources.
     """
     device = arguments[0].device
     if device.type == "cpu":
@@ -53,17 +53,17 @@ def run(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, warps: int = 4) 
 
 
 def block_for(like: Tensor, count: int, block: int) -> int:
-    """Return how many elements a program takes where `like` lies."""
+    """Return the number of elements per program on the device of `like`."""
     return min(INTERPRETED_BLOCK, max(16, 1 << (count - 1).bit_length())) if like.is_cpu else block
 
 
 def programs_for(like: Tensor, count: int, block: int) -> int:
-    """Return how many programs `launch` starts, one at least."""
+    """Return the number of programs that `launch` starts, at least one."""
     return max(1, -(-count // block_for(like, count, block)))
 
 
 def interpret(kernel: Kernel, grid: tuple[int, ...], *arguments: Any) -> None:
-    """Run a kernel on tensors of the CPU, operation by operation, in NumPy."""
+    """Run a kernel on CPU tensors, operation by operation, in NumPy."""
     function = _scope(kernel.fn.__module__)[kernel.fn.__name__]
     with numpy.errstate(all="ignore"):
         GridExecutor(function, list(inspect.signature(function).parameters), grid)(*arguments)
@@ -71,10 +71,9 @@ def interpret(kernel: Kernel, grid: tuple[int, ...], *arguments: Any) -> None:
 
 @functools.cache
 def _scope(module: str) -> dict[str, Any]:
-    """Return a module's names as the interpreter wants them: its kernels as functions of Python.
+    """Return a module's names for the interpreter: its kernels as Python functions.
 
-    They look their names up in this very scope, so that a kernel calls the others of its module, and those it imports,
-    in the same form.
+    They look up names in this scope, so that a kernel calls others of its module and imported ones in the same form.
     """
     names = vars(sys.modules[module])
     scope = dict(names)

@@ -1,6 +1,7 @@
-"""A cast as the kernels take it: its form, which is compiled in, and its numbers, which are arguments. Loads no triton.
+"""A cast for the kernels: its form, which is a compile-time constant, and its numbers, which are arguments.
 
-Formats of one form share a compiled kernel: e4m3fn and e5m2 to nearest even differ in numbers alone.
+Formats of one form share a compiled kernel: e4m3fn and e5m2 to nearest even differ only in numbers. Does not import
+triton.
 """
 
 from __future__ import annotations
@@ -16,57 +17,57 @@ from lowp.kernels.bitwise import Parameters, parameters
 from lowp.kernels.floats import CARRIERS
 
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-INTEGER_NAMES = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}  # of Triton, by bytes
+INTEGER_NAMES = {1: "i8", 2: "i16", 4: "i32", 8: "i64"}  # Triton's dtypes, by bytes
 _UNLIMITED = 160
 _LARGEST_UNIT = 104  # 2**(104 + 23) is fp32's largest power of two
-_SMALLEST_UNIT = -148  # fp32 holds half of it
-_DIGITS = 56  # of fp32's significand, and of a word drawn: what is cut below all of them decides on nothing
-_MOST_CUT = 18  # bits: of 2048 numbers one leaves a draw open in one block of 64
+_SMALLEST_UNIT = -148  # fp32 represents half of it
+_DIGITS = 56  # bits of fp32's significand and of a drawn word: bits cut below all of them decide nothing
+_MOST_CUT = 18  # bits: in one of 64 blocks, one of 2048 numbers leaves a draw undecided
 _BY_ADDITION = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.TOWARD_ZERO, Rounding.UP, Rounding.DOWN)
 
 
 class Form(NamedTuple):
-    """What decides which instructions a cast consists of."""
+    """The properties that determine the instructions of a cast."""
 
-    wide: bool  # fp64's bits, else fp32's
+    wide: bool  # computes on fp64's bits, otherwise on fp32's
     rounding: str
-    random_bits: int  # 0: nothing is drawn; 1 to 32; more: all 160
+    random_bits: int  # 0: no draw; 1 to 32; more: all 160
     overflow: str
-    cuts: bool  # normal numbers lose bits, or all numbers do below 2**mantissa_bits (integers)
-    varying: bool  # the format has another smallest normal number than the carrier: small numbers lose more bits
-    by_addition: bool  # rounded by adding to fp32's bits, and below the normal numbers by fp32's own addition
-    by_noise: bool  # stochastic by one word of 32 bits, in fp32's bits
-    by_sum: bool  # of such a rounding: a sum moves numbers below the normal ones to where these are cut
-    reaches_subnormals: bool  # of such a rounding: 32 bits may decide on numbers below fp32's normal ones
+    cuts: bool  # bits are cut from normal numbers, or for integers from all numbers below 2**mantissa_bits
+    varying: bool  # the format's smallest normal number differs from the carrier's: more bits of small numbers are cut
+    by_addition: bool  # rounded by an addition to fp32's bits, and below the normal numbers by fp32's addition
+    by_noise: bool  # stochastic with one word of 32 bits, in fp32's bits
+    by_sum: bool  # for such a rounding: a sum moves numbers below the normal ones to the place at which these are cut
+    reaches_subnormals: bool  # for such a rounding: 32 bits may decide on numbers below fp32's normal ones
     by_code: bool  # "even" is the parity of the exponent field
     flush: bool
     has_zero: bool
     signed: bool
     minus_zero: bool
-    two_ends: bool  # the smallest number is not minus the largest
+    two_ends: bool  # the smallest number differs from minus the largest
     binary: bool
 
     @property
     def nan_beyond(self) -> bool:
-        """Whether what is too large is NaN, as NaN itself is: one comparison finds both."""
+        """Whether overflow becomes NaN, so that one comparison finds both overflow and NaN."""
         return self.overflow == "nan" and self.signed and not (self.wide or self.two_ends or self.is_directed)
 
     @property
     def is_directed(self) -> bool:
-        """Whether the largest number may stand for what is beyond it, but not for infinity."""
+        """Whether finite numbers beyond the largest one may become it while infinity does not."""
         return self.rounding in ("toward-zero", "to-odd", "up", "down")
 
 
 class Numbers(NamedTuple):
-    """The numbers of a cast, as integers: bits of the carrier, places, exponent fields."""
+    """The numbers of a cast as integers: bits of the carrier, bit positions, exponent fields."""
 
-    dropped: int  # mantissa bits that a normal number loses
+    dropped: int  # mantissa bits cut from a normal number
     low_field: int  # the exponent field of the format's smallest normal number
-    quantum: int  # the bits of the smallest distance between neighbours
+    quantum: int  # the bits of the smallest distance between neighbours, the quantum
     smallest_normal: int
-    below_half: int  # of the place where normal numbers are cut: half, less one
-    anchor: int  # the bits of the power of two whose unit is the quantum
-    lift: int  # 2**(32 - dropped), where most bits are dropped: by it what is cut fills 32 bits
+    below_half: int  # half a unit of the last kept place of normal numbers, minus one
+    anchor: int  # the bits of the power of two whose ulp is the quantum
+    lift: int  # 2**(32 - dropped) if most bits are dropped: scales the cut bits to 32 bits
     flush_below: int
     parity_offset: int
     maximum: int
@@ -75,7 +76,7 @@ class Numbers(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How the codes of a format are made and read, compiled in."""
+    """The encoding of a format, a compile-time constant."""
 
     wide: bool
     integer: bool
@@ -85,31 +86,31 @@ class Layout(NamedTuple):
     subnormals: bool
     minus_zero: bool
     infinity: bool
-    anchored: bool  # below the normal numbers fp32's addition counts quanta
-    next_is_beyond: bool  # what is too large has the code behind the largest number's
+    anchored: bool  # fp32's addition counts quanta below the normal numbers
+    next_is_beyond: bool  # overflow has the code after the largest number's
     in_byte: bool  # the sign is the eighth bit
-    nan: str  # "above": codes beyond infinity's or all ones; "minus-zero": that code alone; "none"
-    packed: bool = False  # two codes to a byte
+    nan: str  # "above": codes above infinity's, or all ones; "minus-zero": the code of -0; "none"
+    packed: bool = False  # two codes per byte
 
 
 class Codes(NamedTuple):
-    """The numbers of a layout."""
+    """The numbers of an encoding."""
 
     dropped: int
     low_field: int
     smallest_normal: int
-    offset: int  # what the exponent fields of carrier and code differ by, in the place of the code's
+    offset: int  # the difference of the exponent fields of carrier and code, at the position of the code's
     subnormals_from: int  # the code of the smallest normal number
-    anchor: int  # the bits of 2**23 (2**52), to which a code is added to become a number
+    anchor: int  # the bits of 2**23 (2**52), to which a code is added to decode it
     quantum: int
-    unit_anchor: int  # the bits of the power of two whose unit is the quantum
+    unit_anchor: int  # the bits of the power of two whose ulp is the quantum
     magnitude_mask: int
     sign_place: int
     infinity_code: int
     nan_code: int
     most: int  # the code of the largest finite number, or the largest integer
     least: int  # the magnitude of the smallest integer
-    beyond: int  # the code of what is too large, where the cast does not saturate
+    beyond: int  # the code of overflow, if the cast does not saturate
 
 
 class Plan(NamedTuple):
@@ -121,7 +122,7 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def plan(cast: Cast, dtype: torch.dtype) -> Plan:
-    """Return the plan of a cast of one number each; shared scales are divided out before."""
+    """Return the plan of an element-wise cast; shared scales are divided out before."""
     p = parameters(cast, dtype)
     return Plan(_form(cast, p), _numbers(cast, p))
 
@@ -156,31 +157,31 @@ def _form(cast: Cast, p: Parameters) -> Form:
 
 
 def exact(form: Form) -> Form:
-    """Return the form whose stochastic rounding compares all 160 bits, of every number."""
+    """Return the form whose stochastic rounding compares all 160 bits of every number."""
     return form._replace(by_noise=False)
 
 
 def _adds_noise(cast: Cast) -> bool:
-    """Whether 32 bits of noise decide as the draw does: but for ties to even, and a 33rd bit that rounds half up."""
+    """Whether 32 bits of noise are equivalent to the draw: not for ties to even, nor for a 33rd bit rounded half up."""
     return cast.rounding is Rounding.STOCHASTIC or (
         cast.rounding is Rounding.STOCHASTIC_B and cast.random_bits is not None and cast.random_bits < 32
     )
 
 
 def _cuts_most(cast: Cast, p: Parameters) -> bool:
-    """Whether what a normal number loses decides of nearly all numbers, or, with N random bits, of all."""
+    """Whether the bits cut from a normal number decide nearly all numbers, or all of them with N random bits."""
     enough = cast.random_bits is None or cast.random_bits < p.dropped
     return isinstance(cast.element, FloatFormat) and cast.element.has_zero and p.dropped >= _MOST_CUT and enough
 
 
 def _unit(cast: Cast) -> int:
-    """log2 of the smallest distance between neighbours."""
+    """Return log2 of the smallest distance between neighbours."""
     element = cast.element
     return element.min_exponent - element.mantissa_bits if isinstance(element, FloatFormat) else 0
 
 
 def _low_field(cast: Cast, p: Parameters) -> int:
-    """The exponent field below which more bits are cut: of the smallest normal number, or of integers' last place."""
+    """Return the exponent field below which more bits are cut: of the smallest normal number, or of integers' unit."""
     lowest = p.min_exponent if isinstance(cast.element, FloatFormat) else p.carrier.mantissa_bits
     return lowest + p.carrier.bias
 
@@ -206,7 +207,7 @@ def _numbers(cast: Cast, p: Parameters) -> Numbers:
 
 @functools.lru_cache(maxsize=1024)
 def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
-    """Return how the codes of a format are made of the bits of fp32, or of fp64."""
+    """Return the encoding of a format relative to the bits of fp32, or of fp64 if `wide`."""
     p = parameters(Cast(format), torch.float64 if wide else torch.float32)
     bias, mantissa_bits = p.carrier.bias, p.carrier.mantissa_bits
     wide = p.carrier == CARRIERS[torch.float64]
@@ -257,9 +258,9 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
 
 
 def is_direct(form: Form, shape: Layout) -> bool:
-    """Whether codes come at once out of the bits of fp32: by addition or a word, into a signed format with subnormals.
+    """Whether codes are computed directly from fp32 bits: by addition or a word, for a signed format with subnormals.
 
-    What is directed and does not saturate is left out: it makes its largest number of some that are too large.
+    Directed roundings without saturation are excluded: they round some numbers beyond the largest one to it.
     """
     is_known = form.by_addition or form.by_noise
     is_plain = is_known and form.signed and not form.flush and form.has_zero and not shape.wide

@@ -1,4 +1,4 @@
-"""Exact and chained products of int16 matrices, in pieces of a depth whose sums of digits int32 holds."""
+"""Exact and chained products of int16 matrices, split along the depth so that sums of digits fit int32."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from lowp.kernels.integer_reference import times
 from lowp.kernels.triton.device import products
 from lowp.kernels.triton.launch import run
 
-DEPTH = 1 << 15  # of one launch, beyond which a sum of products of digits might leave int32
-TILE = (128, 64, 64, 8)  # rows, columns, depth and warps of a program
-CHAINED_TILE = (64, 32, 64, 8)  # beside its exact sums a chained product has sums in fp32
+DEPTH = 1 << 15  # depth of one launch; beyond it a sum of products of digits may overflow int32
+TILE = (128, 64, 64, 8)  # rows, columns, depth and warps per program
+CHAINED_TILE = (64, 32, 64, 8)  # a chained product has sums in fp32 besides the exact ones
 _KINDS = {torch.int64: "int64", torch.float64: "fp64", torch.float32: "fp32", torch.int16: "int16"}
 
 
 def matmul(
     left: Tensor, right: Tensor, scale: Tensor, dtype: torch.dtype, chained: bool, lowest: int
 ) -> tuple[Tensor, Tensor]:
-    """Return [batch, m, k] @ [batch, k, n] times `scale`, and what was seen, on the device: nothing waits for it.
+    """Return [batch, m, k] @ [batch, k, n] times `scale`, and counts, on the device without synchronization.
 
-    scale: fp64, 0-d, a power of two. A result of int16 is rounded to nearest even and saturated at `lowest` and 32767.
-    Seen, int64 [3]: how many saturated, the largest |mantissa|, the largest |sum|; zeros of a chained product.
+    scale: fp64, 0-d, a power of two. An int16 result is rounded to nearest even and saturated at `lowest` and 32767.
+    Counts, int64 [3]: saturated elements, the largest |mantissa|, the largest |sum|; zeros for a chained product.
     """
     batch, m, depth = left.shape
     n = right.shape[2]
@@ -48,7 +48,7 @@ def _tile(left: Tensor, m: int, n: int, depth: int, chained: bool) -> tuple[int,
 
 
 def _in_pieces(left: Tensor, right: Tensor, scale: Tensor, dtype: torch.dtype, lowest: int) -> tuple[Tensor, Tensor]:
-    """Sum pieces of the depth in int64, and round once."""
+    """Sum the parts of the depth in int64, and round once."""
     total = torch.zeros(left.shape[0], left.shape[1], right.shape[2], dtype=torch.int64, device=left.device)
     for start in range(0, left.shape[2], DEPTH):
         piece = slice(start, start + DEPTH)

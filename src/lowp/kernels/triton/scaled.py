@@ -1,4 +1,4 @@
-"""Formats whose blocks or rows share a scale: values, or codes and scales, in one launch where a kernel has them."""
+"""Casts to formats with a scale per block or row: values, or codes and scales, in one launch if supported."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from lowp.kernels.triton.plans import DTYPES, Codes, Form, Layout, Numbers, exac
 
 _FP32, _E8M0 = FORMATS["fp32"], FORMATS["e8m0"]
 _NEAREST = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY)
-_MOST_BITS, _WIDEST_RANGE = 8, 60  # of an element, and the exponents within which it lies
+_MOST_BITS, _WIDEST_RANGE = 8, 60  # most bits of an element, and its range of exponents
 _LOWEST_POWER, _HIGHEST_POWER = -133, 127
 _LONGEST_BLOCK = 512
 
 
 class Sharing(NamedTuple):
-    """How a scale is found and kept: what decides which instructions that takes."""
+    """The properties that determine the instructions for computing and storing a scale."""
 
-    power: bool  # a power of two, else the ratio of two maxima
-    low: bool  # a power of two may be below 2**-127, and none is above 2**121
-    outer: bool  # under one more scale of the whole tensor
-    marks: bool  # NaN marks groups with what is not finite
-    codes: bool  # codes and scales are written, else values
-    loses: bool  # something may be lost, and is counted
-    direct: bool  # codes come at once out of the bits of fp32
-    low_bits: int  # of fp32's, which are zero in the middle between two elements
-    tolerance: int  # in the last place of fp32, by which a quotient may be wrong
-    again: bool = True  # what rare numbers need is computed; not where instructions of all others are counted
-    form: Form | None = None  # of the scale's own cast
+    power: bool  # the scale is a power of two, otherwise the ratio of two maxima
+    low: bool  # the scale may be below 2**-127, and is at most 2**121
+    outer: bool  # there is an outer scale of the whole tensor
+    marks: bool  # a scale of NaN marks groups with infinities or NaNs
+    codes: bool  # codes and scales are written, otherwise values
+    loses: bool  # numbers may be lost, and are counted
+    direct: bool  # codes are computed directly from fp32 bits
+    low_bits: int  # bits of fp32 that are zero at the midpoint of two elements
+    tolerance: int  # error bound of a quotient in units of fp32's last place
+    again: bool = True  # rare cases are computed; False only to count the instructions of the usual path
+    form: Form | None = None  # the form of the scale's cast
     layout: Layout | None = None
 
 
 class Shared(NamedTuple):
     """The numbers of a shared scale."""
 
-    top: int  # the exponent of the largest element, less the headroom
+    top: int  # the exponent of the largest element, minus the headroom
     lowest: int
     highest: int
-    maximum: float  # of the elements
+    maximum: float  # numbers of the elements
     factor: float  # 2**headroom
 
 
@@ -70,7 +70,7 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> Plan | None:
-    """Return the plan of a cast, or None where no kernel has it: what is computed in fp64 then, in torch."""
+    """Return the plan of a cast; None if no kernel supports it and torch computes it in fp64."""
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat) or scaling is None or scaling.kind != "current" or format.affine:
         return None
@@ -112,7 +112,7 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> Plan | None:
 
 
 def _is_small(element: FloatFormat | IntFormat) -> bool:
-    """Whether an element is signed, of 3 to 8 bits, and of a range that fp32's normal numbers hold many times."""
+    """Whether an element is signed, has 3 to 8 bits, and a range far inside that of fp32's normal numbers."""
     if isinstance(element, IntFormat):
         return 2 < element.bits <= _MOST_BITS
     in_range = -_WIDEST_RANGE < element.min_exponent - element.mantissa_bits and element.max_exponent < _WIDEST_RANGE
@@ -120,7 +120,7 @@ def _is_small(element: FloatFormat | IntFormat) -> bool:
 
 
 def _is_small_product(element: FloatFormat | IntFormat, scale: FloatFormat) -> bool:
-    """Whether elements times scales have as few bits, and as small a range, as an element may have alone."""
+    """Whether elements times scales have as few bits and as small a range as the largest supported element."""
     if isinstance(element, IntFormat):
         return False
     lowest = element.min_exponent - element.mantissa_bits + scale.min_exponent - scale.mantissa_bits
@@ -129,10 +129,9 @@ def _is_small_product(element: FloatFormat | IntFormat, scale: FloatFormat) -> b
 
 
 def quantize_groups(x: Tensor, cast: Cast, seed: Seed) -> Tensor | None:
-    """Return the values that a cast under current scales makes of `x`, contiguous; None where no kernel has it.
+    """Return `x`, which is contiguous, rounded by a cast under current scales; None if no kernel supports it.
 
-    Raises InvalidInput for 16-bit tensors that cannot hold every value under a power of two, which waits for the
-    device.
+    Raises InvalidInput if a 16-bit tensor cannot hold a value under a power of two; this check waits for the device.
     """
     found = _launched(x, cast, seed, False)
     if found is None:
@@ -144,9 +143,9 @@ def quantize_groups(x: Tensor, cast: Cast, seed: Seed) -> Tensor | None:
 
 
 def encode_groups(x: Tensor, cast: Cast, seed: Seed, packed: bool) -> tuple[Tensor, Tensor, Tensor | None, int] | None:
-    """Return codes, scales as `Quantized` keeps them, the outer scale, and how many NaNs had no code; or None.
+    """Return codes, scales as in `Quantized`, the outer scale, and the number of NaNs without a code; or None.
 
-    The device is waited for only where neither elements nor scales have a NaN.
+    Waits for the device only if neither elements nor scales have a NaN.
     """
     found = _launched(x, cast, seed, True, packed)
     if found is None:
@@ -179,7 +178,7 @@ def _launched(
     key, first = key_of(x, seed, made.form.random_bits > 0)
     tables = (made.numbers, made.codes, made.shared, made.scale_numbers, made.scale_codes)
     compiled = (DTYPES[x.dtype], made.form, exact(made.form), made.layout._replace(packed=packed), made.sharing)
-    # what a kernel does not look at is any tensor
+    # any tensor for arguments that the kernel does not read
     given = (
         integers(x),
         integers(out),
@@ -196,12 +195,12 @@ def _launched(
 
 
 def warps_of(form: Form) -> int:
-    """Return the warps of a program of blocks: random bits need registers, and more warps have fewer numbers each."""
+    """Return the warps per program of blocks: random bits need registers, so that each warp gets fewer numbers."""
     return 8 if form.random_bits else 4
 
 
 def _group(x: Tensor, cast: Cast) -> int | None:
-    """Return how many elements share a scale; None of nothing, and of blocks that are cut short or no power of two."""
+    """Return how many elements share a scale; None if x is empty, or for partial blocks or sizes not a power of two."""
     if not x.numel() or not x.ndim:
         return None
     scope = definition.scaled_format(cast).scope
@@ -214,7 +213,7 @@ def _group(x: Tensor, cast: Cast) -> int | None:
 
 
 def _outer(x: Tensor, format: ScaledFormat) -> Tensor:
-    """Return the scale of the whole tensor, fp32 and 0-d."""
+    """Return the scale of the whole tensor, fp32, 0-d."""
     partial = torch.empty(programs_for(x, x.numel(), BLOCK), dtype=torch.int32, device=x.device)
     launch(scaled.largest_of_all, x, x.numel(), BLOCK, integers(x), partial, x.numel(), DTYPES[x.dtype])
     largest = widen(partial.amax().view(torch.float32))

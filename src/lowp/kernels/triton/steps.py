@@ -1,4 +1,4 @@
-"""Many tensors in one launch: tables of addresses, and the steps and checks that walk them."""
+"""Steps and checks of many tensors in one launch, by tables of addresses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lowp.kernels.triton.launch import INTERPRETED_BLOCK, run
 from lowp.kernels.triton.plans import DTYPES
 
 BLOCK, ROUNDS = 1024, 8
-_ALIGNMENT = 16  # bytes that a vector of a thread is read in
+_ALIGNMENT = 16  # bytes of a thread's vector loads
 
 
 class Moves(NamedTuple):
-    """AdamW's numbers, each in fp32."""
+    """The numbers of AdamW in fp32."""
 
     first: float  # 1 - beta1
     rest: float  # beta1
@@ -29,7 +29,7 @@ class Moves(NamedTuple):
 
 
 class Momentum(NamedTuple):
-    """SGD's numbers, each in fp32."""
+    """The numbers of SGD in fp32."""
 
     momentum: float
     undamped: float  # 1 - dampening
@@ -37,21 +37,21 @@ class Momentum(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What decides which instructions a step consists of: of AdamW `near`, of SGD the last three."""
+    """The properties that determine the instructions of a step: `near` for AdamW, the last three for SGD."""
 
     adamw: bool
-    dtype: str  # of the gradients
+    dtype: str  # dtype of the gradients
     split: bool
     scaled: bool
     maximize: bool
-    near: bool = False  # the average moves from where it is, as torch's lerp from the nearer end
+    near: bool = False  # the average is computed from its old value, as torch's lerp does from the nearer end
     momentum: bool = False
     nesterov: bool = False
     decay: bool = False
 
 
 class Table(NamedTuple):
-    """Where the tensors of a step lie, and which program takes which piece of them."""
+    """The addresses of the tensors of a step, and the chunk of each program."""
 
     addresses: Tensor  # int64 [tensors, columns]
     chunks: Tensor  # int32 [programs, 2]
@@ -60,18 +60,18 @@ class Table(NamedTuple):
     block: int
 
 
-# What lies on a device, by all that it says and where it is read: a table that is found says what is asked for. Of a
-# model's steps there are few; gradients that are allocated anew come by turns to lie where they lay before.
+# Tables on a device by their whole content and device, so that a table found is valid. A model's steps need few of
+# them, as gradients that are allocated again return to earlier addresses.
 _tables: OrderedDict[tuple[Any, ...], Table] = OrderedDict()
 _MOST_TABLES = 64
-_of_graphs: list[tuple[Table, tuple[Tensor, ...]]] = []  # what captured graphs read as often as they are replayed
+_of_graphs: list[tuple[Table, tuple[Tensor, ...]]] = []  # tables read by captured graphs at every replay
 
 
 def table(columns: Sequence[Sequence[Tensor]]) -> Table:
-    """Return the table of tensors, given by column; those of a row have the same elements, which lie without gaps.
+    """Return the table of tensors, given by column; tensors of a row have equal sizes and are dense.
 
-    It is copied to their device when there is none with these very addresses and sizes, from pinned memory: nothing
-    waits. What a graph is captured with is kept for good.
+    A new table is copied to their device, from pinned memory and without waiting, unless one with the same addresses
+    and sizes exists. Tables used in the capture of a graph are kept for good.
     """
     lead = columns[0]
     counts = [one.numel() for one in lead]
@@ -81,7 +81,7 @@ def table(columns: Sequence[Sequence[Tensor]]) -> Table:
     if lead[0].is_cpu:
         block = min(INTERPRETED_BLOCK, max(16, 1 << (max(counts) - 1).bit_length()))
         return _made(rows, block, block, lead[0])[0]
-    stream = torch.cuda.current_stream(lead[0].device).cuda_stream  # another one might read before it is copied
+    stream = torch.cuda.current_stream(lead[0].device).cuda_stream  # another one could read before the copy
     key = (lead[0].device, stream, *rows)
     found, captures = _tables.get(key), torch.cuda.is_current_stream_capturing()
     staged: tuple[Tensor, ...] = ()
@@ -91,14 +91,14 @@ def table(columns: Sequence[Sequence[Tensor]]) -> Table:
         _of_graphs.append((found, staged))
         return found
     _tables.pop(key, None)
-    _tables[key] = found  # behind those that were asked for before
+    _tables[key] = found  # the most recently used last
     if len(_tables) > _MOST_TABLES:
         _tables.popitem(last=False)
     return found
 
 
 def _made(rows: Sequence[tuple[int, ...]], block: int, chunk: int, like: Tensor) -> tuple[Table, tuple[Tensor, ...]]:
-    """Return a table where `like` lies, and the host's memory that it is copied from."""
+    """Return a table on the device of `like`, and the host memory it is copied from."""
     aligned = all(address % _ALIGNMENT == 0 for row in rows for address in row[:-1])
     pieces = [(place, part) for place, row in enumerate(rows) for part in range(-(-row[-1] // chunk))]
     addresses = torch.tensor(rows, dtype=torch.int64, device="cpu")
@@ -114,7 +114,7 @@ def adamw(
     columns: Sequence[Sequence[Tensor]], rates: Tensor, inverse: Tensor | None, skip: Tensor | None, moves: Moves,
     split: bool, maximize: bool,
 ) -> None:  # fmt: skip
-    """Step parameters: weight, remainder (any tensor where not `split`), gradient and two moments by column."""
+    """Step parameters; columns: weight, remainder (any tensor if not `split`), gradient and two moments."""
     way = Way(True, _dtype(columns), split, inverse is not None, maximize, near=moves.first < 0.5)
     _walk(columns, rates, inverse, skip, moves, way)
 
@@ -123,7 +123,7 @@ def sgd(
     columns: Sequence[Sequence[Tensor]], rates: Tensor, inverse: Tensor | None, skip: Tensor | None,
     numbers: Momentum, split: bool, maximize: bool, nesterov: bool,
 ) -> None:  # fmt: skip
-    """Step parameters: weight, remainder, gradient, momentum by column; the fifth column is not looked at."""
+    """Step parameters; columns: weight, remainder, gradient, momentum; the fifth column is not read."""
     way = Way(
         False, _dtype(columns), split, inverse is not None, maximize,
         momentum=numbers.momentum != 0, nesterov=nesterov, decay=numbers.decay != 0,
@@ -149,17 +149,17 @@ def _walk(
 def check(
     gradients: Sequence[Tensor], inverse: Tensor | None, found: Tensor, histogram: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Unscale gradients of one dtype in place, set `found` to 1 for what is not finite.
+    """Unscale gradients of one dtype in place; set `found` to 1 if an element is infinite or NaN.
 
-    Return the sum of squares of the finite numbers, unscaled, fp64 and 0-d, and the largest magnitude of each gradient
-    before, fp32. `histogram`, int32 [256], is added to.
+    Return the sum of squares of the finite unscaled elements, fp64, 0-d, and the largest magnitude of each gradient
+    before unscaling, fp32. Counts by exponent are added to `histogram`, int32 [256].
     """
     largest = torch.zeros(len(gradients), dtype=torch.int32, device=found.device)
     if not any(one.numel() for one in gradients):
         return torch.zeros((), dtype=torch.float64, device=found.device), largest.view(torch.float32)
     where = table([[integers(one) for one in gradients]])
     energies = torch.zeros(len(where.chunks), dtype=torch.float64, device=found.device)
-    bins = largest if histogram is None else histogram  # not looked at
+    bins = largest if histogram is None else histogram  # not read
     scale = found if inverse is None else inverse
     flags = (DTYPES[gradients[0].dtype], inverse is not None, histogram is not None)
     arguments = (where.addresses, where.chunks, scale, found, energies, largest, bins, *flags)

@@ -1,4 +1,4 @@
-"""What is written in Triton's language: functions that no Python runs and no Python types describe.
+"""Functions in Triton's language, which are not executed as Python and have no Python types.
 
-`triton.jit` compiles them for a device; `launch` has the interpreter run them on a CPU.
+`triton.jit` compiles them for a device; `launch` runs them on a CPU in the interpreter.
 """

@@ -1,4 +1,4 @@
-"""Casts to one bit, whose numbers are -1 and +1."""
+"""Casts to one bit, with the numbers -1 and +1."""
 
 import triton
 import triton.language as tl
@@ -9,11 +9,11 @@ from lowp.kernels.triton.device.stochastic import digit_at
 
 @triton.jit
 def binary(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
-    """Return -1 for negative numbers, else +1; stochastic: +1 with probability (x + 1) / 2."""
+    """Return -1 for negative numbers, otherwise +1; stochastic: +1 with probability (x + 1) / 2."""
     minus = (sign != 0) & (magnitude != 0)
     if FORM.random_bits > 0:
         plus = _drawn_binary(magnitude, minus, first, seed, FORM, COUNT)
-        minus = tl.where(magnitude < numbers.quantum, plus == 0, minus)  # from 1 on nothing is drawn
+        minus = tl.where(magnitude < numbers.quantum, plus == 0, minus)  # no draw from 1 on
     is_nan = magnitude > infinity_bits(FORM.wide)
     lowest = -0x8000000000000000 if FORM.wide else -0x80000000
     return (magnitude & 0) + numbers.quantum, tl.where(is_nan, sign, tl.where(minus, lowest, 0))
@@ -23,7 +23,7 @@ def binary(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.
 def _drawn_binary(magnitude, minus, first, seed, FORM: tl.constexpr, COUNT: tl.constexpr):
     """Return whether a uniform number is below (1 + x) / 2 = 1/2 +- |x| / 2, for fp64 |x| < 1, as 1 or 0.
 
-    Digit by digit from the last, with the borrow that lies behind the 160 bits.
+    Compares digit by digit from the last, with the borrow from beyond the 160 bits.
     """
     field = magnitude >> 52
     hidden = tl.where(field > 0, (magnitude & 0) + (1 << 52), 0)
@@ -34,7 +34,7 @@ def _drawn_binary(magnitude, minus, first, seed, FORM: tl.constexpr, COUNT: tl.c
     word0 = first_words(first, seed, COUNT)
     word1, word2, word3, word4 = philox(first + tl.arange(0, COUNT), seed, 1)
     borrow = tl.where(behind, one, 0)
-    # `later`: what the digits compared so far say of the words behind; from the last digit to the first
+    # from the last digit to the first; `later`: the result of the digits compared so far
     later = magnitude & 0
     previous = later
     more = borrow
@@ -58,7 +58,7 @@ def _drawn_binary(magnitude, minus, first, seed, FORM: tl.constexpr, COUNT: tl.c
 
 @triton.jit
 def _units_above(drawn, digit, following, more, FORM: tl.constexpr):
-    """Return 1 where the first N bits drawn are below two digits, which `more` follows, in N bits; else 0."""
+    """Return 1 if the first N drawn bits are below two digits followed by `more`, in N bits; otherwise 0."""
     CUT: tl.constexpr = 32 - FORM.random_bits
     units = digit >> CUT
     rest = ((digit & ((1 << CUT) - 1)) << 32) | following

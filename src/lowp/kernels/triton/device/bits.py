@@ -1,8 +1,8 @@
-"""Numbers of tensors as integers, and random bits: what the kernels read, write and draw.
+"""Reading and writing the numbers of tensors as integers, and drawing random bits.
 
-A number is held as the bits of an fp32 number in an int32, or, where a form is wide, of an fp64 number in an int64: its
-magnitude, which counts the representable numbers from zero, and its sign, which is the sign bit alone. Nothing is cast
-by the device's own conversions but fp16 numbers that fp32 holds, and back.
+A number is represented by the bits of an fp32 number in an int32, or, for a wide form, of an fp64 number in an int64:
+its magnitude, which counts the representable numbers from zero, and its sign, which is the isolated sign bit. The
+device's own conversions are used only between fp16 and fp32 for numbers that both represent.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def read(pointer, offsets, mask, DTYPE: tl.constexpr, WIDE: tl.constexpr):
-    """Return magnitude and sign of a tensor's numbers, whose bits `pointer` leads to as integers.
+    """Return magnitude and sign of a tensor's numbers, whose bits are integers at `pointer`.
 
     s eeeeeeee mmmmmmm                    bf16: sixteen zeros are appended
     s eeeeeeee mmmmmmmmmmmmmmmmmmmmmmm    fp32
@@ -28,7 +28,7 @@ def read(pointer, offsets, mask, DTYPE: tl.constexpr, WIDE: tl.constexpr):
             if DTYPE == "bf16":
                 magnitude = (raw.to(tl.int32) << 16) & 0x7FFFFFFF
             else:
-                wide = raw.to(tl.float16, bitcast=True).to(tl.float32)  # exact; a NaN is some NaN, without its sign
+                wide = raw.to(tl.float16, bitcast=True).to(tl.float32)  # exact; a NaN becomes some NaN without sign
                 magnitude = wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             sign = (raw.to(tl.int32) << 16) & -0x80000000
         if WIDE:
@@ -39,7 +39,7 @@ def read(pointer, offsets, mask, DTYPE: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def widened(magnitude):
-    """Return the magnitudes of fp64 of magnitudes of fp32, exactly: another bias, and 29 zeros.
+    """Convert magnitudes of fp32 to magnitudes of fp64, exactly: another bias, and 29 zeros.
 
     A subnormal number m * 2**-149 is the sum 2**-97 + m * 2**-149, whose mantissa is m, less 2**-97.
     """
@@ -53,7 +53,7 @@ def widened(magnitude):
 
 @triton.jit
 def narrowed(magnitude):
-    """Return the magnitudes of fp32 of magnitudes of fp64 that fp32 holds; NaN is the canonical one."""
+    """Convert magnitudes of fp64 that fp32 represents to magnitudes of fp32; NaN becomes the canonical one."""
     field = magnitude >> 52
     moved = (magnitude >> 29) - (896 << 23)
     significand = (magnitude & 0xFFFFFFFFFFFFF) | (1 << 52)
@@ -65,7 +65,7 @@ def narrowed(magnitude):
 
 @triton.jit
 def write(pointer, offsets, mask, magnitude, sign, DTYPE: tl.constexpr, WIDE: tl.constexpr):
-    """Write numbers that the dtype holds, as `read` finds them."""
+    """Write numbers that the dtype represents, in the form that `read` returns."""
     if DTYPE == "fp64":
         if not WIDE:
             magnitude = widened(magnitude)
@@ -88,8 +88,8 @@ def write(pointer, offsets, mask, magnitude, sign, DTYPE: tl.constexpr, WIDE: tl
 
 @triton.jit
 def philox(counter, seed, KIND: tl.constexpr):
-    """Return the four words (uint32) of Philox-4x32-10 at the counters (low, high, KIND, 0) of int64 numbers."""
-    counter = counter.to(tl.int64)  # an argument that fits int32 is one
+    """Return four words (uint32) of Philox-4x32-10 at the counters (low, high, KIND, 0) of int64 numbers."""
+    counter = counter.to(tl.int64)  # Triton passes an argument that fits int32 as int32
     c0 = counter.to(tl.uint32)
     c1 = (counter >> 32).to(tl.uint32)
     c2 = c0 * 0 + KIND
@@ -110,7 +110,7 @@ def philox(counter, seed, KIND: tl.constexpr):
 
 @triton.jit
 def first_words(first, seed, COUNT: tl.constexpr):
-    """Return the first word of COUNT elements from the logical index `first`, a multiple of 4."""
+    """Return the first word of COUNT elements starting at the logical index `first`, a multiple of 4."""
     counter = (first >> 2) + tl.arange(0, COUNT // 4)
     one, two, three, four = philox(counter, seed, 0)
     return tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), (COUNT,))

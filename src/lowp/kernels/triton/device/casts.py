@@ -1,4 +1,4 @@
-"""The kernel of plain casts: values."""
+"""The kernel of element-wise casts to values."""
 
 import triton
 import triton.language as tl
@@ -13,13 +13,13 @@ def _quantize(
     x, out, seed, start, skipped, end, first, numbers, DTYPE: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Cast the COUNT places from `start` on that lie in `skipped` .. `end`; `first` is the logical index of place 0."""
+    """Cast those of COUNT places from `start` that are in `skipped` .. `end`; `first`: the logical index of place 0."""
     places = start + tl.arange(0, COUNT)
     mask = (places >= skipped) & (places < end)
     magnitude, sign = read(x, places - skipped, mask, DTYPE, FORM.wide)
     if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
         if is_undecided(magnitude, first + start, seed, numbers, FORM, COUNT):
-            # so seldom that few registers count more than time: in small pieces, and with all bits
+            # rare, so that few registers matter more than time: in small blocks, with all bits
             PIECE: tl.constexpr = 128 if COUNT > 128 else COUNT
             for piece in range(0, COUNT, PIECE):
                 few = start + piece + tl.arange(0, PIECE)
@@ -42,7 +42,7 @@ def quantize(
 ):  # fmt: skip
     """Write the values of `count` numbers, the first of which has the logical index `first` + `skipped`.
 
-    `first` is a multiple of 4. What ends with a vector of 16 is known to; the rest has a turn of its own (TAIL).
+    `first` is a multiple of 4. The compiler knows that the main part ends with a vector of 16; TAIL is the rest.
     """
     end = count + skipped
     whole = end // 16 * 16

@@ -1,4 +1,4 @@
-"""Codes of formats, from the bits of numbers and back."""
+"""Conversion of numbers to codes of formats and back."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from lowp.kernels.triton.device.stochastic import compared, drawn_up, is_undecid
 
 @triton.jit
 def encoded(magnitude, sign, codes, LAYOUT: tl.constexpr):
-    """Return the codes of values of a format; zero for a NaN that has none."""
+    """Return the codes of values of a format; zero for a NaN without a code."""
     is_nan = magnitude > infinity_bits(LAYOUT.wide)
     if LAYOUT.integer:
         if LAYOUT.wide:
@@ -21,8 +21,8 @@ def encoded(magnitude, sign, codes, LAYOUT: tl.constexpr):
     else:
         code = (magnitude >> codes.dropped) - codes.offset
         if LAYOUT.varying:
-            # below the normal numbers the code is the number of quanta: what a sum with 2**23 quanta has beyond these,
-            # or the significand where its last bit lies
+            # below the normal numbers the code is the number of quanta: the excess of a sum with 2**23 quanta,
+            # or the significand shifted to its last bit
             MANTISSA: tl.constexpr = 52 if LAYOUT.wide else 23
             if LAYOUT.anchored:
                 anchor = (magnitude & 0) + codes.unit_anchor
@@ -52,7 +52,7 @@ def encoded(magnitude, sign, codes, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _nearest_code(magnitude, sign, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.constexpr):
-    """Return codes without sign, or integers, of numbers rounded by addition."""
+    """Return codes without sign, or integers, for numbers rounded by addition."""
     _near, small = in_quanta(magnitude, sign, numbers, FORM)
     if LAYOUT.integer:
         code = small
@@ -67,14 +67,14 @@ def _nearest_code(magnitude, sign, numbers, codes, FORM: tl.constexpr, LAYOUT: t
 def _drawn_code(
     magnitude, first, seed, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
-    """Return codes without sign, or integers, of numbers that a word each rounds: `split` counts units already.
+    """Return codes without sign, or integers, for numbers rounded with one word each; `split` counts units already.
 
     Above the smallest normal number, whose hidden bit is the exponent field's 1, each binade adds 2**mantissa_bits.
     """
     word = compared(first_words(first, seed, COUNT), FORM)
     if FORM.by_sum:
         less, anchor = summed(magnitude, word, numbers, FORM)
-        # the exponent that a code lacks; of numbers below the normal ones also what was added to them
+        # the exponent offset of a code; below the normal numbers also what was added to them
         base = tl.maximum(anchor.to(tl.int32, bitcast=True), codes.offset << codes.dropped)
         code = _uncut(less - base + ((1 << codes.dropped) - 1), codes)
     elif FORM.varying:
@@ -92,7 +92,7 @@ def _drawn_code(
 
 @triton.jit
 def _uncut(up, codes):
-    """Return what is left of numbers where they are cut; what was NaN may have left int32 for uint32."""
+    """Return the bits of numbers above the cut; a NaN may have overflowed int32 into uint32."""
     return (up.to(tl.uint32, bitcast=True) >> tl.cast(codes.dropped, tl.uint32)).to(tl.int32, bitcast=True)
 
 
@@ -100,9 +100,9 @@ def _uncut(up, codes):
 def direct(
     magnitude, sign, first, seed, numbers, codes, FORM: tl.constexpr, LAYOUT: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
-    """Return the codes of COUNT numbers of fp32 without their values in between; zero for a NaN that has none.
+    """Return the codes of COUNT fp32 numbers without computing their values; zero for a NaN without a code.
 
-    What overflows does so in the code: its exponent field has room for it in 32 bits.
+    Overflow occurs in the code, whose exponent field has room for it in 32 bits.
     """
     is_nan = magnitude > infinity_bits(False)
     if FORM.by_noise:
@@ -121,7 +121,7 @@ def direct(
             code = tl.where(code > codes.most, codes.nan_code, code)
         else:
             code = tl.where(code > codes.most, codes.beyond, code)
-        if LAYOUT.nan == "above" and FORM.overflow != "nan":  # else NaN is what is too large
+        if LAYOUT.nan == "above" and FORM.overflow != "nan":  # otherwise overflow becomes NaN
             code = tl.where(is_nan, codes.nan_code, code)
         above = 24 if LAYOUT.in_byte else 31 - codes.sign_place
         side = (sign.to(tl.uint32, bitcast=True) >> tl.cast(above, tl.uint32)).to(tl.int32, bitcast=True)
@@ -138,7 +138,7 @@ def direct(
 
 @triton.jit
 def store(out, places, mask, code, LAYOUT: tl.constexpr):
-    """Write codes; packed, two neighbours to a byte, the first in its low half."""
+    """Write codes; if packed, two neighbours per byte, the first in the low half."""
     if LAYOUT.packed:
         HALF: tl.constexpr = code.shape[0] // 2
         low, high = tl.split(tl.reshape(code, (HALF, 2)))
@@ -169,12 +169,12 @@ def _encode(
     x, out, seed, start, skipped, end, first, numbers, codes, DTYPE: tl.constexpr, FORM: tl.constexpr,
     EXACT: tl.constexpr, LAYOUT: tl.constexpr, DIRECT: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Encode the COUNT places from `start` on that lie in `skipped` .. `end`; return which are NaN."""
+    """Encode those of COUNT places from `start` on that are in `skipped` .. `end`; return which are NaN."""
     places = start + tl.arange(0, COUNT)
     mask = (places >= skipped) & (places < end)
     magnitude, sign = read(x, places - skipped, mask, DTYPE, FORM.wide)
     if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
-        if is_undecided(magnitude, first + start, seed, numbers, FORM, COUNT):  # as in `casts`: in small pieces
+        if is_undecided(magnitude, first + start, seed, numbers, FORM, COUNT):  # as in `casts`: in small blocks
             PIECE: tl.constexpr = 128 if COUNT > 128 else COUNT
             for piece in range(0, COUNT, PIECE):
                 few = start + piece + tl.arange(0, PIECE)
@@ -200,7 +200,7 @@ def encode(
     x, out, seed, nans, count, skipped, first, numbers, codes, DTYPE: tl.constexpr, FORM: tl.constexpr,
     EXACT: tl.constexpr, LAYOUT: tl.constexpr, DIRECT: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes of `count` numbers, as `casts.quantize` writes values; add up NaNs that have none in `nans`."""
+    """Write the codes of `count` numbers, as `casts.quantize` writes values; add the NaNs without a code to `nans`."""
     end = count + skipped
     whole = end // 16 * 16
     key = tl.load(seed) if FORM.random_bits > 0 else 0
@@ -219,7 +219,7 @@ def encode(
 
 @triton.jit
 def _add(counter, those):
-    """Add how many are true, where there are any."""
+    """Add the number of true elements to `counter`, if there are any."""
     if tl.reduce(those.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
         tl.atomic_add(counter, tl.reduce(those.to(tl.int32), 0, tl.standard._sum_combine))
 
@@ -228,8 +228,8 @@ def _add(counter, those):
 def decoded(raw, codes, LAYOUT: tl.constexpr):
     """Return magnitude and sign of the values of codes.
 
-    eee mm  of a normal number becomes  eeeeeeee mmmm...: shifted, and the difference of the biases added; a code below
-    the normal numbers counts quanta, and becomes a number as the mantissa of 2**23 (2**52), which is taken off again.
+    eee mm  of a normal number becomes  eeeeeeee mmmm...: shifted, plus the difference of the biases. A code below the
+    normal numbers counts quanta; it is converted as the mantissa of 2**23 (2**52), which is subtracted again.
     """
     if LAYOUT.integer:
         if LAYOUT.wide:

@@ -1,4 +1,4 @@
-"""Statistics: the exponents, the maximum, the energy and the specials of a tensor, in one read."""
+"""Statistics of a tensor in one read: exponents, maximum, energy, zeros, NaNs and infinities."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from lowp.kernels.triton.device.rounding import cast
 
 @triton.jit
 def _field(magnitude, WIDE: tl.constexpr):
-    """Return the exponent fields of fp32, 0 to 254; what is not finite has a larger one, or in fp64 the largest."""
+    """Return the exponent fields of fp32, 0 to 254; larger for infinity and NaN, in fp64 the largest."""
     if WIDE:
         field = tl.minimum(tl.maximum((magnitude >> 52) - 896, 0), 254).to(tl.int32)
         field = tl.where(magnitude >= infinity_bits(True), 255, field)
@@ -23,15 +23,15 @@ def statistics(
     x, out, seed, partial, count, numbers, DTYPE: tl.constexpr, FORM: tl.constexpr, OTHERS: tl.constexpr,
     TAIL: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count ROUNDS blocks in every program; what they found is added up by `merged`, in the order of the programs.
+    """Count ROUNDS blocks in every program; `merged` adds up the results in the order of the programs.
 
     With a FORM the values of its cast are written into `out`, which is not `x`; element 0 has the logical index 0.
 
-    A histogram of 32 bins takes a third of the instructions that one of 256 does. Of its bins 31 are exponents, down
-    from two above the largest of the first block; the last takes what is below, which is zeros. A program whose largest
-    or smallest number says that it met anything else reads its blocks again and counts that. partial: int64
-    [programs, 264], zeros. TAIL: `count` is no multiple of 16, and nothing is read in vectors. OTHERS is True, but
-    where the instructions of all other programs are counted.
+    A histogram of 32 bins takes a third of the instructions of one with 256. Its first 31 bins are exponents, starting
+    two above the largest of the first block and descending; the last bin counts zeros. If its largest or smallest
+    number shows that a program met other numbers, it reads its blocks again and counts them with 256 bins. partial:
+    int64 [programs, 264], zeros. TAIL: `count` is not a multiple of 16, and loads are not vectorized. OTHERS: False
+    only to count the instructions of programs that do not read their blocks again.
     """
     WIDE: tl.constexpr = DTYPE == "fp64"
     LAST: tl.constexpr = 31
@@ -61,11 +61,11 @@ def statistics(
     row = partial + tl.program_id(0).to(tl.int64) * 264
     most = tl.reduce(largest, 0, tl.standard._elementwise_max)
     fewest = tl.reduce(least, 0, tl.standard._elementwise_min)
-    lowest = _field((fewest + 1).to(largest.dtype, bitcast=True), WIDE)  # 0 of a subnormal number, and of nothing
+    lowest = _field((fewest + 1).to(largest.dtype, bitcast=True), WIDE)  # 0 for subnormal numbers and empty blocks
     fits = (most < infinity_bits(WIDE)) & (_field(most, WIDE) <= top)
     fits = fits & ((lowest >= tl.maximum(top - LAST + 1, 1)) | (most == 0))
     if fits:
-        # zeros are in the last bin, or where exponent 0 has one; so are places that are behind the end
+        # zeros, and places beyond the end, are in the last bin or in the bin of exponent 0
         absent = BLOCK * ROUNDS - tl.minimum(tl.maximum(count - start, 0), BLOCK * ROUNDS)
         bins = tl.arange(0, LAST + 1)
         of_zeros = bins == tl.minimum(top, LAST)
@@ -82,7 +82,7 @@ def statistics(
 
 @triton.jit
 def _less_one(magnitude, WIDE: tl.constexpr):
-    """Return magnitudes less one, unsigned: zero is the largest."""
+    """Return magnitudes minus one, unsigned, so that zero is the largest."""
     if WIDE:
         less = (magnitude - 1).to(tl.uint64, bitcast=True)
     else:
@@ -92,7 +92,7 @@ def _less_one(magnitude, WIDE: tl.constexpr):
 
 @triton.jit
 def _with_square(magnitude, sum, WIDE: tl.constexpr):
-    """Add the squares of numbers to sums in fp64, which holds the squares of fp32 numbers exactly."""
+    """Add the squares of numbers to sums in fp64, which represents the squares of fp32 numbers exactly."""
     if WIDE:
         number = magnitude.to(tl.float64, bitcast=True)
         sum = sum + number * number
@@ -104,7 +104,7 @@ def _with_square(magnitude, sum, WIDE: tl.constexpr):
 
 @triton.jit
 def _count_all(x, row, start, count, DTYPE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Count blocks of any numbers: so seldom that few registers count more than time, in small ones."""
+    """Count blocks of any numbers; rare, so that few registers matter more than time: in small blocks."""
     places = start + tl.arange(0, BLOCK)
     WIDE: tl.constexpr = DTYPE == "fp64"
     infinity = infinity_bits(WIDE)

@@ -5,7 +5,7 @@ x = 256 h + l + 128, with h = x >> 8 and l = (x & 255) - 128, both in -128 .. 12
     x   s hhhhhhh llllllll       sum a b = 2^16 sum ha hb + 2^8 sum (ha lb + la hb) + sum la lb
                                            + 128 (sum a + sum b) - 2^14 depth
 
-Every sum of products of digits stays within int32 for a depth up to 2^15, whatever the operands are.
+Every sum of products of digits fits int32 for a depth up to 2^15 and any operands.
 """
 
 import triton
@@ -27,7 +27,7 @@ def _total(
     a, b, rows, columns, m, n, depth, along_m, along_ak, along_bk, along_n, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Return the exact sums of a tile in int64. What lies outside of the operands counts as zero."""
+    """Return the exact sums of a tile in int64; elements outside the operands are zero."""
     high = rows[:, None] * 0 + columns[None, :] * 0
     middle = high
     low = high
@@ -61,12 +61,12 @@ def matmul(
     a, b, out, seen, scale, m, n, depth, batch_a, along_m, along_ak, batch_b, along_bk, along_n,
     KIND: tl.constexpr, LOWEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of a @ b times `scale`, a power of two: KIND is int64 (not scaled), fp64, fp32, int16, or chained:
-    fp32, summed in fp32 over exact sums of 256. A scale of 0 stops at once, one of NaN makes every float NaN.
+    """Write a tile of a @ b times `scale`, a power of two. KIND: int64 (not scaled), fp64, fp32, int16, or chained:
+    fp32 sums of exact sums over a depth of 256. A scale of 0 returns at once; a scale of NaN makes every float NaN.
 
-    seen, int64 [3]: how many did not fit int16, the largest |mantissa| written, and the largest |sum| are taken in.
+    seen, int64 [3], accumulates the elements that did not fit int16, the largest |mantissa| and the largest |sum|.
     """
-    # tiles down a matrix, then along it, then of the next of the batch: a second axis of CUDA's has 65,535 at most
+    # tiles by rows, columns, then batch, in one axis: a second axis of CUDA's grid has at most 65,535
     tall = (m + ROWS - 1) // ROWS
     wide = (n + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0)
@@ -76,7 +76,7 @@ def matmul(
     a += batch * batch_a
     b += batch * batch_b
     factor = tl.load(scale)
-    depth = tl.where(factor == 0, 0, depth)  # nothing is summed of what counts for nothing
+    depth = tl.where(factor == 0, 0, depth)  # a scale of 0 needs no sum
     if KIND == "chained":
         chain = (rows[:, None] * 0 + columns[None, :] * 0).to(tl.float32)
         for first in range(0, depth, 256):
@@ -116,7 +116,7 @@ def matmul(
 
 @triton.jit
 def _to_nearest(value):
-    """Return numbers below 2^51 as integers, to nearest even: a sum with 1.5 * 2^52 has no place for a fraction."""
+    """Return numbers below 2^51 as integers, to nearest even: a sum with 1.5 * 2^52 has no fractional bits."""
     anchor = (value.to(tl.int64, bitcast=True) & 0) + 0x4338000000000000
     moved = value + anchor.to(tl.float64, bitcast=True)
     return (moved.to(tl.int64, bitcast=True) - anchor).to(tl.int32)

@@ -1,4 +1,4 @@
-"""One cast, in integers: magnitudes rounded to a form and its numbers (`plans`), the same bits as `bitwise`."""
+"""A cast in integers: magnitudes rounded to a form and its numbers (`plans`), with the bits of `bitwise`."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from lowp.kernels.triton.device.stochastic import drawn_away, noisy
 
 @triton.jit
 def cast(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
-    """Return magnitude and sign of what a cast makes of COUNT numbers from the logical index `first` on."""
+    """Return magnitude and sign of COUNT numbers after a cast; the first has the logical index `first`."""
     if FORM.binary:
         rounded, sign = binary(magnitude, sign, first, seed, numbers, FORM, COUNT)
     else:
@@ -41,9 +41,9 @@ def cast(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.co
 def _rounded(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
     """Return magnitudes rounded as if the exponent had no upper limit.
 
-    Of a number in the format's normal range the last `dropped` bits go:   eeeeeeee mmmmmmm|mmmmmmmmmmmmmmmm
-    A carry out of the mantissa raises the exponent by itself. Below that range the place moves up by as many bits as
-    the exponent is lower, at last past the hidden bit.
+    In the format's normal range the last `dropped` bits are cut:   eeeeeeee mmmmmmm|mmmmmmmmmmmmmmmm
+    A carry out of the mantissa increments the exponent. Below that range the place of the cut moves up by one bit per
+    exponent, finally past the hidden bit.
     """
     one = (magnitude & 0) + 1
     if not FORM.cuts:
@@ -62,10 +62,10 @@ def _rounded(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: t
 
 @triton.jit
 def raised(magnitude, sign, numbers, FORM: tl.constexpr):
-    """Return what is added to a normal number's bits before those that the format lacks are cut off."""
+    """Return what is added to a normal number's bits before the extra bits are cut."""
     one = (magnitude & 0) + 1
     if FORM.rounding == "nearest-even":
-        # half a unit less one, and one more where the last kept bit is odd
+        # half a unit minus one, plus one if the last kept bit is odd
         more = numbers.below_half + ((magnitude >> numbers.dropped) & 1)
     elif FORM.rounding == "nearest-away":
         more = (one << numbers.dropped) >> 1
@@ -80,10 +80,10 @@ def raised(magnitude, sign, numbers, FORM: tl.constexpr):
 
 @triton.jit
 def in_quanta(magnitude, sign, numbers, FORM: tl.constexpr):
-    """Return numbers below the normal ones as multiples of the quantum, in fp32, and how many quanta they are.
+    """Return numbers below the normal ones as multiples of the quantum, in fp32, and their number of quanta.
 
-    A sum with a number whose unit is the quantum is rounded to it by the adder, to nearest even; what that did, seen by
-    comparison, is what another rounding has to undo.
+    The adder rounds a sum with a number whose ulp is the quantum to nearest even; for another rounding, a comparison
+    shows the direction and the step is corrected.
     """
     anchor = (magnitude & 0) + numbers.anchor
     value = magnitude.to(tl.float32, bitcast=True)
@@ -109,7 +109,7 @@ def in_quanta(magnitude, sign, numbers, FORM: tl.constexpr):
 
 @triton.jit
 def _stepped(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
-    """Do `_rounded` in any rounding: cut, and decide whether a step is added."""
+    """Implement `_rounded` for any rounding: cut, and decide whether to add a step."""
     MANTISSA: tl.constexpr = 52 if FORM.wide else 23
     one = (magnitude & 0) + 1
     field = magnitude >> MANTISSA
@@ -118,7 +118,7 @@ def _stepped(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: t
     shift = (magnitude & 0) + numbers.dropped
     if FORM.varying:
         shift = shift + tl.maximum(numbers.low_field - tl.maximum(field, 1), 0)
-    # beyond MANTISSA + 2 places nothing but the smallest distance is left to choose: below half, not zero
+    # with more than MANTISSA + 2 cut places a number is below half of the quantum, but not zero
     places = tl.minimum(shift, MANTISSA + 2)
     rest = significand & ((one << places) - 1)
     if FORM.rounding == "toward-zero":
@@ -156,7 +156,7 @@ def _overflowed(rounded, magnitude, sign, numbers, FORM: tl.constexpr):
         largest = tl.where(sign != 0, numbers.minimum, numbers.maximum)
     if FORM.overflow == "saturate":
         rounded = tl.where(rounded > largest, largest, rounded)  # infinity, too
-    elif FORM.nan_beyond:  # a NaN that was rounded up may have left int32 for uint32
+    elif FORM.nan_beyond:  # a NaN that was rounded up may have overflowed int32 into uint32
         beyond = rounded.to(tl.uint32, bitcast=True) > tl.cast(largest, tl.uint32)
         rounded = tl.where(beyond, infinity_bits(False) + quiet_bit(False), rounded)
     else:

@@ -1,7 +1,7 @@
-"""Elements under scales that blocks or rows share: maximum, scale, and values or codes, in one read.
+"""Casts with a scale per block or row: maximum, scale, and values or codes, in one read.
 
-A scale that is a power of two divides fp32 numbers exactly. Any other scale divides them with one rounding, which can
-only matter to a quotient at the middle between two elements; such a one, which is rare, is divided again in fp64.
+Division of fp32 numbers by a scale that is a power of two is exact. Division by any other scale is rounded once, which
+matters only for a quotient near the midpoint of two elements; these rare quotients are divided again in fp64.
 """
 
 import triton
@@ -25,15 +25,15 @@ def _bits(value):
 
 @triton.jit
 def _wide(magnitude):
-    """Return numbers of fp32, given by their bits, in fp64: subnormal ones too, whatever the device flushes."""
+    """Return fp32 numbers, given by their bits, in fp64, including subnormal numbers on devices that flush them."""
     return widened(magnitude).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def _to_odd(wide):
-    """Return positive fp64 numbers as the bits of fp32, to odd: a rounding to 22 bits or less may follow.
+    """Return positive fp64 numbers as the bits of fp32, rounded to odd: a rounding to 22 bits or less may follow.
 
-    NaN stays NaN; beyond the largest number is the largest.
+    NaN stays NaN; larger numbers become the largest finite one.
     """
     near = tl.where(wide > 3.4028234663852886e38, 3.4028234663852886e38, wide).to(tl.float32)
     bits = _bits(near) & 0x7FFFFFFF
@@ -46,17 +46,17 @@ def _to_odd(wide):
 
 @triton.jit
 def _finite(magnitude):
-    """Return magnitudes, zeros of what is not finite."""
+    """Return magnitudes, with zeros for infinity and NaN."""
     return tl.where(magnitude < 0x7F800000, magnitude, 0)
 
 
 @triton.jit
 def _product_to_odd(element, by, outer, SHARING: tl.constexpr):
-    """Return the bits of elements times scales (times the outer scale) in fp32, to odd: 16 bits round them once.
+    """Return the bits of elements times scales (times the outer scale) in fp32, to odd: a rounding to 16 bits follows.
 
-    A scale of 24 bits is the sum of two of 12, by which elements of as many bits are multiplied exactly; what the
-    rounded product differs from their sum by has the right sign: a small scale is raised for it, so that no bit is
-    below fp32's. What is too large becomes infinity, or NaN.
+    A scale of 24 bits is the sum of two parts of 12 bits, by which elements of up to 12 bits are multiplied exactly.
+    The difference of the rounded product and the sum of the parts has the correct sign; small scales are scaled up
+    before, so that no bit underflows fp32. Overflow becomes infinity, or NaN.
     """
     if SHARING.outer:
         few = _float(element) * _float(by)
@@ -75,9 +75,9 @@ def _product_to_odd(element, by, outer, SHARING: tl.constexpr):
 # -- the scale of a group ---------------------------------------------------------------------------------------------
 @triton.jit
 def power_of_two(largest, sharing):
-    """Return the exponent of groups whose largest finite magnitudes are given by their bits.
+    """Return the exponents of groups, given the bits of their largest finite magnitudes.
 
-    Subnormal numbers and zeros count as 2**-127: their scale is the smallest anyway.
+    Subnormal numbers and zeros count as 2**-127, since their scale is the smallest in any case.
     """
     exponent = (largest >> 23) - 127 - sharing.top
     return tl.minimum(tl.maximum(exponent, sharing.lowest), sharing.highest)
@@ -92,7 +92,7 @@ def power_bits(exponent):
 
 @triton.jit
 def ratio(largest, outer, numbers, sharing, SHARING: tl.constexpr):
-    """Return the bits of largest / element's maximum (/ outer) in the format of the scale, in fp32."""
+    """Return the bits of largest / maximum of the element (/ outer), rounded to the format of the scale, in fp32."""
     wide = _wide(largest) * sharing.factor / sharing.maximum
     if SHARING.outer:
         wide = wide / outer.to(tl.float64)
@@ -106,7 +106,7 @@ def ratio(largest, outer, numbers, sharing, SHARING: tl.constexpr):
 # -- elements ---------------------------------------------------------------------------------------------------------
 @triton.jit
 def quotients(magnitude, by, outer, SHARING: tl.constexpr):
-    """Return the bits of magnitudes over scale * outer, rounded to fp32; zeros where that is zero."""
+    """Return the bits of magnitudes / (scale * outer), rounded to fp32; zeros if the divisor is zero."""
     divisor = _float(by)
     if SHARING.outer:
         divisor = divisor * outer
@@ -116,8 +116,8 @@ def quotients(magnitude, by, outer, SHARING: tl.constexpr):
 
 @triton.jit
 def _over_power(magnitude, by, SHARING: tl.constexpr):
-    """Return magnitudes over powers of two, exact but below 2**-126, which every element's middle is far above."""
-    if SHARING.low:  # scales of 2**-133 to 2**121, of which fp32 holds no inverse
+    """Return magnitudes divided by powers of two; exact from 2**-126 on, far below the midpoints of elements."""
+    if SHARING.low:  # scales of 2**-133 to 2**121, whose inverses fp32 does not all represent
         by = _bits(_float(by) * 64.0)
     inverse = tl.where(by >= 0x7F000000, 0x00400000, 0x7F000000 - by)
     inverse = tl.where(by < 0x00800000, 0x7F000000, inverse)
@@ -129,7 +129,7 @@ def _over_power(magnitude, by, SHARING: tl.constexpr):
 
 @triton.jit
 def again(magnitude, by, outer, SHARING: tl.constexpr):
-    """Do `quotients` in fp64, to odd."""
+    """Return `quotients` computed in fp64, rounded to odd."""
     divisor = _wide(by)
     if SHARING.outer:
         divisor = divisor * outer.to(tl.float64)
@@ -139,7 +139,7 @@ def again(magnitude, by, outer, SHARING: tl.constexpr):
 
 @triton.jit
 def is_close(quotient, element, by, outer, SHARING: tl.constexpr):
-    """Return whether a quotient is so close to the middle between two elements that its rounding may decide."""
+    """Return whether a quotient is so close to the midpoint of two elements that its rounding may decide."""
     low = (quotient + SHARING.tolerance) & ((1 << SHARING.low_bits) - 1)
     distance = tl.where(element > quotient, element - quotient, quotient - element)
     close = (low <= 2 * SHARING.tolerance) & (distance > SHARING.tolerance)
@@ -154,7 +154,7 @@ def elements(
     magnitude, sign, by, outer, first, seed, numbers, FORM: tl.constexpr, EXACT: tl.constexpr, SHARING: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Return magnitude and sign of COUNT elements: of numbers over their scales, which `by` has for each."""
+    """Return magnitude and sign of COUNT elements: numbers divided by their scales `by`, rounded."""
     if SHARING.power:
         quotient = _bits(_over_power(magnitude, by, SHARING))
         element, side = cast(quotient, sign, first, seed, numbers, FORM, COUNT)
@@ -182,7 +182,7 @@ def _direct(
     magnitude, sign, by, first, seed, numbers, codes, FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr,
     SHARING: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Return the codes of `elements` under powers of two without their values in between, and which are NaN."""
+    """Return the codes of `elements` under powers of two without computing their values, and which are NaN."""
     quotient = _bits(_over_power(magnitude, by, SHARING))
     code = direct(quotient, sign, first, seed, numbers, codes, FORM, LAYOUT, COUNT)
     if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
@@ -200,7 +200,7 @@ def write(
     out, places, mask, magnitude, sign, by, outer, first, seed, numbers, codes, DTYPE: tl.constexpr,
     FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr, SHARING: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Write COUNT numbers over their scales as codes, or times their scales; return where something was lost."""
+    """Write COUNT numbers, divided by their scales and rounded, as codes or values; return where numbers were lost."""
     if SHARING.direct:
         code, lost = _direct(
             magnitude, sign, by, first, seed, numbers, codes, FORM, EXACT, LAYOUT, SHARING, COUNT
@@ -217,11 +217,11 @@ def put(
     out, places, mask, element, side, by, outer, codes, DTYPE: tl.constexpr, LAYOUT: tl.constexpr,
     SHARING: tl.constexpr,
 ):  # fmt: skip
-    """Write codes, or the elements times their scales, which overflow to the largest number.
+    """Write codes, or the elements times their scales, which saturate at the largest number.
 
-    Return where something was lost: a NaN that has no code, or bits of a value that 16 bits do not hold under a scale
-    that is a power of two, which is an error: what is written there does not matter. Under another scale values of 16
-    bits are rounded once. Behind the end of a tensor lie zeros, of which nothing is lost.
+    Return where numbers were lost: NaNs without a code, and values that a 16-bit dtype does not represent under a scale
+    that is a power of two, which is an error, so that the written values do not matter. Under other scales values of 16
+    bits are rounded once. Places beyond the end of a tensor are zeros and lose nothing.
     """
     poisoned = by > 0x7F800000
     if SHARING.codes:
@@ -265,7 +265,7 @@ def put(
 
 @triton.jit
 def keep(scales, places, mask, by, exponent, numbers, codes, sharing, SHARING: tl.constexpr):
-    """Write scales as `Quantized` holds them: exponents above the lowest one, fp32 numbers, or codes."""
+    """Write scales as stored in `Quantized`: exponents minus the lowest one, fp32 numbers, or codes."""
     poisoned = by > 0x7F800000
     if SHARING.power:
         kept = tl.where(poisoned, 0xFF, exponent - sharing.lowest).to(tl.int8)
@@ -279,7 +279,7 @@ def keep(scales, places, mask, by, exponent, numbers, codes, sharing, SHARING: t
 
 @triton.jit
 def _scales(largest, highest, outer, numbers, sharing, SHARING: tl.constexpr):
-    """Return the bits of groups' scales in fp32, NaN where they mark what is not finite; and exponents of powers."""
+    """Return the bits of groups' scales in fp32, NaN to mark infinities and NaNs; and exponents of powers of two."""
     if SHARING.power:
         exponent = power_of_two(largest, sharing)
         by = power_bits(exponent)
@@ -300,7 +300,7 @@ def blocks(
 ):  # fmt: skip
     """Cast `total` numbers, of which SIZE neighbours share a scale; the first has the logical index `first`.
 
-    `scales` takes a scale a group where codes are written, `lost`, int32, adds up what `put` lost.
+    If codes are written, scales are written to `scales`, one per group; `lost`, int32, counts numbers lost in `put`.
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK
     places = start + tl.arange(0, BLOCK)
@@ -333,7 +333,7 @@ def rows(
     FORM: tl.constexpr, EXACT: tl.constexpr, LAYOUT: tl.constexpr, SHARING: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cast a row of `length` numbers, which share a scale, as `blocks`; WHOLE ones fit one BLOCK and are read once."""
+    """Cast a row of `length` numbers that share a scale, like `blocks`; a WHOLE row fits one BLOCK and is read once."""
     row = tl.program_id(0).to(tl.int64)
     x += row * length
     out += row * length // 2 if LAYOUT.packed else row * length
@@ -376,7 +376,7 @@ def rows(
 
 @triton.jit(do_not_specialize=["count"])
 def largest_of_all(x, partial, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the bits of the largest finite magnitude of every program's block, int32 [programs]."""
+    """Write the bits of the largest finite magnitude of each program's block, int32 [programs]."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     magnitude, _sign = read(x, places, places < count, DTYPE, False)
     tl.store(partial + tl.program_id(0), tl.reduce(_finite(magnitude), 0, tl.standard._elementwise_max))

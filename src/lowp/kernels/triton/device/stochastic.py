@@ -1,4 +1,4 @@
-"""Stochastic rounding: the random words that are drawn, compared with what a cast cuts off."""
+"""Stochastic rounding: random words compared with the bits that a cast cuts."""
 
 import triton
 import triton.language as tl
@@ -8,8 +8,8 @@ from lowp.kernels.triton.device.bits import first_words, philox
 
 @triton.jit
 def compared(word, FORM: tl.constexpr):
-    """Return the number of 32 bits that the fraction has to exceed: the word drawn, or its first N bits and what
-    stands for all that may follow them: ones where the fraction is cut (0.N11...), 011... where it is rounded half up.
+    """Return the number of 32 bits that the fraction must exceed: the drawn word, or its first N bits followed by the
+    bound of the rest: ones if the fraction is cut (0.N11...), 011... if it is rounded half up.
     """
     if FORM.random_bits < 32:
         ONES: tl.constexpr = (1 << (32 - FORM.random_bits)) - 1
@@ -21,10 +21,10 @@ def compared(word, FORM: tl.constexpr):
 
 @triton.jit
 def split(magnitude, numbers, FORM: tl.constexpr):
-    """Return how many bits of fp32 numbers are cut, what is left of the significand, and the first 32 bits that go.
+    """Return the number of cut bits of fp32 numbers, the rest of the significand, and the first 32 cut bits.
 
     significand * 2**32 >> shift:   1mmmmm|mmmmmmmmmmmmmmmmmm0000...     64 bits: whole, and digit as uint32
-    Of a shift of 56 and more nothing is in either word.
+    For a shift of 56 or more both words are zero.
     """
     field = magnitude >> 23
     hidden = (magnitude & 0) + 0x00800000
@@ -39,7 +39,7 @@ def split(magnitude, numbers, FORM: tl.constexpr):
 
 @triton.jit
 def noisy(magnitude, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
-    """Return fp32 magnitudes rounded stochastically, by comparing 32 bits of what is cut with the word drawn."""
+    """Return fp32 magnitudes rounded stochastically by a comparison of 32 cut bits with the drawn word."""
     word = compared(first_words(first, seed, COUNT), FORM)
     if FORM.by_sum:
         less, anchor = summed(magnitude, word, numbers, FORM)
@@ -49,7 +49,7 @@ def noisy(magnitude, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constex
     elif FORM.varying:
         shift, _whole, digit = split(magnitude, numbers, FORM)
         away = digit > word
-        unit = (magnitude & 0) - 1 << shift  # all bits from the place on: minus a step
+        unit = (magnitude & 0) - 1 << shift  # all bits from the cut upwards: minus a step
         rounded = (magnitude & unit) - tl.where(away, unit, 0)
         rounded = tl.where(shift > 23, tl.where(away, numbers.quantum, 0), rounded)
     else:
@@ -59,7 +59,7 @@ def noisy(magnitude, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constex
 
 @triton.jit
 def drawn_up(magnitude, word, numbers):
-    """Return numbers that are all cut at one place with noise added below it: the carry is the step.
+    """Return numbers, all cut at one place, with noise added below the cut; the carry is the step.
 
     For the word w, rest > w >> (32 - dropped) is rest + (~w >> (32 - dropped)) >= 2**dropped.
     """
@@ -69,11 +69,11 @@ def drawn_up(magnitude, word, numbers):
 
 @triton.jit
 def summed(magnitude, word, numbers, FORM: tl.constexpr):
-    """Return numbers less the word drawn, below their cut, and what was added to those below the normal ones before.
+    """Return numbers minus the drawn word below their cut, and what was first added to those below the normal ones.
 
-    That is the smallest normal number, by which the quantum becomes the unit of normal numbers. With all ones below the
-    cut added, what is left is `drawn_up`. The sum is rounded in fp32's last place, below which N random bits do not
-    look: there it is cut instead.
+    The latter is the smallest normal number, which makes the quantum the ulp of normal numbers. Adding ones to all bits
+    below the cut gives `drawn_up`. The sum is rounded in fp32's last place, which matters to no comparison of N random
+    bits: for these it is cut instead.
     """
     smallest = (magnitude & 0) + numbers.smallest_normal
     anchor = tl.where(magnitude < numbers.smallest_normal, smallest, 0).to(tl.float32, bitcast=True)
@@ -88,10 +88,10 @@ def summed(magnitude, word, numbers, FORM: tl.constexpr):
 
 @triton.jit
 def is_undecided(magnitude, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
-    """Return whether more bits than `noisy` compares may decide on any number: one in 2**32, or in 2**(dropped - 1).
+    """Return whether more bits than `noisy` compares may decide any number: one in 2**32, or in 2**(dropped - 1).
 
-    `summed` leaves 0 below the cut where the word drawn equals what is cut, and 1 where it is one less, which that may
-    have been before it was rounded.
+    Below the cut `summed` has 0 if the drawn word equals the cut bits, and 1 if it is one less; 1 may also result from
+    the rounding of the sum.
     """
     word = first_words(first, seed, COUNT)
     if FORM.by_sum:
@@ -114,7 +114,7 @@ def drawn_away(rest, shift, first, seed, FORM: tl.constexpr, COUNT: tl.constexpr
         if FORM.varying or FORM.wide:
             left = rest & (((rest & 0) + 1 << tl.minimum(tl.maximum(shift - 32, 0), 62 if FORM.wide else 30)) - 1)
             undecided = (word == digit) & (left != 0)
-            if tl.reduce(undecided.to(tl.int32), 0, tl.standard._elementwise_max) > 0:  # one number in 2**32 at most
+            if tl.reduce(undecided.to(tl.int32), 0, tl.standard._elementwise_max) > 0:  # at most one number in 2**32
                 below = below | _below_later(rest.to(tl.int64), shift.to(tl.int64), undecided, first, seed, COUNT)
     else:
         below = _below_units(word, digit, rest, shift, FORM)
@@ -123,7 +123,7 @@ def drawn_away(rest, shift, first, seed, FORM: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def digit_at(rest, shift, PLACE: tl.constexpr):
-    """Return the 32 bits at PLACE (0 is the first) behind the binary point of rest / 2**shift."""
+    """Return the 32 bits at PLACE (0 is the first) after the binary point of rest / 2**shift."""
     MOST: tl.constexpr = 31 if rest.dtype == tl.int32 else 63
     up = 32 * (PLACE + 1) - shift
     left = tl.where(up < 32, rest << tl.minimum(tl.maximum(up, 0), 31), 0)
@@ -132,7 +132,7 @@ def digit_at(rest, shift, PLACE: tl.constexpr):
 
 @triton.jit
 def _below_later(rest, shift, undecided, first, seed, COUNT: tl.constexpr):
-    """Return where the 128 bits behind equal first words are below those of rest / 2**shift."""
+    """Return where the 128 bits after equal first words are below those of rest / 2**shift."""
     one, two, three, four = philox(first + tl.arange(0, COUNT), seed, 1)
     below = (rest & 0) != 0
     for place in tl.static_range(4):
@@ -145,7 +145,7 @@ def _below_later(rest, shift, undecided, first, seed, COUNT: tl.constexpr):
 
 @triton.jit
 def _below_units(word, digit, rest, shift, FORM: tl.constexpr):
-    """Return whether the first N bits drawn are below the fraction in N bits: cut, or rounded half up or to even.
+    """Return whether the first N drawn bits are below the fraction in N bits: cut, or rounded half up or half to even.
 
     u < r + 1 is u <= r, so that a fraction rounded up to 2**N needs no 33rd bit.
     """
@@ -153,7 +153,7 @@ def _below_units(word, digit, rest, shift, FORM: tl.constexpr):
     drawn, units = word >> CUT, digit >> CUT
     below = drawn < units
     if FORM.rounding != "stochastic":
-        # rest / 2**shift = units.h...: h is the bit behind the N-th, where there is one
+        # rest / 2**shift = units.h...: h is the bit after the N-th, if there is one
         place = shift - (FORM.random_bits + 1)
         inside = tl.minimum(tl.maximum(place, 0), 62 if FORM.wide else 30)
         one = (rest & 0) + 1

@@ -1,6 +1,6 @@
-"""Steps of optimizers over all parameters in one launch: weight, moments and gradient read once, written once.
+"""Steps of optimizers over all parameters in one launch; weight, moments and gradient are read and written once.
 
-Each operation is one rounding to nearest in fp32: nothing is fused, so that every device has the same bits.
+Each operation is rounded to nearest in fp32 and none are fused, so that every device gives the same bits.
 """
 
 import triton
@@ -20,9 +20,9 @@ def _pointer(table, tensor, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, TYPE: t
 
 @triton.jit
 def _weight(half, remainder, places, mask, SPLIT: tl.constexpr):
-    """Return an fp32 weight: as it is, or joined of a bf16 half and a remainder.
+    """Return an fp32 weight, which is stored as such or as a bf16 half and a remainder.
 
-    half * 2**16 + remainder, remainder in -32768 .. 32767
+    bits = half * 2**16 + remainder, with the remainder in -32768 .. 32767
     """
     if SPLIT:
         upper = tl.load(half + places, mask=mask, other=0).to(tl.int32)
@@ -34,7 +34,7 @@ def _weight(half, remainder, places, mask, SPLIT: tl.constexpr):
 
 @triton.jit
 def _store(half, remainder, places, mask, weight, SPLIT: tl.constexpr):
-    """Write a weight as `_weight` finds it: the half is the nearest bf16, ties away from zero; of a NaN some NaN."""
+    """Write a weight for `_weight`: the half is the nearest bf16, ties away from zero; a NaN becomes some NaN."""
     bits = weight.to(tl.int32, bitcast=True)
     if SPLIT:
         upper = (bits + 0x8000) >> 16
@@ -60,7 +60,7 @@ def _gradient(pointer, inverse, places, mask, DTYPE: tl.constexpr, SCALED: tl.co
 
 @triton.jit
 def _adamw(weight, gradient, averages, squares, places, mask, rates, form, NEAR: tl.constexpr):
-    """Return the new weight; the moments are read and written. rates: 1 - lr * weight decay, and two of the step."""
+    """Return the new weight; the moments are updated. rates: 1 - lr * weight decay, and two factors of the step."""
     average = tl.load(averages + places, mask=mask, other=0.0)
     square = tl.load(squares + places, mask=mask, other=0.0)
     weight = weight * tl.load(rates)
@@ -78,7 +78,7 @@ def _adamw(weight, gradient, averages, squares, places, mask, rates, form, NEAR:
 
 @triton.jit
 def _sgd(weight, gradient, buffers, places, mask, rates, form, WAY: tl.constexpr):
-    """Return the new weight; the momentum is read and written. rates: minus the rate, and the steps taken before."""
+    """Return the new weight; the momentum is updated. rates: minus the learning rate, and the earlier steps."""
     if WAY.decay:
         gradient = gradient + weight * form.decay
     if WAY.momentum:
@@ -111,7 +111,7 @@ def step(
     table, chunks, rates, inverse, skip, form, WAY: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Step one chunk of one parameter, unless `skip` holds a number above zero.
+    """Step one chunk of one parameter, unless `skip` is above zero.
 
     table: int64 [parameters, 6], the addresses of weight, remainder, gradient and moments, and the elements;
     chunks: int32 [programs, 2], parameter and chunk; rates: fp32 [parameters, 4], see `lowp.kernels.updates.rates`.
@@ -132,7 +132,7 @@ def step(
         for start in range(0, CHUNK, BLOCK):
             places = first + start + tl.arange(0, BLOCK)
             _block(weights, rests, grads, averages, squares, inverse, own, places, places < whole, form, WAY)
-        if first + CHUNK >= count:  # the last chunk: what lies behind the last vector of 16
+        if first + CHUNK >= count:  # the last chunk: the elements after the last vector of 16
             places = whole + tl.arange(0, 16)
             _block(weights, rests, grads, averages, squares, inverse, own, places, places < count, form, WAY)
 
@@ -140,7 +140,7 @@ def step(
 # -- gradients --------------------------------------------------------------------------------------------------------
 @triton.jit
 def _check_block(grads, inverse, places, mask, DTYPE: tl.constexpr, UNSCALE: tl.constexpr):
-    """Unscale a block; return its magnitudes before, in fp32's bits, and its finite numbers after, in fp64."""
+    """Unscale a block; return its magnitudes before in fp32 bits, and its finite numbers after in fp64."""
     magnitude, sign = read(grads, places, mask, DTYPE, False)
     value = (magnitude | sign).to(tl.float32, bitcast=True)
     if UNSCALE:
@@ -168,11 +168,12 @@ def check(
     table, chunks, inverse, found, energies, largest, histogram, DTYPE: tl.constexpr, UNSCALE: tl.constexpr,
     COUNTS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Unscale one chunk of one gradient; look for infinities and NaNs, the largest number, the energy, the exponents.
+    """Unscale one chunk of one gradient; find infinities and NaNs, the largest magnitude, the energy and the exponents.
 
-    table: int64 [gradients, 2], address and elements. found: fp32, set to 1. energies: fp64 [programs], the sum of
-    squares of what is finite. largest: int32 [gradients], the bits of the largest magnitude before, of which NaN is
-    beyond infinity. histogram: int32 [256], by the exponent field of fp32, what is finite and not zero, before.
+    table: int64 [gradients, 2], address and elements. found: fp32, set to 1 for infinities or NaNs. energies: fp64
+    [programs], the sum of squares of the finite elements. largest: int32 [gradients], the bits of the largest magnitude
+    before unscaling; NaN is larger than infinity. histogram: int32 [256], counts of finite nonzero elements before
+    unscaling by the exponent field of fp32.
     """
     tensor = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
     first = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
@@ -189,12 +190,12 @@ def check(
         places = first + start + tl.arange(0, BLOCK)
         magnitude, value = _check_block(grads, scale, places, places < whole, DTYPE, UNSCALE)
         most = tl.maximum(most, magnitude)
-        energy = tl.fma(value, value, energy)  # as rounded as a sum of squares, which are exact
+        energy = tl.fma(value, value, energy)  # squares are exact in fp64: rounded like a sum
         if COUNTS:
             bins += _exponents(magnitude, places < whole)
     size = tl.reduce(most, 0, tl.standard._elementwise_max)
     squares = tl.reduce(energy, 0, tl.standard._sum_combine)
-    if first + CHUNK >= count:  # the last chunk: what lies behind the last vector of 16
+    if first + CHUNK >= count:  # the last chunk: the elements after the last vector of 16
         last = whole + tl.arange(0, 16)
         few, values = _check_block(grads, scale, last, last < count, DTYPE, UNSCALE)  # a name has one shape in Triton
         size = tl.maximum(size, tl.reduce(few, 0, tl.standard._elementwise_max))
