@@ -17,12 +17,13 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.exponents.first import FirstExponents
 from lowp.exponents.sites import is_result
-from lowp.exponents.table import ExponentTable, Flush, largest
+from lowp.exponents.table import ExponentTable, Flush, Written, largest
 from lowp.kernels import low_words, payloads
 from lowp.kernels.cpu_int16 import Seen
 from lowp.kernels.device_mantissas import own_exponent
-from lowp.kernels.writes import write
-from lowp.scaling import AutoflexState, Reactive
+from lowp.kernels.mantissas import Mantissas
+from lowp.kernels.writes import write_there
+from lowp.scaling import AutoflexState
 from lowp.scaling.powers import times
 
 __all__ = ["Condition", "DeviceTable", "both"]
@@ -49,22 +50,20 @@ class DeviceTable(ExponentTable):
         self.flags: dict[int, Tensor] = {}
 
     # -- one write ------------------------------------------------------------------------------------------------
-    def write(
-        self, x: Tensor, index: int, site: str = "", in_place: bool = False, when: Condition = True
-    ) -> tuple[Tensor, Any]:
+    def write(self, x: Tensor, index: int, site: str = "", in_place: bool = False, when: Condition = True) -> Written:
         """Return x as values of the format, and whether anything in it is not finite; note it where `when` holds.
 
         Never in place.
         """
         self._start(x, index, when)
-        result, seen = self._rounded(x, self.exponent_of(index))
+        result, seen, _ = self._rounded(x, self.exponent_of(index))
         bad = seen.nonfinite
         told = bad if when is True else bad & when
         self.flags[index] = self.flags[index] | told if index in self.flags else told
         if is_result(site):
             seen = seen._replace(nonfinite=x.isnan().any())
         self.note(index, seen if when is True else _counted(seen, when))
-        return result, bad
+        return Written(result, bad)
 
     def exponent_of(self, index: int) -> Tensor:
         """The exponent of an entry's next write, a 0-d tensor."""
@@ -82,10 +81,10 @@ class DeviceTable(ExponentTable):
             kept[places] = torch.where(anew, exponents, kept[places])
         self.state.started[places] = torch.where(anew, begin, self.state.started[places])
 
-    def _rounded(self, x: Tensor, exponent: Any, in_place: bool = False) -> tuple[Tensor, Seen]:
-        result, seen, _ = write(x, self.cast, exponent, isinstance(self.scaling, Reactive))
+    def _rounded(self, x: Tensor, exponent: Any, in_place: bool = False) -> tuple[Tensor, Seen, Mantissas | None]:
+        result, seen = write_there(x, self.cast, exponent)
         payloads.keep(result, self.cast.format, exponent)
-        return result, seen
+        return result, seen, None
 
     def low_word(self, x: Tensor, high: Tensor, index: int, axis: int | None) -> Tensor:
         """Return the value of the second word of x, zeros where it needs none."""

@@ -53,7 +53,11 @@ class SharedExponents:
         self.has_told_beyond = False  # about numbers too large for the format
 
     # -- writing --------------------------------------------------------------------------------------------------
-    def write(
+    def write(self, x: Tensor, cast: Cast, site: str, **how: bool) -> Tensor:
+        """Return the values of `written`, which takes the same arguments."""
+        return self.written(x, cast, site, **how)[0]
+
+    def written(
         self,
         x: Tensor,
         cast: Cast,
@@ -62,32 +66,33 @@ class SharedExponents:
         training: bool = True,
         unless_exact: bool = False,
         in_place: bool = False,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Mantissas | None]:
         """Return x, fp32 or fp64, as values of the cast's format in fp32, rounded once under the site's exponent.
 
         Saturates what does not fit. What is infinite or NaN stays so, and the site is among the `faults`.
         `unless_exact` gives x back where it is in the format, under whatever exponent, and notes nothing. Outside of
         `training` the exponent is that of x's own maximum, or the site's where the cast predicts none. `in_place`:
-        nobody else reads x, and the values may take its memory.
+        nobody else reads x, and the values may take its memory. The mantissas are those of a write on a CPU that was
+        noted, if they are all of it: None beside a second word, and of what is not finite.
         """
         x = x.detach() if x.requires_grad else x  # the same tensor object if possible, for data cached by tensor
         if unless_exact and payloads.is_exact(x, cast):
-            return x.float()
+            return x.float(), None
         group = self._group(cast, x.device)
         if isinstance(group, DeviceTable):
-            return self._write_there(group, x, site, training, unless_exact)
+            return self._write_there(group, x, site, training, unless_exact), None
         if not training:
-            return group.write_apart(x, site)
+            return group.write_apart(x, site), None
         index = self._begun(group, site)
         is_long = max(x.shape, default=0) >= low_words.FEATURES
-        result, nonfinite = group.write(x, index, site, in_place and not is_long and not self._listeners)
+        result, nonfinite, found = group.write(x, index, site, in_place and not is_long and not self._listeners)
         if is_long:
-            result = self._with_low_word(group, x, result, site)
+            result, found = self._with_low_word(group, x, result, site), None
         if nonfinite and site not in self._faults:
             self._faults.append(site)
         for listener in self._listeners:
             listener(site, x, group.exponents[index])
-        return result
+        return result, found
 
     def _write_there(self, group: DeviceTable, x: Tensor, site: str, training: bool, unless_exact: bool) -> Tensor:
         """Do `write` on a device, which decides by itself whether it happens."""
@@ -98,7 +103,7 @@ class SharedExponents:
             return result if when is True else torch.where(when, result, x.float())
         when = when if self._unless is None else both(when, ~self._unless)
         index = self._begun(group, site, when)
-        result, _ = group.write(x, index, site, when=when)
+        result = group.write(x, index, site, when=when).values
         exponent = group.exponent_of(index)
         if max(x.shape, default=0) >= low_words.FEATURES:
             result = self._with_low_word(group, x, result, site)
@@ -132,14 +137,16 @@ class SharedExponents:
         return high if low is None else low.add_(high)
 
     def sum_entry(self, cast: Cast, site: str) -> SumEntry | None:
-        """Return the entry for writing an exact sum of training from its integers; see `ExponentTable.sum_entry`.
+        """Return the entry for writing an exact sum of training directly from its integers.
 
-        None if the sum itself must be examined first and passed to `write`.
+        None if the sum itself must be examined and passed to `write`: at a first write, for listeners, and in other
+        rounding modes.
         """
         if self._listeners:
             return None
         group = self._group(cast, torch.device("cpu"))
-        return group.sum_entry(self._begun(group, site))
+        index = self._begun(group, site)
+        return SumEntry(group, index, group.exponents[index]) if group.is_plain and group.started[index] else None
 
     def write_(self, x: Tensor, cast: Cast, site: str) -> None:
         """Write x, an fp32 tensor, in place, as `write` does."""
@@ -233,7 +240,9 @@ class SharedExponents:
 
     def _begun(self, group: ExponentTable, site: str, when: Condition = True) -> int:
         """Return the entry of a site, ready for a write of training, which counts if `when` holds."""
-        index = group.index(site)
+        index = group.names.get(site)
+        if index is None:
+            return group.index(site)
         if index in group.pending and not distributed.has_other_ranks():
             # a second write at a site uses the result of the first
             if isinstance(group, DeviceTable):

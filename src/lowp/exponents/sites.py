@@ -34,6 +34,7 @@ from lowp.kernels import low_words
 if TYPE_CHECKING:
     from lowp.exponents.shared import SharedExponents
     from lowp.exponents.table import SumEntry
+    from lowp.kernels.mantissas import Mantissas
 
 __all__ = [
     "CLASSES",
@@ -226,19 +227,25 @@ class SiteWriter:
     _parts: Iterator[int] = field(default_factory=count, init=False)
 
     def write(self, x: Tensor, role: str, unless_exact: bool = False, in_place: bool = False) -> Tensor:
+        """Return the values of `written`, which takes the same arguments."""
+        return self.written(x, role, unless_exact, in_place)[0]
+
+    def written(
+        self, x: Tensor, role: str, unless_exact: bool = False, in_place: bool = False
+    ) -> tuple[Tensor, Mantissas | None]:
         """Return x (fp32 or fp64, outside the graph) as values of the format, in fp32, under the role's exponent.
 
         `unless_exact`: a tensor that is already in the format stays unchanged. `in_place`: unless an observer has seen
-        x, its memory may be overwritten. See `SharedExponents.write`.
+        x, its memory may be overwritten. See `SharedExponents.written`, which returns the mantissas, too.
         """
         if self.tell is not None:
             self.tell(x, role, self.cast)
         site = f"{role} of {self.where}"
         trail = self._trail_of(role)
         if trail is not None and trail.is_repeated and site in trail.exponents:
-            return self.exponents.write_again(x, self.cast, site, trail.exponents[site], unless_exact)
+            return self.exponents.write_again(x, self.cast, site, trail.exponents[site], unless_exact), None
         how = {"unless_exact": unless_exact, "in_place": in_place and self.tell is None}
-        result = self.exponents.write(x, self.cast, site, training=self.training, **how)
+        result = self.exponents.written(x, self.cast, site, training=self.training, **how)
         if trail is not None:
             self._note(trail, site)
         return result

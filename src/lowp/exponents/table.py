@@ -18,12 +18,12 @@ from lowp.kernels import int16_lists, low_words, payloads, predictions
 from lowp.kernels.cpu_int16 import Seen, is_direct
 from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.integer import Exact
-from lowp.kernels.mantissas import Mantissas, current_exponent, int16_element, values
-from lowp.kernels.writes import write, write_, write_words_
+from lowp.kernels.mantissas import Mantissas, current_exponent, int16_element, mantissas_and_values, values
+from lowp.kernels.writes import write_, write_words_
 from lowp.scaling import Autoflex, AutoflexState, Reactive, WritesSeen
 from lowp.scaling.powers import times
 
-__all__ = ["COUNTS", "ExponentTable", "Flush", "SumEntry", "largest"]
+__all__ = ["COUNTS", "ExponentTable", "Flush", "SumEntry", "Written", "largest"]
 
 
 class Flush(NamedTuple):
@@ -42,6 +42,14 @@ _COUNTED = {"overflowed": torch.int64, "crowded": torch.int64, "elements": torch
 _SEEN = {"mantissa": torch.int32, **_FLAGS, **_COUNTED, "mask": torch.bool}  # in the order of `Seen`
 _LOWEST = -1000  # below every exponent
 COUNTS = ("raises_needed", "raises_in_time", "headroom_sum", "measured")
+
+
+class Written(NamedTuple):
+    """A tensor that was written: its values in fp32, whether any is not finite, and its mantissas."""
+
+    values: Tensor
+    nonfinite: Any
+    mantissas: Mantissas | None = None  # None if any is not finite, and on an accelerator
 
 
 class SumEntry(NamedTuple):
@@ -99,20 +107,20 @@ class ExponentTable:
         return found
 
     # -- one write ------------------------------------------------------------------------------------------------
-    def write(self, x: Tensor, index: int, site: str = "", in_place: bool = False) -> tuple[Tensor, Any]:
-        """Return x as values of the format under the entry's exponent, and whether anything in x is not finite.
+    def write(self, x: Tensor, index: int, site: str = "", in_place: bool = False) -> Written:
+        """Return x as values of the format under the entry's exponent.
 
         Notes the observations. Non-finite values stay unchanged. In results, where infinities are ordinary values, the
         entry uses the other values.
         """
         if not self.started[index]:
             self._start(x, index)
-        result, seen = self._rounded(x, self.exponents[index], in_place)
+        result, seen, found = self._rounded(x, self.exponents[index], in_place)
         nonfinite = seen.nonfinite
         if nonfinite and is_result(site):
             seen = seen._replace(nonfinite=bool(x.isnan().any()))
         self.note(index, seen)
-        return result, nonfinite
+        return Written(result, nonfinite, found)
 
     def exponent_of(self, index: int) -> Any:
         """Return the exponent of an entry's next write: a number on a CPU, a 0-d tensor on an accelerator."""
@@ -135,13 +143,6 @@ class ExponentTable:
         if not self.started[index]:
             self._start(x, index)
         return bool(low_words.is_coarse(x, self.exponents[index], axis))
-
-    def sum_entry(self, index: int) -> SumEntry | None:
-        """Return the entry for writing an exact sum directly from its integers.
-
-        None if the sum itself must be examined: for a first write, and for other rounding modes.
-        """
-        return SumEntry(self, index, self.exponents[index]) if self.is_plain and self.started[index] else None
 
     def write_(self, x: Tensor, index: int) -> None:
         """Write x, an fp32 tensor, in place."""
@@ -215,12 +216,17 @@ class ExponentTable:
         """Return x as values of the format under an exponent, and remember nothing."""
         return self._rounded(x, exponent)[0]
 
-    def _rounded(self, x: Tensor, exponent: Any, in_place: bool = False) -> tuple[Tensor, Seen]:
-        """Return x as values of the format, with cached mantissas, and the observations."""
-        result, seen, payload = write(x, self.cast, exponent, isinstance(self.scaling, Reactive), in_place)
-        if payload is not None:
-            payloads.keep(result, self.cast.format, exponent, payload)
-        return result, seen
+    def _rounded(self, x: Tensor, exponent: Any, in_place: bool = False) -> tuple[Tensor, Seen, Mantissas | None]:
+        """Return x as values of the format, the observations, and the mantissas, which are kept, if x is finite."""
+        found, result = mantissas_and_values(x, self.cast, exponent, in_place)
+        payload, _, seen = found
+        assert seen is not None
+        if isinstance(self.scaling, Reactive):
+            seen = seen._replace(crowded=int((payload.abs() > int16_element(self.cast).maximum // 2).sum()))
+        if seen.nonfinite:
+            return result, seen, None
+        payloads.keep(result, self.cast.format, exponent, payload)
+        return result, seen, found
 
     def admit(self, x: Tensor, index: int) -> None:
         """Forget the entry's past if x would saturate under its exponent."""

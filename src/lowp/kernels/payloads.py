@@ -100,20 +100,21 @@ def keep(x: Tensor, of: Format | Cast, exponent: int | Tensor, payload: Tensor |
 
 def hint(x: Tensor, format: Format | None = None) -> tuple[Format, int | Tensor] | None:
     """Return the format and the exponent that x's memory had when it was last looked at; of one format, if given."""
-    found = _find(x)
+    found = _find(x, answers_at_once(x))
     if found is None or isinstance(found.of, Cast) or (format is not None and found.of != format):
         return None
     return found.of, found.exponent
 
 
-def _find(x: Tensor) -> _Payload | None:
+def _find(x: Tensor, at_once: bool) -> _Payload | None:
+    """Return what is kept of x if its exponent lies as `answers_at_once` says of x, on the host or on a device."""
     if not _by_storage or not _is_served(x):
         return None
     storage = x.untyped_storage()
     found = _by_storage.get(id(storage))
     if found is None or found.storage() is not storage:
         return None
-    return found if isinstance(found.exponent, Tensor) != answers_at_once(x) else None
+    return found if isinstance(found.exponent, Tensor) != at_once else None
 
 
 # -- mantissas ----------------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ def exact(x: Tensor, cast: Cast) -> Mantissas | None:
 
     The cast's scaling counts for nothing. A -0 counts as 0. None of an accelerator, which is not asked.
     """
-    return _exact(x, cast, _find(x)) if answers_at_once(x) else None
+    return _exact(x, cast, _find(x, True)) if answers_at_once(x) else None
 
 
 def _exact(x: Tensor, cast: Cast, found: _Payload | None) -> Mantissas | None:
@@ -149,7 +150,7 @@ def relu(x: Tensor, cast: Cast, with_values: bool = True) -> tuple[Mantissas, Te
 
     The pass compares every element with the mantissas that are kept of it.
     """
-    found = _find(x) if with_values and x.is_contiguous() else None
+    found = _find(x, answers_at_once(x)) if with_values and x.is_contiguous() else None
     payload = None if found is None or found.of != cast.format else found.of_view(x)
     if found is not None and payload is not None and abs(found.exponent) <= _LARGEST:
         both = cpu_int16.relu(x.detach(), payload, found.exponent)
@@ -163,7 +164,7 @@ def is_exact(x: Tensor, cast: Cast) -> bool:
     """Whether every element of x is in the cast's format under one exponent; not asked of an accelerator."""
     if not answers_at_once(x):
         return False
-    found = _find(x)
+    found = _find(x, True)
     if found is not None and not found.is_of(cast.format):
         found = None
     if found is not None:
@@ -182,7 +183,7 @@ def are_exact(tensors: Sequence[Tensor], cast: Cast) -> list[bool]:
     """Return `is_exact` of each tensor; one call compares all that lie as what is kept of them."""
     kept: dict[int, tuple[Tensor, Mantissas, cpu_int16.Rows]] = {}
     for index, x in enumerate(tensors):
-        found = _find(x) if uses_library() and answers_at_once(x) else None
+        found = _find(x, True) if uses_library() and answers_at_once(x) else None
         payload = None if found is None or not found.is_of(cast.format) else found.of_view(x)
         if found is None or payload is None or abs(found.exponent) > _LARGEST:
             continue
@@ -210,7 +211,7 @@ def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0)
         return device_mantissas.rounded(x, cast, seed() if cast.is_stochastic else 0, _hint_there(x, cast))
     if cast.is_stochastic:
         return current_mantissas(x, cast, int(seed()))
-    found = _find(x)
+    found = _find(x, True)
     if found is not None:
         again = _rounded_again(x, cast, found)
         if again is not None:

@@ -37,7 +37,6 @@ from lowp.kernels.byte_rows import Activations, ByteRows, Bytes
 from lowp.kernels.dispatch import forced
 from lowp.kernels.few_bits import Codes, Signs
 from lowp.kernels.hardware import multiplies
-from lowp.kernels.integer import Exact, NotFinite
 from lowp.kernels.mantissas import Mantissas
 from lowp.kernels.scratch import Scratch, is_large
 from lowp.policy import Accumulation
@@ -45,7 +44,6 @@ from lowp.policy import Accumulation
 __all__ = [
     "Form",
     "contract",
-    "contract_mantissas",
     "contract_packed",
     "gradients_sixteen_bits",
     "has_launches",
@@ -77,11 +75,6 @@ class Form(Protocol):
         self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype, bias: Tensor | None
     ) -> Tensor:
         """Return the product of mantissas, summed exactly or in chains, with its bias added."""
-
-    def mantissas(
-        self, slot: int, left: Mantissas, right: Mantissas, exponent: int, symmetric: bool, bias: Tensor | None
-    ) -> Exact | None:
-        """Return the exact product, and bias, as mantissas under an exponent; None where it is none."""
 
     def with_bias(self, result: Tensor, bias: Tensor) -> Tensor:
         """Return the output with its bias added."""
@@ -200,24 +193,6 @@ def sixteen_bits_run_in(x: Tensor, dtype: torch.dtype) -> torch.dtype:
     if way == "native" or (way is None and multiplies(x.device.type, dtype)):
         return dtype
     return torch.float64 if way == "reference" else torch.float32
-
-
-def contract_mantissas(
-    form: Form,
-    slot: int,
-    operands: tuple[Mantissas, Mantissas],
-    exponent: int,
-    symmetric: bool,
-    bias: Tensor | None = None,
-) -> Exact | None:
-    """Return the exact product of integers, and bias, as int16 under an exponent, rounded once.
-
-    None where the sum is needed itself: also for a bias that is not finite, or that is no number a column.
-    """
-    try:
-        return form.mantissas(slot, *operands, exponent, symmetric, bias)
-    except NotFinite:
-        return None
 
 
 Packed = (

@@ -11,32 +11,15 @@ from lowp.kernels.cpu_int16 import Seen, is_direct, to_int16, words_int16
 from lowp.kernels.mantissas import int16_element, mantissas_and_values, wide_cast
 from lowp.scaling.powers import times
 
-__all__ = ["write", "write_", "write_words_"]
+__all__ = ["write_", "write_there", "write_words_"]
 
 
-def write(
-    x: Tensor, cast: Cast, exponent: int | Tensor, crowded: bool = False, in_place: bool = False
-) -> tuple[Tensor, Seen, Tensor | None]:
-    """Return x as values of the format in fp32 under an exponent, what was seen, and the mantissas if there are some.
+def write_there(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Tensor, Seen]:
+    """Return x as values of the format in fp32 under an exponent of its device, and what was seen, without waiting.
 
-    What is not finite stays as it is. `in_place`: the values may take the memory of x. An exponent that is a tensor on
-    an accelerator is not waited for; there are no mantissas then.
+    What is not finite stays as it is. On a CPU `mantissas_and_values` does this.
     """
-    if isinstance(exponent, Tensor):
-        return *_write_without_waiting(x, cast, exponent), None
-    (payload, _, seen), result = mantissas_and_values(x, cast, exponent, in_place)
-    assert seen is not None
-    if crowded:
-        seen = seen._replace(crowded=int((payload.abs() > _limit(cast) // 2).sum()))
-    return result, seen, None if seen.nonfinite else payload
-
-
-def _limit(cast: Cast) -> int:
-    return int(int16_element(cast).maximum)
-
-
-def _write_without_waiting(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Tensor, Seen]:
-    limit = _limit(cast)
+    limit = int(int16_element(cast).maximum)
     x = x if x.dtype is torch.float64 else x.float()
     scaled = times(x, -exponent)
     finite = x.isfinite()
@@ -74,7 +57,8 @@ def write_(x: Tensor, cast: Cast, exponent: int) -> Seen:
 def write_words_(x: Tensor, cast: Cast, exponent: int, low_bits: int) -> Seen | None:
     """Write x, of fp32, in place as two words, the second `low_bits` lower, in one pass; return what was seen.
 
-    None, with nothing done, where there is no kernel for it: `write` and `low_words.low_value` are what it computes.
+    None, with nothing done, where there is no kernel for it: it computes `mantissas_and_values` and then
+    `low_words.low_value`.
     """
     if cast.rounding is not Rounding.NEAREST_EVEN or abs(exponent) > 100 or not is_direct(x):
         return None

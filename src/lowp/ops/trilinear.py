@@ -73,14 +73,18 @@ class Form(ABC):
     ) -> Exact | None:
         """Return the same product as int16 under an exponent: the exact sum, and bias, rounded once.
 
-        None for other sums. Raises NotFinite for such a bias.
+        None where the sum is needed itself: of other products, and for a bias that is not finite or that is no number
+        a column.
         """
         numbers = None if bias is None else self.numbers_a_column(bias)
         if not self.is_integer_sum(slot) or (bias is not None and numbers is None):
             return None
         shift = left.exponent + right.exponent - exponent
         added = None if numbers is None else Bias(numbers, -exponent)
-        return self._exact_sum(slot, left.payload, right.payload, exponent=shift, symmetric=symmetric, bias=added)
+        try:
+            return self._exact_sum(slot, left.payload, right.payload, exponent=shift, symmetric=symmetric, bias=added)
+        except integer.NotFinite:
+            return None
 
     def is_integer_sum(self, slot: int) -> bool:
         """Whether the product of a slot is a sum of products of the operands' integers, and nothing else."""

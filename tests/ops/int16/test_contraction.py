@@ -49,20 +49,12 @@ FLEX = {
 def test_a_step_of_a_network_converts_each_tensor_once(
     precision: str, most: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, calls = cpu.library(), Counter[str]()
-
-    class Counting:
-        def __getattr__(self, name: str) -> Any:
-            calls[name] += 1
-            return getattr(own, name)
-
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
     numbers = lowp.Precision(precision)
     model, optimizer = numbers.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x, y = torch.randn(16, 32), torch.randn(16, 4)
-    monkeypatch.setattr(cpu, "library", Counting)
-    monkeypatch.setattr(cpu, "loaded", Counting)
+    calls = _counted(monkeypatch)
     for _ in range(4):  # the first ones begin the exponents
         calls.clear()
         with numbers.autocast():
@@ -71,6 +63,37 @@ def test_a_step_of_a_network_converts_each_tensor_once(
         numbers.step(optimizer)
         optimizer.zero_grad()
     assert not {name: count for name, count in calls.items() if count > most.get(name, 0)}
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The calls of the C++ library from here on, by function."""
+    own, calls = cpu.library(), Counter[str]()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            calls[name] += 1
+            return getattr(own, name)
+
+    monkeypatch.setattr(cpu, "library", Counting)
+    monkeypatch.setattr(cpu, "loaded", Counting)
+    return calls
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="the C++ library was not built")
+def test_a_gradient_from_outside_is_multiplied_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    numbers, layer = lowp.Precision("flex16+5"), nn.Linear(200, 200)  # too large for one call
+    layer, optimizer = numbers.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    for _ in range(2):  # the first step begins the exponents
+        x = torch.randn(200, 200, requires_grad=True)
+        with numbers.autocast():
+            y = layer(x)
+        with monkeypatch.context() as patch:
+            calls = _counted(patch)
+            y.backward(torch.randn(200, 200))
+        numbers.step(optimizer)
+    # the gradient and that of the bias are written; the former is not compared with its mantissas
+    assert calls["lowp_write_int16"] == 2 and not calls["lowp_same_int16"] and not calls["lowp_current_int16"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lowp
 from lowp.casts import parse
-from lowp.kernels import cpu, int16_linear, payloads, writes
+from lowp.exponents import table
+from lowp.kernels import cpu, int16_linear, payloads
 from lowp.kernels.dispatch import uses_library
 from lowp.ops.int16 import flexpoint, pooling
 from lowp.ops.int16 import saved as saved_room
@@ -99,14 +100,14 @@ def test_backward_has_the_bits_that_it_has_from_what_torch_keeps(name: str, monk
 @pytest.mark.skipif(not uses_library(), reason="the C++ library alone writes in place")
 def test_results_that_nobody_else_reads_are_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bool] = []
-    write = writes.mantissas_and_values
+    write = table.mantissas_and_values
 
     def spied(x: Tensor, *how: Any) -> Any:
         found = write(x, *how)
         written.append(found[1].data_ptr() == x.data_ptr())
         return found
 
-    monkeypatch.setattr(writes, "mantissas_and_values", spied)
+    monkeypatch.setattr(table, "mantissas_and_values", spied)
     kept = outcome(OPS["batch_norm"])
     assert any(written)
     monkeypatch.setattr(saved_room, "_is_alone", lambda x, others: False)

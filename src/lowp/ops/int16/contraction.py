@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.compat import widest_float
+from lowp.compat import remembered_by_identity, widest_float
 from lowp.exponents import SiteWriter
 from lowp.kernels import device_integers, device_mantissas, low_words, payloads
 from lowp.kernels.device_exponents import apart, power, together
 from lowp.kernels.dispatch import answers_at_once
 from lowp.kernels.mantissas import Mantissas, has_mantissas, sums
-from lowp.kernels.products import contract, contract_mantissas
+from lowp.kernels.products import contract
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import end_of, functorch_is_active, shielded
 from lowp.ops.int16.nodes import (
@@ -35,6 +35,7 @@ from lowp.ops.int16.nodes import (
     fp64_contraction,
     gradient_roles,
     rounded_gradient,
+    written_gradient,
 )
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Form, Linear
 from lowp.policy import Accumulation, Rule
@@ -169,12 +170,12 @@ def _incoming(gradient: Tensor, product: Contraction, results: Results | None) -
     casts, is_graph, is_told = product.casts, torch.is_grad_enabled() or functorch_is_active(), False
     found = None
     if results is not None:
-        may_stay = _may_stay(casts.rule)
+        may_stay, is_read_as_written = _reading(casts.rule)
         found = payloads.exact(gradient, cast(Cast, casts.rule.output)) if may_stay and not is_graph else None
         if found is None:
             unless_exact = is_graph or (may_stay and not answers_at_once(gradient))  # on a device the kernel decides
-            gradient = rounded_gradient(gradient, results.writer, OUTPUT_GRADIENT, unless_exact)
-            is_told = True
+            gradient, written = written_gradient(gradient, results.writer, OUTPUT_GRADIENT, unless_exact)
+            found, is_told = written if is_read_as_written and not is_graph else None, True
     if found is None and not is_graph:
         found = _mantissas(gradient, casts.rule.grad, casts)
     if found is not None and casts.watch is not None and not is_told:
@@ -200,10 +201,18 @@ def _words(gradient: Tensor, high: Mantissas, product: Contraction) -> list[Mant
     return [high, low_words.low_word(gradient, high, cast)] if low_words.is_coarse(gradient, high.exponent) else [high]
 
 
-def _may_stay(rule: Rule) -> bool:
-    """Whether a gradient that is already in the format of outputs is not written again."""
+@remembered_by_identity
+def _reading(rule: Rule) -> tuple[bool, bool]:
+    """Whether a gradient that is already in the format of outputs is not written again, and how gradients are read.
+
+    The latter is whether the mantissas that were written are those that the rule's cast makes of a gradient.
+    """
     grad, output = rule.grad, rule.output
-    return grad is not None and output is not None and grad.format == output.format and has_mantissas(output)
+    if grad is None or output is None or grad.format != output.format or not has_mantissas(output):
+        return False, False
+    scaling = grad.scaling
+    is_free = scaling is None or (scaling.headroom == 0 and scaling.exponent is None)
+    return True, is_free and not grad.is_stochastic
 
 
 def _write_sum(
@@ -220,7 +229,7 @@ def _write_sum(
     is_known = is_exact and not isinstance(operands[0].exponent, Tensor)
     entry = writer.sum_entry(role) if is_known else None
     if entry is not None:
-        found = contract_mantissas(form, slot, operands, entry.exponent, entry.table.is_symmetric, bias)
+        found = form.mantissas(slot, *operands, entry.exponent, entry.table.is_symmetric, bias)
         if found is not None:
             return entry.write(found)
     return writer.write(_sum(form, slot, accumulate, [operands], bias), role)

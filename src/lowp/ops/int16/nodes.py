@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowp.errors import Misuse
 from lowp.exponents import SiteWriter
 from lowp.kernels.floats import need_fp64
+from lowp.kernels.mantissas import Mantissas
 from lowp.kernels.products import contract
 from lowp.ops.call import Call, RoleCasts
 from lowp.ops.casting import is_irregular, rounded, shield
@@ -118,11 +119,18 @@ def rounded_gradient(
 
     `in_place`: the gradient has no other reader, so that without such a graph its memory may be overwritten.
     """
+    return written_gradient(gradient, writer, role, unless_exact, in_place)[0]
+
+
+def written_gradient(
+    gradient: Tensor, writer: SiteWriter, role: str, unless_exact: bool, in_place: bool = False
+) -> tuple[Tensor, Mantissas | None]:
+    """Return `rounded_gradient`, and the mantissas that were written if they are all of it."""
     if is_irregular(gradient):
         raise Misuse(
             f"a gradient is sparse ({gradient.layout}), and shared exponents need dense tensors: create the "
             "embedding with sparse=False, or train in dfp16, which leaves its gradient in fp32"
         )
     if torch.is_grad_enabled() and gradient.requires_grad:
-        return rounded_by(gradient, writer, role, None, unless_exact)
-    return writer.write(gradient, role, unless_exact, in_place)
+        return rounded_by(gradient, writer, role, None, unless_exact), None
+    return writer.written(gradient, role, unless_exact, in_place)
