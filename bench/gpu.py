@@ -1,322 +1,61 @@
 """Everything that a GPU is to be asked, in one call of under nine minutes: `python bench/gpu.py`.
 
     python bench/gpu.py [--out bench/results/gpu.json] [--minutes 8.5] [--parts kernels,bandwidth,bert]
-    python bench/gpu.py --device cpu --size tiny        every line of it but CUDA's own, on any machine
+    python bench/gpu.py --device cpu --size tiny        every line of it but CUDA's own, on any machine: a minute
 
 The parts, in order: `build` (what is there, and what each kernel's first call takes), `kernels` (every cast against
 the definition, bit for bit), `bandwidth` (each kernel beside torch.copy_), then the recipes `rossmann`, `unet` and
 `bert` at full size: time a step, wall time, memory allocated and reserved, in fp32 (TF32 off and on), torch.amp and
-lowp, one row after the other, each alone on the device. After each part, and each row of a recipe, the file is written
-anew, so that a call that is cut off leaves what it has found. `goals` says which of the goals are met: nowhere slower
-or larger than torch.amp in the same format, BERT 1.10 times as fast and 15 % smaller.
+lowp, one row after the other, each alone on the device.
+
+Each part runs in a process of its own, and what it asks has a limit of its own: an error, a crash or a hang ends one
+kernel or row, and another process does the rest. The file is written anew after each of them, so that a call that is
+cut off leaves what it has found. `goals` says which of the goals are met: no cast differs from the definition; nowhere
+slower or larger than torch.amp in the same format; BERT 1.10 times as fast and 15 % smaller.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import statistics
+import importlib.util
+import json
+import signal
+import sys
+import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+STARTED = time.monotonic()
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE)]
+if importlib.util.find_spec("lowp") is None:  # not installed: it is taken from this checkout
+    sys.path.append(str(HERE.parent / "src"))
 
-import lowp
-from lowp import kernels
-from lowp.benchmarking.contenders import STOPPED_BY, Contender, contenders_of
-from lowp.benchmarking.memory import peaks_of
-from lowp.benchmarking.timing import STEP_METHOD, WALL_METHOD, StepTimer, slow_limit, time_steps, wait
-from lowp.errors import LowpError
-from lowp.formats import FORMATS, FloatFormat
-from lowp.kernels.choices import choices
-from lowp.recipes import get, results
-from lowp.recipes.recipe import Data
-from lowp.recipes.training import Settings, load_data
+import torch  # noqa: E402
+from gpu_children import Result, Task, supervise, work  # noqa: E402
+from gpu_parts import NARROW, PARTS, RECIPES, Run, failures, is_healthy  # noqa: E402
+
+from lowp.benchmarking.timing import STEP_METHOD, WALL_METHOD, slow_limit  # noqa: E402
+from lowp.recipes import results  # noqa: E402
 
 KIND = "gpu"
-RECIPES = ("rossmann", "unet", "bert")
-PRECISIONS = ("fp16", "bf16", "fp8", "flex16+5")
-NARROW = ("fp16", "bf16")  # what torch.amp has, too
 FASTER, SMALLER = {"bert": 1.10}, {"bert": 0.85}  # of torch.amp; elsewhere 1
-CASTS = ("", ":stochastic", ":toward-zero", ":nearest-away", ":saturate")
-SCALED = ("mxfp8", "mxfp4", "nvfp4", "int8", "e4m3fn@fp32/row", "dfp16")
-SHARES = {"kernels": 0.25, "rossmann": 0.15, "unet": 0.3, "bert": 1.0}  # of the time that is left when a part begins
+LAST_SECONDS = 10.0  # for the file and the goals
 ROWS_METHOD = (
     "the rows follow each other, each with the device to itself, where `lowp bench` has them take turns: `relative` is "
-    "the median by that of fp32; memory is that of a step of a training of its own, from an empty cache"
+    "the median by that of fp32; memory is that of a step of a training of its own, from an empty cache. All rows run "
+    "eagerly, with the same optimizer, on CUDA torch's fused one, with torch's defaults for cuDNN, and but for the row "
+    "that says so with TF32 off. Fewer examples are drawn than the recipe has; an epoch is counted with all of them"
 )
-_AHEAD = 16  # copies of what is timed, queued before it: about a millisecond on the fastest device
-Part = Callable[["Run"], dict[str, Any]]
-
-
-@dataclass
-class Run:
-    """What was asked for, and what was found so far."""
-
-    device: torch.device
-    size: str
-    seconds: float
-    ends: float  # by time.monotonic()
-    save: Callable[[], None]  # writes what was found so far
-    found: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_tiny(self) -> bool:
-        """Whether only the lines are to be run through."""
-        return self.size == "tiny"
-
-    def left(self) -> float:
-        """Seconds that are left."""
-        return self.ends - time.monotonic()
-
-
-# -- what is there ----------------------------------------------------------------------------------------------------
-def build(run: Run) -> dict[str, Any]:
-    """Return the device, what was chosen for it, and the seconds of the first call of each kernel."""
-    x = torch.randn(4096, device=run.device)
-    first, errors = _first_calls(run, _candidates(x, torch.empty_like(x)))
-    facts: dict[str, Any] = {"choices": choices(), "available": list(kernels.available(run.device.type))}
-    if run.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(run.device)
-        facts |= {
-            **{"name": properties.name, "capability": [properties.major, properties.minor]},
-            **{"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count},
-            **{"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()},
-        }
-    return {**facts, "first_call_seconds": first, "errors": errors}
-
-
-def _first_calls(run: Run, candidates: dict[str, Callable[[], object]]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the seconds of the first call of each that can be called, and the errors of the others."""
-    first: dict[str, float] = {}
-    errors: dict[str, str] = {}
-    for name, call in candidates.items():
-        started = time.perf_counter()
-        try:
-            call()
-            wait(run.device)
-        except Exception as error:  # whatever a compiler or a device raises: the others are to be called
-            errors[name] = f"{type(error).__name__}: {error}"
-            continue
-        first[name] = time.perf_counter() - started
-    return first, errors
-
-
-# -- the kernels against the definition -------------------------------------------------------------------------------
-def check_kernels(run: Run) -> dict[str, Any]:
-    """Return how many numbers every cast gets wrong on the device, compared with the definition on the CPU."""
-    x, wrong, errors = _numbers(run), {}, {}
-    ends = time.monotonic() + SHARES["kernels"] * run.left()
-    checks = _checks(run)
-    for name, check in checks.items():
-        if time.monotonic() > ends:
-            break
-        try:
-            found = check(x.to(run.device)).cpu()
-            with kernels.use("reference"):
-                expected = check(x)
-        except Exception as error:  # whatever a compiler or a device raises: the others are to be checked
-            errors[name] = f"{type(error).__name__}: {error}"
-            continue
-        wrong[name] = int((_bits(found) != _bits(expected)).sum())
-    return {
-        "numbers": x.numel(),
-        "checked": len(wrong),
-        "not_reached": list(checks)[len(wrong) + len(errors) :],
-        "wrong": {name: count for name, count in wrong.items() if count},
-        "errors": errors,
-    }
-
-
-def _checks(run: Run) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return what is checked, by name; every kind first: kernels compile in their first call, and time may be short."""
-    checks: dict[str, Callable[[Tensor], Tensor]] = {"statistics": lambda y: lowp.statistics(y).exponent_histogram}
-    checks |= {f"quantize {name}": (lambda y, name=name: lowp.quantize(y, name)) for name in SCALED}
-    for name in _coded(run):
-        checks[f"encode {name}"] = lambda y, name=name: lowp.encode(y, name).view(torch.uint8)
-        checks[f"decode {name}"] = lambda y, name=name: lowp.decode(lowp.encode(y, name), name)
-    return checks | {f"quantize {text}": (lambda y, text=text: lowp.quantize(y, text, seed=3)) for text in _casts(run)}
-
-
-def _casts(run: Run) -> list[str]:
-    """Return the casts that are checked, as text: every format in every way that it has."""
-    names = [name for name, row in FORMATS.items() if isinstance(row, FloatFormat) and row.bits <= 32]
-    found = []
-    for way in CASTS:
-        for name in names[:: 4 if run.is_tiny else 1]:
-            try:
-                found.append(str(lowp.casts.parse(name + way)))
-            except LowpError:  # no such way in this format
-                continue
-    return list(dict.fromkeys(found))
-
-
-def _coded(run: Run) -> list[str]:
-    """Return the formats of which every number has a code."""
-    rows = [row for row in FORMATS.values() if isinstance(row, FloatFormat) and row.bits <= 16]
-    return [row.name for row in rows if row.has_nan and row.signed][:: 4 if run.is_tiny else 1]
-
-
-def _numbers(run: Run) -> Tensor:
-    """Return numbers of every magnitude, all patterns of the high 16 bits of fp32 among them, in rows of 256."""
-    patterns = torch.arange(1 << 16, dtype=torch.int32) << 16
-    patterns = patterns[::64] if run.is_tiny else torch.cat([patterns, patterns | 0x8000, patterns | 0x7FFF])
-    generator = torch.Generator().manual_seed(0)
-    spread = torch.randn(len(patterns), generator=generator)
-    return torch.cat([patterns.view(torch.float32), spread]).view(-1, 256)
-
-
-def _bits(x: Tensor) -> Tensor:
-    return torch.where(x.isnan(), torch.nan, x).view(torch.int32) if x.dtype is torch.float32 else x
-
-
-# -- the kernels beside a copy ----------------------------------------------------------------------------------------
-def bandwidth(run: Run) -> dict[str, Any]:
-    """Return seconds and bytes a second of each kernel and of torch.copy_, the median of calls that take turns.
-
-    What cannot be called at all is left out: `build` tells its error.
-    """
-    x = torch.randn(1 << (12 if run.is_tiny else 26), device=run.device)
-    out, rounds = torch.empty_like(x), 2 if run.is_tiny else 12
-    candidates = {"torch.copy_": lambda: out.copy_(x), **_candidates(x, out)}
-    times: dict[str, list[float]] = {name: [] for name in _first_calls(run, candidates)[0]}
-    for turn in range(rounds + 2):
-        for name in times:
-            taken = _seconds(run.device, candidates[name], lambda: out.copy_(x))
-            times[name] += [taken] if turn >= 2 else []
-    medians = {name: statistics.median(taken) for name, taken in times.items()}
-    rates = {name: 8 * x.numel() / seconds for name, seconds in medians.items()}
-    return {
-        "elements": x.numel(),
-        "method": "8 bytes an element (fp32 read and written), whatever the kernel writes; median of calls in turns",
-        "seconds": medians,
-        "bytes_per_second": rates,
-        "of_copy": {name: rate / rates["torch.copy_"] for name, rate in rates.items()},
-    }
-
-
-def _candidates(x: Tensor, out: Tensor) -> dict[str, Callable[[], object]]:
-    """Return what is timed, by name."""
-    codes = lowp.encode(x.cpu(), "e4m3fn").to(x.device)
-    table: dict[str, Callable[[], object]] = {
-        text: lambda text=text: lowp.quantize(x, text, seed=1, out=out)
-        for text in ("fp16", "bf16", "e4m3fn", "e5m2", "e5m7", "bf16:stochastic", "e4m3fn:stochastic")
-    }
-    table["encode e4m3fn"] = lambda: lowp.encode(x, "e4m3fn")
-    table["decode e4m3fn"] = lambda: lowp.decode(codes, "e4m3fn")
-    table["statistics"] = lambda: lowp.statistics(x)
-    table["mxfp8"] = lambda: lowp.quantize(x, "mxfp8")
-    table["nvfp4"] = lambda: lowp.quantize(x, "nvfp4")
-    table["mxfp8 codes"] = lambda: lowp.encode(x, "mxfp8")
-    table["int8 rows"] = lambda: lowp.quantize(x.view(-1, 256), "int8")
-    return table
-
-
-def _seconds(device: torch.device, call: Callable[[], object], busy: Callable[[], object]) -> float:
-    """Return the seconds of a call: on CUDA by its own events, without the way from Python to the device.
-
-    `busy` is queued before, so that the device is at work until all of the call is in its queue: the first event would
-    be met at once by a device that is idle, and the time of Python be counted.
-    """
-    if device.type != "cuda":
-        started = time.perf_counter()
-        call()
-        return time.perf_counter() - started
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(_AHEAD):
-        busy()
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1000
-
-
-# -- the recipes ------------------------------------------------------------------------------------------------------
-def recipe(name: str) -> Part:
-    """Return the part that trains a recipe in every precision, one after the other: no row holds another's memory."""
-
-    def measure(run: Run) -> dict[str, Any]:
-        settings = Settings(name, size=None if run.is_tiny else "full", device=str(run.device))
-        settings = Settings(**{**vars(settings), "batch": 2 if run.is_tiny else None}).filled()
-        ends = time.monotonic() + SHARES[name] * run.left()
-        started = time.perf_counter()
-        data = load_data(settings)
-        loaded, rows = time.perf_counter() - started, contenders_of(settings, PRECISIONS, torch_amp=True)
-        assert settings.batch is not None
-        variants: dict[str, Any] = {}
-        part = {**results.recipe_head(get(name), data, settings.size), "batch": settings.batch}
-        run.found[name] = part | {"data_seconds": loaded, "variants": variants}
-        for place, one in enumerate(rows):
-            turn_ends = time.monotonic() + (ends - time.monotonic()) / (len(rows) - place)
-            row = variants[one.label] = _guarded(one, data, settings.batch, run, turn_ends)
-            first, own = variants[rows[0].label]["step"]["median"], row["step"]["median"]
-            row["step"]["relative"] = own / first if own and first else None
-            run.save()
-        found: dict[str, Any] = run.found[name]
-        return found
-
-    return measure
-
-
-def _guarded(contender: Contender, data: Data, batch: int, run: Run, ends: float) -> dict[str, Any]:
-    """Do `_alone`; whatever ends a row, a compiler's error or a slip of the pen, leaves the other rows."""
-    try:
-        return _alone(contender, data, batch, run, ends)
-    except Exception as error:
-        timer = StepTimer(contender, failure=f"{type(error).__name__}: {error}")
-        told = traceback.format_exc()
-    _free(run.device)
-    return {**_row(timer, (None, None), data, batch), "traceback": told}
-
-
-def _alone(contender: Contender, data: Data, batch: int, run: Run, ends: float) -> dict[str, Any]:
-    """Return what one row takes, with nothing else on the device, until a moment by time.monotonic()."""
-    timer = StepTimer(contender)
-    if time.monotonic() < ends:
-        (timer,) = time_steps([contender], data, run.seconds, lambda: time.monotonic() > ends)
-    else:
-        timer.failure = "no time was left"
-    _free(run.device)
-    row = _row(timer, _peaks(timer, data, batch), data, batch)
-    _free(run.device)
-    return row
-
-
-def _free(device: torch.device) -> None:
-    """Hand back to the device what nobody holds any more."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _peaks(timer: StepTimer, data: Data, batch: int) -> tuple[int | None, int | None]:
-    """Return the bytes that a step allocates and reserves; None of a row that cannot take one."""
-    if timer.failure is not None or timer.median is None:
-        return None, None
-    try:
-        return peaks_of(timer.contender, data, batch)
-    except STOPPED_BY as error:
-        timer.failure = f"{type(error).__name__}: {error}"
-        return None, None
-
-
-def _row(timer: StepTimer, peaks: tuple[int | None, int | None], data: Data, batch: int) -> dict[str, Any]:
-    contender: Contender = timer.contender
-    what = {"kind": contender.kind, "precision": contender.settings.precision, "tf32": contender.tf32}
-    times = {"failure": timer.failure, "step": timer.step(), "wall": timer.wall(len(data.training) // batch)}
-    return {**what, **times, "allocated": peaks[0], "reserved": peaks[1]}
 
 
 # -- the goals --------------------------------------------------------------------------------------------------------
 def goals(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return every goal with what was measured: time and memory of lowp beside torch.amp in the same format."""
-    rows = []
+    """Return every goal with what was measured, and whether it is met: None where nothing was measured."""
+    rows = [_casts(found["kernels"])] if "kernels" in found else []
     for name in RECIPES:
         variants = found.get(name, {}).get("variants", {})
         for precision in NARROW:
@@ -336,82 +75,145 @@ def goals(found: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def _casts(part: dict[str, Any]) -> dict[str, Any]:
+    """Return the goal that every number of every cast is right; one that could not be checked is not met."""
+    wrong = sum(part["wrong"].values())
+    met = None if not part["checked"] and not part["errors"] else not wrong and not part["errors"]
+    return {"goal": "numbers of casts that differ from the definition's", "at_most": 0, "found": wrong, "met": met}
+
+
 def _value(row: dict[str, Any], what: str) -> float | None:
     value = row["step"]["median"] if what == "seconds a step" else row[what]
     return None if value is None else float(value)
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
-PARTS: dict[str, Part] = {
-    "build": build,
-    "kernels": check_kernels,
-    "bandwidth": bandwidth,
-    **{name: recipe(name) for name in RECIPES},
-}
+def in_words(goal: dict[str, Any]) -> str:
+    """Return a goal as it is printed."""
+    verdict = {True: "met", False: "NOT MET", None: "not measured"}[goal["met"]]
+    found = "" if goal["found"] is None else f": {goal['found']:.3g}"
+    return f"{verdict:12} {goal['goal']}{found}, at most {goal['at_most']:.3g}"
+
+
+# -- the parts, in processes of their own -----------------------------------------------------------------------------
+@dataclass
+class Document:
+    """What is written, and where to: the results of all items so far, merged part by part."""
+
+    path: Path
+    head: dict[str, Any]
+    given_up: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    found: dict[str, dict[str, Result]] = field(default_factory=dict)
+
+    def parts(self) -> dict[str, Any]:
+        """Return what was found of each part."""
+        return {name: PARTS[name].merged(items) for name, items in self.found.items() if items}
+
+    def failures(self) -> dict[str, str]:
+        """Return what failed: parts, and items of parts."""
+        told = {f"{part}, {item}": why for part, items in self.found.items() for item, why in failures(items).items()}
+        return {**self.given_up, **told}
+
+    def take(self, part: str, item: str, result: Result) -> None:
+        """Take the result of an item, and write the file."""
+        self.found.setdefault(part, {})[item] = result
+        if result["failure"] is not None:
+            print(f"{part}, {item}: {result['failure']}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Write the file anew."""
+        parts = self.parts()
+        head = dict(self.head)
+        head["machine"] = parts.get("build", {}).pop("machine", head["machine"])
+        told = {"seconds": self.seconds, "failures": self.failures(), "parts": parts, "goals": goals(parts)}
+        results.write(self.path, {**head, **told})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what was asked for, write it after each part, and return 0 if no part failed."""
+    """Measure what was asked for, write it after each item, and return 0 if nothing failed."""
     options = _options(arguments)
-    path, started = Path(options.out), time.monotonic()
-    results.check_writable(path)
-    document: dict[str, Any] = {}
-    ends = started + 60 * options.minutes
+    if options.child is not None:
+        return child(options)
+    ends = STARTED if options.minutes == 0 else time.monotonic() + 60 * options.minutes - LAST_SECONDS
+    results.check_writable(options.out)
+    document = Document(options.out, _head(options))
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.parts:
+            _measure(name, options, document, Path(folder), ends)
+            if name == "build" and PARTS[name].first in failures(document.found.get(name, {})):
+                break
+    for goal in goals(document.parts()):
+        print(in_words(goal))
+    return 1 if document.failures() else 0
 
-    def save() -> None:
-        results.write(path, document | {"goals": goals(run.found)})
 
-    run = Run(torch.device(options.device), options.size, options.seconds, ends, save)
-    document |= {
-        **results.header(KIND, "python bench/gpu.py"),
-        "device": str(run.device),
-        "is_gpu": run.device.type == "cuda",
-        "size": run.size,
-        "methods": {"step": STEP_METHOD.format(slow=slow_limit(run.seconds)), "wall": WALL_METHOD, "rows": ROWS_METHOD},
-        "seconds": {},
-        "failures": {},
-        "tracebacks": {},
-        "parts": run.found,
+def _head(options: argparse.Namespace) -> dict[str, Any]:
+    methods = {"step": STEP_METHOD.format(slow=slow_limit(options.seconds)), "wall": WALL_METHOD, "rows": ROWS_METHOD}
+    return {
+        **results.header(KIND, "python bench/gpu.py", has_gpus=False),  # no CUDA in this process: it may hang
+        "device": options.device,
+        "is_gpu": torch.device(options.device).type == "cuda",
+        "size": options.size,
+        "methods": methods,
     }
-    for name in options.parts:
-        _measure(name, run, document)
-        run.save()
-        print(f"{name}: {document['seconds'].get(name, 0):.1f} s {document['failures'].get(name, '')}", flush=True)
-    for row in goals(run.found):
-        if row["found"] is not None:
-            print(f"{row['goal']}: {row['found']:.2f}, at most {row['at_most']:.2f}")
-    return 1 if document["failures"] else 0
 
 
-def _measure(name: str, run: Run, document: dict[str, Any]) -> None:
-    """Run a part, if there is time, and note how long it took, or why it ended."""
-    if run.left() <= 0:
-        document["failures"][name] = "no time was left"
-        return
+def _measure(name: str, options: argparse.Namespace, document: Document, folder: Path, ends: float) -> None:
+    """Run a part in processes of its own, and note how long it took, and why it ended, if before its end."""
     began = time.monotonic()
-    try:
-        run.found[name] = PARTS[name](run)
-    except Exception as error:  # whatever it is: the other parts are to be measured
-        document["failures"][name] = f"{type(error).__name__}: {error}"
-        document["tracebacks"][name] = traceback.format_exc()
-    document["seconds"][name] = time.monotonic() - began
+    given = ["--child", name, "--folder", str(folder), "--device", options.device, "--size", options.size]
+    command = [*COMMAND, *given, "--seconds", str(options.seconds)]
+    place = folder / name
+    place.mkdir()
+    until = began + PARTS[name].share * (ends - began)
+    document.found[name] = {}
+    ended = supervise(command, place, until, lambda item, result: document.take(name, item, result))
+    if ended is not None:
+        document.given_up[name] = ended
+    document.seconds[name] = time.monotonic() - began
+    document.write()
+    print(f"{name}: {document.seconds[name]:.1f} s {ended or ''}", flush=True)
+
+
+COMMAND = [sys.executable, str(HERE / "gpu.py")]
+
+
+def child(options: argparse.Namespace) -> int:
+    """Do the items of one part that are not done, and return the exit code."""
+    device = torch.device(options.device)
+    run = Run(device, options.size, options.seconds, STARTED + options.left, options.folder)
+    part = PARTS[options.child]
+    task = Task(
+        part.items(run),
+        lambda item, places: part.measure(run, item, places),
+        lambda item, places: part.limit(run, item, places),
+        lambda: is_healthy(device),
+        [part.first] if part.first else [],
+    )
+    return work(task, options.report, options.done, run.left)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1; cpu to try the lines")
     parser.add_argument("--size", choices=("full", "tiny"), default="full")
-    parser.add_argument("--seconds", type=float, default=1.5, help="for the timed steps of each row (1.5)")
-    parser.add_argument("--minutes", type=float, default=8.5, help="when the last part ends at the latest (8.5)")
-    parser.add_argument("--out", default="bench/results/gpu.json")
+    parser.add_argument("--seconds", type=float, help="for the timed steps of each row (1.5; of tiny 0.1)")
+    parser.add_argument("--minutes", type=float, default=8.5, help="when the call ends at the latest (8.5)")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/gpu.json"))
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=",".join(PARTS))
+    parser.add_argument("--child", choices=PARTS, help=argparse.SUPPRESS)
+    for name, kind in {"folder": Path, "report": Path, "left": float, "done": json.loads}.items():
+        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    options.seconds = options.seconds or (0.1 if options.size == "tiny" else 1.5)
     if unknown := [name for name in options.parts if name not in PARTS]:
         parser.error(f"unknown parts {', '.join(unknown)}: give some of {', '.join(PARTS)}")
-    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device here: --device cpu --size tiny runs the lines that need none")
+    if torch.device(options.device).type == "cuda" and not torch.backends.cuda.is_built():
+        parser.error("this torch is built without CUDA: --device cpu --size tiny runs the lines that need none")
     return options
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no child is left behind
     raise SystemExit(main())

@@ -43,11 +43,12 @@ class StepTimer:
     """A contender and its timings. `failure` is the error that ended it, if any.
 
     `rounds` has the seconds of the timed steps of each turn; `slow`: only one step was timed. With `steps_only`,
-    operations are not counted and the loop with its data is not timed.
+    operations are not counted and the loop with its data is not timed; without `counts`, operations are not counted.
     """
 
     contender: Contender
     steps_only: bool = False
+    counts: bool = True
     training: Training | None = None
     batch: Any = None
     failure: str | None = None
@@ -105,7 +106,7 @@ class StepTimer:
         training.model.train()
         self.batch = batch_of(training, _size(training))
         self.units = training.recipe.units(self.batch)
-        if self.steps_only:
+        if self.steps_only or not self.counts:
             first = self._timed()
         elif self.contender.kind == "lowp":  # counting slows down its many small calls
             first = self._timed()
@@ -187,13 +188,14 @@ def time_steps(
     stop: Callable[[], bool],
     *,
     steps_only: bool = False,
+    counts: bool = True,
 ) -> list[StepTimer]:
     """Time contenders in turns for about `seconds` each, and the loop with data as long, until `stop()` is true.
 
     The first contender is the baseline, which continues as long as any other. `steps_only`: do not time the loop with
-    data, and do not count operations.
+    data, and do not count operations. `counts`: whether operations are counted otherwise.
     """
-    timers = [StepTimer(contender, steps_only) for contender in contenders]
+    timers = [StepTimer(contender, steps_only, counts) for contender in contenders]
     for timer in timers:
         if stop():
             break

@@ -27,14 +27,17 @@ PICTURES = {".png": b"\x89PNG", ".svg": b"<svg", ".pdf": b"%PDF"}  # by suffix, 
 _MARK = "lowp_results"
 
 
-def header(kind: str, command: str | None = None) -> dict[str, Any]:
-    """The entries that every file of results begins with; `kind` says what it holds (``comparison``, ``sweep`` …)."""
+def header(kind: str, command: str | None = None, *, has_gpus: bool = True) -> dict[str, Any]:
+    """The entries that every file of results begins with; `kind` says what it holds (``comparison``, ``sweep`` …).
+
+    With `has_gpus` False no GPU is looked for, which starts CUDA in this process.
+    """
     return {
         _MARK: VERSION,
         "kind": kind,
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
+        "machine": machine(has_gpus),
         "versions": {
             "lowp": __version__,
             "torch": torch.__version__,
@@ -56,14 +59,14 @@ def recipe_head(recipe: Recipe, data: Data, size: str | None) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, Any]:
+def machine(has_gpus: bool = True) -> dict[str, Any]:
     """The machine: ``words`` for a reader, and its parts; ``cores`` are those that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = _memory()
-    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count() if has_gpus else 0)]
     words = [_cpu(), f"{cores} core{'s' * (cores > 1)}"]
     words += [f"{memory / 2**30:.0f} GiB of memory"] if memory else []
-    words += gpus or ["no GPU"]
+    words += gpus or (["no GPU"] if has_gpus else [])
     return {
         "words": ", ".join([*words, platform.system()]),
         "cpu": _cpu(),

@@ -1,0 +1,126 @@
+"""What `gpu.py` checks and times of the kernels, by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import lowp
+from lowp.errors import LowpError
+from lowp.formats import FORMATS, FloatFormat
+
+CASTS = ("", ":stochastic", ":toward-zero", ":nearest-away", ":saturate")
+SCALED = ("mxfp8", "mxfp4", "nvfp4", "int8", "e4m3fn@fp32/row", "dfp16")
+_AHEAD = 16  # copies of what is timed, queued before it: about a millisecond on the fastest device
+
+
+# -- against the definition -------------------------------------------------------------------------------------------
+def checks(is_tiny: bool) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return what is checked, by name; every kind first: kernels compile in their first call, and time may be short."""
+    found: dict[str, Callable[[Tensor], Tensor]] = {"statistics": lambda y: lowp.statistics(y).exponent_histogram}
+    found |= {f"quantize {name}": (lambda y, name=name: lowp.quantize(y, name)) for name in SCALED}
+    rows = [row for row in FORMATS.values() if isinstance(row, FloatFormat) and row.bits <= 32]
+    for row in [row for row in rows if row.bits <= 16 and row.has_nan and row.signed][:: 4 if is_tiny else 1]:
+        found[f"encode {row.name}"] = lambda y, name=row.name: lowp.encode(y, name).view(torch.uint8)
+        found[f"decode {row.name}"] = lambda y, name=row.name: lowp.decode(lowp.encode(y, name), name)
+    for way in CASTS:
+        for row in rows[:: 4 if is_tiny else 1]:
+            try:
+                text = str(lowp.casts.parse(row.name + way))
+            except LowpError:  # no such way in this format
+                continue
+            found[f"quantize {text}"] = lambda y, text=text: lowp.quantize(y, text, seed=3)
+    return found
+
+
+def numbers(is_tiny: bool) -> Tensor:
+    """Return numbers of every magnitude, all patterns of the high 16 bits of fp32 among them, in rows of 256."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32) << 16
+    patterns = patterns[::64] if is_tiny else torch.cat([patterns, patterns | 0x8000, patterns | 0x7FFF])
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randn(len(patterns), generator=generator)
+    return torch.cat([patterns.view(torch.float32), spread]).view(-1, 256)
+
+
+def bits(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), torch.nan, x).view(torch.int32) if x.dtype is torch.float32 else x
+
+
+# -- beside a copy ----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Buffers:
+    """What is timed reads and writes these: fp32 numbers, and codes of e4m3fn."""
+
+    x: Tensor
+    out: Tensor
+    codes: Tensor
+    steps: dict[str, Callable[[], object]]  # of optimizers, by name
+
+    def step(self, name: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> object:
+        """Take a step of an optimizer of one parameter, made in the first call, with a gradient of its own dtype."""
+        if name not in self.steps:
+            parameter = nn.Parameter(self.x.clone())
+            self.steps[name] = make([parameter]).step
+            parameter.grad = self.x.to(parameter.dtype)
+        return self.steps[name]()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A call that is timed, and the bytes an element that it has to read and write."""
+
+    call: Callable[[Buffers], object]
+    bytes: float
+
+
+CANDIDATES: dict[str, Candidate] = {
+    **{
+        text: Candidate(lambda b, text=text: lowp.quantize(b.x, text, seed=1, out=b.out), 8)
+        for text in ("fp16", "bf16", "e4m3fn", "e5m2", "e5m7", "bf16:stochastic", "e4m3fn:stochastic")
+    },
+    "encode e4m3fn": Candidate(lambda b: lowp.encode(b.x, "e4m3fn"), 5),
+    "decode e4m3fn": Candidate(lambda b: lowp.decode(b.codes, "e4m3fn"), 5),
+    "statistics": Candidate(lambda b: lowp.statistics(b.x), 4),
+    "mxfp8": Candidate(lambda b: lowp.quantize(b.x, "mxfp8"), 8),
+    "nvfp4": Candidate(lambda b: lowp.quantize(b.x, "nvfp4"), 8),
+    "mxfp8 codes": Candidate(lambda b: lowp.encode(b.x, "mxfp8"), 5 + 1 / 32),
+    "int8 rows": Candidate(lambda b: lowp.quantize(b.x.view(-1, 256), "int8"), 8),
+    # parameters, gradients and two moments are read, all but the gradients written
+    "AdamW, torch's fused": Candidate(
+        lambda b: b.step("torch", lambda p: torch.optim.AdamW(p, fused=True)), 4 * (4 + 3)
+    ),
+    "AdamW, split": Candidate(lambda b: b.step("split", lambda p: lowp.optim.AdamW(p)), 2 + 2 * 4 + 2 * 2 * 4),
+    "SGD, split": Candidate(lambda b: b.step("sgd", lambda p: lowp.optim.SGD(p, lr=0.1, momentum=0.9)), 2 + 4 * 4),
+}
+
+
+def buffers(device: torch.device, count: int) -> Buffers:
+    """Return what is read and written, of so many elements, a multiple of 4096."""
+    x = torch.randn(count, device=device)
+    codes = lowp.encode(x[:4096].cpu(), "e4m3fn")
+    repeated = codes.view(torch.uint8).to(device).repeat(count // 4096).view(codes.dtype)
+    return Buffers(x, torch.empty_like(x), repeated, {})
+
+
+def seconds_of(device: torch.device, call: Callable[[], object], busy: Callable[[], object]) -> float:
+    """Return the seconds of a call: on CUDA by its own events, without the way from Python to the device.
+
+    `busy` is queued before, so that the device is at work until all of the call is in its queue: the first event would
+    be met at once by a device that is idle, and the time of Python be counted.
+    """
+    if device.type != "cuda":
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(_AHEAD):
+        busy()
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
