@@ -86,7 +86,9 @@ def test_two_tensors_over_one_memory_are_told_from_one_another() -> None:
 
 
 def test_an_expanded_out_is_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"out is expanded: several of its elements are one number in memory; give"):
+    with pytest.raises(
+        InvalidInput, match=r"out is expanded: several of its elements share one number in memory; give"
+    ):
         quantize(torch.ones(3, 4), "fp16", out=torch.zeros(4).expand(3, 4))
 
 

@@ -1,11 +1,10 @@
-"""The int16 mantissas that were computed of a tensor, kept beside its memory and never used unseen.
+"""The int16 mantissas computed from a tensor, kept beside its memory and verified before each use.
 
-A tensor that an op wrote under a shared exponent is read by the next one, kept for backward, and looked at once more on
-its way back. One payload serves all who keep it. It belongs to the tensor's memory (its storage), is held as long as
-that is, and serves views alike. Memory can change without a trace: through ``.data``, NumPy, DLPack, collectives, a
-pointer. So before a payload is used every element is compared with what the memory holds now, in one pass that reads
-what a conversion reads; where one differs the mantissas are computed anew. An exponent alone is no more than a hint:
-the first to be tried.
+A tensor that an op wrote under a shared exponent is read by the next op, saved for backward, and read again there. All
+of them share one payload, which belongs to the tensor's storage, lives as long as the storage, and also serves views.
+Memory can change without notice: through ``.data``, NumPy, DLPack, collectives, a pointer. Before a payload is
+used, every element is therefore compared with the current memory, in one pass that reads as much as a conversion; if an
+element differs the mantissas are computed again. An exponent without mantissas is only a hint: the first one to try.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from lowp.kernels.mantissas import (
 
 __all__ = ["are_exact", "exact", "exact_there", "hint", "is_exact", "keep", "relu", "rounded"]
 
-_LARGEST = 100  # beyond these exponents units leave the normal numbers of fp32
+_LARGEST = 100  # outside these exponents units are not normal numbers of fp32
 
 
 class _Payload:
-    """What is kept beside a storage: an exponent, perhaps mantissas, and which elements they are of.
+    """The record beside a storage: an exponent, optional mantissas, and the elements they belong to.
 
-    `of` is the format that the values were in, or the cast whose rounding of them the mantissas are.
+    `of`: the format of the values, or the cast by which the mantissas were rounded.
     """
 
     __slots__ = ("exponent", "of", "offset", "payload", "storage")
@@ -56,11 +55,11 @@ class _Payload:
         self.of, self.exponent, self.payload, self.offset = of, exponent, payload, x.storage_offset()
 
     def is_of(self, of: Format | Cast) -> bool:
-        """Whether this is what is kept of a format, or of a cast."""
+        """Whether the record belongs to a format, or to a cast."""
         return self.of is of or self.of == of
 
     def of_view(self, x: Tensor) -> Tensor | None:
-        """Return the mantissas that were computed of x's elements, as x lies; None where some were not."""
+        """Return the mantissas of x's elements with x's layout; None if some elements have none."""
         if self.payload is None:
             return None
         offset = x.storage_offset() - self.offset
@@ -72,25 +71,25 @@ class _Payload:
         return self.payload.as_strided(x.shape, x.stride(), offset)
 
 
-_by_storage: dict[int, _Payload] = {}  # by the identity of the storage, which torch keeps as long as the memory
+_by_storage: dict[int, _Payload] = {}  # by the identity of the storage object, which torch keeps as long as the memory
 
 
 def _is_served(x: Tensor) -> bool:
-    """Whether mantissas, or on a device an exponent, are kept of a tensor: a plain one of fp32."""
+    """Whether mantissas, or on a device an exponent, are kept for a tensor: a plain fp32 tensor."""
     return (
         type(x) is Tensor
         and x.dtype is torch.float32
         and x.layout is torch.strided
         and not x.is_neg()
         and not x._is_zerotensor()
-        and not tracing.is_wrapped(x)  # what outlived its torch.func transform has no storage
+        and not tracing.is_wrapped(x)  # a tensor that outlived its torch.func transform has no storage
     )
 
 
 def keep(x: Tensor, of: Format | Cast, exponent: int | Tensor, payload: Tensor | None = None) -> None:
     """Keep the exponent under which x holds values of a format, and its mantissas; or those of a cast of x.
 
-    Kept are payloads that lie in memory as x does, without gaps; views and parameters keep nothing.
+    Payloads must be dense with the memory layout of x. Nothing is kept for views and parameters.
     """
     if _is_served(x) and x._base is None:
         laid = payload is not None and payload.stride() == x.stride() and payload.storage_offset() == 0
@@ -99,7 +98,7 @@ def keep(x: Tensor, of: Format | Cast, exponent: int | Tensor, payload: Tensor |
 
 
 def hint(x: Tensor, format: Format | None = None) -> tuple[Format, int | Tensor] | None:
-    """Return the format and the exponent that x's memory had when it was last looked at; of one format, if given."""
+    """Return the format and the exponent of x's memory when it was last read, optionally only for one format."""
     found = _find(x, answers_at_once(x))
     if found is None or isinstance(found.of, Cast) or (format is not None and found.of != format):
         return None
@@ -121,15 +120,15 @@ def _find(x: Tensor, at_once: bool) -> _Payload | None:
 
 
 def exact(x: Tensor, cast: Cast) -> Mantissas | None:
-    """Return x as mantissas that stand for every element of it; None where it is not in the cast's format.
+    """Return x as mantissas that represent every element exactly; None if x is not in the cast's format.
 
-    The cast's scaling counts for nothing. A -0 counts as 0. None of an accelerator, which is not asked.
+    The cast's scaling is ignored. A -0 counts as 0. None on an accelerator, whose values are not read back.
     """
     return _exact(x, cast, _find(x, True)) if answers_at_once(x) else None
 
 
 def _exact(x: Tensor, cast: Cast, found: _Payload | None) -> Mantissas | None:
-    """Return the same, given what is kept beside x's memory."""
+    """Return the same, given the record beside x's memory."""
     if found is not None and not found.is_of(cast.format):
         found = None
     if found is not None:
@@ -146,9 +145,9 @@ def _exact(x: Tensor, cast: Cast, found: _Payload | None) -> Mantissas | None:
 
 
 def relu(x: Tensor, cast: Cast, with_values: bool = True) -> tuple[Mantissas, Tensor | None] | None:
-    """Return ReLU of x as mantissas and, where one pass gives both, as values; None where x is not in the format.
+    """Return ReLU of x as mantissas and, if one pass gives both, as values; None if x is not in the format.
 
-    The pass compares every element with the mantissas that are kept of it.
+    The pass compares every element with its kept mantissa.
     """
     found = _find(x, answers_at_once(x)) if with_values and x.is_contiguous() else None
     payload = None if found is None or found.of != cast.format else found.of_view(x)
@@ -161,7 +160,7 @@ def relu(x: Tensor, cast: Cast, with_values: bool = True) -> tuple[Mantissas, Te
 
 
 def is_exact(x: Tensor, cast: Cast) -> bool:
-    """Whether every element of x is in the cast's format under one exponent; not asked of an accelerator."""
+    """Whether every element of x is in the cast's format under one exponent; False on an accelerator."""
     if not answers_at_once(x):
         return False
     found = _find(x, True)
@@ -180,7 +179,7 @@ def is_exact(x: Tensor, cast: Cast) -> bool:
 
 
 def are_exact(tensors: Sequence[Tensor], cast: Cast) -> list[bool]:
-    """Return `is_exact` of each tensor; one call compares all that lie as what is kept of them."""
+    """Return `is_exact` of each tensor; one call compares all tensors with the layout of their records."""
     kept: dict[int, tuple[Tensor, Mantissas, cpu_int16.Rows]] = {}
     for index, x in enumerate(tensors):
         found = _find(x, True) if uses_library() and answers_at_once(x) else None
@@ -194,16 +193,16 @@ def are_exact(tensors: Sequence[Tensor], cast: Cast) -> list[bool]:
 
 
 def exact_there(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
-    """Return `is_exact` of a tensor of a device as a 0-d tensor, which nobody reads, and the exponent of what is."""
+    """Return `is_exact` of a tensor on a device as a 0-d tensor, without reading it, and its exact exponent."""
     found = hint(x, cast.format)
     return device_mantissas.exact(readable(x), cast, None if found is None else cast_to(Tensor, found[1]))
 
 
 def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0) -> Mantissas | None:
-    """Return x as mantissas by a cast; None where x is in fp64, or on a CPU and not finite.
+    """Return x as mantissas by a cast; None if x is in fp64, or on a CPU and not finite.
 
-    What is computed is kept for results of ops, since other contractions read them too; but not of stochastic casts.
-    On a device the exponent stays there, and nothing is kept.
+    Mantissas of results of ops are kept, since other contractions read them too, except those of stochastic casts. On a
+    device the exponent stays there, and nothing is kept.
     """
     if x.dtype is torch.float64:
         return None
@@ -223,7 +222,7 @@ def rounded(x: Tensor, cast: Cast, seed: Callable[[], Tensor | int] = lambda: 0)
 
 
 def _hint_there(x: Tensor, cast: Cast) -> Tensor | None:
-    """Return the exponent under which x, of a device, was written in a cast's format, if that says all of the cast."""
+    """Return the exponent under which x, on a device, was written in a cast's format, if it determines the cast."""
     scaling, found = cast.scaling, hint(x, cast.format)
     if found is None or (scaling is not None and (scaling.headroom or scaling.exponent is not None)):
         return None
@@ -231,7 +230,7 @@ def _hint_there(x: Tensor, cast: Cast) -> Tensor | None:
 
 
 def _rounded_again(x: Tensor, cast: Cast, found: _Payload) -> Mantissas | None:
-    """Return the mantissas that a cast of x gives from what is kept, after every element was compared."""
+    """Return the mantissas of a cast of x from its record, after a comparison of every element."""
     scaling = cast.scaling
     if found.is_of(cast.format) and (scaling is None or (scaling.headroom == 0 and scaling.exponent is None)):
         return _exact(x, cast, found)
@@ -248,7 +247,7 @@ def _rounded_again(x: Tensor, cast: Cast, found: _Payload) -> Mantissas | None:
 
 
 def _computed(x: Tensor, cast: Cast, exponent: int | None) -> Mantissas | None:
-    """Return x as exact mantissas, under the exponent that was given where that serves."""
+    """Return x as exact mantissas, under the given exponent if possible."""
     x = x.detach().contiguous()
     if exponent is not None and abs(exponent) <= _LARGEST:
         found = exact_mantissas(x, cast, exponent)
@@ -266,7 +265,7 @@ def _computed(x: Tensor, cast: Cast, exponent: int | None) -> Mantissas | None:
 
 
 def _stands_for(x: Tensor, payload: Tensor, exponent: int) -> bool:
-    """Whether every element of x is its mantissa * 2**exponent now; the two lie alike."""
+    """Whether every element of x equals its mantissa * 2**exponent; both have the same layout."""
     lie = _rows(x)
     if lie is None or abs(exponent) > _LARGEST or not uses_library():
         return torch.equal(values(payload, exponent), x.detach())
@@ -274,7 +273,7 @@ def _stands_for(x: Tensor, payload: Tensor, exponent: int) -> bool:
 
 
 def _rows(x: Tensor) -> cpu_int16.Rows | None:
-    """Return how x lies in memory, whatever the order of its dimensions; None for what is not rows of neighbours."""
+    """Return the memory layout of x as rows, for any order of dimensions; None if it does not consist of rows."""
     if x.data_ptr() % 4:
         return None
     if x.is_contiguous():
@@ -294,7 +293,7 @@ def _rows(x: Tensor) -> cpu_int16.Rows | None:
 
 
 def _as_it_lies(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return the numbers of x in the order of its memory, and what lays others out as they are."""
+    """Return the numbers of x in memory order, and a function that gives such numbers the layout of x."""
     if x.is_contiguous() or torch.empty_like(x, device="meta").stride() != x.stride():
         return x, lambda y: y
     flat = x.detach().as_strided((x.numel(),), (1,), x.storage_offset())

@@ -1,7 +1,7 @@
 """Random bits as a function of a seed and a position: Philox-4x32-10, in torch operations on any device.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". The words are those of Triton's
-``tl.randint4x(seed, offset)``. A uint32 lives in an int64, so that 32 x 32 bit products fit (their sign bit is masked).
+``tl.randint4x(seed, offset)``. A uint32 is held in an int64, so that 32 x 32 bit products fit (the sign bit is masked).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Word = int | Tensor
 
 
 class Draw(NamedTuple):
-    """The random numbers of a piece of a tensor: those of a seed, from the index of the piece's first element on."""
+    """The random numbers of a part of a tensor: a seed, and the index of the part's first element."""
 
     seed: int | Tensor
     first: int
@@ -49,7 +49,7 @@ def block(counter: tuple[Tensor, Word, Word, Word], seed: int | Tensor) -> tuple
 def words(x: Tensor, seed: Seed) -> Tensor:
     """Return the first word of every element of `x`, int64 in x's shape: word i % 4 of counter (i // 4, 0, 0).
 
-    i is the logical, row-major index, whatever the strides.
+    i is the logical, row-major index, independent of the strides.
     """
     seed, first = drawn(seed)
     count, skipped = x.numel(), first % 4

@@ -1,6 +1,6 @@
-"""Autoflex by the C++ library: all that the writes of a step teach the entries of a table, in one call.
+"""Autoflex in the C++ library: all entries of a table updated from the writes of a step, in one call.
 
-`lowp.scaling.Autoflex.observe` and `lowp.exponents.ExponentTable` define it, in some sixty operations of torch.
+It is defined by `lowp.scaling.Autoflex.observe` and `lowp.exponents.ExponentTable`, in about sixty torch operations.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _MOST_WINDOW = 256  # kMostWindow in cpu/predictions.cpp
 
 
 def observes(scaling: object) -> TypeGuard[Autoflex]:
-    """Whether `observe` does what a scaling asks for."""
+    """Whether `observe` supports a scaling."""
     return isinstance(scaling, Autoflex) and scaling.window <= _MOST_WINDOW and uses_library()
 
 
 def observe(scaling: Autoflex, columns: Sequence[Tensor], written: Iterable[tuple[int, Seen]]) -> None:
-    """Observe writes, by entry, and predict anew, in place.
+    """Observe writes, by entry, and update the predictions in place.
 
-    `columns` are contiguous CPU tensors, a row an entry: those of `AutoflexState` in their order, the exponent of the
-    write before (int32), and the counts raises_needed, raises_in_time, headroom_sum and measured (fp64).
+    `columns` are contiguous CPU tensors with one row per entry: those of `AutoflexState` in order, the exponent of the
+    previous write (int32), and the counts raises_needed, raises_in_time, headroom_sum and measured (fp64).
     """
     numbers = array("i")
     for entry, seen in written:

@@ -1,22 +1,22 @@
-"""`contract`: the one place that chooses how a product runs.
+"""`contract`: the function that chooses the implementation of a product.
 
-A product is given as a form (which torch calls it is made of, and as which matrices), its two operands as rounded
-values in their carriers or as integers under an exponent, how it is summed, and the cast of its result. The ways:
+A product is given by its form (the torch calls and the matrices it consists of), its two operands as rounded values in
+their carriers or as integers under an exponent, its accumulation, and the cast of its result. The implementations:
 
-* integers: the int16 kernels, in C++ or by their definition in torch; exact, or in chains as DFP-16 sums;
+* integers: the int16 kernels, in C++ or by their definition in torch; exact, or in chains like DFP-16's sums;
 * blocks: a running sum that is rounded to fp16 or bf16 after every block of products;
-* native: the device's own 16-bit product, which sums in fp32 and rounds once, bias included, where the device has one
-  (`hardware`): on GPUs, and of bf16 on CPUs that multiply it;
+* native: the device's own 16-bit product (`hardware`), which sums in fp32 and rounds once, including the bias: on GPUs,
+  and for bf16 on CPUs with bf16 products;
 * fp32: an fp32 product of the rounded values (each product of significands of up to 12 bits is exact), rounded once;
 * reference: the same in fp64, the definition of the sum;
-* packed: weights in bytes, codes of few bits, signs or 16 bits, with activations of their kind (`contract_packed`).
+* packed: weights in bytes, codes of few bits, signs or 16 bits, with matching activations (`contract_packed`).
 
-Fused attention is a form of three operands, whose `bias` is the mask: native on GPUs, fp32 or reference. On CPUs
-torch's fused attention of bf16 rounds the probabilities too, and takes twice the time of its fp32 one.
+Fused attention is a form with three operands and the mask as `bias`: native on GPUs, fp32 or reference. On CPUs torch's
+fused attention in bf16 also rounds the probabilities, and takes twice the time of its fp32 attention.
 
-`lowp.kernels.use`, or LOWP_USE in the environment, forces a way everywhere: ``native`` takes torch's own product on
-every CPU, ``reference`` the definitions, ``bitwise`` and ``cpu`` fp32 products of 16 bits also where the device has its
-own, the former with torch's operations alone, the latter with the C++ library's integers.
+`lowp.kernels.use`, or LOWP_USE in the environment, forces an implementation everywhere: ``native`` uses torch's own
+product on every CPU and ``reference`` the definitions; ``bitwise`` and ``cpu`` use fp32 products of 16-bit operands on
+all devices, the former with torch's operations only, the latter with the C++ library's integers.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ __all__ = [
     "torchs_own_device",
 ]
 
-# Casts to the dtypes that devices multiply; made here, since torch.compile does not trace the making of a cast
+# Casts to the dtypes that devices multiply; created here, since torch.compile does not trace the construction of a cast
 _TO_NEAREST = {torch.float16: Cast(FORMATS["fp16"]), torch.bfloat16: Cast(FORMATS["bf16"])}
-NARROW = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16}  # what `Tensor.to` does, sooner
+NARROW = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16}  # equals `Tensor.to`, with less overhead
 _BLOCK_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Form(Protocol):
-    """What a contraction tells of its products; `slot` is the one of its three tensors that is computed."""
+    """The description of a contraction's products; `slot` selects which of its three tensors is computed."""
 
     def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the product in the dtype of its operands, by torch's own functions."""
 
     def matrices(self, slot: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """Return the operands as matrices, and what shapes their product back."""
+        """Return the operands as matrices, and a function that reshapes their product."""
 
     def integer_product(
         self, slot: int, left: Mantissas, right: Mantissas, exact: bool, dtype: torch.dtype, bias: Tensor | None
@@ -81,7 +81,7 @@ class Form(Protocol):
 
 
 class FusedForm(Protocol):
-    """A product of several operands in one function of torch's, as attention is."""
+    """A product of several operands in one torch function, such as attention."""
 
     def product(self, slot: int, *operands: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the product in the dtype of its operands."""
@@ -118,10 +118,10 @@ def contract(
     finish: Callable[[Tensor], Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the product that fills a slot of a form, summed as `accumulate` says.
+    """Return the product for a slot of a form, summed as given by `accumulate`.
 
-    `finish` casts the sum to `output`; a native product of that format has done so itself. `dtype` is that of sums of
-    integers. Raises Unavailable for a way that `lowp.kernels.use` asks for and there is none.
+    `finish` casts the sum to `output`, unless a native product of that format has rounded it. `dtype`: of sums of
+    integers. Raises Unavailable if the implementation forced by `lowp.kernels.use` does not exist.
     """
     result: Tensor
     if isinstance(operands[0], Mantissas):
@@ -147,10 +147,9 @@ def contract(
 
 
 def linear_sixteen_bits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return what `contract` does of a linear layer in fp16 or in bf16: summed in fp32, rounded to the operands' dtype.
+    """Return the result of `contract` for a linear layer in fp16 or bf16: summed in fp32, rounded to its dtype.
 
-    `dtype` is what `sixteen_bits_run_in` says, so that nothing is left to look up: for callers that know the rule,
-    where a microsecond counts.
+    `dtype` is the result of `sixteen_bits_run_in`. For callers that know the rule, with the least overhead.
     """
     if dtype is torch.float32 and is_large(x, weight):
         return large.linear(x, weight, bias)
@@ -164,9 +163,9 @@ def linear_sixteen_bits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: t
 def gradients_sixteen_bits(
     form: Any, operands: tuple[Tensor | None, Tensor | None], gradient: Tensor, wants_bias: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of both operands of such a product, and that of its bias in fp32.
+    """Return the gradients of both operands of such a product, and the bias gradient in fp32.
 
-    The gradient of one operand is the product with the other; where that is None, so is the gradient.
+    The gradient of one operand is a product with the other one; it is None if the other one is None.
     """
     own = gradient.dtype
     dtype, are_matrices = sixteen_bits_run_in(gradient, own), len(form.first) > 1 < len(form.second)
@@ -188,7 +187,7 @@ def gradients_sixteen_bits(
 
 
 def sixteen_bits_run_in(x: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that products of operands in a 16-bit dtype are made in where x lies."""
+    """Return the dtype in which products of operands in a 16-bit dtype are computed on the device of x."""
     way = forced()
     if way == "native" or (way is None and multiplies(x.device.type, dtype)):
         return dtype
@@ -223,7 +222,7 @@ def contract_packed(operands: Packed, bias: Tensor | None = None) -> Tensor:
 
 
 def _in_dtype(form: Any, slot: int, operands: tuple[Tensor, ...], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return a product by torch's own functions in a dtype; a mask of booleans stays one."""
+    """Return a product by torch's own functions in a dtype; a boolean mask keeps its dtype."""
     if bias is not None and bias.is_floating_point():
         bias = bias.to(dtype)
     result: Tensor = form.product(slot, *[one.to(dtype) for one in operands], bias=bias)
@@ -231,9 +230,9 @@ def _in_dtype(form: Any, slot: int, operands: tuple[Tensor, ...], bias: Tensor |
 
 
 def is_native(output: Cast | None, *operands: Tensor) -> bool:
-    """Whether the device's own 16-bit product is meant: of operands and a result in one dtype that it multiplies.
+    """Whether the device's own 16-bit product is used: the operands and the result have one dtype that it multiplies.
 
-    There it sums in fp32 and rounds once, bias included. What a CPU does otherwise has to be asked for.
+    Such a product sums in fp32 and rounds once, including the bias. Other 16-bit products of a CPU must be forced.
     """
     dtype = operands[0].dtype
     if output is None or dtype not in _TO_NEAREST:
@@ -244,9 +243,9 @@ def is_native(output: Cast | None, *operands: Tensor) -> bool:
 
 
 def is_torchs_own(x: Tensor, is_exact: bool = False) -> bool:
-    """Whether torch's own kernel of an op that is no product runs on 16 bits where x lies: on a GPU, or if asked.
+    """Whether torch's 16-bit kernel of an op that is not a product is used on the device of x: on a GPU, or if forced.
 
-    On every CPU also where the kernel is said to compute in fp32 there (`is_exact`).
+    With `is_exact`, which means that the kernel computes in fp32 on a CPU, also on every CPU.
     """
     if is_exact and x.is_cpu and forced() is None:
         return x.dtype in _TO_NEAREST
@@ -254,9 +253,9 @@ def is_torchs_own(x: Tensor, is_exact: bool = False) -> bool:
 
 
 def torchs_own_device(x: Tensor, dtype: torch.dtype, is_fused: bool = False) -> str | None:
-    """Return the kind of device that x lies on, where torch's own products of a 16-bit dtype are the way; else None.
+    """Return the device type of x if torch's own products of a 16-bit dtype are used on it; otherwise None.
 
-    `is_fused`: what is asked about is no single product. On a CPU that has to be asked for.
+    `is_fused`: the op is not a single product; on a CPU torch's kernel must then be forced.
     """
     device, way = x.device.type, forced()
     if way is not None:
@@ -265,24 +264,24 @@ def torchs_own_device(x: Tensor, dtype: torch.dtype, is_fused: bool = False) -> 
 
 
 def has_launches(x: Tensor) -> bool:
-    """Whether one call for several tensors is faster than one each where x lies: on a GPU, or if asked for."""
+    """Whether one call for several tensors is faster than one call each on the device of x: on a GPU, or if forced."""
     return not x.is_cpu or forced() == "native"
 
 
-LEAST_ROWS = 256  # of a product of bytes whose weight has to be packed first
+LEAST_ROWS = 256  # for a product of bytes whose weight must be packed first
 
 
 def multiplies_int8(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product of fp32 [..., k] and [n, k] in format int8 is one of bytes: of many rows, on the CPU."""
+    """Whether the product of fp32 [..., k] and [n, k] in format int8 is computed on bytes: with many rows, on a CPU."""
     if not (x.is_cpu and weight.is_cpu) or forced() not in (None, "cpu") or weight.shape[1] > MOST_DEPTH:
         return False
     return x.numel() >= LEAST_ROWS * x.shape[-1] > 0 and weight.shape[0] > 0
 
 
 def ready_operand(value: Tensor, scratch: Scratch | None = None) -> Tensor:
-    """Return an operand that several products will read, as they will want it: in fp32 where they run in fp32.
+    """Return an operand of several products in the dtype they compute in: fp32 for products in fp32.
 
-    It may lie in a scratch then, if one is given.
+    The fp32 copy may be in `scratch`, if given.
     """
     if torchs_own_device(value, value.dtype) is not None:
         return value
@@ -290,11 +289,11 @@ def ready_operand(value: Tensor, scratch: Scratch | None = None) -> Tensor:
 
 
 def _in_blocks(form: Form, slot: int, left: Tensor, right: Tensor, accumulation: Accumulation) -> Tensor:
-    """Return a product in fp32 whose sum was carried in fp16 or bf16.
+    """Return a product in fp32 whose running sum was rounded to fp16 or bf16.
 
-    The contracted dimension is walked in its order in blocks of n products; each block is summed in fp32, then
-    sum = round(sum + block), nearest-even. Where several dimensions are contracted, the last runs fastest. This is the
-    definition, made of torch's ops, and as fast as it needs to be to show what such a unit loses.
+    The contracted dimension is split in order into blocks of n products; each block is summed in fp32, then
+    sum = round(sum + block), nearest-even. If several dimensions are contracted, the last one is innermost. This is the
+    definition, in torch's ops; it emulates such a unit and is not optimised.
     """
     if accumulation.format not in _BLOCK_DTYPES:
         raise Unavailable(

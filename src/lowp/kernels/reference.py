@@ -1,6 +1,7 @@
-"""The definition: every cast in float64, one rule after the other, written to be read.
+"""The definition of every cast in float64, one rule after the other.
 
-The other implementations equal this one bit for bit. Speed does not matter here; see kernels/README.md for the rules.
+The other implementations equal this one bit for bit. It is written for clarity, not speed; kernels/README.md has the
+rules.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lowp.kernels.floats import from_integer_parts, integer_parts, narrow, sign_
 from lowp.kernels.packing import wrapped
 from lowp.kernels.philox import Seed
 
-# what goes beyond the maximum whatever its sign
+# roundings that overflow beyond the maximum for both signs
 BEYOND = {mode for mode in Rounding if mode.is_stochastic} | {Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY}
 INWARD = (Rounding.TOWARD_ZERO, Rounding.TO_ODD)
 
@@ -28,7 +29,7 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
 
 
 def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
-    """Write the codes of the values into `out`; return how many NaNs had no code (theirs is zero)."""
+    """Write the codes of the values into `out`; return the number of NaNs without a code, which become zero."""
     element = cast.element
     rounded = values(widen(x), cast, seed)
     codes = [0 if v != v and not _has_nan(element) else _code(element, v) for v in rounded.flatten().tolist()]
@@ -62,7 +63,7 @@ def statistics(x: Tensor) -> tuple[Tensor, float, float, int, int, int]:
 
 
 def values(x: Tensor, cast: Cast, seed: Seed) -> Tensor:
-    """Return what `cast` makes of the fp64 numbers `x`, in fp64."""
+    """Return the fp64 numbers `x` rounded by `cast`, in fp64."""
     element = cast.element
     rounded = _float_values(x, cast, element, seed) if isinstance(element, FloatFormat) else _integers(x, cast, seed)
     return narrow(torch.where(x.isnan(), x, rounded), torch.float64)
@@ -75,7 +76,7 @@ def _float_values(x: Tensor, cast: Cast, format: FloatFormat, seed: Seed) -> Ten
     below_normal = leading < format.min_exponent
     flushed = below_normal if not format.subnormals else torch.zeros_like(zero)
 
-    # |x| in units of the distance between neighbours there; the exponent is not limited above
+    # |x| in units of the distance between its neighbours; the exponent has no upper limit
     quantum = leading.clamp(min=format.min_exponent) - format.mantissa_bits
     parity = leading.clamp(min=format.min_exponent - 1) + format.bias if ties_by_code(format) else None
     units = _round(significand, exponent - quantum, negative, cast, seed, parity)
@@ -96,7 +97,7 @@ def _float_values(x: Tensor, cast: Cast, format: FloatFormat, seed: Seed) -> Ten
 
 
 def ties_by_code(format: FloatFormat) -> bool:
-    """Whether "even" is the last bit of the exponent field, because the format has no mantissa (as in gfloat, P3109).
+    """Whether "even" refers to the last bit of the exponent field, as the format has no mantissa (as in gfloat, P3109).
 
     Not so e8m0: as in torch and ml_dtypes, its significand is 1, which is odd, and a tie becomes the larger number.
     """
@@ -104,7 +105,7 @@ def ties_by_code(format: FloatFormat) -> bool:
 
 
 def _overflowed(x: Tensor, negative: Tensor, cast: Cast) -> Tensor:
-    """The magnitude that replaces one beyond the maximum (IEEE 754-2019 section 7.4; OCP OFP8 1.0 section 5.2)."""
+    """Return the magnitude that replaces overflow (IEEE 754-2019 section 7.4; OCP OFP8 1.0 section 5.2)."""
     element = cast.element
     largest = torch.full_like(x, element.maximum)
     if cast.overflow is Overflow.SATURATE or cast.rounding in INWARD:
@@ -116,7 +117,7 @@ def _overflowed(x: Tensor, negative: Tensor, cast: Cast) -> Tensor:
 
 
 def _infinite(x: Tensor, cast: Cast) -> Tensor:
-    """The magnitude that replaces an infinity."""
+    """Return the magnitude that replaces an infinity."""
     replaced = {Overflow.INFINITY: torch.inf, Overflow.NAN: torch.nan, Overflow.SATURATE: float(cast.element.maximum)}
     return torch.full_like(x, replaced[cast.overflow or Overflow.SATURATE])
 
@@ -127,11 +128,11 @@ def _integers(x: Tensor, cast: Cast, seed: Seed) -> Tensor:
     if element.bits == 1:
         minus = negative & (significand != 0)
         if cast.is_stochastic:
-            # as in _round: a number below 2**-900 is not zero, and no more is asked of it
+            # as in _round: of a number below 2**-900 it matters only that it is not zero
             half = torch.where(significand == 0, 0.0, x.abs().clamp(2.0**-900, 1.0) / 2)
             minus = torch.where(half < 0.5, ~_is_plus_one(half, minus, cast, seed), minus)
         return torch.where(minus, -1.0, 1.0).to(torch.float64)
-    # Numbers of 2**53 and more are whole already, and beyond every integer format.
+    # Numbers from 2**53 on are integers, and beyond every integer format.
     units = _round(significand, exponent.clamp(max=0), negative, cast, seed, None).to(torch.float64)
     rounded = torch.where(exponent > 0, 2.0**53, units)
     rounded = torch.where(negative, -rounded, rounded).clamp(element.minimum, element.maximum)
@@ -142,7 +143,7 @@ def _round(
     significand: Tensor, shift: Tensor, negative: Tensor, cast: Cast, seed: Seed, parity: Tensor | None
 ) -> Tensor:
     """Return significand * 2**shift rounded to whole units, int64; `parity` is that of the code, if not the unit's."""
-    # A number below 2**-900 units is not zero, and nothing finer matters: no mode looks at more than 160 bits.
+    # Of a number below 2**-900 units it matters only that it is not zero: no mode reads more than 160 bits.
     scaled = significand.to(torch.float64) * two_to_the(shift.clamp(-950, 900))
     lower = scaled.floor()
     fraction = scaled - lower  # exact
@@ -166,14 +167,14 @@ def _round(
 def _is_below(probability: Tensor, like: Tensor, cast: Cast, seed: Seed) -> Tensor:
     """Return whether the uniform number of each element is below `probability`, compared over 160 (or N) bits.
 
-    N bits: of the probability cut to them, or rounded, half up or to even (IEEE P3109, StochasticA, B and C).
+    With N bits the probability is truncated to N bits, or rounded half up or half to even (P3109's StochasticA, B, C).
     """
     digits, more = _digits(probability)
     return _below_digits(digits, like, cast, seed, more)
 
 
 def _digits(fraction: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return the first five 32-bit digits behind the binary point, and whether anything follows them."""
+    """Return the first five 32-bit digits after the binary point, and whether nonzero bits follow them."""
     digits = []
     for _ in range(5):
         fraction = fraction * 2.0**32
@@ -183,7 +184,7 @@ def _digits(fraction: Tensor) -> tuple[list[Tensor], Tensor]:
 
 
 def _below_digits(digits: list[Tensor], like: Tensor, cast: Cast, seed: Seed, more: Tensor) -> Tensor:
-    """Return whether the uniform number is below these digits, which `more` follows."""
+    """Return whether the uniform number is below these digits followed by `more`."""
     first = philox.words(like, seed)
     if cast.random_bits is not None:
         unit = 2.0 ** (32 - cast.random_bits)
@@ -198,7 +199,7 @@ def _below_digits(digits: list[Tensor], like: Tensor, cast: Cast, seed: Seed, mo
 
 
 def _in_units(share: Tensor, more: Tensor, rounding: Rounding) -> Tensor:
-    """Return a number of at most 32 bits before and behind the point, which `more` follows, as whole units."""
+    """Return a number of at most 32 bits before and after the point, followed by `more`, rounded to units."""
     lower = share.floor()
     rest = share - lower
     if rounding is Rounding.STOCHASTIC_B:

@@ -1,7 +1,7 @@
-"""From the public functions' tensors to what an implementation takes: layout, aliasing, shared scales.
+"""Preparation of the public functions' tensors for an implementation: layout, aliasing, shared scales.
 
-Each function is given the implementation to run. Tensors are plain here: no gradients, no modes. Shared scales are
-computed in fp64; for devices without it, on the CPU.
+Each function receives the implementation to run. Tensors are plain: no gradients, no modes. Shared scales are computed
+in fp64, on the CPU for devices without fp64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lowp.quantized import Quantized
 
 
 def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed) -> Tensor:
-    """Return the values that `cast` makes of `x`, with x's strides where x is dense."""
+    """Return `x` rounded by `cast`, with x's strides if x is dense."""
     x = _readable(x)
     if cast.scaling is not None:
         values = _quantize_scaled(module, x.to(home(x.device)), cast, scales, seed).to(x.device)
@@ -34,7 +34,7 @@ def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, s
     if x.is_contiguous() or module is not cpu:
         _call(module, x, cast, seed, out)
     elif not cast.is_stochastic and x.stride() == out.stride() and _is_dense(x):
-        # element by element: the order does not matter, so the memory is taken as it lies
+        # element-wise: the order does not matter, so that elements are taken in memory order
         _call(module, x.as_strided((x.numel(),), (1,)), cast, seed, out.as_strided((x.numel(),), (1,)))
     else:
         contiguous = x.contiguous()
@@ -46,7 +46,7 @@ def quantize(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, s
 def quantize_into(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed, out: Tensor) -> None:
     """Write the values into `out`, which may be `x`, overlap it, or have other strides."""
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise InvalidInput("out is expanded: several of its elements are one number in memory; give out.contiguous()")
+        raise InvalidInput("out is expanded: several of its elements share one number in memory; give out.contiguous()")
     cpu.address(out)
     same = out is x or (out.data_ptr() == x.data_ptr() and out.stride() == x.stride())
     direct = cast.scaling is None and x.is_contiguous() and out.is_contiguous() and not out.is_neg()
@@ -57,7 +57,7 @@ def quantize_into(module: ModuleType, x: Tensor, cast: Cast, scales: Scales | No
 
 
 def encode(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, packed: bool) -> Tensor:
-    """Return the codes; raise ValueError for NaNs that have none."""
+    """Return the codes; raise ValueError for NaNs without a code."""
     fused = getattr(module, "encode_packed", None) if packed else None
     if fused is not None and (made := fused(_readable(x).contiguous(), cast, seed)) is not None:
         _refuse_nans(made[1], x, cast.element)
@@ -86,7 +86,7 @@ def decode(module: ModuleType, codes: Tensor, format: FloatFormat | IntFormat, d
 def decode_packed(
     module: ModuleType, packed: Tensor, format: FloatFormat | IntFormat, dtype: torch.dtype, length: int | None
 ) -> Tensor:
-    """Return the values of codes that lie side by side in rows of bytes, `length` of them a row, in `dtype`."""
+    """Return the values of codes packed in rows of bytes, `length` codes per row, in `dtype`."""
     fused = getattr(module, "decode_packed", None)
     if fused is not None and format.bits not in (8, 16, 32, 64):
         count = packing.length_of(packed, format, length)
@@ -100,7 +100,7 @@ def statistics(module: ModuleType, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the three tensors of `Statistics`."""
     x = _readable(x)
     if not x.is_contiguous():
-        # the order does not matter, except to the last bit of the sum
+        # the order matters only to the last bit of the sum
         x = x.as_strided((x.numel(),), (1,)) if _is_dense(x) else x.contiguous()
     histogram, maximum, squares, zeros, nan, infinite = module.statistics(x)
     if isinstance(maximum, Tensor):
@@ -112,7 +112,7 @@ def statistics(module: ModuleType, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def encode_scaled(
     module: ModuleType, x: Tensor, cast: Cast, scales: Scales | None, seed: Seed, packed: bool
 ) -> Quantized:
-    """Return codes and scales; raise ValueError for NaNs that neither can hold. A number alone is not packed."""
+    """Return codes and scales; raise ValueError for NaNs that neither can represent. A 0-d tensor is not packed."""
     packed = packed and x.ndim > 0
     device = x.device
     x, format = _readable(x).to(home(device)), scaled.scaled_format(cast)
@@ -141,7 +141,7 @@ def _payload(module: ModuleType, x: Tensor, cast: Cast, scales: Scales, seed: Se
 
 
 def _packed_length(payload: Tensor, x: Tensor, format: ScaledFormat, packed: bool) -> int | None:
-    """Return how many elements a row of packed codes holds; None where they fill whole bytes."""
+    """Return the number of elements in a row of packed codes; None if they fill whole bytes."""
     return x.shape[-1] if packed and payload.dtype == torch.uint8 and format.element.bits != 8 else None
 
 
@@ -179,7 +179,7 @@ def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales |
 def is_one_pass(cast: Cast) -> bool:
     """Whether the C++ library rounds a whole fp32 tensor in one call.
 
-    That is each number alone, or under the one scale of the tensor, in fp32 or int16's exponent, from its maximum.
+    Such casts are element-wise, or have one scale per tensor from its maximum: an fp32 number, or int16's exponent.
     """
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat):
@@ -193,7 +193,7 @@ def is_one_pass(cast: Cast) -> bool:
 def quantize_finite(x: Tensor, cast: Cast, seed: int, out: Tensor) -> bool:
     """Write the values of x by a cast that `is_one_pass` into `out`, both fp32 and contiguous.
 
-    Returns False, with nothing written, where x is not finite.
+    Returns False and writes nothing if x is not finite.
     """
     if has_mantissas(cast):
         return cpu_int16.current_values(x, cast, seed, out)
@@ -209,7 +209,7 @@ def _quantize_scaled_in_one_pass(x: Tensor, cast: Cast, scales: Scales, seed: Se
     group = scaled.block_size(scope, table.shape[1]) if scope.kind == "block" else 0
     cpu.quantize_scaled(table, cast, scale, seed, out.reshape(rows, -1), group, zero_point)
     if scales.outer is not None and bool((scale == 0).any()):
-        # a block too small for its e4m3 scale: zeros, where the division gives NaN
+        # the e4m3 scale of a small block underflowed to zero: zeros instead of the division's NaN
         zeros = x * 0.0 if isinstance(cast.element, FloatFormat) and cast.element.has_minus_zero else 0.0
         out = torch.where(scaled.spread(scaled.divisor(scales), x.shape, scope) == 0, zeros, out)
     return out
@@ -229,7 +229,7 @@ def _call(module: ModuleType, x: Tensor, cast: Cast, seed: Seed, out: Tensor) ->
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Return the tensor with its numbers in memory: negated, where torch has put that off, and zeros of autograd."""
+    """Return the tensor with its numbers in memory: lazy negations resolved, and autograd's zero tensors filled."""
     if x.numel() and x.data_ptr() == 0:
         if x._is_zerotensor():
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
@@ -238,7 +238,7 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _overlap(x: Tensor, out: Tensor) -> bool:
-    """Whether two tensors may share memory, whatever storages they believe to have (two views of one NumPy array)."""
+    """Whether two tensors may share memory, also with different storages (two views of one NumPy array)."""
     if x.device != out.device or not x.numel():
         return False
     (first, end), (other, other_end) = _addresses(x), _addresses(out)
@@ -246,14 +246,14 @@ def _overlap(x: Tensor, out: Tensor) -> bool:
 
 
 def _addresses(x: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor with elements, and the one behind its last."""
+    """Return the address of the first byte of a nonempty tensor, and that after its last byte."""
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     first = x.data_ptr()
     return first, first + (reach + 1) * x.element_size()
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether the elements fill their memory without holes or overlap."""
+    """Whether the elements fill their memory without gaps or overlap."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
         if stride != expected:

@@ -1,7 +1,7 @@
-"""Formats with a shared scale: the scale of every group, elements under it, and the values back.
+"""Formats with a shared scale: the scales of groups, the elements under them, and their values.
 
-Everything happens in fp64, so that there is one rounding to the element and one to the result's dtype. The functions
-that cast elements are handed in: these lines are the same for every implementation.
+All computations are in fp64, so that there is one rounding to the element and one to the result's dtype. The functions
+that cast elements are arguments, and the rest is common to all implementations.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def group_shape(shape: torch.Size, scope: Scope) -> tuple[int, ...]:
 
 
 def fold(x: Tensor, scope: Scope) -> Tensor:
-    """Return the elements with those of a group along the last dimension; short blocks are filled up with zeros."""
+    """Return the elements with those of a group along the last dimension; partial blocks are padded with zeros."""
     if scope.kind == "tensor":
         return x.reshape(-1)
     if x.ndim == 0:
@@ -70,7 +70,7 @@ def fold(x: Tensor, scope: Scope) -> Tensor:
 
 
 def block_size(scope: Scope, length: int) -> int:
-    """Return how many neighbours of a row share a scale: a block that is longer than the row ends with it."""
+    """Return how many neighbours in a row share a scale: the block size, or the length of a shorter row."""
     return min(scope.size, max(length, 1))
 
 
@@ -85,11 +85,11 @@ def spread(scale: Tensor, shape: torch.Size, scope: Scope) -> Tensor:
     return scale.repeat_interleave(block_size(scope, shape[-1]), dim=-1)[..., : shape[-1]]
 
 
-# -- which scale ------------------------------------------------------------------------------------------------------
+# -- choice of scales -------------------------------------------------------------------------------------------------
 def choose(x: Tensor, cast: Cast) -> Scales:
     """Return the scales of the tensor `x` (any float dtype) under current or static scaling.
 
-    Sources: OCP MX 1.0 section 6.3 (e8m0); Das et al. 2018, arXiv 1802.00930, section 3.1 (one power of two a tensor);
+    Sources: OCP MX 1.0 section 6.3 (e8m0); Das et al. 2018, arXiv 1802.00930, section 3.1 (a power of two per tensor);
     Rastegari et al. 2016, arXiv 1603.05279, equation 6 (binary: the mean magnitude); Li et al. 2016, arXiv 1605.04711,
     equations 5 and 6 (ternary: the mean of the magnitudes above 0.7 of their mean).
     """
@@ -117,7 +117,7 @@ def choose(x: Tensor, cast: Cast) -> Scales:
     else:
         scale, outer = _ratio(largest * 2.0**scaling.headroom, maximum(largest.reshape(-1)), format)
     if isinstance(format.scale, FloatFormat) and format.scale.bits <= 8 and format.scale.has_nan:
-        # a scale of few bits marks a group with a NaN or an infinity by being NaN (OCP MX 1.0 section 6.3)
+        # a scale of NaN marks a group with a NaN or an infinity, for scales of few bits (OCP MX 1.0 section 6.3)
         scale = torch.where(is_finite, scale, torch.nan)
     return Scales(scale, None, outer)
 
@@ -149,7 +149,7 @@ def _ratio(largest: Tensor, of_all: Tensor, format: ScaledFormat) -> tuple[Tenso
 
 
 def outer_scale(largest: Tensor, format: ScaledFormat) -> Tensor:
-    """Return the scale of a whole tensor of this largest finite magnitude, under which its groups have theirs."""
+    """Return the outer scale of a tensor from its largest finite magnitude."""
     assert isinstance(format.scale, FloatFormat) and format.outer is not None
     return _rounded_scale(largest / (format.scale.maximum * float(format.element.maximum)), format.outer)
 
@@ -162,7 +162,7 @@ def _rounded(x: Tensor, cast: Cast) -> Tensor:
 
 
 def _rounded_scale(scale: Tensor, format: FloatFormat) -> Tensor:
-    """Return a scale in its format: 1 for an all-zero group, else a normal number (a subnormal one would be coarse)."""
+    """Return a scale in its format: 1 for an all-zero group, otherwise normal, as subnormal numbers have few bits."""
     rounded = _rounded(scale, Cast(format, overflow=Overflow.SATURATE))
     return torch.where(scale == 0, 1.0, rounded.clamp(min=format.smallest_normal))
 
@@ -175,7 +175,7 @@ def _mean_magnitude(x: Tensor, scope: Scope) -> Tensor:
 
 
 def is_ternary(format: Format) -> bool:
-    """Whether a scaled format has -1, 0 and 1 under scales of any fraction, which are then not the maximum."""
+    """Whether a scaled format has elements -1, 0 and 1 and scales with fractions, which are not the maximum."""
     if not isinstance(format, ScaledFormat) or format.affine or format.scale != FP32:
         return False
     element = format.element
@@ -183,7 +183,7 @@ def is_ternary(format: Format) -> bool:
 
 
 def _mean_of_large(x: Tensor, scope: Scope) -> Tensor:
-    """The best scale of -1, 0 and 1 for numbers between uniform and normal: nearest rounding cuts at about its half."""
+    """Return the ternary scale: the mean of magnitudes above 0.7 of their mean. Rounding cuts at half of it."""
     folded = fold(torch.where(x.isfinite(), x, 0.0).abs(), scope)
     count = fold(x.isfinite().to(torch.float64), scope).sum(-1, keepdim=True)
     large = folded > 0.7 * folded.sum(-1, keepdim=True) / count.clamp(min=1)
@@ -192,7 +192,7 @@ def _mean_of_large(x: Tensor, scope: Scope) -> Tensor:
 
 
 def _affine(x: Tensor, format: ScaledFormat) -> Scales:
-    """Return scale = (max - min) / (2**bits - 1) and the zero point that maps min, widened to hold 0, to the lowest."""
+    """Return scale = (max - min) / (2**bits - 1), for a range widened to contain 0, and the zero point."""
     element = format.element
     assert isinstance(element, IntFormat) and isinstance(format.scale, FloatFormat)
     folded = fold(torch.where(x.isfinite(), x, 0.0), format.scope)
@@ -204,12 +204,12 @@ def _affine(x: Tensor, format: ScaledFormat) -> Scales:
 
 # -- elements and values ----------------------------------------------------------------------------------------------
 def divisor(scales: Scales) -> Tensor:
-    """Return what a value is divided by: scale * outer, exact in fp64."""
+    """Return the divisor of values: scale * outer, exact in fp64."""
     return scales.scale if scales.outer is None else scales.scale * scales.outer
 
 
 def elements(x: Tensor, cast: Cast, scales: Scales, element_cast: ElementCast) -> Tensor:
-    """Return the elements of the fp64 tensor `x` in fp64: its numbers over their scale, cast to the element format."""
+    """Return the elements of the fp64 tensor `x` in fp64: its numbers divided by their scale, and cast."""
     format = scaled_format(cast)
     by = spread(divisor(scales), x.shape, format.scope)
     quotient = torch.where(by == 0, x * 0.0, x / by)  # a zero keeps its sign
@@ -224,7 +224,7 @@ def elements(x: Tensor, cast: Cast, scales: Scales, element_cast: ElementCast) -
 
 
 def values(element: Tensor, cast: Cast, scales: Scales, dtype: torch.dtype) -> Tensor:
-    """Return the values of the elements in `dtype`: products that are too long are rounded once, to nearest even."""
+    """Return the values of the elements in `dtype`; inexact products are rounded once, to nearest even."""
     scope = scaled_format(cast).scope
     if scales.zero_point is not None:
         element = element - spread(scales.zero_point, element.shape, scope)
@@ -246,7 +246,7 @@ _TO_16_BITS = {torch.float16: Cast("fp16"), torch.bfloat16: Cast("bf16")}  # typ
 
 
 def cannot_hold(cast: Cast, dtype: torch.dtype) -> str:
-    """Return the text for a dtype that results would not fit."""
+    """Return the error message for a dtype that does not represent all results."""
     wider = "float64" if dtype == torch.float32 else "float32"
     return f"{cast}: {dtype} cannot hold every result exactly: convert to {wider} first"
 
@@ -256,12 +256,12 @@ def has_power_of_two(format: ScaledFormat) -> bool:
     return format.outer is None and (isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero)
 
 
-# -- scales that are given, and scales that are stored ----------------------------------------------------------------
+# -- given scales and stored scales -----------------------------------------------------------------------------------
 def given(scale: object, cast: Cast, x: Tensor) -> Scales:
-    """Return scales that the caller gave: a number or tensor, one for each group; (scale, zero_point) where affine.
+    """Return scales given by the caller: a number, or a tensor with one per group; (scale, zero_point) if affine.
 
-    Scales of fp32 are rounded to it. Raises ValueError for a shape that does not fit, and for a scale that is not
-    positive or that its format, a power of two, cannot hold.
+    Scales in fp32 are rounded to it. Raises ValueError for a wrong shape, and for a scale that is not positive or, if
+    it must be a power of two, not a number of its format.
     """
     format = scaled_format(cast)
     if format.outer is not None:
@@ -360,7 +360,7 @@ def read_scales(stored: Tensor, format: ScaledFormat) -> Tensor:
             return two_to_the(stored)
         exponent = as_integers(stored)
         scale = two_to_the((exponent + format.scale.min_exponent).clamp(max=format.scale.max_exponent))
-        beyond = exponent > format.scale.max_exponent - format.scale.min_exponent  # of mxint8 the NaN of e8m0
+        beyond = exponent > format.scale.max_exponent - format.scale.min_exponent  # the NaN of e8m0, for mxint8
         return torch.where(beyond, torch.nan, scale)
     if format.scale == FP32:
         return widen(stored)

@@ -1,14 +1,14 @@
-"""Memory for tensors that live no longer than one product: fp32 copies of 16-bit operands, and sums before rounding.
+"""Memory for tensors that are needed only during one product: fp32 copies of 16-bit operands, and sums before rounding.
 
-An fp32 product of 16-bit tensors needs an fp32 tensor for each operand and for its result. Made anew each time, they
-can cost more than the conversions that fill them: the C library gives blocks of megabytes back to the system, which
-clears them page by page at their next use. Here they are lent from blocks that a thread keeps: as many as are in use
-at once (three or four), of up to 64 MiB each.
+An fp32 product of 16-bit tensors needs an fp32 tensor for each operand and for its result. Their allocation can cost
+more than the conversions that fill them: the C library returns blocks of megabytes to the system, which clears them
+page by page at their next use. Here they are taken from blocks that a thread keeps: as many as are in use at once
+(three or four), of up to 64 MiB each.
 
     with Scratch() as scratch:
         return torch.mm(scratch.wide(x), scratch.wide(y), out=scratch.empty(m, n)).to(x.dtype)
 
-What was lent must not be reachable once the context is left: not returned, not saved for backward, not given to hooks.
+Such tensors must not be used after the end of the context: not returned, not saved for backward, not given to hooks.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from lowp.kernels.tracing import is_quiet
 
 __all__ = ["Scratch", "is_large"]
 
-LEAST = 1 << 15  # elements: what is smaller the C library keeps for its next use
+LEAST = 1 << 15  # elements: the C library keeps smaller blocks for its next use
 MOST = 1 << 24
-HUGE_PAGE = 1 << 21  # bytes, on x86-64 and most of AArch64
+HUGE_PAGE = 1 << 21  # bytes, on x86-64 and on most AArch64 systems
 
 
 class _Blocks(threading.local):
-    """The blocks of a thread that are not lent: how many elements each has, and its memory."""
+    """The free blocks of a thread: the number of elements of each, and its memory."""
 
     def __init__(self) -> None:
         self.free: list[tuple[int, Tensor]] = []
 
     def take(self, elements: int) -> tuple[int, Tensor]:
-        """Return the smallest block of so many elements; where none is so large, a new one in place of the largest."""
+        """Return the smallest block with enough elements; if none is large enough, replace the largest by a new one."""
         best = largest = -1
         for index, (count, _) in enumerate(self.free):
-            if count >= elements and (best < 0 or count <= self.free[best][0]):  # of equals what was used last
+            if count >= elements and (best < 0 or count <= self.free[best][0]):  # of equal ones the most recently used
                 best = index
             if largest < 0 or count > self.free[largest][0]:
                 largest = index
@@ -53,10 +53,10 @@ class _Blocks(threading.local):
 
 
 def _memory(elements: int) -> Tensor:
-    """Return memory for so many fp32 numbers or more, which belongs to no mode; in huge pages where there are some.
+    """Return memory for at least `elements` fp32 numbers, allocated outside all modes; in huge pages if available.
 
-    A processor looks the pages of memory up in a table that holds a few thousand of them: with pages of 4 KiB less than
-    the operands of one product.
+    A processor caches the addresses of a few thousand pages: with pages of 4 KiB they cover less than the operands of
+    one product.
     """
     pages = (elements * 4 + HUGE_PAGE - 1) // HUGE_PAGE
     with real_tensors(), torch.inference_mode(False):
@@ -65,7 +65,7 @@ def _memory(elements: int) -> Tensor:
         region = mmap.mmap(-1, (pages + 1) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a system without them
             region.madvise(mmap.MADV_HUGEPAGE)
-        whole = torch.frombuffer(region, dtype=torch.float32)  # holds the region
+        whole = torch.frombuffer(region, dtype=torch.float32)  # keeps the mapping alive
         first = -whole.data_ptr() % HUGE_PAGE // 4
         return whole[first : first + pages * HUGE_PAGE // 4]
 
@@ -74,9 +74,9 @@ _blocks = _Blocks()
 
 
 class Scratch:
-    """Lends fp32 tensors within a ``with`` statement; those of few elements, or too many, are ordinary ones.
+    """Provides fp32 tensors within a ``with`` statement; very small and very large ones are ordinary tensors.
 
-    So are all where torch follows what is computed: gradients, transforms, modes, compilers.
+    All are ordinary tensors if torch records the computation: gradients, transforms, modes, compilers.
     """
 
     __slots__ = ("lends", "lent")
@@ -90,14 +90,14 @@ class Scratch:
         _blocks.free += self.lent
 
     def wide(self, x: Tensor) -> Tensor:
-        """Return x in fp32, in the memory format that ``x.float()`` has; x itself where it is fp32."""
+        """Return x in fp32, in the memory format of ``x.float()``; x itself if it is fp32."""
         elements = x.numel()
         if not LEAST <= elements <= MOST or x.dtype is torch.float32 or not self._serves(x):
             return x.float()
         return self._take(elements).as_strided(x.shape, x.stride()).copy_(x)
 
     def empty(self, rows: int, columns: int) -> Tensor:
-        """Return a matrix for the result of a product of what `wide` returned."""
+        """Return a matrix for the result of a product of tensors from `wide`."""
         elements = rows * columns
         if not self.lends or not LEAST <= elements <= MOST:
             return torch.empty(rows, columns, dtype=torch.float32, device="cpu")
@@ -115,8 +115,8 @@ class Scratch:
 
 
 def is_large(*tensors: Tensor | None) -> bool:
-    """Whether there is memory to lend for one of these."""
-    for x in tensors:  # no generator, which small products would feel
+    """Whether one of these is large enough for kept memory."""
+    for x in tensors:  # no generator, whose overhead matters to small products
         if x is not None and x.numel() >= LEAST and x.is_cpu:
             return True
     return False

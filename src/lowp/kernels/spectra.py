@@ -1,6 +1,6 @@
-"""What the profiler records of tensors, counted in one read: by the C++ library on a CPU, by torch elsewhere.
+"""The profiler's counts of tensors in one read: by the C++ library on a CPU, by torch elsewhere.
 
-`Spectrum` and `Updates` in lowp.numerics are made of these counts and say what each one means.
+`Spectrum` and `Updates` in lowp.numerics are made of these counts and document them.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ LONGEST = 24  # bits of a significand of fp32
 ROWS = 96  # exponents of weights, and of updates
 LOWEST_WEIGHT, LOWEST_UPDATE = -70, -80  # the exponents of the first row and column; smaller ones are counted there
 _BINS = 256 * PARTS
-_POWERS = _BINS + LONGEST + 1  # where the powers of two are counted in what the library writes
+_POWERS = _BINS + LONGEST + 1  # the position of the counts of powers of two in the library's output
 _BIAS = 127
 _CELLS = ROWS * ROWS * 3
 
 
 class TensorCounts(NamedTuple):
-    """Of the finite numbers that are not zero: `bins` int64 [8192], `significant` int64 [25], `powers` int64 [256].
+    """Counts of the finite nonzero numbers: `bins` int64 [8192], `significant` int64 [25], `powers` int64 [256].
 
-    Those that are powers of two are in `powers` too, by exponent field. The others are of all numbers;
-    `checksum` is the sum of the bits of the fp32 numbers, read as integers with a sign.
+    Powers of two are also counted in `powers`, by exponent field. The other fields are of all numbers; `checksum` is
+    the sum of the bits of the fp32 numbers, read as signed integers.
     """
 
     bins: NDArray[np.int64]
@@ -64,7 +64,7 @@ class TensorCounts(NamedTuple):
 
 
 def count_tensor(x: Tensor, scale: float = 1.0) -> TensorCounts:
-    """Count a floating-point tensor divided by `scale`, as fp32 holds its numbers; NaN, infinities, empty too."""
+    """Count a floating-point tensor divided by `scale`, in fp32; with NaNs, infinities, or empty as well."""
     x = x.detach()
     if x.dtype not in TYPE_NUMBERS or x.dtype == torch.float64:
         x = x.float()
@@ -96,10 +96,10 @@ def _counted_by_torch(flat: Tensor, scale: float) -> TensorCounts:
     magnitude = bits & 0x7FFFFFFF
     finite, present = magnitude < 0x7F800000, magnitude != 0
     nan = magnitude > 0x7F800000
-    kept = torch.where(finite & present, magnitude, 0x7F800000)  # whatever is not counted
+    kept = torch.where(finite & present, magnitude, 0x7F800000)  # the rest, which is not counted
     bins = torch.bincount(kept >> 18, minlength=_BINS)
     fraction = kept & 0x7FFFFF
-    # the lowest bit that is set is a power of two, whose exponent tells how many zeros end the significand
+    # the lowest set bit is a power of two, whose exponent is the number of trailing zeros of the significand
     lowest = (fraction & -fraction).float().view(torch.int32) >> 23
     needed = torch.where(fraction == 0, 1, LONGEST + _BIAS - lowest)
     significant = torch.bincount(torch.where(finite & present, needed, 0), minlength=LONGEST + 1)
@@ -116,16 +116,16 @@ def _counted_by_torch(flat: Tensor, scale: float) -> TensorCounts:
 
 
 def numbers_at(flat: Tensor, places: Sequence[int], scale: float = 1.0) -> list[float]:
-    """Return a few numbers of a flat tensor divided by `scale`, in fp32; on the CPU by NumPy, which is faster."""
+    """Return a few numbers of a flat tensor divided by `scale`, in fp32; on a CPU by NumPy, which is faster."""
     few = torch.from_numpy(flat.numpy()[places]) if flat.is_cpu and flat.dtype == torch.float32 else flat[places]
     found: list[float] = (few.float() / scale if scale != 1.0 else few.float()).tolist()
     return found
 
 
 def sampled(x: Tensor, count: int) -> Tensor:
-    """A copy of `count` numbers of a tensor, of all where it has fewer: at places that its shape alone decides.
+    """Return a copy of `count` numbers of a tensor, or of all if it has fewer, at places that depend only on its shape.
 
-    They are spread evenly, but not in steps of equal length, which would meet the same channel again and again.
+    The places are spread evenly, but not in steps of equal length, which would repeatedly hit the same channel.
     """
     x = x.detach()
     if x.numel() <= count:
@@ -143,9 +143,9 @@ def _places(numel: int, count: int) -> NDArray[np.int64]:
 
 
 def slope_of(x: Tensor, gradient: Tensor, scale: float = 1.0) -> NDArray[np.float64]:
-    """The squares of gradients divided by `scale`, added up by the exponent of their number: fp64 [96].
+    """Return the sums of squares of gradients divided by `scale`, by the exponent of their number: fp64 [96].
 
-    A gradient that is not finite counts as none.
+    Infinite and NaN gradients are not counted.
     """
     numbers, slopes = (one.float().cpu().numpy() for one in (x, gradient))
     rows = ((numbers.view(np.int32) >> 23) & 0xFF) - (_BIAS + LOWEST_WEIGHT)
@@ -154,7 +154,7 @@ def slope_of(x: Tensor, gradient: Tensor, scale: float = 1.0) -> NDArray[np.floa
 
 
 def largest_of(tensors: Sequence[Tensor]) -> float:
-    """The largest |x| of dense tensors, 0 where they have no elements; infinite or NaN where an element is."""
+    """Return the largest |x| of dense tensors, 0 without elements; infinite or NaN if an element is."""
     if uses_library():
         plain = [one for one in tensors if one.dtype is torch.float32 and one.is_cpu and one.is_contiguous()]
     else:
@@ -179,7 +179,7 @@ def _rank(x: float) -> float:
 def count_updates(
     weight: Tensor, update: Tensor, gradient: Tensor | None
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], int]:
-    """The joint counts [96, 96, 3] of a step of weights, squares of gradients by row [96], and weights not moved."""
+    """Return joint counts [96, 96, 3] of a step of weights, squares of gradients by row [96], and unchanged weights."""
     weight, update = (one.detach().float().reshape(-1) for one in (weight, update))
     slope = None if gradient is None else gradient.detach().float().reshape(-1)
     if not (weight.is_cpu and uses_library()):

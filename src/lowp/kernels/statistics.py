@@ -1,4 +1,4 @@
-"""Statistics: what one pass over a tensor tells about its range. Mergeable, and on the tensor's device until read."""
+"""Statistics of a tensor's range from one pass: mergeable, and on the tensor's device until read."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Exponents, extremes and counts of a tensor. ``a + b`` is the statistics of both tensors together.
+    """Exponents, extremes and counts of a tensor. ``a + b`` are the statistics of both tensors together.
 
-    The three tensors are on the device of the data: adding needs no transfer, reading a number (`maximum`, `zeros` ...)
-    does.
+    The three tensors are on the device of the data: addition needs no transfer, but reading a number (`maximum`,
+    `zeros` ...) does.
 
     `exponent_histogram`: int64 [256], by the exponent field of fp32: bin e + 127 counts the finite numbers with
     floor(log2 |x|) = e, bin 0 zeros and everything below 2**-126, bin 254 everything from 2**127 on, bin 255 NaNs and
@@ -29,32 +29,32 @@ class Statistics:
 
     @property
     def maximum(self) -> float:
-        """Largest finite |x|; 0 where there is none."""
+        """The largest finite |x|; 0 if there is none."""
         return float(self.extremes[0])
 
     @property
     def sum_squares(self) -> float:
-        """Sum of the squares of the finite numbers, in fp64."""
+        """The sum of the squares of the finite numbers, in fp64."""
         return float(self.extremes[1])
 
     @property
     def zeros(self) -> int:
-        """How many are +0 or -0."""
+        """The number of zeros, +0 and -0."""
         return int(self.counts[0])
 
     @property
     def nan(self) -> int:
-        """How many are NaN."""
+        """The number of NaNs."""
         return int(self.counts[1])
 
     @property
     def inf(self) -> int:
-        """How many are an infinity of either sign."""
+        """The number of infinities of either sign."""
         return int(self.counts[2])
 
     @property
     def nonfinite(self) -> int:
-        """How many are NaN or an infinity."""
+        """The number of NaNs and infinities."""
         return self.nan + self.inf
 
     def __add__(self, other: Statistics) -> Statistics:

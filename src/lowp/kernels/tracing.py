@@ -1,4 +1,4 @@
-"""Whether a call may run at once, or torch must see it: compilers, modes, torch.func, subclasses, fake tensors."""
+"""Tests of whether torch must see a call: compilers, modes, torch.func, subclasses, fake tensors."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _is_traced: Any = private("torch._C._is_tracing")  # torch.jit.trace
 _transform: Any = private("torch._C._functorch.peek_interpreter_stack")
 is_wrapped: Any = private("torch._C._functorch.is_functorch_wrapped_tensor")
 _functionalize: Any = private("torch._C._functorch.TransformType.Functionalize")
-private("torch.autograd.forward_ad._current_level")  # read at every call, below; its absence is said here
+private("torch.autograd.forward_ad._current_level")  # read at every call below; raises here if it is missing
 
 is_compiling = torch.compiler.is_compiling
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether torch has no business with this call: no gradient, no mode, no transform, no lazy negation."""
+    """Whether torch need not see the call: no gradient, no mode, no transform, no lazy negation."""
     return not is_differentiated(x) and is_quiet() and not x.is_neg()
 
 
 def is_differentiated(x: Tensor) -> bool:
-    """Whether autograd follows what is computed from `x`."""
+    """Whether autograd records operations on `x`."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
 def is_eager(x: Tensor) -> bool:
-    """Whether the kernels may run on the tensor at once: it is an ordinary one, and nobody else wants to see it.
+    """Whether the kernels may run on the tensor directly: it is an ordinary tensor, without modes and transforms.
 
-    What outlived its torch.func transform is a wrapper without storage, of Tensor's own type: torch opens it.
+    A tensor that outlived its torch.func transform is a wrapper without storage, of type Tensor, which torch unwraps.
     """
     return type(x) in (Tensor, torch.nn.Parameter) and is_quiet() and not x.is_meta and not is_wrapped(x)
 
 
 def is_transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation follows the call."""
+    """Whether the call is inside torch.func or forward-mode differentiation."""
     return not is_compiling() and (_transform() is not None or forward_ad._current_level >= 0)
 
 
@@ -55,5 +55,5 @@ def is_traced() -> bool:
 
 
 def is_quiet() -> bool:
-    """Whether no mode and no transform wants to see the call."""
+    """Whether no mode and no transform is active."""
     return _dispatch_modes() == 0 and _transform() is None and forward_ad._current_level < 0 and not _is_traced()

@@ -1,6 +1,6 @@
-"""Steps of optimizers and checks of gradients that run as one kernel over many tensors, where a device has it.
+"""Steps of optimizers and checks of gradients as one kernel over many tensors, on devices that have it.
 
-The functions in torch's operations are the definition: one rounding to nearest an operation, nothing fused.
+The functions in torch's operations are the definition: each operation is rounded to nearest, none are fused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes of grad
 
 
 class AdamW(NamedTuple):
-    """AdamW's numbers that do not change by step; the rate may be a tensor on the device."""
+    """The numbers of AdamW that are constant over steps; the learning rate may be a tensor on the device."""
 
     lr: float | Tensor
     beta1: float
@@ -47,7 +47,7 @@ class AdamW(NamedTuple):
 
 
 class Sgd(NamedTuple):
-    """SGD's numbers that do not change by step; the rate may be a tensor on the device."""
+    """The numbers of SGD that are constant over steps; the learning rate may be a tensor on the device."""
 
     lr: float | Tensor
     momentum: float
@@ -58,37 +58,37 @@ class Sgd(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The tensors of a step, one of each for a parameter: bf16 halves and int16 remainders, or fp32 weights alone."""
+    """The tensors of a step, one of each per parameter: bf16 halves and int16 remainders, or only fp32 weights."""
 
     weights: Sequence[Tensor]
     remainders: Sequence[Tensor] | None
     gradients: Sequence[Tensor]
     moments: Sequence[Sequence[Tensor]]
-    steps: Sequence[Tensor]  # 0-d fp32, how many were taken before
+    steps: Sequence[Tensor]  # 0-d fp32, the number of earlier steps
 
 
 class Checked(NamedTuple):
-    """What one pass over gradients found, on their device: nothing waits for it."""
+    """Results of one pass over gradients, on their device, without synchronization."""
 
-    squares: Tensor  # fp64, 0-d: of what is finite
+    squares: Tensor  # fp64, 0-d: of the finite elements
     largest: Tensor  # fp32 [gradients]: the largest magnitude of each before it was unscaled; inf or NaN if it has one
-    histogram: Tensor | None  # int32 [256], by the exponent field of fp32, of what is finite and not zero
+    histogram: Tensor | None  # int32 [256], by the exponent field of fp32, of finite nonzero elements
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether steps on this device are one kernel: where casts are Triton's, by choice or by `use`."""
+    """Whether steps on this device are one kernel: if its casts are Triton's, by default or by `use`."""
     return dispatch.implementation(device) is triton
 
 
 def rates(steps: Tensor, numbers: AdamW | Sgd) -> Tensor:
-    """Return what a step is to each parameter, fp32 [parameters, 4], of the steps taken before: computed in fp64.
+    """Return the factors of a step for each parameter, fp32 [parameters, 4] computed in fp64, from the earlier steps.
 
-    AdamW: 1 - lr * weight decay, -lr / (1 - beta1**step), sqrt(1 - beta2**step). SGD: -lr, and the steps before.
+    AdamW: 1 - lr * weight decay, -lr / (1 - beta1**step), sqrt(1 - beta2**step). SGD: -lr, and the earlier steps.
     """
     before = steps.to(torch.float64)
     if isinstance(numbers.lr, Tensor):
         rate = numbers.lr.to(steps.device, torch.float64)
-    else:  # filled in there: a copy from the host waits, and cannot be captured in a graph
+    else:  # filled on the device: a copy from the host waits, and cannot be captured in a graph
         rate = torch.full((), numbers.lr, dtype=torch.float64, device=steps.device)
     if isinstance(numbers, Sgd):
         found: tuple[Tensor, ...] = (-rate.expand_as(before), before)
@@ -116,7 +116,7 @@ def adamw(columns: Columns, numbers: AdamW, grad_scale: Tensor | None, found_inf
 
 
 def sgd(columns: Columns, numbers: Sgd, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """Step SGD, as `adamw`; the first momentum is the gradient."""
+    """Step SGD, like `adamw`; the first momentum is the gradient."""
     from lowp.kernels.triton import steps
 
     momentum = steps.Momentum(numbers.momentum, 1 - numbers.dampening, numbers.weight_decay)
@@ -129,9 +129,9 @@ def sgd(columns: Columns, numbers: Sgd, grad_scale: Tensor | None, found_inf: Te
 def check(
     gradients: Sequence[Tensor], found_inf: Tensor, inverse: Tensor | None = None, histogram: bool = False
 ) -> Checked:
-    """Multiply gradients of one dtype by `inverse` in place, set `found_inf` to 1 for what is not finite, and look.
+    """Multiply gradients of one dtype by `inverse` in place, set `found_inf` to 1 for infinities or NaNs, and count.
 
-    In one pass, and nothing waits for the device. Raises Unavailable where there is no such kernel.
+    Takes one pass, without waiting for the device. Raises Unavailable if the device has no such kernel.
     """
     from lowp.kernels.triton import steps
 
@@ -143,7 +143,7 @@ def check(
 
 
 def can_check(gradients: Sequence[Tensor]) -> bool:
-    """Whether `check` takes these gradients: on a device with kernels, of one of its dtypes, each without gaps."""
+    """Whether `check` supports these gradients: on a device with kernels, of one of its dtypes, dense."""
     return bool(gradients) and has_kernels(gradients[0].device) and all(map(_is_checked, gradients))
 
 
@@ -161,7 +161,7 @@ def _is_split(columns: Columns) -> bool:
 
 
 def _by_column(columns: Columns) -> list[Sequence[Tensor]]:
-    """Return five columns; what is missing is the weights again, which are not looked at there."""
+    """Return five columns; missing ones are replaced by the weights and not read."""
     rests = columns.weights if columns.remainders is None else columns.remainders
     moments = [*columns.moments, *[columns.weights] * (2 - len(columns.moments))]
     return [columns.weights, rests, columns.gradients, *moments]
@@ -184,7 +184,7 @@ def adamw_block(
     else:
         average.copy_(gradient - (gradient - average).mul_(numbers.beta1))
     square.mul_(numbers.beta2).add_(gradient.mul(second).mul_(gradient))
-    root = square.double().sqrt().float()  # rounded to nearest, which torch's fp32 root on a CPU is not
+    root = square.double().sqrt().float()  # rounded to nearest, unlike torch's fp32 root on a CPU
     divisor = root.div_(rate[2]).add_(numbers.epsilon)
     weight.add_(average.mul(rate[1]).div_(divisor))
 

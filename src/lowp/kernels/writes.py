@@ -1,4 +1,4 @@
-"""Writes under shared exponents: values of the format, the mantissas that stand for them, and what was seen of both."""
+"""Writes under shared exponents: values of the format, their mantissas, and statistics of the write."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_there(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Tensor, Seen]:
 
 
 def write_(x: Tensor, cast: Cast, exponent: int) -> Seen:
-    """Round x, of fp32, in place to values of the format, but for what is not finite; return what was seen."""
+    """Round the finite elements of x, fp32, in place to values of the format; return the statistics."""
     if is_direct(x):
         y = x.detach()
         seen = to_int16(y, cast, exponent, None, y)
