@@ -23,6 +23,7 @@ TORCH_FREE = ("errors", "formats", "casts", "cost", "explain", "loss_scale", "po
 
 
 def lint_imports(source: Path, configuration: Path) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("importlinter", reason="import-linter is not installed: pip install -e '.[dev]'")
     script = "from importlinter.cli import lint_imports_command; lint_imports_command()"
     # -S keeps the hook of an editable install away, which would answer for lowp before the path does.
     command = [sys.executable, "-S", "-c", script, "--no-cache", "--config", str(configuration)]

@@ -21,12 +21,13 @@ from lowp.exponents.table import ExponentTable, Flush, Written, largest
 from lowp.kernels import low_words, payloads
 from lowp.kernels.cpu_int16 import Seen
 from lowp.kernels.device_mantissas import own_exponent
+from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.mantissas import Mantissas
 from lowp.kernels.writes import write_there
 from lowp.scaling import AutoflexState
 from lowp.scaling.powers import times
 
-__all__ = ["Condition", "DeviceTable", "both"]
+__all__ = ["Condition", "DeviceTable", "both", "new_table"]
 
 Condition: TypeAlias = Literal[True] | Tensor  # of a write: True, or a 0-d tensor of its device
 
@@ -168,3 +169,8 @@ class DeviceTable(ExponentTable):
 def _counted(seen: Seen, when: Condition) -> Seen:
     """Return what a write saw, and nothing where it does not count."""
     return Seen(*[*(one * when for one in seen[:-1]), both(seen.written, when)])
+
+
+def new_table(cast: Cast, device: torch.device) -> ExponentTable:
+    """Return an empty table of a cast for the tensors of a device."""
+    return ExponentTable(cast, device) if has_integer_kernels(device) else DeviceTable(cast, device)

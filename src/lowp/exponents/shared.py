@@ -11,7 +11,6 @@ Source: Koester et al. 2017, arXiv 1711.02213, section 3.3 and algorithms 1 and 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,14 +23,14 @@ from lowp.callbacks import listed
 from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.exponents import saved
-from lowp.exponents.device_table import Condition, DeviceTable, both
+from lowp.exponents.device_table import Condition, DeviceTable, both, new_table
+from lowp.exponents.faults import cut_off_sites, faulty_sites, nonfinite_flags, warn_of_cut_off
 from lowp.exponents.ranks import AgreedSites
-from lowp.exponents.sites import Passes, Spots, features_axis, is_of_optimizer, is_result
+from lowp.exponents.sites import Passes, Spots, features_axis, is_of_optimizer
 from lowp.exponents.summary import Summary, summarised
 from lowp.exponents.table import ExponentTable, Flush, SumEntry
 from lowp.kernels import low_words, payloads
 from lowp.kernels.cpu_int16 import is_direct
-from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.int16_lists import exact_mantissas as exact_list
 from lowp.kernels.mantissas import Mantissas, exact_mantissas
 from lowp.scaling.powers import times
@@ -235,7 +234,7 @@ class SharedExponents:
                 return group
         found = self._groups.get(cast)
         if found is None:
-            found = self._groups[cast] = _table(cast, device)
+            found = self._groups[cast] = new_table(cast, device)
         return found
 
     def _begun(self, group: ExponentTable, site: str, when: Condition = True) -> int:
@@ -247,25 +246,12 @@ class SharedExponents:
             # a second write at a site uses the result of the first
             if isinstance(group, DeviceTable):
                 self._tell(group.flush_before(index, when, bool(self._watchers)))
-            else:
-                self._tell_beyond(group)
+            else:  # a step that ends without `flush`, as in a region of its own
+                if not self.has_told_beyond and (cut_off := cut_off_sites([group])):
+                    self.has_told_beyond = True
+                    warn_of_cut_off(group.cast, cut_off[0])
                 self._flush(group)
         return index
-
-    def _tell_beyond(self, group: ExponentTable) -> None:
-        """Warn once about values that were cut off in a step that ends without `flush`, as in a region of its own."""
-        if self.has_told_beyond:
-            return
-        cut_off = group.cut_off()
-        if cut_off:
-            site = list(group.names)[min(cut_off)]
-            self.has_told_beyond = True
-            warnings.warn(
-                f"numbers beyond the largest of {group.cast.format} are cut off, first in the {site}. If this "
-                "continues, look at the learning rate and at the scale of inputs and loss",
-                UserWarning,
-                stacklevel=2,
-            )
 
     def admit_all(self, standing: Sequence[Tensor], coming: Sequence[Tensor], cast: Cast, sites: list[str]) -> None:
         """Do `admit` for sites of a device, before `coming` is written at them; nothing is read."""
@@ -318,15 +304,14 @@ class SharedExponents:
         agreed: dict[Cast, Tensor] = {}
         if distributed.has_other_ranks():
             agreed = self._agreed.agree(self._groups, self._group, distributed.world())
-        for cast, group in self._groups.items() if len(self._groups) < 2 else self._in_order():
+        items = list(self._groups.items())
+        if len(items) > 1:
+            items.sort(key=lambda one: str(one[0]))  # the same order on every rank
+        for cast, group in items:
             self._flush(group, agreed.get(cast))
             if isinstance(group, DeviceTable):
                 group.end_step()
         self._faults = []
-
-    def _in_order(self) -> list[tuple[Cast, ExponentTable]]:
-        """Return the tables in the same order on every rank."""
-        return sorted(self._groups.items(), key=lambda one: str(one[0]))
 
     def _flush(self, group: ExponentTable, agreed: Tensor | None = None) -> None:
         self._tell(group.flush(agreed, tell=bool(self._watchers)))
@@ -349,33 +334,18 @@ class SharedExponents:
         Empty if only results, and no gradient, are not finite: a program may mask with infinities, or not use an
         overflowed result. Waits for an accelerator, once; a CPU knows the answer.
         """
-        found, flags = list(self._faults), self.flags()
-        if flags:
-            found += [
-                name for name, is_bad in zip(flags, torch.stack([*flags.values()]).tolist(), strict=True) if is_bad
-            ]
-        return [] if all(is_result(site) for site in found) else found
+        return faulty_sites(self._faults, self.flags())
 
     def flags(self) -> dict[str, Tensor]:
         """Whether what was written in this step was not finite, by site, of the sites of devices: nothing is read."""
-        flags: dict[str, Tensor] = {}
-        for group in self._groups.values():
-            if isinstance(group, DeviceTable):
-                names = list(group.names)
-                flags |= {names[index]: flag for index, flag in group.flags.items()}
-        return flags
+        return nonfinite_flags(self._groups.values())
 
     def beyond(self) -> list[str]:
         """Return the sites where numbers were cut off in this step that no exponent of the format can hold.
 
         Only for writes on a CPU: an accelerator is not waited for.
         """
-        found = []
-        for group in self._groups.values():
-            if cut_off := group.cut_off():
-                names = list(group.names)
-                found += [names[index] for index in sorted(cut_off)]
-        return found
+        return cut_off_sites(self._groups.values())
 
     # -- what was seen --------------------------------------------------------------------------------------------
     def sites(self) -> list[str]:
@@ -426,9 +396,5 @@ class SharedExponents:
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
         """Continue from `state_dict`. Raises InvalidInput, with nothing changed, for any other state."""
-        groups = saved.tables_of(state, lambda cast: _table(cast, torch.device(device)))
+        groups = saved.tables_of(state, lambda cast: new_table(cast, torch.device(device)))
         self._groups, self._faults, self._agreed = groups, [], AgreedSites(groups)
-
-
-def _table(cast: Cast, device: torch.device) -> ExponentTable:
-    return ExponentTable(cast, device) if has_integer_kernels(device) else DeviceTable(cast, device)

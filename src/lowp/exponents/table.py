@@ -264,7 +264,7 @@ class ExponentTable:
     def note(self, index: int, seen: Seen) -> None:
         """Note the observations of one write at an entry until the step is flushed."""
         earlier = self.pending.get(index)
-        self.pending[index] = seen if earlier is None else _both(earlier, seen)
+        self.pending[index] = seen if earlier is None else earlier.merged(seen)
 
     # -- the end of a step ----------------------------------------------------------------------------------------
     def flush(self, agreed: Tensor | None = None, tell: bool = True) -> Flush | None:
@@ -383,16 +383,6 @@ class ExponentTable:
         """Copy the new exponents for kernels that take numbers."""
         self.exponents = self.state.exponent.tolist()
         self.started = self.state.started.tolist()
-
-
-def _both(earlier: Seen, seen: Seen) -> Seen:
-    """Return the observations of two writes at one entry in a step, under one exponent: the larger maximum counts."""
-    pairs = list(zip(earlier, seen, strict=True))
-    most = [torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b) for a, b in pairs[:1]]
-    flags = [a | b for a, b in pairs[1:3]]
-    counts = [a + b for a, b in pairs[3:6]]
-    is_certain = earlier.written is True or seen.written is True
-    return Seen(*[*most, *flags, *counts, True if is_certain else earlier.written | seen.written])
 
 
 def largest(x: Tensor, is_known: bool) -> Tensor:

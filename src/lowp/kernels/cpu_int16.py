@@ -31,6 +31,15 @@ class Seen(NamedTuple):
     elements: Any
     written: Any = True  # whether the write counts at all: on an accelerator perhaps a 0-d tensor, which is not asked
 
+    def merged(self, other: Seen) -> Seen:
+        """Return the observations of both writes, of one step under one exponent: the larger maximum counts."""
+        pairs = list(zip(self, other, strict=True))
+        most = [torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b) for a, b in pairs[:1]]
+        flags = [a | b for a, b in pairs[1:3]]
+        counts = [a + b for a, b in pairs[3:6]]
+        is_certain = self.written is True or other.written is True
+        return Seen(*[*most, *flags, *counts, True if is_certain else self.written | other.written])
+
 
 def is_direct(x: Tensor) -> bool:
     """Whether the C++ library can read the tensor's memory directly."""
