@@ -15,6 +15,7 @@ from lowp import kernels
 from lowp.casts import parse
 from lowp.errors import Unavailable
 from lowp.kernels import cpu
+from lowp.kernels.products import gradients_of_matrices, gradients_sixteen_bits
 from lowp.ops.trilinear import OUTPUT, Linear
 from lowp.precision import Precision
 
@@ -86,3 +87,34 @@ def test_a_way_that_there_is_none_of_is_refused() -> None:
     with kernels.use("native"), pytest.raises(Unavailable, match="native has no integer products"):
         with lowp.autocast("dfp16"):
             F.linear(x, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, True), (False, True, False)])
+def test_gradients_of_small_matrices_have_the_bits_of_those_by_a_form(
+    dtype: torch.dtype, wanted: tuple[bool, bool, bool]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for m, n, k in ((1, 8, 8), (5, 3, 7), (32, 10, 128), (4, 1, 1), (0, 3, 2)):
+        x, weight, gradient = (torch.randn(s, generator=generator).to(dtype) for s in ((m, k), (n, k), (m, n)))
+        operands = x if wanted[1] else None, weight if wanted[0] else None
+        for incoming in (gradient, gradient.t().contiguous().t(), torch.ones((), dtype=dtype).expand(m, n)):
+            with kernels.use("bitwise"):  # products in fp32
+                found = gradients_of_matrices((x.shape, weight.shape), operands, incoming, wanted[2])
+                expected = gradients_sixteen_bits(Linear(x.shape, weight.shape), operands, incoming, wanted[2])
+            assert found is not None
+            for one, other in zip(found, expected, strict=True):
+                assert (one is None) == (other is None)
+                assert one is None or (one.dtype is other.dtype and torch.equal(one, other))  # type: ignore[union-attr]
+
+
+def test_gradients_of_other_products_need_a_form() -> None:
+    x, weight, gradient = torch.ones(2, 3, 4).half(), torch.ones(5, 4).half(), torch.ones(2, 3, 5).half()
+    assert gradients_of_matrices((x.shape, weight.shape), (x, weight), gradient, True) is None
+    flat = x.view(6, 4)
+    given = (flat.shape, weight.shape), (flat, weight), gradient.view(6, 5), True
+    for way in ("native", "reference"):
+        with kernels.use(way):
+            assert gradients_of_matrices(*given) is None
+    with kernels.use("bitwise"):
+        assert gradients_of_matrices(*given) is not None

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 import lowp
 from lowp import kernels
+from lowp.compat import accelerator
 from lowp.kernels import hardware
 from lowp.kernels.choices import choices
 from lowp.ops import short
+from lowp.region import engine
 
 has_own = hardware.products_of_bf16()[0]
 own = pytest.mark.skipif(not has_own, reason="the processor multiplies no bf16, or is held to instructions that do not")
@@ -188,6 +190,19 @@ def test_the_choice_is_told_with_its_reason() -> None:
 
 def test_fp16_is_multiplied_by_no_cpu() -> None:
     assert not hardware.multiplies("cpu", torch.float16) and hardware.multiplies("cuda", torch.float16)
+
+
+@own
+@pytest.mark.skipif(accelerator() is not None, reason="torch.autocast widens sums on accelerators")
+def test_a_sum_on_a_cpu_is_not_offered_to_torch_autocast_whose_list_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    find = engine.device_of
+    monkeypatch.setattr(engine, "device_of", lambda way, *given: asked.append(way.op) or find(way, *given))
+    x, weight = _drawn([(5, 7), (3, 7)])
+    with lowp.autocast("bf16"):
+        y = F.linear(x, weight)
+        total = y.sum()
+    assert asked == ["linear"] and torch.equal(total, y.float().sum())
 
 
 @own

@@ -45,6 +45,7 @@ __all__ = [
     "Form",
     "contract",
     "contract_packed",
+    "gradients_of_matrices",
     "gradients_sixteen_bits",
     "has_launches",
     "is_native",
@@ -186,12 +187,33 @@ def gradients_sixteen_bits(
     return of_first, of_second, of_bias
 
 
+def gradients_of_matrices(
+    shapes: tuple[torch.Size, torch.Size],
+    operands: tuple[Tensor | None, Tensor | None],
+    gradient: Tensor,
+    wants_bias: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
+    """Return what `gradients_sixteen_bits` does of small matrices x[m, k] and w[n, k] in fp32 products; else None.
+
+    Without a form: the calls of a small product take longer than its arithmetic.
+    """
+    own, (x, weight) = gradient.dtype, operands
+    if len(shapes[0]) != 2 or len(shapes[1]) != 2 or sixteen_bits_run_in(gradient, own) is not torch.float32:
+        return None
+    if is_large(gradient, x, weight):
+        return None
+    wide, narrow = gradient.float(), NARROW[own]
+    of_x = None if weight is None else narrow(wide.mm(weight.float()))
+    of_weight = None if x is None else narrow(wide.t().mm(x.float()))
+    return of_x, of_weight, wide.sum(0) if wants_bias else None
+
+
 def sixteen_bits_run_in(x: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which products of operands in a 16-bit dtype are computed on the device of x."""
     way = forced()
-    if way == "native" or (way is None and multiplies(x.device.type, dtype)):
-        return dtype
-    return torch.float64 if way == "reference" else torch.float32
+    if way is None:
+        return dtype if multiplies("cpu" if x.is_cpu else x.device.type, dtype) else torch.float32
+    return dtype if way == "native" else torch.float64 if way == "reference" else torch.float32
 
 
 Packed = (
@@ -257,7 +279,7 @@ def torchs_own_device(x: Tensor, dtype: torch.dtype, is_fused: bool = False) -> 
 
     `is_fused`: the op is not a single product; on a CPU torch's kernel must then be forced.
     """
-    device, way = x.device.type, forced()
+    way, device = forced(), "cpu" if x.is_cpu else x.device.type
     if way is not None:
         return device if way == "native" else None
     return device if multiplies(device, dtype) and not (is_fused and device == "cpu") else None

@@ -65,8 +65,10 @@ def quick_wide(rule: Rule) -> Callable[..., Any] | None:
         return None
 
     def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
-        if not (args and type(args[0]) is Tensor and is_plain(args[0])) or is_in_place(function):
+        if not args or type(args[0]) is not Tensor or is_in_place(function) or not is_plain(args[0]):
             return None
+        if len(args) == 1 and not kwargs:
+            return function(args[0].float())
         x, *others = args
         for one in (*others, *kwargs.values()) if kwargs else others:
             if isinstance(one, Tensor):

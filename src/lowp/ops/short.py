@@ -20,7 +20,13 @@ from lowp.kernels.dispatch import forced
 from lowp.kernels.functions import quantize_operand
 from lowp.kernels.hardware import is_on_host
 from lowp.kernels.low_words import FEATURES
-from lowp.kernels.products import NARROW, gradients_sixteen_bits, linear_sixteen_bits, sixteen_bits_run_in
+from lowp.kernels.products import (
+    NARROW,
+    gradients_of_matrices,
+    gradients_sixteen_bits,
+    linear_sixteen_bits,
+    sixteen_bits_run_in,
+)
 from lowp.kernels.scratch import is_large
 from lowp.ops.bytes import is_int8, linear_in_bytes
 from lowp.ops.call import Call, Quick, QuickRegion, RoleCasts, WeightCast
@@ -104,12 +110,11 @@ def short_linear(rule: Rule, runs_in: torch.dtype, args: tuple[Any, ...], weight
     x, weight, bias = args if len(args) == 3 else (*args, None)
     to = cast(Cast, rule.weight)
     narrow = NARROW[cast(torch.dtype, native_dtype(to))]
-    value = narrow(x)
-    factor = weight_cast(weight, to) if weight.is_leaf and weight.requires_grad else narrow(weight)
+    factor = weight_cast(weight, to) if weight.requires_grad and weight.is_leaf else narrow(weight)
     if torch.is_grad_enabled():
-        result: Tensor = _apply_short(value, factor, bias, rule, runs_in)
+        result: Tensor = _apply_short(narrow(x), factor, bias, rule, runs_in)
         return result
-    return linear_sixteen_bits(value, factor, bias, runs_in)
+    return linear_sixteen_bits(narrow(x), factor, bias, runs_in)
 
 
 def _is_usual(call: Call) -> bool:
@@ -119,10 +124,16 @@ def _is_usual(call: Call) -> bool:
 
 def _fits(args: tuple[Any, ...]) -> bool:
     """Whether these are an input, a weight and optionally a bias, all plain, with shapes that F.linear takes."""
-    if not 2 <= len(args) <= 3 or not is_plain(*(args if args[-1] is not None else args[:-1])):
+    if len(args) == 3:
+        x, weight, bias = args
+        if not (is_plain(x, weight) if bias is None else is_plain(x, weight, bias)):
+            return False
+    elif len(args) == 2 and is_plain(*args):
+        x, weight = args
+    else:
         return False
-    x, weight = args[:2]
-    return x.dim() >= 1 and 1 <= weight.dim() <= 2 and bool(x.size(-1) == weight.size(-1))
+    rows, columns = x.shape, weight.shape
+    return len(rows) >= 1 and 1 <= len(columns) <= 2 and bool(rows[-1] == columns[-1])
 
 
 def one_dtype(rule: Rule) -> torch.dtype | None:
@@ -154,11 +165,12 @@ _apply_short = applied_at_once(_Short)
 
 def _gradients(gradient: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
     (x, weight), (needs_x, needs_weight, needs_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
-    form = Linear(*ctx.shapes)
     if torch.is_grad_enabled() or functorch_is_active():
-        casts, needs = RoleCasts(ctx.rule, ctx.rule.accumulate), (needs_x, needs_weight, needs_bias)
+        form, casts = Linear(*ctx.shapes), RoleCasts(ctx.rule, ctx.rule.accumulate)
+        needs = (needs_x, needs_weight, needs_bias)
         return *gradients_of_linear(form, casts, needs, ctx.bias_dtype, gradient, (x, weight)), None, None
-    of_x, of_weight, of_bias = gradients_sixteen_bits(form, (x, weight), gradient, needs_bias)
+    found = gradients_of_matrices(ctx.shapes, (x, weight), gradient, needs_bias)
+    of_x, of_weight, of_bias = found or gradients_sixteen_bits(Linear(*ctx.shapes), (x, weight), gradient, needs_bias)
     of_bias = None if of_bias is None else NARROW[gradient.dtype](of_bias).to(ctx.bias_dtype)
     return of_x, of_weight, of_bias, None, None
 

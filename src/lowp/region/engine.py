@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from lowp.compat import constant_when_compiled, is_transformed, private
@@ -31,7 +32,7 @@ from lowp.policy import Rule
 from lowp.region.handover import HandOver, device_of, handed_over
 from lowp.region.paths import ModulePath
 from lowp.region.rulebook import Plan, Rulebook
-from lowp.region.weights import HANDS_OUT, RUNS_HOOKS, WeightCasts
+from lowp.region.weights import WRITES_UNSEEN, WeightCasts
 
 __all__ = ["Engine"]
 
@@ -79,29 +80,30 @@ class Engine(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one call by the rule that matches it."""
-        if torch.compiler.is_compiling():
+        kwargs = kwargs or {}
+        if is_compiling():
             ours = self.active and self.is_ours(args, kwargs)
-            return self.apply(func, args, kwargs or {}) if ours else func(*args, **(kwargs or {}))
-        if func in HANDS_OUT and args:
-            self.weights.hand_out(args[0])
-        elif func in RUNS_HOOKS:
-            self.weights.forget()
+            return self.apply(func, args, kwargs) if ours else func(*args, **kwargs)
+        if func in WRITES_UNSEEN:
+            self.weights.note(func, args)
         if self.look is not None:
             self.look()
         # a compiler's backend runs traced code, which already contains the casts
         if not self.active or getattr(_of_thread, "tracing_context", None) is not None:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if self.path.running and self.path.settle(sys._getframe()):
             self.move()
         plan = self.plans.get(func, _UNKNOWN)
         if plan is _UNKNOWN:
             plan = self.rulebook.find(func, self.path.current)
         if plan is None or not self.is_ours(args, kwargs):
-            return func(*args, **(kwargs or {}))
-        kwargs = kwargs or {}
+            return func(*args, **kwargs)
         if self.resting is not None and self.rests():
             with _DisableAutocast():
                 return func(*args, **kwargs)
+        if plan.suspends:
+            with _DisableAutocast():
+                return self._suspended(func, args, kwargs)
         if not (self.observers or everywhere):
             if plan.is_plain and not self.rulebook.strict:
                 with _DisableAutocast():
@@ -109,14 +111,15 @@ class Engine(TorchFunctionMode):
                         return func(*args, **kwargs)
                     except RuntimeError as error:
                         return self._without_kernel(error, func, args, kwargs)
-            way = plan.way
+            way, quick = plan.way, plan.quick
             if way is not None and way.is_usual and device_of(way, args, kwargs) is not None:
                 return self._handed_over(plan, way, func, args, kwargs)
-            if plan.quick is not None and self._is_quick(plan):
+            if quick is not None and self._is_quick(plan):
                 with _DisableAutocast():
-                    result = plan.quick(func, args, kwargs, self)
+                    result = quick(func, args, kwargs, self)
                 if result is not None:
-                    self.rulebook.has_rounded |= plan.rounds
+                    if plan.rounds:
+                        self.rulebook.has_rounded = True
                     return result
             if way is not None and not way.is_usual and device_of(way, args, kwargs) is not None:
                 return self._handed_over(plan, way, func, args, kwargs)
@@ -129,9 +132,11 @@ class Engine(TorchFunctionMode):
 
     def apply(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call in this region, also while torch.compile traces it."""
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             plan = self.rulebook.find(func, self.path.current)
-            return func(*args, **kwargs) if plan is None else self._run(plan, func, args, kwargs)
+            if plan is None or plan.suspends:
+                return func(*args, **kwargs) if plan is None else self._suspended(func, args, kwargs)
+            return self._run(plan, func, args, kwargs)
         planned: Plan | None = getattr(self.traced.compiled, _name_compiled(self.traced, func, self.path.current))
         if func is _checkpoint_operator:
             raise Unavailable(
@@ -165,8 +170,6 @@ class Engine(TorchFunctionMode):
 
     def _run(self, plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         row, rule, run, at_site, rounds, looks, *_ = plan
-        if row.op_class == "structural":
-            return self._suspended(func, args, kwargs)
         if looks and is_jit_tracing():
             raise Unavailable(_untraceable(row.name))
         if rounds:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
+from lowp.compat import accelerator
 from lowp.kernels.hardware import multiplies
 from lowp.kernels.products import torchs_own_device
 from lowp.ops.casting import native_dtype
@@ -38,7 +39,8 @@ _OPTIONAL_ARGUMENTS = 13  # of multi_head_attention_forward: from here on, need_
 class HandOver(NamedTuple):
     """An op, the devices on which torch's dispatcher does what the op's rule says, and the cast of its weights.
 
-    `dtype` is the dtype of the region. `is_usual`: the CPU multiplies it itself, so that most calls are handed over.
+    `dtype` is the dtype of the region. `is_usual`: the CPU multiplies it itself, so that most calls are handed over,
+    unless the op is handed over on accelerators alone and there is none.
     """
 
     op: str
@@ -56,7 +58,8 @@ def hand_over(function: Callable[..., Any], row: Row, rule: Rule | None, dtype: 
     if not devices or not _agrees(row, rule, dtype):
         return None
     weights = rule.weight if row.is_contraction and rule is not None else None
-    return HandOver(row.name, devices, dtype, weights, multiplies("cpu", dtype))
+    is_usual = multiplies("cpu", dtype) and ("cpu" in devices or accelerator() is not None)
+    return HandOver(row.name, devices, dtype, weights, is_usual)
 
 
 def _agrees(row: Row, rule: Rule | None, dtype: torch.dtype) -> bool:
@@ -77,30 +80,20 @@ def device_of(way: HandOver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 
     All tensors must be strided and of at most 32 bits, on a device where torch's own arithmetic is used.
     """
-    tensors = _tensors_of((*args, *kwargs.values()) if kwargs else args)
-    if not tensors:
-        return None
-    device = torchs_own_device(tensors[0], way.dtype, way.op in _FUSED)
-    if device not in way.devices:
-        return None
-    is_compiling = torch.compiler.is_compiling()
-    for x in tensors:
-        if x.dtype in _LEFT_ALONE or not (is_compiling or (x.layout is torch.strided and not x.is_nested)):
-            return None
+    device, is_compiling = None, torch.compiler.is_compiling()
+    for given in (*args, *kwargs.values()) if kwargs else args:
+        for x in given if isinstance(given, (list, tuple)) else (given,):
+            if not isinstance(x, Tensor):
+                continue
+            if device is None:
+                device = torchs_own_device(x, way.dtype, way.op in _FUSED)
+                if device not in way.devices:
+                    return None
+            if x.dtype in _LEFT_ALONE or not (is_compiling or (x.layout is torch.strided and not x.is_nested)):
+                return None
     if kwargs and kwargs.get("out") is not None:
         return None
     return None if way.op == _ATTENTION and _returns_probabilities(args, kwargs) else device
-
-
-def _tensors_of(given: tuple[Any, ...]) -> list[Tensor]:
-    """Return the tensors among the arguments and in lists among the arguments."""
-    found = []
-    for one in given:
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, (list, tuple)):
-            found += [x for x in one if isinstance(x, Tensor)]
-    return found
 
 
 def _returns_probabilities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

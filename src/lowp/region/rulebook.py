@@ -44,6 +44,7 @@ class Plan(NamedTuple):
     way: HandOver | None = None  # set if torch's own dispatcher can carry out the rule
     quick: Quick | None = None  # fast path of the usual calls, without observers
     is_plain: bool = False  # the function runs unchanged, shielded from torch.autocast
+    suspends: bool = False  # the function is a backward pass, to which no rule applies
 
 
 Plans = dict[Callable[..., Any], "Plan | None"]
@@ -84,7 +85,7 @@ class Rulebook:
         row = table.row_of(function, self.policy.table)
         if row is None:
             is_backward = table.name_of(function) in _BACKWARD
-            plans[function] = Plan(Row("backward", "structural"), None, None) if is_backward else None
+            plans[function] = Plan(Row("backward", "structural"), None, None, suspends=True) if is_backward else None
             return plans[function]
         plan = self._planned(function, row, path)
         if plan.rule is not None:

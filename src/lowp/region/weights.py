@@ -34,7 +34,7 @@ from lowp.kernels.functions import quantize_operand
 from lowp.kernels.products import NARROW, has_launches
 from lowp.ops.casting import carried, functorch_is_active, is_irregular, is_jit_tracing, native_dtype, shield
 
-__all__ = ["HANDS_OUT", "RUNS_HOOKS", "WeightCasts", "forget_all"]
+__all__ = ["WRITES_UNSEEN", "WeightCasts", "forget_all"]
 
 _storage_holders = cast(Callable[[int], int], private("torch._C._storage_Use_Count"))
 _foreach_copy = cast(Callable[[list[Tensor], list[Tensor]], None], private("torch._foreach_copy_"))
@@ -60,6 +60,8 @@ HANDS_OUT: frozenset[Any] = frozenset(
 # Functions that run hooks, which no region sees: a hook of a backward pass, such as an optimizer's, may write any
 # weight.
 RUNS_HOOKS: frozenset[Any] = frozenset((Tensor.backward, torch.autograd.backward, torch.autograd.grad))
+
+WRITES_UNSEEN = HANDS_OUT | RUNS_HOOKS  # after these a weight may be written without a trace
 
 
 class _Attached(torch.autograd.Function):
@@ -116,13 +118,21 @@ _PLAIN = (Tensor, nn.Parameter)
 class _Entry:
     """The cast values of a weight, the weight's sign when they were computed, and the values attached to the graph."""
 
-    __slots__ = ("attached", "sign", "to", "value", "weight")
+    __slots__ = ("_value", "attached", "sign", "to", "weight")
 
     def __init__(self, weight: Tensor, to: Cast, value: Tensor, sign: _Sign) -> None:
         self.weight, self.to = weight, to  # no weak reference: torch.utils.swap_tensors refuses tensors that have one
         self.sign = sign
-        self.value = value.detach() if value.requires_grad else value
-        self.attached = value if value.requires_grad else None
+        self._value: Tensor | None = None if value.requires_grad else value
+        self.attached: Tensor | None = value if value.requires_grad else None
+
+    @property
+    def value(self) -> Tensor:
+        """The values, detached from the graph."""
+        if self._value is None:
+            assert self.attached is not None
+            self._value = self.attached.detach()
+        return self._value
 
     def in_graph(self) -> Tensor:
         """Return the values attached to the graph, so that gradients reach the weight."""
@@ -274,6 +284,13 @@ class WeightCasts:
             tuple([casts.get(id(x), x) for x in args]),
             {name: casts.get(id(x), x) for name, x in kwargs.items()} if kwargs else kwargs,
         )
+
+    def note(self, function: Any, args: tuple[Any, ...]) -> None:
+        """Note a call of one of `WRITES_UNSEEN`."""
+        if function in RUNS_HOOKS:
+            self.forget()
+        elif args:
+            self.hand_out(args[0])
 
     def hand_out(self, x: Any) -> None:
         """Note that a tensor's memory is exposed to code that can write it unnoticed. Its casts are not reused."""
