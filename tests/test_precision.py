@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import subprocess
 from collections.abc import Callable
@@ -288,3 +289,15 @@ def test_a_group_that_the_users_own_optimizer_is_given_later_trains_as_the_other
         return found
 
     assert losses(lambda inner, _: inner) == losses(lambda _, optimizer: optimizer)
+
+
+def test_a_precision_that_is_gone_refuses_no_step_of_the_optimizer_it_left() -> None:
+    model = _net()
+    precision = lowp.Precision("fp16")
+    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    precision.backward(model(_data()[0]).sum())
+    with pytest.raises(Misuse, match="would apply gradients"):
+        optimizer.step()
+    del precision
+    gc.collect()
+    optimizer.step()

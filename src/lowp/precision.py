@@ -32,6 +32,7 @@ from lowp.unscaled import UnscaledSteps
 __all__ = ["Precision"]
 
 _PATIENCE = 20  # consecutive skipped steps, with no scale left to reduce, before training stops
+_NOTHING = nullcontext()
 Optimizer = TypeVar("Optimizer", bound="torch.optim.Optimizer | None")
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
@@ -193,10 +194,11 @@ class Precision:
                 "a closure computes its loss without the loss scale: compute loss and gradients first, or train this "
                 "optimizer with Precision(..., loss_scale='none')"
             )
-        self._require_backward("step")
-        step_comes(scaler)
         skip: torch.Tensor | None = None
-        if not is_scaled:
+        if is_scaled:
+            self._require_backward("step")
+            step_comes(scaler)
+        else:
             for optimizer in optimizers:
                 if isinstance(optimizer, FlexWeights):
                     optimizer.write_gradients()
@@ -207,7 +209,7 @@ class Precision:
         self._agree_on_masters(optimizers)
         result = None
         for optimizer in optimizers:
-            with optimizer.skipping(skip) if isinstance(optimizer, FlexWeights) else nullcontext():
+            with optimizer.skipping(skip) if isinstance(optimizer, FlexWeights) else _NOTHING:
                 result = scaler.step(optimizer) if closure is None else optimizer.step(closure)
         scaler.update()
         self.steps += 1

@@ -153,3 +153,49 @@ def test_complex_gradients_are_unscaled_and_checked(dtype: torch.dtype, is_conju
     parameter_of(optimizer).grad = torch.tensor([1, complex(0, INF)], dtype=dtype)
     scaler.step(optimizer)
     assert not scaler.stepped and parameter_of(optimizer).tolist() == [0.5 - 1j, 1 + 0.25j]
+
+
+@pytest.mark.parametrize("bad", [None, INF, float("nan")])
+def test_gradients_are_unscaled_at_once_to_the_bits_of_torchs_method(bad: float | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for scale in (1.0, 3.0, 65536.0, 2.0**100):
+        values = [torch.randn(shape, generator=generator) * scale for shape in ((3, 5), (7,), ())]
+        if bad is not None:
+            values[1][3] = bad
+        parameters = [nn.Parameter(torch.zeros_like(value)) for value in values]
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        scaler = started(loss_scale=scale, sample_interval=0)
+        results = []
+        for at_once in (True, False):
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.grad = value.clone()
+            if at_once:
+                found = scaler._unscaled_at_once(optimizer, torch.tensor(scale))
+            else:
+                inverse = torch.full((), 1 / scale)
+                found = scaler._unscale_grads_(optimizer, inverse, torch.zeros(()), False)
+            assert found is not None
+            results.append([flag.item() for flag in found.values()])
+            results[-1] += [one.grad.view(torch.int32).tolist() for one in parameters if one.grad is not None]
+        assert results[0] == results[1] and results[0][0] == (bad is not None)
+
+
+def test_gradients_that_need_more_than_one_pass_are_not_unscaled_at_once() -> None:
+    scaler, optimizer = started(sample_interval=0), one_parameter([1.0, 2.0])
+    assert scaler._unscaled_at_once(optimizer, torch.tensor(2.0)) is not None
+    assert started()._unscaled_at_once(optimizer, torch.tensor(2.0)) is None  # exponents are counted in its first step
+    assert scaler._unscaled_at_once(optimizer, torch.tensor(0.5)) is None  # the division could overflow
+    assert scaler._unscaled_at_once(optimizer, torch.tensor(float("nan"))) is None
+    assert scaler._unscaled_at_once(one_parameter([1.0], dtype=torch.float16), torch.tensor(2.0)) is None
+    parameter = parameter_of(optimizer)
+    (of_graph,) = torch.autograd.grad((parameter**2).sum(), parameter, create_graph=True)
+    parameter.grad = of_graph
+    assert scaler._unscaled_at_once(optimizer, torch.tensor(2.0)) is None
+
+
+def test_whether_an_optimizer_stepped_is_told_of_it_alone() -> None:
+    scaler, first, second = started(), one_parameter([1.0]), one_parameter([INF])
+    scaler.step(first)
+    scaler.step(second)
+    assert bool(scaler.stepped_for(first)) and not scaler.stepped_for(second)
+    assert not scaler.stepped_for(one_parameter([1.0]))

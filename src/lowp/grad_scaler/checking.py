@@ -72,9 +72,12 @@ class Checks(ScalerState):
         allow_fp16 = bool(getattr(optimizer, "allows_fp16_gradients", False))
         if allow_fp16:
             grads.widen_fp16(optimizer)
-        found_inf = torch.zeros((), dtype=torch.float32, device=state.scale.device)
-        found = self._unscale_grads_(optimizer, _bounded_inverse(state.scale), found_inf, allow_fp16)
-        stage["found_inf_per_device"] = self._agreed(optimizer, found, found_inf)
+        found = self._unscaled_at_once(optimizer, state.scale)
+        if found is None:
+            found_inf = torch.zeros((), dtype=torch.float32, device=state.scale.device)
+            found = self._unscale_grads_(optimizer, _bounded_inverse(state.scale), found_inf, allow_fp16)
+            found = self._agreed(optimizer, found, found_inf)
+        stage["found_inf_per_device"] = found
         stage["stage"] = OptState.UNSCALED
 
     def check_(self, optimizer: Optimizer, nonfinite: torch.Tensor | None = None) -> None:
@@ -98,9 +101,6 @@ class Checks(ScalerState):
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale in place and return one flag per device. The name and the arguments are torch's."""
         with torch.no_grad():
-            values = grads.plain_on_host(optimizer) if self._is_for_host(inv_scale, found_inf) else []
-            if values:
-                return self._unscaled_on_host(optimizer, values, inv_scale, found_inf)
             return self._unscaled(optimizer, grads.by_kind(grads.collect(optimizer, allow_fp16)), inv_scale, found_inf)
 
     def _unscaled(
@@ -116,24 +116,29 @@ class Checks(ScalerState):
             grads.unscale_and_check_([each.values for each in group], found[device], inverses.get(device))
         return found
 
-    def _is_for_host(self, inverse: torch.Tensor, found_inf: torch.Tensor) -> bool:
-        """Whether one pass over fp32 gradients suffices: the division by the scale cannot make them overflow."""
-        if not (hardware.is_on_host(inverse) and hardware.is_on_host(found_inf)):
-            return False
-        if self._samples_now() or distributed.is_running():
-            return False
-        return inverse.numel() == 1 and inverse.item() <= 1
+    def _unscaled_at_once(self, optimizer: Optimizer, scale: torch.Tensor) -> dict[torch.device, torch.Tensor] | None:
+        """Unscale plain fp32 gradients on the CPU in place, with no rank to agree with; None for other gradients.
 
-    def _unscaled_on_host(
-        self, optimizer: Optimizer, values: list[torch.Tensor], inverse: torch.Tensor, found_inf: torch.Tensor
-    ) -> dict[torch.device, torch.Tensor]:
-        """Unscale in place. Measure the size of each gradient only if one was not finite, and keep the sizes."""
+        One pass suffices: the division by a scale from 1 on cannot make them overflow. The size of each gradient is
+        measured, and kept, only if one was not finite.
+        """
+        if not hardware.is_on_host(scale) or scale.dim() or self._samples_now() or distributed.is_running():
+            return None
+        if "_unscale_grads_" in self.__dict__ or type(self)._unscale_grads_ is not Checks._unscale_grads_:
+            return None  # somebody has put a function of theirs in its place
+        if not (number := scale.item()) >= 1 or not (values := grads.plain_on_host(optimizer)):
+            return None
+        inverse = torch.full((), 1.0 / number, dtype=torch.float32, device="cpu")
+        found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
         grads.unscale_and_check_(values, found_inf, inverse)
+        found = {found_inf.device: found_inf}
         if found_inf.item():
             kinds = grads.by_kind(grads.collect(optimizer, True))
             sizes = grads.largest(kinds, len(grads.parameters_of(optimizer)), inverse.device)
-            self._seen = sizes, self._about(inverse.reshape(()))
-        return {found_inf.device: found_inf}
+            self._seen = sizes, self._about(inverse)
+            return self._agreed(optimizer, found, found_inf)
+        self._agreed_with = ()
+        return found
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         """Note, in one flag per device, whether the gradients, left scaled, are finite and stay finite unscaled."""

@@ -79,7 +79,10 @@ def _real(values: torch.Tensor) -> torch.Tensor:
 
 
 def plain_on_host(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the gradients if all are plain fp32 tensors on the CPU, which one call can unscale; else []."""
+    """Return the gradients if all are plain fp32 tensors on the CPU, which one call can unscale; else [].
+
+    Those of create_graph=True, which are part of a graph, are not plain.
+    """
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -88,7 +91,7 @@ def plain_on_host(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
                 continue
             if type(gradient) is not torch.Tensor or gradient.dtype is not torch.float32 or gradient.is_sparse:
                 return []
-            if not hardware.is_on_host(gradient):
+            if gradient.requires_grad or not hardware.is_on_host(gradient):
                 return []
             found.append(gradient)
     return found

@@ -14,19 +14,19 @@ from lowp.grad_scaler.scaler import GradScaler
 
 __all__ = ["expect_step", "step_comes"]
 
-_waiting: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+_waiting: dict[int, weakref.ref[GradScaler]] = {}  # by id; a WeakSet takes microseconds, which small steps feel
 
 
 def expect_step(scaler: GradScaler) -> None:
     """Note that gradients are scaled: until `step_comes`, optimizers of watched models must not step."""
     if scaler.is_enabled() and not torch.compiler.is_compiling():
         _watch_optimizers()
-        _waiting.add(scaler)
+        _waiting[id(scaler)] = weakref.ref(scaler)
 
 
 def step_comes(scaler: GradScaler) -> None:
     """Note that the scaler itself is about to step its optimizers."""
-    _waiting.discard(scaler)
+    _waiting.pop(id(scaler), None)
 
 
 @cache
@@ -38,8 +38,11 @@ def _refuse_scaled(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
     """Raise Misuse before a step on scaled gradients. Costs nothing in a correct loop, where no scaler waits."""
     if torch.compiler.is_compiling() or not _waiting:
         return
-    for scaler in list(_waiting):
-        if scaler.holds_scaled_gradients(optimizer):
+    for key, reference in list(_waiting.items()):
+        scaler = reference()
+        if scaler is None:
+            _waiting.pop(key, None)
+        elif scaler.holds_scaled_gradients(optimizer):
             raise Misuse(
                 f"optimizer.step() would apply gradients that are multiplied by the loss scale "
                 f"{scaler.get_scale():g}: call precision.step(optimizer), which divides them by it and skips the step "

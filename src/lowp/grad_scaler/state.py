@@ -81,7 +81,8 @@ class ScalerState(TorchCUDAScaler, TorchCPUScaler):
         """Initialise the attributes that are neither checkpointed nor pickled."""
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(new_stage)
         self._stepped: torch.Tensor | bool | None = None
-        self._stepped_by = weakref.WeakKeyDictionary[torch.optim.Optimizer, "torch.Tensor | bool"]()
+        # by id: a WeakKeyDictionary takes microseconds, which small steps feel
+        self._stepped_by: dict[int, tuple[weakref.ref[torch.optim.Optimizer], torch.Tensor | bool]] = {}
         self._losses: list[torch.Tensor] = []
         self._skipped_at_floor: list[bool] = []  # only optimizers whose flag was read
         self._exponents: torch.Tensor | None = None

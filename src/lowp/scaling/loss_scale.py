@@ -91,7 +91,7 @@ class LossScaling:
 
     def only_counts(self, state: LossScaleState) -> bool:
         """Whether `observe` of a good step does no more than to count it; waits for the device."""
-        return self.floor <= float(state.scale) <= self.ceiling
+        return self.floor <= state.scale.item() <= self.ceiling
 
     def scale(self, state: LossScaleState) -> torch.Tensor:
         """Return the scale, a 0-dimensional fp32 tensor."""
@@ -162,7 +162,7 @@ class DynamicLossScale(LossScaling):
 
     def only_counts(self, state: LossScaleState) -> bool:
         """Whether `observe` of a good step does no more than to count it; waits for the device."""
-        return super().only_counts(state) and int(state.good_steps) + 1 < self.growth_interval
+        return super().only_counts(state) and state.good_steps.item() + 1 < self.growth_interval
 
     def _growth(
         self, state: LossScaleState, good_steps: torch.Tensor, overflows: torch.Tensor, seen: GradientsSeen
