@@ -37,6 +37,15 @@ def test_the_half_is_the_nearest_bf16_and_ties_go_away_from_zero() -> None:
     assert remainder.tolist()[:2] == [-32768, -32768]
 
 
+def test_a_half_that_someone_else_has_written_is_what_the_join_rounds_to() -> None:
+    _, remainder = split(torch.linspace(-1, 1, 999))
+    for value in (0.0, -0.0, 1.0, -3.0, 2.0**-126, 1e30):
+        half = torch.full((999,), value, dtype=torch.bfloat16)
+        joined = join(half, remainder)
+        # the nearest bf16 with ties away from zero is what `split` gives
+        assert torch.equal(split(joined)[0].view(torch.int16), half.view(torch.int16))
+
+
 def test_other_types_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"split takes fp32, not torch\.float16"):
         split(torch.ones(2, dtype=torch.float16))

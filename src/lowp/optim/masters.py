@@ -116,6 +116,7 @@ class MasterWeights(Wrapper):
         """Update the masters from the parameters' gradients and write them back, rounded to the storage format."""
         if not self._masters.keys() >= set(parameters_of(self)):  # a group was added to the inner optimizer itself
             self._adopt()
+        self._follow()
         told = {} if self.storage.cast is None else self.names.watches(self._masters, self)
         amp = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         with self._on_masters():
@@ -134,6 +135,12 @@ class MasterWeights(Wrapper):
         return result
 
     # -- masters --------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Take over what the script has written into the parameters since the last step."""
+        for parameter, state in self._master_state.items():
+            self.storage.follow_(local(parameter), {name: local(value) for name, value in state.items()})
+
     def master(self, parameter: Tensor) -> Tensor:
         """The fp32 value behind a stored parameter."""
         if parameter not in self._master_state:
@@ -257,7 +264,7 @@ class MasterWeights(Wrapper):
         self.steps = max(self.steps, *(int(there) for there in self._steps_there.values()), 0)  # counts graph replays
         with self._on_masters():
             packed = dict(self.inner.state_dict())
-            masters = [self._masters[parameter].detach().clone() for parameter in self._master_state]
+        masters = [self.master(parameter).detach().clone() for parameter in self._master_state]
         order = {id(parameter): number for number, parameter in enumerate(parameters_of(self))}
         numbered = {order[id(one)]: master for one, master in zip(self._master_state, masters, strict=True)}
         packed["state"] = {

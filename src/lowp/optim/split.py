@@ -9,8 +9,12 @@ The half is the fp32 number rounded to the nearest bf16, ties away from zero: wi
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from lowp.kernels.dispatch import answers_at_once
 
 _ROUND_HALF = 1 << 15
 _QUIET_BIT = 1 << 6
@@ -35,8 +39,15 @@ def split(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(half: Tensor, remainder: Tensor) -> Tensor:
-    """Combine a bf16 half and an int16 remainder of the same shape to the fp32 numbers that `split` was given."""
+    """Combine a bf16 half and an int16 remainder of the same shape to the fp32 numbers that `split` was given.
+
+    Where the half was written since, the result rounds to the new half: the old remainder is at most half an ulp of it.
+    `split` gives no negative remainder to a half of 0, whose bits less one are a NaN: there the result is that 0.
+    """
     if half.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
         raise TypeError(f"join takes a bf16 half and an int16 remainder, not {half.dtype} and {remainder.dtype}")
     bits = half.contiguous().view(torch.int16).to(torch.int32)
-    return bits.bitwise_left_shift_(16).add_(remainder).view(torch.float32)
+    joined = bits.bitwise_left_shift_(16).add_(remainder).view(torch.float32)
+    if answers_at_once(half) and math.isfinite(float(joined.sum())):  # a sum of numbers with a NaN is NaN
+        return joined
+    return torch.where((half == 0) & (remainder < 0), half.to(torch.float32), joined)

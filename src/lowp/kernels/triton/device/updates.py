@@ -22,11 +22,14 @@ def _pointer(table, tensor, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, TYPE: t
 def _weight(half, remainder, places, mask, SPLIT: tl.constexpr):
     """Return an fp32 weight, which is stored as such or as a bf16 half and a remainder.
 
-    bits = half * 2**16 + remainder, with the remainder in -32768 .. 32767
+    bits = half * 2**16 + remainder, with the remainder in -32768 .. 32767. If other code has set the half to 0, a
+    negative remainder counts as 0.
     """
     if SPLIT:
         upper = tl.load(half + places, mask=mask, other=0).to(tl.int32)
-        bits = (upper << 16) + tl.load(remainder + places, mask=mask, other=0).to(tl.int32)
+        rest = tl.load(remainder + places, mask=mask, other=0).to(tl.int32)
+        rest = tl.where((upper & 0x7FFF) == 0, tl.maximum(rest, 0), rest)
+        bits = (upper << 16) + rest
     else:
         bits = tl.load(half + places, mask=mask, other=0)
     return bits.to(tl.float32, bitcast=True)
