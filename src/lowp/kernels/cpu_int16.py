@@ -41,19 +41,21 @@ class Seen(NamedTuple):
         return Seen(*[*most, *flags, *counts, True if is_certain else self.written | other.written])
 
 
-def is_direct(x: Tensor) -> bool:
-    """Whether the C++ library can read the tensor's memory directly."""
+def is_direct(*tensors: Tensor) -> bool:
+    """Whether the C++ library can read the tensors' memory directly."""
     try:
-        return (
-            x.dtype is torch.float32
-            and x.is_cpu
-            and x.layout is torch.strided
-            and x.is_contiguous()
-            and not x.is_neg()
-            and not x._is_zerotensor()
-            and x.data_ptr() % 4 == 0
-            and uses_library()
-        )
+        for x in tensors:
+            if not (
+                x.dtype is torch.float32
+                and x.is_cpu
+                and x.layout is torch.strided
+                and x.is_contiguous()
+                and not x.is_neg()
+                and not x._is_zerotensor()
+                and x.data_ptr() % 4 == 0
+            ):
+                return False
+        return uses_library()
     except RuntimeError:  # what outlived its torch.func transform: a wrapper without storage, which torch opens
         return False
 

@@ -52,19 +52,19 @@ def linear(
     n = weight.shape[0]
     if x.numel() > MOST or weight.numel() > MOST or m * n > MOST or n >= FEATURES or is_observed():
         return None
-    if not (is_direct(x) and is_direct(weight) and (bias is None or is_direct(bias))):
+    if not (is_direct(x, weight) if bias is None else is_direct(x, weight, bias)):
         return None
     (to_x, *of_x), (to_weight, *of_weight) = own_exponent(casts[0]), own_exponent(casts[1])
     y = torch.empty(m, n, dtype=torch.float32, device="cpu")
     kept = torch.empty((m + n) * k + 2, dtype=torch.int16, device="cpu") if keeps else None
-    given = array("q", (m, n, k, *of_x, *of_weight))
+    given, kernel = array("q", (m, n, k, *of_x, *of_weight)), cpu.asked()
     status = cpu.loaded().lowp_linear_int16(
-        cpu.asked().encode() or None,
+        kernel.encode() or None,
         to_x,
         to_weight,
-        cpu.address(x),
-        cpu.address(weight),
-        cpu.optional_address(bias),
+        x.data_ptr() or cpu.address(x),
+        weight.data_ptr() or cpu.address(weight),
+        None if bias is None else bias.data_ptr() or cpu.address(bias),
         given.buffer_info()[0],
         None if kept is None else kept.data_ptr(),
         torch.get_num_threads(),
@@ -72,7 +72,7 @@ def linear(
     )
     if status == _NOT_FINITE:
         return None
-    check_status(status, cpu.asked())
+    check_status(status, kernel)
     return y, kept
 
 
@@ -83,29 +83,30 @@ def gradients(
 
     A gradient that lies otherwise, such as that of a sum, is laid out first. None where it is not finite, and in fp64.
     """
-    if not is_direct(gradient):
-        gradient = readable(gradient)
-    if is_observed() or not is_direct(gradient):
+    if is_observed():
+        return None
+    if not is_direct(gradient) and not is_direct(gradient := readable(gradient)):
         return None
     m, n, k = sizes
+    kept = kept.contiguous()  # hooks on saved tensors may have laid it out otherwise
     to, *own = own_exponent(cast)
     found = [
         torch.empty(shape, dtype=torch.float32, device="cpu") if needed else None
         for shape, needed in zip(((m, k), (n, k), (n,)), needs, strict=True)
     ]
-    given = array("q", (m, n, k, *own))
+    given, kernel = array("q", (m, n, k, *own)), cpu.asked()
     status = cpu.loaded().lowp_linear_int16_gradients(
-        cpu.asked().encode() or None,
+        kernel.encode() or None,
         to,
-        cpu.address(gradient),
-        cpu.address(kept.contiguous()),
+        gradient.data_ptr() or cpu.address(gradient),
+        kept.data_ptr(),
         given.buffer_info()[0],
         torch.get_num_threads(),
         *(None if one is None else one.data_ptr() for one in found),
     )
     if status == _NOT_FINITE:
         return None
-    check_status(status, cpu.asked())
+    check_status(status, kernel)
     return found[0], found[1], found[2]
 
 

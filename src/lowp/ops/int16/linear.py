@@ -15,8 +15,7 @@ from torch import Tensor
 from lowp.casts import Cast
 from lowp.compat import applied_at_once
 from lowp.kernels import int16_linear, payloads
-from lowp.kernels.dispatch import uses_library
-from lowp.kernels.hardware import is_on_host
+from lowp.kernels.dispatch import has_integer_kernels
 from lowp.kernels.mantissas import has_mantissas
 from lowp.ops.call import Quick, QuickRegion, RoleCasts
 from lowp.ops.casting import end_of, functorch_is_active, is_plain, shielded
@@ -52,7 +51,7 @@ def quick(rule: Rule) -> Quick:
         if kwargs or not 2 <= len(args) <= 3 or not _are_matrices(args) or (is_written and region.spots is None):
             return None
         x, weight, bias = args if len(args) == 3 else (*args, None)
-        if at_once and uses_library() and (whole := _at_once(x, weight, bias, casts)) is not None:
+        if at_once and (whole := _at_once(x, weight, bias, casts)) is not None:
             return whole
         a, b = payloads.rounded(x, to_input), payloads.rounded(weight, to_weight)
         if a is None or b is None:  # infinities, which no integer represents
@@ -110,7 +109,7 @@ _apply_whole = applied_at_once(_Whole)
 def _whole_gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     (kept,), form, rule = ctx.saved_tensors, ctx.product.form, ctx.product.casts.rule
     sizes = int16_linear.Sizes(form.first[0], form.second[0], form.first[1])
-    if uses_library() and not (torch.is_grad_enabled() or functorch_is_active()):
+    if not (torch.is_grad_enabled() or functorch_is_active()):
         found = int16_linear.gradients(gradient, kept, sizes, rule.grad, ctx.needs_input_grad[:3])
         if found is not None:
             return found
@@ -119,11 +118,14 @@ def _whole_gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
 
 def _are_matrices(args: tuple[Any, ...]) -> bool:
     """Whether the arguments are matrices x[m, k] and w[n, k] in fp32 and an optional bias [n]."""
-    for one in args:
-        if one is not None and not (is_plain(one) and one.dtype is torch.float32 and is_on_host(one)):
-            return False
     x, weight, *bias = args
-    if x is None or weight is None or not (x.dim() == weight.dim() == 2) or x.size(1) != weight.size(1):
+    given = args if bias and bias[0] is not None else args[:2]
+    if not (is_plain(*given) and has_integer_kernels(*given)):
+        return False
+    for one in given:  # a generator takes longer
+        if one.dtype is not torch.float32:
+            return False
+    if not (x.dim() == weight.dim() == 2) or x.size(1) != weight.size(1):
         return False
     if bias and bias[0] is not None and bias[0].shape != weight.shape[:1]:
         return False
