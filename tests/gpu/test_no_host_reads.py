@@ -113,7 +113,7 @@ def test_the_rates_of_a_step_by_one_kernel_are_made_on_the_device(make: Callable
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("preset", ["fp16", "bf16", "bf16-storage", "fp16-storage"])
-def test_a_step_of_a_precision_reads_nothing(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_a_precision_reads_nothing_and_sends_nothing(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scale = "dynamic(1024)" if preset.startswith("fp16") else None  # without a number its start is searched for
     empty = _network()
     with fake_cuda():
@@ -128,12 +128,14 @@ def test_a_step_of_a_precision_reads_nothing(preset: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(torch, "equal", lambda one, other: True)  # asked once, while a model is prepared
         precision = lowp.Precision(preset, loss_scale=scale)
         model, optimizer = precision.prepare(model, torch.optim.AdamW(parameters, fused=True))
-        with HostReads():
+        with HostReads() as seen:
             for _ in range(3):
+                seen.sent.clear()
                 with precision.autocast():
                     loss = model(torch.empty(2, 4, device="cuda")).float().mean()
                 precision.backward(loss)
                 precision.step(optimizer)
+        assert not seen.sent
         assert precision.stepped.shape == ()
 
 

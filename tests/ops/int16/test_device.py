@@ -53,16 +53,16 @@ def operands(shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def stepped(case: str, preset: str) -> list[Tensor]:
-    """Return the output of a case under a preset, and the gradients."""
+def stepped(case: str, preset: str, device: str = "cpu") -> list[Tensor]:
+    """Return the output of a case under a preset on a device, and the gradients."""
     function, shapes = CASES[case]
-    tensors = operands(shapes)
+    tensors = [one.detach().to(device).requires_grad_() for one in operands(shapes)]
     with lowp.autocast(preset):
         result = function(*tensors)
     gradient = torch.rand(result.shape, generator=torch.Generator().manual_seed(1)) / 3000
     if case == "second word":  # one class of many has nearly all of the gradient
         gradient[:, :4] += torch.eye(4)
-    result.backward(gradient)
+    result.backward(gradient.to(device))
     return [result.detach(), *(one.grad for one in tensors if one.grad is not None)]
 
 
