@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowp.errors import Misuse
 from lowp.grad_scaler import GradScaler
@@ -20,6 +20,7 @@ from lowp.numerics.again import beside, calls_again
 from lowp.numerics.clock import Clock
 from lowp.numerics.cycle import Cycle
 from lowp.numerics.guard import Guard
+from lowp.numerics.hooks import StepHooks
 from lowp.numerics.loss_scale import WatchedScale
 from lowp.numerics.models import Models
 from lowp.numerics.modes import CompilerStance, Paths, depth, in_backward, put_on, take_off
@@ -72,7 +73,7 @@ class Profiler:
         self._entered = False
         self._stance = CompilerStance()
         self._end_observing: Callable[[], None] | None = None
-        self._listening: list[Callable[[], None]] = []  # ends of the hooks that a step needs of which anything is kept
+        self._hooks = StepHooks(self.models, optimizer, self._before_forward, self._after_forward, self._before_step)
         self._alone: Optimizer | None = None  # the only one that steps, while nothing is kept of its steps
         self._guarded = 0  # steps
 
@@ -116,7 +117,7 @@ class Profiler:
     def _stop(self) -> None:
         for end in self._ends:
             end()
-        self._listen(False)
+        self._hooks.put(False)
         self.plan.stop()
         self._drop_watch()
         self._guard.forget()
@@ -133,8 +134,7 @@ class Profiler:
             self._rename(renamed)
         self._kept.describe(self._described(), renamed)
         self.plan.take_turns()
-        self._listen(False)
-        self._listen(True)
+        self._hooks.renew()
         if self._watch is not None:
             self._watch.follow(None if args is None else model)
         if args is not None:
@@ -163,34 +163,11 @@ class Profiler:
         header = self.models.header(self._precision)
         return {"title": self._title or header["model"], **header}
 
-    def _listen(self, on: bool) -> None:
-        """Add or remove the hooks around each call of a model and before each step of an optimizer."""
-        if not on:
-            for end in self._listening:
-                end()
-            self._listening.clear()
-        elif not self._listening:
-            handles: list[Any] = []
-            for root in self.models.roots.values():
-                handles.append(root.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
-                handles.append(root.register_forward_hook(self._after_forward, always_call=True))
-            if self.optimizer is not None:
-                handles.append(self.optimizer.register_step_pre_hook(self._before_step))
-            else:
-                handles.append(register_optimizer_step_pre_hook(self._before_step))
-            self._listening = [one.remove for one in handles]
-
     @property
     def record(self) -> Record:
         """The record of what was seen so far."""
-        budget = self.budget
         sampling = {
-            "max_overhead": budget.share,
-            "allowance": budget.allowance,
-            "overhead": budget.overhead,
-            "own_seconds": budget.own,
-            "every_step_seconds": budget.guarding + budget.idle,
-            "total_seconds": budget.total,
+            **self.budget.account(),
             "steps": self.step,
             "looks": self.plan.rounds.done,
             "modules": self.plan.rounds.modules,
@@ -263,7 +240,7 @@ class Profiler:
         if not plan.guards:
             self._guard.rest()
         busy = plan.is_busy or self._scale.is_used
-        self._listen(busy)
+        self._hooks.put(busy)
         self._alone = None if busy else self._cycle.alone
         if not busy:
             plan.rest(self.step)

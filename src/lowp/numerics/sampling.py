@@ -69,6 +69,17 @@ class Budget:
         self.own += seconds
         self.idle += seconds
 
+    def account(self) -> dict[str, float | None]:
+        """Return the limit and the seconds spent, by their names in a record."""
+        return {
+            "max_overhead": self.share,
+            "allowance": self.allowance,
+            "overhead": self.overhead,
+            "own_seconds": self.own,
+            "every_step_seconds": self.guarding + self.idle,
+            "total_seconds": self.total,
+        }
+
     def end(self) -> None:
         """Stop the clock."""
         self.ended = time.perf_counter()
