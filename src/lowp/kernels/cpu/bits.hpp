@@ -1,4 +1,4 @@
-// The bits of a value as another type. `static`, so that the linker merges nothing across instruction sets.
+// The bits of a value as another type. `static`, so that the linker does not merge code across instruction sets.
 #pragma once
 #include <cstring>
 

@@ -1,4 +1,4 @@
-// The C functions of the byte products: what is packed, which thread does what.
+// The C functions of the byte products: packing and distribution over threads.
 #include "bytes.hpp"
 
 #include <algorithm>
@@ -24,14 +24,14 @@ const ByteKernels& kernels(int level) {
   return kPortableBytes;
 }
 
-// The largest magnitude of a sum of products with 0 .. 1: all of one sign at once.
+// The largest magnitude of a sum of products with numbers in 0 .. 1: the sum of all weights of one sign.
 int32_t reach(const int32_t* weights, int count) {
   int32_t positive = 0, negative = 0;
   for (int t = 0; t < count; t++) (weights[t] > 0 ? positive : negative) += std::abs(weights[t]);
   return std::max(positive, negative);
 }
 
-// The widest way for 32 elements of 16 columns; `at` gives an element.
+// The widest way for 32 elements of 16 columns; `at` returns an element.
 template <class At>
 Way way_of(At at, int64_t begin, int64_t end, int32_t highest) {
   bool four = true, two = true, centred = highest < 128;
@@ -46,7 +46,7 @@ Way way_of(At at, int64_t begin, int64_t end, int32_t highest) {
   return four ? kFour : centred ? kCentred : two ? kTwo : kOne;
 }
 
-// Of two numbers; NaN, where one of them is it.
+// The smaller and the larger of two numbers; NaN if one of them is NaN.
 float least(float a, float b) { return a != a || b >= a ? a : b; }
 float most(float a, float b) { return a != a || b <= a ? a : b; }
 
@@ -56,7 +56,7 @@ float most(float a, float b) { return a != a || b <= a ? a : b; }
 using namespace lowp;
 
 // Packs int8 weights [n][k], rows `stride` apart, for activations up to `highest`: panels [n / 16][depth][16] with depth k
-// rounded up to 8, a way for every 32 of depth, the sum of every column. Both are padded with zeros.
+// rounded up to 8, a way for every 32 of depth, and the sum of every column. Panels and sums are padded with zeros.
 LOWP_EXPORT void lowp_bytes_pack(const int8_t* weights, int64_t n, int64_t k, int64_t stride, int highest, int8_t* panels,
                                  uint8_t* ways, int32_t* sums, int threads) {
   const int64_t depth = up(k, kEight), chunks = up(depth, kChunk) / kChunk;
@@ -81,7 +81,7 @@ LOWP_EXPORT void lowp_bytes_pack(const int8_t* weights, int64_t n, int64_t k, in
   });
 }
 
-// Rows of fp32 [rows][k], `stride` apart, as bytes [rows][depth], filled up with `zero`.
+// Rows of fp32 [rows][k], `stride` apart, as bytes [rows][depth], padded with `zero`.
 LOWP_EXPORT void lowp_bytes_quantize(int level, const float* x, int64_t rows, int64_t k, int64_t stride, float scale,
                                      int zero, int highest, int64_t depth, uint8_t* out, int threads) {
   const ByteKernels& run = kernels(level);
@@ -94,13 +94,13 @@ LOWP_EXPORT void lowp_bytes_quantize(int level, const float* x, int64_t rows, in
   });
 }
 
-// low and high[0] of fp32 [rows][k], `stride` apart: 0 is between them. Both are NaN where there is one.
+// The minimum and maximum of fp32 [rows][k] and 0, rows `stride` apart, in low and high[0]. Both are NaN if a number is.
 LOWP_EXPORT void lowp_bytes_extremes(int level, const float* x, int64_t rows, int64_t k, int64_t stride, float* found,
                                      int threads) {
   const ByteKernels& run = kernels(level);
   constexpr int64_t kPieces = 64;
   float low[kPieces] = {}, high[kPieces] = {};
-  if (stride == k) k *= rows, rows = 1, stride = k;  // one line, cut anywhere
+  if (stride == k) k *= rows, rows = 1, stride = k;  // one line, split anywhere
   const int64_t lines = rows == 1 ? k : rows, piece = up((lines + kPieces - 1) / kPieces, rows == 1 ? 65536 : 1);
   parallel_for(up(lines, piece) / piece, 1, threads, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; p++)
@@ -114,8 +114,8 @@ LOWP_EXPORT void lowp_bytes_extremes(int level, const float* x, int64_t rows, in
   for (int64_t p = 0; p < kPieces; p++) found[0] = least(found[0], low[p]), found[1] = most(found[1], high[p]);
 }
 
-// Rows of fp32 [rows][k], `stride` apart, in format int8: bytes plus `zero` [rows][depth], filled up with `zero`, and a scale
-// a row. Returns 0 where a number is infinite or NaN.
+// Rows of fp32 [rows][k], `stride` apart, in format int8: bytes plus `zero` [rows][depth], padded with `zero`, and one scale
+// per row. Returns 0 if a number is infinite or NaN.
 LOWP_EXPORT int lowp_bytes_rows(int level, const float* x, int64_t rows, int64_t k, int64_t stride, int zero,
                                 int64_t depth, uint8_t* out, float* scales, int threads) {
   const ByteKernels& run = kernels(level);
@@ -160,9 +160,9 @@ LOWP_EXPORT void lowp_bytes_multiply(int level, const uint8_t* a, int64_t m, int
   });
 }
 
-// fp32 x[m][k], rows `stride` apart, as bytes (in `bytes` [m][depth], for this call alone), times the panels: what
-// lowp_bytes_extremes, _quantize and _multiply do. Of a `scale` of 0 the range is that of x itself, as `range_of` in
-// byte_products.py finds it.
+// fp32 x[m][k], rows `stride` apart, as bytes (in `bytes` [m][depth], a buffer of this call), times the panels:
+// lowp_bytes_extremes, _quantize and _multiply in one call. With a `scale` of 0 the range is that of x, as computed by
+// `range_of` in byte_products.py.
 LOWP_EXPORT void lowp_bytes_linear(int level, const float* x, int64_t m, int64_t k, int64_t stride, float scale, int zero,
                                    int highest, const int8_t* panels, const uint8_t* ways, int64_t n,
                                    const float* column_scales, const int32_t* column_sums, const float* bias,
@@ -186,7 +186,7 @@ LOWP_EXPORT void lowp_bytes_linear(int level, const float* x, int64_t m, int64_t
 }
 
 // The windows of a convolution: x [batch][height][width][channels] of bytes to rows [batch * positions][depth], in the
-// order kernel row, kernel column, channel of the group; outside of x it is `zero`.
+// order kernel row, kernel column, channel of the group; elements outside of x are `zero`.
 //   numbers: batch, height, width, channels, first channel, channels of the group, kernel height and width,
 //            output height and width, stride, padding, dilation (two each), depth
 LOWP_EXPORT void lowp_bytes_windows(const uint8_t* x, const int64_t* numbers, int zero, uint8_t* out, int threads) {
@@ -237,8 +237,8 @@ static void split(const int32_t* numbers, int64_t count, int64_t group, int plan
   }
 }
 
-// fp32 x[m][k], rows `stride` apart, as three planes of digits [m][3][depth], filled up with zeros that are there, with a
-// scale and a sum a group. Returns 0 where a number is infinite or NaN.
+// fp32 x[m][k], rows `stride` apart, as three planes of digits [m][3][depth], whose padding must be zero before, with one
+// scale and one sum per group. Returns 0 if a number is infinite or NaN.
 LOWP_EXPORT int lowp_codes_numbers(int level, const float* x, int64_t m, int64_t k, int64_t stride, int64_t group,
                                    int64_t depth, int8_t* digits, float* scales, int32_t* sums) {
   const ByteKernels& run = kernels(level);
@@ -254,7 +254,7 @@ LOWP_EXPORT int lowp_codes_numbers(int level, const float* x, int64_t m, int64_t
   return fit;
 }
 
-// Bytes less `zero` [m][k], rows `stride` apart, as one or two planes of digits [m][planes][depth], with their sums [m].
+// Bytes minus `zero` [m][k], rows `stride` apart, as one or two planes of digits [m][planes][depth], with their sums [m].
 LOWP_EXPORT void lowp_codes_bytes(const uint8_t* x, int64_t m, int64_t k, int64_t stride, int zero, int planes,
                                   int64_t depth, int8_t* digits, int32_t* sums) {
   constexpr int64_t kSome = 256;
@@ -294,7 +294,7 @@ LOWP_EXPORT void lowp_codes_multiply(int level, const int64_t* numbers, const in
   });
 }
 
-// out[m][n] = length - 2 * (bits that differ in rows of a and b): the product of rows of +1 (bit 0) and -1 (bit 1).
+// out[m][n] = length - 2 * (number of different bits in rows of a and b): the product of rows of +1 (bit 0) and -1 (bit 1).
 LOWP_EXPORT void lowp_bits_multiply(int level, const uint64_t* a, int64_t m, const uint64_t* b, int64_t n, int64_t words,
                                     int64_t length, int32_t* out, int threads) {
   const ByteKernels& run = kernels(level);

@@ -1,11 +1,11 @@
 // Products of 8-bit integers for inference: activations of one unsigned byte, weights of one signed byte, sums in int32.
 //
 // A panel is 16 columns of the right matrix: for every 8 elements of depth two groups of [16 columns][4 elements]. A
-// chunk is 32 elements of depth. While a panel is packed, every chunk is given the widest way that is PROVEN not to leave
-// 16 bits, for activations up to `highest` (127 or 255): the products of four elements added up, of two, or one by one.
-// Four products of a byte up to 127, less 64, and a weight are at most 4 * 64 * 127 = 32,512: there every weight has a
-// centred way, which adds up four and takes 64 times the weights off, modulo 2^16. No sum ever saturates; the ways differ
-// in speed alone.
+// chunk is 32 elements of depth. When a panel is packed, every chunk gets the widest way that provably does not overflow
+// 16 bits, for activations up to `highest` (127 or 255): sums of the products of four elements, of two, or single ones.
+// Four products of a byte up to 127, minus 64, and a weight are at most 4 * 64 * 127 = 32,512: for such bytes every weight
+// has a centred way, which adds four products and subtracts 64 times the weights, modulo 2^16. No sum saturates, so that
+// the ways differ only in speed.
 #pragma once
 #include <cstdint>
 
@@ -14,12 +14,12 @@ namespace lowp {
 constexpr int64_t kPanel = 16;        // columns of a panel
 constexpr int64_t kEight = 8;         // depth is padded to a multiple of it
 constexpr int64_t kChunk = 32;        // depth of one way
-constexpr int64_t kDepth = 1024;      // depth taken at once: a panel of it (16 KiB) stays in the first-level cache
-constexpr int64_t kRows = 192;        // rows of activations that meet a panel while it is in the cache
-constexpr int64_t kPair = 2;          // panels taken at once
+constexpr int64_t kDepth = 1024;      // depth processed at once: a panel of it (16 KiB) stays in the first-level cache
+constexpr int64_t kRows = 192;        // rows of activations multiplied with a panel while it is in the cache
+constexpr int64_t kPair = 2;          // panels processed at once
 enum Way : uint8_t { kFour = 0, kTwo = 1, kOne = 2, kCentred = 3 };
 
-// What is made of a row of sums of a panel: sum * scale + bias.
+// The conversion of a row of sums of a panel: sum * scale + bias.
 struct Finish {
   float scales[kPanel];
   float bias[kPanel];
@@ -32,17 +32,17 @@ struct Rows {
   int64_t count, depth;
 };
 
-// A panel of the right matrix, what its sums begin with, and what is made of them.
+// A panel of the right matrix, the initial values of its sums, and their conversion.
 struct Panel {
   const int8_t* weights;
   const uint8_t* ways;
   int32_t starts[kPanel];
-  int64_t columns;  // 16, less in the last one
+  int64_t columns;  // 16, fewer in the last one
   Finish finish;
 };
 
 // Panels of codes of 1, 2 or 4 bits: [16 columns][4 bytes] for every 32 / bits elements of depth, of which code i of byte t
-// is element 4 i + t. A code stands for the whole number levels[code] - offset.
+// is element 4 i + t. A code represents the integer levels[code] - offset.
 struct CodePanel {
   const uint8_t* memory;
   const uint8_t* levels;  // [16]
@@ -52,30 +52,30 @@ struct CodePanel {
   int64_t groups, group;  // elements of a group: a multiple of 32 / bits
 };
 
-// A row of whole numbers: sum of numbers[plane][depth] * 128^plane. One or two planes hold bytes, three 20 bits and a sign.
+// A row of integers: sum of numbers[plane][depth] * 128^plane. One or two planes hold bytes, three hold 20 bits and a sign.
 struct Digits {
   const int8_t* numbers;
   int planes;
   int64_t depth;
   const float* scales;  // [groups]
-  const int32_t* sums;  // [groups], of the whole numbers
+  const int32_t* sums;  // [groups], of the integers
 };
 
 struct ByteKernels {
-  // The least and the largest number, of which 0 is one; NaN where there is one.
+  // The minimum and maximum of the numbers and 0; NaN if a number is NaN.
   void (*extremes)(const float* x, int64_t count, float* low, float* high);
   // out = clamp(round(x / scale) + zero, 0, highest), to nearest even; NaN becomes 0.
   void (*quantize)(const float* x, int64_t count, float scale, int32_t zero, int32_t highest, uint8_t* out);
-  // out = round(x / scale) + zero, of the scale max |x| / 127 that format int8 gives a row. False where x is not finite.
+  // out = round(x / scale) + zero, with format int8's scale of a row, max |x| / 127. False if x is not finite.
   bool (*row)(const float* x, int64_t count, int32_t zero, uint8_t* out, float* scale);
-  // out[count][stride] = finished sums of up to kRows rows times one or two panels, side by side.
+  // out[count][stride] = converted sums of up to kRows rows times one or two adjacent panels.
   void (*multiply)(const Rows& a, const Panel* panels, int64_t count, float* out, int64_t stride);
-  // Whole numbers under scales, of which `split` makes rows of digits: number = round(x / 2^(e - 18)), where e is the exponent
-  // of the largest of a group. False where a number is infinite or NaN.
+  // Integers under scales, which `split` converts to digits: number = round(x / 2^(e - 18)), where e is the exponent of the
+  // largest number of a group. False if a number is infinite or NaN.
   bool (*numbers)(const float* x, int64_t count, int64_t group, int32_t* numbers, float* scales);
   // out[16] = a row times a panel of codes, group by group.
   void (*codes)(const Digits& row, const CodePanel& panel, float* out);
-  // Differing bits of two rows of 64-bit words.
+  // The number of different bits of two rows of 64-bit words.
   int64_t (*differing)(const uint64_t* a, const uint64_t* b, int64_t words);
 };
 

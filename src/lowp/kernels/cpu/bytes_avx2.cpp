@@ -1,5 +1,5 @@
 // The byte products for AVX2. vpmaddubsw multiplies 32 unsigned bytes by signed ones and adds neighbours in 16 bits, with
-// saturation: it is used only as far as the weights of a chunk prove that nothing saturates (bytes.hpp).
+// saturation: it is used only where the weights of a chunk prove that no sum saturates (bytes.hpp).
 #include <immintrin.h>
 
 #include "bytes_block.hpp"
@@ -26,7 +26,7 @@ void extremes(const float* x, int64_t count, float* low, float* high) {
     nan = _mm256_or_ps(nan, _mm256_cmp_ps(some, some, _CMP_UNORD_Q));
   }
   kPortableBytes.extremes(x + i, count - i, low, high);
-  for (int j = 0; j < 8; j++) {  // what is NaN stays it
+  for (int j = 0; j < 8; j++) {  // NaN stays NaN
     *low = least[j] < *low ? least[j] : *low;
     *high = most[j] > *high ? most[j] : *high;
   }
@@ -39,7 +39,7 @@ void quantize(const float* x, int64_t count, float scale, int32_t zero, int32_t 
   const __m256i shift = _mm256_set1_epi32(zero), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   const auto eight = [&](const float* from) {
     __m256 rounded = _mm256_round_ps(_mm256_div_ps(_mm256_loadu_ps(from), by), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    rounded = _mm256_max_ps(rounded, low);  // of a NaN the second operand
+    rounded = _mm256_max_ps(rounded, low);  // for a NaN the second operand
     rounded = _mm256_min_ps(rounded, high);
     return _mm256_add_epi32(_mm256_cvtps_epi32(rounded), shift);
   };
@@ -53,7 +53,7 @@ void quantize(const float* x, int64_t count, float scale, int32_t zero, int32_t 
   if (i < count) kPortableBytes.quantize(x + i, count - i, scale, zero, highest, out + i);
 }
 
-// Sums of pairs of products of bytes a with weights b, in 16 bits, of two times four elements: added up modulo 2^16.
+// Sums of pairs of products of bytes a with weights b, in 16 bits, for two times four elements, added modulo 2^16.
 inline __attribute__((always_inline)) __m256i four(__m256i a0, __m256i b0, __m256i a1, __m256i b1) {
   return _mm256_add_epi16(_mm256_maddubs_epi16(a0, b0), _mm256_maddubs_epi16(a1, b1));
 }
@@ -62,7 +62,7 @@ inline __attribute__((always_inline)) __m256i widened(__m256i sums) {
   return _mm256_madd_epi16(sums, _mm256_set1_epi16(1));
 }
 
-// Four elements one by one: the even ones and the odd ones apart.
+// Four single elements: even and odd ones separately.
 inline __attribute__((always_inline)) __m256i apart(__m256i a, __m256i b) {
   const __m256i even = _mm256_set1_epi16(0xff);
   return _mm256_add_epi32(widened(_mm256_maddubs_epi16(a, _mm256_and_si256(b, even))),
@@ -105,7 +105,7 @@ inline __attribute__((always_inline)) void chunks(const uint8_t* const* rows, in
   }
 }
 
-// Kept out of line, since beside other vector code the accumulators would be spilled.
+// Not inlined, since next to other vector code the accumulators would be spilled.
 template <int count>
 __attribute__((noinline, noclone)) void add_rows(const uint8_t* const* given, const Piece& piece, int32_t* sums,
                                                  float* const* out) {
@@ -158,8 +158,8 @@ struct Sums {
   }
 };
 
-// The sums of 16 bits of one unit of memory cannot saturate: levels go to 128 with four bits, to 2 with fewer, and digits
-// to 64 below.
+// The 16-bit sums of one unit of memory cannot saturate: levels are at most 128 with four bits and 2 with fewer, and
+// digits at least -64.
 template <int bits, int planes>
 void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
   constexpr int per = 8 / bits;

@@ -1,5 +1,5 @@
-// The byte products for AVX-512 with VNNI: vpdpbusd multiplies 64 unsigned bytes by signed ones and adds each four
-// products to a sum in 32 bits, without saturation: every way of bytes.hpp is the same here.
+// The byte products for AVX-512 with VNNI: vpdpbusd multiplies 64 unsigned bytes by signed ones and adds four
+// products each to a sum in 32 bits, without saturation: all ways of bytes.hpp are the same here.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace lowp {
 namespace {
 
-constexpr int kSix = 6;  // rows of a tile: 12 sums, more than the latency of vpdpbusd asks for
+constexpr int kSix = 6;  // rows of a tile: 12 sums, more than the latency of vpdpbusd needs
 
 inline __m512i broadcast(const uint8_t* from) {
   int32_t four;
@@ -37,8 +37,8 @@ void extremes(const float* x, int64_t count, float* low, float* high) {
   *high = nan ? *low : _mm512_reduce_max_ps(most);
 }
 
-// Sixteen quotients to bytes. x * (1 / scale) differs from x / scale, both rounded, by less than 1e-4 as far as bytes go,
-// so that only near the middle of two whole numbers, once in some hundred vectors, is a quotient asked for.
+// Sixteen quotients to bytes. x * (1 / scale) differs from x / scale, both rounded, by less than 1e-4 in the range of bytes,
+// so that a division is needed only near the midpoint of two integers, once in some hundred vectors.
 struct Quantizer {
   __m512 scale, inverse, low, high;
   __m512i zero;
@@ -52,7 +52,7 @@ struct Quantizer {
         zero(_mm512_set1_epi32(zero)),
         always(!(scale > 0x1p-120f && scale < 0x1p120f)) {}
 
-  // of a NaN the second operand; the bounds are whole numbers, so that it is the same to round after them
+  // for a NaN the second operand; the bounds are integers, so that rounding after them gives the same result
   __m512 bounded(__m512 value) const { return _mm512_min_ps(_mm512_max_ps(value, low), high); }
 
   __m128i operator()(__m512 x) const {
@@ -71,7 +71,7 @@ void quantize(const float* x, int64_t count, float scale, int32_t zero, int32_t 
   if (i < count) _mm_mask_storeu_epi8(out + i, first(count - i), run(_mm512_maskz_loadu_ps(first(count - i), x + i)));
 }
 
-// Kept out of line, so that all sums stay in registers.
+// Not inlined, so that all sums stay in registers.
 template <int rows, int panels>
 __attribute__((noinline, noclone)) void tile(const uint8_t* a, int64_t depth, const Panel* right, float* out,
                                              int64_t stride) {
@@ -121,7 +121,7 @@ void multiply(const Rows& a, const Panel* panels, int64_t count, float* out, int
 
 template <int bits, int planes>
 void sum_codes(const Digits& row, const CodePanel& panel, float* out) {
-  constexpr int per = 8 / bits, chains = per < 4 ? per : 4;  // sums that do not wait for each other
+  constexpr int per = 8 / bits, chains = per < 4 ? per : 4;  // independent sums
   const __m512i levels = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(panel.levels)));
   const __m512i mask = _mm512_set1_epi8((1 << bits) - 1);
   const uint8_t* memory = panel.memory;

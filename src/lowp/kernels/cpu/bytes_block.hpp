@@ -1,4 +1,4 @@
-// A product of rows with panels by a kernel that takes three rows of one panel and blocks of its depth at a time.
+// A product of rows with panels by a kernel for three rows, one panel and a block of its depth.
 #pragma once
 #include <algorithm>
 
@@ -7,22 +7,22 @@
 namespace lowp {
 namespace {
 
-constexpr int64_t kTriple = 3;  // rows taken at once
-constexpr int64_t kFew = 6;     // rows up to which finding the centres costs more than they save
+constexpr int64_t kTriple = 3;  // rows processed at once
+constexpr int64_t kFew = 6;     // rows up to which computing the centres costs more than it saves
 
-// Some of the depth of a panel: the sums of a row begin with `starts`, and what was summed before is added if there is any.
+// A part of the depth of a panel: the sums of a row begin with `starts`, plus the sums of earlier parts if there are any.
 struct Piece {
   const int8_t* weights;
-  uint8_t ways[kDepth / kChunk];  // of chunks side by side that have the same
-  int64_t ends[kDepth / kChunk];  // where these end
-  const int16_t* centres;  // null: of few rows, where nothing is taken off
+  uint8_t ways[kDepth / kChunk];  // of adjacent chunks with the same way
+  int64_t ends[kDepth / kChunk];  // the end of these chunks
+  const int16_t* centres;  // null: for few rows, without centres
   int64_t depth;           // a multiple of 8
   const int32_t* starts;   // [16]
   bool continues;
   const Finish* to;  // null: the sums stay sums
 };
 
-// Puts chunks of the same way together. Without centres the products of two elements of a centred chunk fit 16 bits.
+// Groups chunks of the same way. Without centres the products of two elements of a centred chunk fit 16 bits.
 inline void find_ways(const uint8_t* ways, bool centred, Piece& piece) {
   int64_t found = 0;
   for (int64_t k = 0; k < piece.depth; k += kChunk) {
@@ -32,9 +32,9 @@ inline void find_ways(const uint8_t* ways, bool centred, Piece& piece) {
   }
 }
 
-// `Sums` has two functions. `centre`: what a panel's centred chunks take off, [depth / 8][16][2], and its sum over depth,
-// added to starts[16]. `add`: sums[count][16] of 1 to 3 rows times a piece, less the centres, finished to out[count] if it
-// is the last piece.
+// `Sums` has two functions. `centre`: the amounts subtracted in a panel's centred chunks, [depth / 8][16][2], whose sum over
+// depth is added to starts[16]. `add`: sums[count][16] of 1 to 3 rows times a part, minus the centres, converted to
+// out[count] if it is the last part.
 template <class Sums>
 void multiply_panel(const Rows& a, const Panel& panel, float* out, int64_t stride) {
   alignas(64) int32_t sums[kRows * kPanel];

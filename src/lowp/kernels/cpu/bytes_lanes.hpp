@@ -1,4 +1,4 @@
-// What the byte products do in loops that the compiler makes vectors of, compiled once for each instruction set.
+// Loops of the byte products that the compiler vectorizes, compiled once for each instruction set.
 #pragma once
 #include "bits.hpp"
 #include "bytes.hpp"
@@ -6,10 +6,10 @@
 namespace lowp {
 namespace {
 
-constexpr int kTopBits = 18;          // of the largest number of a group, below the leading one
-constexpr int kLeastExponent = -100;  // of a group: its scale and the scale's inverse are normal numbers
+constexpr int kTopBits = 18;          // bits of the largest number of a group below the leading one
+constexpr int kLeastExponent = -100;  // exponent of a group: its scale and the scale's inverse are normal numbers
 
-// To the nearest whole number, even in the middle, of numbers below 2^22.
+// Round to the nearest integer, ties to even, for numbers below 2^22.
 inline float rounded(float x) {
   constexpr float kMiddle = 0x1.8p23f;
   return (x + kMiddle) - kMiddle;
@@ -19,7 +19,7 @@ inline float power_of_two(int exponent) {
   return bit_cast<float>(static_cast<uint32_t>(exponent + 127) << 23);
 }
 
-// The bits of the largest magnitude of count numbers: those of non-negative floats are ordered like these.
+// The bits of the largest magnitude of count numbers: bits of non-negative floats are ordered like the numbers.
 inline uint32_t largest_bits(const float* x, int64_t count) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < count; i++) {
@@ -43,7 +43,7 @@ bool numbers(const float* x, int64_t count, int64_t group, int32_t* numbers, flo
   return true;
 }
 
-// To the nearest whole number, even in the middle, of numbers below 2^51.
+// Round to the nearest integer, ties to even, for numbers below 2^51.
 inline double rounded(double x) {
   constexpr double kMiddle = 0x1.8p52;
   return (x + kMiddle) - kMiddle;
@@ -54,12 +54,12 @@ bool row(const float* x, int64_t count, int32_t zero, uint8_t* out, float* scale
   if (largest >= 0x7f800000) return false;
   const float found = static_cast<float>(static_cast<double>(bit_cast<float>(largest)) / 127);
   *scale = largest == 0 ? 1 : found < 0x1p-126f ? 0x1p-126f : found;
-  const double by = *scale;  // in fp64: a quotient in fp32 might be rounded to the middle of two numbers
+  const double by = *scale;  // in fp64: a quotient in fp32 might be rounded to the midpoint of two integers
   for (int64_t i = 0; i < count; i++) out[i] = static_cast<uint8_t>(static_cast<int32_t>(rounded(x[i] / by)) + zero);
   return true;
 }
 
-// `codes` of ByteKernels: Sum::add<bits, planes> for the bits of a code and the planes of digits that there are.
+// `codes` of ByteKernels: Sum::add<bits, planes> for the bits of a code and the number of planes of digits.
 template <class Sum>
 void dispatch_codes(const Digits& row, const CodePanel& panel, float* out) {
   if (panel.bits == 4)

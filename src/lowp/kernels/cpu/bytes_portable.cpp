@@ -1,4 +1,4 @@
-// The byte products in plain C++: every machine has them, and the others are tested against them, bit for bit.
+// The byte products in plain C++, for every machine; the others are tested against them, bit for bit.
 #include <cmath>
 
 #include "bytes_block.hpp"
@@ -34,7 +34,7 @@ void finish(const int32_t* sums, const Finish& to, float* out) {
 }
 
 struct Sums {
-  static void centre(const int8_t*, const uint8_t*, int64_t, int16_t*, int32_t*) {}  // sums of 32 bits need none
+  static void centre(const int8_t*, const uint8_t*, int64_t, int16_t*, int32_t*) {}  // 32-bit sums need none
   static void add(const uint8_t* const* rows, int64_t count, const Piece& piece, int32_t* sums, float* const* out) {
     for (int64_t i = 0; i < count; i++, sums += kPanel) {
       for (int64_t j = 0; j < kPanel; j++) sums[j] = piece.starts[j] + (piece.continues ? sums[j] : 0);

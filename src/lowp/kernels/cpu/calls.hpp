@@ -1,5 +1,5 @@
-// What the C functions of casts, mantissas and counts share: the kernels in use, and the work in pieces. For sources of the
-// platform's baseline alone.
+// Common parts of the C functions of casts, mantissas and counts: the kernels in use, and the distribution of work. Only
+// for sources compiled for the platform's baseline.
 #pragma once
 #include <mutex>
 
@@ -15,7 +15,7 @@ const Kernels& kernels();
 
 inline int enough_threads(int64_t count, int threads) { return count < kSerial ? 1 : threads; }
 
-// Runs work(part, begin, end) in pieces, and merges the parts with the source's own merge(part, all).
+// Runs work(part, begin, end) in parts, and merges the results with the source's own merge(part, all).
 template <class Part, class Work>
 void gather(int64_t count, int64_t grain, int threads, Part* all, Work work) {
   std::mutex merging;
@@ -39,7 +39,7 @@ void write_step(float* weight, int16_t* mantissas, const int* exponents, int low
 
 constexpr int64_t kInfiniteBits = 0x7f800000;
 
-// The number of fp32 that 31 bits are; a subnormal, which the thread may be set to take for zero, is its integer.
+// The fp32 number of 31 bits; a subnormal is converted as an integer, since the thread may flush it to zero.
 inline double magnitude(uint32_t bits) {
   constexpr uint32_t kSmallestNormal = 0x00800000;
   return bits < kSmallestNormal ? bits * 0x1p-149 : double{bit_cast<float>(bits)};

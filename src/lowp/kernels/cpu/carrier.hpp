@@ -54,7 +54,7 @@ struct Constants {
   static constexpr Bits kQuietNan = kInf | (kOne << (C::kMantissa - 1));
 };
 
-// 2**exponent where it is a normal number of the carrier; 0 below, infinity above.
+// 2**exponent if it is a normal number of the carrier; 0 below, infinity above.
 template <class C>
 static inline typename C::Number power_of_two(int exponent) {
   const int field = exponent + C::kBias;
@@ -63,7 +63,7 @@ static inline typename C::Number power_of_two(int exponent) {
   return number(static_cast<typename C::Bits>(field) << C::kMantissa);
 }
 
-// Subnormals count, whatever torch.set_flush_denormal has set for the thread, and results are rounded to nearest even
+// Subnormals are not flushed, whatever torch.set_flush_denormal set for the thread, and results are rounded to nearest even
 // or (where a kernel takes the floor of positive numbers) toward zero.
 class ExactArithmetic {
  public:

@@ -1,4 +1,4 @@
-// What a caller of the C functions and the kernels of every instruction set share: numbers only, no code.
+// Types common to callers of the C functions and the kernels of every instruction set; no code.
 #pragma once
 
 #include <cstdint>
@@ -7,25 +7,25 @@
 struct lowp_cast {
   int32_t kind;           // Kind
   int32_t bits;           // width of a code
-  int32_t mantissa_bits;  // floating point only, as the next seven
+  int32_t mantissa_bits;  // floating point only, like the next seven
   int32_t bias;
   int32_t min_exponent;
   int32_t has_nan;
-  int32_t minus_zero;  // -0 has a code of its own; else its code, of a signed format, is that of NaN
+  int32_t minus_zero;  // -0 has its own code; otherwise, in a signed format, that code is NaN
   int32_t is_signed;
   int32_t subnormals;
   int32_t has_zero;
   int32_t rounding;     // Rounding
   int32_t overflow;     // Overflow
-  int32_t random_bits;  // stochastic rounding with so many random bits; 0: unbiased
-  int32_t unused;       // none: the numbers before fill whole 8 bytes
-  int64_t infinity;     // the code of +infinity, -1 where there is none
-  int64_t nan;          // the code of the positive NaN, -1 where there is none
+  int32_t random_bits;  // number of random bits of stochastic rounding; 0: unbiased
+  int32_t unused;       // padding to a multiple of 8 bytes
+  int64_t infinity;     // the code of +infinity, -1 if there is none
+  int64_t nan;          // the code of the positive NaN, -1 if there is none
   double maximum;       // largest value
-  double minimum;       // most negative value; of an unsigned format the smallest
+  double minimum;       // most negative value; the smallest in an unsigned format
 };
 
-// What chooses the scale of a whole tensor: largest * headroom / maximum, in fp32, below `limit` and at least `smallest`.
+// The scale of a whole tensor: largest * headroom / maximum, in fp32, below `limit` and at least `smallest`.
 struct lowp_scale {
   double headroom, maximum, limit, smallest;
 };
@@ -49,15 +49,15 @@ enum Carrier : int32_t { kFp32 = 0, kFp64 = 1, kFp16 = 2, kBf16 = 3 };
 
 constexpr bool rounds_share(int rounding) { return rounding >= kStochasticB; }
 constexpr bool draws(int rounding) { return rounding == kStochastic || rounds_share(rounding); }
-constexpr bool rounds_inward(int rounding, bool negative) {  // beyond the largest value, too
+constexpr bool rounds_inward(int rounding, bool negative) {  // also beyond the largest value
   return rounding == kTowardZero || rounding == kToOdd || rounding == (negative ? kUp : kDown);
 }
 
-inline constexpr int64_t kBlock = 1024;       // elements that a kernel works on at a time: they stay in the L1 cache
+inline constexpr int64_t kBlock = 1024;       // elements that a kernel processes at a time: they stay in the L1 cache
 inline constexpr int64_t kSumBlock = 4096;    // elements of one partial sum of squares
-inline constexpr int64_t kSerial = 64 * 1024;  // fewer elements than this are not worth a second thread
+inline constexpr int64_t kSerial = 64 * 1024;  // fewer elements run on one thread
 
-// Elements whose codes or values are read and written in the given piece of a tensor.
+// The elements of a part of a tensor whose codes or values are read and written.
 struct Task {
   const lowp_cast* cast;
   const void* in;
@@ -65,8 +65,8 @@ struct Task {
   int32_t in_type;   // Carrier; of `decode` the bytes of a code
   int32_t out_type;  // Carrier; of `encode` the bytes of a code
   uint64_t seed;
-  bool stream;        // write around the cache
-  int64_t index = 0;  // of the first element in the tensor that this is a piece of: what random words it takes
+  bool stream;        // bypass the cache
+  int64_t index = 0;  // of the first element in the whole tensor, which determines its random words
 };
 
 // One scale for `group` neighbours of each row of `row` elements (the last group of a row may be shorter).
@@ -85,28 +85,27 @@ struct Statistics {
 
 inline constexpr int kSpectrumShift = 18;                       // leaves the exponent and five bits of the fraction
 inline constexpr int kSpectrumBins = 1 << (31 - kSpectrumShift);
-inline constexpr int kSignificant = 25;                         // bits that a number may need, and none
+inline constexpr int kSignificant = 25;                         // numbers of bits that a number may need, and zero
 inline constexpr int kUpdateRows = 96;                          // exponents of weights, and of updates
-inline constexpr int kLowestWeight = -70, kLowestUpdate = -80;  // smaller ones are counted there
+inline constexpr int kLowestWeight = -70, kLowestUpdate = -80;  // smaller ones are counted with these
 inline constexpr int kUpdateCells = kUpdateRows * kUpdateRows * 3;
 
-// What the profiler counts of a tensor: of the finite numbers that are not zero, and of all. The caller's memory has this
-// layout.
+// The profiler's counts of a tensor: of the finite nonzero numbers, and of all numbers. The layout is part of the ABI.
 struct SpectrumSeen {
   int64_t bins[kSpectrumBins];
   int64_t significant[kSignificant];
-  int64_t powers[256];  // of two, by exponent field; fp32's subnormal ones are left out
+  int64_t powers[256];  // of two, by exponent field, without fp32's subnormal numbers
   int64_t zeros, nans, infinities;
-  int64_t checksum;  // the sum of the bits, as integers with a sign
+  int64_t checksum;  // the sum of the bits as signed integers
   double maximum, sum_squares;
 };
 
-// A weight before a step, what the step adds to it, and its gradient or null.
+// A weight before a step, the update added to it, and its gradient or null.
 struct Update {
   const float *weight, *update, *gradient;
 };
 
-// By exponent of the weight and of its update: how many made it grow, shrink, and shrink from a power of two.
+// Counts by exponents of the weight and of its update: weights that grow, shrink, and shrink from a power of two.
 struct UpdatesSeen {
   int64_t joint[kUpdateCells];
   int64_t none;  // no update, although there was a gradient
@@ -116,19 +115,19 @@ struct Mantissas {
   int64_t maximum;     // largest |mantissa| after saturation
   int64_t saturated;   // finite elements that were saturated
   int64_t non_finite;  // infinities (saturated) and NaN (zero)
-  bool any;            // whether anything was not zero before it was rounded
+  bool any;            // whether a number was nonzero before rounding
 };
 
-// The powers of two that fp32 numbers lie between, by their biased exponents.
+// The powers of two that bound fp32 numbers, by their biased exponents.
 struct Grid {
   uint32_t maximum = 0;   // the bits of the largest magnitude; above those of infinity: NaN
-  int32_t lowest = 1000;  // the lowest bit that is set anywhere; 1000 of zeros
+  int32_t lowest = 1000;  // the exponent of the lowest set bit; 1000 for zeros
 };
 
-// A weight that an optimizer has moved in fp32, and what it was before, as mantissas.
+// A weight after an optimizer's step in fp32, and its earlier mantissas.
 struct Step {
   float* weight;
-  int16_t* old;  // takes the new mantissas
+  int16_t* old;  // overwritten with the new mantissas
   int32_t old_exponent, update_exponent, exponent;
   int32_t lowest;  // the smallest mantissa
 };
@@ -137,7 +136,7 @@ struct Stepped {
   Mantissas update, weight;
 };
 
-// The kernels of one instruction set, each for the elements begin .. end; but for sums, begin is a multiple of kBlock.
+// The kernels of one instruction set, each for elements begin .. end; except for sums, begin is a multiple of kBlock.
 struct Kernels {
   void (*quantize)(const Task&, int64_t begin, int64_t end);
   int64_t (*encode)(const Task&, int64_t begin, int64_t end);

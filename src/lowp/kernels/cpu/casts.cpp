@@ -24,7 +24,7 @@ std::atomic<const Kernels*> chosen{nullptr};
 
 int64_t bytes_of(int type) { return type == kFp64 ? 8 : type == kFp32 ? 4 : 2; }
 
-// Writing around the cache pays only where the output is not also the input, whose lines are there already.
+// Bypassing the cache is faster only if the output is not the input, whose lines are in the cache.
 bool streams(const void* in, const void* out, int64_t bytes) { return in != out && bytes >= kStreamBytes; }
 
 }  // namespace
@@ -39,7 +39,7 @@ const Kernels& kernels() {
 
 using namespace lowp;
 
-// 0 portable, 1 AVX2, 2 AVX-512; -1 the best one that this CPU has. Returns the level in use, or -1 for one it lacks.
+// 0 portable, 1 AVX2, 2 AVX-512; -1 the best of this CPU. Returns the level in use, or -1 for one that the CPU lacks.
 LOWP_EXPORT int lowp_casts_select(int level) {
   if (level < 0) level = best_level();
   const Kernels* wanted = kernels_of(level);
@@ -48,10 +48,10 @@ LOWP_EXPORT int lowp_casts_select(int level) {
   return level;
 }
 
-// `index` is that of the first element in a tensor that x is a piece of: it decides which random words are drawn.
+// `index`: of x's first element in the tensor of which x is a part; it determines the random words.
 LOWP_EXPORT void lowp_quantize(const lowp_cast* cast, int type, const void* x, void* out, int64_t count, uint64_t seed,
                                int64_t index, int threads) {
-  // Between two blocks of random numbers the memory has time to spare: there ordinary stores are faster.
+  // Stochastic rounding is not bound by memory: ordinary stores are faster.
   const bool stream = !draws(cast->rounding) && streams(x, out, count * bytes_of(type));
   const Task task{cast, x, out, type, type, seed, stream, index};
   const Kernels& kernel = kernels();
@@ -59,7 +59,7 @@ LOWP_EXPORT void lowp_quantize(const lowp_cast* cast, int type, const void* x, v
                [&](int64_t begin, int64_t end) { kernel.quantize(task, begin, end); });
 }
 
-// Returns the number of NaN that have no code.
+// Returns the number of NaNs without a code.
 LOWP_EXPORT int64_t lowp_encode(const lowp_cast* cast, int type, const void* x, int code_bytes, void* out,
                                 int64_t count, uint64_t seed, int64_t index, int threads) {
   const Task task{cast, x, out, type, code_bytes, seed, false, index};
@@ -89,8 +89,8 @@ LOWP_EXPORT void lowp_quantize_scaled(const lowp_cast* cast, int type, const voi
                [&](int64_t begin, int64_t end) { kernel.quantize_scaled(task, scales, begin, end); });
 }
 
-// Casts all of x, of fp32, which has to be finite: under a format's own scale, that of the largest magnitude, or without
-// one (`scale` null). Returns 0; 1, with nothing written, where x is not finite or its scale is none below the limit.
+// Casts all of x, fp32, which must be finite: under the format's scale for the largest magnitude, or without one (`scale`
+// null). Returns 0; returns 1 and writes nothing if x is not finite or its scale is not below the limit.
 LOWP_EXPORT int lowp_quantize_finite(const lowp_cast* cast, const lowp_scale* scale, const float* x, float* out,
                                      int64_t count, uint64_t seed, int threads) {
   int64_t found[2];

@@ -19,19 +19,19 @@ static auto with_code_type(int bytes, Run run) {
   }
 }
 
-// What `encode` and `decode` need beyond the lane.
+// Constants of `encode` and `decode` besides the lane.
 template <class C>
 struct Code {
   using Bits = typename C::Bits;
   int shift, mantissa_bits, sign_shift;
-  Bits offset;           // of the exponent fields, in units of the code's last bit
+  Bits offset;           // difference of the exponent fields, in units of the code's last bit
   Bits rebias;           // the same in the carrier's bits
   typename C::Int smallest;
   typename C::Number magic;
   Bits magic_bits, sign, magnitude, codes, below, flush;
   Bits infinity, nan;
   Bits nan_above;       // the largest code without its sign that is not NaN
-  Bits minus_zero_nan;  // the code of minus zero where that is NaN, else a value that no code has
+  Bits minus_zero_nan;  // the code of minus zero if that is NaN, otherwise a value that is no code
   Bits unsigned_nan;    // mask
 };
 
@@ -66,7 +66,7 @@ static Code<C> make_code(const lowp_cast& cast) {
   return code;
 }
 
-// Codes of values that the format has; returns the number of NaN.
+// Codes of values of the format; returns the number of NaNs.
 template <class C, class T>
 __attribute__((noinline)) static int64_t encode_values(const typename C::Bits* values, T* out, int64_t count,
                                                        const Code<C>& given) {

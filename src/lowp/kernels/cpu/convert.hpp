@@ -1,4 +1,4 @@
-// Blocks between the type a tensor is stored in and the carrier that computes. Included once per instruction set.
+// Conversion of blocks between the type of a tensor and the carrier. Included once per instruction set.
 #pragma once
 
 #include "lanes.hpp"
@@ -13,7 +13,7 @@ static inline const char* at(const void* base, int64_t index, int64_t bytes) {
 }
 static inline char* at(void* base, int64_t index, int64_t bytes) { return static_cast<char*>(base) + index * bytes; }
 
-// A tensor may begin at any byte, as one over a part of a file does; numbers are read and written at their own multiples.
+// A tensor may begin at any byte, such as a view of a file; the kernels read and write aligned numbers.
 static inline bool is_aligned(const void* address, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(bytes) == 0;
 }
@@ -25,7 +25,7 @@ template <class C>
 static const typename C::Bits* load_unaligned(const void* in, int type, int64_t begin, int64_t count,
                                               typename C::Bits* buffer);
 
-// `count` numbers as carrier bits: in place where they are stored so, else in `buffer`. At most kSumBlock.
+// `count` numbers as carrier bits: in place if they are stored as such, otherwise in `buffer`. At most kSumBlock.
 template <class C>
 __attribute__((noinline)) static const typename C::Bits* load(const void* in, int type, int64_t begin, int64_t count,
                                                               typename C::Bits* buffer) {
@@ -33,7 +33,7 @@ __attribute__((noinline)) static const typename C::Bits* load(const void* in, in
   if (!is_aligned(in, carrier_bytes(type))) return load_unaligned<C>(in, type, begin, count, buffer);
   if (carrier_bytes(type) == sizeof(Bits)) return reinterpret_cast<const Bits*>(at(in, begin, sizeof(Bits)));
   C* const carrier = nullptr;
-  if (type == kFp64) {  // read as fp32 only where the reader wants the rounded value: statistics do not come here
+  if (type == kFp64) {  // read as fp32 only if the reader needs the rounded value, which statistics do not
     const double* x = static_cast<const double*>(in) + begin;
     LOWP_VECTOR_LOOP
     for (int64_t i = 0; i < count; ++i) buffer[i] = bits_of(static_cast<typename C::Number>(x[i]));
@@ -67,7 +67,7 @@ __attribute__((noinline)) static const typename C::Bits* load_unaligned(const vo
 static inline uint32_t narrow_once(uint32_t bits) { return bits; }
 static inline uint32_t narrow_once(uint64_t bits) { return bits_of(static_cast<float>(number(bits))); }
 
-// Around the cache: a large result would only push out what is still needed. `out` is 16-byte aligned.
+// Bypasses the cache, from which a large result would evict data still in use. `out` is 16-byte aligned.
 static inline void store_streaming(void* out, const void* in, int64_t bytes) {
   char* to = static_cast<char*>(out);
   const char* from = static_cast<const char*>(in);
@@ -96,7 +96,7 @@ static inline void finish_streaming() {
 #endif
 }
 
-// Writes `count` carrier numbers, all of which the type of the tensor can hold. At most kSumBlock.
+// Writes `count` carrier numbers, all of which the type of the tensor represents. At most kSumBlock.
 template <class C>
 __attribute__((noinline)) static void store(const typename C::Bits* values, void* out, int type, int64_t begin,
                                             int64_t count, bool stream) {

@@ -1,15 +1,15 @@
-// Convolution in 1 to 3 dimensions as integer matrix products. Nothing of the size of all windows is ever stored: the
-// image is copied once, padded, and each panel of windows (16 KiB) is packed from that copy where it is used. Windows as
-// columns want pairs of channels, of which neighbours in the image are neighbours in the panel: planes of pairs. Their
-// transpose wants pairs of pixels: channels innermost. The three products of training are three matrix products:
+// Convolution in 1 to 3 dimensions as integer matrix products. The windows are never stored as a whole: the image is
+// copied once, with padding, and each panel of windows (16 KiB) is packed from that copy when it is used. Windows as
+// columns need pairs of channels, with neighbours in the image adjacent in the panel: planes of pairs. Their transpose
+// needs pairs of pixels: channels innermost. The three products of training are three matrix products:
 //   forward          y[out channel, pixel]      = sum over (tap, channel)     w * x
 //   input gradient   dx[channel, pixel]         = sum over (tap, out channel) w * g, one product for each residue of
 //   the
 //                                                 pixel modulo the stride, so that no zero between strides is
 //                                                 multiplied
 //   weight gradient  dw[out channel, (tap, channel)] = sum over (image, pixel) g * x
-// The depth runs in that order, the last index fastest; channels (and in the last row the pixels of an image) are
-// padded with zeros to an even number. The order decides where the chained product rounds, so it is part of the
+// The depth has this order, the last index fastest; channels (and in the last row the pixels of an image) are
+// padded with zeros to an even number. The order determines where the chained product rounds, so it is part of the
 // definition.
 #include <algorithm>
 #include <cstdlib>
@@ -21,12 +21,12 @@
 namespace lowp {
 namespace {
 
-// One product for each group, and for the input gradient one for each residue too; all run together.
+// One product for each group, and for the input gradient one for each residue; all run together.
 class Products {
  public:
   Products(const Format& format, void* out, const Call& call) : format_(format), out_(out), call_(call) {}
 
-  // `first_row`: which channel of the result the first row of the product is
+  // `first_row`: the channel of the result for the first row of the product
   void add(std::unique_ptr<Operand> left, std::unique_ptr<Operand> right, int64_t depth, std::unique_ptr<Target> target,
            int64_t first_row, int64_t first_element, int64_t row_stride) {
     static const int64_t bytes[] = {4, 2, 4, 8, 8};
@@ -126,7 +126,7 @@ void input_gradient(const Geometry& g, const int16_t* grad, const int16_t* w, Pr
     taps.push_back(std::make_unique<std::vector<int64_t>>());
     weights.push_back(std::make_unique<std::vector<int16_t>>(static_cast<size_t>(g.channels * depth)));
     int16_t* rows = weights.back()->data();
-    std::vector<int64_t> read;  // which tap of the kernel each of these is
+    std::vector<int64_t> read;  // the kernel's tap of each of these
     each(reached, [&](const Triple& i) {
       int64_t tap = 0, offset = 0;
       for (size_t d = 0; d < 3; d++) {
@@ -137,7 +137,7 @@ void input_gradient(const Geometry& g, const int16_t* grad, const int16_t* w, Pr
       taps.back()->push_back(offset);
       read.push_back(tap);
     });
-    // eight channels at a time: their rows stay in the first-level cache while the kernels are read as they lie
+    // eight channels at a time: their rows stay in the first-level cache while the kernels are read in memory order
     parallel_for(channels, 8, call.threads, [&](int64_t begin, int64_t end) {
       for (int64_t first_channel = begin; first_channel < end; first_channel += 8)
         for (int64_t o = 0; o < g.out_channels; o++)
@@ -182,8 +182,8 @@ void weight_gradient(const Geometry& g, const int16_t* x, const int16_t* grad, P
 //   geometry  int64[22]: batch, channels, out channels, groups; then three numbers each (1 or 0 for a missing
 //   dimension):
 //             size, out size, kernel, stride, padding, dilation
-//   bias      null, or a number for each channel of the result, which is not that of product 2
-// The rest is as in lowp_integer_matmul.
+//   bias      null, or one number per channel of the result; not for product 2
+// The other arguments are those of lowp_integer_matmul.
 LOWP_EXPORT int lowp_integer_convolution(const char* forced, int product, const int16_t* a, const int16_t* b, void* c,
                                          const int64_t* geometry, int kind, int exponent, int lowest,
                                          const float* bias, int bias_exponent, int threads, int64_t* seen,

@@ -1,4 +1,4 @@
-// What the two ways to convolve integers share.
+// Common parts of the two methods for convolutions of integers.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -57,7 +57,7 @@ inline Reach reach(const Geometry& g, int d, int64_t residue) {
   return found;
 }
 
-// The shifts that some pixel needs, in each dimension: where the gradient must be padded, and how far it must reach.
+// The range of shifts over all pixels, in each dimension, which determines the padding and the extent of the gradient.
 inline void gradient_extent(const Geometry& g, Triple& before, Triple& extent) {
   for (int d = 0; d < 3; d++) {
     int64_t lowest = 0, highest = 0;
@@ -72,7 +72,7 @@ inline void gradient_extent(const Geometry& g, Triple& before, Triple& extent) {
   }
 }
 
-// How far the windows reach, in each dimension.
+// The extent of the windows in each dimension.
 inline Triple window_extent(const Geometry& g) {
   Triple extent;
   for (int d = 0; d < 3; d++)
@@ -88,7 +88,7 @@ struct Call {
 };
 
 // The same products without packing, for groups so small that packing would take most of the time; see
-// convolution_direct.cpp. Returns false, and does nothing, where that would be slower.
+// convolution_direct.cpp. Returns false and does nothing if that would be slower.
 bool convolve_directly(const Geometry& g, int product, const int16_t* a, const int16_t* b, void* c,
                        const Format& format, const Call& call);
 

@@ -1,7 +1,7 @@
-// Convolution with small groups (depthwise ones have a single channel each), without packing: a matrix product of so
-// few rows would spend its time on that. One image and group at a time is turned into padded planes of fp64, where
-// sums of products of int16 are exact, and the taps are added up row by row. The order in which the chained product
-// rounds is that of convolution.cpp.
+// Convolution with small groups (depthwise ones have a single channel each), without packing, which would take most of
+// the time of a matrix product with few rows. One image and group at a time is converted to padded planes of fp64, in
+// which sums of products of int16 are exact, and the taps are added row by row. The chained product rounds in the order
+// of convolution.cpp.
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -13,10 +13,10 @@
 namespace lowp {
 namespace {
 
-// Products of channels in and out of a group up to which this way is faster.
+// The largest product of input and output channels of a group for which this method is faster.
 constexpr int64_t SMALL_GROUP = 16;
 
-// Planes of fp64 with zeros around what they hold.
+// Planes of fp64, padded with zeros.
 class Planes {
  public:
   Planes(int64_t count, const Triple& size, const Triple& before, const Triple& extent)
@@ -52,7 +52,7 @@ class Sink {
   Sink(const Micro& micro, const Format& format, int64_t depth, void* out)
       : micro_(micro), format_(format), narrow_(depth < int64_t{1} << 21), out_(out) {}
 
-  // Whole[i] or, chained, floats[i], with `addend` (null: nothing) added, goes to element first + i.
+  // Writes whole[i] or, chained, floats[i], plus `addend` unless null, to element first + i.
   void write(const int64_t* whole, const float* floats, int64_t count, int64_t first, const double* addend,
              Tally& tally) const {
     static const int64_t bytes[] = {4, 2, 4, 8, 8};
@@ -62,7 +62,7 @@ class Sink {
     alignas(64) char results[12 * 32 * 8];
     double addends[12];
     for (double& one : addends) one = addend ? *addend : 0.0;
-    for (int64_t i = 0, here; i < count; i += here) {  // whole rows of a tile; then the beginning of a row
+    for (int64_t i = 0, here; i < count; i += here) {  // whole rows of a tile; then a part of a row
       const int64_t rows = std::max<int64_t>(1, std::min<int64_t>(micro_.rows, (count - i) / columns));
       here = std::min(rows * columns, count - i);
       std::memset(sums, 0, sizeof sums);
@@ -105,7 +105,7 @@ class Sink {
   void* out_;
 };
 
-// Hands the numbers below `count` out to threads, each with a worker made by make() beforehand and a tally of its own.
+// Distributes the numbers below `count` to threads, each with a worker created before by make() and its own counts.
 template <class Make>
 void share(int64_t count, const Call& call, Make&& make) {
   std::vector<decltype(make())> workers;
@@ -123,14 +123,14 @@ void share(int64_t count, const Call& call, Make&& make) {
   });
 }
 
-// The taps that one residue of the result's pixels adds up: all of them in the forward product.
+// The taps that contribute to one residue of the result's pixels: all of them in the forward product.
 struct Correlation {
   std::vector<int64_t> offsets, taps;  // in a plane; numbers of the taps
   Triple counts, from, to;             // pixels; steps in the plane and in the result
   int64_t first;                       // place of the first pixel in the result
 };
 
-// The forward product or the input gradient, seen as: each of `targets` channels sums over each of `sources`.
+// The forward product or the input gradient: each of `targets` channels is a sum over `sources`.
 struct Sums {
   int64_t sources, targets, source_step, target_step;  // steps between the weights of channels
   Triple size, before, extent;                         // of the sources
@@ -256,7 +256,7 @@ class Correlator {
   std::vector<float> floats_;
 };
 
-// Runs the weight gradient of one group. A sum of a block of the depth is rounded as soon as the block is full.
+// Runs the weight gradient of one group. The sum of a block of the depth is rounded when the block is full.
 class WeightGradient {
  public:
   WeightGradient(const Geometry& g, const int16_t* x, const int16_t* grad, const Sink& sink, const Micro& micro)
@@ -314,7 +314,7 @@ class WeightGradient {
     }
   }
 
-  // Adds an image's products, which begin at `depth`, to result i.
+  // Adds the products of an image, which start at `depth`, to result i.
   void add(size_t i, int64_t depth, const double* grads) {
     for (int64_t done = 0; done < length_;) {
       const int64_t count = std::min(BLOCK - (depth + done) % BLOCK, length_ - done);

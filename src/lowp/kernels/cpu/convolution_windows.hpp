@@ -1,4 +1,4 @@
-// Images as operands of a matrix product: windows, rows and columns of them, and where the result goes.
+// Images as operands of a matrix product: windows, rows, columns, and the destination of the result.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -9,11 +9,11 @@
 
 namespace lowp {
 
-// An image with its channels innermost, an even number of them a group, and zeros around: element (n, position,
+// An image with its channels innermost, an even number per group, padded with zeros: element (n, position,
 // channel) for positions -before .. extent - before.
 struct Padded {
   Triple before, extent;
-  int64_t group_channels, pixel, image;  // channels a group; int16 a pixel and an image
+  int64_t group_channels, pixel, image;  // channels per group; int16 per pixel and per image
   std::unique_ptr<int16_t[]> data;
 
   Padded(const int16_t* source, int64_t batch, int64_t channels, int64_t groups, const Triple& size,
@@ -53,9 +53,9 @@ struct Padded {
   int64_t origin() const { return ((before[0] * extent[1] + before[1]) * extent[2] + before[2]) * pixel; }
 };
 
-// An image as planes of pairs of channels, with zeros around: pairs[n][pair of channels][row][position], the operand of
-// which a panel of windows is copied. Positions that are `stride` apart, as those of neighbouring windows are, lie side
-// by side: a row is cut into `stride` parts by the residue of the position.
+// An image as planes of pairs of channels, padded with zeros: pairs[n][pair of channels][row][position], the operand from
+// which a panel of windows is copied. Positions `stride` apart, as in neighbouring windows, are adjacent: a row is split
+// into `stride` parts by the residue of the position.
 class PairPlanes {
  public:
   PairPlanes(const int16_t* source, int64_t batch, int64_t channels, int64_t groups, const Triple& size,
@@ -87,16 +87,16 @@ class PairPlanes {
   int64_t image() const { return groups_ * group(); }
   int64_t group_pairs() const { return group_pairs_; }
   const int32_t* data() const { return data_.get(); }
-  // from one row to the next in each dimension but the last, in which it is from one window to the next
+  // from one row to the next in each dimension except the last, in which it is from one window to the next
   Triple steps() const { return {extent_[1] * row(), row(), 1}; }
-  // where a position lies in its plane, positions counted from the first that is there
+  // the place of a position in its plane, counted from the first stored one
   int64_t place(const Triple& at) const {
     return (at[0] * extent_[1] + at[1]) * row() + at[2] % stride_ * part_ + at[2] / stride_;
   }
   int64_t origin() const { return place(before_); }
 
  private:
-  // One row of pairs of two channels (null: zeros) that have `length` positions, with zeros around.
+  // One row of pairs of two channels (null: zeros) with `length` positions, padded with zeros.
   void fill_row(const int16_t* first, const int16_t* second, int64_t length, const Micro& micro, int32_t* line,
                 int32_t* to) const {
     if (!first) {
@@ -167,10 +167,10 @@ class Lattice {
 };
 
 // Windows as columns: element (k = (tap, channel), column = pixel); `taps` are places in a plane. The numbers of
-// neighbouring windows lie side by side, so that a panel is copied of them, whatever the taps are.
+// neighbouring windows are adjacent, so that a panel can be copied from them for any taps.
 class Windows : public Operand {
  public:
-  // of a group of channels, with the lattice's first window at `origin` of a plane
+  // for a group of channels, with the lattice's first window at `origin` of a plane
   Windows(const PairPlanes& planes, int64_t group, int64_t origin, const Lattice& lattice, int64_t batch,
           const std::vector<int64_t>& taps)
       : Operand(batch * lattice.pixels()), data_(planes.data()), lattice_(lattice) {
@@ -263,7 +263,7 @@ class WindowColumns : public Operand {
   }
 
  private:
-  // Columns that lie side by side, the channels of neighbouring taps, are packed together.
+  // Adjacent columns, the channels of neighbouring taps, are packed together.
   void gather(const Packer& packer, int64_t present, const int64_t* columns, const int64_t* offsets, int64_t length,
               int32_t* to) const {
     const size_t size = static_cast<size_t>(even(length) / 2 * packer.width) * sizeof *to;
@@ -280,7 +280,7 @@ class WindowColumns : public Operand {
   const int64_t channels_;
 };
 
-// Pixels of a [batch][channels][pixels] tensor, all or every few.
+// Pixels of a [batch][channels][pixels] tensor, all or with a stride.
 class Pixels : public Target {
  public:
   Pixels(const Lattice& lattice, int64_t first) : lattice_(lattice), first_(first) {}
@@ -293,7 +293,7 @@ class Pixels : public Target {
   const int64_t first_;
 };
 
-// (tap, channel) columns of a [out channels][channels][taps] tensor; channels that only pad are not written.
+// (tap, channel) columns of a [out channels][channels][taps] tensor; padding channels are not written.
 class Weights : public Target {
  public:
   Weights(int64_t taps, int64_t channels) : taps_(taps), channels_(channels) {}

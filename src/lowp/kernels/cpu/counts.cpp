@@ -1,4 +1,4 @@
-// The C functions that count what tensors hold and what steps change: lowp/kernels/cpu.py and spectra.py call them.
+// The C functions for statistics of tensors and of steps, called by lowp/kernels/cpu.py and spectra.py.
 #include <cstring>
 #include <mutex>
 #include <new>
@@ -9,7 +9,7 @@
 namespace lowp {
 namespace {
 
-// The sum is taken in the order of the blocks, whichever thread has added up which.
+// The sum is taken in the order of the blocks, independent of the threads that summed them.
 struct PartialSums {
   explicit PartialSums(int64_t count)
       : blocks((count + kSumBlock - 1) / kSumBlock), sums(blocks <= 64 ? here : new (std::nothrow) double[blocks]) {}
@@ -55,7 +55,7 @@ static void merge(const SpectrumSeen& part, SpectrumSeen* all) {
 
 using namespace lowp;
 
-// counts: 256 bins, zeros, NaN, infinities; reals: largest finite |x|, sum of squares. Returns 0, or 1 without memory.
+// counts: 256 bins, zeros, NaN, infinities; reals: largest finite |x|, sum of squares. Returns 0, or 1 if memory runs out.
 LOWP_EXPORT int lowp_statistics(int type, const void* x, int64_t count, int threads, int64_t* counts, double* reals) {
   const Task task{nullptr, x, nullptr, type, type, 0, false};
   const Kernels& kernel = kernels();
@@ -71,8 +71,8 @@ LOWP_EXPORT int lowp_statistics(int type, const void* x, int64_t count, int thre
   return 0;
 }
 
-// What the profiler records of x / scale: bins are of a 32nd of an octave, the energy is that of the finite numbers. Not
-// for fp64. Returns 0, or 1 without memory.
+// The profiler's counts of x / scale: a bin is a 32nd of an octave, the energy is that of the finite numbers. Not for fp64.
+// Returns 0, or 1 if memory runs out.
 LOWP_EXPORT int lowp_spectrum(int type, const void* x, int64_t count, double scale, int threads, void* seen) {
   const Task task{nullptr, x, nullptr, type, type, 0, false};
   const Kernels& kernel = kernels();
@@ -92,7 +92,7 @@ LOWP_EXPORT int lowp_spectrum(int type, const void* x, int64_t count, double sca
   return 0;
 }
 
-// The largest |x| of several fp32 tensors, 0 of none; infinite or NaN where an element is.
+// The largest |x| of several fp32 tensors, 0 without elements; infinite or NaN if an element is.
 LOWP_EXPORT float lowp_largest(const float* const* tensors, const int64_t* counts, int64_t number, int threads) {
   const Kernels& kernel = kernels();
   int32_t most = 0;
@@ -108,8 +108,8 @@ LOWP_EXPORT float lowp_largest(const float* const* tensors, const int64_t* count
   return lowp::bit_cast<float>(most);
 }
 
-// What the profiler records of a step of fp32 weights. counts: the joint counts, then those without an update; energy:
-// 96 sums of squares of the gradients, added up piece by piece in an order that does not depend on the threads.
+// The profiler's counts of a step of fp32 weights. counts: the joint counts, then weights without an update; energy: 96
+// sums of squares of the gradients, added in an order that does not depend on the threads.
 LOWP_EXPORT void lowp_updates(const float* weight, const float* update, const float* gradient, int64_t count,
                               int threads, int64_t* counts, double* energy) {
   constexpr int kPieces = 16;

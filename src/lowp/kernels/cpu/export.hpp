@@ -1,4 +1,4 @@
-// What makes a function one of the library's own.
+// The prefix of exported functions.
 #pragma once
 
 #define LOWP_EXPORT extern "C" __attribute__((visibility("default")))

@@ -1,4 +1,4 @@
-// The integer matrix product: which micro-kernel, which part of the result where, and the C functions.
+// The integer matrix product: choice of the micro-kernel, distribution of the result, and the C functions.
 #include "gemm.hpp"
 
 #include <algorithm>
@@ -62,7 +62,7 @@ namespace {
 
 constexpr int64_t KEPT_BYTES = int64_t{64} << 20;
 
-// A part of one result: some panels of rows times some panels of columns, over the whole depth.
+// A part of one result: panels of rows times panels of columns, over the whole depth.
 struct Unit {
   size_t product;
   int64_t row, rows, column, columns;  // in panels
@@ -74,8 +74,8 @@ void cut(int64_t total, int64_t at_most, std::vector<int64_t>& begins) {
   for (int64_t part = 0; part <= parts; part++) begins.push_back(total * part / parts);
 }
 
-// Rows a unit: what stays in the second-level cache beside the accumulators. Columns: likewise; fewer when threads
-// wait.
+// Rows and columns of a unit: as many as stay in the second-level cache beside the accumulators; fewer columns if threads
+// would wait.
 std::vector<Unit> plan(const Micro& micro, const std::vector<Product>& products, bool right_ahead, int threads) {
   std::vector<Unit> units;
   for (int64_t shrink = 1; shrink <= 8; shrink *= 2) {
@@ -123,7 +123,7 @@ void add(const Micro& micro, const Side& a, const Side& b, bool begin, int64_t* 
   micro.add_exact(a, b, begin, out);
 }
 
-// Writes one tile of results to where the target wants it.
+// Writes one tile of results to the target.
 template <class Out>
 class Writer {
  public:
@@ -137,7 +137,7 @@ class Writer {
     for (int64_t j = 0; j < count_; j++) together_ = together_ && offsets_[j] == offsets_[0] + j;
   }
 
-  // Writes a tile by finish(place, addends): where it belongs if all its columns belong together, else through a buffer.
+  // Writes a tile by finish(place, addends): directly if all its columns are adjacent, otherwise through a buffer.
   template <class Finish>
   void write(int64_t row_panel, Finish&& finish) {
     const int64_t first_row = row_panel * micro_.rows, stride = product_.target->row_stride;
@@ -167,7 +167,7 @@ class Writer {
   bool together_ = false;
 };
 
-// Packs a panel of B over one step, its digits too where they may be needed beside `left`.
+// Packs a panel of B over one step, and its digits if they may be needed with `left`.
 Side pack_right(const Micro& micro, const Operand& operand, int64_t panel, int64_t k, const PackedSide& left,
                 Buffers& buffers) {
   const int64_t end = left.end(k), pairs = (end - k + 1) / 2;
@@ -181,9 +181,9 @@ Side pack_right(const Micro& micro, const Operand& operand, int64_t panel, int64
   return {data, bounds, pairs, digits, 0};
 }
 
-// Sums all tiles of a unit over the depth, step by step, and writes each tile when it has its last step; `finish` turns
-// a tile of sums into a tile of results. Tile (column, row) lies at (column * rows + row) * tile size, or all lie at
-// the same place when one step is the whole depth.
+// Sums all tiles of a unit over the depth, step by step, and writes each tile after its last step; `finish` converts a tile
+// of sums to results. Tile (column, row) is at (column * rows + row) * tile size, or all tiles are at the same place if one
+// step is the whole depth.
 template <class T, class Out, class Finish>
 void run_tiles(const Micro& micro, const Unit& unit, const Product& product, const PackedSide& left,
                const PackedSide* right, Buffers& buffers, Finish finish) {
@@ -193,7 +193,7 @@ void run_tiles(const Micro& micro, const Unit& unit, const Product& product, con
   T* sums = accumulators<T>(buffers, sums_size);
   Writer<Out> writer(micro, product);
   int64_t k = 0;
-  do {  // once also for a depth of 0, which writes zeros
+  do {  // once for a depth of 0, which writes zeros
     const bool last = left.end(k) == depth;
     for (int64_t c = 0; c < unit.columns; c++) {
       const int64_t panel = unit.column + c;
@@ -266,7 +266,7 @@ void run(const Micro& micro, const std::vector<Product>& products, const Format&
   const std::vector<Unit> units = plan(micro, products, right_ahead, threads);
   std::mutex mutex;
   bool out_of_memory = false;
-  std::atomic<int64_t> next{0};  // units are few and large: one at a time, so that no thread waits for long
+  std::atomic<int64_t> next{0};  // few and large units: one at a time, so that threads do not wait for long
   const auto work = [&](int64_t, int64_t) noexcept {
     static thread_local Buffers buffers;
     Tally seen;
@@ -292,7 +292,7 @@ void run(const Micro& micro, const std::vector<Product>& products, const Format&
 
 namespace {
 
-// A matrix of which one stride is 1.
+// A matrix with a stride of 1.
 class Matrix : public Operand {
  public:
   Matrix(const int16_t* data, int64_t count, int64_t stride_count, int64_t stride_depth)
@@ -321,12 +321,12 @@ class Matrix : public Operand {
 
 // c[b] = a[b] times b[b] for `batch` pairs of int16 matrices; see matmul_exact and matmul_chained in integer.py.
 //   sizes   batch, m, n, k
-//   strides of a: batch, m, k; of b: batch, n, k (one of the last two is 1 each); of c: batch, m (n has stride 1)
+//   strides of a: batch, m, k; of b: batch, n, k (one of the last two is 1); of c: batch, m (n has stride 1)
 //   kind    0 chained fp32; exact: 1 int16, 2 fp32, 3 fp64, 4 int64
-//   bias    null, or n numbers that are added to chained results, or times 2^bias_exponent to what int16 is rounded from
+//   bias    null, or n numbers added to chained results, or times 2^bias_exponent to the sums rounded to int16
 //   seen    int64[3]: saturated, largest mantissa, largest sum; largest: the largest value written (chained)
-// Returns 0; 1 where `forced` names a kernel this machine lacks; 2 where memory ran out; 3 where int16 is to be rounded
-// from numbers that are not finite.
+// Returns 0; 1 if `forced` names a kernel that this machine lacks; 2 if memory ran out; 3 if numbers to round to int16 are
+// not finite.
 LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const int16_t* b, void* c,
                                     const int64_t* sizes, const int64_t* strides, int kind, int exponent, int lowest,
                                     const float* bias, int bias_exponent, int threads, int64_t* seen,

@@ -1,9 +1,9 @@
-// The integer matrix product: what the driver, the convolution and the micro-kernels of each instruction set share.
+// The integer matrix product: the interface of the driver, the convolution and the micro-kernels.
 //
-// Words used here. A "panel" is `width` rows of A or columns of B over a range of the depth K, packed as [K / 2][width]
-// pairs of int16 in one int32 (low half = even element), zero where the operand ends. A "tile" is the rows x columns
-// block of the result that one micro-kernel holds in registers. The depth is cut at fixed places, whatever the machine:
-// every BLOCK elements the sum is exact and (chained) rounded to fp32, every CHUNK elements a bound is kept.
+// Terms: A "panel" is `width` rows of A or columns of B over a range of the depth K, packed as [K / 2][width]
+// pairs of int16 in one int32 (low half = even element), padded with zeros. A "tile" is the rows x columns
+// block of the result that one micro-kernel holds in registers. The depth is split at fixed places on every machine:
+// every BLOCK elements the sum is exact and (chained) rounded to fp32, every CHUNK elements there is a bound.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -13,21 +13,21 @@
 namespace lowp {
 
 constexpr int64_t BLOCK = 256;  // DFP-16: at most 256 accumulation steps before the sum goes to fp32
-constexpr int64_t CHUNK = 16;   // the shortest chain that is cheaper than a look at the leading digits
-constexpr int64_t STEP = 768;   // the most depth taken at once: a panel of B (24 KiB) stays in the first-level cache
-// 48 chains a step, each moving at most 2^31 / 2^6, stay below 2^31; what is left in a sum, below 2^6, is within the
-// margin of the bounds
+constexpr int64_t CHUNK = 16;   // the shortest chain that is cheaper than the leading digits
+constexpr int64_t STEP = 768;   // the largest depth of a step: a panel of B (24 KiB) stays in the first-level cache
+// 48 chains per step, each moving at most 2^31 / 2^6, stay below 2^31; the rest of a sum, below 2^6, is within the margin
+// of the bounds
 constexpr int TOP_SHIFT = 6;
 constexpr int BOUNDS = 1 + BLOCK / CHUNK;  // per block: the bound of the block, then of each chunk
 
-// Cauchy-Schwarz: every partial sum of a*b over a set of k is at most ||a|| ||b|| over that set. The norms are rounded
-// up, so a product below this limit proves that int32 cannot overflow, in whatever order the sum is taken.
-constexpr float SAFE = 2147482624.0f;  // the largest float below 2^31 but for a margin of 1024
+// By Cauchy-Schwarz every partial sum of a*b over a set of k is at most ||a|| ||b|| over that set. The norms are rounded
+// up, so that a product below this limit proves that int32 cannot overflow in any order of additions.
+constexpr float SAFE = 2147482624.0f;  // the largest float below 2^31 minus a margin of 1024
 
 static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t blocks(int64_t depth) { return divide_up(depth, BLOCK); }
 
-// What was seen while results were written. Merging is order-free, so it does not depend on the number of threads.
+// Statistics of written results. Merging does not depend on the order, and so not on the number of threads.
 struct Tally {
   int64_t saturated = 0;         // elements that did not fit int16
   int64_t largest_mantissa = 0;  // max |int16 written|, after saturation
@@ -38,53 +38,53 @@ struct Tally {
   void report(int64_t* seen, double* largest) const;
 };
 
-// The leading digits of one panel over one step (gemm_digits.hpp), there only where they may be needed.
+// The leading digits of one panel over one step (gemm_digits.hpp), present only if they may be needed.
 struct Digits {
   int32_t* sums;    // [STEP / CHUNK + 1][width] sums of the digits before each chunk
   int32_t* groups;  // [step / 4][width] four digits each
-  float* errors;    // bounds of what the digits leave, like those of the panel
+  float* errors;    // bounds of the rest without the digits, like those of the panel
   static constexpr int64_t ERRORS = STEP / BLOCK * BOUNDS;
-  // How many int32 the sums and the groups are together, and these laid out in `memory`.
+  // The number of int32 of sums and groups together, and these placed in `memory`.
   static int64_t size(int width, int64_t step) { return (STEP / CHUNK + 1 + step / 4) * width; }
   static Digits in(int32_t* memory, float* errors, int width) {
     return {memory, memory + (STEP / CHUNK + 1) * width, errors};
   }
 };
 
-// One panel over one step as a tile sees it.
+// One panel over one step, for a tile.
 struct Side {
   const int32_t* pairs;
   const float* bounds;
   int64_t count;  // pairs, at most STEP / 2
   Digits digits;
-  int rows;  // of A: how many rows of the panel there are; the others are zero
+  int rows;  // of A: the number of rows in the panel; the others are zero
 };
 
-// Columns [column, column + length) of a panel, side by side in memory from `place` on.
+// Columns [column, column + length) of a panel, adjacent in memory from `place` on.
 struct Run {
   int64_t column, place, length;
 };
 
-// How far beyond what they are asked for `copies` may read, in int32, and how far beyond the panel it may write.
+// The number of int32 that `copies` may read beyond its input, and write beyond the panel.
 constexpr int64_t OVERRUN = 16;
 
-// Packs one side. `lines[w]` may be null (zeros); an odd length is filled with a zero.
+// Packs one side. `lines[w]` may be null (zeros); an odd length is padded with a zero.
 struct Packer {
   int width;
   void (*lines)(const int16_t* const* lines, int64_t length, int32_t* panel);  // line w runs along K
   void (*rows)(const int16_t* source, const int64_t* offsets, int64_t length, int64_t count,
                int32_t* panel);  // along w
-  // the same for `count` of the columns alone; the others are left as they are
+  // the same for `count` of the columns; the others are not modified
   void (*some_rows)(const int16_t* source, const int64_t* offsets, int64_t length, int64_t count, int32_t* panel);
-  // panel[i][column of a run] = pairs[offsets[i] + place ...] for `count` rows, zeros where there is no run; the runs
-  // lie side by side
+  // panel[i][column of a run] = pairs[offsets[i] + place ...] for `count` rows, zeros for columns without a run; the runs
+  // are adjacent
   void (*copies)(const int32_t* pairs, const int64_t* offsets, int64_t count, const Run* runs, int64_t run_count,
                  int32_t* panel);
   void (*bound)(int64_t pairs, const int32_t* panel, float* bounds);
   void (*digits)(int64_t pairs, const int32_t* panel, const Digits& to);
 };
 
-// Where a tile of results goes, its rows `stride` apart, and how many of its rows are wanted.
+// The destination of a tile of results, with rows `stride` apart, and the number of its rows to write.
 template <class Out>
 struct Place {
   Out* out;
@@ -92,8 +92,8 @@ struct Place {
   int rows;
 };
 
-// Numbers that are added to the results of a tile, one a row or one a column (null: none), in its first `count` columns:
-// in fp64 to what a mantissa is rounded from, in units of the result; in fp32 to a chained one.
+// Numbers added to the results of a tile, one per row or per column (null: none), in its first `count` columns: in fp64 and
+// in units of the result before rounding to mantissas; in fp32 for chained results.
 struct Addends {
   const double* rows;
   const double* columns;
@@ -104,7 +104,7 @@ struct Micro {
   const char* name;
   int rows, columns;
   Packer left, right;
-  // accumulators += the tile's sums over a step, which begins at a multiple of BLOCK; `begin`: they are taken as zeros
+  // accumulators += the tile's sums over a step that begins at a multiple of BLOCK; `begin`: accumulators count as zeros
   void (*add_chained)(const Side& a, const Side& b, bool begin, float* accumulators);
   void (*add_exact)(const Side& a, const Side& b, bool begin, int64_t* accumulators);
   // a tile of sums -> results
@@ -131,7 +131,7 @@ const Micro* micro_avx2();
 const Micro* micro_avx512();
 const Micro* micro_neon();
 
-// The best of this machine, or the one forced by name ("" or null = best); null for a name this machine cannot run.
+// The best kernel of this machine, or the one forced by name ("" or null: best); null if this machine cannot run it.
 const Micro* choose_micro(const char* name);
 
 // One side of a product: elements (index, k), index below `count`.
@@ -146,7 +146,7 @@ class Operand {
 
 enum class Kind : int { chained = 0, int16 = 1, float32 = 2, float64 = 3, int64 = 4 };
 
-// Where the result goes. Element (i, j) lies at data[i * row_stride + offset(j)].
+// The destination of the result. Element (i, j) is at data[i * row_stride + offset(j)].
 class Target {
  public:
   virtual ~Target() = default;
@@ -158,7 +158,7 @@ class Target {
 
 struct Format {
   Kind kind;
-  int exponent;  // values are sum * 2^exponent; for int16 the mantissa is that, rounded
+  int exponent;  // values are sum * 2^exponent, rounded for int16 mantissas
   int lowest;    // -32768, or -32767 for symmetric saturation
 };
 
@@ -171,17 +171,17 @@ struct Product {
   const double* column_addends;
 };
 
-// Numbers that are added to the results (null: none), one a row or one a column of them, times 2^exponent.
+// Numbers added to the results (null: none), one per row or per column, times 2^exponent.
 struct Bias {
   const float* numbers;
   int64_t count;
   int exponent;
   bool is_finite() const;
-  // `count` of them from `first` on, in whole panels of a micro-kernel; nothing where there are none
+  // `count` of them from `first` on, in whole panels of a micro-kernel; null if there are none
   std::vector<double> panels(int64_t first, int64_t count, int width) const;
 };
 
-// All products have the same kind of result. `right_ahead`: pack B once before, instead of where it is used.
+// All products have the same kind of result. `right_ahead`: pack all of B before the products, not when it is used.
 void run(const Micro& micro, const std::vector<Product>& products, const Format& format, bool right_ahead, int threads,
          Tally& tally);
 

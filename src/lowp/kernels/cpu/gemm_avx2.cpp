@@ -1,4 +1,4 @@
-// The micro-kernel for AVX2: vpmaddwd takes 16 products an instruction, twice as many as an fp32 multiply-add takes.
+// The micro-kernel for AVX2: vpmaddwd computes 16 products per instruction, twice as many as an fp32 multiply-add.
 #include <immintrin.h>
 
 #include <cstring>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// 12 sums; with 2 registers of B, one broadcast pair of A and one product these are the 16 registers there are.
+// 12 sums; with 2 registers of B, one broadcast pair of A and one product they use all 16 registers.
 constexpr int ROWS = 6, LANES = 8;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Pairs of int16 of two lines, and panels copied of such pairs; included by gemm_tile.hpp.
+// Pairs of int16 from two lines, and panels copied from such pairs; included by gemm_tile.hpp.
 #include <cstring>
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -22,7 +22,7 @@ static void pair_lines(const int16_t* even, const int16_t* odd, int64_t count, i
   for (; i < count; i++) to[i] = pair_of(even[i], odd ? odd[i] : int16_t{0});
 }
 
-// `lanes` int32 and, where vectors are wider, some more, at most OVERRUN
+// `lanes` int32 and, for wider vectors, at most OVERRUN more
 static inline void copy_lanes(const int32_t* from, int64_t lanes, int32_t* to) {
 #if defined(__AVX512F__)
   for (int64_t i = 0; i < lanes; i += 16) _mm512_storeu_si512(to + i, _mm512_loadu_si512(from + i));
@@ -35,7 +35,7 @@ static inline void copy_lanes(const int32_t* from, int64_t lanes, int32_t* to) {
 #endif
 }
 
-// What a run writes beyond its end is written again: by the next run, or as the next row.
+// Elements written beyond the end of a run are overwritten by the next run or row.
 template <int WIDTH>
 static void copy_runs(const int32_t* pairs, const int64_t* offsets, int64_t count, const Run* runs, int64_t run_count,
                       int32_t* panel) {

@@ -1,12 +1,12 @@
 // Sums that no norm proves to fit int32, exactly; included by gemm_tile.hpp.
 //
-// int32 arithmetic gives a sum S of products modulo 2^32 for any operands, so it is enough to know S to less than 2^31
-// besides. Seven leading bits of each operand are: with u = floor(x / 512) + 64, a digit in 0..127, x is 512 u - 32512
-// + e, e in -256..255. Over L elements of a and b, with digits u and v,
+// int32 arithmetic gives a sum S of products modulo 2^32 for any operands, so an approximation of S to less than 2^31
+// determines it. Seven leading bits of each operand are sufficient: with u = floor(x / 512) + 64, a digit in 0..127, x is
+// 512 u - 32512 + e, e in -256..255. Over L elements of a and b, with digits u and v,
 //   sum of a * b  ~  2^16 * sum of (2u - 127) (2v - 127)  =  2^17 * (2 sum u (v - 64) + sum u - 127 sum v + 16129/2 L)
-// and what the left side is more is sum (e_a b + (a - e_a) e_b). Its magnitude is at most ||e_a|| ||b|| + (||a|| +
-// ||e_a||) ||e_b||, by Cauchy-Schwarz, and at most L * 256 * (32768 + 32512): below 2^31 for half a block whatever it
-// holds. Products of digits fit 16 bits two by two, so this costs about half of what another product of int16 would.
+// with the difference sum (e_a b + (a - e_a) e_b). Its magnitude is at most ||e_a|| ||b|| + (||a|| + ||e_a||) ||e_b||, by
+// Cauchy-Schwarz, and at most L * 256 * (32768 + 32512): below 2^31 for half a block of any elements. Sums of two products
+// of digits fit 16 bits, so that this takes about half the time of another product of int16.
 
 namespace {
 
@@ -15,7 +15,7 @@ using lowp::Digits;
 constexpr int DIGIT_SHIFT = 17;
 constexpr int64_t HALF_CHUNKS = (BOUNDS - 1) / 2;
 
-// Below this an error is rounded away for certain: 2^31 less 2^20, for the fractions that the integers here leave out.
+// Below this bound rounding removes the error: 2^31 minus 2^20, a margin for fractions omitted by the integers here.
 constexpr float NEAR = 2146435072.0f;
 
 static inline uint32_t digits_of(int32_t pair) {
@@ -23,7 +23,7 @@ static inline uint32_t digits_of(int32_t pair) {
   return (raised >> 9 & 0x7fu) | (raised >> 17 & 0x7f00u);
 }
 
-// four digits less 64, as signed bytes
+// four digits minus 64, as signed bytes
 static inline uint32_t centred(uint32_t digits) { return ((digits | 0x80808080u) - 0x40404040u) ^ 0x80808080u; }
 
 // both e of a pair
@@ -32,7 +32,7 @@ static inline int32_t rest_of(int32_t pair) {
   return static_cast<int32_t>((rest - 0x01000100u) ^ 0x80008000u);
 }
 
-// Joins two rows of digits to a row of groups and adds them up in `totals`, two sums of 16 bits each.
+// Combines two rows of digits to a row of groups and adds them to `totals`, two sums of 16 bits each.
 template <int WIDTH, bool CENTRED>
 static inline void join_rows(const uint32_t* rows, uint32_t* groups, uint32_t* totals) {
   for (int w = 0; w < WIDTH; w++) {
@@ -79,7 +79,7 @@ struct Span {
 };
 
 #if defined(__AVX2__)
-// eight elements of what add_near says in plain C++ below
+// eight elements of add_near, which is in plain C++ below
 static inline void add_wrapped(const int32_t* low, const int32_t* high, int32_t row, const int32_t* column,
                                int64_t* accumulators) {
   const auto load = [](const void* from) { return _mm256_load_si256(static_cast<const __m256i*>(from)); };
@@ -96,7 +96,7 @@ static inline void add_wrapped(const int32_t* low, const int32_t* high, int32_t 
 }
 #endif
 
-// accumulators += the sums over a span of which the errors are near enough
+// accumulators += the sums over a span with sufficiently small errors
 static inline void add_near(const Span& span, const int32_t* a, const Digits& a_digits, const int32_t* b,
                             const Digits& b_digits, int64_t* accumulators) {
   alignas(64) int32_t low[TILE], high[TILE], row[ROWS], column[COLUMNS];

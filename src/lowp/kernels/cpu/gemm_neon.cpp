@@ -1,4 +1,4 @@
-// The micro-kernel for AArch64: smlal takes 4 products an instruction; every AArch64 processor has it.
+// The micro-kernel for AArch64: smlal computes 4 products per instruction; every AArch64 processor has it.
 #include <arm_neon.h>
 
 #include "gemm.hpp"
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int ROWS = 6, COLUMNS = 16;
 
-// sums of row I += a pair of A (lanes 2I and 2I + 1 of a) times the 16 columns of B, even and odd elements apart
+// sums of row I += a pair of A (lanes 2I and 2I + 1 of a) times the 16 columns of B, even and odd elements separately
 template <int LANE>
 inline void add_row(int32x4_t c[4], int16x8_t a, const int16x8x2_t& left, const int16x8x2_t& right) {
   c[0] = vmlal_laneq_s16(c[0], vget_low_s16(left.val[0]), a, LANE);
@@ -20,7 +20,7 @@ inline void add_row(int32x4_t c[4], int16x8_t a, const int16x8x2_t& left, const 
   c[3] = vmlal_high_laneq_s16(c[3], right.val[1], a, LANE + 1);
 }
 
-// 24 accumulators, 4 registers of B, 2 of A: 30 of the 32 there are
+// 24 accumulators, 4 registers of B, 2 of A: 30 of the 32 registers
 __attribute__((noinline, noclone)) void multiply(int, const int64_t* chains, int64_t count,
                                                  const int32_t* __restrict a, const int32_t* __restrict b,
                                                  int32_t* __restrict tops, int32_t* __restrict sums) {

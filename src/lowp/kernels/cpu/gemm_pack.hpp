@@ -155,7 +155,7 @@ static void pack_some_rows(const int16_t* source, const int64_t* offsets, int64_
 }
 
 #if defined(__AVX2__)
-// Adds the four rows of six numbers a0..a5 b0..b5 c0..c5 d0..d5 that lie in three registers.
+// Adds the four rows of six numbers a0..a5 b0..b5 c0..c5 d0..d5 in three registers.
 static inline void fold_rows_of_six(const __m256i* rows, uint32_t* totals) {
   const auto low = [](__m256i x) { return _mm256_castsi256_si128(x); };
   const auto high = [](__m256i x) { return _mm256_extracti128_si256(x, 1); };

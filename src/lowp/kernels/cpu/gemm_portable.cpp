@@ -1,11 +1,11 @@
-// The micro-kernel in plain C++: every machine has it, and the others are tested against it.
+// The micro-kernel in plain C++, for every machine; the others are tested against it.
 #include "gemm.hpp"
 
 namespace {
 
 constexpr int ROWS = 6, COLUMNS = 16;
 
-// Unsigned, since the sums may pass 2^31 and are meant modulo 2^32; conversions to int32_t and back wrap around.
+// Unsigned, since sums may exceed 2^31 and are taken modulo 2^32; conversions to int32_t and back wrap around.
 void multiply(int, const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b, int32_t* tops,
               int32_t* sums) {
   uint32_t total[ROWS][COLUMNS] = {};

@@ -1,4 +1,4 @@
-// The packed operands of products: where each panel lies, and which threads fill it.
+// The packed operands of products: the place of each panel, and the distribution of packing over threads.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -15,7 +15,7 @@ struct Free {
   void operator()(void* memory) const { std::free(memory); }
 };
 
-// Memory that a thread keeps for its next call: fresh pages would cost as much as packing does.
+// Memory that a thread keeps for its next call: new pages would take as much time as packing.
 template <class T>
 class Scratch {
  public:
@@ -41,16 +41,16 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-// How much depth is taken at once: about 512, evenly, in whole blocks.
+// The depth of a step: about 512, evenly divided, in whole blocks.
 inline int64_t step_of(int64_t depth) {
   const int64_t steps = std::max<int64_t>(1, (depth + 255) / 512);
   return std::min(STEP, std::max<int64_t>(1, divide_up(divide_up(depth, steps), BLOCK)) * BLOCK);
 }
 
-// More than the norm of any chunk.
+// Larger than the norm of any chunk.
 constexpr float LARGEST_NORM = 185400.0f;
 
-// Whether some chunk of a panel may need digits, beside chunks of the other side whose norms are at most `others`
+// Whether some chunk of a panel may need digits, with chunks of the other side whose norms are at most `others`
 // (null: LARGEST_NORM).
 inline bool needs_digits(const float* bounds, const float* others, int64_t depth) {
   for (int64_t block = 0; block < blocks(depth); block++)
@@ -70,7 +70,7 @@ struct SideMemory {
   }
 };
 
-// One packed side of one product. Panels of one step of the depth lie one after the other, so that a unit's are read
+// One packed side of one product. Panels of one step of the depth are contiguous, so that those of a unit are read
 // in one stream.
 struct PackedSide {
   const Packer* packer;
@@ -80,7 +80,7 @@ struct PackedSide {
   float* bounds;
   int32_t* digits_memory;
   float* errors;
-  std::vector<float> largest;  // the largest bounds of all panels, laid out like those of one
+  std::vector<float> largest;  // the largest bounds over all panels, with the layout of one panel's
 
   int64_t places() const { return panels * divide_up(depth, step); }  // panels of all steps
   int64_t end(int64_t k) const { return std::min(k + step, depth); }
@@ -99,7 +99,7 @@ struct PackedSide {
   }
 };
 
-// The same side of several products. Its panels are numbered through, so that threads can share them out.
+// The same side of several products. All panels are numbered, for distribution over threads.
 class PackedSides {
  public:
   PackedSides(const Packer& packer, const std::vector<const Operand*>& operands, const std::vector<int64_t>& depths,
@@ -153,7 +153,7 @@ class PackedSides {
     }
   }
 
-  // Whether any panel may need digits beside `others` (null: any).
+  // Whether any panel may need digits with `others` (null: any).
   bool need_digits(const PackedSides* others) const {
     for (size_t i = 0; i < sides.size(); i++)
       if (needs_digits(sides[i].largest.data(), others ? others->sides[i].largest.data() : nullptr, sides[i].depth))
@@ -161,7 +161,7 @@ class PackedSides {
     return false;
   }
 
-  // Reads the digits of those panels that may need them.
+  // Computes the digits of those panels that may need them.
   void read_digits(int64_t begin, int64_t end, const PackedSides* others) const {
     each_step(begin, end, [&](const PackedSide& side, int64_t index, int64_t k) {
       const size_t i = static_cast<size_t>(&side - sides.data());
@@ -189,7 +189,7 @@ class PackedSides {
   std::vector<int64_t> first_panels_;
 };
 
-// Shares the panels of A and B (null: of A alone) out among threads.
+// Distributes the panels of A and B (null: only of A) over threads.
 template <class OnPanels>
 void for_panels(const PackedSides& left, const PackedSides* right, int threads, OnPanels&& visit) {
   const int64_t lefts = left.panels, total = lefts + (right ? right->panels : 0);
@@ -199,7 +199,7 @@ void for_panels(const PackedSides& left, const PackedSides* right, int threads, 
   });
 }
 
-// Packs both sides (null: A alone), with the digits that may be needed.
+// Packs both sides (null: only A), with the digits that may be needed.
 inline void pack_sides(PackedSides& left, PackedSides* right, int threads) {
   for_panels(left, right, threads, [](const PackedSides& sides, int64_t begin, int64_t end, const PackedSides*) {
     sides.pack(begin, end);

@@ -1,4 +1,4 @@
-// The exact sum of a tile over a step, in int32 as far as the norms of its operands prove that enough; included by
+// The exact sum of a tile over a step, in int32 as far as the norms of its operands prove it sufficient; included by
 // gemm_tile.hpp.
 
 namespace {
@@ -40,12 +40,12 @@ struct Part {
 
   const Side& a;
   const Side& b;
-  const int64_t first, pairs, chunks;  // where in the step it begins, a multiple of BLOCK_PAIRS, and its length
+  const int64_t first, pairs, chunks;  // its start in the step, a multiple of BLOCK_PAIRS, and its length
   float bounds[STEP / CHUNK];          // of the chunks' products
 };
 
-// Cuts chunks from `begin` on into as few chains as their norms prove safe, up to the first chunk that is not safe even
-// alone, and returns that chunk.
+// Splits chunks from `begin` on into the fewest chains that their norms prove safe, up to the first chunk that is not safe
+// by itself, and returns that chunk.
 static int64_t cut_chains(const Part& part, int64_t begin, int64_t* chains, int64_t* count) {
   int64_t chunk = begin;
   *count = 0;
@@ -61,8 +61,8 @@ static int64_t cut_chains(const Part& part, int64_t begin, int64_t* chains, int6
   return chunk;
 }
 
-// The end of the longest span from `chunk` of the step on, within its block and up to `end`, whose digits are near
-// enough to its sums.
+// The end of the longest span from `chunk` on, within its block and up to `end`, whose digits approximate its sums
+// sufficiently.
 static inline int64_t near_end(const Side& a, const Side& b, int64_t chunk, int64_t end) {
   const int64_t block = chunk / (2 * HALF_CHUNKS), bound = block * BOUNDS;
   const float a_error = a.digits.errors[bound], b_error = b.digits.errors[bound];
@@ -71,7 +71,7 @@ static inline int64_t near_end(const Side& a, const Side& b, int64_t chunk, int6
   return smaller((chunk / length + 1) * length, end);
 }
 
-// accumulators += the sums over chunks [begin, end) of the step, whatever they hold
+// accumulators += the sums over chunks [begin, end) of the step, for any elements
 static __attribute__((noinline)) void add_digits(const Side& a, const Side& b, int64_t begin, int64_t end,
                                                  int64_t* accumulators) {
   for (int64_t chunk = begin, next; chunk < end; chunk = next) {
@@ -81,8 +81,8 @@ static __attribute__((noinline)) void add_digits(const Side& a, const Side& b, i
   }
 }
 
-// A part whose norms do not prove one chain safe: chains where they prove some, digits where not even a chunk is
-// proven, digits for all where that is often.
+// A part whose norms do not prove one chain safe: several chains if they are proven safe, digits for chunks that are not,
+// and digits for all if there are many of these.
 static __attribute__((noinline)) void add_carefully(const Part& part, int64_t* accumulators) {
   int64_t chains[STEP / CHUNK], count;
   const int64_t first = part.first / CHUNK_PAIRS;
@@ -99,7 +99,7 @@ static __attribute__((noinline)) void add_carefully(const Part& part, int64_t* a
   }
 }
 
-// accumulators += float(the exact sum of each block); with `begin` the accumulators are taken as zeros
+// accumulators += float(the exact sum of each block); with `begin` the accumulators count as zeros
 static void add_chained(const Side& a, const Side& b, bool begin, float* accumulators) {
   alignas(64) int32_t tops[TILE];
   int64_t first = 0;
@@ -126,7 +126,7 @@ static void add_chained(const Side& a, const Side& b, bool begin, float* accumul
   } while (first < a.count);
 }
 
-// accumulators += the exact sum of the step; with `begin` the accumulators are taken as zeros
+// accumulators += the exact sum of the step; with `begin` the accumulators count as zeros
 static void add_exact(const Side& a, const Side& b, bool begin, int64_t* accumulators) {
   float total = 0;
   for (int64_t block = 0; block * BLOCK_PAIRS < a.count; block++)

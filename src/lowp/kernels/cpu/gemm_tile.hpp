@@ -1,4 +1,4 @@
-// What every instruction set does alike, compiled once in each of their files. The including file defines, in an
+// The common code of all instruction sets, compiled once in each of their files. The including file defines, in an
 // anonymous namespace, ROWS, COLUMNS and, before it includes this,
 //   void multiply(int rows, const int64_t* chains, int64_t count, const int32_t* a, const int32_t* b, int32_t* tops,
 //                 int32_t* sums);
@@ -6,19 +6,19 @@
 //                       int32_t* tops, bool begin, float* sums);
 //   void approximate(int64_t groups, const int32_t* a, const int32_t* b, int32_t* sums);
 // multiply runs `count` chains of chains[i] pairs each, one after the other, in int32, modulo 2^32. Between two chains
-// it moves all but the lowest TOP_SHIFT bits of each sum to `tops`, so each chain begins near zero; the result is
-// 2^TOP_SHIFT * tops + sums. One chain leaves `tops` alone. There is at least one, and `tops` and `sums` are aligned. Of
-// the tile at least the first `rows` rows are computed, and those beyond may be left alone.
-// multiply_block rounds that result to fp32 and adds it to `sums`, or with `begin` puts it there. approximate gives the sums of
-// products of digits (gemm_digits.hpp) over groups of four elements. Everything here is `static`: nothing compiled for
-// AVX-512 may be merged into other files.
+// it moves all except the lowest TOP_SHIFT bits of each sum to `tops`, so that each chain begins near zero; the result is
+// 2^TOP_SHIFT * tops + sums. A single chain does not modify `tops`. There is at least one chain, and `tops` and `sums` are
+// aligned. At least the first `rows` rows of the tile are computed; others may be skipped. multiply_block rounds that
+// result to fp32 and adds it to `sums`, or with `begin` stores it. approximate returns the sums of products of digits
+// (gemm_digits.hpp) over groups of four elements. All functions are `static`, so that code compiled for AVX-512 is not
+// merged into other files.
 #include <cstring>
 
 namespace {
 
 constexpr int TILE = ROWS * COLUMNS;
 
-// not std::max: what is `inline` may be merged across files, and so across instruction sets
+// not std::max: `inline` functions may be merged across files, and so across instruction sets
 static inline int64_t larger(int64_t a, int64_t b) { return a < b ? b : a; }
 static inline double larger(double a, double b) { return a < b ? b : a; }
 static inline int64_t smaller(int64_t a, int64_t b) { return b < a ? b : a; }

@@ -1,18 +1,18 @@
-// multiply and multiply_block (gemm_tile.hpp) where a vector of pairs of int16 is multiplied at once. A tile is two vectors
-// of columns wide, and its 2 * ROWS sums stay in registers; of a tile of fewer rows, two thirds or one third of them. The
-// including file defines ROWS and LANES, the int32 of a vector, in an anonymous namespace before it includes this, and the
-// functions declared here after that.
+// multiply and multiply_block (gemm_tile.hpp) for instruction sets that multiply a vector of pairs of int16. A tile is two
+// vectors of columns wide, and its 2 * ROWS sums stay in registers; for tiles with fewer rows, two thirds or one third of
+// them. The including file defines ROWS and LANES, the int32 of a vector, in an anonymous namespace before it includes this
+// file, and the functions declared here after it.
 
 namespace {
 
 constexpr int COLUMNS = 2 * LANES;
 
-typedef uint32_t Ints __attribute__((vector_size(4 * LANES)));  // unsigned: sums are meant modulo 2^32
+typedef uint32_t Ints __attribute__((vector_size(4 * LANES)));  // unsigned: sums are taken modulo 2^32
 typedef int32_t SignedInts __attribute__((vector_size(4 * LANES)));
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef double HalfDoubles __attribute__((vector_size(4 * LANES)));  // half as many lanes
 
-// sums + what the pairs of int16 in each lane of a and b give, multiplied and added up
+// sums + the sum of the two products of the pairs of int16 in each lane of a and b
 inline Ints add_pairs(Ints sums, Ints a, Ints b);
 // Half of the lanes, the lower (0) or the upper (1), as signed numbers in fp64.
 template <int half>
@@ -63,11 +63,11 @@ inline __attribute__((always_inline)) void add_depth(Ints (&c)[HEIGHT][2], int64
   }
 }
 
-// All chains; what is not `kept` counts as 0.
+// All chains; sums count as 0 unless `kept`.
 template <int HEIGHT>
 inline __attribute__((always_inline)) void sum_chains(Ints (&c)[HEIGHT][2], const int64_t* chains, int64_t count,
                                                       const int32_t* a, const int32_t* b, int32_t* tops) {
-  Ints kept = Ints{};  // the first chain finds no tops
+  Ints kept = Ints{};  // the first chain has no tops
   for (int64_t chain = 0; chain < count; a += chains[chain] * ROWS, b += chains[chain] * COLUMNS, chain++) {
     if (chain > 0) {
 #pragma GCC unroll ROWS
@@ -85,7 +85,7 @@ inline __attribute__((always_inline)) void sum_chains(Ints (&c)[HEIGHT][2], cons
   }
 }
 
-// Kept out of line, since beside other vector code the sums would be spilled.
+// Not inlined, since next to other vector code the sums would be spilled.
 template <int HEIGHT>
 __attribute__((noinline, noclone)) void multiply_rows(const int64_t* chains, int64_t count, const int32_t* __restrict a,
                                                       const int32_t* __restrict b, int32_t* __restrict tops,

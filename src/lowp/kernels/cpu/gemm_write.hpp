@@ -17,7 +17,7 @@ constexpr double MAGIC = 6755399441055744.0;
 
 static inline double narrow_to_double(int64_t sum) { return lowp::bit_cast<double>(sum + 0x4338000000000000) - MAGIC; }
 
-// Lays numbers a row or a column out like a tile; false where there are none.
+// Expands numbers per row or per column to a tile; false if there are none.
 static bool lay_out(const Addends& addends, int rows, double* added) {
   if (!addends.rows && !addends.columns) return false;
   for (int i = 0; i < rows; i++) {
@@ -28,13 +28,13 @@ static bool lay_out(const Addends& addends, int rows, double* added) {
   return true;
 }
 
-// A magnitude in units of the sums, rounded up: not zero unless it is.
+// A magnitude in units of the sums, rounded up: nonzero unless the magnitude is zero.
 static inline int64_t whole_units(double value, double factor) {
   const double units = std::ceil(value / factor);
   return units < 0x1p62 ? static_cast<int64_t>(units) : int64_t{1} << 62;
 }
 
-// Notes the largest magnitude of a tile: of a value in units of the result, or of a sum.
+// Records the largest magnitude of a tile: of a value in units of the result, or of a sum.
 template <bool ADDS>
 static inline void note_largest(double largest, double factor, Tally& tally) {
   tally.largest_sum = larger(tally.largest_sum, ADDS ? whole_units(largest, factor) : static_cast<int64_t>(largest));
@@ -62,8 +62,8 @@ static inline int64_t largest_lane(__m256i magnitudes) {
   return 0xffff - _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))), 0);
 }
 
-// A tile in which nothing saturates, 16 sums at a time; the conversion to int32 rounds to nearest even. Returns false,
-// and what it wrote is to be replaced, where something does saturate.
+// A tile without saturation, 16 sums at a time; the conversion to int32 rounds to nearest even. If a sum saturates, returns
+// false, and the output must be replaced.
 template <bool ADDS>
 static bool finish_int16_fitting(const int64_t* sums, double factor, const double* added, const Place<int16_t>& to,
                                  Tally& tally) {
@@ -153,7 +153,7 @@ static void note_sums(const int64_t* sums, int count, bool narrow, Tally& tally)
   tally.largest_sum = largest;
 }
 
-// sum * 2^exponent to nearest even in integers, for sums that double cannot hold; what leaves +-65536 is cut there
+// sum * 2^exponent to nearest even in integers, for sums that double cannot represent; clamped to +-65536
 static int32_t shift_rounded(int64_t sum, int exponent) {
   const bool negative = sum < 0;
   const uint64_t magnitude = negative ? -static_cast<uint64_t>(sum) : static_cast<uint64_t>(sum);
@@ -171,7 +171,7 @@ static int32_t shift_rounded(int64_t sum, int exponent) {
   return negative ? -static_cast<int32_t>(rounded) : static_cast<int32_t>(rounded);
 }
 
-// A rounded value of fp64 below 2^51 as an integer; what leaves +-65536 is cut there.
+// A rounded value of fp64 below 2^51 as an integer, clamped to +-65536.
 static inline int32_t to_int32(double value) {
   value = value < -65536.0 ? -65536.0 : value;
   value = value > 65536.0 ? 65536.0 : value;

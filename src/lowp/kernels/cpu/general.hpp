@@ -1,6 +1,6 @@
-// One number at a time, any format that fits into fp64, exactly as the definition reads. The vector kernels hand over
-// to it formats whose exponents are out of their reach, and the one element in 2**24 (fp32; in 2**32, fp64) for which
-// the first random bits do not decide.
+// Casts of one number at a time to any format within fp64, following the definition. The vector kernels use it for formats
+// whose exponents they do not support, and for the one element in 2**24 (fp32; in 2**32, fp64) for which the first random
+// bits do not decide.
 #pragma once
 
 #include "philox.hpp"
@@ -16,8 +16,8 @@ static inline uint32_t fraction_word(uint64_t remainder, int drop, int word) {
   return left > -64 ? static_cast<uint32_t>(remainder >> -left) : 0;
 }
 
-// A fraction in units of the random bits: cut to them, or rounded. `first` and `second` are the 64 bits after its
-// binary point, `more` whether any follows.
+// A fraction in units of the random bits: truncated, or rounded. `first` and `second` are the 64 bits after its binary
+// point, `more`: whether further bits are set.
 static inline uint64_t in_units(uint32_t first, uint32_t second, bool more, const lowp_cast& cast) {
   const int cut = 64 - cast.random_bits;  // 32 .. 63
   const uint64_t bits = uint64_t{first} << 32 | second, units = bits >> cut;
@@ -51,7 +51,7 @@ static inline bool random_below(uint64_t remainder, int drop, const lowp_cast& c
 static inline double with_sign(double magnitude, bool negative) { return negative ? -magnitude : magnitude; }
 static inline double quiet_nan(bool negative) { return with_sign(number(Constants<F64>::kQuietNan), negative); }
 
-// What becomes of a number rounded beyond the largest value (`finite`), or of an infinity.
+// The result for a number rounded beyond the largest value (`finite`), or for an infinity.
 static inline double overflowed(const lowp_cast& cast, bool negative, bool finite) {
   if (cast.overflow == kSaturate || (finite && rounds_inward(cast.rounding, negative))) return negative ? cast.minimum : cast.maximum;
   if (cast.overflow == kNan) return quiet_nan(negative);
@@ -61,7 +61,7 @@ static inline double overflowed(const lowp_cast& cast, bool negative, bool finit
 static inline double binary_general(double x, const lowp_cast& cast, uint64_t seed, int64_t index) {
   if (x != x) return quiet_nan(bits_of(x) >> 63);
   if (!draws(cast.rounding) || x >= 1 || x <= -1) return x < 0 ? -1 : 1;
-  // +1 with probability (1 + x) / 2. Below zero: -1 with probability (1 + |x|) / 2 of the mirrored uniform number.
+  // +1 with probability (1 + x) / 2. For x below zero: -1 with probability (1 + |x|) / 2, with the mirrored uniform number.
   const uint64_t bits = bits_of(x) & Constants<F64>::kMagnitude;
   uint32_t words[4], more[4];
   const uint64_t position = static_cast<uint64_t>(index);
@@ -116,7 +116,7 @@ static inline bool rounds_away(const lowp_cast& cast, uint64_t remainder, int dr
   }
 }
 
-// The value that x becomes as element `index`.
+// The value of x after the cast, as element `index`.
 static double cast_general(double x, const lowp_cast& cast, uint64_t seed, int64_t index) {
   if (cast.kind == kBinary) return binary_general(x, cast, seed, index);
   const bool negative = bits_of(x) >> 63, integer = cast.kind == kInteger;
@@ -143,7 +143,7 @@ static double cast_general(double x, const lowp_cast& cast, uint64_t seed, int64
     const int drop = quantum - lowest;
     uint64_t multiple = drop < 64 ? significand >> drop : 0;
     const uint64_t remainder = drop < 64 ? significand & ((uint64_t{1} << drop) - 1) : significand;
-    // Without a mantissa "even" is the last bit of the exponent field, and zero's is; in e8m0 a tie goes up, as in
+    // Without a mantissa "even" is the last bit of the exponent field, and zero's is; in e8m0 a tie is rounded up, as in
     // ml_dtypes.
     const bool by_code = !integer && cast.mantissa_bits == 0 && cast.has_zero && multiple > 0;
     const bool code_is_odd = by_code ? (exponent + cast.bias) & 1 : multiple & 1;
@@ -155,7 +155,7 @@ static double cast_general(double x, const lowp_cast& cast, uint64_t seed, int64
   return with_sign(magnitude, negative);
 }
 
-// The code of a value that the format has.
+// The code of a value of the format.
 static uint64_t code_general(double value, const lowp_cast& cast) {
   const uint64_t bits = bits_of(value) & Constants<F64>::kMagnitude;
   const int significant = cast.bits - (cast.is_signed != 0);
@@ -180,7 +180,7 @@ static double value_general(uint64_t code, const lowp_cast& cast) {
   const int significant = cast.bits - (cast.is_signed != 0);
   const uint64_t top = (uint64_t{1} << significant) - 1, hidden = uint64_t{1} << cast.mantissa_bits;
   const uint64_t magnitude = code & top, nan = static_cast<uint64_t>(cast.nan);
-  const uint64_t infinity = static_cast<uint64_t>(cast.infinity);  // where there is none, more than any code
+  const uint64_t infinity = static_cast<uint64_t>(cast.infinity);  // without infinity, larger than any code
   const bool negative = cast.is_signed && code >> significant & 1;
   if (cast.has_nan && !cast.minus_zero && (code & (top | nan)) == nan) return quiet_nan(false);
   if (magnitude > infinity || (cast.infinity < 0 && magnitude == nan)) return quiet_nan(negative);

@@ -1,12 +1,12 @@
-// The branch-free cast of one number of a carrier (fp32 or fp64), which the compiler turns into vector code. Included
+// The branch-free cast of one number of a carrier (fp32 or fp64), which the compiler vectorizes. Included
 // once per instruction set.
 //
 // |x| = a, as bits. At and above the smallest normal number of the format the discarded part is the lowest `shift` bits
 // of a, and a carry into the exponent field is the right result: integer arithmetic rounds. Below it the quantum is
 // fixed: adding and subtracting `magic`, whose ulp is the quantum, gives the nearest multiple; with the processor
-// rounding toward zero it gives the multiple below, and the exact rest decides the other modes. Where the format's
-// exponents start where the carrier's do (bf16 in fp32), subnormal numbers of the carrier are a fixed-point number
-// already: only the integer way is taken.
+// rounding toward zero it gives the multiple below, and the exact rest decides the other modes. If the exponents of the
+// format start where the carrier's do (bf16 in fp32), subnormal numbers of the carrier are fixed-point numbers already,
+// and only integer arithmetic is used.
 #pragma once
 
 #include "general.hpp"
@@ -14,10 +14,10 @@
 namespace lowp {
 namespace LOWP_ISA {
 
-// What has to be looked after beyond the ordinary.
+// Special cases of a format.
 enum Form {
-  kPlain,        // nothing: signed, with a minus zero, as many negative as positive numbers
-  kNoMinusZero,  // its code is that of NaN
+  kPlain,        // none: signed, with a minus zero, symmetric
+  kNoMinusZero,  // the code of minus zero is NaN
   kWhole,        // integers: no minus zero, saturation to a range that may be asymmetric
   kScale,        // e8m0: neither zero nor negative numbers, NaN for them
   kUnsigned,     // other unsigned formats
@@ -30,35 +30,35 @@ struct Lane {
   using Number = typename C::Number;
 
   int shift;           // discarded bits of a normal number
-  Bits keep;           // those that are kept
-  Bits discard;        // those that are not
+  Bits keep;           // mask of the kept bits
+  Bits discard;        // mask of the discarded bits
   Bits half;           // half of the last kept bit
-  Bits below_half;     // half - 1, or 0 where nothing is discarded
-  Bits last;           // 1, or 0 where nothing is discarded
-  Bits odd;            // 1 where the code is odd when the last kept bit is 0 (formats without mantissa bits)
+  Bits below_half;     // half - 1, or 0 if no bits are discarded
+  Bits last;           // 1, or 0 if no bits are discarded
+  Bits odd;            // 1 if the code is odd when the last kept bit is 0 (formats without mantissa bits)
   Int smallest;        // bits of the smallest normal number; 0: no fixed quantum
   Number magic, quantum, half_quantum;
   Bits at_least;       // the smallest number of a format without zero
   Int limit[2];        // largest magnitude, of positive and of negative results
-  Int beyond[2];       // what a finite number beyond it becomes
-  Int infinite;        // what an infinity becomes unless it saturates
-  Bits keeps_infinity;  // mask: it does not saturate
-  Bits random_mask;    // the random bits that are used
+  Int beyond[2];       // result for a finite number beyond it
+  Int infinite;        // result for an infinity unless it saturates
+  Bits keeps_infinity;  // mask: an infinity does not saturate
+  Bits random_mask;    // the used random bits
   int random_left, random_right;  // from a random word to the discarded bits
   Number random_scale;            // 2**(random bits that a fraction is compared with) / quantum
   int random_drop;                // 32 - used random bits, below the smallest normal number
   // stochastic rounding that rounds the discarded part to the random bits
-  int random_place;               // of their last, among the discarded bits
-  Bits random_half, random_even;  // half of that place, less 1 to even; 1 where its bit decides a tie
-  Bits random_ties;               // 1 where a tie is rounded up
+  int random_place;               // of the last random bit, among the discarded bits
+  Bits random_half, random_even;  // half of that place, minus 1 for ties to even; 1 where its bit decides a tie
+  Bits random_ties;               // 1 if a tie is rounded up
   Bits doubt;          // all ones where the first random word may not decide, for normal numbers
-  Bits doubt_below;    // and below them
-  Bits doubt_quick;    // the same of rounded_quickly
+  Bits doubt_below;    // the same below normal numbers
+  Bits doubt_quick;    // the same for rounded_quickly
   int form;            // Form
   // masks, all ones or zero, of unsigned formats
   Bits refuses_negative, refuses_zero;  // an unsigned format; one without a zero
-  Bits refused;                         // what such a number becomes
-  Bits refused_positive;                // and whether that has no sign
+  Bits refused;                         // result for such a number
+  Bits refused_positive;                // mask: the result has no sign
 };
 
 // e8m0 in fp32: its smallest number is half of fp32's smallest normal one. There is one step below that, of 2**-127.
@@ -67,10 +67,10 @@ static inline bool is_one_below(const lowp_cast& cast) {
   return cast.mantissa_bits == 0 && !cast.has_zero && cast.min_exponent == C::kMinExponent - 1;
 }
 
-// Whether the branch-free cast reaches: everything it computes with must be a normal number of the carrier.
+// Whether the branch-free cast supports the format: all its operands must be normal numbers of the carrier.
 template <class C>
 static inline bool reaches(const lowp_cast& cast) {
-  // fp32 holds 24 bits, and rounding to the random bits looks at one more than they are
+  // fp32 has 24 bits, and rounding to the random bits reads one more bit
   if (C::kWidth == 32 && rounds_share(cast.rounding) && cast.random_bits >= C::kRandomBits) return false;
   if (cast.kind == kInteger) return cast.bits <= C::kMantissa + 1;
   if (cast.kind != kFloat || cast.mantissa_bits > C::kMantissa) return false;
@@ -111,7 +111,7 @@ static Lane<C> make_lane(const lowp_cast& cast) {
   using Bits = typename C::Bits;
   using Int = typename C::Int;
   const bool integer = cast.kind == kInteger;
-  // an integer is a number below 2**kMantissa with the fixed quantum 1
+  // integers are numbers below 2**kMantissa with the fixed quantum 1
   const int mantissa_bits = integer ? C::kMantissa : cast.mantissa_bits;
   const int min_exponent = integer ? C::kMantissa : cast.min_exponent;
   Lane<C> lane{};
@@ -120,7 +120,7 @@ static Lane<C> make_lane(const lowp_cast& cast) {
   lane.keep = ~lane.discard;
   lane.half = lane.shift > 0 ? Bits{1} << (lane.shift - 1) : 0;
   lane.below_half = lane.shift > 0 ? lane.half - 1 : 0;
-  // Without a mantissa "even" is the last bit of the exponent field; in e8m0 a tie goes up, as in ml_dtypes.
+  // Without a mantissa "even" is the last bit of the exponent field; in e8m0 a tie is rounded up, as in ml_dtypes.
   const bool ties_up = !integer && mantissa_bits == 0 && !cast.has_zero;
   lane.last = lane.shift > 0 && !ties_up;
   lane.odd = !integer && mantissa_bits == 0 ? static_cast<Bits>((C::kBias - cast.bias) & 1) | ties_up : 0;
@@ -129,7 +129,7 @@ static Lane<C> make_lane(const lowp_cast& cast) {
   const int fixed_below = one_below ? min_exponent + 1 : min_exponent;
   const bool fixed = fixed_below > C::kMinExponent || flush || one_below;
   lane.smallest = fixed ? static_cast<Int>(bits_of(power_of_two<C>(fixed_below))) : 0;
-  if (flush) {  // a quantum so large that everything below rounds to zero, and no step up from there
+  if (flush) {  // a quantum so large that all smaller numbers round to zero, without a step up
     lane.magic = power_of_two<C>(min_exponent + C::kMantissa + 3);
   } else if (fixed) {
     lane.magic = power_of_two<C>(min_exponent + C::kMantissa - mantissa_bits);
@@ -159,7 +159,7 @@ static Lane<C> make_lane(const lowp_cast& cast) {
   return lane;
 }
 
-// All ones where the condition holds. Conditions are masks here: the compiler turns those into vectors most readily.
+// All ones if the condition holds. Conditions are masks, which the compiler vectorizes most readily.
 template <class C>
 static inline typename C::Bits mask(bool condition) {
   return static_cast<typename C::Bits>(0) - static_cast<typename C::Bits>(condition);
@@ -170,15 +170,15 @@ static inline Bits choose(Bits mask, Bits yes, Bits no) {
   return (yes & mask) | (no & ~mask);
 }
 
-// A whole number below 2**32, or of fp32 below 2**23. (AVX2 converts no 64-bit integers.)
+// An integer below 2**32, or in fp32 below 2**23. (AVX2 does not convert 64-bit integers.)
 static inline double whole_number(uint64_t value) { return number(value | 0x4330000000000000) - 0x1p52; }
 static inline float whole_number(uint32_t value) { return number(value | 0x4b000000) - 0x1p23f; }
 
-// Stochastic rounding with the lowest `shift` bits of the fraction alone, which are all of it above the smallest normal
-// number. Below, adding that number makes the quantum the same as above; what is lost matters once in 2**shift times,
-// and the slower kernel decides then.
+// Stochastic rounding with only the lowest `shift` bits of the fraction, which are all bits above the smallest normal
+// number. Below it, adding that number makes the quantum the same as above; the lost bits matter once in 2**shift times,
+// in which the slower kernel decides.
 constexpr int kStochasticQuick = 9;
-constexpr int kQuickShift = 10;  // with fewer bits the slower kernel would be asked too often
+constexpr int kQuickShift = 10;  // with fewer bits the slower kernel would run too often
 
 template <class C, int FORM>
 static inline typename C::Bits rounded_quickly(typename C::Bits a, typename C::Bits below, typename C::Bits word,
@@ -192,7 +192,7 @@ static inline typename C::Bits rounded_quickly(typename C::Bits a, typename C::B
   return choose<Bits>(below, bits_of(number(kept) - offset), kept);
 }
 
-// |x| rounded to the format's grid, its exponents unbounded above.
+// |x| rounded to the format's grid, without an upper limit of the exponent.
 template <class C, int MODE, int FORM>
 static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits word, const Lane<C>& lane,
                                        typename C::Bits& doubt) {
@@ -230,7 +230,7 @@ static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits w
     const Bits even = (((a >> lane.shift) & lane.last) ^ lane.odd) ^ 1;
     up = (mask<C>((a & lane.discard) != 0) & even) << lane.shift;
     step = mask<C>(rest > 0) & quantum & ((bits_of(value + lane.magic) & 1) - 1);
-  } else if constexpr (MODE == kStochasticB) {  // and C: the same sum, of a discarded part that is rounded first
+  } else if constexpr (MODE == kStochasticB) {  // and C: the same sum for a discarded part that is rounded first
     up = shifted(~word & lane.random_mask) + lane.random_half + ((a >> lane.random_place) & lane.random_even);
     const Bits drawn = word >> lane.random_drop;
     const Number fraction = rest * lane.random_scale, half = whole_number(drawn) + Number{0.5};
@@ -242,7 +242,7 @@ static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits w
     up = shifted(noise);
     const Number fraction = rest * lane.random_scale;
     if constexpr (C::kWidth == 32) {
-      // Below, the same carry with the 24 bits that a significand has. A sum of all ones is in doubt; above the
+      // Below, the same carry with the 24 bits of a significand. A sum of all ones is in doubt; above the
       // smallest normal number the first word always decides.
       constexpr Int kOnes = (1 << C::kRandomBits) - 1;
       const Int sum = static_cast<Int>(fraction) + static_cast<Int>(noise >> (32 - C::kRandomBits));
@@ -261,7 +261,7 @@ static inline typename C::Bits rounded(typename C::Bits bits, typename C::Bits w
   return choose<Bits>(below, fixed, normal);
 }
 
-// The value that a number becomes.
+// The value of a number after the cast.
 template <class C, int MODE, int FORM>
 static inline typename C::Bits cast_lane(typename C::Bits bits, typename C::Bits word, const Lane<C>& lane,
                                          typename C::Bits& doubt) {
@@ -304,7 +304,7 @@ static inline typename C::Bits cast_lane(typename C::Bits bits, typename C::Bits
   return result | sign;
 }
 
-// For the modes other than nearest-even the processor must round toward zero. True where a result is in doubt.
+// For modes other than nearest-even the processor must round toward zero. Returns true if a result is in doubt.
 template <class C, int MODE, int FORM>
 __attribute__((noinline)) static bool cast_numbers(const typename C::Bits* in, typename C::Bits* out, int64_t count,
                                                    const uint32_t* words, const Lane<C>& given) {
@@ -337,7 +337,7 @@ static CastNumbers<C> cast_numbers_of_form(int rounding) {
   }
 }
 
-// The kernel that rounds stochastically with fewer operations, or null.
+// The kernel for stochastic rounding with fewer operations, or null.
 template <class C>
 static CastNumbers<C> quick_cast_numbers_for(const Lane<C>& lane) {
   const bool flushes = lane.smallest != 0 && lane.quantum == 0;

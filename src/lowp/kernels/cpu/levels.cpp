@@ -1,4 +1,4 @@
-// Asks the processor.
+// Detection of the processor's instruction sets.
 #include "levels.hpp"
 
 #if defined(__x86_64__)
@@ -11,7 +11,7 @@ namespace {
 Level found_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  // not every compiler's __builtin_cpu_supports knows f16c, whose registers the system saves where there is AVX2
+  // not every compiler's __builtin_cpu_supports knows f16c, whose registers the system saves if it supports AVX2
   unsigned a = 0, b = 0, c = 0, d = 0;
   const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
   const bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&

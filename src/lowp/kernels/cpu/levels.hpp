@@ -1,16 +1,16 @@
-// Which of the instruction sets that sources are compiled for the processor has. For sources of the platform's baseline
-// and, of the others, for those that run only after asking.
+// The instruction sets of the processor among those that sources are compiled for. For sources of the platform's baseline,
+// and for others that run only after a check.
 #pragma once
 
 namespace lowp {
 
-// By number, in their order: each has the ones before it.
+// In increasing order: each includes the previous ones.
 enum Level : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
-// The best of them. What counts are all flags that CMakeLists.txt compiles a source of the level with.
+// The best level. It needs all instruction sets for which CMakeLists.txt compiles sources of the level.
 Level best_level();
 
-// The level of a call: that which is asked for as far as the processor has it, the best for -1.
+// The level of a call: the requested one, limited to the processor's, or the best for -1.
 Level usable_level(int asked);
 
 }  // namespace lowp

@@ -1,5 +1,5 @@
-// The C functions of a whole linear layer of int16 mantissas, which lowp/kernels/int16_linear.py calls: what a product
-// of a few thousand operations takes is its calls, not its arithmetic.
+// The C functions of a whole linear layer of int16 mantissas, called by lowp/kernels/int16_linear.py: the time of a product
+// of a few thousand operations is that of its calls, not of its arithmetic.
 #include <cmath>
 #include <exception>
 #include <vector>
@@ -17,15 +17,15 @@ LOWP_EXPORT int lowp_integer_matmul(const char* forced, const int16_t* a, const 
 namespace lowp {
 namespace {
 
-constexpr int kUnfit = 4;  // an operand that is infinite or NaN, for which no integer stands
+constexpr int kUnfit = 4;  // an operand has an infinity or a NaN, which no integer represents
 
-// How a tensor is converted: its cast, and what lowp_current_int16 takes of the exponent.
+// The conversion of a tensor: its cast, and the arguments of lowp_current_int16 for the exponent.
 struct Conversion {
   const lowp_cast* cast;
   int64_t offset, lowest, highest;
 };
 
-// Writes x as mantissas under its own exponent; false where it is not finite.
+// Writes x as mantissas under its own exponent; false if it is not finite.
 bool convert(const Conversion& to, const float* x, int64_t count, int threads, int16_t* out, int* exponent) {
   int64_t counts[4];
   *exponent = lowp_current_int16(to.cast, x, static_cast<int>(to.offset), static_cast<int>(to.lowest),
@@ -33,7 +33,7 @@ bool convert(const Conversion& to, const float* x, int64_t count, int threads, i
   return *exponent != 1 << 20;
 }
 
-// A matrix [count, depth] of mantissas whose elements lie `across` and `along` apart; one of the two is 1.
+// A matrix [count, depth] of mantissas with strides `across` and `along`, of which one is 1.
 struct Side {
   const int16_t* data;
   int64_t count, across, along;
@@ -66,10 +66,10 @@ int linear(const char* forced, const Conversion& to_x, const Conversion& to_weig
 
 using namespace lowp;
 
-// y[m, n] = x[m, k] weight[n, k]^T + bias[n], in chains, of operands that are written as mantissas under the exponents of
-// their own maxima. `given`: m, n, k, and offset, lowest and highest of both exponents. `kept`, int16 [m k + n k + 2],
-// takes the mantissas of both and their exponents; it may be null. Returns what lowp_integer_matmul does, and 4, with y
-// unwritten, where an operand is not finite.
+// y[m, n] = x[m, k] weight[n, k]^T + bias[n], in chains, of operands converted to mantissas under the exponents of their
+// maxima. `given`: m, n, k, and offset, lowest and highest of both exponents. `kept`, int16 [m k + n k + 2], receives the
+// mantissas of both and their exponents, and may be null. Returns the codes of lowp_integer_matmul; or 4, with y unwritten,
+// if an operand is not finite.
 LOWP_EXPORT int lowp_linear_int16(const char* forced, const lowp_cast* to_x, const lowp_cast* to_weight, const float* x,
                                   const float* weight, const float* bias, const int64_t* given, int16_t* kept,
                                   int threads, float* y) {
@@ -83,8 +83,8 @@ LOWP_EXPORT int lowp_linear_int16(const char* forced, const lowp_cast* to_x, con
   }
 }
 
-// The gradients of x[m, k], weight[n, k] and bias[n] from that of y[m, n], which is written as mantissas, and from what
-// lowp_linear_int16 kept; of those that are null, none. The bias's is the exact sum, rounded to fp64 and then to fp32.
+// The gradients of x[m, k], weight[n, k] and bias[n], each computed unless null, from the gradient of y[m, n], converted to
+// mantissas, and from `kept` of lowp_linear_int16. The bias gradient is the exact sum, rounded to fp64 and then to fp32.
 LOWP_EXPORT int lowp_linear_int16_gradients(const char* forced, const lowp_cast* to_gradient, const float* gradient,
                                             const int16_t* kept, const int64_t* given, int threads, float* of_x,
                                             float* of_weight, float* of_bias) {

@@ -1,5 +1,5 @@
-// The C functions that do one thing to many tensors of int16, which lowp/kernels/int16_lists.py calls: for small
-// parameters a call takes longer than what it does. Each row of numbers has the addresses, sizes and exponents of one.
+// The C functions of one operation on many int16 tensors, called by lowp/kernels/int16_lists.py: for small parameters a call
+// takes longer than its work. Each row of numbers has the addresses, sizes and exponents of one tensor.
 #include <cstdint>
 
 #include "calls.hpp"
@@ -25,20 +25,20 @@ int number(int64_t value) { return static_cast<int>(value); }
 
 using namespace lowp;
 
-// given: x, mantissas, rows, columns, stride, exponent. found: 0 where the mantissas are exactly those of x, else -1.
+// given: x, mantissas, rows, columns, stride, exponent. found: 0 if the mantissas are exactly those of x, otherwise -1.
 LOWP_EXPORT void lowp_same_int16_list(const int64_t* given, int64_t count, int threads, int64_t* found) {
   for (int64_t i = 0; i < count; ++i, given += 6)
     found[i] = lowp_same_int16(at<float>(given[0]), at<int16_t>(given[1]), given[2], given[3], given[4],
                                number(given[5]), 0, 0, threads);
 }
 
-// given: x, where its mantissas go, elements, exponent. found: the largest |mantissa|, -1 where x is not exact.
+// given: x, the destination of its mantissas, elements, exponent. found: the largest |mantissa|, -1 if x is not exact.
 LOWP_EXPORT void lowp_exact_int16_list(const int64_t* given, int64_t count, int threads, int64_t* found) {
   for (int64_t i = 0; i < count; ++i, given += 4)
     found[i] = lowp_exact_int16(at<float>(given[0]), number(given[3]), at<int16_t>(given[1]), given[2], threads);
 }
 
-// given: weight, its mantissas, elements, and their exponent, the update's and the new one. counts: 8 a weight.
+// given: weight, its mantissas, elements, and their exponent, the update's and the new one. counts: 8 per weight.
 LOWP_EXPORT void lowp_step_int16_list(const int64_t* given, int64_t count, int lowest, int threads, int64_t* counts) {
   for (int64_t i = 0; i < count; ++i, given += 6) {
     const int exponents[] = {number(given[3]), number(given[4]), number(given[5])};
@@ -46,7 +46,7 @@ LOWP_EXPORT void lowp_step_int16_list(const int64_t* given, int64_t count, int l
   }
 }
 
-// given: x of fp32, which takes its values, elements, exponent. counts: 4 a tensor.
+// given: x, fp32, overwritten with its values, elements, exponent. counts: 4 per tensor.
 LOWP_EXPORT void lowp_write_int16_list(const lowp_cast* cast, const int64_t* given, int64_t count, int threads,
                                        int64_t* counts) {
   for (int64_t i = 0; i < count; ++i, given += 3)

@@ -1,4 +1,4 @@
-// The C functions of int16 mantissas under one power of two, which lowp/kernels/mantissas.py calls.
+// The C functions of int16 mantissas under one power of two, called by lowp/kernels/mantissas.py.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -32,8 +32,8 @@ static void tell(const Mantissas& seen, int64_t* counts) {
 
 using namespace lowp;
 
-// counts: largest |mantissa|, saturated, non-finite, any that was not zero. `out` takes the mantissas, `values` what they stand for, and may
-// be x; either may be null.
+// counts: largest |mantissa|, saturated, non-finite, any that was not zero. `out` receives the mantissas and `values` their
+// values, which may overwrite x; either may be null.
 LOWP_EXPORT void lowp_write_int16(const lowp_cast* cast, int type, const void* x, int exponent, void* out,
                                   float* values, int64_t count, uint64_t seed, int threads, int64_t* counts) {
   const Task task{cast, x, out, type, 0, seed, false};
@@ -60,8 +60,8 @@ LOWP_EXPORT void lowp_from_int16(const int16_t* mantissas, int exponent, float* 
                [&](int64_t begin, int64_t end) { kernel.from_int16(mantissas, exponent, out, begin, end); });
 }
 
-// found: the bits of the largest |x|; with `lowest`, the biased exponent of the lowest bit (1000 of zeros), and then
-// the largest |x| may not be seen where no int16 holds the numbers.
+// found: the bits of the largest |x|; with `lowest` also the biased exponent of the lowest bit (1000 for zeros), and then
+// the largest |x| may be wrong if int16 cannot represent the numbers.
 LOWP_EXPORT void lowp_grid(const float* x, int64_t count, int lowest, int threads, int64_t* found) {
   const Kernels& kernel = kernels();
   Grid all;
@@ -71,9 +71,9 @@ LOWP_EXPORT void lowp_grid(const float* x, int64_t count, int lowest, int thread
   found[0] = all.maximum, found[1] = all.lowest;
 }
 
-// Writes x, of fp32, as mantissas under the exponent of its own maximum: that of its leading bit plus `offset`, from
-// `lowest` to `highest`, and 0 of zeros. `out` takes the mantissas, `values` what they stand for; either may be null.
-// Returns the exponent; kNotFinite, with nothing written, where x is not finite.
+// Writes x, fp32, as mantissas under the exponent of its own maximum: that of its leading bit plus `offset`, from `lowest`
+// to `highest`, and 0 for zeros. `out` receives the mantissas, `values` their values; either may be null. Returns the
+// exponent; kNotFinite, with nothing written, if x is not finite.
 LOWP_EXPORT int lowp_current_int16(const lowp_cast* cast, const float* x, int offset, int lowest, int highest, void* out,
                                    float* values, int64_t count, uint64_t seed, int threads, int64_t* counts) {
   constexpr int kNotFinite = 1 << 20;
@@ -89,7 +89,7 @@ LOWP_EXPORT int lowp_current_int16(const lowp_cast* cast, const float* x, int of
   return exponent;
 }
 
-// Writes x * 2**-exponent and returns the largest |mantissa|; -1 where some x is no int16 under this exponent.
+// Writes x * 2**-exponent and returns the largest |mantissa|; -1 if an x is not an int16 under this exponent.
 LOWP_EXPORT int64_t lowp_exact_int16(const float* x, int exponent, int16_t* out, int64_t count, int threads) {
   const Kernels& kernel = kernels();
   std::atomic<int64_t> largest{0};
@@ -104,9 +104,9 @@ LOWP_EXPORT int64_t lowp_exact_int16(const float* x, int exponent, int16_t* out,
   return wrong ? -1 : largest.load();
 }
 
-// Whether the mantissas are those of x under this exponent, every one of them: exactly (returns 0), or with `rounded` as
-// x is rounded to nearest even and saturated from `lowest` to 32767 (returns the bits of the largest |x|). -1 if not.
-// Both lie in rows of `columns` elements, one every `stride` elements.
+// Whether all mantissas are those of x under this exponent: exactly (returns 0), or with `rounded` those of x rounded to
+// nearest even and saturated from `lowest` to 32767 (returns the bits of the largest |x|). Returns -1 if not. Both are rows
+// of `columns` elements, one every `stride` elements.
 LOWP_EXPORT int64_t lowp_same_int16(const float* x, const int16_t* mantissas, int64_t rows, int64_t columns,
                                     int64_t stride, int exponent, int rounded, int lowest, int threads) {
   const Kernels& kernel = kernels();
@@ -144,7 +144,7 @@ void lowp::write_step(float* weight, int16_t* mantissas, const int* exponents, i
   tell(all.weight, counts + 4);
 }
 
-// Writes x of fp32 in place as two words, the second `low_bits` lower. Exponents -100 to 100; counts: those of
+// Writes x, fp32, in place as two words, the second `low_bits` lower. Exponents -100 to 100; counts: those of
 // lowp_write_int16, of the first word.
 LOWP_EXPORT void lowp_words_int16(float* x, int exponent, int low_bits, int lowest, int64_t count, int threads,
                                   int64_t* counts) {

@@ -1,4 +1,4 @@
-// int16 mantissas under a shared power of two: added up, recognised, moved by a step. Included once per instruction set.
+// int16 mantissas under a shared power of two: sums, detection, optimizer steps. Included once per instruction set.
 #pragma once
 
 #include "mantissas_write.hpp"
@@ -8,7 +8,7 @@ namespace LOWP_ISA {
 
 // -- sums of channels -----------------------------------------------------------------------------------------------
 
-constexpr int64_t kSummed = 32768;  // so many int16 add up to less than 2**31
+constexpr int64_t kSummed = 32768;  // number of int16 whose sum is below 2**31
 
 // sums[c] += the sums of columns over `rows` rows `stride` apart
 __attribute__((noinline)) static void add_columns(const int16_t* in, int64_t rows, int64_t stride, int64_t count,
@@ -49,10 +49,10 @@ static void sum_int16(const int16_t* in, int64_t outer, int64_t channels, int64_
   }
 }
 
-// -- which power of two a tensor lies on ----------------------------------------------------------------------------
+// -- the power of two of a tensor -----------------------------------------------------------------------------------
 
-// The smallest biased exponent of a lowest bit that is set; 1000 of zeros. Those of numbers below 2**-103 are not told
-// apart: they count as 0.
+// The smallest biased exponent of a lowest set bit; 1000 for zeros. Numbers below 2**-103 are not distinguished: they
+// count as 0.
 __attribute__((noinline)) static int32_t lowest_bit(const uint32_t* in, int64_t count) {
   int32_t lowest = 1000;
   LOWP_VECTOR_LOOP
@@ -68,7 +68,7 @@ __attribute__((noinline)) static int32_t lowest_bit(const uint32_t* in, int64_t 
   return lowest;
 }
 
-// With `lowest`, gives up where no int16 can hold the numbers: then `maximum` is not the largest.
+// With `lowest`, stops if int16 cannot represent the numbers: `maximum` is then not the largest.
 static void grid(const float* in, bool lowest, Grid* seen, int64_t begin, int64_t end) {
   const ExactArithmetic exact;
   const uint32_t* const bits = reinterpret_cast<const uint32_t*>(in);
@@ -84,7 +84,7 @@ static void grid(const float* in, bool lowest, Grid* seen, int64_t begin, int64_
   }
 }
 
-// Writes x * 2**-exponent where that is an int16 everywhere, and says whether it is.
+// Writes x * 2**-exponent if all are int16, and returns whether they are.
 __attribute__((noinline)) static bool write_exactly(const float* in, float factor, float unit, int16_t* out,
                                                     int64_t count, int64_t* largest) {
   int32_t wrong = 0, highest = 0;
@@ -112,7 +112,7 @@ static bool exact_int16(const float* in, int exponent, int16_t* out, int64_t* la
   return true;
 }
 
-// Whether the mantissas are those of x: exactly, or as x * 2**-exponent is rounded to nearest even and saturated.
+// Whether the mantissas are those of x: exactly, or x * 2**-exponent rounded to nearest even and saturated.
 __attribute__((noinline)) static bool same_block(const float* in, const int16_t* mantissas, float unit, int64_t count) {
   int32_t wrong = 0;
   LOWP_VECTOR_LOOP
@@ -140,7 +140,7 @@ __attribute__((noinline)) static bool same_rounded_block(const float* in, const 
   return wrong == 0;
 }
 
-// Rounded where `largest` is given, which takes the bits of the largest |x| then.
+// Rounded if `largest` is given, which then receives the bits of the largest |x|.
 static bool same_int16(const float* in, const int16_t* mantissas, int exponent, float lower, uint32_t* largest,
                        int64_t begin, int64_t end) {
   const ExactArithmetic exact;
@@ -171,8 +171,8 @@ static inline double saturated(double value, double lower) {
   return value < lower ? lower : value;
 }
 
-// The update and the new weight as mantissas that are not yet saturated. Of numbers of one width the compiler makes
-// vectors: what is counted is counted afterwards, in integers.
+// The update and the new weight as mantissas that are not yet saturated. Loops over numbers of one width are vectorized by
+// the compiler: counts are taken afterwards, in integers.
 __attribute__((noinline)) static void step_sums(const Step& step, const float* weight, const int16_t* old,
                                                 int64_t count, int32_t* updates, int32_t* mantissas, Stepped* seen) {
   const double before = power_of_two<F64>(step.old_exponent), lower = step.lowest;
@@ -217,7 +217,7 @@ __attribute__((noinline)) static int64_t nonfinite_of(const float* in, int64_t c
   return found;
 }
 
-// What is not finite counts as 0 that has not moved, and stays as it is.
+// An infinity or a NaN counts as a 0 without a change, and is not modified.
 static void step_block(const Step& step, float* weight, int16_t* old, int64_t count, Stepped* seen) {
   alignas(64) uint32_t given[kBlock];
   alignas(64) int32_t updates[kBlock], mantissas[kBlock];

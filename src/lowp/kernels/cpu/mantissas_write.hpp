@@ -26,7 +26,7 @@ __attribute__((noinline)) static void write_mantissas(const typename C::Bits* in
     value = value > upper ? upper : value;
     value = value < lower ? lower : value;
     const int32_t mantissa = static_cast<int32_t>(value != value ? Number{0} : value);
-    const int32_t size = finite ? (mantissa < 0 ? -mantissa : mantissa) : 0;  // of a maximum alone a vector is made
+    const int32_t size = finite ? (mantissa < 0 ? -mantissa : mantissa) : 0;  // only a maximum is vectorized
     largest = size > largest ? size : largest;
     out[i] = static_cast<int16_t>(mantissa);
   }
@@ -70,7 +70,7 @@ __attribute__((noinline)) static void read_mantissas(const int16_t* in, int expo
   for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(in[i]) * factor;
 }
 
-// What is not finite has no mantissa, and stays as it is.
+// An infinity or a NaN has no mantissa, and is not modified.
 template <class C>
 static void keep_nonfinite(const typename C::Bits* in, float* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i)
@@ -87,7 +87,7 @@ __attribute__((noinline)) static uint32_t largest_magnitude(const uint32_t* in, 
   return static_cast<uint32_t>(largest);
 }
 
-// Mantissas to nearest even, and what they stand for, of numbers of which none saturates.
+// Mantissas to nearest even, and their values, for numbers without saturation.
 template <bool kValues>
 __attribute__((noinline)) static void round_block(const uint32_t* in, float factor, float unit, int16_t* out,
                                                   float* values, int64_t count) {
@@ -100,8 +100,8 @@ __attribute__((noinline)) static void round_block(const uint32_t* in, float fact
   }
 }
 
-// A block to nearest even where all of x is finite and nothing saturates: then the largest magnitude tells the largest
-// mantissa, and nothing has to be counted. False, with nothing written, for any other block.
+// A block to nearest even if all of x is finite and nothing saturates: the largest magnitude then determines the largest
+// mantissa, and no counts are needed. Returns false and writes nothing for any other block.
 static bool write_fitting(const uint32_t* in, const lowp_cast& cast, int exponent, int16_t* out, float* values,
                           int64_t count, Mantissas* seen) {
   if (exponent < -100 || exponent > 100 || (values != nullptr && !is_aligned(values, sizeof(float)))) return false;
@@ -144,7 +144,7 @@ static void to_int16_in(const Task& task, int exponent, float* values, Mantissas
     const int64_t before = seen->non_finite;
     write_mantissas<C>(in, rounded, *task.cast, out, count, seen);
     if (values == nullptr) continue;
-    // `values` may be `task.in`: what is needed of this block has been read, but for what is not finite
+    // `values` may be `task.in`: this block has been read, except for infinities and NaNs
     if (seen->non_finite == before && is_aligned(values, sizeof(float))) {
       read_mantissas(out, exponent, block_values, count);
     } else {
@@ -156,18 +156,18 @@ static void to_int16_in(const Task& task, int exponent, float* values, Mantissas
   }
 }
 
-// With `values`, also writes what the mantissas stand for; without `task.out` these alone.
+// With `values`, also writes the values of the mantissas; without `task.out` only these.
 static void to_int16(const Task& task, int exponent, float* values, Mantissas* seen, int64_t begin, int64_t end) {
   const ExactArithmetic exact;
-  // In fp32 the product may lose bits below 2**-126, which only the nearest mode does not see.
+  // In fp32 the product may lose bits below 2**-126, which matter to all modes except nearest.
   const bool near = task.cast->rounding == kNearestEven && exponent >= -126 && exponent <= 126;
   const bool narrow = task.in_type != kFp64 && near;
   if (narrow) return to_int16_in<F32>(task, exponent, values, seen, begin, end);
   to_int16_in<F64>(task, exponent, values, seen, begin, end);
 }
 
-// Writes x as the sum of two words in place: its mantissa, and that of what is left of x, half a unit at most, on units
-// 2**-low_bits times as large. What is not finite becomes NaN. Noted is what was seen of the first words.
+// Writes x in place as the sum of two words: its mantissa, and that of the rest of x, at most half a unit, in units
+// 2**-low_bits times as large. Infinities and NaNs become NaN. The counts are those of the first words.
 __attribute__((noinline)) static void add_low_words(float* x, const int16_t* high, int exponent, int low_bits,
                                                     int64_t count) {
   constexpr float kMagic = 0x1.8p23;

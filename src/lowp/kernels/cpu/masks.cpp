@@ -1,11 +1,11 @@
-// The C functions of elements that pass or do not: lowp/kernels/masks.py calls them.
+// The C functions of masks, called by lowp/kernels/masks.py.
 #include <atomic>
 
 #include "calls.hpp"
 
 using namespace lowp;
 
-// Bit i % 8 of bits[i / 8] tells whether x[i] is not zero; bits of a last byte that no element has are 0.
+// Bit i % 8 of bits[i / 8] is set if x[i] is not zero; unused bits of the last byte are 0.
 LOWP_EXPORT void lowp_pack_nonzero(const float* x, uint8_t* bits, int64_t count, int threads) {
   const Kernels& kernel = kernels();
   parallel_for(count, kBlock, enough_threads(count, threads),
@@ -24,7 +24,7 @@ LOWP_EXPORT void lowp_pass_positive(const float* x, const int16_t* mantissas, fl
                [&](int64_t begin, int64_t end) { kernel.pass_positive(x, mantissas, out, begin, end); });
 }
 
-// Returns 0; -1 where the mantissas are not those of x under this exponent, and what was written means nothing.
+// Returns 0; -1 if the mantissas are not those of x under this exponent, and the output is then invalid.
 LOWP_EXPORT int lowp_relu_int16(const float* x, const int16_t* mantissas, int exponent, int16_t* to, float* values,
                                 int64_t count, int threads) {
   const Kernels& kernel = kernels();

@@ -1,5 +1,5 @@
-// Which elements pass: a bit an element, and gradients where the bit is set. Included once per instruction set.
-// Bit i % 8 of byte i / 8 belongs to element i. What passes keeps its bits, NaN included; what does not becomes +0.
+// Masks with one bit per element, and gradients under masks. Included once per instruction set.
+// Bit i % 8 of byte i / 8 belongs to element i. Elements that pass keep their bits, including NaN; others become +0.
 #pragma once
 
 #include "mantissas.hpp"
@@ -7,7 +7,7 @@
 namespace lowp {
 namespace LOWP_ISA {
 
-// The bits of in[0 .. 8): set where it is not zero, NaN and subnormal numbers included.
+// The bits of in[0 .. 8): set for nonzero elements, including NaN and subnormal numbers.
 static inline uint8_t nonzero_byte(const float* in, int64_t count) {
   uint32_t byte = 0;
   for (int64_t i = 0; i < count; ++i) byte |= static_cast<uint32_t>((bits_of(in[i]) & 0x7fffffff) != 0) << i;
@@ -61,7 +61,7 @@ __attribute__((noinline)) static void pass_positive_block(const uint32_t* in, co
   for (int64_t i = 0; i < count; ++i) out[i] = in[i] & -static_cast<uint32_t>(mantissas[i] > 0);
 }
 
-// What passes is where the mantissa is positive.
+// Elements with a positive mantissa pass.
 static void pass_positive(const float* in, const int16_t* mantissas, float* out, int64_t begin, int64_t end) {
   pass_positive_block(reinterpret_cast<const uint32_t*>(in) + begin, mantissas + begin,
                       reinterpret_cast<uint32_t*>(out) + begin, end - begin);
@@ -80,7 +80,7 @@ __attribute__((noinline)) static bool relu_block(const float* in, const int16_t*
   return wrong == 0;
 }
 
-// ReLU of mantissas and of the values that they stand for. False where they are not x's: half is written then.
+// ReLU of mantissas and of their values. False if they are not those of x; the output is then partly written.
 static bool relu_int16(const float* in, const int16_t* mantissas, int exponent, int16_t* to, float* values,
                        int64_t begin, int64_t end) {
   const ExactArithmetic exact;

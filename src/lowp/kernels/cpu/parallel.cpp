@@ -20,8 +20,8 @@ namespace lowp {
 namespace {
 
 constexpr int kMostThreads = 256;
-constexpr int kPiecesPerThread = 4;  // so that a thread the system has paused does not hold up the others
-constexpr int kSpins = 400;          // some ten microseconds: shorter than going to sleep and being woken
+constexpr int kPiecesPerThread = 4;  // so that a thread paused by the system does not delay the others
+constexpr int kSpins = 400;          // about ten microseconds: shorter than sleeping and waking up
 
 inline void pause_briefly() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -47,10 +47,10 @@ struct Job {
   }
 };
 
-// Never destroyed: its threads sleep until the process ends, so nothing is joined while the interpreter shuts down.
+// Never destroyed: its threads sleep until the process ends, so that no thread is joined at interpreter shutdown.
 class Pool {
  public:
-  std::mutex in_use;  // held by the caller whose job runs
+  std::mutex in_use;  // held by the caller of the running job
 
   void run(Job& job, int helpers) {
     helpers = start(helpers);
@@ -63,7 +63,7 @@ class Pool {
     }
     if (helpers > 0) wake_.notify_all();
     job.work();
-    // Seats that no worker has taken yet are given back: the work is all handed out.
+    // Takes back seats without a worker: all work is distributed.
     std::unique_lock<std::mutex> lock(mutex_);
     working_.fetch_sub(seats_, std::memory_order_relaxed);
     seats_ = 0;
@@ -79,12 +79,12 @@ class Pool {
   }
 
  private:
-  // Returns how many helpers there are, at most `wanted`; fewer if the system gives no more threads or no memory for them.
+  // Returns the number of helpers, at most `wanted`; fewer if the system gives no more threads or no memory for them.
   int start(int wanted) {
     if (started_ >= wanted) return wanted;
     sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, &before);  // signals are the interpreter's: workers inherit a full mask
+    pthread_sigmask(SIG_BLOCK, &all, &before);  // signals go to the interpreter: workers inherit a full mask
     try {
       for (; started_ < wanted; ++started_) std::thread([this] { serve(); }).detach();
     } catch (const std::exception&) {
@@ -120,20 +120,20 @@ class Pool {
   std::atomic<int> working_{0};
   Job* job_ = nullptr;
   int seats_ = 0;
-  int started_ = 0;  // touched only by the holder of in_use
+  int started_ = 0;  // accessed only by the holder of in_use
 };
 
 std::atomic<Pool*> the_pool{nullptr};
 
-// GOMP_parallel(function, data, threads, flags): function(data) on a team of threads, the caller among them. 0 threads
-// mean as many as torch has set; another number than last time would end threads of the team or start some.
+// GOMP_parallel(function, data, threads, flags): function(data) on a team of threads including the caller. 0 threads
+// mean the number set by torch; a number different from the last one would end or start threads of the team.
 using Team = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
 std::atomic<Team> the_team{nullptr};
 
 void work_of(void* job) { static_cast<Job*>(job)->work(); }
 
-// The threads of the parent do not exist in a child, and its locks may be held by them: the child forgets them.
+// The parent's threads do not exist in a child, but may hold its locks: the child discards both.
 void forget_threads() {
   the_pool.store(nullptr, std::memory_order_release);
   the_team.store(nullptr, std::memory_order_release);
@@ -176,7 +176,7 @@ void run_parallel(int64_t count, int64_t grain, int threads, Body body, void* co
 
 }  // namespace lowp
 
-// The address of the GOMP_parallel of the OpenMP runtime whose threads are to be used; null: the library's own pool.
+// The address of GOMP_parallel in the OpenMP runtime whose threads to use; null: the library's own pool.
 LOWP_EXPORT void lowp_set_team(void* parallel) {
   lowp::the_team.store(reinterpret_cast<lowp::Team>(parallel), std::memory_order_release);
 }

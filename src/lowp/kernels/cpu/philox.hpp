@@ -31,7 +31,7 @@ static inline void philox_at(uint64_t seed, uint64_t position, uint32_t stream, 
 }
 
 #if defined(__x86_64__)
-// A 64-bit lane holds a 32-bit word and leaves its upper half undefined: the multiplication reads the lower half alone
+// A 64-bit lane holds a 32-bit word with an undefined upper half: the multiplication reads only the lower half
 // and gives all 64 bits of the product, so a round of as many counters as there are lanes costs eight operations.
 #if defined(__AVX512F__)
 using Words = __m512i;
@@ -102,7 +102,7 @@ static inline void words_store(uint32_t* out, Words first, Words second) {
 // Independent chains hide the latency of the multiplications.
 constexpr int kChains = 3;
 
-// What all counters share whose words but the lowest are equal: the keys, and parts of the first two rounds.
+// Values common to all counters that differ only in the lowest word: the keys, and parts of the first two rounds.
 struct Schedule {
   Words key0[10], key1[10];
   Words upper, lower;
@@ -150,8 +150,8 @@ static inline void philox_step(const Schedule& schedule, uint64_t counter, uint3
     words_store(out + chain * kLanes * 4, words_pair(c0[chain], c1[chain]), words_pair(c2[chain], c3[chain]));
 }
 
-// The words of counters counter .. counter + counters - 1, whose upper halves are equal; returns how many are done.
-// GCC's scheduling before register allocation, off by default on x86, is worth a tenth here.
+// The words of counters counter .. counter + counters - 1 with equal upper halves; returns the number computed.
+// GCC's scheduling before register allocation, off by default on x86, makes this a tenth faster.
 #if defined(__GNUC__) && !defined(__clang__)
 __attribute__((noinline, optimize("schedule-insns", "sched-pressure")))
 #else

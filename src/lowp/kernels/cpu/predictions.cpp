@@ -1,11 +1,11 @@
-// The C function of predicted exponents, which lowp/kernels/predictions.py calls: what the writes of a step teach.
+// The C function that updates predicted exponents from the writes of a step, called by lowp/kernels/predictions.py.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 
 #include "export.hpp"
 
-// As lowp/kernels/abi.py describes it; the meaning of each is that of lowp/scaling/autoflex.py, which defines all of this.
+// Layout as in lowp/kernels/abi.py; lowp/scaling/autoflex.py defines the members and the computation.
 struct lowp_autoflex {
   double beta, gamma;
   int32_t bits, window, min_exponent, max_exponent, headroom, warm_headroom, adapt, unused;
@@ -14,11 +14,11 @@ struct lowp_autoflex {
 // The columns of a table of entries, in the order in which lowp/exponents/table.py gives them.
 struct lowp_entries {
   int32_t* exponent;
-  double* history;  // `window` maxima an entry
+  double* history;  // `window` maxima per entry
   int32_t* seen;
   bool* started;
   int64_t *writes, *saturated, *moved, *nonfinite;
-  int32_t* before;  // the exponent of the write before
+  int32_t* before;  // the exponent of the previous write
   double *raises_needed, *raises_in_time, *headroom_sum, *measured;
 };
 
@@ -32,8 +32,8 @@ struct Written {
   int32_t entry, mantissa, flags;
 };
 
-// The sum by halves, as the definition takes it: the second half of a row, filled up with zeros to a power of two, is
-// added to the first until one number is left.
+// The sum by halves, as in the definition: the second half of a row, padded with zeros to a power of two, is added to the
+// first half until one number is left.
 double folded(const double* row, int count) {
   double sums[kMostWindow] = {};
   std::copy(row, row + count, sums);
@@ -94,8 +94,8 @@ void observe(const lowp_autoflex& rule, const lowp_entries& table, const Written
 }  // namespace
 }  // namespace lowp
 
-// written: entry, largest |mantissa| and flags (1: not finite, 2: vanished) of each of `count` entries. A window is of
-// 1 to 256 maxima.
+// written: entry, largest |mantissa| and flags (1: not finite, 2: vanished) of each of `count` entries. A window has 1 to
+// 256 maxima.
 LOWP_EXPORT void lowp_autoflex_observe(const lowp_autoflex* rule, const lowp_entries* table, const int32_t* written,
                                        int64_t count) {
   for (int64_t i = 0; i < count; ++i) {

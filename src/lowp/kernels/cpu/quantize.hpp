@@ -6,7 +6,7 @@
 namespace lowp {
 namespace LOWP_ISA {
 
-// A cast made ready for one call: the vector kernel, or the general function where that does not reach.
+// A cast prepared for one call: the vector kernel, or the general function if that does not support it.
 template <class C>
 struct Caster {
   const lowp_cast& cast;
@@ -19,7 +19,7 @@ struct Caster {
       : cast(given), seed(given_seed), offset(index), lane{}, kernel(nullptr), quick(nullptr) {
     if (!reaches<C>(cast)) return;
     lane = make_lane<C>(cast);
-    // a format with the carrier's own mantissa and exponents rounds nothing
+    // a format with the carrier's mantissa and exponents needs no rounding
     const bool exact = cast.kind == kFloat && lane.shift == 0 && draws(cast.rounding);
     kernel = cast_numbers_for<C>(lane.form, exact ? kTowardZero : cast.rounding);
     if (cast.rounding == kStochastic) quick = quick_cast_numbers_for<C>(lane);

@@ -1,4 +1,4 @@
-// The C function of few rows times a matrix in 16 bits: which instruction set, which thread does what.
+// The C function of few rows times a matrix in 16 bits: choice of the instruction set, distribution over threads.
 #include "rows.hpp"
 
 #include "export.hpp"
@@ -22,8 +22,8 @@ Rows kernel(int level) {
 
 using namespace lowp;
 
-// out[m][n] = x[m][stride] times the rows of weights[n][k], plus bias, rounded once to fp32; see rows.hpp. `is_fp16`: the
-// weights are fp16, else bf16.
+// out[m][n] = x[m][stride] times the rows of weights[n][k], plus bias, rounded once to fp32; see rows.hpp. `is_fp16`:
+// weights are fp16, otherwise bf16.
 LOWP_EXPORT void lowp_rows_multiply(int level, const double* x, int64_t m, int64_t stride, const uint16_t* weights,
                                     int is_fp16, int64_t n, int64_t k, const float* bias, float* out, int threads) {
   const Rows run = kernel(level);

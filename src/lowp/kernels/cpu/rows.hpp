@@ -1,6 +1,6 @@
-// Rows of fp32 times a matrix in 16 bits: a dot product for each number of the result, in fp64 and in one fixed order, so
-// that every instruction set gives the same bits: a product of fp32 and 16 bits is exact in fp64. Included once per
-// instruction set; `Rows` is what it provides.
+// Rows of fp32 times a matrix in 16 bits: a dot product for each number of the result, in fp64 and in a fixed order, so that
+// every instruction set gives the same bits; a product of fp32 and 16-bit numbers is exact in fp64. Included once per
+// instruction set; provides `Rows`.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace lowp {
 
-constexpr int64_t kRowSums = 16;   // partial sums: of every 16th product; added up in halves
-constexpr int64_t kRowBlock = 512;  // weights that are widened at a time, of several rows
-constexpr int64_t kColumns = 2;     // of a result, that are computed together of one row
-constexpr int64_t kAhead = 1024;    // weights that are fetched before they are read: a matrix streams through
+constexpr int64_t kRowSums = 16;   // partial sums, each of every 16th product; added by halves
+constexpr int64_t kRowBlock = 512;  // weights that are widened at a time, for several rows
+constexpr int64_t kColumns = 2;     // columns of the result that are computed together for one row
+constexpr int64_t kAhead = 1024;    // distance of prefetches in weights: a matrix is streamed
 constexpr int64_t kMostRows = 8;
 
 // sums[columns][rows] of the products of weights[columns][k], fp16 or bf16, with x[rows][stride], which is zero from k to
@@ -36,14 +36,14 @@ constexpr int64_t kLanes = 4;
 #else
 constexpr int64_t kLanes = 2;
 #endif
-constexpr int64_t kParts = kRowSums / kLanes;  // vectors that 16 numbers take
+constexpr int64_t kParts = kRowSums / kLanes;  // vectors for 16 numbers
 
 using Sums = double __attribute__((vector_size(8 * kLanes)));
-// anywhere in memory; of `using Loose = double __attribute__(...)` Clang leaves the alignment out
+// unaligned; Clang ignores the alignment in `using Loose = double __attribute__(...)`
 typedef double Loose __attribute__((vector_size(8 * kLanes), aligned(8), may_alias));
 static_assert(alignof(Loose) == 8, "rows may begin at any number");
 
-// A vector of weights in fp64: every conversion is exact. By address, since how vectors are returned is in no ABI.
+// A vector of weights in fp64: every conversion is exact. By address, since no ABI defines the return of vectors.
 template <bool is_fp16>
 static inline void widen_weights(const uint16_t* weights, Sums* out) {
 #if defined(__AVX512F__)
@@ -63,7 +63,7 @@ static inline void widen_weights(const uint16_t* weights, Sums* out) {
 #endif
 }
 
-// Adds the products of 16 weights of each of so many columns, `apart` from one another, with 16 numbers of a row.
+// Adds the products of 16 weights of each of several columns, `apart` from one another, with 16 numbers of a row.
 template <bool is_fp16, int64_t columns>
 static inline void add_sixteen(const uint16_t* weights, int64_t apart, const double* row, Sums (&total)[columns][kParts]) {
 #pragma GCC unroll 8
@@ -76,7 +76,7 @@ static inline void add_sixteen(const uint16_t* weights, int64_t apart, const dou
     }
 }
 
-// One row times some columns: what is read of the row serves them all, and the memory has as many streams.
+// One row times several columns: numbers of the row are read once for all of them, in as many memory streams.
 template <bool is_fp16, int64_t columns>
 static void multiply_row(const uint16_t* weights, int64_t k, const double* row, double* sums) {
   Sums total[columns][kParts] = {};

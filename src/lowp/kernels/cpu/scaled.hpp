@@ -6,7 +6,7 @@
 namespace lowp {
 namespace LOWP_ISA {
 
-// The cast whose integers, moved by the zero point, are those of `cast`.
+// The cast whose integers, shifted by the zero point, are those of `cast`.
 static inline lowp_cast moved(const lowp_cast& cast, int32_t zero_point) {
   lowp_cast result = cast;
   result.maximum -= zero_point;
@@ -14,8 +14,8 @@ static inline lowp_cast moved(const lowp_cast& cast, int32_t zero_point) {
   return result;
 }
 
-// round(x / scale) within one group, in fp64; then times scale. `index` is that of the first element. Under a NaN all are
-// that NaN: of a product of two, the compiler decides whose sign is left.
+// round(x / scale) within one group, in fp64; then times scale. `index`: of the first element. Under a scale of NaN all
+// results are that NaN: in a product of two NaNs the compiler would determine the sign.
 static void scale_group(const Caster<F64>& caster, double scale, uint64_t* values, const uint32_t* words, int64_t index,
                         int64_t count) {
   if (scale != scale) {
@@ -32,7 +32,7 @@ static void scale_group(const Caster<F64>& caster, double scale, uint64_t* value
 // One rounding from fp64 to the type of the tensor.
 static void narrow_exactly(uint64_t* values, int type, int64_t count) {
   if (type == kFp64) return;
-  if (type == kFp32) {  // the conversion to fp32 is that rounding, but for what is too large
+  if (type == kFp32) {  // the conversion to fp32 is that rounding, except for overflow
     constexpr double kLargest = 0x1.fffffep127;
     LOWP_VECTOR_LOOP
     for (int64_t i = 0; i < count; ++i) {

@@ -1,4 +1,4 @@
-// What the profiler records of a tensor, and of the update of a weight, in one read. Included once per instruction set.
+// The profiler's counts of a tensor, and of the update of a weight, in one read. Included once per instruction set.
 #pragma once
 
 #include <new>
@@ -8,19 +8,19 @@
 namespace lowp {
 namespace LOWP_ISA {
 
-// How many bits of significand a number needs, the leading one included: the lowest bit that is set tells.
+// The bits of significand that a number needs, including the leading one, from its lowest set bit.
 static inline unsigned significant_bits(uint32_t bits) {
   return 24 - static_cast<unsigned>(__builtin_ctz(bits | 0x800000));
 }
 
 constexpr int kNoPower = 256;
 
-// The exponent field of a power of two, kNoPower of any other number; chosen without a branch, which would be missed.
+// The exponent field of a power of two, kNoPower for other numbers; without a branch, which would be mispredicted.
 static inline int power_field(uint32_t magnitude) {
   return (magnitude & 0x7fffff) == 0 ? static_cast<int>(magnitude >> 23) : kNoPower;
 }
 
-// Neighbours often share a bin: several tables, so that an increment does not wait for the one before.
+// Neighbours often share a bin: several tables, so that an increment does not wait for the previous one.
 struct SpectrumTables {
   uint32_t bins[2][kSpectrumBins];
   uint32_t significant[4][kSignificant];
@@ -57,7 +57,7 @@ struct SpectrumTables {
   }
 };
 
-// Of a few numbers, or of some that are not finite: without the tables.
+// For a few numbers, or numbers that are not all finite: without the tables.
 static void add_finite(const uint32_t* bits, int64_t count, SpectrumSeen* seen) {
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t magnitude = bits[i] & 0x7fffffff;
@@ -75,7 +75,7 @@ static inline int64_t sum_of_bits(const uint32_t* bits, int64_t count) {
   return sum;
 }
 
-// The finite numbers that are not zero, and the sum of the bits of all; of the tensor divided by `scale`.
+// Counts of the finite nonzero numbers, and the sum of the bits of all, for the tensor divided by `scale`.
 static void spectrum(const Task& task, float scale, SpectrumSeen* seen, double* partial_sums, int64_t begin,
                      int64_t end) {
   const ExactArithmetic exact;
@@ -106,7 +106,7 @@ static void spectrum(const Task& task, float scale, SpectrumSeen* seen, double* 
   delete tables;
 }
 
-// The bits of the largest magnitude: those of infinities and NaN are beyond all others.
+// The bits of the largest magnitude: those of infinities and NaN are above all others.
 static int32_t largest(const float* in, int64_t count) {
   int32_t most = 0;
   LOWP_VECTOR_LOOP
@@ -117,7 +117,7 @@ static int32_t largest(const float* in, int64_t count) {
   return most;
 }
 
-// Where an exponent is counted: its field less `lowest`, as far as there are rows.
+// The row of an exponent: its field minus `lowest`, limited to the number of rows.
 static inline int row_of(uint32_t bits, int lowest) {
   const int row = static_cast<int>(bits >> 23 & 255) - 127 - lowest;
   return row < 0 ? 0 : row >= kUpdateRows ? kUpdateRows - 1 : row;

@@ -1,4 +1,4 @@
-// What a tensor holds, and what a cast does to it, in one pass. Included once per instruction set.
+// Statistics of a tensor, and of a cast of it, in one pass. Included once per instruction set.
 #pragma once
 
 #include "quantize.hpp"
@@ -6,7 +6,7 @@
 namespace lowp {
 namespace LOWP_ISA {
 
-// Eight sums side by side, the same on every instruction set, so that the total is the same to the last bit.
+// Eight parallel sums on every instruction set, so that the total is the same to the last bit.
 using Sums = double __attribute__((vector_size(64)));
 using Numbers32 = float __attribute__((vector_size(32)));
 using Integers32 = int32_t __attribute__((vector_size(32)));
@@ -49,7 +49,7 @@ __attribute__((noinline)) static double sum_of_squares(const Bits* bits, int64_t
   return ((all[0] + all[1]) + (all[2] + all[3])) + ((all[4] + all[5]) + (all[6] + all[7]));
 }
 
-// The biased exponent as fp32 has it, 0 for zeros and subnormals. fp64: finite numbers clamped to 0 .. 254.
+// The biased exponent of fp32, 0 for zeros and subnormals. fp64: finite numbers clamped to 0 .. 254.
 static inline unsigned bin_of(uint32_t bits) { return bits >> 23 & 255; }
 static inline unsigned bin_of(uint64_t bits) {
   const int field = static_cast<int>(bits >> 52 & 2047);
@@ -79,7 +79,7 @@ __attribute__((noinline)) static void count_kinds(const typename C::Bits* bits, 
   seen->maximum = maximum > seen->maximum ? maximum : seen->maximum;
 }
 
-// Neighbours often share a bin: four tables, so that an increment does not wait for the one before.
+// Neighbours often share a bin: four tables, so that an increment does not wait for the previous one.
 struct Histogram {
   uint32_t table[4][256];
   int64_t held = 0;
