@@ -1,14 +1,14 @@
-"""What small steps cost beyond their arithmetic, whatever their size: `python bench/call.py`.
+"""Measure the fixed cost of calls and of small steps: `python bench/call.py`.
 
-Three tables, of this thread's processor time; candidates take turns round by round, and told is the best round.
+Three tables of this thread's processor time. Candidates take turns in each round, and the best round is reported.
 
-* A call in a region: the tensors are so small (a batch of one, 8 wide) that its time is its fixed cost: Python, the
-  dispatcher and autograd. Three rows are what part of that is torch's own: torch.autocast, an empty function mode, and
-  one that runs linear layers by an empty autograd.Function.
-* What a step of the optimizer takes more under a loss scale and a precision, for a model of 4 parameters.
-* A step of the recipe `digits`: 64 to 128 to 10, a batch of 32.
+* A call in a region: the tensors are so small (a batch of one, width 8) that its time is its fixed cost: Python, the
+  dispatcher and autograd. Three rows show torch's own part of it: torch.autocast, an empty function mode, and one that
+  runs linear layers by an empty autograd.Function.
+* The additional time of an optimizer's step under a loss scale and a precision, for a model of 4 parameters.
+* A step of the recipe `digits`: 64 to 128 to 10, batch 32.
 
-The result goes to bench/results/call.json with the machine in words.
+The results are written to bench/results/call.json with a description of the machine.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ import lowp
 from lowp.recipes.results import header
 
 PRECISIONS = ("fp16", "bf16", "bf16-tpu", "e5m7", "fp8", "dfp16")
-TRAINED = (*PRECISIONS, "flex16+5")  # whose steps alone are timed: each op has a site there, once a step
+TRAINED = (*PRECISIONS, "flex16+5")  # only steps are timed: each op has a site there, once per step
 CALLS = 300
 STEPS = 60
 Table = dict[str, dict[str, float]]
 
 
 class EmptyMode(TorchFunctionMode):
-    """A function mode that does nothing: what torch takes to call any."""
+    """A function mode that does nothing: the time torch takes to call a mode."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 class PlainLinear(torch.autograd.Function):
-    """A linear layer of two matrices in fp32: what torch takes to run any Function."""
+    """A linear layer of two matrices in fp32: the time torch takes to run a Function."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class EmptyFunction(TorchFunctionMode):
 
 
 def operations() -> dict[str, Callable[[], object]]:
-    """Return what is timed in each region: a product without and with its backward, and ops that no rule casts."""
+    """Return the calls timed in each region: a product without and with its backward, and ops that no rule casts."""
     x, linear = torch.randn(1, 8), nn.Linear(8, 8)
 
     def no_grad() -> object:
@@ -81,7 +81,7 @@ def operations() -> dict[str, Callable[[], object]]:
 
 
 def entering() -> dict[str, Callable[[], object]]:
-    """Return what is timed once: a region that is entered and left again, and one that is made."""
+    """Return the calls timed once: entering and leaving a region, and creating one."""
     region = lowp.autocast("fp16")
 
     def enter() -> None:
@@ -92,7 +92,7 @@ def entering() -> dict[str, Callable[[], object]]:
 
 
 def seconds(operation: Callable[[], object]) -> float:
-    """Return the seconds of one call, the mean over many."""
+    """Return the time of one call in seconds, the mean over many."""
     start = time.thread_time()
     for _ in range(CALLS):
         operation()
@@ -100,7 +100,7 @@ def seconds(operation: Callable[[], object]) -> float:
 
 
 def calls(rounds: int) -> Table:
-    """Return microseconds by region and operation; torch.autocast is in torch's own bf16."""
+    """Return microseconds by region and operation; torch.autocast is in bf16."""
     regions: dict[str, Callable[[], AbstractContextManager[object]]] = {
         "none": nullcontext,
         "torch.autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
@@ -124,7 +124,7 @@ def calls(rounds: int) -> Table:
 
 
 class Small:
-    """A model of 4 parameters, its optimizer, and a loss whose gradients are there before the clock starts."""
+    """A model of 4 parameters, its optimizer, and gradients that are computed before the clock starts."""
 
     def __init__(self) -> None:
         self.model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -137,7 +137,7 @@ class Small:
 
 
 def plain() -> Callable[[], float]:
-    """Return what times a step of the optimizer alone."""
+    """Return a function that times only a step of the optimizer."""
     small = Small()
 
     def run() -> float:
@@ -148,7 +148,7 @@ def plain() -> Callable[[], float]:
 
 
 def scaled(kind: Callable[[], torch.amp.GradScaler]) -> Callable[[], float]:
-    """Return what times `step` and `update` of a scaler."""
+    """Return a function that times `step` and `update` of a scaler."""
     small, scaler = Small(), kind()
 
     def step() -> None:
@@ -163,7 +163,7 @@ def scaled(kind: Callable[[], torch.amp.GradScaler]) -> Callable[[], float]:
 
 
 def precise(name: str) -> Callable[[], float]:
-    """Return what times `Precision.step`."""
+    """Return a function that times `Precision.step`."""
     small, precision = Small(), lowp.Precision(name)
     small.model, small.optimizer = precision.prepare(small.model, small.optimizer)
 
@@ -177,7 +177,7 @@ def precise(name: str) -> Callable[[], float]:
 
 
 def digits(name: str) -> Callable[[], float]:
-    """Return what times a whole step of the recipe `digits`: in fp32, in torch's autocast, or in a precision."""
+    """Return a function that times a whole step of the recipe `digits`: in fp32, torch.autocast, or a precision."""
     model: nn.Module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     x, y = torch.rand(32, 64), torch.randint(10, (32,))
@@ -204,14 +204,14 @@ def digits(name: str) -> Callable[[], float]:
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Return the seconds of a call."""
+    """Return the time of a call in seconds."""
     start = time.thread_time()
     function()
     return time.thread_time() - start
 
 
 def steps(rounds: int) -> tuple[Table, Table]:
-    """Return microseconds of the optimizer's steps, and of the steps of digits; the median within a round."""
+    """Return microseconds of the optimizer's steps and of the steps of digits; the median within a round."""
     optimizers = {"plain": plain(), "torch.amp.GradScaler": scaled(lambda: torch.amp.GradScaler("cpu"))}
     optimizers |= {"lowp.GradScaler": scaled(lambda: lowp.GradScaler("cpu"))}
     optimizers |= {f"Precision.step, {name}": precise(name) for name in ("fp16", "bf16", "fp8", "dfp16", "flex16+5")}

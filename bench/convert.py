@@ -1,9 +1,9 @@
-"""Measure what `lowp convert` takes of memory: a checkpoint in shards, made here, in other formats.
+"""Measure the memory of `lowp convert` on a sharded checkpoint, which is created first, in several formats.
 
 Run: `python bench/convert.py [--gibibytes 2] [--tensor 64] [--shards 4] [--formats bf16,int8,int4]`.
 
-Each conversion is a process of its own; beside its largest resident memory stands that of one that converts a
-checkpoint of one small tensor: the difference is what the conversion needs. A file's memory, mapped, counts too.
+Each conversion runs in its own process. Its peak resident memory is printed with the difference to that of a process
+which converts a checkpoint of one small tensor. Mapped memory of files is included.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ print(line.split()[1], time.perf_counter() - begun)
 
 
 def write_shards(folder: Path, shards: int, tensors: int, mebibytes: int) -> None:
-    """A checkpoint of fp32 tensors [rows, 1024] in shards with an index; the same noise in each."""
+    """Write a checkpoint of fp32 tensors [rows, 1024] in shards with an index; all contain the same noise."""
     from safetensors.torch import save_file  # type: ignore[import-not-found, unused-ignore]
 
     folder.mkdir()
@@ -46,14 +46,14 @@ def write_shards(folder: Path, shards: int, tensors: int, mebibytes: int) -> Non
 
 
 def peak(source: Path, target: Path, format: str) -> tuple[float, float]:
-    """MiB of the largest resident memory of a conversion, and its seconds; Linux alone tells the former."""
+    """Return the peak resident memory of a conversion in MiB, which needs Linux, and its time in seconds."""
     command = [sys.executable, "-c", CHILD, str(source), str(target), format]
     size, seconds = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     return int(size) / 1024, float(seconds)
 
 
 def copied(source: Path, target: Path) -> float:
-    """Seconds of reading all files of a folder and writing their bytes to one, down to the disk: what a disk takes."""
+    """Return the time in seconds to read all files of a folder and write their bytes to one file on the disk."""
     begun = time.perf_counter()
     with target.open("wb") as out:
         for one in sorted(source.iterdir()):
@@ -66,7 +66,7 @@ def copied(source: Path, target: Path) -> float:
 
 
 def main() -> None:
-    """Print a line a format."""
+    """Print a line per format."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gibibytes", type=float, default=2)
     parser.add_argument("--tensor", type=int, default=64, help="MiB of one tensor")
@@ -85,7 +85,7 @@ def main() -> None:
             most, seconds = peak(folder / "large", folder / f"large-{format}.safetensors", format)
             (folder / f"large-{format}.safetensors").unlink()
             more = most - least
-            print(f"{format:8} {most:6.0f} MiB at most, {more:6.0f} more than for one MiB; {seconds:.1f} s", flush=True)
+            print(f"{format:8} peak {most:6.0f} MiB, {more:6.0f} more than for one MiB; {seconds:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What other tools say of two faults that are planted in one small network, beside what lowp.profile says of them.
+"""Compare the reports of other tools and of lowp.profile on two faults in a small network.
 
   python bench/debuggers.py [--out bench/results/debuggers.json]
 
-The faults: `overflow`, a linear layer `hot` under torch.autocast to fp16 whose results are beyond 65504; and `log`, a
-module `gate` that takes the logarithm of zeros. Each tool runs in a process of its own, as its manual says; those that
-are not installed, or cannot be imported, are listed with the reason. Asked of each: does what it says by itself name
-the module, the operation, and the line that wrote the first number that is not finite? Tools that write statistics
-without a judgement are read by this script instead: the first entry that is not finite, which the answer says.
+The faults: `overflow`, a linear layer `hot` under torch.autocast to fp16 with results beyond 65504; and `log`, a module
+`gate` that takes the logarithm of zeros. Each tool runs in its own process according to its manual; tools that are not
+installed or cannot be imported are listed with the reason. The question for each tool: does its report name the module,
+the operation, and the source line of the first infinity or NaN? For tools that write statistics without a verdict this
+script searches the first entry that is not finite, and the answer says so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LONGEST = 400  # characters of an answer that are kept
 
 
 def network(fault: str) -> Any:
-    """The network with one of the faults in it."""
+    """Return the network with one of the faults."""
     import torch
     from torch import nn
 
@@ -59,7 +59,7 @@ def network(fault: str) -> Any:
 
 
 def step(model: Any, fault: str) -> None:
-    """Forward, loss and backward, as a script has them."""
+    """Run forward, loss and backward, as in a script."""
     import torch
 
     torch.manual_seed(1)
@@ -69,7 +69,7 @@ def step(model: Any, fault: str) -> None:
     torch.nn.functional.cross_entropy(output.float(), y).backward()
 
 
-# -- the tools: each returns what it said, and whether that was a judgement of its own --------------------------------
+# -- the tools: each returns its report, and whether that was its own verdict -----------------------------------------
 def with_lowp(fault: str) -> tuple[str, bool]:
     import torch
 
@@ -199,7 +199,7 @@ def with_paddle(fault: str) -> tuple[str, bool]:
     paddle.seed(0)
     layers = [paddle.nn.Linear(8, 8), paddle.nn.Linear(8, 8), Gate(), paddle.nn.Linear(8, 3)]
     model = paddle.nn.Sequential(*zip(("first", "hot", "gate", "head"), layers, strict=True))
-    if fault == "overflow":  # fp32 here: its CPU has no fp16 product
+    if fault == "overflow":  # in fp32: its CPU backend has no fp16 product
         layers[1].weight.set_value(layers[1].weight * 1e38)
     mode = debugging.DebugMode.CHECK_NAN_INF_AND_ABORT
     debugging.enable_tensor_checker(debugging.TensorCheckerConfig(enable=True, debug_mode=mode))
@@ -243,19 +243,19 @@ def run_here(tool: str, fault: str) -> dict[str, Any]:
 
 
 def run_apart(tool: str, fault: str) -> dict[str, Any]:
-    """Run one tool on one fault in a process of its own."""
+    """Run one tool on one fault in its own process."""
     command = [sys.executable, __file__, "--tool", tool, "--fault", fault]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300)
     for line in reversed(found.stdout.splitlines()):
         if line.startswith("{"):
             result: dict[str, Any] = json.loads(line)
             return result
-    reason = [line for line in found.stderr.splitlines() if line.strip()] or ["it ended without a word"]
+    reason = [line for line in found.stderr.splitlines() if line.strip()] or ["it ended without output"]
     return {"could_not_run": reason[-1][:LONGEST]}
 
 
 def version_of(package: str) -> str:
-    """The version of a package, or that it is not installed."""
+    """Return the version of a package, or that it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -267,7 +267,7 @@ def version_of(package: str) -> str:
 
 
 def main() -> None:
-    """Run every tool on every fault, print a line each, and write what they said."""
+    """Run every tool on every fault, print a line for each, and write the reports."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tool", choices=TOOLS, help=argparse.SUPPRESS)

@@ -1,10 +1,10 @@
-"""How exact casts are: lowp, and every library that is here, beside rational arithmetic on the same inputs.
+"""Compare casts of lowp and of every installed library with rational arithmetic on the same inputs.
 
     python bench/exactness.py [--json bench/results/exactness.json] [--write docs/exactness.md] [--keep]
 
-`--write` puts the tables between the markers of a document, `--keep` those of results measured before. qtorch and
-microxcaling take part where they can be imported, Berkeley SoftFloat where SOFTFLOAT_LIBRARY names a shared library of
-its conversions.
+`--write` writes the tables between the markers of a document; `--keep` uses recorded results instead of measuring.
+qtorch and microxcaling take part if they can be imported, Berkeley SoftFloat if SOFTFLOAT_LIBRARY names a shared
+library of its conversions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BEGIN, END = "<!-- exactness: tables -->", "<!-- exactness: end -->"
 
 
 def casts(format: FloatFormat) -> Iterator[Cast]:
-    """Yield every rounding with every overflow; stochastic with all and with 8 random bits."""
+    """Yield every rounding with every overflow, stochastic rounding with all and with 8 random bits."""
     for overflow in possible_overflows(format):
         for rounding in Rounding:
             if rounding not in (Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C):
@@ -48,14 +48,14 @@ def casts(format: FloatFormat) -> Iterator[Cast]:
 def measure(
     format: FloatFormat, dtype: torch.dtype, libraries: Iterable[Peer], own: Iterable[Peer], thinned: int = 1
 ) -> Iterator[Row]:
-    """Yield a row for every cast into a format that a library has; those of lowp have every cast."""
+    """Yield a row for every cast to a format that a library supports; lowp's rows have every cast."""
     every = cases(format, dtype)[::thinned]
-    # the default overflow and nearest-even see every input, the others those that can overflow
+    # the default overflow and nearest-even run on every input, the others on inputs that can overflow
     large = every[~(every.abs() < format.maximum / 2)]
     for cast in casts(format):
         is_full = cast.rounding is Rounding.NEAREST_EVEN or cast.overflow is Cast(format).overflow
         x = every if is_full else large
-        # what no library can be right about: NaN into a format without one, and negative numbers into unsigned ones
+        # cases without a right answer: NaN to a format without one, and negative numbers to unsigned ones
         fair = (~x.isnan() | format.has_nan) & (format.signed | (x > 0) | x.isnan())
         results = right(x, cast)
         for peer in own:
@@ -84,7 +84,7 @@ def _row(peer: Peer, cast: Cast, x: torch.Tensor, found: torch.Tensor, results: 
 
 
 def measure_all() -> dict[str, Any]:
-    """Return the whole matrix, with who took part and who did not."""
+    """Return the whole matrix, with the libraries that took part and those that did not."""
     libraries, absent = peers()
     own = list(ours())
     rows: list[Row] = []
@@ -167,7 +167,7 @@ def _peer_table(rows: list[Row]) -> list[str]:
 
 
 def _grouped(rows: list[Row]) -> list[str]:
-    """Return a line for each set of roundings, with the formats that have it."""
+    """Return a line for each set of roundings, with its formats."""
     modes: dict[str, dict[str, list[str]]] = {}
     for row in rows:
         modes.setdefault(f"{row['format']} ({row['overflow']})", {}).setdefault(row["dtype"], []).append(
@@ -208,11 +208,11 @@ def written(document: str, results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, keep the results, and write the tables."""
+    """Measure, save the results, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "exactness.json")
     parser.add_argument("--write", type=Path, metavar="DOCUMENT")
-    parser.add_argument("--keep", action="store_true", help="measure nothing, take the results that are there")
+    parser.add_argument("--keep", action="store_true", help="use the recorded results and measure nothing")
     arguments = parser.parse_args()
     if arguments.keep:
         results = json.loads(arguments.json.read_text())

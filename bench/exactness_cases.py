@@ -1,8 +1,8 @@
-"""The inputs on which casts are compared, what kind of input each is, and what is right: rational arithmetic.
+"""The inputs of the comparison of casts, their kinds, and the right results by rational arithmetic.
 
-Made as Berkeley TestFloat makes its operands (Hauser, TestFloat 3e, level 1): every extreme exponent of the carrier and
-of the format with significands of few set or few cleared bits, and random ones; then what TestFloat leaves to chance
-where formats are narrow: every code, midpoint and neighbour, and NaNs whose payload a carry or a cut destroys.
+The inputs follow Berkeley TestFloat (Hauser, TestFloat 3e, level 1): every extreme exponent of the carrier and of the
+format with significands of few set or few cleared bits, and random ones. For narrow formats every code, midpoint and
+neighbour is added, and NaNs whose payload is destroyed by a carry or by truncation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAYOUT = {torch.float32: (8, 23), torch.float64: (11, 52)}
 
 
 def cases(format: FloatFormat, dtype: torch.dtype) -> Tensor:
-    """Return the inputs for a format, in a carrier's dtype: the same ones in every run."""
+    """Return the inputs for a format, in a carrier's dtype, the same in every run."""
     dense = inputs(format, dtype, random=0)
     dense = dense[:: max(1, len(dense) // 1200)]
     return torch.cat([_level_one(format, dtype), dense, _random(format, dtype), _nans(dtype)])
@@ -43,7 +43,7 @@ def _level_one(format: FloatFormat, dtype: torch.dtype) -> Tensor:
     patterns = {0, 1, ones, ones - 1, *(1 << bit for bit in walking), *(ones ^ (1 << bit) for bit in walking)}
     patterns |= {ones >> bit for bit in walking} | {ones >> bit << bit for bit in walking}
     cut = mantissa_bits - format.mantissa_bits
-    if cut > 1:  # around the half of an ulp of a normal number
+    if cut > 1:  # around half an ulp of a normal number
         half = 1 << (cut - 1)
         patterns |= {half - 1, half, half + 1, 3 * half, (ones >> cut << cut) | half, (ones >> cut << cut) | (half - 1)}
     bits = [(field << mantissa_bits) | (pattern & ones) for field in sorted(fields) for pattern in sorted(patterns)]
@@ -77,7 +77,7 @@ def _signed(x: Tensor) -> Tensor:
 
 
 def right(x: Tensor, cast: Cast, seed: int = SEED) -> list[float]:
-    """Return what the definition makes of each number; stochastic rounding draws by the logical index."""
+    """Return each number after the cast by its definition; stochastic rounding draws by the logical index."""
     draws = _draws(seed, cast.random_bits, len(x)) if cast.is_stochastic else [None] * len(x)
     return [exact_cast(value, cast, draw) for value, draw in zip(x.double().tolist(), draws, strict=True)]
 
@@ -88,9 +88,9 @@ def _draws(seed: int, random_bits: int | None, count: int) -> list[Fraction | No
 
 
 def kinds(x: Tensor, cast: Cast, results: list[float]) -> list[str]:
-    """Return which of KINDS each input is; `results` are the right ones.
+    """Return the kind of each input, from KINDS; `results` are the right ones.
 
-    "Double rounding" is an fp64 input that comes out wrong by way of fp32.
+    "Double rounding" is an fp64 input whose result is wrong if it is first rounded to fp32.
     """
     through: list[float | None] = [None] * len(x)
     if x.dtype == torch.float64 and not cast.is_stochastic:
@@ -119,7 +119,7 @@ def _kind(value: float, result: float, through: float | None, cast: Cast) -> str
 
 
 def differ(found: Tensor, results: list[float]) -> Tensor:
-    """Return which results differ from the right ones; NaNs are all alike, zeros of different sign are not."""
+    """Return which results differ from the right ones; all NaNs are equal, zeros of different sign are not."""
     wanted = torch.tensor(results, dtype=torch.float64)
     found = found.double()
     same = (found == wanted) & (found.signbit() == wanted.signbit())

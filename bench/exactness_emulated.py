@@ -1,4 +1,4 @@
-"""What only emulators have: fixed point, block floating point, and how often stochastic rounding goes up."""
+"""Comparisons that only emulators support: fixed point, block floating point, and rates of stochastic rounding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WL, FL, SAMPLES = 8, 4, 1 << 20
 
 
 def functions(peers: list[str]) -> dict[str, Any]:
-    """Return the modules that have the three functions of qtorch, by name."""
+    """Return the modules with qtorch's three functions, by name."""
     return {"lowp.shims": shims, **({"qtorch": qtorch_functions()} if "qtorch" in peers else {})}
 
 
@@ -29,7 +29,7 @@ def integers(peers: list[str]) -> Iterator[dict[str, Any]]:
     assert isinstance(format, FloatFormat)
     x = cases(format, torch.float32)
     whole = x[x.isfinite()]
-    # blocks of two: 64, whose exponent is shared, and a number below it
+    # blocks of two: 64, which determines the exponent, and a smaller number
     small = whole[whole.abs() < 64]
     pairs = torch.stack([torch.full_like(small, 64.0), small], 1)
     fixed = [_multiple(v, Fraction(1, 1 << FL), -(1 << (WL - 1)), (1 << (WL - 1)) - 1) for v in x.tolist()]
@@ -65,12 +65,12 @@ def _row(name: str, format: str, x: Tensor, found: Tensor, results: list[float])
 
 
 def example(x: Tensor, found: Tensor, result: float) -> dict[str, str]:
-    """Return one mismatch: the input with its bits, what came out, and what is right."""
+    """Return one mismatch: the input with its bits, the result, and the right result."""
     return {"input": f"{x.item()!r}", "bits": bits_of(x), "found": f"{found.item()!r}", "right": f"{result!r}"}
 
 
 def stochastic(peers: list[str]) -> list[dict[str, Any]]:
-    """Return how often numbers went away from zero, beside how often they should: `SAMPLES` roundings each."""
+    """Return measured and expected rates of rounding away from zero, over `SAMPLES` roundings each."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return [row for name, module in functions(peers).items() for row in _stochastic(name, module)]

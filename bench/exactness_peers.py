@@ -1,6 +1,6 @@
-"""Who is measured: each library that casts, as a function from a cast and an input dtype to what does that cast.
+"""The measured libraries: each as a function from a cast and an input dtype to a callable for that cast.
 
-A library that is not installed is left out, and named so in the results.
+A library that is not installed is omitted, and the results say so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Peer(NamedTuple):
-    """A library: how it does a cast from a dtype (None where it does not), and which version that is."""
+    """A library: its version, and its callable for a cast from a dtype (None if unsupported)."""
 
     name: str
     version: str
@@ -35,7 +35,7 @@ class Peer(NamedTuple):
 
 
 def ours() -> Iterator[Peer]:
-    """Yield lowp's implementations that this machine has; `native` does a few casts only and has tests of its own."""
+    """Yield lowp's implementations on this machine, without `native`, which has few casts and its own tests."""
     for name in kernels.available():
         if name != "native":
             yield Peer(f"lowp {name}", lowp.__version__, partial(_lowp, name))
@@ -51,7 +51,7 @@ def _lowp(name: str, cast: Cast, dtype: torch.dtype) -> Function:
 
 
 def peers() -> tuple[list[Peer], dict[str, str]]:
-    """Return the libraries that are here, and for each of the others why it is not."""
+    """Return the installed libraries, and for each of the others the reason why it is missing."""
     found, absent = [], {}
     for name, make in MAKERS.items():
         try:

@@ -2,11 +2,11 @@
 
   python bench/flex.py                          width 2048, batch 512, all threads
   python bench/flex.py --width 512 --batch 128 --rounds 5 --threads 1
-  python bench/flex.py --avx2                   all libraries held to AVX2
+  python bench/flex.py --avx2                   all libraries limited to AVX2
 
-A step is forward, loss, backward and the optimizer's update. The precisions take turns step by step, so that whatever
-else the machine does meets them alike; told are the medians and quartiles, and their ratio to fp32's median. The result
-goes to bench/results/flex.json with the machine in words.
+A step is forward, loss, backward and the optimizer's update. The precisions take turns step by step, so that other load
+of the machine affects them equally. Medians and quartiles are reported, and the ratio to fp32's median. The results are
+written to bench/results/flex.json with a description of the machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PRECISIONS = ("fp32", "dfp16", "flex16+5")
 
 
 class Step:
-    """A model, its optimizer and its precision, and one batch that lies ready."""
+    """A model, its optimizer and its precision, and one prepared batch."""
 
     def __init__(self, precision: str, width: int, batch: int, layers: int) -> None:
         torch.manual_seed(0)
@@ -57,8 +57,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--avx2", action="store_true", help="hold torch's libraries and lowp to AVX2")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--avx2", action="store_true", help="limit torch's libraries and lowp to AVX2")
     given = parser.parse_args()
     if given.avx2:
         hold_to_avx2()

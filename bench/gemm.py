@@ -1,12 +1,12 @@
 """Time the int16 products beside torch's fp32 and fp64 ones: `python bench/gemm.py [--quick] [--avx2] [--json FILE]`.
 
-All candidates of a row run in turn within each round, so that what else the machine does hits them alike; the best
-round counts. With one thread the clock is that thread's processor time, so being preempted does not count either.
-Operands are normal, quantised as DFP-16 does (exponent of the maximum - 14, shifted by 2 more for 14 bits), and uniform
-over all of int16, the worst case: no chain can be proven and every product needs its leading digits too.
+All candidates of a row take turns within each round, so that other load of the machine affects them equally; the best
+round counts. With one thread its processor time is measured, so that preemption does not count. Operands are normal and
+quantised as in DFP-16 (exponent of the maximum - 14, shifted by 2 more for 14 bits), or uniform over all of int16, the
+worst case: no chain can be proven safe and every product also needs its leading digits.
 
-torch's libraries and lowp each take the best instructions they know for the machine; those need not be the same (MKL
-takes AVX2 on processors of AMD whatever they have). `--avx2` holds all of them to AVX2.
+torch's libraries and lowp each use the best instructions they support on the machine, which can differ (MKL uses AVX2
+on all AMD processors). `--avx2` limits all of them to AVX2.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ AVX2 = {
 
 
 def hold_to_avx2() -> None:
-    """Begin this process anew, if need be, with what libraries read when they are loaded."""
+    """Restart this process if necessary with the environment that libraries read when they are loaded."""
     if any(os.environ.get(name) != value for name, value in AVX2.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **AVX2})
 
 
 def quantised(x: Tensor, shift: int = 0) -> Tensor:
-    """Return the mantissas that DFP-16 makes of x."""
+    """Return x as mantissas of DFP-16."""
     exponent = math.frexp(x.abs().max().item())[1] - 1 - 14 + shift
     return (x.double() * 2.0**-exponent).round().clamp(-32767, 32767).to(torch.int16)
 
@@ -64,7 +64,7 @@ def full_range(*shape: int) -> Tensor:
 
 
 def best_times(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the shortest time of each candidate in seconds, all of them run in turn."""
+    """Return the shortest time of each candidate in seconds; all take turns."""
     best = dict.fromkeys(candidates, math.inf)
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for run in candidates.values():
@@ -123,7 +123,7 @@ def convolution_row(batch: int, channels: int, side: int, rounds: int) -> dict[s
 
 
 def report(title: str, times: dict[str, float], multiplications: float, base: Callable[[str], str]) -> dict[str, Any]:
-    """Print one row and return it: billions of multiplications a second, and speed relative to `base` of the name."""
+    """Print one row and return it: billions of multiplications per second, and speed relative to `base` of the name."""
     row = {
         name: {
             "gmac_per_second": round(multiplications / seconds / 1e9, 2),
@@ -138,7 +138,7 @@ def report(title: str, times: dict[str, float], multiplications: float, base: Ca
 
 
 def kernel() -> str:
-    """Return the name of the micro-kernel that runs."""
+    """Return the name of the micro-kernel in use."""
     one = full_range(1, 1)
     for name in filter(None, (os.environ.get("LOWP_CPU_ISA"), *integer.KERNELS)):
         with contextlib.suppress(Unavailable):
@@ -151,8 +151,8 @@ def main() -> None:
     """Run all rows with one thread and with two."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="only the smallest size of each kind")
-    parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--avx2", action="store_true", help="hold torch's libraries and lowp to AVX2")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--avx2", action="store_true", help="limit torch's libraries and lowp to AVX2")
     options = parser.parse_args()
     if options.avx2:
         hold_to_avx2()

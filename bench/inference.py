@@ -1,13 +1,13 @@
 """Time a linear layer in int8 and int4 beside fp32 and the int8 of torch, torchao and onnxruntime.
 
-Run: `python bench/inference.py [--quick] [--avx2] [--json FILE]`. `--avx2` holds torch's fp32 and lowp to AVX2;
-the int8 of torch and onnxruntime takes the best instructions there are all the same.
+Run: `python bench/inference.py [--quick] [--avx2] [--json FILE]`. `--avx2` limits torch's fp32 and lowp to AVX2; the
+int8 of torch and onnxruntime still uses the best available instructions.
 
-All candidates of a row run in each round, in a new order, so that what else the machine does hits them alike; the best
-round counts. With one thread the clock is that thread's processor time, so being preempted does not count. What is
-not installed (torchao, onnxruntime with onnx) is left out, and the table says so. Every int8
-candidate quantises its activations as they come; lowp's also over a range of calibration. Four-bit weights are timed
-at batch 1, where the weight's bytes are the time.
+All candidates of a row run in each round, in a new order, so that other load of the machine affects them equally; the
+best round counts. With one thread its processor time is measured, so that preemption does not count. Libraries that are
+not installed (torchao, onnxruntime with onnx) are omitted, and the table says so. Every int8 candidate quantises its
+activations dynamically, lowp also with calibrated ranges. Four-bit weights are timed at batch 1, where the time depends
+on the bytes of the weight.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Call = Callable[[Tensor], Any]
 
 
 def torch_int8(layer: nn.Linear) -> Call:
-    """torch's own dynamic int8."""
+    """Return torch's dynamic int8."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         quantization: Any = importlib.import_module("torch.ao.quantization")
@@ -47,7 +47,7 @@ def torch_int8(layer: nn.Linear) -> Call:
 
 
 def torchao_int8(layer: nn.Linear) -> Call:
-    """torchao's int8 weights and dynamic int8 activations."""
+    """Return torchao's int8 weights and dynamic int8 activations."""
     quantization: Any = importlib.import_module("torchao.quantization")
     model = nn.Sequential(layer)
     quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
@@ -55,7 +55,7 @@ def torchao_int8(layer: nn.Linear) -> Call:
 
 
 def onnxruntime_int8(layer: nn.Linear) -> Call:
-    """onnxruntime's dynamic quantisation."""
+    """Return onnxruntime's dynamic quantisation."""
     onnx: Any = importlib.import_module("onnx")
     runtime: Any = importlib.import_module("onnxruntime")
     quantization: Any = importlib.import_module("onnxruntime.quantization")
@@ -75,7 +75,7 @@ def onnxruntime_int8(layer: nn.Linear) -> Call:
 
 
 def contenders(layer: nn.Linear, x: Tensor) -> dict[str, Call | str]:
-    """Every way to compute the layer; the text of the error where there is none here."""
+    """Return every implementation of the layer, or the text of the error if it is not available."""
     makers: dict[str, Callable[[], Call]] = {
         "fp32": lambda: layer,
         "lowp int8, dynamic": lambda: lowp.quantize_model(layer, "int8"),
@@ -102,12 +102,12 @@ def _copy(layer: nn.Linear) -> nn.Linear:
 
 
 def best(calls: dict[str, Call], x: Tensor, rounds: int) -> dict[str, float]:
-    """Seconds of the best of some rounds, each of which runs all in turn; what is far behind runs once."""
+    """Return the best time of several rounds in seconds, in which all take turns; very slow ones run once."""
     times = dict.fromkeys(calls, math.inf)
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     order, shuffled = list(calls), random.Random(0)
     for _ in range(rounds):
-        shuffled.shuffle(order)  # whoever comes first after another finds the caches as that one left them
+        shuffled.shuffle(order)  # a candidate finds the caches as its predecessor left them
         for name in order:
             if math.isfinite(times[name]) and times[name] > FAR * min(times.values()):
                 continue
@@ -118,15 +118,13 @@ def best(calls: dict[str, Call], x: Tensor, rounds: int) -> dict[str, float]:
 
 
 def rows(rounds: int, sizes: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """A row a size: seconds of every contender, and of packed weights at batch 1."""
+    """Yield a row per size: seconds of every contender, and of packed weights at batch 1."""
     for size in sizes:
         layer, x = nn.Linear(size, size, bias=False), torch.randn(size, size)
         ways = contenders(layer, x)
         calls = {name: way for name, way in ways.items() if not isinstance(way, str)}
         absent = {name: way for name, way in ways.items() if isinstance(way, str)}
-        seconds = best(
-            calls, x, rounds * SIZES[-1] // size
-        )  # short ones more often: a moment's rest is enough for them
+        seconds = best(calls, x, rounds * SIZES[-1] // size)  # short calls run more often
         yield {"layer": f"{size}x{size}", "batch": size, "seconds": seconds, "absent": absent}
     layer, x = nn.Linear(WIDE, WIDE, bias=False), torch.randn(1, WIDE)
     formats = ("int8", "int4", "mxfp4", "nvfp4", "ternary", "binary", "bf16")
@@ -135,7 +133,7 @@ def rows(rounds: int, sizes: tuple[int, ...]) -> Iterator[dict[str, Any]]:
 
 
 def show(row: dict[str, Any], threads: int) -> None:
-    """Print a row of the table, the fastest first."""
+    """Print a row of the table, fastest first."""
     print(f"\n{row['layer']}, batch {row['batch']}, {threads} thread(s)")
     base = row["seconds"]["fp32"]
     for name, seconds in sorted(row["seconds"].items(), key=lambda item: item[1]):
@@ -145,12 +143,12 @@ def show(row: dict[str, Any], threads: int) -> None:
 
 
 def main() -> None:
-    """Print a table, and write JSON if asked to."""
+    """Print a table, and optionally write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="the smallest size alone")
-    parser.add_argument("--avx2", action="store_true", help="hold torch's libraries and lowp to AVX2")
+    parser.add_argument("--quick", action="store_true", help="only the smallest size")
+    parser.add_argument("--avx2", action="store_true", help="limit torch's libraries and lowp to AVX2")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     if arguments.avx2:

@@ -1,13 +1,13 @@
-"""How far a process grows for one int16 product, or one layer and its gradients: `int16_memory.py [--json FILE]`.
+"""Measure the growth of a process for an int16 product, or a layer and its gradients: `int16_memory.py [--json FILE]`.
 
-Each path runs in a process of its own, whose resident memory is read before and at its highest (VmHWM of
-/proc/self/status, on Linux). So what the C++ library packs is counted, and what torch allocates between; threads are
-awake before. Beside it stand the sizes of the result and of one operand as int16, which a packed one takes as well, and
-the growth in units of both together: a path that makes nothing else has 1.00.
+Each path runs in its own process, whose resident memory is read before and at its peak (VmHWM of /proc/self/status, on
+Linux). Memory packed by the C++ library and temporaries of torch are thus included; threads are started before. The
+table also has the sizes of the result and of one operand as int16, the size of a packed operand, and the growth divided
+by the sum of both: 1.00 for a path that allocates nothing else.
 
 The linear layer has 1024 inputs and outputs at batch 1024, the convolution 64 channels and 3x3 kernels on 16 images of
-32x32; both have a bias. A layer's gradients are those of all its three inputs, after three steps, as an operand that is
-kept for them is.
+32x32; both have a bias. Gradients of a layer are those of all its three inputs, after three steps, including the
+operand saved for them.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from lowp.kernels.integer import ConvolutionShape
 from lowp.recipes.results import header
 
 MIB = 1 << 20
-Path_ = tuple[Callable[[], object], int, int]  # what runs, bytes of its result, bytes of one operand as int16
+Path_ = tuple[Callable[[], object], int, int]  # function, bytes of its result, bytes of one operand as int16
 LAYERS = {
     "linear": (lambda: nn.Linear(1024, 1024), (1024, 1024)),
     "convolution": (lambda: nn.Conv2d(64, 64, 3, padding=1), (16, 64, 32, 32)),
 }
-# glibc gives back at once what is at least so large, and takes nothing from what was freed before
+# glibc returns blocks of at least this size to the system at once, and does not reuse freed memory for them
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def matrices(exact: bool) -> Path_:
-    """A product of 1024 x 1024 matrices."""
+    """Return a product of 1024 x 1024 matrices."""
     a, b = quantised(torch.randn(1024, 1024), 2), quantised(torch.randn(1024, 1024), 2)
     run = (lambda: integer.matmul_exact(a, b, exponent=-16)) if exact else (lambda: integer.matmul_chained(a, b))
     return run, 1024 * 1024 * (2 if exact else 4), a.nbytes
 
 
 def images(product: str, exact: bool) -> Path_:
-    """One of the products of a convolution."""
+    """Return one of the products of a convolution."""
     shape = ConvolutionShape.of((16, 64, 32, 32), (64, 64, 3, 3), 1, 1)
     x, w, g = (quantised(torch.randn(size), 2) for size in (shape.input, shape.weight, shape.output))
     a, b = {"forward": (x, w), "input_gradient": (g, w), "weight_gradient": (x, g)}[product]
@@ -60,7 +60,7 @@ def images(product: str, exact: bool) -> Path_:
 
 
 def layer(name: str, precision: str, backward: bool) -> Path_:
-    """A layer within a region, or its gradients."""
+    """Return a layer within a region, or its gradients."""
     make, size = LAYERS[name]
     torch.manual_seed(0)
     module = make()
@@ -84,7 +84,7 @@ def layer(name: str, precision: str, backward: bool) -> Path_:
 
 
 def paths() -> dict[str, Callable[[], Path_]]:
-    """The paths by name."""
+    """Return the paths by name."""
     found: dict[str, Callable[[], Path_]] = {}
     for exact in (False, True):
         kind = "exact" if exact else "chained"
@@ -99,19 +99,19 @@ def paths() -> dict[str, Callable[[], Path_]]:
 
 
 def kibibytes(key: str) -> int:
-    """Return a line of /proc/self/status."""
+    """Return a value of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1])
 
 
 def measure(sending: Connection, name: str, threads: int) -> None:
-    """Send the growth in bytes, and the sizes, of a path that begins with nothing but its operands."""
+    """Send the growth in bytes, and the sizes, of a path; only its operands exist before."""
     make = paths()[name]
     torch.set_num_threads(threads)
     integer.matmul_exact(*(quantised(torch.randn(200, 200)) for _ in range(2)))
     torch.randn(1 << 17).relu()
     run, result, operand = make()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest becomes what it is now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size
     before = kibibytes("VmRSS")
     kept = run()
     sending.send((1024 * (kibibytes("VmHWM") - before), result, operand))
@@ -119,7 +119,7 @@ def measure(sending: Connection, name: str, threads: int) -> None:
 
 
 def grown(name: str, threads: int) -> tuple[int, int, int]:
-    """Return what a process of its own measures."""
+    """Return the measurement of a new process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lowp", "torch"])
     receiving, sending = context.Pipe(duplex=False)
@@ -132,10 +132,10 @@ def grown(name: str, threads: int) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    """Print a line a path, with one thread and with two."""
+    """Print a line per path, with one thread and with two."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--only", default="", help="paths with this in their name")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--only", default="", help="only paths whose names contain this text")
     given = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})

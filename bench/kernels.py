@@ -1,9 +1,9 @@
 """Time the casts beside torch.copy_ and the peers: `python bench/kernels.py [--quick] [--threads N] [--json FILE]`.
 
-16 M fp32 normal numbers, results in a reused buffer. Every round runs all candidates in turn, so that what else the
-machine does hits them alike; the best round of each counts. Bandwidth counts what must be read and written (8 bytes an
-element for fp32 to fp32). Peers that are not installed are left out; those that take longer than a second do not get
-every round. qtorch compiles its kernels when it is imported.
+The inputs are 16 M normal fp32 numbers; results are written to a reused buffer. All candidates take turns in every
+round, so that other load of the machine affects them equally; the best round of each counts. Bandwidth counts the
+necessary reads and writes (8 bytes per element for fp32 to fp32). Peers that are not installed are omitted; peers that
+take longer than a second run in fewer rounds. qtorch compiles its kernels when it is imported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Candidates = dict[str, Callable[[], object]]
 
 
 def ours(x: Tensor, out: Tensor) -> Candidates:
-    """Return what lowp does, by name."""
+    """Return lowp's candidates by name."""
     candidates: Candidates = {}
     for text in (*NEAREST, *OTHER_MODES, *STOCHASTIC):
         candidates[f"lowp {text}"] = lambda text=text: lowp.quantize(x, text, seed=1, out=out)
@@ -52,7 +52,7 @@ def ours(x: Tensor, out: Tensor) -> Candidates:
 
 
 def peers(x: Tensor, out: Tensor) -> Candidates:
-    """Return what the installed peers do, by name."""
+    """Return the candidates of the installed peers by name."""
     candidates: Candidates = {
         "torch .to(float16).to(float32)": lambda: out.copy_(x.to(torch.float16)),
         "torch .to(bfloat16).to(float32)": lambda: out.copy_(x.to(torch.bfloat16)),
@@ -82,14 +82,14 @@ def installed(name: str) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(name)
-    except Exception as error:  # a peer may fail to compile in any way it likes
-        print(f"left out: {name} ({type(error).__name__})")
+    except Exception as error:  # compilation of a peer may fail with any exception
+        print(f"omitted: {name} ({type(error).__name__})")
         return None
 
 
 def best_times(candidates: Candidates, rounds: int) -> dict[str, float]:
-    """Return the shortest time of each candidate in seconds, all of them run in turn."""
-    # With one thread its processor time: being preempted does not count.
+    """Return the shortest time of each candidate in seconds; all take turns."""
+    # With one thread its processor time is measured, so that preemption does not count.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     best = {}
     for name, run in candidates.items():  # the first run warms up
@@ -131,7 +131,7 @@ def small_calls(count: int = 1000) -> dict[str, float]:
 
 
 def bytes_of(name: str) -> int:
-    """What must be read and written for an element."""
+    """Return the bytes read and written per element."""
     if "encode" in name or "decode" in name:
         return 5
     if "int16" in name:
@@ -143,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="3 rounds instead of 15, no peers")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))

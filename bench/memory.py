@@ -1,12 +1,12 @@
-"""The memory of a training step in fp32, torch.autocast and lowp: what is kept for backward, the peak, and the process.
+"""Measure the memory of a training step in fp32, torch.autocast and lowp: saved for backward, peak, and process.
 
     python bench/memory.py [--json bench/results/memory.json] [--network mlp --way "lowp bf16"]
 
-The networks are those of `bench/step.py`. Each is trained in each way in a fresh process. `saved` are the bytes of the
-tensors that autograd keeps at the end of the forward pass, parameters left out; `peak` is the most that torch's
-allocator had handed out at once in a third step, the model and its gradients included; `process` how far the resident
-memory of the process grew from before the model was made to its highest, memory that lowp keeps for its next use
-included. `emulated` is what a processor without bf16 products does (LOWP_USE=cpu).
+The networks are those of `bench/step.py`. Each is trained in each way in a new process. `saved`: the bytes of the
+tensors that autograd saves in the forward pass, without parameters. `peak`: the peak of torch's allocator in a third
+step, including the model and its gradients. `process`: the growth of the process's resident memory from before the
+model was created to its peak, including memory that lowp keeps for its next use. `emulated`: as on a processor without
+bf16 products (LOWP_USE=cpu).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowp.benchmarking.memory import peak_of
 from lowp.benchmarking.process_memory import growth
 from lowp.recipes import results
 
-# way -> what the step runs in, and what lowp.kernels.use holds
+# way -> the precision of the step, and the argument of lowp.kernels.use
 WAYS: dict[str, tuple[str, str | None]] = {
     "fp32": ("fp32", None),
     "torch.autocast bf16": ("torch bf16", None),
@@ -43,7 +43,7 @@ Context = Callable[[], AbstractContextManager[object]]
 
 
 def context_of(way: str) -> Context:
-    """Return what enters the region of a way."""
+    """Return a function that returns the context of a way."""
     name, _ = WAYS[way]
     if name == "fp32":
         return nullcontext
@@ -54,13 +54,13 @@ def context_of(way: str) -> Context:
 
 
 def made(name: str) -> tuple[nn.Module, Tensor]:
-    """Return a network and its input, the others not made."""
+    """Return a network and its input, without creating the others."""
     torch.manual_seed(0)
     return next((network, x) for found, network, x in networks() if found == name)
 
 
 def saved_bytes(network: nn.Module, x: Tensor, context: Context) -> int:
-    """Return the bytes that a forward pass keeps for backward beside the parameters, each storage once."""
+    """Return the bytes that a forward pass saves for backward, without parameters, each storage once."""
     held = {one.untyped_storage().data_ptr() for one in network.parameters()}
     found: dict[int, int] = {}
 
@@ -77,7 +77,7 @@ def saved_bytes(network: nn.Module, x: Tensor, context: Context) -> int:
 
 
 def measured(name: str, way: str) -> dict[str, int | None]:
-    """Return the bytes of a network in one way; to be called in a process of its own."""
+    """Return the bytes of a network in one way; must be called in a new process."""
     context = context_of(way)
     with growth() as grown:
         network, x = made(name)
@@ -98,7 +98,7 @@ def main() -> None:
     """Measure every network in every way, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--network", help="measure one network in one way here, and print it as JSON")
+    parser.add_argument("--network", help="measure only this network, in the process of this command, and print JSON")
     parser.add_argument("--way", choices=WAYS)
     given = parser.parse_args()
     if given.network:

@@ -1,10 +1,10 @@
-"""What the profiler adds to a training: its own figure beside one from outside, by turns with and without it.
+"""Measure the overhead of the profiler: its own figure, and one from training with and without it in turns.
 
   python bench/profiling.py digits --steps 400
   python bench/profiling.py unet --steps 40 --max-overhead none --guard
 
-Processor time of one thread is compared, so that other programs count for little. `--guard` measures a training in
-which nothing is looked at and every step is guarded against NaN, in time and in peak memory.
+The processor time of one thread is compared, so that other programs matter little. `--guard` measures a training in
+which nothing is recorded and every step is guarded against NaN, in time and in peak memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lowp.recipes.training import Settings, Training
 
 
 class NoTurn(Rounds):
-    """Nobody's turn, ever."""
+    """A schedule in which no module is recorded."""
 
     def turn(self, step: int, room: float) -> list[str]:
         """Return no module."""
@@ -33,7 +33,7 @@ class NoTurn(Rounds):
 
 
 def once(name: str, steps: int, share: str | None, guard: bool) -> tuple[float, Profiler | None]:
-    """Train and return the processor time; the profiler, where a share is given."""
+    """Train and return the processor time, and the profiler if a share is given."""
     training = Training(Settings(name))
     profiler = None
     if share is not None:

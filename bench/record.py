@@ -2,11 +2,11 @@
 
     python bench/record.py [--only step,flex-avx2] [--beside zen4] [--list]
 
-Ten minutes on two cores that do nothing else. Every bench writes `bench/results/NAME.json` when it is done, with the
-machine in words; NAME-avx2 is the same with all libraries held to AVX2, NAME-1 with one thread. What was not recorded
-anew stays as it was. `--beside zen4` keeps the results of another processor and writes NAME-zen4.json beside them. On a
-busy machine set OMP_WAIT_POLICY=PASSIVE: a thread that waits then gives its core away. `bench/exactness.py`,
-`bench/debuggers.py`, `bench/gpu_static.py` and `lowp bench` have pages of their own.
+Takes ten minutes on two idle cores. Every bench writes `bench/results/NAME.json` at its end, with a description of the
+machine; NAME-avx2 is the same with all libraries limited to AVX2, NAME-1 with one thread. Other results are not
+changed. `--beside zen4` keeps the results of another processor and writes NAME-zen4.json beside them. On a busy machine
+set OMP_WAIT_POLICY=PASSIVE, so that waiting threads release their cores. `bench/exactness.py`, `bench/debuggers.py`,
+`bench/gpu_static.py` and `lowp bench` have pages of their own.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ RUNS: dict[str, list[str]] = {
 
 
 def main() -> int:
-    """Run the benches asked for; the exit status is the number of those that failed."""
+    """Run the selected benches; return the number of those that failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(RUNS), help="names of results, with commas between (default: all)")
+    parser.add_argument("--only", default=",".join(RUNS), help="comma-separated names of results (default: all)")
     parser.add_argument(
         "--beside",
         metavar="MACHINE",

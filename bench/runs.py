@@ -1,7 +1,7 @@
-"""The recorded runs of bench/results/runs as tables: `python bench/runs.py [--write docs/runs.md]`.
+"""Print the recorded runs of bench/results/runs as tables: `python bench/runs.py [--write docs/runs.md]`.
 
-Each file there was written by the `lowp compare` that it names. `--write` puts the tables between the marks
-``<!-- NAME -->`` and ``<!-- end -->`` of a page, and leaves the words around them as they are.
+Each file was written by the `lowp compare` command that it contains. `--write` writes the tables between the marks
+``<!-- NAME -->`` and ``<!-- end -->`` of a page, and does not change other text.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 RUNS = Path(__file__).parent / "results" / "runs"
-# what says where and how a run was made, and does not change its numbers
+# options that do not change the numbers of a run
 _APART = {"--jobs", "--out", "--plot", "--timing"}
 
 
 def tables(folder: Path = RUNS) -> dict[str, str]:
-    """The table of every finished comparison in a folder, by the name of its file."""
+    """Return the table of every finished comparison in a folder, by the name of its file."""
     found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     return {name: table(document) for name, document in found.items() if document["kind"] == "comparison"}
 
 
 def table(document: dict[str, Any]) -> str:
-    """One comparison: its command, its data and machine, and a row a precision."""
+    """Return one comparison: its command, its data and machine, and a row per precision."""
     recipe, seeds = document["recipe"], len(document["seeds"])
     machine = f"{document['machine']['words']}, torch {document['versions']['torch']}"
     epochs = document["settings"]["epochs"]
@@ -41,7 +41,7 @@ def table(document: dict[str, Any]) -> str:
 
 
 def command(line: str) -> str:
-    """The command without what only says where to write, or that an interrupted one goes on."""
+    """Return the command without options for output files and for resuming."""
     words = shlex.split(line)
     kept = []
     for place, word in enumerate(words):
@@ -53,7 +53,7 @@ def command(line: str) -> str:
 def _row(row: dict[str, Any], recipe: dict[str, Any]) -> str:
     numbers, verdict = row["statistics"], row["verdict"]
     gap = verdict["gap_in_deviations"]
-    # with one seed there is no deviation to measure a gap by
+    # with one seed there is no deviation as the unit of a gap
     seeds = len(row["runs"])
     cells = [
         row["label"],
@@ -82,20 +82,20 @@ def _share(mean: float | None) -> str:
 
 
 def written(page: str, found: dict[str, str]) -> str:
-    """The page with each table between its marks; raises ValueError for a run that the page has no marks for."""
+    """Return the page with each table between its marks; raise ValueError for a run without marks in the page."""
     for name, text in found.items():
         begin, end = f"<!-- {name} -->\n", "<!-- end -->"
         before, mark, rest = page.partition(begin)
         _, stop, after = rest.partition(end)
         if not mark or not stop:
-            raise ValueError(f"the page has no place for {name}: give it one, <!-- {name} --> and {end}")
+            raise ValueError(f"the page has no marks for {name}: add <!-- {name} --> and {end}")
         page = f"{before}{begin}\n{text}\n\n{end}{after}"
     return page
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", metavar="PAGE", type=Path, help="put the tables into this page")
+    parser.add_argument("--write", metavar="PAGE", type=Path, help="write the tables to this page")
     given = parser.parse_args()
     found = tables()
     if given.write is None:

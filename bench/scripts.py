@@ -1,10 +1,10 @@
-"""What `lowp run` costs a script: the step of a network of small layers, without lowp and under it, run in turn.
+"""Measure the overhead of `lowp run`: steps of a network of small layers with and without it, in turns.
 
   python bench/scripts.py [--rounds 5] [--precision fp32] [--hooks]
 
 Prints the median step of each round and the ratio of the medians. In fp32 nothing is cast, so that the ratio is the
-cost of the hooks alone, which `--hooks` measures by itself, in microseconds a step, also on a busy machine: the step of
-a network of one small layer without lowp and under it, the fastest of many.
+cost of the hooks. `--hooks` measures only this cost in microseconds per step, also on a busy machine: the fastest of
+many steps of a network of one small layer, with and without lowp.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ print(json.dumps([sorted(times)[len(times) // 2], min(times)]))
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="how often both are run, in turn")
+    parser.add_argument("--rounds", type=int, default=5, help="number of runs of both, in turns")
     parser.add_argument("--steps", type=int, default=150, help="steps of one run")
-    parser.add_argument("--batch", type=int, default=160, help="examples of a step")
-    parser.add_argument("--precision", default="fp32", help="what lowp runs the script in")
-    parser.add_argument("--hooks", action="store_true", help="measure the hooks alone, in microseconds a step")
+    parser.add_argument("--batch", type=int, default=160, help="batch size")
+    parser.add_argument("--precision", default="fp32", help="precision of lowp run")
+    parser.add_argument("--hooks", action="store_true", help="measure only the hooks, in microseconds per step")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
@@ -56,7 +56,7 @@ def main() -> None:
         if given.hooks:
             arguments = [str(script), "1", "3000", "1", "8"]
             fastest = [min(_times([*one, *arguments])[1] for _ in range(given.rounds)) for one in (plain, lowp)]
-            print(f"hooks {1e6 * (fastest[1] - fastest[0]):.1f} us a step (of {1e6 * fastest[0]:.1f} us without lowp)")
+            print(f"hooks {1e6 * (fastest[1] - fastest[0]):.1f} us/step (of {1e6 * fastest[0]:.1f} us without lowp)")
             return
         arguments = [str(script), str(given.batch), str(given.steps), "12", "256"]
         without, under = [], []
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _times(command: list[str]) -> tuple[float, float]:
-    """The median and the fastest step of one run, in seconds."""
+    """Return the median and the fastest step of one run, in seconds."""
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     median, fastest = json.loads(ran.stdout)
     return median, fastest

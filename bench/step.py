@@ -1,13 +1,13 @@
-"""What a training step in every format costs on this CPU beside fp32 and torch.autocast, in one interleaved run.
+"""Measure a training step in every format on this CPU beside fp32 and torch.autocast, in one interleaved run.
 
     python bench/step.py [--avx2] [--formats bf16,fp16] [--rounds 7] [--json bench/results/step.json]
 
 Three networks at sizes where the fp32 step takes 50 ms or more: an MLP of width 1024, a ResNet-style CNN and a small
-transformer. A round makes one step of every kind, in turn; a ratio is the median over rounds of the ratio within a
-round, so that a machine that slows down slows all alike. torch.autocast takes part in the first rounds only where the
-processor does not multiply its format: it can be a hundred times slower there. `products` says how lowp's run, and the
-lines below the table why. `converted_mb` is how many MB the conversions between dtypes of a step read and write.
-`--avx2` holds all libraries to AVX2.
+transformer. A round takes one step of every kind in turn; a ratio is the median over rounds of the ratio within a
+round, so that a machine that slows down affects all equally. On processors that do not multiply its format,
+torch.autocast can be a hundred times slower and takes part only in the first rounds. `products` is the implementation
+of lowp's products, and the lines below the table explain it. `converted_mb`: MB read and written by the conversions
+between dtypes in a step. `--avx2` limits all libraries to AVX2.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Residual(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a layer norm."""
+    """Attention and an MLP, each after a layer norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 def networks() -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yield name, network and input."""
+    """Yield names, networks and inputs."""
     mlp = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
     yield "mlp", mlp, torch.randn(512, 1024)
     body = [nn.Conv2d(3, 32, 3, 1, 1), Residual(32, 32, 1), Residual(32, 64, 2), Residual(64, 128, 2)]
@@ -95,7 +95,7 @@ def networks() -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 
 def stepper(network: nn.Module, x: Tensor) -> Callable[[Callable[[], AbstractContextManager[object]]], float]:
-    """Return a function that makes one training step within a context and returns its seconds."""
+    """Return a function that takes one training step within a context and returns its time in seconds."""
     target = torch.randint(0, 10, (len(x),))
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
 
@@ -129,9 +129,9 @@ class Conversions(TorchDispatchMode):
 
 
 def measured(network: nn.Module, x: Tensor, name: str, rounds: int, torch_rounds: int) -> dict[str, float | str | None]:
-    """Return milliseconds of each kind of step, lowp's as a multiple of fp32's and of torch.autocast's, and its way.
+    """Return milliseconds of each kind of step, lowp's ratios to fp32 and to torch.autocast, and its products.
 
-    None where torch.autocast does not know the format.
+    None for torch.autocast if it does not support the format.
     """
     step, dtype = stepper(network, x), DTYPES.get(name)
     torch_rounds = 0 if dtype is None else rounds if multiplies("cpu", dtype) else min(torch_rounds, rounds)
@@ -150,7 +150,7 @@ def measured(network: nn.Module, x: Tensor, name: str, rounds: int, torch_rounds
     for index in range(rounds):
         kinds: list[Callable[[], AbstractContextManager[object]]] = [nullcontext, ours]
         kinds += [torch_autocast] if index < torch_rounds else []
-        # in turn, every other time backwards: who follows whom finds the memory as that one left it
+        # in turn, every other time in reverse order: a step finds the caches as its predecessor left them
         taken = {kind: step(kind) for kind in (kinds if index % 2 else reversed(kinds))}
         times.append((taken[nullcontext], taken[ours], taken.get(torch_autocast, float("nan"))))
     with_torch = times[:torch_rounds]
@@ -169,7 +169,7 @@ def measured(network: nn.Module, x: Tensor, name: str, rounds: int, torch_rounds
 
 
 def rounded(value: float | str | None) -> float | str | None:
-    """Return a number to three places."""
+    """Return a number rounded to three places."""
     return round(value, 3) if isinstance(value, float) else value
 
 

@@ -1,9 +1,9 @@
-"""Write the tables of README and docs that are figures of bench/results.
+"""Write the tables of README and docs from bench/results.
 
     python bench/tables.py
 
-A page keeps its words; the rows of every table listed here are written anew from the recorded results.
-`tests/test_docs.py` fails where a page and the results differ.
+The rows of every table listed here are replaced by the recorded results; other text is not changed.
+`tests/test_docs.py` fails if a page and the results differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Rows = list[list[str]]
 
 
 class Table(NamedTuple):
-    """A table of a page: `first`, with which its header begins, and what makes its rows, a list of cells each."""
+    """A table of a page: `first`, the start of its header, and a function that returns its rows as lists of cells."""
 
     page: str
     first: str
@@ -31,19 +31,19 @@ def result(name: str) -> Any:
 
 
 def told(value: float | None, digits: int) -> str:
-    """Return a number with so many decimals, and what was not measured as a dash."""
+    """Return a number with `digits` decimals; a dash for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def span(values: list[float], digits: int) -> str:
-    """Return the least and the largest of some numbers, or the one that they all are when printed."""
+    """Return the smallest and the largest number, or one number if they are equal when printed."""
     low, high = told(min(values), digits), told(max(values), digits)
     return low if low == high else f"{low} to {high}"
 
 
 # -- the rows of each table -------------------------------------------------------------------------------------------
 def steps(name: str) -> Rows:
-    """A training step of each network in each format beside fp32 and torch.autocast."""
+    """Return the training step of each network in each format beside fp32 and torch.autocast."""
     return [
         [
             *(network, format, *(told(row[key], 1) for key in ("fp32_ms", "lowp_ms", "torch_autocast_ms"))),
@@ -56,7 +56,7 @@ def steps(name: str) -> Rows:
 
 
 def threads() -> Rows:
-    """The same steps with one thread beside two."""
+    """Return the same steps with one and with two threads."""
     rows = []
     for kind, suffix in (("AVX-512", ""), ("AVX2", "-avx2")):
         two, one = result(f"step{suffix}")["results"], result(f"step-1{suffix}")["results"]
@@ -71,7 +71,7 @@ def threads() -> Rows:
 
 
 def integer_steps(*names: str) -> Rows:
-    """A step of a wide MLP in integers, with the instruction sets of these results beside each other."""
+    """Return a step of a wide MLP in integers, with a column per instruction set."""
     kinds = [result(name)["rows"] for name in names]
 
     def cells(row: dict[str, Any]) -> list[str]:
@@ -84,7 +84,7 @@ PRODUCTS = ("chained, 14 bits", "chained, 16 bits", "exact, 16 bits", "exact, fu
 
 
 def products(name: str) -> Rows:
-    """int16 matrix products as multiples of the fp32 product."""
+    """Return int16 matrix products as multiples of the fp32 product."""
     rows = []
     for title, ways in result(name)["rows"].items():
         if "convolution" not in title:
@@ -94,7 +94,7 @@ def products(name: str) -> Rows:
 
 
 def memory() -> Rows:
-    """What a step keeps for backward, its peak and its process, in MiB."""
+    """Return memory saved for backward, peak and process of a step in MiB."""
     return [
         [network, way, *(told(row[key] / 2**20, 1) for key in ("saved", "peak", "process"))]
         for network, ways in result("memory")["results"].items()
@@ -103,7 +103,7 @@ def memory() -> Rows:
 
 
 def calls(name: str) -> Rows:
-    """The fixed cost of an operation in each region, in microseconds."""
+    """Return the fixed cost of an operation in each region in microseconds."""
     ops = ("linear", "linear and its backward", "relu")
     measured = result(name)["microseconds"]
     return [[region, *(told(row[op], 1) for op in ops)] for region, row in measured.items() if "linear" in row]
@@ -119,13 +119,13 @@ CASTS = {
 
 
 def casts() -> Rows:
-    """Kernels as a share of the bandwidth of a copy."""
+    """Return the bandwidth of kernels as a share of a copy's."""
     rows = result("kernels")["rows"]
     return [[words, f"{rows[name]['percent_of_copy']:.0f} %"] for words, name in CASTS.items()]
 
 
 def served() -> Iterator[tuple[bool, list[str]]]:
-    """Yield whether a row is of one input row, and its cells: layers of quantized models as multiples of fp32."""
+    """Yield whether a result has one input row, and its cells: layers of quantized models as multiples of fp32."""
     formats = ("int8", "int4", "mxfp4", "nvfp4", "ternary", "binary")
     for name, instructions in (("inference", "AVX-512 VNNI"), ("inference-avx2", "AVX2")):
         recorded = result(name)
@@ -134,14 +134,14 @@ def served() -> Iterator[tuple[bool, list[str]]]:
             if row["batch"] == 1:
                 yield True, [instructions, *(times[f"lowp {format}"] for format in formats)]
                 continue
-            held = recorded["kernels"] == "avx2"  # the others cannot be
+            held = recorded["kernels"] == "avx2"  # the others are not calibrated
             peers = [""] * 3 if held else [times[f"{peer} int8"] for peer in ("torch", "onnxruntime", "torchao")]
             own = [times["lowp int8, calibrated"], times["lowp int8, dynamic"]]
             yield False, [instructions, str(row["batch"]), *own, *peers]
 
 
 def overview() -> Rows:
-    """README's table: the step of each format on each kind of processor, as multiples of the fp32 step."""
+    """Return README's table: the step of each format on each type of processor, as multiples of the fp32 step."""
     kinds = [([*result(f"step{one}")["results"].values()], result(f"flex{one}")["rows"]) for one in ("-avx2", "")]
     rows = []
     for format in ("bf16", "fp16"):
@@ -179,7 +179,7 @@ TABLES = (
 
 # -- pages ------------------------------------------------------------------------------------------------------------
 def written(text: str, table: Table) -> str:
-    """Return a page's text with the rows of a table written anew."""
+    """Return a page's text with the rows of a table replaced."""
     before, header, after = text.partition(f"| {table.first} |")
     if not header:
         raise SystemExit(f"{table.page} has no table whose header begins with {table.first!r}")
@@ -190,7 +190,7 @@ def written(text: str, table: Table) -> str:
 
 
 def main() -> None:
-    """Write all pages, and say which were changed."""
+    """Write all pages, and print which were changed."""
     for page in dict.fromkeys(table.page for table in TABLES):
         path = ROOT / page
         text = old = path.read_text()
@@ -198,7 +198,7 @@ def main() -> None:
             if table.page == page:
                 text = written(text, table)
         path.write_text(text)
-        print(f"{page}: {'as it was' if text == old else 'written'}")
+        print(f"{page}: {'unchanged' if text == old else 'written'}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ __all__ = ["write_", "write_there", "write_words_"]
 
 
 def write_there(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Tensor, Seen]:
-    """Return x as values of the format in fp32 under an exponent of its device, and what was seen, without waiting.
+    """Return x as values of the format in fp32 under an exponent on its device, and the statistics, without waiting.
 
     What is not finite stays as it is. On a CPU `mantissas_and_values` does this.
     """
@@ -55,9 +55,9 @@ def write_(x: Tensor, cast: Cast, exponent: int) -> Seen:
 
 
 def write_words_(x: Tensor, cast: Cast, exponent: int, low_bits: int) -> Seen | None:
-    """Write x, of fp32, in place as two words, the second `low_bits` lower, in one pass; return what was seen.
+    """Write x, fp32, in place as two words, the second `low_bits` lower, in one pass; return the statistics.
 
-    None, with nothing done, where there is no kernel for it: it computes `mantissas_and_values` and then
+    Returns None and writes nothing if there is no kernel. Defined by `mantissas_and_values` followed by
     `low_words.low_value`.
     """
     if cast.rounding is not Rounding.NEAREST_EVEN or abs(exponent) > 100 or not is_direct(x):
