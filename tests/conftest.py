@@ -1,4 +1,4 @@
-"""What every test stands on: reproducible hypothesis, one thread a worker, and the command line as a function."""
+"""Common fixtures: reproducible hypothesis, one thread per worker, and the command line as a function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 class Result(NamedTuple):
-    """What a command left behind."""
+    """The exit code and output of a command."""
 
     code: int
     out: str
@@ -34,7 +34,7 @@ class Result(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def no_mode_is_left_behind() -> Iterator[None]:
-    """Fail a test that leaves a mode of torch's on the stack, and take it off, so that no test after it runs in it."""
+    """Fail a test that leaves one of torch's modes on the stack, and remove the mode for later tests."""
     yield
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -48,7 +48,7 @@ def no_mode_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def instruction_set_is_again_what_the_environment_says() -> Iterator[None]:
-    """Undo what a test has selected, so that `make test-portable` holds the tests after it to their level."""
+    """Undo the selection of a test, so that `make test-portable` limits later tests to their level."""
     held = os.environ.get("LOWP_CPU_ISA", "")
     yield
     cpu = sys.modules.get("lowp.kernels.cpu")
@@ -58,14 +58,14 @@ def instruction_set_is_again_what_the_environment_says() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def what_is_there_already_is_not_searched() -> None:
-    """Take modules and collected tests out of the garbage collector's sight: lowp asks it for all tensors."""
+    """Exclude modules and collected tests from the garbage collector, which lowp searches for tensors."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def emulated() -> Iterator[None]:
-    """Make products of 16 bits fp32 products of rounded operands on every CPU, those with products of their own too."""
+    """Compute 16-bit products as fp32 products of rounded operands on every CPU, also on those with their own."""
     from lowp.kernels import available, use
 
     with use("cpu" if "cpu" in available() else "bitwise"):
@@ -87,5 +87,5 @@ def lowp(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """Return the root of the checkout that these tests lie in."""
+    """Return the root of the checkout of these tests."""
     return Path(__file__).resolve().parent.parent

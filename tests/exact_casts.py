@@ -1,6 +1,6 @@
-"""Casts of single numbers in rational arithmetic: an oracle for the kernels that shares no line with them.
+"""Casts of single numbers in rational arithmetic: an oracle for the kernels that shares no code with them.
 
-And the inputs on which kernels are compared: every code of a format, every midpoint, their neighbours, and specials.
+Also the inputs on which kernels are compared: every code of a format, every midpoint, their neighbours, and specials.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def casts(format: FloatFormat | IntFormat) -> Iterator[Cast]:
-    """Yield every cast into a format: all roundings, also with few random bits, and all overflows."""
+    """Yield every cast to a format: all roundings, also with few random bits, and all overflows."""
     for overflow in possible_overflows(format):
         for rounding, random_bits in ROUNDINGS:
             yield Cast(format, rounding, overflow, None, random_bits)
@@ -60,7 +60,7 @@ def inputs(
 ) -> Tensor:
     """Return every code (a sample above 11 bits), midpoint and neighbour of a format, random bits and specials.
 
-    Of many codes and midpoints about `at_most` are taken; the limits of the format are always among them.
+    If there are more codes and midpoints, about `at_most` are taken, which include the limits of the format.
     """
     generator = torch.Generator().manual_seed(1)
     if isinstance(format, IntFormat):
@@ -89,12 +89,12 @@ def inputs(
 
 
 def _thinned(points: list[float], at_most: int | None) -> list[float]:
-    """Return about so many of them, evenly: odd and even ones alike, as every odd number of them is passed over."""
+    """Return about `at_most` of them, evenly spaced with an odd step, so that odd and even ones are included."""
     return points if at_most is None else points[:: max(1, len(points) // at_most) | 1]
 
 
 def exact_cast(value: float, cast: Cast, uniform: Fraction | None = None) -> float:
-    """Return what a cast makes of one number; `uniform` in [0, 1) is the random number of stochastic rounding."""
+    """Return one number after a cast; `uniform` in [0, 1) is the random number of stochastic rounding."""
     format = cast.element
     negative = math.copysign(1.0, value) < 0
     if math.isnan(value):
@@ -149,7 +149,7 @@ def _goes_away(fraction: Fraction, is_odd: bool, negative: bool, cast: Cast, uni
 
 
 def _share(fraction: Fraction, cast: Cast) -> Fraction:
-    """Return the probability that N random bits make of a fraction (IEEE P3109 StochasticA, B and C)."""
+    """Return the probability that N random bits give a fraction (IEEE P3109 StochasticA, B and C)."""
     places = 1 << (cast.random_bits or 160)
     units, rest = divmod(fraction * places, 1)
     if cast.rounding is Rounding.STOCHASTIC_B:
@@ -206,5 +206,5 @@ def uniform(seed: int, index: int, random_bits: int | None) -> Fraction:
 
 
 def has_nan_sign(format: FloatFormat) -> bool:
-    """Whether the codes of a format tell NaNs of both signs apart."""
+    """Whether the codes of a format distinguish NaNs of both signs."""
     return format.signed and format.specials in (Specials.IEEE, Specials.FN)

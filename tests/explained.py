@@ -1,4 +1,4 @@
-"""What tests of explanations read off them."""
+"""Helpers of the tests of explanations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from lowp.explain.text import bits_text
 
 
 def bits(value: object) -> str:
-    """The fields of the result of an explanation."""
+    """Return the fields of the result of an explanation."""
     rounded = value.rounded if hasattr(value, "rounded") else value
     return bits_text(rounded.code, rounded.format)  # type: ignore[attr-defined]

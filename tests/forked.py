@@ -1,12 +1,12 @@
-"""Processes of their own that need not load torch: forked off a server that has imported it and done nothing else.
+"""New processes that need not load torch: forked from a server that has imported it and done nothing else.
 
     with forked.start("-m", "lowp", "train", "digits", cwd=tmp_path) as process:
         process.stderr.readline()
         process.send_signal(signal.SIGINT)
     assert process.returncode == 130
 
-Arguments are those of Python: `-c CODE`, `-m MODULE` or a script. What has to begin as a user's process does, with
-nothing imported and its environment read by the interpreter itself, is started by `subprocess` instead.
+Arguments are those of Python: `-c CODE`, `-m MODULE` or a script. Use `subprocess` instead for processes that must
+start like a user's, with nothing imported and the environment read by the interpreter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PATIENCE = 300.0  # seconds after which a process that hangs is killed, and its 
 
 
 class Forked:
-    """A running process, with as much of subprocess.Popen as the tests use."""
+    """A running process, with the part of subprocess.Popen that the tests use."""
 
     def __init__(self, arguments: tuple[str, ...], cwd: Path | None, environment: Mapping[str, str] | None) -> None:
         forking = context()
@@ -58,7 +58,7 @@ class Forked:
         return self._code if hasattr(self, "_code") else self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended; subprocess.TimeoutExpired where that takes longer."""
+        """Wait until the process has ended; raise subprocess.TimeoutExpired if that takes longer."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("forked", timeout or 0)
@@ -85,14 +85,14 @@ class Forked:
 
 
 def start(*arguments: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None) -> Forked:
-    """Start `python ARGUMENTS`, the leader of a session of its own; use it as a context, which waits for its end."""
+    """Start `python ARGUMENTS` as the leader of a new session; use it as a context, which waits for its end."""
     return Forked(arguments, cwd, environment)
 
 
 def run(
     *arguments: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS` to its end; return its exit code and what it printed."""
+    """Run `python ARGUMENTS` to its end; return its exit code and output."""
     said: list[str] = []
     with start(*arguments, cwd=cwd, environment=environment) as process:
         reader = threading.Thread(target=lambda: said.append(process.stderr.read()))
@@ -104,13 +104,13 @@ def run(
 
 
 def begin() -> None:
-    """Start the server, where it does not run yet, for processes of lowp's own that would start one that has less."""
+    """Start the server unless it runs, also for lowp's own processes, which would start one with fewer imports."""
     context()
     forkserver.ensure_running()
 
 
 def ranks(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
-    """Call `work(rank, *arguments)` in processes of their own; what one of them raises is raised here."""
+    """Call `work(rank, *arguments)` in new processes; an exception in one of them is raised here."""
     from torch.multiprocessing import start_processes
 
     context()
@@ -118,7 +118,7 @@ def ranks(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> 
 
 
 def context() -> Any:
-    """Return the context of multiprocessing whose processes are forked off the server."""
+    """Return the context of multiprocessing whose processes are forked from the server."""
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload(_PRELOADED)
     return forking
@@ -147,7 +147,7 @@ def _become(
 
 
 def _main(arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:
-    """Do what Python does with these arguments, and lowp's sitecustomize before."""
+    """Run lowp's sitecustomize, and then these arguments as Python does."""
     os.environ.clear()
     os.environ.update(environment)
     if environment.get("LOWP_PRECISION"):
@@ -167,6 +167,6 @@ def _main(arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:
 
 
 def _as_another(path: str, command: list[str], environment: Mapping[str, str]) -> NoReturn:
-    """Be the Python that `lowp run` would put in this one's place."""
+    """Act as the Python process by which `lowp run` would replace this one."""
     _main(tuple(command[1:]), environment)
     raise SystemExit(0)

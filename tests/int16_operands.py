@@ -1,4 +1,4 @@
-"""Operands of int16 products: what is hard to sum, and convolutions of every kind."""
+"""Operands of int16 products: sums that are hard to prove safe, and convolutions of every kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILLS: dict[str, Fill] = {
 
 
 def int64_product(a: Tensor, b: Tensor) -> Tensor:
-    """Exact for a depth below 2^23: every partial sum is an integer that fp64 holds."""
+    """Return the product, exact for a depth below 2^23: every partial sum is an integer that fp64 represents."""
     return (a.double() @ b.double()).to(torch.int64)
 
 
@@ -45,7 +45,7 @@ CONVOLUTIONS = (
 
 
 def convolution_shape(dims: int, case: tuple[int, ...]) -> ConvolutionShape:
-    """One of CONVOLUTIONS in 1 to 3 dimensions."""
+    """Return the shape of one of CONVOLUTIONS in 1 to 3 dimensions."""
     channels, out_channels, size, stride, padding, dilation, groups = case
     given, weight = (2, channels, *(9, 8, 7)[:dims]), (out_channels, channels // groups, *(size,) * dims)
     return ConvolutionShape.of(given, weight, stride, padding, dilation, groups)

@@ -1,4 +1,4 @@
-"""The formats that NumPy and ml_dtypes have too, which their own arithmetic is compared in."""
+"""The formats that NumPy and ml_dtypes also have, for comparison with their arithmetic."""
 
 from __future__ import annotations
 

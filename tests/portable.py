@@ -2,8 +2,8 @@
 
     python tests/portable.py [CONFIGURATION ...] [-- PYTEST OPTIONS]
 
-torch, MKL, oneDNN and lowp choose kernels by what the processor has, and different kernels sum in different orders.
-Here each is held to less. What a machine does not have is not made up: where there is no AVX-512, nobody runs it.
+torch, MKL, oneDNN and lowp choose kernels by the processor's instruction sets, and different kernels sum in different
+orders. Here each is limited to fewer instruction sets; sets that a machine lacks are not emulated.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ HELD = {
 
 
 def configurations() -> dict[str, dict[str, str]]:
-    """The environment of every configuration that this machine can run, by name."""
+    """Return the environment of every configuration that this machine can run, by name."""
     if cpu.library() is None:
         return {"library-absent": HELD["library-absent"]}
     return {name: held for name, held in HELD.items() if held.get("LOWP_CPU_ISA", "portable") in cpu.available()}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the named configurations, or all; the number of those that failed."""
+    """Run the named configurations, or all; return the number of those that failed."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = arguments[end + 1 :] or ["-n", "2", "--dist", "worksteal"]
     every = configurations()

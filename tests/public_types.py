@@ -1,4 +1,4 @@
-"""What the public names are to a type checker: read by mypy in `make lint`, never run."""
+"""The types of the public names: checked by mypy in `make lint`, never run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 
 
 def tensors_give_tensors_and_arrays_give_arrays(x: torch.Tensor, array: NDArray[np.float32]) -> None:
-    """`quantize` and `decode` give what they take."""
+    """`quantize` and `decode` return the type of their argument."""
     assert_type(lowp.quantize(x, "fp16"), torch.Tensor)
     assert_type(lowp.quantize(x, lowp.format("e4m3fn"), out=x), torch.Tensor)
     assert_type(lowp.quantize(array, "e5m7:stochastic", seed=1), NDArray[np.float32])
@@ -26,7 +26,7 @@ def tensors_give_tensors_and_arrays_give_arrays(x: torch.Tensor, array: NDArray[
 def codes_are_tensors_arrays_or_quantized(
     x: torch.Tensor, array: NDArray[np.float32], fp8: FloatFormat, int8: IntFormat, mxfp8: ScaledFormat
 ) -> None:
-    """`encode` gives codes of what it takes, and a Quantized for a format with a shared scale."""
+    """`encode` returns codes of the type of its argument, and a Quantized for a format with a shared scale."""
     assert_type(lowp.encode(x, fp8, packed=True), torch.Tensor)
     assert_type(lowp.encode(x, int8), torch.Tensor)
     assert_type(lowp.encode(array, fp8, seed=1), NDArray[Any])
@@ -39,7 +39,7 @@ def codes_are_tensors_arrays_or_quantized(
 
 
 def what_is_neither_is_refused(x: torch.Tensor, array: NDArray[np.float32]) -> None:
-    """Each line is an error: mypy complains of an ignore that nothing needs."""
+    """Each line is an error: mypy reports an unused ignore."""
     lowp.quantize([1.0], "fp16")  # type: ignore[call-overload]
     lowp.quantize(x, "fp16", out=array)  # type: ignore[call-overload]
     lowp.quantize(x, 16)  # type: ignore[call-overload]
@@ -48,7 +48,7 @@ def what_is_neither_is_refused(x: torch.Tensor, array: NDArray[np.float32]) -> N
 
 
 def errors_are_python_s_own_too() -> None:
-    """A user catches lowp's errors, or the built-in ones that they are."""
+    """A user catches lowp's errors, or the built-in ones from which they are derived."""
     try:
         lowp.quantize(torch.ones(1), "fp61")
     except lowp.UnknownName as error:
@@ -58,7 +58,7 @@ def errors_are_python_s_own_too() -> None:
 
 
 def a_precision_keeps_the_types_of_what_it_prepares(model: torch.nn.Module, optimizer: torch.optim.Adam) -> None:
-    """The optimizer that comes back is used as the one that was given."""
+    """The returned optimizer has the type of the given one."""
     prepared, own = lowp.Precision("bf16").prepare(model, optimizer)
     assert_type(prepared, torch.nn.Module)
     assert_type(own, torch.optim.Adam)

@@ -1,4 +1,4 @@
-"""What an error advises works in the case that it is advised for: each cure is tried where its message comes from."""
+"""The advice in error messages works: each remedy is tried in the case for which the message recommends it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def net(last: nn.Module | None = None) -> nn.Module:
 
 
 def trained(precision: lowp.Precision, model: nn.Module, loss_of: object, steps: int = 60) -> list[float]:
-    """The losses of a few steps on one batch; `loss_of(model, x, y)` runs in the region."""
+    """Return the losses of a few steps on one batch; `loss_of(model, x, y)` runs in the region."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(128, 20, generator=generator)
     y = (x[:, :1] * x[:, 1:2] > 0).float()
@@ -38,7 +38,7 @@ def trained(precision: lowp.Precision, model: nn.Module, loss_of: object, steps:
 
 # -- binary_cross_entropy ---------------------------------------------------------------------------------------------
 def saturating(last: nn.Module | None = None) -> nn.Module:
-    """A network whose logits are so large that sigmoids round to 1 in fp16."""
+    """Return a network whose logits are so large that sigmoids round to 1 in fp16."""
     model = net(last)
     with torch.no_grad():
         model[2].weight.mul_(60)  # type: ignore[index,union-attr,operator]
@@ -78,7 +78,7 @@ def test_each_cure_for_binary_cross_entropy_trains() -> None:
 
 
 def test_a_rule_for_the_loss_alone_does_not_train() -> None:
-    """Which is why it is not advised."""
+    """Therefore it is not recommended."""
     with pytest.raises(lowp.grad_scaler.NonFiniteGradients):
         trained(with_rule("binary_cross_entropy"), saturating(nn.Sigmoid()), of_probabilities)
 
@@ -144,7 +144,7 @@ def test_a_closure_without_a_loss_scale(precision: tuple[str, str | None]) -> No
 
 # -- shared exponents -------------------------------------------------------------------------------------------------
 def test_an_op_kept_in_fp32_by_a_rule_under_shared_exponents() -> None:
-    """A policy of the user's with predicted parameters needs no word about masters."""
+    """A user's policy with predicted parameters needs no advice about masters."""
     rule = Rule.of("relu", input="fp32", output="fp32")
     precision = lowp.Precision(PRESETS["flex16+5"].policy.before(rule))
     losses = trained(precision, net(), squares, steps=20)

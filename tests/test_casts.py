@@ -1,4 +1,4 @@
-"""A cast is a value that prints itself and reads itself back, and refuses what has no meaning."""
+"""A cast is a value that can be printed and parsed again; meaningless casts raise errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = st.sampled_from(["mine", "", "a:b", "e5m2", "fp16", "i8s", "bf16-trunc",
 
 @st.composite
 def own_floats(draw: st.DrawFn) -> FloatFormat:
-    """Draw a floating-point format with a name of the user's, which may be another format's."""
+    """Draw a floating-point format with a user's name, which may be that of another format."""
     bits = draw(st.integers(1, 11)), draw(st.integers(0, 52))
     offset, flags = draw(st.integers(-40, 40)), (draw(st.booleans()), draw(st.booleans()))
     try:
@@ -43,7 +43,7 @@ def own_floats(draw: st.DrawFn) -> FloatFormat:
 
 @st.composite
 def own_formats(draw: st.DrawFn) -> formats.Format:
-    """Draw a format of any kind with a name of the user's."""
+    """Draw a format of any kind with a user's name."""
     integer = st.builds(IntFormat, NAMES, st.integers(1, 32), st.booleans())
     element = draw(own_floats() | integer)
     if draw(st.booleans()):

@@ -150,7 +150,7 @@ def test_an_entry_that_a_part_misses_is_named(tmp_path: Path) -> None:
 
 
 def _training(kind: str, optimizer: Callable[..., Any], seed: int = 0, **options: Any) -> dict[str, Any]:
-    """The parts of a small training after three steps."""
+    """Return the parts of a small training after three steps."""
     torch.manual_seed(seed)
     precision, model = lowp.Precision(kind, **options), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     model, own = precision.prepare(model, optimizer(model.parameters()))
@@ -165,7 +165,7 @@ def _training(kind: str, optimizer: Callable[..., Any], seed: int = 0, **options
 
 
 def _states(parts: dict[str, Any]) -> dict[str, Any]:
-    """What the parts hold, as text that is equal where every number is; random states left out."""
+    """Return the state of the parts, without random states, as text that is equal if every number is."""
     states = {name: part.state_dict() for name, part in parts.items()}
     states["precision"] = {**states["precision"], "random": None}
     return {name: repr(_plain(state)) for name, state in states.items()}
@@ -184,7 +184,7 @@ def _adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def test_no_flipped_bit_is_loaded(tmp_path: Path) -> None:
-    """Every flip is found, or is in bytes that say nothing: padding, dates, flags."""
+    """Every flip is detected, or is in bytes without meaning: padding, dates, flags."""
     path, saved = tmp_path / "a.pt", _training("fp16-storage", _adam)
     lowp.save(path, **saved)
     whole, parts = path.read_bytes(), _training("fp16-storage", _adam, seed=1)
@@ -258,7 +258,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture(scope="module")
 def parts() -> dict[str, Any]:
-    """Another training, which no edited checkpoint changes."""
+    """Another training, which edited checkpoints must not change."""
     return _training("fp16-storage", _adam, seed=1)
 
 
@@ -370,7 +370,7 @@ _TENSORS = [
 
 
 def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a content of plain values, but for the words of random generators."""
+    """Yield every place in a content of plain values, except the words of random generators."""
     yield at
     listed = range(len(value)) if isinstance(value, list) and len(value) < 50 else ()
     for key in value if isinstance(value, dict) else listed:

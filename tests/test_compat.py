@@ -1,4 +1,4 @@
-"""The torch range is stated once and checked, and a missing private name is said clearly."""
+"""The range of torch versions is stated once and checked, and a missing private name raises a clear error."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _MAKERS = ("tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "ey
 
 
 def made(node: ast.AST) -> Iterator[int]:
-    """The lines on which a node makes tensors, but for those under `real_tensors` and in functions that it defines."""
+    """Yield the lines on which a node creates tensors, except under `real_tensors` and in functions that it defines."""
     if isinstance(node, ast.With) and "real_tensors()" in map(ast.unparse, (item.context_expr for item in node.items)):
         return
     if isinstance(node, ast.Call) and ast.unparse(node.func) in [f"torch.{name}" for name in _MAKERS]:

@@ -1,4 +1,4 @@
-"""The published energies and areas, and what is estimated between them."""
+"""The published energies and areas, and the estimates between them."""
 
 from __future__ import annotations
 

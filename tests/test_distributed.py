@@ -1,4 +1,4 @@
-"""Ranks agree: real processes over gloo, with DDP, with shards of their own, with DTensors, and with one rank."""
+"""Ranks agree: real processes over gloo, with DDP, with different shards, with DTensors, and with one rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Report = list[tuple[float, bool, float]]  # a step: the scale after it, whether 
 
 
 def work(rank: int, jobs: dict[str, Callable[[int], Any]], folder: str) -> None:
-    """Be one of the processes: join the others, do the jobs, leave what they returned or raised in a file."""
+    """Act as one of the processes: join the others, run the jobs, write their results or exceptions to a file."""
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(f"{folder}/store", RANKS)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
@@ -50,7 +50,7 @@ def work(rank: int, jobs: dict[str, Callable[[int], Any]], folder: str) -> None:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, spoil: Callable[[int], None]
 ) -> Report:
-    """Train four steps, with gradients spoilt between backward and step, and say how each went."""
+    """Train four steps, with gradients modified between backward and step, and return the outcome of each."""
     report = []
     for step in range(4):
         optimizer.zero_grad()
@@ -86,7 +86,7 @@ def ddp_input_overflows(rank: int) -> list[Report]:
 
 
 def ddp_gradient_spoilt(rank: int) -> list[Report]:
-    """Only rank 0's copy of a gradient is spoilt, after DDP's all-reduce; unscaled explicitly and not."""
+    """Only rank 0's copy of a gradient is modified, after DDP's all-reduce; with and without explicit unscaling."""
     reports = []
     for fused in (False, True):
         for explicitly in (False, True):
@@ -105,7 +105,7 @@ def ddp_gradient_spoilt(rank: int) -> list[Report]:
 
 
 def shards_of_their_own(rank: int) -> list[Any]:
-    """Each rank holds other parameters, one of them none at all; one overflows. Agreed over a group, and not."""
+    """Each rank has different parameters, one of them none; one overflows. With and without agreement over a group."""
     found = []
     for group in (torch.distributed.group.WORLD, None):
         scaler = GradScaler("cpu", init_scale=8.0, process_group=group)
@@ -166,7 +166,7 @@ def shards_that_underflow_apart(rank: int) -> list[float]:
 
 
 def fully_sharded(rank: int) -> dict[str, bool]:
-    """Train a model in halves of its parameters and a whole one on the same batch: whether the losses are equal."""
+    """Train a model sharded in halves and a whole one on the same batch; return whether the losses are equal."""
 
     def losses(precision: Precision, is_sharded: bool) -> list[float]:
         torch.manual_seed(0)
@@ -197,7 +197,7 @@ def maxima(rank: int) -> list[Any]:
 
 
 def first_scales(rank: int) -> dict[str, Any]:
-    """Train in fp16 with gradients that overflow, on rank 1 sixteen times as large: the scales and what was skipped."""
+    """Train in fp16 with overflowing gradients, sixteen times larger on rank 1; return the scales and skipped steps."""
     found: dict[str, Any] = {}
     for kind in ("none", "ddp", "unused", "static", "sharded", "nan", "reentrant"):
         torch.manual_seed(0)
@@ -224,7 +224,7 @@ def first_scales(rank: int) -> dict[str, Any]:
 
 
 def profiles(rank: int) -> list[Any]:
-    """Profile a step under DDP; return the ranks of the file that the first writes, and its counts beside a rank's."""
+    """Profile a step under DDP; return the ranks in the file of the first rank, and its counts beside one rank's."""
     found: list[Any] = []
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 2))

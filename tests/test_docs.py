@@ -1,6 +1,6 @@
-"""What the pages of docs/ say beside their code: tables of facts of the package and of bench/results, and links.
+"""The pages of docs/ besides their code: tables of facts of the package and of bench/results, and links.
 
-Where a row is wrong the error shows the one that is right, ready to be pasted into the page.
+If a row is wrong the error shows the right one, for the page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def text_of(page: str) -> str:
 
 
 def table(page: str, first: str) -> list[list[str]]:
-    """The rows of the first table on a page whose header begins with these cells."""
+    """Return the rows of the first table on a page whose header begins with these cells."""
     _, _, rest = text_of(page).partition(f"| {first} |")
     lines = rest.split("\n\n")[0].splitlines()[2:]
     assert lines, f"{page} has no table that begins with {first!r}"
@@ -140,7 +140,7 @@ def without_code(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives a page's headings."""
+    """Return the anchors that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.*)$", without_code(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

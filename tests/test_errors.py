@@ -1,4 +1,4 @@
-"""The texts that name what is allowed."""
+"""The error texts that name the allowed values."""
 
 from __future__ import annotations
 

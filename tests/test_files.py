@@ -1,4 +1,4 @@
-"""Files are replaced whole, by one process, and nothing but a regular file is replaced."""
+"""Files are replaced atomically, by one process, and only regular files are replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every format is what its standard says, prints itself, and reads itself back."""
+"""Every format follows its standard, and can be printed and parsed again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LIMITS = {
 
 @st.composite
 def spellings(draw: st.DrawFn) -> str:
-    """Draw the spelling of a floating-point format; not every one is possible."""
+    """Draw the spelling of a floating-point format, which may be impossible."""
     exponent = draw(st.integers(1, 11))
     mantissa = draw(st.integers(0, 52))
     bias = draw(st.sampled_from(["", f"b{draw(st.integers(-20, 1100))}"]))

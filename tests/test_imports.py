@@ -1,4 +1,4 @@
-"""What is light stays light, and the public names are what the stubs say."""
+"""Light imports stay light, and the public names match the stubs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ print("LOADED", *sorted(set(sys.modules) - before))
 
 @pytest.mark.parametrize(("statement", "own"), LIGHT.values(), ids=LIGHT.keys())
 def test_what_is_light_loads_the_standard_library_and_little_of_lowp(statement: str, own: set[str]) -> None:
-    """What is loaded says what an import costs on any machine; how long it took says how busy this one was."""
+    """The loaded modules determine the cost of an import on any machine; its time depends on the load."""
     command = [sys.executable, "-c", CHILD.format(statement=statement)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     loaded = next(line.split()[1:] for line in lines if line.startswith("LOADED"))

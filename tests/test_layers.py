@@ -1,4 +1,4 @@
-"""The house keeps its layers: who may import whom, and where private and native names may be used."""
+"""The layers of the package: allowed imports, and the modules that may use private and native names."""
 
 from __future__ import annotations
 
@@ -153,16 +153,16 @@ ASKING = {"type", "get_device", *(f"is_{name}" for name in DEVICES)}
 
 
 def questions(tree: ast.AST) -> list[ast.AST]:
-    """Return the nodes that ask on which device a tensor lies.
+    """Return the nodes that query the device of a tensor.
 
-    Two devices may be compared; `is_meta` asks for numbers.
+    A comparison of two devices is allowed; so is `is_meta`, which queries whether there are numbers.
     """
     devices = named_devices(tree)
     return [node for node in ast.walk(tree) if asks_for_a_device(node, devices)]
 
 
 def named_devices(tree: ast.AST) -> frozenset[str]:
-    """Return what devices are called in a file, beside `device`: where = x.device, one of them or another's name."""
+    """Return the names of devices in a file besides `device`: where = x.device, one of them or another's name."""
     found: frozenset[str] = frozenset()
     pairs = [pair for node in ast.walk(tree) for pair in assigned(node)]
     while more := {target for target, value in pairs if is_a_device(value, found)} - found:
@@ -171,7 +171,7 @@ def named_devices(tree: ast.AST) -> frozenset[str]:
 
 
 def assigned(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """Yield names that a node gives and what it gives them to; of a conditional value both."""
+    """Yield names that a node assigns with their values; both values of a conditional expression."""
     if isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
         pairs = [(node.target, node.value)]
     elif isinstance(node, ast.Assign):
@@ -209,7 +209,7 @@ def asks_for_a_device(node: ast.AST, devices: frozenset[str]) -> bool:
 
 
 def is_a_device(node: ast.AST, devices: frozenset[str]) -> bool:
-    """Whether a node is called a device: x.device, self._device, device, its_device, or one of `devices`."""
+    """Whether a node is named as a device: x.device, self._device, device, its_device, or one of `devices`."""
     name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
     return name == "device" or name.endswith("_device") or name in devices
 
@@ -219,7 +219,7 @@ def is_none(node: ast.AST) -> bool:
 
 
 def names_a_device(node: ast.AST) -> bool:
-    """Whether this is the name of a kind of device, a `torch.device(...)`, or a collection with such in it."""
+    """Whether this is the name of a device type, a `torch.device(...)`, or a collection that contains one."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, str) and node.value.partition(":")[0] in DEVICES
     if isinstance(node, ast.Call):

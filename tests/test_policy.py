@@ -1,4 +1,4 @@
-"""Policies: rules match in order, print, and survive TOML; wrong ones are explained."""
+"""Policies: rules match in order, print, and are unchanged by TOML; errors explain wrong ones."""
 
 from __future__ import annotations
 

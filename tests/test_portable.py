@@ -1,4 +1,4 @@
-"""Checkpoints in other formats: what is written opens anywhere, what is read is checked, and nothing is executed."""
+"""Checkpoints in other formats: written files open anywhere, read files are checked, and nothing is executed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _shards() -> None:
-    """A checkpoint in two shards, in the folder `shards`."""
+    """Write a checkpoint in two shards to the folder `shards`."""
     os.mkdir("shards")
     names = [list(_state())[:2], list(_state())[2:]]
     weight_map = {}
@@ -284,7 +284,7 @@ def test_a_file_cut_anywhere_is_refused() -> None:
 
 
 def _edited(content: bytes, draw: random.Random) -> bytes:
-    """A file with a bit, some bytes or its length changed, more or fewer bytes, or cut."""
+    """Return a file with a bit, some bytes or its length changed, with more or fewer bytes, or truncated."""
     edited, place = bytearray(content), draw.randrange(min(len(content), 1500))
     kind = draw.randrange(6)
     if kind == 0:

@@ -1,4 +1,4 @@
-"""Copies of a whole training, model and optimizer and precision together, go on to the bit and stand alone."""
+"""Copies of model, optimizer and precision together continue to the same bits, independently."""
 
 from __future__ import annotations
 

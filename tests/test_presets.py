@@ -1,4 +1,4 @@
-"""Presets: each is what its name says, has a source, and bare formats and policies become one."""
+"""Presets: each matches its name and has a source, and formats and policies are converted to one."""
 
 from __future__ import annotations
 

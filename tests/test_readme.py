@@ -1,11 +1,11 @@
-"""Every code block of the README and of docs/ runs and prints what it says.
+"""Every code block of the README and of docs/ runs and prints the shown output.
 
-A `python` block is executed; the blocks of one file share their names, from top to bottom. An `output` block behind it
-is what it prints; with `raises` or `warns` after the language also the error that it ends in, or its warnings, as
-Python names them. With `file=NAME` it is not run but written there. In a `console` block every `$ lowp ...` line is
-run, and what is shown below it is what it prints. `...` stands for any text, lines of an `output` may be broken
-anywhere; nothing shown means nothing compared. `needs=MODULE` after the language leaves a
-block out where that is not installed, `not-run` leaves it to the reader, and `slow` leaves it to `make slow`.
+A `python` block is executed; the blocks of one file share their names, from top to bottom. An `output` block after it
+is its output; with `raises` or `warns` after the language it also has the final exception, or the warnings, as Python
+prints them. A block with `file=NAME` is not run but written to that file. In a `console` block every `$ lowp ...` line
+is run, and the text below it is its output. `...` stands for any text, and lines of an `output` may be broken anywhere;
+without shown output nothing is compared. `needs=MODULE` after the language skips a block if the module is not
+installed, `not-run` skips it always, and `slow` runs it only in `make slow`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, the words after it, its text, its first line in the file, and what it prints."""
+    """A fenced block: its language, the words after it, its text, its first line in the file, and its output."""
 
     language: str
     words: tuple[str, ...]
@@ -76,7 +76,7 @@ def commands(block: Block) -> Iterator[tuple[list[str], str]]:
 
 
 def run_python(path: Path, block: Block, names: dict[str, object]) -> str:
-    """Execute a block; return what it printed, and what it raised or warned of where it says that it does."""
+    """Execute a block; return its output, and its exception or warnings if it declares them."""
     # Blank lines first, so that a traceback names the line of the page.
     code = compile("\n" * (block.line - 1) + block.text, str(path), "exec")
     said: list[str] = []
@@ -114,7 +114,7 @@ def run_page(path: Path, chosen: list[Block], lowp: Callable[..., Any]) -> None:
 
 
 def run_commands(path: Path, block: Block, lowp: Callable[..., Any]) -> None:
-    """Run the `$ lowp ...` lines of a block, and compare what is shown below them."""
+    """Run the `$ lowp ...` lines of a block, and compare the output shown below them."""
     for arguments, shown in commands(block):
         result = lowp(*arguments)
         assert result.code == 0, f"{path}:{block.line}: lowp {shlex.join(arguments)}\n{result.err}"

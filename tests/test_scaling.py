@@ -1,4 +1,4 @@
-"""Loss scales: torch's rule where torch has one, and a scale that lives whatever it sees."""
+"""Loss scales: torch's rule if torch has one, and a scale that never becomes 0."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def after(scaling: LossScaling, steps: Iterable[bool], state: LossScaleState | N
 
 
 def counts(exponents: dict[int, int]) -> torch.Tensor:
-    """Return a histogram with so many values at each power of two."""
+    """Return a histogram with the given counts at powers of two."""
     histogram = torch.zeros(256, dtype=torch.int64)
     for exponent, count in exponents.items():
         histogram[exponent + 127] = count
@@ -124,7 +124,7 @@ def test_hysteresis_tolerates_overflows(hysteresis: int, steps: list[bool], scal
 
 
 def test_a_smaller_growth_interval_works_at_once() -> None:
-    """torch compares for equality, so that its scale never grows again once the interval is below the count."""
+    """torch tests for equality, so that its scale never grows again once the interval is below the count."""
     state = after(DynamicLossScale(growth_interval=100), [False] * 50)
     assert after(DynamicLossScale(growth_interval=10), [False], state).scale == 2.0**17
 

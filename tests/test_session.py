@@ -1,4 +1,4 @@
-"""What a step remembers: the running statistics of batch normalisation survive a skipped step."""
+"""A skipped step restores the running statistics of batch normalisation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def overflowing(model: nn.Module) -> None:
-    """Do what a forward with an infinity does to the statistics."""
+    """Change the statistics like a forward pass with an infinity."""
     for buffer in model.buffers():
         buffer.add_(1) if buffer.dtype == torch.int64 else buffer.fill_(torch.nan)
 

@@ -1,4 +1,4 @@
-"""Whatever is given as a format or a cast, lowp answers at once, with a value or an error of its own."""
+"""Any text given as a format or a cast quickly gives a value or one of lowp's errors."""
 
 from __future__ import annotations
 

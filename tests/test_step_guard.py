@@ -1,4 +1,4 @@
-"""What follows from a step: skipped or taken, with a loss scale or without, and calls that belong elsewhere."""
+"""Outcomes of a step: skipped or taken, with or without a loss scale, and misplaced calls."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_number_is_read_after_it_was_sent() -> None:
 # -- torch's fused SGD ------------------------------------------------------------------------------------------------
 @pytest.fixture
 def uninitialised_is_nan() -> Iterator[None]:
-    """Memory that torch hands out without writing it holds NaN: what nobody wrote is seen at once."""
+    """Fill memory that torch allocates without writing with NaN, so that unwritten elements are detected."""
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield

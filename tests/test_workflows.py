@@ -1,4 +1,4 @@
-"""What CI runs is pinned, and runs what a contributor can run."""
+"""CI's tools are pinned, and CI runs commands available to a contributor."""
 
 from __future__ import annotations
 

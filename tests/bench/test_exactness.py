@@ -1,4 +1,4 @@
-"""The matrix of docs/exactness.md: lowp is right on its inputs, and the tables are those of the results."""
+"""The matrix of docs/exactness.md: lowp is right on its inputs, and the tables match the results."""
 
 from __future__ import annotations
 

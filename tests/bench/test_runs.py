@@ -1,4 +1,4 @@
-"""The page of recorded runs has the tables of the files in bench/results/runs, and no others."""
+"""The page of recorded runs has exactly the tables of the files in bench/results/runs."""
 
 from __future__ import annotations
 

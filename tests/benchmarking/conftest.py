@@ -1,4 +1,4 @@
-"""What keeps measurements the same on a machine that is busy."""
+"""Fixtures that make measurements independent of the machine's load."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from lowp.benchmarking import timing
 
 @pytest.fixture
 def never_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step is so slow that only one is timed."""
+    """Treat no step as so slow that only one is timed."""
     monkeypatch.setattr(timing, "_SLOW", math.inf)

@@ -1,4 +1,4 @@
-"""A benchmark measures what it says, keeps what is done, and leaves a document that says how."""
+"""Benchmarks: the measurements, interruption, and the written document."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def without_processes(monkeypatch: pytest.MonkeyPatch, never_slow: None) -> None
 
 
 def stopping_after(count: int) -> Any:
-    """A `stop` that is true from the call after so many."""
+    """Return a `stop` that returns true after `count` calls."""
     calls = iter(range(10**9))
     return lambda: next(calls) >= count
 

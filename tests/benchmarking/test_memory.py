@@ -1,4 +1,4 @@
-"""Memory is counted by what it holds, operations by the numbers they are done on, and the largest batch is measured."""
+"""Memory is counted by its content, operations by their operands, and the largest batch is measured."""
 
 from __future__ import annotations
 

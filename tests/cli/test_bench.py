@@ -1,4 +1,4 @@
-"""lowp bench: tables, files, a picture, a real Ctrl-C, and what it says of bad input."""
+"""lowp bench: tables, files, a picture, a real Ctrl-C, and errors about bad input."""
 
 from __future__ import annotations
 

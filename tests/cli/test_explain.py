@@ -1,4 +1,4 @@
-"""lowp explain: the questions it takes, the worked cases, and how it refuses."""
+"""lowp explain: accepted questions, worked cases, and errors."""
 
 from __future__ import annotations
 

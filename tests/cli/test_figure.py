@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def drawn_again(lowp: Lowp, name: str, first: str) -> bool:
-    """Whether a picture that is drawn from the numbers beside it is the first one; of an SVG, has as many paths."""
+    """Whether a picture drawn from the recorded numbers equals the first; for an SVG, has as many paths."""
     again = f"again{Path(first).suffix}"
     told = lowp("figure", name, "--from", str(Path(first).with_suffix(".json")), "--out", again).out
     one, other = (Path(name).read_bytes() for name in (first, again))
@@ -111,7 +111,7 @@ RECORDED: dict[str, tuple[Path, str]] = {}
 def recorded(
     lowp: Lowp, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], tuple[Path, str]]:
-    """Return a function that goes to where a figure is recorded, once for all tests: the folder, and what was told."""
+    """Return a function that enters the folder of a figure, recorded once for all tests, and returns its output."""
 
     def go(name: str) -> tuple[Path, str]:
         if name not in RECORDED:

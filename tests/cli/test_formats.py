@@ -1,4 +1,4 @@
-"""lowp formats: the list, one in full, the drawings, and how they fit a terminal."""
+"""lowp formats: the list, one format in full, the drawings, and their width on a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cells(out: str, name: str) -> list[str]:
-    """The words behind a format's name in every table that lists it."""
+    """Return the words after a format's name in every table that lists it."""
     return [word for line in out.splitlines() if line.split()[:1] == [name] for word in line.split()[1:]]
 
 

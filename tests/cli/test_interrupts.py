@@ -1,4 +1,4 @@
-"""Ctrl-C is answered between two steps, and in two seconds where a step takes longer."""
+"""Ctrl-C ends work between two steps, or within two seconds if a step takes longer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LONG = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
 
 
 def stopped(code: str, repository: Path, number: int = signal.SIGINT) -> tuple[int, str]:
-    """Run code in a process of its own until it prints a line, send it a signal; return its exit code and stderr.
+    """Run code in a new process until it prints a line, send it a signal; return its exit code and stderr.
 
-    Its stdin is closed when it has written a line to stderr, for code that goes on only then.
+    Its stdin is closed when it has written a line to stderr, for code that waits for that.
     """
     environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The command `lowp` itself: what it lists, how it fails, how it is interrupted."""
+"""The command `lowp` itself: its help, errors and interruption."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lowp.kernels.cpu import asked, available, library, select
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Namespace], int]], None]:
-    """Return a function that makes `lowp sample [--count N]` a command which calls what it is given."""
+    """Return a function that makes `lowp sample [--count N]` a command that calls a given function."""
 
     def install(run: Callable[[argparse.Namespace], int]) -> None:
         module: Any = types.ModuleType("lowp.cli.sample", "What the sample does.")

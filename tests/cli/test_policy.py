@@ -1,4 +1,4 @@
-"""`lowp policy`: lists, shows, checks, and what it prints can be read again."""
+"""`lowp policy`: list, show, check, and reading its output again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lowp profile`: a recipe, a record, a script, two records; and what it says of anything else."""
+"""`lowp profile`: a recipe, a record, a script, two records; and errors for anything else."""
 
 from __future__ import annotations
 

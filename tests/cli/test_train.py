@@ -1,4 +1,4 @@
-"""lowp train: lines, checkpoints, a real Ctrl-C and a real kill -9."""
+"""lowp train: printed lines, checkpoints, a real Ctrl-C and a real kill -9."""
 
 from __future__ import annotations
 

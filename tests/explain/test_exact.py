@@ -41,9 +41,9 @@ ORACLES = {
 
 
 def edges(format: FloatFormat, every: int = 1) -> np.ndarray:
-    """Values, the midpoints above, and fp32's neighbours of those.
+    """Return values, the midpoints above them, and the fp32 neighbours of those.
 
-    One value in `every`, and of the 16-bit formats' negative ones a few.
+    One value in `every`, and a few of the negative ones of 16-bit formats.
     """
     negative_from, step = 1 << (format.bits - 1), 97 if format.bits == 16 else 1
     codes = [c for c in format.codes if not format.signed or c < negative_from or c % step == 0]

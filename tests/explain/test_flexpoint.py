@@ -83,7 +83,7 @@ def test_dfp16_mantissas_are_symmetric() -> None:
 
 
 def words(found: object) -> str:
-    """The rendered text with its line breaks and columns taken out."""
+    """Return the rendered text without line breaks and columns."""
     return " ".join(render(found).split())
 
 

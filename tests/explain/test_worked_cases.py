@@ -1,4 +1,4 @@
-"""The worked cases come out to the last digit."""
+"""The worked cases are right to the last digit."""
 
 from __future__ import annotations
 

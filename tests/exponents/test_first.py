@@ -1,4 +1,4 @@
-"""The looked-up exponent of a first write is that of the algorithm, on every bound and between them."""
+"""The exponent of a first write from the table is that of the algorithm, on every bound and between bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the writes of a step teach is the same by the C++ library as by its definition in torch."""
+"""The C++ library updates predictions like their definition in torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SITES = 37
 
 
 def _flushed(scaling: Autoflex, way: str, steps: int) -> ExponentTable:
-    """Return a table after random writes: too large, zero, vanished and not finite ones among them."""
+    """Return a table after random writes, including too large, zero, vanished and non-finite ones."""
     table = ExponentTable(parse("flex16+5:autoflex"), torch.device("cpu"))
     table.scaling = scaling
     table.state = scaling.init("cpu", 0)

@@ -1,4 +1,4 @@
-"""Ranks agree on shared exponents by the names of sites, whatever ops each of them runs."""
+"""Ranks agree on shared exponents by the names of sites, also if they run different ops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLEX = parse("flex16+5:autoflex")
 
 
 def same_places(rank: int) -> dict[str, Any]:
-    """Both ranks write two sites, in another order; one meets a larger maximum and a NaN."""
+    """Both ranks write two sites in different order; one writes a larger maximum and a NaN."""
     exponents = SharedExponents()
     for step in range(6):
         for name in ("a", "b") if rank == 0 else ("b", "a"):
@@ -37,7 +37,7 @@ def same_places(rank: int) -> dict[str, Any]:
 
 
 def other_places(rank: int) -> dict[str, Any]:
-    """Each rank writes as many sites as the other, one of them under another name and of another size."""
+    """Each rank writes as many sites as the other, one of them with another name and another size."""
     exponents = SharedExponents()
     for _ in range(4):
         exponents.write(torch.tensor([1.0]), FLEX, "output of both")
@@ -49,7 +49,7 @@ def other_places(rank: int) -> dict[str, Any]:
 
 
 class Skipping(nn.Module):
-    """Stochastic depth: each rank leaves another block out in every second step."""
+    """Stochastic depth: each rank omits another block in every second step."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sites tell the passes of a step apart, share what micro-batches write, and repeat what a checkpoint repeats."""
+"""Sites distinguish the passes of a step, are shared by micro-batches, and repeat in a checkpoint's recomputation."""
 
 from __future__ import annotations
 

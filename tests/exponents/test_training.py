@@ -1,4 +1,4 @@
-"""Training in flex16+5 through Precision: every tensor in int16, faults told, runs resumed to the bit."""
+"""Training in flex16+5 through Precision: every tensor in int16, faults reported, runs resumed to the bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_flex(x: Tensor) -> bool:
 
 
 class Run:
-    """A small network with BatchNorm that learns to tell two halves of the plane apart."""
+    """A small network with BatchNorm that learns to separate two halves of the plane."""
 
     def __init__(self, precision: str = "flex16+5", optimizer: str = "SGD") -> None:
         torch.manual_seed(0)

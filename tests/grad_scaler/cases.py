@@ -1,4 +1,4 @@
-"""Models, optimizers and gradients that the tests of the scaler share."""
+"""Models, optimizers and gradients of the scaler's tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CountReads(TorchDispatchMode):
 
 
 class OwnOptimizer(torch.optim.SGD):
-    """An optimizer that unscales and skips by itself, as lowp's do."""
+    """An optimizer that unscales and skips by itself, like lowp's."""
 
     _step_supports_amp_scaling = True
 

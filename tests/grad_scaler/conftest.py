@@ -30,7 +30,7 @@ def to_list(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read nothing on the host, as where numbers lie on a device that has to be waited for."""
+    """Read nothing on the host, as with numbers on a device that needs synchronization."""
     monkeypatch.setattr(hardware, "is_on_host", lambda x: False)
 
 

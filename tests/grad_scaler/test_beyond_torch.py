@@ -1,4 +1,4 @@
-"""What the scaler does beyond torch's: scales that cannot die, steps that read nothing."""
+"""The scaler's additions to torch's: scales that cannot become 0, steps without host reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scaler's state goes to and from torch's, and is whole or refused."""
+"""A scaler's state is exchanged with torch's, and incomplete states are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dynamic loss scale of `Precision` begins where the first gradients fit, and no step is lost to finding it."""
+"""The dynamic loss scale of `Precision` starts at a scale that fits the first gradients, without a skipped step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowp.grad_scaler.first_scale import HEADROOM, first_scale
 
 
 class Net(nn.Module):
-    """With what a backward too many could disturb: dropout's draws and BatchNorm's statistics."""
+    """A network with state that an additional backward could disturb: dropout's draws and BatchNorm's statistics."""
 
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Net(nn.Module):
 def train(
     loss_scale: str | None = None, steps: int = 8, times: float = 30.0, net: Net | None = None
 ) -> tuple[lowp.Precision, nn.Module, list[float]]:
-    """Train with a loss that is a sum of squares, as an autoencoder's; its gradients overflow at 2^16 and far below."""
+    """Train with a sum of squares as the loss, as in an autoencoder; gradients overflow at 2^16 and far below."""
     torch.manual_seed(0)
     x = torch.randn(64, 20)
     precision = lowp.Precision("fp16", loss_scale=loss_scale)
@@ -82,7 +82,7 @@ def test_a_scale_that_fits_with_room_stays_at_its_start() -> None:
 
 @pytest.mark.parametrize("limit", [-2, 0, 3, 12, 17, 40])
 def test_it_is_the_largest_scale_that_leaves_the_room(limit: int) -> None:
-    """The gradient is infinite from 2^limit times the loss on."""
+    """The gradient is infinite from a scale of 2^limit on."""
 
     class Narrow(torch.autograd.Function):
         @staticmethod

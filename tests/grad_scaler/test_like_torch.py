@@ -1,4 +1,4 @@
-"""The scaler does what torch's does, as torch's own suites ask for it."""
+"""The scaler behaves like torch's, by the tests of torch's own suites."""
 
 from __future__ import annotations
 

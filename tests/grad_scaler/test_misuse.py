@@ -1,4 +1,4 @@
-"""Calls out of order, and arguments that cannot work, are refused in words."""
+"""Calls out of order and impossible arguments raise errors that explain them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ONNX files of served models: onnxruntime gives the same answers, and what cannot be exported is refused."""
+"""ONNX files of served models: onnxruntime gives the same results, and unsupported models are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Served models: how near they are to the trained ones, what they weigh, what is refused."""
+"""Served models: their distance from the trained ones, their size, and errors."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_the_footprint_counts_bytes_products_and_energy() -> None:
 # -- accuracy on real data --------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def digits() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
-    """A trained perceptron, its training images, and the images and labels held back."""
+    """A trained perceptron, its training images, and the validation images and labels."""
     pytest.importorskip("sklearn")
     images, labels = read_digits()
     images = images / 16

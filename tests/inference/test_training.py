@@ -1,4 +1,4 @@
-"""Training for few bits: what is clipped gets no gradient, and what serving loses comes back."""
+"""Training for few bits: clipped values get no gradient, and the accuracy lost by serving is recovered."""
 
 from __future__ import annotations
 

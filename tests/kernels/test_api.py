@@ -1,4 +1,4 @@
-"""The public functions: what they take, what they leave alone, and what they say."""
+"""The public functions: accepted arguments, unchanged inputs, and errors."""
 
 from __future__ import annotations
 

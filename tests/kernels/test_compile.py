@@ -50,8 +50,9 @@ DELETED = ("fp16", "bf16")  # there and back by torch's dtypes is (pytorch issue
 
 @pytest.fixture(scope="module")
 def inductors() -> tuple[Tensor, list[Tensor]]:
-    """Numbers, what inductor's code makes of them in the casts DELETED, and by the arithmetic of the first: one build,
-    which takes ten seconds."""
+    """Return numbers and the results of inductor's code for the casts DELETED and the arithmetic of the first.
+
+    They are built together once, which takes ten seconds."""
     first = parse(DELETED[0])
     x = torch.cat([inputs(parse(text).element, torch.float32, random=1000) for text in DELETED])
     prepared = bitwise.parameters(first, x.dtype)

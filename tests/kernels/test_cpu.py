@@ -130,7 +130,7 @@ def test_in_place_unaligned_and_large_outputs_hold_the_same_values() -> None:
 
 
 def at_any_byte(x: Tensor) -> Tensor:
-    """Return a tensor with x's numbers that begins one byte after a multiple of their size."""
+    """Return a tensor with x's numbers whose address is one byte beyond a multiple of their size."""
     memory = bytearray(x.numel() * x.element_size() + 9)
     start = 1 + -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 8
     moved = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=start)
@@ -251,7 +251,7 @@ def test_where_the_first_random_bits_do_not_decide_the_next_ones_do(name: str) -
 
 @pytest.mark.parametrize("name", SETS)
 def test_numbers_below_the_normal_ones_are_rounded_with_all_their_bits(name: str) -> None:
-    """Among them zeros and tiny numbers: the quick kernel hands blocks over to the slower one, here a tenth of them."""
+    """They include zeros and tiny numbers: the quick kernel leaves blocks to the slower one, here a tenth of them."""
     cpu.select(name)
     x = torch.linspace(-(2.0**-13), 2.0**-13, 1 << 17)
     x[::3] = 0.0
@@ -479,7 +479,7 @@ def test_the_interpreter_can_end_while_a_daemon_thread_quantises() -> None:
 
 
 def _threads_started(environment: dict[str, str]) -> tuple[int, int]:
-    """How many threads a process has beyond one after an operation of torch's, and after one of the library's."""
+    """Return the number of additional threads of a process after an operation of torch, and of the library."""
     code = (
         "import os, torch; from lowp.kernels import cpu; from lowp.casts import parse\n"
         "torch.set_num_threads(2); x = torch.randn(1 << 20); before = len(os.listdir('/proc/self/task'))\n"

@@ -1,4 +1,4 @@
-"""A default device (``with torch.device("meta")``) is for the tensors that a program makes, not for our results."""
+"""A default device (``with torch.device("meta")``) applies to tensors that a program creates, not to lowp's."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def served() -> object:
 
 
 def by_librarys_products(model: torch.nn.Module, format: str, x: Tensor) -> list[Tensor]:
-    """What is served where the library multiplies bytes: on processors that report instructions for it, if asked to."""
+    """Return the served model with the library's byte products: on processors with instructions for them, if forced."""
     if cpu.library() is None:
         return []
     asked = cpu.asked()

@@ -1,8 +1,8 @@
 """All 2**32 fp32 numbers: the C++ kernels against the definition, torch and ml_dtypes. Minutes of work: -m slow.
 
-The definition enters as a table. To nearest even, the result of a positive number is constant between two midpoints, so
-a format of 16 bits has at most 2**15 steps; where each begins follows from exact midpoints of the format's values, and
-the float64 reference confirms the first and the last number of every step. All numbers are then compared with it.
+The definition is used as a table. To nearest even, the result of a positive number is constant between two midpoints,
+so a format of 16 bits has at most 2**15 steps; where each begins follows from exact midpoints of the format's values,
+and the float64 reference confirms the first and the last number of every step. All numbers are then compared with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INFINITY, NAN = 0x7F800000, 0x7FC00000
 
 
 class Walk:
-    """All chunks of numbers and their casts, in the same memory: fresh memory costs more than the work."""
+    """All chunks of numbers and their casts, in the same memory: new memory would take longer than the work."""
 
     def __init__(self, cast: Cast) -> None:
         self.cast = cast

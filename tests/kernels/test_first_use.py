@@ -1,4 +1,4 @@
-"""The first call of a process is quick: it loads lowp alone, and no compiler of torch, which takes seconds."""
+"""The first call of a process is quick: it loads only lowp, and no compiler of torch, which takes seconds."""
 
 from __future__ import annotations
 

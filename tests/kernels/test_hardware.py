@@ -1,4 +1,4 @@
-"""What is chosen where the processor reports AMX, on whatever processor these tests run."""
+"""The choices for a processor that reports AMX, tested on any processor."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SIZES = [Sizes(1, 1, 1), Sizes(1, 5, 3), Sizes(7, 1, 9), Sizes(4, 6, 1), Sizes(3
 
 
 def drawn(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x, weight, bias and a gradient of the result, of magnitudes far apart."""
+    """Return x, weight, bias and a gradient of the result, with magnitudes far apart."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((sizes.m, sizes.k), (sizes.n, sizes.k), (sizes.n,), (sizes.m, sizes.n))
     scales = (1.0, 1e-3, 1e-2, 1e-6)

@@ -39,7 +39,7 @@ DEPTHS = (1, 2, 7, 255, 256, 257, 511, 513, 769, 1300, 4099, 65535)
 
 
 def kernels() -> list[str]:
-    """The kernels this machine has beside the reference."""
+    """Return the kernels of this machine besides the reference."""
     one = torch.ones(1, 1, dtype=torch.int16)
     found = []
     for name in integer.KERNELS[:-1]:

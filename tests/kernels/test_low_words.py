@@ -1,4 +1,4 @@
-"""A second word of int16 for gradients of many features, and the warning where there is none."""
+"""A second word of int16 for gradients of many features, and the warning without one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DFP = parse("dfp16:current(headroom=2)")
 
 
 def gradient(classes: int, examples: int = 16) -> Tensor:
-    """The gradient of a softmax at its beginning."""
+    """Return the gradient of a softmax at the start of a training."""
     scores = torch.randn(examples, classes, generator=torch.Generator().manual_seed(0)).requires_grad_()
     F.cross_entropy(scores, torch.arange(examples)).backward()
     assert scores.grad is not None
@@ -71,7 +71,7 @@ def test_the_number_of_words_is_part_of_a_cast() -> None:
 
 
 def losses(precision: str | Policy, steps: int = 10) -> list[float]:
-    """A softmax over 12,000 words, half of which follow from the word before."""
+    """Return the losses of a softmax over 12,000 words, half of which follow from the previous word."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(12_000, 8), nn.Linear(8, 12_000))
     chosen = Precision(precision)
@@ -95,7 +95,7 @@ def one_word() -> Policy:
 
 
 def farthest(precision: str | Policy) -> float:
-    """How far a run's losses come to lie from fp32's on the same batches."""
+    """Return the largest difference of a run's losses from fp32's on the same batches."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return max(abs(a - b) for a, b in zip(losses(precision), in_fp32(), strict=True))

@@ -34,7 +34,7 @@ def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 
 def defined(x: Tensor, exponent: int) -> tuple[Tensor, int]:
-    """Mantissas by their definition in fp64, and how many were cut off."""
+    """Return mantissas by their definition in fp64, and how many were saturated."""
     scaled = torch.ldexp(x.double(), torch.tensor(-exponent)).round()
     bounded = scaled.clamp(-32768, 32767)
     return bounded.to(torch.int16), int((bounded != scaled).sum())

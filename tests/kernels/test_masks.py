@@ -1,4 +1,4 @@
-"""Masks of a bit an element: packed, used on gradients, and ReLU of mantissas; the same on every instruction set."""
+"""Masks with one bit per element: packed, on gradients, and ReLU of mantissas; equal on every instruction set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mantissas that are kept beside a tensor's memory: used only where every element is as it was."""
+"""Mantissas kept beside a tensor's memory: used only if every element is unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def values(seed: int = 0) -> Tensor:
 
 
 def written() -> Tensor:
-    """A result that an op has just written, whose mantissas are kept."""
+    """Return a result that an op has just written, whose mantissas are kept."""
     with lowp.autocast("flex16+5"):
         return F.linear(values(), values(1).requires_grad_()).detach()
 

@@ -1,4 +1,4 @@
-"""The one place that chooses how products run: what is forced there is forced everywhere."""
+"""`contract` chooses the implementation of products: one forced there is used everywhere."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _step(precision: str) -> list[Tensor]:
 
 @contextmanager
 def _without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The C++ library is there, and whoever calls it is an error."""
+    """Pretend that the C++ library exists, and make every call of it an error."""
 
     class Refusing:
         def __getattr__(self, name: str) -> object:

@@ -1,4 +1,4 @@
-"""Formats with a shared scale: which scale, which elements, which values, and what `Quantized` keeps of them."""
+"""Formats with a shared scale: the scales, the elements, the values, and their storage in `Quantized`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lent memory: the bits are those of plain conversions, and nothing that was lent is seen outside."""
+"""Kept memory: the bits are those of plain conversions, and none of it is visible outside."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Passing(TorchDispatchMode):
-    """A mode that sees every operation and changes none."""
+    """A mode that passes every operation unchanged."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""The profiler's counts: the C++ library and torch count alike, whatever the bits, the dtype and the layout."""
+"""The profiler's counts: the C++ library and torch give equal counts for any bits, dtype and layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ native = pytest.mark.skipif(cpu.library() is None, reason="the C++ library was n
 
 
 def any_bits(count: int = 20_000) -> Tensor:
-    """Numbers of every kind: uniform bits, with zeros, subnormals, NaN and infinities among them."""
+    """Return numbers of every kind: uniform bits, including zeros, subnormals, NaN and infinities."""
     bits = torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
     bits[:8] = torch.tensor([0, -(2**31), 1, 0x7F800000, -0x800000, 0x7FC00000, 0x7F7FFFFF, 0x7F800001])
     bits[100:1100] &= ~0xFFFF  # short significands

@@ -1,4 +1,4 @@
-"""Without triton its kernels are refused in words, and bitwise serves a GPU."""
+"""Without triton its kernels raise an error, and a GPU uses bitwise."""
 
 from __future__ import annotations
 

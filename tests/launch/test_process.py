@@ -1,4 +1,4 @@
-"""The process is the script's own: argv, __main__, standard input, exit codes, tracebacks, children."""
+"""The process behaves like the script's own: argv, __main__, standard input, exit codes, tracebacks, children."""
 
 from __future__ import annotations
 

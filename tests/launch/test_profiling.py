@@ -1,4 +1,4 @@
-"""How `lowp profile script.py` finds the models of a script: for how long it searches, and what it leaves alone."""
+"""`lowp profile script.py` finds the models of a script: the duration of the search, and objects it must not touch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowp.numerics.profiler import Profiler
 
 @pytest.fixture
 def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[profiling._Waiting]:
-    """What waits in a process of a script, in this one."""
+    """Return the object that waits for models in a script's process, in this process."""
     monkeypatch.setattr(profiling.atexit, "register", lambda *given: None)
     wait = profiling._Waiting(tmp_path / "run.json", "900%", "script.py")
     wait.handle = register_module_forward_pre_hook(wait)

@@ -1,6 +1,6 @@
-"""Scripts that know nothing of lowp, each in a process of its own, beside what they print without it.
+"""Unmodified scripts, each in its own process, compared with their output without lowp.
 
-Most processes have torch when they begin (see forked.py); those that test how lowp comes to it are new interpreters.
+Most processes start with torch imported (see forked.py); those that test how lowp is loaded are new interpreters.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def python(*arguments: str, cwd: Path, given: str = "", **environment: str) -> s
 
 
 def numbers(text: str) -> list[float]:
-    """Return the numbers of what a script printed last."""
+    """Return the numbers in the last line of a script's output."""
     return [float(one) for one in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", text.strip().splitlines()[-1])]
 
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Return what a script prints without lowp."""
+    """Return the output of a script without lowp."""
 
     @cache
     def run(name: str) -> str:

@@ -1,4 +1,4 @@
-"""A small model and its training, which the tests of the profiler watch."""
+"""A small model and its training for the tests of the profiler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def train(
 
 
 def recorded(steps: int) -> Record:
-    """Return the record of the model's training with SGD, every step that is due looked at."""
+    """Return the record of the model's training with SGD, with every scheduled step recorded."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with lowp.profile(model, optimizer, max_overhead=None) as profile:

@@ -1,4 +1,4 @@
-"""Advice: silent where nothing is wrong, with evidence where something is, and a policy that the library takes."""
+"""Advice: none for a healthy model, with evidence for faults, and a policy that the library accepts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_they_are_an_error_where_the_weights_are_in_16_bits() -> None:
 
 
 class Wide(nn.Module):
-    """One layer whose results are beyond fp16, and whose gradients are far smaller than the other's."""
+    """A network with a layer whose results overflow fp16 and whose gradients are far smaller than the other's."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_a_layer_that_no_loss_scale_fits_is_kept_in_bf16() -> None:
 
 
 class Attention(nn.Module):
-    """Attention whose keys have a bias: the softmax does not see it, so that its gradient is zero but for rounding."""
+    """Attention with a bias of the keys, on which the softmax does not depend: its gradient is zero up to rounding."""
 
     def __init__(self, together: bool) -> None:
         super().__init__()

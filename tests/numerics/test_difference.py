@@ -1,4 +1,4 @@
-"""Where two runs part: the first step and tensor, and how many ulp."""
+"""The first difference of two runs: step, tensor, and distance in ulp."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_another_learning_rate_is_found_at_the_second_step() -> None:
 
 
 def budgeted(record: Record, *looked_at: str) -> Record:
-    """The record as a budget leaves it that had time for these modules alone."""
+    """Return the record under a budget that had time only for these modules."""
     for step, prints in record.part.prints.items():
         record.part.prints[step] = [one for one in prints if one.key.module in looked_at]
     return record

@@ -1,4 +1,4 @@
-"""Ten planted faults, each of which is named; and a healthy run, of which nothing is said."""
+"""Ten planted faults, each of which is named; and a healthy run without a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowp.numerics.modes import depth
 
 
 class Model(nn.Module):
-    """Two linear layers with whatever is between them, where the fault is planted."""
+    """Two linear layers with a planted fault between them."""
 
     def __init__(self, between: Callable[[Tensor], Tensor], path: str = "between") -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def fault_of(
     rate: float = 0.01,
     steps: int = 4,
 ) -> dict[str, Any]:
-    """Train a few steps, the last on `batch`, and return the one fault that was found."""
+    """Train a few steps, the last on `batch`, and return the single fault found."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     y = torch.randint(3, (5,), generator=torch.Generator().manual_seed(0))
     with lowp.profile(model, optimizer, max_overhead=None) as profile:
@@ -62,7 +62,7 @@ def fault_of(
 
 
 def assert_place(fault: dict[str, Any], op: str, module: str, code: str) -> None:
-    """Hold a fault to its op, its module, and the line of this file that has this code."""
+    """Compare a fault with its op, its module, and the line of this file that contains this code."""
     assert (fault["op"], fault["module"]) == (op, module)
     file, _, number = fault["line"].partition(":")
     assert file == "test_divergence.py" and code in linecache.getline(__file__, int(number)), fault["line"]
@@ -73,7 +73,7 @@ def zeros_once(x: Tensor) -> Tensor:
 
 
 class Counter:
-    """Counts the calls of planted functions: faults come at the fourth."""
+    """Counts the calls of planted functions: the fourth one is faulty."""
 
     calls = 0
 
@@ -172,7 +172,7 @@ def test_the_gradient_of_a_square_root_at_zero_is_named() -> None:
 
 
 class Foreign(torch.autograd.Function):
-    """Computes outside of torch, as bindings of other libraries do."""
+    """Computes outside of torch, like bindings of other libraries."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, spoil: bool) -> Tensor:
@@ -208,7 +208,7 @@ def test_a_fault_inside_a_compiled_module_is_named() -> None:
 
 
 def graph_of(weights: Tensor) -> Tensor:
-    """A ring of as many nodes, as a sparse matrix whose entries are these weights."""
+    """Return a ring with as many nodes, as a sparse matrix with these weights as entries."""
     nodes = torch.arange(len(weights))
     return torch.sparse_coo_tensor(torch.stack((nodes, nodes.roll(1))), weights, (len(weights),) * 2, is_coalesced=True)
 

@@ -1,4 +1,4 @@
-"""What is watched, in every way that a model is run, and that the training itself stays what it was."""
+"""The profiler records models in all the ways they can run, and does not change the training."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_compiled_model_is_not_traced_with_the_profiler_s_hooks() -> None:
 
 
 class Dropped(nn.Module):
-    """A model with dropout, and with what else a step that runs twice might change."""
+    """A model with dropout and other state that a repeated step might change."""
 
     def __init__(self) -> None:
         super().__init__()

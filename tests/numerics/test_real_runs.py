@@ -126,7 +126,7 @@ def test_what_any_format_does_to_each_tensor_of_a_step_is_predicted(
 
 
 def unresolved(seen: Spectrum, name: str, power: int) -> float:
-    """The share of a tensor in the bin that a format's limit cuts: with five bits of fraction and more it does."""
+    """Return the share of a tensor in the bin with a format's limit inside, for five mantissa bits or more."""
     format = float_format(name)
     last = PARTS * (format.max_exponent - power + 127) + PARTS - 1
     return float(seen.bins[last]) / max(seen.nonzero, 1) if format.mantissa_bits > 4 else 0.0
@@ -139,7 +139,7 @@ def float_format(name: str) -> FloatFormat:
 
 
 def real(x: torch.Tensor, name: str) -> dict[str, float]:
-    """The shares of a tensor's numbers that a cast flushes, makes subnormal, and brings beyond the largest."""
+    """Return the shares of a tensor's numbers that a cast flushes, makes subnormal, and overflows."""
     format = float_format(name)
     x = x[x != 0]
     cast, count = lowp.quantize(x, name), max(x.numel(), 1)

@@ -1,4 +1,4 @@
-"""Records: written and read back, merged over ranks, and refused where they are not what this lowp reads."""
+"""Records: written and read back, merged over ranks, and refused if this version cannot read them."""
 
 from __future__ import annotations
 

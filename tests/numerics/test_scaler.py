@@ -1,4 +1,4 @@
-"""Gradients that torch's scaler loses without a word: a scale from a profile keeps them."""
+"""Gradients that torch's scaler silently loses are kept by a scale from a profile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL = 2.0**-36  # the loss is so small, as one of a probability or of a mean o
 
 
 def trained(scaler: Any, steps: int = 60) -> float:
-    """Fit a line in fp16 with a very small loss; return how far from it the model ends."""
+    """Fit a line in fp16 with a very small loss; return the model's final distance from it."""
     torch.manual_seed(0)
     x = torch.randn(64, 8)
     y = x @ torch.randn(8, 1)

@@ -1,4 +1,4 @@
-"""Slopes of activations: how far the loss moves where one of them alone is rounded, from a run in fp32."""
+"""Slopes of activations: the predicted change of the loss if one of them is rounded, from a run in fp32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def network() -> nn.Sequential:
 
 
 def loss_of(model: Callable[[Tensor], Tensor], seed: int, change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """The loss on one batch; `change` is made to what the first layer writes."""
+    """Return the loss on one batch, with `change` applied to the output of the first layer."""
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(64, 16, generator=generator), torch.randint(8, (64,), generator=generator)
     if change is None:

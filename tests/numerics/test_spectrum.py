@@ -1,4 +1,4 @@
-"""Spectra and updates: what they count, that they add up, and that they come back from JSON."""
+"""Spectra and updates: their counts, their sums, and their JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ops that the runners serve, as a table: how each is called, and with operands of which shapes."""
+"""The ops of the runners as a table: how each is called, and the shapes of its operands."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 def under(rule: Rule, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function as a region with this rule would."""
+    """Run a function as in a region with this rule."""
     row = row_of(function)
     assert row is not None
     return row.run(rule)(Call(row.name, function, args, kwargs, rule))

@@ -1,4 +1,4 @@
-"""Linear layers under a rule of int8 without a gradient: exact sums of bytes, whoever computes them."""
+"""Linear layers under a rule of int8 without a gradient: exact sums of bytes in every implementation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def layer_and_input() -> tuple[nn.Linear, Tensor]:
 
 
 def exact(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The sum of whole numbers, rounded once, times the scale of the column and then that of the row, plus bias."""
+    """Return the sum of integers, rounded once, times the scale of the column and then that of the row, plus bias."""
     rows, weight = (kernels.encode(one.detach(), "int8") for one in (x.reshape(-1, x.shape[-1]), layer.weight))
     sums = (rows.payload.double() @ weight.payload.double().t()).float()
     return ((sums * weight.scale) * rows.scale[:, None] + layer.bias.detach()).reshape(*x.shape[:-1], -1)

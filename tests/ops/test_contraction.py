@@ -40,7 +40,7 @@ def test_the_output_is_the_fp32_product_of_cast_operands_rounded_once(name: str,
 
 
 def is_rounded_once(found: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `found` holds fp32 numbers rounded to a dtype, whose sums may have run in another order."""
+    """Whether `found` is the fp32 result rounded to a dtype, up to the order of the sums."""
     slack = 2.0**-20 * exact.abs().max()
     return bool(((exact - slack).to(dtype) <= found).all() and (found <= (exact + slack).to(dtype)).all())
 
@@ -82,7 +82,7 @@ def test_fp32_operands_give_the_gradients_of_float64(name: str) -> None:
 
 
 def run_case(case: Case, rule: Rule, *tensors: Tensor) -> Any:
-    """Run a case; a chain of matrices comes as a list."""
+    """Run a case; a chain of matrices is passed as a list."""
     if case is CHAINS["multi_dot"]:
         return under(rule, torch.linalg.multi_dot, list(tensors))
     return case.run(rule, *tensors)

@@ -1,4 +1,4 @@
-"""Operands without elements: every layer gives what it gives in fp32, forward and backward."""
+"""Operands without elements: every layer gives the result of fp32, forward and backward."""
 
 from __future__ import annotations
 

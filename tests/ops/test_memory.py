@@ -1,4 +1,4 @@
-"""What a whole network keeps for backward: half of what fp32 keeps."""
+"""Memory saved by a whole network for backward: half of fp32's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowp import kernels
 
 
 class Block(nn.Module):
-    """Every class of op that keeps activations: norms, products, attention, softmax, an activation."""
+    """A network with every class of op that saves activations: norms, products, attention, softmax, an activation."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """A block of a transformer, attention written out: LayerNorm, softmax, GELU, dropout."""
+    """A block of a transformer with unfused attention: LayerNorm, softmax, GELU, dropout."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, float
 
 
 def activations(network: nn.Module, x: Tensor, region: AbstractContextManager[object]) -> int:
-    """Return the bytes that a forward keeps beside the parameters: activations, its input, cast weights."""
+    """Return the bytes that a forward pass saves besides the parameters: activations, its input, cast weights."""
     held = {id(parameter) for parameter in network.parameters()}
     storages: dict[int, int] = {}
 
@@ -114,7 +114,7 @@ def test_bf16_keeps_no_byte_more_for_backward_than_torch_autocast(name: str, use
 
 
 def kept(precision: str | None) -> dict[torch.dtype, int]:
-    """Return the bytes of activations that a forward keeps, by dtype; parameters and what is small are left out."""
+    """Return the bytes of activations that a forward pass saves, by dtype, without parameters and small tensors."""
     torch.manual_seed(0)
     block, x = Block(64), torch.randn(8, 128, 64, requires_grad=True)
     storages: dict[int, tuple[torch.dtype, int]] = {}

@@ -1,7 +1,7 @@
-"""The processor's own products of bf16 are those of the emulation, but for the order of summation, and are chosen by
-what the processor reports.
+"""The processor's own bf16 products equal the emulation except for the order of summation.
 
-Where the processor has none, torch's kernels of bf16 are another path, which nothing is promised of: skipped.
+They are chosen by what the processor reports. The tests are skipped on processors without such products, where torch's
+bf16 kernels are a different path.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PRODUCTS: dict[str, tuple[_Product, list[tuple[int, ...]], int]] = {  # function
 
 
 def _drawn(shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    """Return tensors whose elements bf16 represents, so that nothing but the products is rounded."""
+    """Return tensors whose elements bf16 represents, so that only the products are rounded."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).bfloat16().float() for shape in shapes]
 

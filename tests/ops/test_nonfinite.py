@@ -1,4 +1,4 @@
-"""Infinities and NaNs: those that a program writes on purpose pass, and none is turned into a number unseen."""
+"""Infinities and NaNs: intended ones pass, and none is silently converted to a number."""
 
 from __future__ import annotations
 

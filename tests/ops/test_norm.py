@@ -1,4 +1,4 @@
-"""Norms and softmax under a rule: 16 bits read and kept, fp32 computed, one rounding written."""
+"""Norms and softmax under a rule: they read and save 16 bits, compute in fp32, and round once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowp.policy import Rule
 
 
 class Norm(NamedTuple):
-    """A function of x and as many vectors of this size."""
+    """A function of x and `parameters` vectors of this size."""
 
     function: Callable[..., Any]
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Observers: every tensor of a step, in its role and phase, before its cast; and no bit of the training changed."""
+"""Observers receive every tensor of a step with role and phase, before its cast, without changing the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every product alike: what is saved, higher derivatives, transforms, accumulators, emulated formats."""
+"""Properties of every product: saved tensors, higher derivatives, transforms, accumulators, emulated formats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TWICE = [name for name in CONTRACTIONS if "without input" not in name]
 
 
 def saved_bytes(run: Callable[[], Any], *but: Tensor) -> int:
-    """Return the bytes that autograd keeps for backward, each storage once, without those of the tensors given."""
+    """Return the bytes that autograd saves for backward, each storage once, without those of the given tensors."""
     kept: dict[int, int] = {}
     ignored = {x.untyped_storage().data_ptr() for x in but}
 

@@ -107,7 +107,7 @@ def test_outputs_and_states_are_written_in_the_rule_s_dtype() -> None:
 
 
 def test_the_weight_s_gradient_is_one_product_over_all_steps() -> None:
-    """Summing it in bf16 step by step would lose small steps beside the sum."""
+    """A running sum in bf16 would lose small steps."""
     module, x = nn.RNN(4, 16, bias=False), torch.randn(200, 8, 4)
     exact = trained(module, x, False, None)
     found = trained(module, x, False, sixteen_bit("bf16"))

@@ -1,4 +1,4 @@
-"""The short way of a linear layer gives the bits of the long one, and is left where anything else is asked for."""
+"""The short path of a linear layer gives the bits of the long one, and is used only for plain calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tensors(shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype)
 
 
 def results(region: Any, given: list[Tensor | None], twice: bool) -> list[Tensor]:
-    """Return the output and all gradients; `twice`, those of the gradients too."""
+    """Return the output and all gradients; with `twice` also the gradients of the gradients."""
     there = [one for one in given if one is not None]
     with region:
         y = F.linear(*given)  # type: ignore[arg-type]

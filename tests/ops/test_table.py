@@ -102,7 +102,7 @@ def test_what_rows_say_of_int16_is_said_of_ops_that_there_are() -> None:
 
 
 def test_every_overridable_function_is_classified_on_purpose() -> None:
-    """Python composites by name; a C function may be pointwise by default, unless its name tells of a product."""
+    """Python composites are listed; a C function may be pointwise by default unless its name indicates a product."""
     for function in torch.overrides.get_testing_overrides():
         row = row_of(function)
         if row is None:
@@ -171,7 +171,7 @@ def test_a_row_tells_which_runner_a_rule_gets() -> None:
 
 
 def test_functions_that_are_equal_have_one_name() -> None:
-    """A cache by function cannot tell torch.dsmm from torch.mm, which are one function under two names."""
+    """A cache by function cannot distinguish torch.dsmm from torch.mm, which are one function with two names."""
     names: dict[Callable[..., Any], set[str]] = {}
     for one in ("mm", "dsmm", "spmm", "hsmm", "hspmm", "sspaddmm", "saddmm"):
         names.setdefault(getattr(torch, one), set()).add(name_of.__wrapped__(getattr(torch, one)))

@@ -1,4 +1,4 @@
-"""Copies, and the steps of a training, which the tests of optimizers and of whole precisions share."""
+"""Copies and training steps for the tests of optimizers and of whole precisions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 def step_on_drawn_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """One step of the optimizer on gradients that the seed decides."""
+    """Take one step of the optimizer on gradients drawn from the seed."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -37,7 +37,7 @@ def step_on_drawn_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def train_step(precision: lowp.Precision, model: nn.Module, optimizer: Any, x: Tensor) -> float:
-    """One step of a classification of x [N, 3 or more] by its largest value among the first three; the loss."""
+    """Take a step of classifying x [N, 3 or more] by the largest of its first three values; return the loss."""
     optimizer.zero_grad()
     with precision.autocast():
         loss = nn.functional.cross_entropy(model(x), x[:, :3].argmax(1))

@@ -242,7 +242,7 @@ def test_the_momentum_of_a_torch_checkpoint_loads() -> None:
 
 
 class _Unreadable(torch.overrides.TorchFunctionMode):
-    """Raises where a tensor is read on the host: on a GPU, each of these waits for the device."""
+    """Raises if a tensor is read on the host, which on a GPU waits for the device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in ("item", "__float__", "__int__", "__bool__", "tolist", "__index__"):

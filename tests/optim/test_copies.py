@@ -1,4 +1,4 @@
-"""Copies of stored models and of their optimizers: deepcopy, pickle and torch.save give things of their own."""
+"""Copies of stored models and of their optimizers: deepcopy, pickle and torch.save give independent objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint holds moments, steps and masters of lowp's optimizers, and brings them back."""
+"""torch.distributed.checkpoint saves and restores moments, steps and masters of lowp's optimizers."""
 
 from __future__ import annotations
 

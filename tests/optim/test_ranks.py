@@ -27,7 +27,7 @@ RANKS = 2
 
 
 def work(rank: int, jobs: dict[str, Callable[[int, str], Any]], folder: str) -> None:
-    """Be one of the processes: join the others, do the jobs, leave what they returned or raised in a file."""
+    """Act as one of the processes: join the others, run the jobs, write their results or exceptions to a file."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = torch.distributed.FileStore(f"{folder}/store", RANKS)
@@ -51,7 +51,7 @@ ADAMW: dict[str, Callable[..., torch.optim.Optimizer]] = {"torch": torch.optim.A
 
 
 def _train(precision: lowp.Precision, model: nn.Module, optimizer: Any, rank: int, steps: int = 4) -> list[float]:
-    """Losses of training on data that is this rank's own."""
+    """Return the losses of training on this rank's own data."""
     losses = []
     for step in range(steps):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -64,7 +64,7 @@ def _weights(model: nn.Module) -> list[list[float]]:
 
 
 def data_parallel(rank: int, folder: str) -> Any:
-    """Each rank begins with weights of its own, as without a seed: the first rank's count."""
+    """Each rank starts with its own weights, as without a seed: the first rank's are used."""
     found = {}
     for kind, make in ADAMW.items():
         for order in ("apart", "before"):
@@ -91,7 +91,7 @@ def wrapped_too_early(rank: int, folder: str) -> str:
 
 
 def wrapped_before_it_is_prepared(rank: int, folder: str) -> Any:
-    """Where nothing is converted the order is free."""
+    """If nothing is converted any order is allowed."""
     found = {}
     for name in ("fp16", "flex16+5"):
         precision, model = lowp.Precision(name), _model(0)
@@ -121,7 +121,7 @@ def fully_sharded(rank: int, folder: str) -> Any:
 
 
 def sharded_checkpoint(rank: int, folder: str) -> Any:
-    """Saved after two steps by torch.distributed.checkpoint, loaded into other weights, and gone on."""
+    """Saved after two steps by torch.distributed.checkpoint, loaded into other weights, and continued."""
     mesh, found = init_device_mesh("cpu", (RANKS,)), {}
 
     def build(make: Callable[..., Any], seed: int) -> tuple[lowp.Precision, nn.Module, Any]:
@@ -190,7 +190,7 @@ JOBS = (
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[..., Any]], list[Any]]:
-    """Run all jobs once, and return what each rank got."""
+    """Run all jobs once, and return the results of each rank."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     jobs = {job.__name__: job for job in JOBS}
     forked.ranks(work, (jobs, str(folder)), RANKS)

@@ -1,4 +1,4 @@
-"""A study trains what was planned, says what it showed, and goes on with what it has."""
+"""A study trains the planned runs, reports the results, and continues after an interruption."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DATA = load_data(TINY)
 
 
 def quiet(name: str, epoch: int) -> None:
-    """Tell nobody."""
+    """Ignore progress."""
 
 
 def done(study: Study, processes: int = 1) -> dict[str, Any]:

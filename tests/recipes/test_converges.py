@@ -1,8 +1,7 @@
-"""Recipes end in 16 bits where they end in fp32: trained to the end, the metric is worse by no more than is stated.
+"""Recipes converge in 16 bits as in fp32: at the end of training the metric is worse by at most the stated gap.
 
 Each row trains a recipe from the same weights on the same batches, in fp32 and in each precision, with the learning
-rates of fp32. `lowp compare` says the same of the CPU sizes with several seeds, and test_learning.py the same of a few
-steps.
+rates of fp32. `lowp compare` does the same for the CPU sizes with several seeds, and test_learning.py for a few steps.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PRECISIONS = ("fp16", "bf16", "flex16+5", "dfp16")
 
 
 def digits_of(side: int, training: int = 1000, held: int = 400) -> Data:
-    """scikit-learn's digits, real images of 8x8, with larger pixels and three colours; learned in few steps."""
+    """Return scikit-learn's digits, real images of 8x8, enlarged and in three colours; learned in few steps."""
     digits = load_digits()
     images = torch.from_numpy(digits.images * 15.9375).to(torch.uint8)[:, None].expand(-1, 3, -1, -1)
     images = images.repeat_interleave(side // 8, 2).repeat_interleave(side // 8, 3)
@@ -36,10 +35,10 @@ def digits_of(side: int, training: int = 1000, held: int = 400) -> Data:
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe made small: `size` replaces fields of its CPU size, `options` some of its options.
+    """A small version of a recipe: `size` replaces fields of its CPU size, `options` some of its options.
 
-    `gap` is how much worse than fp32's the metric may end, in its own unit: 0.04 of a share is four points. `gain` is
-    how much better than before training fp32 has to end, without which the gap would say nothing.
+    `gap`: how much worse than fp32's the final metric may be, in its own unit; 0.04 of a share is four points. `gain`:
+    the least improvement of fp32 over the untrained model, without which the gap would be meaningless.
     """
 
     recipe: str
@@ -68,7 +67,7 @@ BY_RECIPE = {row.recipe: row for row in ROWS}
 
 
 def trained(row: Row, precision: str) -> list[dict[str, float]]:
-    """The history of a whole run."""
+    """Return the history of a whole run."""
     recipe = get(row.recipe)
     small = replace(recipe.size("cpu"), **row.size)
     small = replace(small, options={**small.options, **row.options})
@@ -84,7 +83,7 @@ def trained(row: Row, precision: str) -> list[dict[str, float]]:
 
 @cache
 def in_fp32(name: str) -> list[dict[str, float]]:
-    """What the precisions of a row are compared with, trained once."""
+    """Return the fp32 run to which the precisions of a row are compared, trained once."""
     return trained(BY_RECIPE[name], "fp32")
 
 

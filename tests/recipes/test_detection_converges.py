@@ -1,6 +1,6 @@
-"""Detectors and a translator learn in fp16 as in fp32, and do not where gradients are below fp16; with thresholds.
+"""Detectors and a translator learn in fp16 as in fp32, but not if gradients are below fp16's range.
 
-A loss scale below 1 stands for a loss that is as much smaller, and with it every gradient that is carried in fp16.
+A loss scale below 1 stands for a loss that is smaller by that factor, with all gradients carried in fp16.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOST = 0.1  # how much more it has left, at least, where gradients are below fp1
 
 @cache
 def left(recipe: str, precision: str, loss_scale: str | None = None) -> float:
-    """The share of the first epoch's training loss that the last epoch has."""
+    """Return the training loss of the last epoch divided by that of the first."""
     data, epochs, batch = FEW[recipe]
     with threads_of(1):
         training = Training(Settings(recipe, precision, epochs=epochs, batch=batch, loss_scale=loss_scale), data())

@@ -1,7 +1,7 @@
 """Every recipe learns in fp32 and in 16 bits, on one batch of its own data: its gradient is fp32's, and the loss falls.
 
-The order of a sum is the processor's, and a recipe that is close to diverging may do so for that alone. So what 16 bits
-do is asked of the gradient, on the same weights, batch and random draws, and the rates of the runs leave room.
+The order of sums depends on the processor, which may let a recipe diverge that is close to it. Therefore the effect of
+16 bits is tested on the gradient, with the same weights, batch and random draws, and the learning rates leave a margin.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PRECISIONS = [pytest.param("fp32", marks=pytest.mark.slow), "fp16", pytest.param
 
 
 def small(name: str) -> tuple[Recipe, Size]:
-    """The recipe, and its CPU size made smaller still."""
+    """Return the recipe, and a size smaller than its CPU size."""
     recipe = get(name)
     options, batch, rate, _, _ = LEARNING[name]
     size = recipe.size("cpu")
@@ -58,7 +58,7 @@ def data_of(name: str) -> Data:
 
 
 class Run:
-    """A recipe's model and optimizer in a precision, and the batch that they see."""
+    """A recipe's model and optimizer in a precision, and their batch."""
 
     def __init__(self, name: str, precision: str, seed: int = 0) -> None:
         self.recipe, size = small(name)
@@ -88,7 +88,7 @@ class Run:
         return loss
 
     def gradient(self) -> Tensor:
-        """The gradient of the first step, in one piece; the random draws are those of the seed in each precision."""
+        """Return the gradient of the first step as one tensor; the random draws are the same in each precision."""
         torch.manual_seed(1)
         self.backward()
         return torch.cat([one.grad.flatten().double() for one in self.model.parameters() if one.grad is not None])

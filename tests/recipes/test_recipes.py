@@ -1,4 +1,4 @@
-"""Recipes are rows of a table: each builds, has the parameters it says, and its data and schedule are what it says."""
+"""Recipes are rows of a table: each builds, with the stated number of parameters, data and schedule."""
 
 from __future__ import annotations
 

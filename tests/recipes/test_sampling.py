@@ -1,4 +1,4 @@
-"""What is counted as flushed, lost and small is what was flushed, lost and small."""
+"""The counts of flushed gradients and of lost and small updates are right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Weights(nn.Module):
 
 
 def make_toy() -> Recipe:
-    """Four weights of 1 whose gradients are SLOPES, which a step of SGD with rate 1/4 changes by a quarter of them."""
+    """Return four weights of 1 with gradients SLOPES; a step of SGD with rate 1/4 subtracts a quarter of these."""
     return Recipe(
         name="toy",
         summary="",
@@ -86,7 +86,7 @@ def test_samples_are_spread_over_the_run() -> None:
     [*(("digits", precision) for precision in ("fp32", "fp16", "bf16-storage", "fp16-naive")), ("seq2seq", "fp32")],
 )
 def test_looking_changes_no_bit_of_the_run(recipe: str, precision: str) -> None:
-    """Of SGD's, and of Adam's, which counts its steps."""
+    """With SGD, and with Adam, which counts its steps."""
     data = pair_data(drawn_dates(40), 32, "drawn dates") if recipe == "seq2seq" else load_data(Settings(recipe))
     states: list[dict[str, Any]] = []
     for look in (False, True):

@@ -1,4 +1,4 @@
-"""How far the loss moves where one layer alone is rounded: the prediction beside the cast."""
+"""The change of the loss if one layer is rounded: the prediction compared with the cast."""
 
 from __future__ import annotations
 

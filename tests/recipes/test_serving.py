@@ -1,4 +1,4 @@
-"""lowp compare --inference: one model in several formats, and what training for a format brings back."""
+"""lowp compare --inference: one model in several formats, and the accuracy recovered by training for a format."""
 
 from __future__ import annotations
 

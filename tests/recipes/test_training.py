@@ -1,4 +1,4 @@
-"""One loop: it learns, begins alike in every precision, and goes on after a stop as if there had been none."""
+"""The training loop: it learns, starts equally in every precision, and resumes to the same bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def begin(precision: str = "fp16", **changes: Any) -> Training:
 
 
 class StopAfter:
-    """Asks to stop before the step of this number, once."""
+    """Requests a stop before the step with this number, once."""
 
     def __init__(self, steps: int) -> None:
         self.left = steps

@@ -1,4 +1,4 @@
-"""The verdict is a rule, and its numbers are right."""
+"""The verdict follows its rule, and its numbers are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every test of a region leaves nothing behind."""
+"""Checks that tests of regions leave no state behind."""
 
 from __future__ import annotations
 

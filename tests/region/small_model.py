@@ -1,4 +1,4 @@
-"""A small model that the tests of regions share, and what they compare of it."""
+"""A small model for the tests of regions, and its comparisons."""
 
 from __future__ import annotations
 

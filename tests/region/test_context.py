@@ -1,4 +1,4 @@
-"""Regions: what runs in which format, how they nest and end, and what torch is told meanwhile."""
+"""Regions: the formats of ops, nesting and ending, and torch's state inside a region."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_torch_func_runs(model: Net) -> None:
 
 
 class Product(torch.autograd.Function):
-    """A product of the user's own, as the documentation of torch.amp writes it."""
+    """A user's own product, as in the documentation of torch.amp."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
@@ -85,7 +85,7 @@ class Product(torch.autograd.Function):
 
 
 class WideProduct(torch.autograd.Function):
-    """The same in fp32 whatever comes in."""
+    """The same in fp32 for any input."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)

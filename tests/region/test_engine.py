@@ -1,4 +1,4 @@
-"""What a planned call costs: the functions of lowp that run in one, counted."""
+"""The cost of a planned call, as the number of lowp's functions that run in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST = {
 
 
 def functions_of_lowp(run: Callable[[], object]) -> int:
-    """Return how many calls of lowp's own functions a call is made of."""
+    """Return the number of calls of lowp's own functions in a call."""
     count = 0
 
     def see(frame: FrameType, event: str, _: object) -> None:

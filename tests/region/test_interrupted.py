@@ -1,4 +1,4 @@
-"""Regions that are interrupted, suspended, or left in another order than they were entered."""
+"""Regions that are interrupted, suspended, or left in an order other than that of entry."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _FILES = {module.__file__ for module in (context, entries, leaving, threads)}
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th place where a signal can be answered while regions are entered and left.
+    """Raises KeyboardInterrupt at the n-th point at which a signal can be handled while regions are entered and left.
 
-    A signal is answered where a function begins or a generator goes on, before any line of it, and between lines.
-    An error of a tracing function comes there, too, but for a generator that goes on in Python 3.10: it comes before,
-    outside of any ``try`` of the generator, so the next instruction is taken instead.
+    A signal is handled when a function starts or a generator resumes, before its first line, and between lines. An
+    exception of a tracing function occurs at the same points, except for a generator that resumes in Python 3.10: there
+    it occurs before, outside of any ``try`` of the generator, so that the next instruction is used instead.
     """
 
     def __init__(self, at: int) -> None:
@@ -128,7 +128,7 @@ def test_a_real_signal_that_python_answers_where_the_exit_begins_leaves_nothing_
 
 
 def error_with_a_signal() -> None:
-    """Raise OSError in C, while a signal waits to be answered."""
+    """Raise OSError in C while a signal is pending."""
     list(map(signal.raise_signal, (signal.SIGINT, -1)))
 
 

@@ -1,4 +1,4 @@
-"""Operands that are not strided: sparse and nested tensors are rounded by their values, in every policy."""
+"""Operands that are not strided: the values of sparse and nested tensors are rounded, in every policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The path of the module that runs, and what is after it."""
+"""The path of the running module, and after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules of TorchScript in a region: what cannot be rounded in them is told, and traces keep no cast of a weight."""
+"""Modules of TorchScript in a region: ops that cannot be rounded are reported, and traces keep no cast of a weight."""
 
 from __future__ import annotations
 

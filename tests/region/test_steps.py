@@ -1,4 +1,4 @@
-"""A step of an optimizer is under no region's rules, wherever it is called."""
+"""The rules of a region never apply to a step of an optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def stepped(name: str, precision: Any, within: bool) -> list[Tensor]:
-    """The weights after three steps, each within a region or outside of it, on the same gradients."""
+    """Return the weights after three steps, each within a region or outside of it, on the same gradients."""
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
     region = lowp.autocast(precision) if within else nullcontext()

@@ -1,4 +1,4 @@
-"""Regions follow code to other places: checkpoints, worker threads, wrappers."""
+"""Regions apply in checkpoints, worker threads and wrappers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a region leaves as it is, as torch.autocast does, is told: float64, complex and MKLDNN operands."""
+"""Operands that a region leaves unchanged, like torch.autocast, are reported: float64, complex and MKLDNN."""
 
 from __future__ import annotations
 

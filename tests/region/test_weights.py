@@ -1,4 +1,4 @@
-"""The casts of weights: made anew at every entry, and within one wherever a weight may have been written."""
+"""Casts of weights are computed at every entry, and again within one if a weight may have been written."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def write_through_pointer(parameter: Tensor) -> None:
 
 
 def write_as_fsdp_does(parameter: Tensor) -> None:
-    """Free the memory, take it again and fill it, the version preserved."""
+    """Free the memory, allocate and fill it again, with the version preserved."""
     storage, size = parameter.untyped_storage(), parameter.untyped_storage().nbytes()
     storage.resize_(0)
     storage.resize_(size)
@@ -65,7 +65,7 @@ def write_as_fsdp_does(parameter: Tensor) -> None:
 
 
 def write_in_a_hook(parameter: Tensor) -> None:
-    """Write while a backward pass runs, as optimizers within it do."""
+    """Write during a backward pass, like optimizers within it."""
     other = torch.ones(1, requires_grad=True)
     other.register_post_accumulate_grad_hook(lambda _: (parameter.data.fill_(3.0), None)[1])
     other.sum().backward()
@@ -328,7 +328,7 @@ def test_weights_that_nobody_uses_any_more_are_let_go_in_a_long_entry() -> None:
 
 
 class DataSGD(torch.optim.Optimizer):
-    """Writes through `.data`, which counts no version up, as many optimizers outside torch do."""
+    """Writes through `.data`, which does not increment the version, like many optimizers outside torch."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})

@@ -1,4 +1,4 @@
-"""A headless Chromium that a test drives as a user does: by keys, over the DevTools protocol on a pair of pipes."""
+"""A headless Chromium that a test controls by keys like a user, over the DevTools protocol on a pair of pipes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ os.execvp(sys.argv[3], sys.argv[3:])
 
 
 class Page:
-    """One page of a browser of its own: ``with Page(file) as page: page.press("Tab")``."""
+    """A page in a new browser: ``with Page(file) as page: page.press("Tab")``."""
 
     def __init__(self, file: Path, width: int = 1200, height: int = 900, dark: bool = False) -> None:
         assert BROWSER is not None

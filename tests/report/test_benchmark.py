@@ -1,4 +1,4 @@
-"""The tables and the picture of a benchmark show what its document has, whatever is missing from it."""
+"""The tables and the picture of a benchmark show the content of its document, also of an incomplete one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a profile: one small file without anything from elsewhere, whose slider moves its figures."""
+"""The report of a profile: one small self-contained file, whose slider updates its figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def report(record: Record, folder: Path, script: str = "") -> Path:
 
 
 class Structure(HTMLParser):
-    """Notes every tag that is open, and what a screen reader needs."""
+    """Records the open tags, and the attributes for screen readers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ document.title = window.errors || 'without errors';
 
 @pytest.fixture(scope="module")
 def moved(record: Record, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page in a browser, after its controls have been moved."""
+    """Return the page in a browser, after its controls have been moved."""
     return dump(report(record, tmp_path_factory.mktemp("moved"), MOVED))
 
 
@@ -229,7 +229,7 @@ def test_tables_open_by_keyboard_and_nothing_that_has_the_focus_is_hidden(record
 @browser
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_text_stands_out_from_what_is_behind_it(record: Record, tmp_path: Path, dark: bool) -> None:
-    """At 4.5 to 1 or more, as WCAG 2.2 asks for in 1.4.3."""
+    """The contrast is at least 4.5 to 1, as required by WCAG 2.2, 1.4.3."""
     contrast = """(() => {
       const luminance = (text) => {
         const [r, g, b] = text.match(/[0-9.]+/g).map(Number).map((one) => one / 255)

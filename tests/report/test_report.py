@@ -1,4 +1,4 @@
-"""Numbers as a reader sees them, progress on a stream that is no terminal, and heat maps."""
+"""The format of numbers, progress on a stream that is not a terminal, and heat maps."""
 
 from __future__ import annotations
 

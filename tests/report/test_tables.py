@@ -1,4 +1,4 @@
-"""Tables of a comparison fit the terminal, and have no column without a number in it."""
+"""Tables of a comparison fit the terminal, and have no empty columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autoflex as specified: the guess, the prediction, the ring of maxima, and what it does with faults."""
+"""Autoflex as specified: the initial estimate, the prediction, the ring of maxima, and faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reactive exponent: moved by one after the damage was done."""
+"""The reactive exponent: changed by one after a saturation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mx_specs: defaults and finalisation as in microxcaling, exact blocks, and a policy that says the same."""
+"""mx_specs: defaults and finalisation as in microxcaling, exact blocks, and the equivalent policy."""
 
 from __future__ import annotations
 

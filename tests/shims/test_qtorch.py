@@ -1,4 +1,4 @@
-"""The functions of QPyTorch: its signatures and ranges, the right numbers, gradients that pass straight through."""
+"""The functions of QPyTorch: signatures, ranges, correct rounding, and straight-through gradients."""
 
 from __future__ import annotations
 

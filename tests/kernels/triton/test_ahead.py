@@ -58,7 +58,7 @@ def test_integer_products_run_on_tensor_cores() -> None:
 
 
 def every_form() -> Iterator[Configuration]:
-    """One cast of every form, and its codes: formats of one form differ in numbers alone."""
+    """Return one cast of every form, and its codes: formats of one form differ only in numbers."""
     seen: set[object] = set()
     for format in FORMATS_TRIED:
         for cast in casts(format):
@@ -83,7 +83,7 @@ def test_every_kernel_compiles_without_spills(capability: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_a_fiftieth_of_the_forms_of_casts_compiles_without_spills(capability: int) -> None:
-    """Another fiftieth for each chip: all of them, some 7,000, take hours."""
+    """A different fiftieth for each chip: all of them, about 7,000, take hours."""
     for configuration in itertools.islice(every_form(), CAPABILITIES.index(capability), None, 50):
         check(configuration, capability, MOST_OF_WIDE)
 

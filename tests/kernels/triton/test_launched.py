@@ -1,7 +1,8 @@
 """Kernels take the arguments of every call as Triton's own launcher types them on a GPU.
 
-It makes int32 of a number that fits, a constant of 1, and compiles another kernel where a length is no multiple of 16.
-`ahead` compiles the usual case to the end; here every call goes as far as Triton's first code for it, without a GPU.
+The launcher types a number that fits as int32, makes 1 a constant, and compiles another kernel if a length is not a
+multiple of 16. `ahead` compiles the usual case to the end; here every call is compiled to Triton's first IR, without a
+GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class Driver:
-    """What Triton asks of a GPU before it compiles."""
+    """The properties of a GPU that Triton reads before it compiles."""
 
     def __init__(self) -> None:
         self.number = next(_devices)
@@ -54,7 +55,7 @@ class Driver:
 
 
 def first_code(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> Any:
-    """Do what triton.compile begins with: from Python to Triton's own language of tensors."""
+    """Run the first stage of triton.compile: from Python to Triton's IR of tensors."""
     backend = make_backend(target)
     parsed = backend.parse_options(options | source.parse_options())
     context = ir.context()
@@ -65,7 +66,7 @@ def first_code(source: ASTSource, target: GPUTarget, options: dict[str, Any]) ->
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Have launches on CPU tensors compiled as those on a GPU are, with its blocks; return the kernels' names."""
+    """Compile launches on CPU tensors like those on a GPU, with its blocks; return the kernels' names."""
     names: list[str] = []
 
     def instead(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 4) -> None:

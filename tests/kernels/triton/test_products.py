@@ -1,4 +1,4 @@
-"""int16 products of int8 digits, in Triton's interpreter, are exact whatever the operands are."""
+"""int16 products of int8 digits, in Triton's interpreter, are exact for all operands."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def numbers(dtype: torch.dtype) -> Tensor:
-    """Return rows of every magnitude: tiny, huge, zeros of both signs, specials, and middles between elements."""
+    """Return rows of every magnitude: tiny, huge, zeros of both signs, specials, and midpoints of elements."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, 64, generator=generator) * 2.0 ** torch.randint(-6, 6, (12, 64), generator=generator)
     x[0] *= 2.0**-130

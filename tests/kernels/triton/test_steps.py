@@ -254,7 +254,7 @@ def test_a_device_without_the_kernel_says_so() -> None:
 
 
 def test_what_changes_by_step_is_read_from_tensors() -> None:
-    """The same launch again goes on: steps are on the device, and so is a rate that is given as a tensor."""
+    """A repeated launch continues: steps are on the device, and so is a learning rate given as a tensor."""
     ours, others = parameters(), parameters()
     one, other = AdamW(ours, lr=torch.tensor(1e-2)), AdamW(others, lr=1e-2)  # type: ignore[arg-type]
     for step in range(2):

@@ -1,4 +1,4 @@
-"""Contractions of integers: what a step asks of the C++ library, counted; transposed convolutions."""
+"""Contractions of integers: counts of a step's calls of the C++ library; transposed convolutions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_step_of_a_network_converts_each_tensor_once(
 
 
 def _counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """The calls of the C++ library from here on, by function."""
+    """Count the calls of the C++ library from here on, by function."""
     own, calls = cpu.library(), Counter[str]()
 
     class Counting:

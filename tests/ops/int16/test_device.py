@@ -1,4 +1,4 @@
-"""On a device int16 regions multiply integers whose exponents stay there, with the bits that a CPU gives.
+"""On a device int16 regions multiply integers whose exponents stay there, with the bits of a CPU.
 
 Shown on CPU tensors, by Triton's interpreter and by products of digits in torch, which any device has.
 """

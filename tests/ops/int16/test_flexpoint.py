@@ -1,4 +1,4 @@
-"""Ops under exponents that belong to sites: what is written where, once, from the exact result."""
+"""Ops under the exponents of sites: each result is written once, from the exact value."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def flexed(*shape: int, seed: int = 0) -> Tensor:
-    """A leaf whose values are in the format."""
+    """Return a leaf whose values are in the format."""
     x = lowp.quantize(drawn(*shape, seed=seed), "flex16+5")
     assert isinstance(x, Tensor)
     return x.requires_grad_()

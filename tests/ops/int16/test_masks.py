@@ -1,4 +1,4 @@
-"""Activations, dropout and max-pooling beside integer contractions: torch's own bits, and a bit an element kept."""
+"""Activations, dropout and max-pooling beside integer contractions: torch's bits, with one bit per element saved."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 @contextmanager
 def torchs_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run what is masked as torch does."""
+    """Run masked ops by torch's own functions."""
     with monkeypatch.context() as patched:
         patched.setattr(masks, "_is_followed", lambda x: False)
         yield
 
 
 def outcome(op: Callable[[Tensor], Tensor], x: Tensor, precision: str = "dfp16") -> tuple[Tensor, Tensor]:
-    """Return the result and the gradient of an op whose input is no leaf, both with their strides."""
+    """Return the result and the gradient of an op whose input is not a leaf, both with their strides."""
     torch.manual_seed(1)
     x = x.detach().requires_grad_()
     with lowp.autocast(precision):

@@ -1,4 +1,4 @@
-"""What backward keeps under shared exponents: int16 payloads, from which the same bits come as from fp32."""
+"""Tensors saved for backward under shared exponents: int16 payloads, which give the same bits as fp32."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def outcome(function: Callable[[Tensor, Tensor], Tensor], steps: int = 3) -> list[Tensor]:
-    """Results and gradients of a few steps, whose exponents are predicted from one another."""
+    """Return results and gradients of a few steps, whose exponents are predicted from earlier ones."""
     torch.manual_seed(0)
     region, found = lowp.autocast("flex16+5"), []
     for step in range(steps):

@@ -1,7 +1,7 @@
-"""What writes past torch into a tensor that lowp has computed with: the next op sees what stands there now.
+"""Writes that bypass torch into a tensor that lowp has computed with: the next op reads the current values.
 
-Writes that torch counts are the least of it: ``.data``, NumPy, DLPack, collectives, `torch.utils.swap_tensors` and the
-pointers of C++ extensions leave no trace, and may change a single element anywhere.
+torch does not count writes through ``.data``, NumPy, DLPack, collectives, `torch.utils.swap_tensors` and the pointers
+of C++ extensions, which may change a single element anywhere.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _random(*shape: int, seed: int) -> Tensor:
 
 
 def _trained(precision: str | Policy, write: Callable[[Tensor], None], anew: bool) -> list[Tensor]:
-    """Result and gradients of an op whose operand was written to; `anew`: to a copy that nothing is known of."""
+    """Return result and gradients of an op after a write to its operand, or to a new copy if `anew`."""
     x, w, v = _random(ROWS, 40, seed=0), _random(COLUMNS, 40, seed=1), _random(32, COLUMNS, seed=2)
     w, v = w.requires_grad_(), v.requires_grad_()
     with lowp.autocast(precision):
@@ -119,7 +119,7 @@ def test_an_operand_is_read_and_kept_for_backward_as_it_is_now(precision: str | 
 
 
 def _activated(write: Callable[[Tensor], None], anew: bool) -> list[Tensor]:
-    """The same of functions between contractions, which keep mantissas under shared exponents."""
+    """Return the same for functions between contractions, which save mantissas under shared exponents."""
     x, w = _random(ROWS, 40, seed=0), _random(COLUMNS, 40, seed=1).requires_grad_()
     results: list[Tensor] = []
     with lowp.autocast("flex16+5"):
@@ -142,7 +142,7 @@ def test_functions_between_contractions_keep_what_they_read(write: str) -> None:
 
 
 def _with_gradient(precision: str | Policy, write: Callable[[Tensor], None], anew: bool) -> Tensor:
-    """The gradient of a weight below a hook that writes into the gradient, or into a copy of it."""
+    """Return the gradient of a weight below a hook that writes to the gradient, or to a copy of it."""
     x, w, v = _random(ROWS, 40, seed=0), _random(COLUMNS, 40, seed=1), _random(32, COLUMNS, seed=2)
     w = w.requires_grad_()
 

@@ -1,4 +1,4 @@
-"""Boxes: overlaps, offsets and their inverse, the best of many, and mAP as in Pascal VOC 2007 on worked cases."""
+"""Boxes: overlaps, offsets and their inverse, suppression, and mAP as in Pascal VOC 2007 on worked cases."""
 
 from __future__ import annotations
 

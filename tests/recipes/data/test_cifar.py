@@ -1,4 +1,4 @@
-"""CIFAR-10 is read in each published layout, and what is missing, damaged or dangerous is refused in words."""
+"""CIFAR-10 is read in each published layout; missing, damaged or dangerous files raise clear errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pascal VOC's layout is read from a folder and from a zip file; what is missing or broken is named."""
+"""Pascal VOC's layout is read from a folder and from a zip file; missing or broken files are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labelled images: drawn ones are seeded and kept apart, and what is augmented is the training images only."""
+"""Labelled images: generated ones are seeded and split, and only training images are augmented."""
 
 from __future__ import annotations
 

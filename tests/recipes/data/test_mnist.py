@@ -1,4 +1,4 @@
-"""MNIST's idx files are read packed and not, and what is wrong with one is said."""
+"""MNIST's idx files are read, compressed or not, and errors name what is wrong with one."""
 
 from __future__ import annotations
 

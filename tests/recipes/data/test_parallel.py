@@ -1,4 +1,4 @@
-"""Parallel text: pairs are read from lines with tabs, and dates are drawn that say the same twice."""
+"""Parallel text: pairs are read from lines with tabs, and dates are generated in two notations."""
 
 from __future__ import annotations
 

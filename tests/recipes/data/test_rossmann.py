@@ -1,4 +1,4 @@
-"""Rossmann's tables: the published files and the drawn tables give the same 22 categories and 16 numbers."""
+"""Rossmann's tables: the published files and the generated tables give the same 22 categories and 16 numbers."""
 
 from __future__ import annotations
 

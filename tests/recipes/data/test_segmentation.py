@@ -1,4 +1,4 @@
-"""Pictures with masks: drawn ones have every class, and folders are matched by name and checked."""
+"""Pictures with masks: generated ones have every class, and folders are matched by name and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tweets and WordPiece: the published numbers of pieces, the places of their characters, and what is refused."""
+"""Tweets and WordPiece: the published numbers of pieces, the positions of their characters, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SSD and Faster R-CNN are the published ones, and their parts do what the papers say on worked cases."""
+"""SSD and Faster R-CNN are the published ones, and their parts follow the papers on worked cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The residual networks and AlexNet are the published ones, and take the images that they are for."""
+"""The residual networks and AlexNet are the published ones, and accept the published image sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowp.recipes.networks.unet import UNet
 
 
 def layers_of(model: nn.Module) -> int:
-    """Layers as papers count them: convolutions and linear layers, projections on shortcuts left out."""
+    """Return the layers as papers count them: convolutions and linear layers, without projections on shortcuts."""
     return sum(
         isinstance(module, nn.Conv2d | nn.Linear) and ".shortcut" not in name for name, module in model.named_modules()
     )

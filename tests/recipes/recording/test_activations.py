@@ -1,4 +1,4 @@
-"""Gradients of activations in the documents are those of the chain rule, and a loss scale multiplies them."""
+"""Gradients of activations in the documents follow the chain rule, and a loss scale multiplies them."""
 
 from __future__ import annotations
 

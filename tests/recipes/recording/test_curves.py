@@ -1,4 +1,4 @@
-"""The curves are those of trainings, fp32 among them whether it was named or not."""
+"""The curves are those of trainings, which always include fp32."""
 
 from __future__ import annotations
 

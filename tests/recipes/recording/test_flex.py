@@ -1,4 +1,4 @@
-"""Training for a picture of shared exponents is the recipe's own, its schedule included."""
+"""Training for a picture of shared exponents is the recipe's own, including its schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients and updates in the documents are those that the chain rule and the optimizer's formula give."""
+"""Gradients and updates in the documents follow the chain rule and the optimizer's formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a histogram tells is what counting the numbers themselves tells."""
+"""A histogram gives the same results as counting the numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowp.recipes.recording.histograms import Fp16Counts, Histogram, LostUpdates
 
 
 def make_numbers() -> Tensor:
-    """Of all magnitudes between 2^-40 and 2^20, with the ties of fp16, zeros, and what is no number."""
+    """Return numbers of all magnitudes between 2^-40 and 2^20, ties of fp16, zeros, infinities and NaNs."""
     draw = torch.Generator().manual_seed(0)
     exponents = torch.randint(-40, 20, (5000,), generator=draw).float()
     numbers = torch.exp2(exponents) * (1 + torch.rand(5000, generator=draw)) * torch.randn(5000, generator=draw).sign()

@@ -1,4 +1,4 @@
-"""A weight that half an ulp keeps where it is stalls in bf16, and goes on with masters and with stochastic rounding."""
+"""A weight whose updates are below half an ulp stalls in bf16, but not with masters or stochastic rounding."""
 
 from __future__ import annotations
 

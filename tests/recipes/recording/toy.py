@@ -1,4 +1,4 @@
-"""A network small enough that its gradients are written down: one example, two layers, plain SGD."""
+"""A network so small that its gradients are known: one example, two layers, plain SGD."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_model(size: Size) -> nn.Module:
 
 
 def initial() -> nn.Sequential:
-    """The model as seed 0 makes it."""
+    """Return the model of seed 0."""
     torch.manual_seed(0)
     model = make_model(Size(1, 1, RATE, 0))
     assert isinstance(model, nn.Sequential)
@@ -46,7 +46,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradients(model: nn.Sequential) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """By the chain rule: gradients of the outputs of the three modules, and of the two weights."""
+    """Return the gradients of the outputs of the three modules and of the two weights, by the chain rule."""
     with torch.no_grad():
         first, last = model[0].weight, model[2].weight
         before = X @ first.T + model[0].bias
@@ -58,7 +58,7 @@ def gradients(model: nn.Sequential) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 
 def step(model: nn.Sequential) -> None:
-    """What SGD does with these gradients; those of the biases are the outputs' own."""
+    """Take a step of SGD with these gradients; those of the biases equal the outputs' gradients."""
     outputs, weights = gradients(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Documents as the recorders write them, with numbers that are easy to see again in a sentence."""
+"""Documents like those of the recorders, with numbers that are easy to recognize in a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every figure of a recorded document: a picture is made, and its sentences tell the document's numbers."""
+"""Every figure of a recorded document: the picture is drawn, and its sentences state the document's numbers."""
 
 from __future__ import annotations
 
