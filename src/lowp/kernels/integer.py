@@ -265,7 +265,7 @@ def _check_convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionSha
     _check_operands(a, b)
     for name, operand in zip(PRODUCTS[product], (a, b), strict=False):
         expected = shape.of_operand(name)
-        if tuple(operand.shape) != expected:
+        if operand.shape != expected:
             raise InvalidInput(f"the {name} has shape {tuple(operand.shape)}; this convolution takes {expected}")
     _check_depth(shape.depth(product))
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +81,7 @@ class ConvolutionShape:
 
     def of_operand(self, name: str) -> tuple[int, ...]:
         """Return the shape of the input, the weight, or the gradient of the output."""
-        return {"input": self.input, "weight": self.weight, "gradient": self.output}[name]
+        return self.output if name == "gradient" else self.input if name == "input" else self.weight
 
     def _three(self, values: tuple[int, ...], missing: int) -> Triple:
         first, second, third = (missing,) * (3 - len(values)) + values
@@ -97,13 +99,13 @@ class ConvolutionShape:
             self.groups,
         )
 
-    def numbers(self) -> list[int]:
-        """Return the 22 numbers that the C function takes."""
+    @cached_property
+    def numbers(self) -> array[int]:
+        """The 22 numbers that the C function takes. Not to be changed."""
         full = self.three_dimensional()
-        return [
-            *(self.input[0], self.input[1], self.weight[0], self.groups),
-            *(*full.input[2:], *full.output[2:], *full.weight[2:], *full.stride, *full.padding, *full.dilation),
-        ]
+        first = self.input[0], self.input[1], self.weight[0], self.groups
+        sizes = (*full.input[2:], *full.output[2:], *full.weight[2:])
+        return array("q", (*first, *sizes, *full.stride, *full.padding, *full.dilation))
 
     def depth(self, product: str) -> int:
         """Return how many products one element of the named result sums, padding included, at most."""

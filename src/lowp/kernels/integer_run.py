@@ -184,8 +184,7 @@ def _convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, ou
         return _by_definition(integer_reference.convolution(product, a, b, shape, output.chained), output, 1)
     result = torch.empty(shape.of_operand(PRODUCTS[product][2]), dtype=output.dtype, device="cpu")
     a, b = a.contiguous(), b.contiguous()
-    geometry = array("q", shape.numbers())
-    addresses = (cpu.address(a), cpu.address(b), cpu.address(result), geometry.buffer_info()[0])
+    addresses = (cpu.address(a), cpu.address(b), cpu.address(result), shape.numbers.buffer_info()[0])
     return _called(library.lowp_integer_convolution, output, result, (list(PRODUCTS).index(product), *addresses))
 
 

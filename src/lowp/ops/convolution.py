@@ -9,16 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowp.compat import remembered
 from lowp.kernels import device_integers, integer
 from lowp.kernels.integer import Bias, Exact
 from lowp.kernels.mantissas import Mantissas
 from lowp.ops.call import Call
+from lowp.ops.casting import is_jit_tracing
 from lowp.ops.contraction import runner
 from lowp.ops.products import contract
 from lowp.ops.signature import Mismatch, bound, check, require
@@ -104,11 +107,13 @@ class Convolution(Form):
     @property
     def _is_plain(self) -> bool:
         """Whether the kernels' own convolution can compute it, without windows made by torch."""
-        if not self.transposed:
-            return True
-        whole = self._transposed_output(self.first)
-        sizes = self.stride, self.padding, self.dilation, self.groups
-        return integer.ConvolutionShape.of(whole, self.second, *sizes).output == self.first
+        return not self.transposed or self._shape.output == self.first
+
+    @cached_property
+    def _shape(self) -> integer.ConvolutionShape:
+        """The plain convolution: of a transposed one the one with output and input exchanged."""
+        whole = self._transposed_output(self.first) if self.transposed else self.first
+        return integer.ConvolutionShape.of(whole, self.second, self.stride, self.padding, self.dilation, self.groups)
 
     def _plain_operands(
         self, slot: int, left: Tensor, right: Tensor
@@ -118,8 +123,7 @@ class Convolution(Form):
         The transposed convolution is the plain one with output and input exchanged. None if `output_padding` makes its
         output so large that the plain one would have another input.
         """
-        whole = self._transposed_output(self.first) if self.transposed else self.first
-        shape = integer.ConvolutionShape.of(whole, self.second, self.stride, self.padding, self.dilation, self.groups)
+        shape = self._shape
         if not self.transposed:
             return (_PRODUCTS[slot], *((right, left) if slot == FIRST else (left, right)), shape)
         if shape.output != self.first:
@@ -268,10 +272,20 @@ def _convolve(
     require(x.dim() in (weight.dim() - 1, weight.dim()) and settings[-1] >= 1)
     single = x.dim() == weight.dim() - 1
     x = x.unsqueeze(0) if single else x
-    form = Convolution(tuple(x.shape), tuple(weight.shape), *settings)
-    require(form.is_possible and (bias is None or tuple(bias.shape) == (form.channels,)))
+    key = tuple(x.shape), tuple(weight.shape), *settings
+    form, is_possible = _new_form(key) if is_jit_tracing() else _form(key)
+    require(is_possible and (bias is None or tuple(bias.shape) == (form.channels,)))
     result = contract(form, call, x, weight, bias)
     return result.squeeze(0) if single else result
+
+
+def _new_form(key: tuple[Any, ...]) -> tuple[Convolution, bool]:
+    """Return a convolution of these fields, and whether it is possible."""
+    form = Convolution(*key)
+    return form, form.is_possible
+
+
+_form = remembered(_new_form)
 
 
 def _same(x: Tensor, weight: Tensor, padding: str, stride: Sizes, dilation: Sizes) -> tuple[Tensor, Any]:
