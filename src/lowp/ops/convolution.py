@@ -20,15 +20,18 @@ from lowp.compat import remembered
 from lowp.kernels import device_integers, integer
 from lowp.kernels.integer import Bias, Exact
 from lowp.kernels.mantissas import Mantissas
-from lowp.ops.call import Call
+from lowp.ops.call import Call, Quick, QuickRegion
 from lowp.ops.casting import is_jit_tracing
 from lowp.ops.contraction import runner
+from lowp.ops.int16.linear import are_plain, contracted, sums_integers
 from lowp.ops.products import contract
 from lowp.ops.signature import Mismatch, bound, check, require
 from lowp.ops.trilinear import FIRST, OUTPUT, SECOND, Einsum, Finish, Form, Pair, has_numbers
+from lowp.policy import Rule
 
 Sizes = tuple[int, ...]
 _PRODUCTS = {OUTPUT: "forward", FIRST: "input_gradient", SECOND: "weight_gradient"}
+_PLAIN, _WITH_TRANSPOSE = (tuple(f"conv{kind}{dims}d" for dims in (1, 2, 3)) for kind in ("", "_transpose"))
 _TRANSPOSED = {OUTPUT: "input_gradient", FIRST: "forward", SECOND: "weight_gradient"}
 
 
@@ -251,6 +254,41 @@ def conv_tbc(call: Call) -> Tensor:
     require(x.dim() == 3 and weight.dim() == 3)
     settings = ((1,), (pad,), (1,), False, (0,), 1)
     return _convolve(call, x.permute(1, 2, 0), weight.permute(2, 1, 0), bias, settings).permute(2, 0, 1)
+
+
+def quick(rule: Rule) -> Quick | None:
+    """Return the fast path of conv1d to 3d and conv_transpose1d to 3d of int16; None for other rules."""
+    if not sums_integers(rule):
+        return None
+    run_contraction = contracted(rule)
+
+    def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
+        if kwargs or (form := _form_of(function.__name__, args)) is None:
+            return None
+        return run_contraction(form, function.__name__, args[:3], region)
+
+    return run
+
+
+def _form_of(op: str, args: tuple[Any, ...]) -> Convolution | None:
+    """Return the convolution of a call with all its arguments in order, as layers make it; None for any other call."""
+    if op in _PLAIN and len(args) == 7:
+        x, weight, bias, stride, padding, dilation, groups = args
+        is_transposed, output_padding = False, (0,) * len(stride) if type(stride) is tuple else None
+    elif op in _WITH_TRANSPOSE and len(args) == 8:
+        x, weight, bias, stride, padding, output_padding, groups, dilation = args
+        is_transposed = True
+    else:
+        return None
+    if not are_plain(*(args[:2] if bias is None else args[:3])) or x.dim() != weight.dim() or type(groups) is not int:
+        return None
+    if any(type(one) is not tuple or len(one) != x.dim() - 2 for one in (stride, padding, dilation, output_padding)):
+        return None
+    if x.numel() == 0 or weight.numel() == 0 or groups < 1:
+        return None
+    settings = stride, padding, dilation, is_transposed, output_padding, groups
+    form, is_possible = _form((tuple(x.shape), tuple(weight.shape), *settings))
+    return form if is_possible and (bias is None or bias.shape == (form.channels,)) else None
 
 
 def _general(call: Call) -> Tensor:

@@ -106,6 +106,8 @@ _SHORTER = {"contraction:linear": "short:under", "contraction:matmul": "eight_bi
 # runner -> what finds a `Quick` under a rule
 _QUICK = {
     "contraction:linear": "short:quick",
+    "convolution:convolution": "convolution:quick",
+    "convolution:conv_transpose": "convolution:quick",
     "generic:wide": "generic:quick_wide",
     "norm:batch_norm": "norm:quick_batch_norm",
 }

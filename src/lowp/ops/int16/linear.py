@@ -6,7 +6,7 @@ are made once. Results are DFP-16's chains, or exact sums that are written at th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,10 +22,10 @@ from lowp.ops.casting import end_of, functorch_is_active, is_plain, shielded
 from lowp.ops.int16.contraction import Contraction, IntegerProduct, Results, gradients_from, summed
 from lowp.ops.int16.flexpoint import is_flexpoint
 from lowp.ops.products import integer_gradients
-from lowp.ops.trilinear import Linear
+from lowp.ops.trilinear import Form, Linear
 from lowp.policy import Rule
 
-__all__ = ["quick", "sums_integers"]
+__all__ = ["are_plain", "contracted", "quick", "sums_integers"]
 
 _apply = applied_at_once(IntegerProduct)
 
@@ -45,19 +45,41 @@ def quick(rule: Rule) -> Quick:
     """Return the function that runs F.linear under such a rule."""
     to_input, to_weight, casts = cast(Cast, rule.input), cast(Cast, rule.weight), RoleCasts(rule, rule.accumulate)
     is_written = rule.output is not None
+    run_contraction = contracted(rule)
     at_once = not is_written and all(map(int16_linear.serves, (to_input, to_weight, cast(Cast, rule.grad))))
 
     def run(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], region: QuickRegion) -> Tensor | None:
-        if kwargs or not 2 <= len(args) <= 3 or not _are_matrices(args) or (is_written and region.spots is None):
+        if kwargs or not 2 <= len(args) <= 3 or not _are_matrices(args):
             return None
         x, weight, bias = args if len(args) == 3 else (*args, None)
         if at_once and (whole := _at_once(x, weight, bias, casts)) is not None:
             return whole
+        return run_contraction(Linear(x.shape, weight.shape), "linear", (x, weight, bias), region)
+
+    return run
+
+
+Run = Callable[[Form, str, "tuple[Tensor, Tensor, Tensor | None]", QuickRegion], "Tensor | None"]
+
+
+def contracted(rule: Rule) -> Run:
+    """Return the function that runs a contraction of plain fp32 tensors on a CPU under such a rule.
+
+    It takes the form, the op, the operands with the bias, and the region. It returns None, with nothing done, where the
+    general path has to run.
+    """
+    to_input, to_weight, casts = cast(Cast, rule.input), cast(Cast, rule.weight), RoleCasts(rule, rule.accumulate)
+    is_written = rule.output is not None
+
+    def run(form: Form, op: str, tensors: tuple[Tensor, Tensor, Tensor | None], region: QuickRegion) -> Tensor | None:
+        if is_written and region.spots is None:
+            return None
+        x, weight, bias = tensors
         a, b = payloads.rounded(x, to_input), payloads.rounded(weight, to_weight)
         if a is None or b is None:  # infinities, which no integer represents
             return None
-        results = Results.of(region.writer("linear", rule), x, weight) if is_written else None
-        product = Contraction(Linear(x.shape, weight.shape), casts, integer_gradients, "linear")
+        results = Results.of(region.writer(op, rule), x, weight) if is_written else None
+        product = Contraction(form, casts, integer_gradients, op)
         if not torch.is_grad_enabled():
             return summed(product, a, b, bias, results)
         return cast(Tensor, _apply(end_of(x), end_of(weight), bias, a, b, product, results))
@@ -116,15 +138,21 @@ def _whole_gradients(gradient: Tensor, ctx: Any) -> Sequence[Tensor | None]:
     return gradients_from(gradient, ctx, list(int16_linear.parts(kept, sizes)))
 
 
+def are_plain(*tensors: Tensor) -> bool:
+    """Whether these are plain fp32 tensors where integer kernels answer at once."""
+    if not (is_plain(*tensors) and has_integer_kernels(*tensors)):
+        return False
+    for one in tensors:  # a generator takes longer
+        if one.dtype is not torch.float32:
+            return False
+    return True
+
+
 def _are_matrices(args: tuple[Any, ...]) -> bool:
     """Whether the arguments are matrices x[m, k] and w[n, k] in fp32 and an optional bias [n]."""
     x, weight, *bias = args
-    given = args if bias and bias[0] is not None else args[:2]
-    if not (is_plain(*given) and has_integer_kernels(*given)):
+    if not are_plain(*(args if bias and bias[0] is not None else args[:2])):
         return False
-    for one in given:  # a generator takes longer
-        if one.dtype is not torch.float32:
-            return False
     if not (x.dim() == weight.dim() == 2) or x.size(1) != weight.size(1):
         return False
     if bias and bias[0] is not None and bias[0].shape != weight.shape[:1]:
