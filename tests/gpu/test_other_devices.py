@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu.metal import WithoutFp64
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import lowp
 from lowp import compat
@@ -22,25 +21,6 @@ from lowp.errors import Unavailable
 from lowp.formats import FORMATS, FloatFormat, IntFormat
 from lowp.kernels import bitwise, dispatch, floats, run, scaled
 from lowp.scaling import loss_scale
-
-_WIDE = (torch.float64, torch.complex128)
-# what Apple's GPUs lack of what such kernels might ask for
-_MISSING = frozenset("frexp ldexp bincount histc searchsorted bucketize nextafter".split())
-
-
-class WithoutFp64(TorchDispatchMode):
-    """Refuses tensors of fp64, and ops that Apple's GPUs lack."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.partition("::")[2]
-        if name in _MISSING or any(x.dtype in _WIDE for x in tree_leaves((args, kwargs, result)) if _is_tensor(x)):
-            raise AssertionError(f"{name} asks for fp64, or is missing")
-        return result
-
-
-def _is_tensor(x: object) -> bool:
-    return isinstance(x, Tensor)
 
 
 @pytest.fixture(autouse=True)

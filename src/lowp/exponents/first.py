@@ -41,5 +41,7 @@ class FirstExponents:
         """
         value = maximum.to(self._bounds.dtype)
         each = value[..., None]
-        place = (self._bounds < each).sum(-1) + (self._bounds <= each).sum(-1)  # Apple's GPUs have no searchsorted
-        return torch.where(value > 0, self._exponents.take(place), self._of_zeros), value > 0
+        place = (self._bounds < each).sum(-1) + (self._bounds <= each).sum(
+            -1
+        )  # Apple's GPUs lack searchsorted, and take
+        return torch.where(value > 0, self._exponents[place], self._of_zeros), value > 0

@@ -17,6 +17,7 @@ from lowp.compat import has_fp64
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, parse
 from lowp.presets import LossScale
+from lowp.scaling.powers import times
 
 # The smallest normal and the largest fp32 number. The reciprocal of a smaller scale, by which gradients are multiplied,
 # could be infinite.
@@ -216,7 +217,7 @@ class AdaptiveLossScale(DynamicLossScale):
         largest = torch.where(counts > 0, fields, 0).amax()
         room = (number_format.max_exponent + _FP32_BIAS - self.headroom - largest).clamp(min=0)
         power = torch.minimum(needed, room)
-        grown = torch.ldexp(state.scale, power.to(torch.int32))
+        grown = times(state.scale, power)  # exactly; a device may compute ldexp by a power that is rounded
         quiet = (overflows == 0) | (good_steps >= self.growth_interval)
         return quiet & (power > 0), torch.where(torch.isfinite(grown), grown, state.scale)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu.fake_cuda import fake_cuda
+from gpu.metal import WithoutFp64
 from gpu.test_no_host_reads import HostReads
-from gpu.test_other_devices import WithoutFp64
 from torch import Tensor
 
 import lowp
