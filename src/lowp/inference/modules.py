@@ -123,7 +123,7 @@ class Int8(_Bytewise):
 
 
 class _Coded(Weight):
-    """Codes of few bits, which stand for whole numbers."""
+    """Codes of few bits, which represent integers."""
 
     group: int
 
@@ -159,7 +159,7 @@ class Nibble(_Coded):
 
 
 def _levels_of(cast: Cast) -> tuple[list[int], float]:
-    """What the 16 codes of a format stand for: whole numbers, and the unit they are multiples of."""
+    """Return the values of the 16 codes of a format as integers, and their unit."""
     element = cast.element
     if isinstance(element, IntFormat):  # two's complement
         return [code - (code >> 3 << 4) for code in range(16)], 1.0
@@ -289,7 +289,7 @@ class ServedLinear(Served):
 
 
 class ServedEmbedding(Served):
-    """`nn.Embedding` whose rows are stored in few bits; only the rows that are asked for are made fp32."""
+    """`nn.Embedding` whose rows are stored in few bits; only the requested rows are converted to fp32."""
 
     def forward(self, indices: Tensor) -> Tensor:
         """Return the rows at `indices`, in fp32."""

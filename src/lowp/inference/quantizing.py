@@ -134,7 +134,7 @@ def _module_at(model: nn.Module, name: str) -> nn.Module:
 
 
 def _unfit(module: nn.Module) -> str:
-    """Why a layer stays as it is; nothing where it is replaced."""
+    """Return why a layer is not replaced; '' if it is."""
     if any(parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16) for parameter in module.parameters()):
         return "its parameters are neither fp32, fp16 nor bf16"
     if not all(bool(parameter.isfinite().all()) for parameter in module.parameters()):

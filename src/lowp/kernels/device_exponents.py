@@ -22,12 +22,12 @@ _BEYOND = 1 << 13
 
 
 def times(x: Tensor, exponent: Tensor) -> Tensor:
-    """Return x, fp32, times 2**exponent, as `powers.times` does: NaN of what is not finite, 0 of nothing."""
+    """Return x, fp32, times 2**exponent, like `powers.times`; NaN for a non-finite exponent, 0 for an absent one."""
     return powers.times(x, exponent) * _told(torch.ones((), dtype=torch.float32, device=x.device), exponent)
 
 
 def power(exponent: Tensor) -> Tensor:
-    """Return 2**exponent in fp64: NaN of what is not finite, 0 of nothing."""
+    """Return 2**exponent in fp64; NaN for a non-finite exponent, 0 for an absent one."""
     return _told(two_to_the(exponent.clamp(-1022, 1023)), exponent)
 
 

@@ -1,12 +1,12 @@
-"""Products of mantissas whose exponents stay on a device: what `integer` computes, and nothing waits for what was seen.
+"""Products of mantissas whose exponents stay on a device: the results of `integer`, without synchronization.
 
-Triton's kernel on int8 tensor cores serves where `integer` chooses it. Elsewhere the digits meet as fp32 numbers, in
-torch's own products:
+They run in Triton's kernel on int8 tensor cores if `integer` chooses it, and otherwise as torch's fp32 products of
+digits:
 
     x = 256 h + l + 128, with h = x >> 8 and l = (x & 255) - 128, both in -128 .. 127
 
-Every sum of 1024 products of digits is an integer of at most 2^24, which fp32 holds; TF32 and bf16 hold the digits. So
-no fp64 is asked of a device, and the sums are exact in int64. All of it is forward only: autograd sees nothing.
+Every sum of 1024 products of digits is an integer of at most 2^24, which fp32 represents; TF32 and bf16 represent the
+digits. No fp64 is needed on the device, and the sums are exact in int64. The functions are not recorded by autograd.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ TOP_BITS, LEAST_EXPONENT = 18, -100  # of the whole numbers that fp32 activation
 
 
 class Codes(NamedTuple):
-    """Weights [n, k] in codes of 1, 2 or 4 bits, of which each stands for a whole number; made by `pack_codes`.
+    """Weights [n, k] in codes of 1, 2 or 4 bits, each of which represents an integer; made by `pack_codes`.
 
     value = levels[code] * scale. Of `fp32` activations a group of 16, 32 or 64 has a scale; of bytes the whole row.
     """

@@ -218,7 +218,7 @@ def statistics(x: Any) -> Statistics:
 
 
 def _goes_straight(x: Tensor) -> bool:
-    """Whether the C++ library reads the tensor as it lies, and torch has no business with it."""
+    """Whether the C++ library can read the tensor in place, and torch need not see the call."""
     if not (type(x) in _PLAIN and x.is_cpu and uses_library() and tracing.is_plain(x)):
         return False
     try:

@@ -31,7 +31,7 @@ def are_int16(tensors: Sequence[tuple[Tensor, Mantissas, Rows]]) -> list[bool]:
 
 
 def exact_mantissas(tensors: Sequence[Tensor], exponents: Sequence[int]) -> list[Mantissas | None]:
-    """Return each tensor as mantissas that stand for every bit of it; None where it has none under its exponent."""
+    """Return each tensor as mantissas that represent every bit of it; None if there are none under its exponent."""
     given, found = array("q"), array("q", (0,) * len(tensors))
     payloads = [torch.empty(x.shape, dtype=torch.int16, device="cpu") for x in tensors]
     for x, payload, exponent in zip(tensors, payloads, exponents, strict=True):
@@ -65,7 +65,7 @@ def write_steps(
 
 
 def write_(tensors: Sequence[Tensor], cast: Cast, exponents: Sequence[int]) -> list[Seen]:
-    """Round tensors in place to values of the format, but for what is not finite; return what was seen of each."""
+    """Round the finite elements of tensors in place to values of the format; return the statistics of each."""
     given, counts = array("q"), array("q", (0,) * (4 * len(tensors)))
     for x, exponent in zip(tensors, exponents, strict=True):
         given.extend((cpu.address(x), x.numel(), exponent))

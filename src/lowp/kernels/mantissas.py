@@ -149,7 +149,7 @@ def readable(x: Tensor) -> Tensor:
 
 
 def exact_mantissas(x: Tensor, cast: Cast, hint: int) -> Mantissas | None:
-    """Return x as mantissas that stand for every bit of it, under the exponent `hint` where that serves.
+    """Return x as mantissas that represent every bit of it, under the exponent `hint` if possible.
 
     None where x is not in the cast's format, or is not contiguous fp32 on a CPU with the C++ library.
     """
@@ -224,9 +224,9 @@ def _defined_values(payload: Tensor, exponent: int) -> Tensor:
 
 
 def mantissas_and_values(x: Tensor, cast: Cast, exponent: int, in_place: bool = False) -> tuple[Mantissas, Tensor]:
-    """Return x as mantissas, and the values they stand for in fp32; what is not finite stays as it is.
+    """Return x as mantissas, and their values in fp32; infinities and NaNs stay unchanged.
 
-    `in_place`: nobody needs x any more, and the values may take its memory.
+    `in_place`: x is no longer needed, and the values may overwrite it.
     """
     x = readable(x)
     if not (x.is_cpu and uses_library()):

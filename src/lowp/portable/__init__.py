@@ -1,4 +1,4 @@
-"""Checkpoints that go from one format to another, and are read back: safetensors and torch files, packed or plain."""
+"""Conversion and reading of checkpoints: safetensors and torch files, packed or plain."""
 
 from lowp.portable.converting import Converted, TensorReport, convert
 from lowp.portable.reading import load

@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint in another number format, tensor by tensor, with what that did to each."""
+"""`convert`: writes a checkpoint in another number format, tensor by tensor, and reports the errors of each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Converted:
     left_out: Mapping[str, str]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
 
@@ -113,9 +113,9 @@ def convert(
         return Converted(tuple(map(str, written)), str(cast), tuple(reports), dict(opened.left_out))
 
 
-# -- where ------------------------------------------------------------------------------------------------------------
+# -- targets ----------------------------------------------------------------------------------------------------------
 def _shards(source: Source, out: Path) -> list[str]:
-    """The files of a target in shards; none where it is one file."""
+    """Return the files of a sharded target; an empty list for a single file."""
     if out.suffix == ".safetensors" or out.suffix in TORCH_SUFFIXES:
         return []
     if not out.is_dir():
@@ -165,7 +165,7 @@ def _write_file(source: Source, out: Path, names: list[str], job: _Job) -> list[
 
 
 def _write_shards(source: Source, folder: Path, shards: list[str], job: _Job) -> list[TensorReport]:
-    """Every shard whole, the index last: until then the folder's old index, if any, is the one that counts."""
+    """Write every shard atomically and the index last, so that an old index of the folder stays valid until then."""
     assert isinstance(source, ShardedSource)
     reports: list[TensorReport] = []
     weight_map: dict[str, str] = {}
@@ -185,7 +185,7 @@ def _write_shards(source: Source, folder: Path, shards: list[str], job: _Job) ->
 
 
 def _write_torch(file: IO[bytes], spool: Spool, metadata: dict[str, str], modules: dict[str, Any]) -> None:
-    """A plain state_dict; the text lies where torch keeps what it knows of modules."""
+    """Write a plain state_dict; metadata is stored in torch's entry for module metadata."""
     from collections import OrderedDict
 
     state = OrderedDict(spool.mapped())
@@ -232,7 +232,7 @@ def _report(name: str, x: Tensor, reason: str, errors: Errors, size: int) -> Ten
 
 
 def _why_unconverted(name: str, x: Tensor, job: _Job, errors: Errors) -> str:
-    """Why a tensor is left as it is; nothing where it is to be converted."""
+    """Return why a tensor is not converted; '' if it is."""
     if not x.is_floating_point():
         return f"{str(x.dtype).removeprefix('torch.')}, not floating-point"
     if any(fnmatchcase(name, pattern) for pattern in job.keep):
@@ -245,10 +245,10 @@ def _why_unconverted(name: str, x: Tensor, job: _Job, errors: Errors) -> str:
 
 
 def _unfit(x: Tensor, cast: Cast, errors: Errors) -> str:
-    """What a tensor holds that the format cannot; nothing where all of it fits."""
+    """Return which numbers of a tensor the format cannot represent; '' if it represents all."""
     element, shared = cast.element, isinstance(cast.format, ScaledFormat)
     floating = isinstance(element, FloatFormat) and not shared
-    low, high = (float(one) for one in torch.aminmax(x))  # NaN where there is one
+    low, high = (float(one) for one in torch.aminmax(x))  # NaN if there is one
     nonfinite = 0 if math.isfinite(low) and math.isfinite(high) else int(x.numel() - x.isfinite().sum())
     nans = int(x.isnan().sum()) if nonfinite else 0
     has_nan = isinstance(element, FloatFormat) and element.has_nan

@@ -1,4 +1,4 @@
-"""`lowp.load`: a checkpoint of a run into its parts, or a file of weights as a plain state_dict."""
+"""`lowp.load`: loads a checkpoint of a run into its parts, or a file of weights as a plain state_dict."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def load(
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Whether a file is one of `lowp.save`, or nothing that could be weights: its reader then says what is wrong."""
+    """Whether a file is from `lowp.save`, or cannot contain weights; its reader then reports the error."""
     if path.is_dir() or path.suffix in (".safetensors", ".json"):
         return False
     if not path.is_file():

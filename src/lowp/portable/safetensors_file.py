@@ -1,7 +1,7 @@
-"""The safetensors container: an eight-byte length, a JSON header, the bytes of the tensors side by side.
+"""The safetensors container: an eight-byte length, a JSON header, and the bytes of the tensors.
 
-Read and written here rather than by the library of that name, since its writer wants all tensors in memory at once, and
-since a reader that checks every number of the header is what stands between a stranger's file and this process.
+It is read and written without the library of that name, whose writer needs all tensors in memory at once, and so that
+every number in the header of an untrusted file is checked.
 Source: https://github.com/huggingface/safetensors, "Format" of its README.
 """
 
@@ -33,12 +33,12 @@ DTYPES = {
     **{"F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LONGEST_HEADER = 100_000_000  # as the library limits it
+LONGEST_HEADER = 100_000_000  # the limit of the library
 _LENGTH = struct.Struct("<Q")
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies in the file, from its beginning."""
+    """The position of a tensor, from the beginning of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Entry(NamedTuple):
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 def read_header(file: IO[bytes], path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors of a file and its metadata; raises InvalidCheckpoint unless every byte is accounted for."""
+    """Return the tensors of a file and its metadata; raise InvalidCheckpoint unless they cover every byte."""
     size = file.seek(0, 2)
     file.seek(0)
     length = _LENGTH.unpack(file.read(8))[0] if size >= 8 else -1
@@ -106,7 +106,7 @@ def _invalid(path: Path, what: str) -> InvalidCheckpoint:
 
 
 def read_tensor(file: IO[bytes], entry: Entry) -> Tensor:
-    """One tensor, in memory of its own."""
+    """Return a tensor in new memory."""
     raw = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
     file.seek(entry.start)
     memory: Any = raw.numpy()
@@ -117,10 +117,10 @@ def read_tensor(file: IO[bytes], entry: Entry) -> Tensor:
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 class Spool:
-    """Tensors that are written one after the other, before it is known how many there will be.
+    """Collects tensors that are written one after the other, before their number is known.
 
-    They wait in nameless files in `folder`, one a width of elements: the widest come first in the end, so that every
-    tensor begins at a multiple of its elements' width, as readers that map the file into memory need it.
+    They are stored in unnamed files in `folder`, one per width of elements. The widest are written first to the final
+    file, so that every tensor begins at a multiple of its element width, as needed for mapping the file into memory.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -137,7 +137,7 @@ class Spool:
         self._stack.close()
 
     def add(self, name: str, pieces: list[Tensor], shape: tuple[int, ...]) -> None:
-        """Take a tensor, cut along its first dimension; raises InvalidInput for a second of the same name."""
+        """Add a tensor, split along its first dimension; raise InvalidInput for a second one with the same name."""
         if name in self._entries:
             raise InvalidInput(f"two tensors would be called {name}: rename one of them first")
         dtype = pieces[0].dtype
@@ -160,12 +160,12 @@ class Spool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors so far."""
+        """The bytes of all tensors so far."""
         return sum(self._sizes.values())
 
     @property
     def names(self) -> list[str]:
-        """The tensors so far, in their order."""
+        """The names of the tensors so far, in order."""
         return list(self._entries)
 
     def write(self, out: IO[bytes], metadata: Mapping[str, str]) -> None:
@@ -184,7 +184,7 @@ class Spool:
             shutil.copyfileobj(self._parts[width], out, 1 << 22)
 
     def mapped(self) -> dict[str, Tensor]:
-        """The tensors on the disk, without being read: pages come and go as they are used."""
+        """Return the tensors mapped from the disk; pages are read when they are used."""
         for part in self._parts.values():
             part.flush()
         return {name: self._map(entry) for name, entry in self._entries.items()}

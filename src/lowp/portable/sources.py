@@ -1,4 +1,4 @@
-"""Files that tensors are read from, one at a time: safetensors, alone or in shards, and torch's; none is executed."""
+"""Files from which tensors are read one at a time: safetensors, single or sharded, and torch's; no code is executed."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from lowp.portable.stored import SUFFIXES, Packed, unpack
 
 __all__ = ["INDEX", "METADATA", "Source", "open_source", "read_torch"]
 
-INDEX = ".index.json"  # of a checkpoint in shards: {"metadata": {...}, "weight_map": {tensor: file}}
-METADATA = "__metadata__"  # where a torch file keeps text: in the `_metadata` of its state_dict, beside the modules'
-KEY = "lowp.tensors"  # of metadata: what is packed
+INDEX = ".index.json"  # the index of a sharded checkpoint: {"metadata": {...}, "weight_map": {tensor: file}}
+METADATA = "__metadata__"  # the key of text in a torch file: in the `_metadata` of its state_dict, beside the modules'
+KEY = "lowp.tensors"  # the key of packed tensors in the metadata
 _LONGEST_INDEX = 100_000_000
 _STATE_ENTRIES = ("model", "state_dict", "model_state_dict", "model_state")
 
 
 class Source(AbstractContextManager["Source"]):
-    """Tensors by name, and text beside them. A packed tensor is one, of the values it stands for."""
+    """Tensors by name, and metadata. A packed tensor counts as one tensor with its values."""
 
     metadata: dict[str, str]
-    modules: dict[str, Any]  # what torch's state_dict says of modules
-    left_out: dict[str, str]  # entries that are no tensors: what they are
+    modules: dict[str, Any]  # torch's metadata of modules
+    left_out: dict[str, str]  # types of entries that are not tensors
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,23 +43,23 @@ class Source(AbstractContextManager["Source"]):
 
     @abstractmethod
     def raw_names(self) -> list[str]:
-        """The tensors as they lie in the file."""
+        """Return the names of the tensors stored in the file."""
 
     @abstractmethod
     def raw(self, name: str) -> Tensor:
-        """One of them."""
+        """Return one of the stored tensors."""
 
     def file_of(self, name: str) -> str:
-        """The file that a tensor lies in."""
+        """Return the file of a tensor."""
         return self.path.name
 
     def names(self) -> list[str]:
-        """The tensors, in the order of the file."""
+        """Return the names of the tensors, in the order of the file."""
         parts = {f"{name}{suffix}": name for name in self._packed for suffix in SUFFIXES.values()}
         return list(dict.fromkeys(parts.get(name, name) for name in self.raw_names()))
 
     def tensor(self, name: str) -> Tensor:
-        """The values of a tensor."""
+        """Return the values of a tensor."""
         packed = self._packed.get(name)
         if packed is None:
             return self.raw(name)
@@ -71,7 +71,7 @@ class Source(AbstractContextManager["Source"]):
             raise InvalidCheckpoint(f"{self.path} is damaged: {error}") from None
 
     def read_packed(self) -> None:
-        """Find in the metadata which tensors are packed, and take that out of it."""
+        """Read from the metadata which tensors are packed, and remove that entry."""
         text = self.metadata.pop(KEY, None)
         if text is None:
             return
@@ -99,16 +99,16 @@ class SafetensorsSource(Source):
         self._file.close()
 
     def raw_names(self) -> list[str]:
-        """In the order of the header."""
+        """Return the names in the order of the header."""
         return list(self._entries)
 
     def raw(self, name: str) -> Tensor:
-        """Read it."""
+        """Read a tensor."""
         return safetensors_file.read_tensor(self._file, self._entries[name])
 
 
 class ShardedSource(Source):
-    """Several files, and an index that says which tensor lies in which."""
+    """Several files, and an index of the file of each tensor."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -146,11 +146,11 @@ class ShardedSource(Source):
         return [name for shard in self._shards.values() for name in shard.raw_names()]
 
     def raw(self, name: str) -> Tensor:
-        """From the shard that has it."""
+        """Read a tensor from its shard."""
         return next(shard for shard in self._shards.values() if name in shard.raw_names()).raw(name)
 
     def file_of(self, name: str) -> str:
-        """The shard."""
+        """Return the shard of a tensor."""
         return self._where[name]
 
     def names(self) -> list[str]:
@@ -158,7 +158,7 @@ class ShardedSource(Source):
         return list(self._where)
 
     def tensor(self, name: str) -> Tensor:
-        """From its shard."""
+        """Return the values of a tensor, from its shard."""
         return self._shards[self._where[name]].tensor(name)
 
 
@@ -183,7 +183,7 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 
 class TorchSource(Source):
-    """A torch file: a state_dict, or a dictionary that holds one."""
+    """A torch file: a state_dict, or a dictionary that contains one."""
 
     def __init__(self, path: Path, entry: str | None = None) -> None:
         super().__init__(path)
@@ -202,11 +202,11 @@ class TorchSource(Source):
         self._state = {}
 
     def raw_names(self) -> list[str]:
-        """In the order of the file."""
+        """Return the names in the order of the file."""
         return list(self._state)
 
     def raw(self, name: str) -> Tensor:
-        """Its pages are read when they are used."""
+        """Return a mapped tensor, whose pages are read when they are used."""
         found = self._state[name].detach()
         if found.layout is not torch.strided or found.is_quantized or found.is_meta:
             raise InvalidInput(
@@ -216,10 +216,10 @@ class TorchSource(Source):
 
 
 def read_torch(path: Path) -> Any:
-    """What a torch file holds, of plain values; tensors stay on the disk until they are used."""
+    """Return the content of a torch file of plain values; tensors are read from the disk when they are used."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch warns of in a stranger's file ends as an error here
+            warnings.simplefilter("ignore")  # torch's warnings about an untrusted file end as errors here
             archive = zipfile.is_zipfile(path)
             if archive:
                 with path.open("rb") as file:
@@ -236,7 +236,7 @@ def read_torch(path: Path) -> Any:
 
 
 def _state_of(path: Path, content: Any, entry: str | None) -> Mapping[str, Any]:
-    """The state_dict that a file is, or holds under `entry` or one of the usual names."""
+    """Return the state_dict of a file: the content itself, or its entry `entry` or one of the usual names."""
     if not isinstance(content, dict):
         raise InvalidCheckpoint(f"{path} holds a {type(content).__name__}, not a state_dict")
     if entry is not None:
@@ -258,7 +258,7 @@ def _state_of(path: Path, content: Any, entry: str | None) -> Mapping[str, Any]:
 
 
 def open_source(path: str | Path, entry: str | None = None) -> Source:
-    """Open a file, an index of shards, or a folder that holds one of them.
+    """Open a file, an index of shards, or a folder with one of them.
 
     `entry` names the state_dict in a torch file of several. Raises InvalidCheckpoint for what is missing, damaged or
     hostile.

@@ -1,4 +1,4 @@
-"""How the tensors of a format lie in a file: in a dtype where torch has one, else as packed codes and scales."""
+"""Storage of tensors of a format in a file: in torch's dtype if there is one, else as packed codes and scales."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ _DTYPES: dict[Format, torch.dtype] = {
     FORMATS["e4m3fnuz"]: torch.float8_e4m3fnuz,
     FORMATS["e5m2fnuz"]: torch.float8_e5m2fnuz,
 }
-_PIECE = 1 << 17  # elements that are worked on at once: 1 MiB of fp64, which stays in the cache
+_PIECE = 1 << 17  # elements processed at once: 1 MiB of fp64, which stays in the cache
 SUFFIXES = {"payload": ".codes", "scale": ".scale", "outer": ".outer", "zero_point": ".zero_point"}
 
 
 def stored_dtype(cast: Cast) -> torch.dtype | None:
-    """The dtype that holds the values of a format in as many bits; None where they are packed."""
+    """Return the dtype that represents a format in as many bits; None if its values are packed."""
     return _DTYPES.get(cast.format)
 
 
 def is_narrow(cast: Cast) -> bool:
-    """Whether a format is for matrices alone: shared scales, or fewer than 16 bits."""
+    """Whether a format is only for matrices: one with shared scales, or fewer than 16 bits."""
     return isinstance(cast.format, ScaledFormat) or cast.format.bits < 16
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What a file says of a packed tensor: its cast, shape and the dtype it had."""
+    """The metadata of a packed tensor: its cast, shape and original dtype."""
 
     cast: Cast
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for the metadata of a file."""
+        """Return plain values for the metadata of a file."""
         return {"cast": str(self.cast), "shape": list(self.shape), "dtype": str(self.dtype).removeprefix("torch.")}
 
     @staticmethod
     def from_json(given: Any) -> Packed:
-        """Read it back; raises InvalidInput for anything else."""
+        """Return the object from plain values; raise InvalidInput for others."""
         dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in CARRIERS}
         try:
             shape = tuple(given["shape"])
@@ -72,7 +72,7 @@ class Packed:
 
 @dataclass
 class Errors:
-    """What rounding did to a tensor, added up piece by piece."""
+    """The errors of rounding a tensor, accumulated over its parts."""
 
     largest: float = 0.0
     squares: float = 0.0
@@ -82,11 +82,11 @@ class Errors:
 
     @property
     def rms(self) -> float:
-        """Root of the mean squared error."""
+        """The root of the mean squared error."""
         return math.sqrt(self.squares / self.elements) if self.elements else 0.0
 
     def add(self, before: Tensor, after: Tensor, cast: Cast, limit: Tensor | float) -> None:
-        """Count a piece; |x| from `limit` on, a number or one a group, would have been rounded beyond the largest."""
+        """Count a part; |x| from `limit` on, a number or one per group, would be rounded beyond the largest number."""
         if not before.numel():
             return
         error = after - before
@@ -109,7 +109,7 @@ def _has_zero(element: FloatFormat | IntFormat) -> bool:
 
 
 def _overflowed(x: Tensor, cast: Cast, limit: Tensor | float) -> int:
-    """How many finite numbers are at or beyond the limit: first it is asked whether there is one."""
+    """Return how many finite numbers are at or beyond the limit."""
     if isinstance(limit, Tensor):
         scope = scaled.scaled_format(cast).scope
         largest = scaled.fold(x.abs(), scope).amax(-1)
@@ -122,7 +122,7 @@ def _overflowed(x: Tensor, cast: Cast, limit: Tensor | float) -> int:
 
 
 def pieces_of(x: Tensor, cast: Cast) -> Iterator[tuple[Tensor, int]]:
-    """A tensor cut along its first dimension where its groups allow it, and the index of each piece's first element."""
+    """Yield parts of a tensor, split along its first dimension if its groups allow it, with the first index of each."""
     whole = isinstance(cast.format, ScaledFormat) and (
         cast.format.scope.kind == "tensor" or cast.format.outer is not None or x.ndim < 2
     )
@@ -135,7 +135,7 @@ def pieces_of(x: Tensor, cast: Cast) -> Iterator[tuple[Tensor, int]]:
 
 
 def store(x: Tensor, cast: Cast, seed: int, errors: Errors) -> dict[str, list[Tensor]]:
-    """The parts of a tensor (suffix of the name -> pieces along the first dimension), and what rounding did to it."""
+    """Return the stored tensors (suffix of the name -> parts along the first dimension); add the errors to `errors`."""
     dtype = stored_dtype(cast)
     parts: dict[str, list[Tensor]] = {}
     for piece, offset in pieces_of(x, cast):
@@ -173,7 +173,7 @@ def _values(codes: Tensor | Quantized, cast: Cast, shape: tuple[int, ...], dtype
 
 
 def overflow_limit(element: FloatFormat | IntFormat) -> float:
-    """The least magnitude that is rounded beyond the largest number of an element, to nearest even."""
+    """Return the smallest magnitude that is rounded beyond the largest number of an element, to nearest even."""
     if isinstance(element, IntFormat):
         return element.maximum + 0.5 if element.bits > 1 else math.inf
     ulp = element.ulp(element.maximum)
@@ -183,7 +183,7 @@ def overflow_limit(element: FloatFormat | IntFormat) -> float:
 
 
 def _scale_of(codes: Tensor | Quantized, cast: Cast) -> Tensor | tuple[Tensor, Tensor] | None:
-    """The scale that was found, for `quantize` not to look for it again; None where it takes none."""
+    """Return the computed scale, so that `quantize` does not compute it again; None if the cast has none."""
     if not isinstance(codes, Quantized) or codes.outer is not None:
         return None
     scale = scaled.read_scales(codes.scale, scaled.scaled_format(cast))
@@ -191,26 +191,26 @@ def _scale_of(codes: Tensor | Quantized, cast: Cast) -> Tensor | tuple[Tensor, T
 
 
 def _limit(codes: Tensor | Quantized, cast: Cast) -> Tensor | float:
-    """`overflow_limit` of the elements, or of every group in the shape of its scale."""
+    """Return `overflow_limit` of the elements, or one per group in the shape of the scale."""
     limit = overflow_limit(cast.element)
     if not isinstance(codes, Quantized):
         return limit
     format = scaled.scaled_format(cast)
     if format.affine:
-        return math.inf  # its range is that of the numbers
+        return math.inf  # the range of an affine format is that of the numbers
     scale = scaled.read_scales(codes.scale, format)
     return (scale if codes.outer is None else scale * codes.outer.double()) * limit
 
 
 # -- and back ---------------------------------------------------------------------------------------------------------
 def unpack(name: str, packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
-    """The values of a packed tensor, in the dtype it had; raises InvalidInput where a part is missing or misshapen."""
+    """Return the values of a packed tensor in its original dtype; raise InvalidInput for missing or misshapen parts."""
     cast, shape = packed.cast, torch.Size(packed.shape)
     element, format = cast.element, cast.format
     bits, whole = element.bits, element.bits in (8, 16, 32, 64)
     length = shape[-1] if shape else 1
     in_a_file = shape if whole else torch.Size((*shape[:-1], -(-length * bits // 8)))
-    if isinstance(format, ScaledFormat) and not shape:  # a number alone is not packed
+    if isinstance(format, ScaledFormat) and not shape:  # a 0-d tensor is not packed
         whole, in_a_file = True, shape
     dtype = scaled.code_dtype(element) if whole else torch.uint8
     codes = _part(name, parts, "payload", dtype, in_a_file)

@@ -1,4 +1,4 @@
-"""AlexNet: the first deep network for ImageNet, and one that Flexpoint was shown on (Köster et al. 2017).
+"""AlexNet: the first deep network for ImageNet, and one of the networks of the Flexpoint paper (Köster et al. 2017).
 
 Its large linear layers make most of its parameters; its gradients are small, which is why scale matters in fp16.
 """
@@ -27,7 +27,7 @@ def load(size: Size, path: Path | None) -> Data:
 
 
 def make_model(size: Size) -> nn.Module:
-    """The published network, or a share of its widths."""
+    """Return the published network, or one with a share of its widths."""
     return AlexNet(size.options["side"], size.options["share"], size.options["classes"], size.options["dropout"])
 
 

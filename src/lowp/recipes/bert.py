@@ -51,14 +51,14 @@ class SpanNetwork(nn.Module):
         nn.init.normal_(self.places.weight, std=0.02)
 
     def forward(self, pieces: Tensor, segments: Tensor) -> Tensor:
-        """Scores [N, length, 2]; padding (number 0) is not attended to."""
+        """Return scores [N, length, 2]; padding (number 0) is not attended to."""
         output = self.bert(pieces, (pieces != 0).long(), segments, output_hidden_states=True)
         scores: Tensor = self.places(self.drop(torch.cat(output.hidden_states[-2:], dim=-1)))
         return scores
 
 
 def load(size: Size, path: Path | None) -> Data:
-    """Tweets and a vocabulary from the user's folder, else drawn sentences; without a vocabulary one is built."""
+    """Return tweets and a vocabulary from the user's folder, or generated sentences; build a missing vocabulary."""
     length = size.options["length"]
     tweets = read_tweets(path) if path is not None else drawn_tweets(size.options["drawn"])
     file = VOCABULARY.find_or_none(path, VOCABULARY_NAMES) if path is not None and path.is_dir() else None
@@ -70,13 +70,13 @@ def load(size: Size, path: Path | None) -> Data:
 
 
 def make_model(size: Size) -> nn.Module:
-    """Weights are drawn as BERT's were; no pre-trained ones are loaded."""
+    """Return the network with BERT's initialisation, without pre-trained weights."""
     options = size.options
     return SpanNetwork(options["layers"], options["width"], options["heads"], dropout=0.1)
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
-    """The cross-entropy of the start and that of the end."""
+    """Return the sum of the cross-entropies of the start and of the end."""
     scores = model(batch["pieces"], batch["segments"])
     start, end = (nn.functional.cross_entropy(scores[..., which], batch[name]) for which, name in _ENDS)
     return start + end

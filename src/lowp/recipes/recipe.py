@@ -1,4 +1,4 @@
-"""What a recipe is: a network, its data, loss and optimizer, in plain torch; the precision is added elsewhere."""
+"""The type of recipes: a network, its data, loss and optimizer, in plain torch, without the precision."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ __all__ = [
 
 
 class Examples(Protocol):
-    """A set of examples that gives any choice of them as a batch."""
+    """A set of examples that returns any selection of them as a batch."""
 
     def __len__(self) -> int:
         """The number of examples."""
 
     def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> Any:
-        """The examples at `indices` (int64, 1-d) as tensors, or a tuple, list or dictionary of tensors, on the CPU.
+        """Return the examples at `indices` (int64, 1-d) as a tensor, or a tuple, list or dict of them, on the CPU.
 
         Augmentation draws from `generator`, which is the same in every precision; without one there is none.
         """
 
 
 class TensorExamples:
-    """Examples that are the rows of tensors of equal length."""
+    """Examples as the rows of tensors of equal length."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
@@ -55,13 +55,13 @@ class TensorExamples:
         return len(self.tensors[0])
 
     def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
-        """The rows at `indices`, one tensor each."""
+        """Return the rows at `indices` of each tensor."""
         return tuple(tensor[indices] for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
 class Data:
-    """What is trained on, and what is measured on; `description` says in words what it is and where it is from."""
+    """Training and validation examples; `description` states their content and source."""
 
     training: Examples
     validation: Examples
@@ -70,10 +70,10 @@ class Data:
 
 @dataclass(frozen=True)
 class Size:
-    """One size of a recipe: `epochs`, `batch` (examples a step) and `learning_rate` are what a user may change.
+    """One size of a recipe; a user can change `epochs`, `batch` (examples per step) and `learning_rate`.
 
-    `parameters` is the number of the model's parameters; `options` is for the recipe itself (widths, image sizes …).
-    `schedule` stands in for the recipe's where a run of few steps needs another to end alike from every seed.
+    `parameters`: the number of the model's parameters. `options`: for the recipe itself (widths, image sizes …).
+    `schedule`: replaces the recipe's if a run of few steps needs another one to end equally from every seed.
     """
 
     epochs: int
@@ -86,41 +86,41 @@ class Size:
 
 @dataclass(frozen=True)
 class Metric:
-    """What the verdict is about. `share`: a share of the validation examples (0 to 1), printed in percent."""
+    """The metric of the verdict. `share`: a share of the validation examples (0 to 1), printed in percent."""
 
     name: str
     higher_is_better: bool = True
     share: bool = True
 
     def resolution(self, examples: int) -> float:
-        """The smallest difference that the validation set can show: one example of a share, else 0."""
+        """Return the smallest difference that the validation set can show: one example for a share, otherwise 0."""
         return 1 / examples if self.share and examples else 0.0
 
     def worse_by(self, value: float, than: float) -> float:
-        """How much worse `value` is `than` another; negative where it is better."""
+        """Return how much worse `value` is than `than`; negative if it is better."""
         return than - value if self.higher_is_better else value - than
 
 
 def first_tensor(batch: Any) -> Tensor:
-    """The first tensor of a batch, in whatever tuples, lists and dictionaries it is."""
+    """Return the first tensor of a batch, in any nesting of tuples, lists and dictionaries."""
     while not isinstance(batch, Tensor):
         batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
     return batch
 
 
 def examples_of(batch: Any) -> int:
-    """The number of examples in a batch: the length of its first tensor."""
+    """Return the number of examples in a batch: the length of its first tensor."""
     return len(first_tensor(batch))
 
 
 def tokens_of(batch: Any) -> int:
-    """The number of places in a batch's first tensor [N, length], padding too."""
+    """Return the number of positions in a batch's first tensor [N, length], including padding."""
     return first_tensor(batch).numel()
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A network of the literature with everything that training it takes, as functions of a `Size`.
+    """A network of the literature with everything for its training, as functions of a `Size`.
 
     `load(size, path)` gives the data, from the user's `path` where one is given. `loss(model, batch)` runs the model
     and is called inside the precision's region. `evaluate(model, batches)` returns numbers by name, over the whole
@@ -186,7 +186,7 @@ def adamw_where(
 def sgd_with_momentum(
     model: nn.Module, learning_rate: float, momentum: float = 0.9, weight_decay: float = 0.0
 ) -> torch.optim.Optimizer:
-    """SGD with momentum, and weight decay where it is given."""
+    """Return SGD with momentum, and with weight decay if given."""
     return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
 
 
@@ -202,7 +202,7 @@ def _is_fused(model: nn.Module) -> bool | None:
 
 # -- schedules --------------------------------------------------------------------------------------------------------
 def constant(optimizer: torch.optim.Optimizer, progress: float) -> None:
-    """The learning rate stays what it is."""
+    """Keep the learning rate constant."""
 
 
 def linear_decay(optimizer: torch.optim.Optimizer, progress: float) -> None:

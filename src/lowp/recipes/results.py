@@ -117,7 +117,7 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a document atomically; what is not finite is written as null, since JSON has no NaN."""
+    """Write a document atomically; infinities and NaNs, which JSON lacks, are written as null."""
     text = json.dumps(_without_nan(document), indent=1, allow_nan=False) + "\n"
     with files.replacing(path) as file:
         file.write(text.encode("utf-8"))
@@ -158,7 +158,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def command_line() -> str:
-    """The command as it was typed, for the record."""
+    """Return the command line as typed."""
     import shlex
 
     return shlex.join(["lowp", *sys.argv[1:]])

@@ -28,7 +28,7 @@ __all__ = ["Job", "Stop", "interrupts_left_to_us", "processes_for", "run_jobs", 
 
 # Fewer steps than these are done before a second process has imported torch.
 _STEPS_WORTH_A_PROCESS = 4000
-_LAST_STEP = 1.0  # seconds that a process has for its step when it is told to stop
+_LAST_STEP = 1.0  # seconds that a process has for its step after a stop
 
 Told = Callable[[str, int], None]
 Stop = Callable[[], bool]
@@ -179,7 +179,7 @@ def _begin(stopping: Any, told: Any) -> None:
 
 
 def _end_after(stopping: Any) -> None:
-    """End a process whose step takes too long to wait for, when it is told to stop."""
+    """End a process whose step takes too long after a stop."""
     stopping.wait()
     time.sleep(_LAST_STEP)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""How far rounding one layer moves the loss: as first order says, and as it is when that one layer is cast."""
+"""The change of the loss if one layer is rounded: a first-order prediction, and a measurement with the cast."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Serving:
         return 1 + self.recover * (len(self.formats) - 1)
 
     def run(self, on_epoch: Callable[[str], None], stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-        """A row a format, as it is measured; ends early where `stop` says so."""
+        """Yield one row per format when it is measured, until `stop()` is true."""
         trained = Training(self.settings)
         if not trained.run(lambda one: on_epoch("fp32") if one.epoch else None, stop):
             return

@@ -22,7 +22,7 @@ INPUT_GRADIENT, WEIGHT_GRADIENT, BIAS_GRADIENT = "input gradient", "weight gradi
 
 
 def fp64_contraction(form: Form, call: Call, first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
-    """Return a contraction of operands that integers cannot represent, or on a device without integer kernels.
+    """Return a contraction of operands that integers cannot represent: infinities and NaNs on a CPU, or fp64 tensors.
 
     The same values are multiplied in fp64, where sums of int16 products are exact; infinities and NaNs propagate.
     """

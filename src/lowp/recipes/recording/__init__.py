@@ -1,1 +1,1 @@
-"""What `lowp figure` draws, recorded from real runs: a module a family of figures, each function gives one document."""
+"""Recorders of `lowp figure`: one module per family of figures, whose functions train and return a document each."""

@@ -1,4 +1,4 @@
-"""Gradients of activations in a real run beside those of weights, and what a loss scale makes of both in fp16."""
+"""Gradients of activations in a real run beside those of weights, without and with a loss scale in fp16."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def record_activation_gradients(
 ) -> dict[str, Any]:
     """Train; return histograms of the gradients of activations and of weights, and the medians of both by layer.
 
-    At 16 steps of the run, each from an fp32 backward of the unscaled loss on the run's weights and batch. Activations
-    are the outputs of all modules that have no modules in them.
+    They are taken at 16 steps of the run, each from an fp32 backward of the unscaled loss on the run's weights and
+    batch. Activations are the outputs of all modules without submodules.
     """
     training = Training(settings)
     observer = _Watched(training)
@@ -48,9 +48,9 @@ def record_loss_scaling(
 ) -> dict[str, Any]:
     """Train with a loss scale; return histograms of the gradients of activations without it and with it.
 
-    Both are those of an fp32 backward at 16 steps of the run, the second times the scale that the run had there.
-    `scales` are the steps from which on the run had a scale, and the scale. `room` is how often the last one could
-    still be doubled before the largest gradient of an activation or a parameter at these steps overflows fp16.
+    Both are from an fp32 backward at 16 steps of the run, the second multiplied by the run's scale at the step.
+    `scales`: steps at which the scale changed, and the scales. `room`: how often the last scale could be doubled before
+    the largest gradient of an activation or a parameter at these steps overflows fp16.
 
     Raises InvalidInput for a scale of 1.
     """
@@ -79,10 +79,10 @@ def record_loss_scaling(
 
 
 class GradientHooks:
-    """Hooks that hand over the gradient of every output of every module without modules in it: listen(name, gradient).
+    """Hooks that call listen(name, gradient) for every output of every module without submodules.
 
-    A module that is called twice in a forward is heard twice. What is changed in place afterwards (by ReLU) is heard
-    with its gradient from before the change.
+    A module that is called twice in a forward pass is reported twice. An output that is changed in place afterwards (by
+    ReLU) is reported with the gradient before the change.
     """
 
     def __init__(self, model: nn.Module, listen: Callable[[str, Tensor], None]) -> None:
@@ -98,7 +98,7 @@ class GradientHooks:
 
 
 class _Watched:
-    """Counts at some steps the gradients of activations and weights, and those of activations under the loss scale."""
+    """Counts gradients of activations and weights at some steps, and those of activations under the loss scale."""
 
     def __init__(self, training: Training, scaled: bool = False) -> None:
         self._training = training
@@ -107,30 +107,30 @@ class _Watched:
         GradientHooks(self._reference.model, self._hear)
         steps = range(training.epochs * training.steps_per_epoch)
         self.steps = moments_of(steps, _STEPS_OF_A_RUN)
-        self.scales: list[tuple[int, float]] = []  # whenever it changed, the step and the scale
-        self._scale = 1.0  # at the step that is looked at
-        self.largest = 0.0  # gradient of any parameter
+        self.scales: list[tuple[int, float]] = []  # step and scale at each change
+        self._scale = 1.0  # at the sampled step
+        self.largest = 0.0  # largest gradient of a parameter
         self.activations, self.scaled, self.weights = Fp16Counts(), Fp16Counts(), Fp16Counts()
         self._of_layer: dict[str, tuple[Histogram, Histogram]] = {
             name: (Histogram(), Histogram()) for name in _layers(self._reference.model)
         }
 
     def wants(self, progress: float) -> bool:
-        """16 steps of the run; the loss scale is looked at before every one."""
+        """Return whether to sample the step: 16 steps of the run; the loss scale is recorded before every step."""
         step = self._training.epoch * self._training.steps_per_epoch + self._training.step_of_epoch
         precision = self._training.precision
         if step == 1 and precision.skipped_steps == 0:
-            self.scales = [(0, precision.scale)]  # found in the first backward, and not changed since
+            self.scales = [(0, precision.scale)]  # set in the first backward, and unchanged since then
         elif not self.scales or precision.scale != self.scales[-1][1]:
             self.scales.append((step, precision.scale))
         return step in self.steps
 
     def before_forward(self) -> None:
-        """For the reference."""
+        """Prepare the reference."""
         self._reference.remember()
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        """Run the reference backward, which is heard, and count its weight gradients."""
+        """Run the reference backward under the hooks, and count its weight gradients."""
         self._scale = self._training.precision.scale
         self._reference.backward(model.state_dict(), batch)
         gradients = {name: one.grad for name, one in self._reference.model.named_parameters() if one.grad is not None}
@@ -142,7 +142,7 @@ class _Watched:
                 self._of_layer[layer][1].add(gradient)
 
     def after_step(self, model: nn.Module) -> None:
-        """Nothing is left to count."""
+        """Do nothing."""
 
     def _hear(self, name: str, gradient: Tensor) -> None:
         self.activations.add(gradient)
@@ -152,14 +152,14 @@ class _Watched:
             self.scaled.add(gradient * self._scale)
 
     def layers(self) -> Iterator[dict[str, Any]]:
-        """By layer with weights, in the order of the model: log2 of the medians of both gradients."""
+        """Yield log2 of the medians of both gradients for each layer with weights, in the order of the model."""
         for name, (activations, weights) in self._of_layer.items():
             if activations.present and weights.present:
                 yield {"name": name, "activations": activations.median(), "weights": weights.median()}
 
 
 def _layers(model: nn.Module) -> list[str]:
-    """The modules that have a matrix or a kernel of their own, and no modules in them."""
+    """Return the modules without submodules that have a matrix or a kernel."""
     return [
         name
         for name, module in model.named_modules()

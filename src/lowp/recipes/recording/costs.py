@@ -1,4 +1,4 @@
-"""What numbers cost in silicon, a row a format: the published table and the estimates between its rows."""
+"""The costs of numbers in silicon, one row per format: published values and estimates between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def record_cost(
     stop: Callable[[], bool] = lambda: False,
     told: Callable[[str, int], None] = lambda name, epoch: None,
 ) -> dict[str, Any]:
-    """Energy and area of a multiplication and an addition, and energy of a read; raises UnknownName for a format."""
+    """Return energy and area of multiplication and addition, and energy of a read; raise UnknownName for a format."""
     if not formats:
         raise InvalidInput("--formats is empty: give formats, such as fp32,bf16,e4m3fn,int8")
     return {

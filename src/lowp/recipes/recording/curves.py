@@ -1,4 +1,4 @@
-"""Error by epoch in several precisions with several seeds: a comparison that looks at nothing else."""
+"""Error by epoch in several precisions with several seeds: a comparison without further measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shared exponents do in a real training run, recorded for pictures: one layer's weights, activations, updates."""
+"""Shared exponents in a real training run, recorded for pictures: one layer's weights, activations and updates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowp.recipes.training import Settings, Training, moved, threads_of
 __all__ = ["record_series", "record_windows"]
 
 CLASSES = ("weights", "activations", "updates")
-_LOWEST, _HIGHEST = -48, 16  # the binary exponents that are counted; what is beyond them counts at the ends
+_LOWEST, _HIGHEST = -48, 16  # the range of counted binary exponents; exponents beyond it are counted at the ends
 
 
 def record_series(
@@ -31,7 +31,7 @@ def record_series(
     """Train for some steps; return Γ, κ and the predicted maximum of every step, for one layer's three tensors.
 
     `layer` is a module's path, by default the first with a weight. Raises InvalidInput for a precision without shared
-    exponents, and for a layer that is not there.
+    exponents, and for a layer that does not exist.
     """
     training, exponents = _begun(settings)
     kept: list[tuple[Flush, dict[str, int]]] = []
@@ -68,7 +68,7 @@ def record_windows(
 ) -> dict[str, Any]:
     """Train for some steps; return histograms of log2|x| of three tensors, from the first and last tenth of the steps.
 
-    Counted is what was going to be written, before its rounding, with the exponents it was written under. Raises as
+    The values are counted before rounding, with the exponents under which they were written. Raises the errors of
     `record_series`.
     """
     training, exponents = _begun(settings)
@@ -102,7 +102,7 @@ def record_windows(
 
 
 class _Histogram:
-    """How many elements had which binary exponent floor(log2|x|), and what the exponents of the writes could hold."""
+    """Counts of elements by binary exponent floor(log2|x|), and the ranges of the exponents of the writes."""
 
     def __init__(self) -> None:
         self.counts = torch.zeros(_HIGHEST - _LOWEST, dtype=torch.int64)
@@ -123,7 +123,7 @@ class _Histogram:
         self.exponents.append(exponent)
 
     def document(self) -> dict[str, Any]:
-        """As plain values. `below_maximum`: the share of nonzero elements that one exponent cannot hold beside the
+        """Return plain values. `below_maximum`: the share of nonzero elements that one exponent cannot hold with the
         largest, below max / 2^15; `below_unit`: of those that became zero."""
         present = max(1, self.elements - self.zeros)
         return {
@@ -149,7 +149,7 @@ def _begun(settings: Settings) -> tuple[Training, SharedExponents]:
 
 
 def _train(training: Training, steps: int, stop: Stop, told: Told, after: Callable[[], None] = lambda: None) -> None:
-    """Do so many steps, over as many epochs as that takes, which is how long the recipe's schedule then is."""
+    """Take `steps` steps, over as many epochs as needed; the recipe's schedule has the same length."""
     training.epochs = -(-steps // training.steps_per_epoch)
     training.model.train()
     done = 0
@@ -169,7 +169,7 @@ def _train(training: Training, steps: int, stop: Stop, told: Told, after: Callab
 
 
 def _sites(exponents: SharedExponents, layer: str | None) -> tuple[str, tuple[str, str, str]]:
-    """The layer, and the sites of its weight, its output and its weight's update."""
+    """Return the layer, and the sites of its weight, its output and its weight's update."""
     known = exponents.sites()
     layers = {}
     for site in known:

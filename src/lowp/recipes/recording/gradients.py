@@ -1,4 +1,4 @@
-"""Gradients and updates of weights in a real run, as histograms of their exponents, and what 16 bits lose of them."""
+"""Gradients and updates of weights in a real run, as histograms of exponents, and their losses in 16 bits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lowp.recipes.training import Settings, Training
 
 __all__ = ["record_gradients", "record_updates"]
 
-# An update below the ratio 2**limit is lost against its weight, to nearest: half an ulp is 2**-p of a weight's power of
-# two, hence between 2**-(p + 1) and 2**-p of the weight, p being the bits of the significand.
+# An update below the ratio 2**limit to its weight is lost by rounding to nearest: half an ulp is 2**-p of a weight's
+# power of two, hence between 2**-(p + 1) and 2**-p of the weight, with p bits of significand.
 LIMITS = {"bf16": -8, "fp16": -11}
 _STEPS_OF_AN_EPOCH = 8
 _STEPS_OF_A_RUN = 24
@@ -26,13 +26,13 @@ def record_updates(
 ) -> dict[str, Any]:
     """Train; return histograms of weight gradients and of |update| / |weight| in the first, middle and last epoch.
 
-    Of matrices and kernels, at eight steps of each of the epochs. An update is what the recipe's optimizer would do in
-    fp64. `below` are the shares of ratios under the limits, `lost` those of updates that really leave a weight which
-    is stored in the format as it was.
+    They are those of matrices and kernels at eight steps of each epoch. Updates are computed by the recipe's optimizer
+    in fp64. `below`: shares of ratios below the limits. `lost`: shares of updates that do not change a weight stored in
+    the format.
     """
     training = Training(settings)
     wanted = {"first": 0, "last": training.epochs - 1, "middle": training.epochs // 2}
-    once = {epoch: moment for moment, epoch in reversed(wanted.items())}  # of a short run fewer than three
+    once = {epoch: moment for moment, epoch in reversed(wanted.items())}  # fewer than three for a short run
     moments = {once[epoch]: epoch for epoch in sorted(once)}
     observer = _Updates(training, moments)
     train(training, observer, stop, told)
@@ -49,9 +49,9 @@ def record_gradients(
 ) -> dict[str, Any]:
     """Train in a naive precision; return histograms of weight gradients, updates and update:weight ratios.
 
-    At 24 steps of the run. Gradients are those of an fp32 backward on the same weights and batch: `flushed` is the
-    share of them that is zero in the run. Updates are what the optimizer would do in fp64 with the run's own gradients:
-    `unmoved` is the share of these whose weight the run's step left as it was.
+    They are taken at 24 steps of the run. Gradients are those of an fp32 backward on the same weights and batch;
+    `flushed`: the share of them that is zero in the run. Updates are computed in fp64 from the run's own gradients;
+    `unmoved`: the share of them whose weight did not change in the run's step.
     """
     training = Training(settings)
     observer = _Swallowed(training)
@@ -60,7 +60,7 @@ def record_gradients(
 
 
 class _Moment:
-    """What the sampled steps of one epoch showed."""
+    """Counts of the sampled steps of one epoch."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
@@ -70,7 +70,7 @@ class _Moment:
         self.lost = [LostUpdates(format) for format in LIMITS]
 
     def document(self) -> dict[str, Any]:
-        """As plain values; the epoch counts from 1."""
+        """Return plain values; epochs are counted from 1."""
         return {
             "epoch": self.epoch + 1,
             "steps_sampled": self.steps,
@@ -83,7 +83,7 @@ class _Moment:
 
 
 class _Updates:
-    """Looks at weight gradients and wanted updates at some steps of some epochs."""
+    """Counts weight gradients and fp64 updates at some steps of some epochs."""
 
     def __init__(self, training: Training, moments: dict[str, int]) -> None:
         self.found = {moment: _Moment(epoch) for moment, epoch in moments.items()}
@@ -92,15 +92,15 @@ class _Updates:
         self._chosen = set(moments_of(range(training.steps_per_epoch), _STEPS_OF_AN_EPOCH))
 
     def wants(self, progress: float) -> bool:
-        """In the chosen epochs, eight steps."""
+        """Return whether to sample the step: eight steps of each chosen epoch."""
         here = any(one.epoch == self._training.epoch for one in self.found.values())
         return here and self._training.step_of_epoch in self._chosen
 
     def before_forward(self) -> None:
-        """Nothing is needed from before."""
+        """Do nothing."""
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        """Count the gradients, and what a step in fp64 would do."""
+        """Count the gradients, and the updates of a step in fp64."""
         weights, own = model.state_dict(), dict(model.named_parameters())
         changes = weights_of(self._wanted.of(weights, own, optimizer))
         step = self._training.epoch * self._training.steps_per_epoch + self._training.step_of_epoch
@@ -118,11 +118,11 @@ class _Updates:
                         lost.add(weight, change)
 
     def after_step(self, model: nn.Module) -> None:
-        """The wanted change was counted before."""
+        """Do nothing: the fp64 updates were counted before the step."""
 
 
 class _Swallowed:
-    """Counts at some steps of a naive run what was there in fp32, and what the run made of it."""
+    """Counts gradients and updates in fp32 and in a naive run at some of its steps."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -136,16 +136,16 @@ class _Swallowed:
         self._flushed = self._unmoved = self._moving = 0
 
     def wants(self, progress: float) -> bool:
-        """24 steps of the run."""
+        """Return whether to sample the step: 24 steps of the run."""
         at = self._training.epoch * self._training.steps_per_epoch + self._training.step_of_epoch
         return at in self._steps
 
     def before_forward(self) -> None:
-        """For the reference."""
+        """Prepare the reference."""
         self._reference.remember()
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        """Count gradients against fp32's, and what the optimizer would do with them."""
+        """Count gradients in comparison with fp32's, and the updates computed from them in fp64."""
         weights, own = model.state_dict(), dict(model.named_parameters())
         self._reference.backward(weights, batch)
         for name, parameter in weights_of(self._reference.model.named_parameters()).items():
@@ -160,7 +160,7 @@ class _Swallowed:
             self.ratios.add(ratios(weights[name].double(), change))
 
     def after_step(self, model: nn.Module) -> None:
-        """Count the weights that stayed though they were to move."""
+        """Count the weights with a nonzero update that did not change."""
         weights = model.state_dict()
         for name, change in self._changes.items():
             moving = change != 0
@@ -168,7 +168,7 @@ class _Swallowed:
             self._unmoved += int((moving & (weights[name] == self._before[name])).sum())
 
     def document(self) -> dict[str, Any]:
-        """As plain values; the shares are those of what was not zero in the histograms beside them."""
+        """Return plain values; shares are those of the nonzero elements of the histograms."""
         return {
             "steps_sampled": self._steps,
             "gradients": self.gradients.document(),

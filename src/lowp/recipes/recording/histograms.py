@@ -1,4 +1,4 @@
-"""Histograms of binary exponents, and what fp16 and bf16 make of the same numbers, counted on the numbers."""
+"""Histograms of binary exponents, and counts of the losses of the same numbers in fp16 and bf16."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SMALLEST, _SMALLEST_NORMAL = -24, -14  # fp16's, as powers of two
 
 
 class Histogram:
-    """How many elements had which binary exponent floor(log2 |x|), over all tensors that were added."""
+    """Counts of elements by binary exponent floor(log2 |x|), over all added tensors."""
 
     def __init__(self) -> None:
         self._seen: Statistics | None = None
@@ -28,16 +28,16 @@ class Histogram:
 
     @property
     def present(self) -> int:
-        """How many were finite and not zero."""
+        """The number of finite nonzero elements."""
         seen = self._seen
         return 0 if seen is None else seen.count - seen.zeros - seen.nonfinite
 
     def below(self, exponent: int) -> float:
-        """Of the finite ones that are not zero, the share that is smaller than 2**exponent; 0 where there are none."""
+        """Return the share of the finite nonzero elements below 2**exponent; 0 without such elements."""
         return sum(self._counts()[: exponent + _BIAS]) / max(1, self.present)
 
     def median(self) -> float | None:
-        """log2 of the median magnitude of those that are not zero, by interpolation in its bin; None without any."""
+        """Return log2 of the median magnitude of nonzero elements, interpolated in its bin; None without any."""
         left = self.present / 2
         for place, count in enumerate(self._counts()):
             if count and count >= left:
@@ -46,9 +46,9 @@ class Histogram:
         return None
 
     def document(self) -> dict[str, Any]:
-        """As plain values: `counts` by exponent from `lowest` on, and what has no exponent: zeros, NaN and infinity.
+        """Return plain values: `counts` by exponent from `lowest` on, and the numbers of zeros, NaNs and infinities.
 
-        `lowest` is -127 where some were below 2**-126: that bin has all of them. `largest` is the largest magnitude.
+        `lowest` is -127 if some elements are below 2**-126: that bin has all of them. `largest`: the largest magnitude.
         """
         counts = self._counts()
         filled = [place for place, count in enumerate(counts) if count] or [_BIAS]
@@ -64,7 +64,7 @@ class Histogram:
         }
 
     def _counts(self) -> list[int]:
-        """By exponent from -127 to 127; the first bin without the zeros that `Statistics` has in it."""
+        """Return counts by exponent from -127 to 127; the first bin excludes the zeros that `Statistics` includes."""
         if self._seen is None:
             return [0]
         counts: list[int] = self._seen.exponent_histogram.tolist()[:255]
@@ -73,14 +73,14 @@ class Histogram:
 
 
 class Fp16Counts:
-    """What becomes of numbers that are stored in fp16, rounded to nearest even: counted by rounding them."""
+    """Counts of the effects of rounding numbers to fp16, to nearest even."""
 
     def __init__(self) -> None:
         self.histogram = Histogram()
         self._zero = self._infinite = 0
 
     def add(self, x: Tensor) -> None:
-        """Count a tensor; what is infinite or NaN before the rounding is left to the histogram."""
+        """Count a tensor; elements that are infinite or NaN before rounding are counted only by the histogram."""
         x = x.detach()
         self.histogram.add(x)
         stored = x.half()
@@ -88,7 +88,7 @@ class Fp16Counts:
         self._infinite += int((stored.isinf() & x.isfinite()).sum())
 
     def document(self) -> dict[str, Any]:
-        """The histogram, and shares of what is not zero in it: below 2^-24, of them zero; subnormal; infinite."""
+        """Return the histogram, and shares of its nonzero elements: below 2^-24; zero, subnormal, infinite in fp16."""
         present = max(1, self.histogram.present)
         below = self.histogram.below(_SMALLEST)
         return {
@@ -101,14 +101,14 @@ class Fp16Counts:
 
 
 class LostUpdates:
-    """How many updates would leave a weight as it was, if it were stored in a format: counted by doing them."""
+    """Counts updates that would not change a weight stored in a format."""
 
     def __init__(self, format: str) -> None:
         self.format = format
         self._lost = self._present = 0
 
     def add(self, weight: Tensor, change: Tensor) -> None:
-        """Count the fp64 changes that are not zero of fp64 weights."""
+        """Count the nonzero fp64 changes of fp64 weights."""
         stored = kernels.quantize(weight, self.format)
         same = kernels.quantize(stored + change, self.format) == stored
         moving = change != 0
@@ -117,11 +117,11 @@ class LostUpdates:
 
     @property
     def share(self) -> float:
-        """Of the changes that are not zero; 0 where there are none."""
+        """The share of the nonzero changes; 0 without any."""
         return self._lost / max(1, self._present)
 
 
 def ratios(weight: Tensor, change: Tensor) -> Tensor:
-    """|change| / |weight| [weights that are not zero], of fp64 tensors."""
+    """Return |change| / |weight| of the nonzero weights, for fp64 tensors."""
     chosen = weight != 0
     return change[chosen].abs() / weight[chosen].abs()

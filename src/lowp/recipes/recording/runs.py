@@ -1,4 +1,4 @@
-"""What the recorders share: a run that is watched at some of its steps, and the head of every document."""
+"""Common parts of the recorders: a run observed at some of its steps, and the head of every document."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ Told = Callable[[str, int], None]
 
 
 def train(training: Training, observer: Observer | None, stop: Stop, told: Told, name: str | None = None) -> bool:
-    """Train to the end under the recipe's own schedule and threads; False if it was stopped before."""
+    """Train to the end with the recipe's own schedule and threads; return False if it was stopped before."""
     title = name or f"{training.recipe.name} in {training.precision.preset.name}"
     with threads_of(training.recipe.threads):
         return training.run(lambda one: told(title, one.epoch), stop, observer)
 
 
 def moments_of(steps: range, count: int) -> list[int]:
-    """At most `count` of the steps, spread evenly, each in the middle of its part."""
+    """Return at most `count` of the steps, spread evenly, each in the middle of its part."""
     count = min(count, len(steps))
     return [steps[int((number + 0.5) * len(steps) / count)] for number in range(count)]
 
 
 def weights_of(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """The matrices and kernels among named parameters: those with two dimensions or more, no bias and no norm."""
+    """Return the matrices and kernels among named parameters: those with two dimensions or more."""
     named = tensors.items() if isinstance(tensors, Mapping) else tensors
     return {name: tensor for name, tensor in named if tensor.dim() >= 2}
 
 
 def head(kind: str, training: Training) -> dict[str, Any]:
-    """What every document of a run begins with: what was trained, on what, and how well it ended."""
+    """Return the head of every document of a run: settings, data, and the final metric."""
     settings, metric = training.settings, training.recipe.metric
     last = training.history[-1] if training.history else {}
     return {

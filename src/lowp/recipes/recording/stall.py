@@ -1,4 +1,4 @@
-"""Weights that stop moving in 16 bits, beside fp32 masters and stochastic rounding, which go on: one run in each."""
+"""Weights that stop changing in 16 bits, compared with fp32 masters and stochastic rounding: one run of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowp.recipes.training import Settings, Training, load_data
 
 __all__ = ["record_stall"]
 
-# A row a line of the picture: what it is called, and the masters; None for fp32.
+# One row per line of the picture: its label, and the masters; None for fp32.
 VARIANTS = {
     "fp32": None,
     "{format} + fp32 masters": "fp32",
@@ -24,19 +24,19 @@ VARIANTS = {
     "{format}, to nearest": "none",
 }
 _MOMENTS = 200
-_WATCHED = 4096  # weights of the layer whose way is recorded, of which one is drawn
+_WATCHED = 4096  # number of the layer's weights whose values are recorded; one of them is drawn
 
 
 def record_stall(
     settings: Settings, layer: str | None = None, *, stop: Stop = lambda: False, told: Told = lambda name, epoch: None
 ) -> dict[str, Any]:
-    """Train in fp32 and with 16-bit weights in three ways; return how many weights move, the way of one, and the loss.
+    """Train in fp32 and with 16-bit weights in three ways; return the weights that change, one weight, and the loss.
 
-    `settings.precision` is bf16-storage or fp16-storage; nothing is scaled. `moving`: at 200 steps, of the weights with
-    a gradient, the share that the step changed (of the masters, where there are some). `never`: of the weights that
-    fp32 moves, the share that ends where it began. `ways`: the values, after so many `way_steps`, of one weight of the
-    layer (by default the first), the one that moves by the median distance in fp32. Raises InvalidInput for other
-    precisions and for a layer without weights.
+    `settings.precision` is bf16-storage or fp16-storage, without loss scaling. `moving`: at 200 steps, the share of the
+    weights with a gradient that the step changed (of the masters, if any). `never`: of the weights that fp32 changes,
+    the share that ends at its initial value. `ways`: the values after `way_steps` steps of one weight of the layer (by
+    default the first), the one that moves by the median distance in fp32. Raises InvalidInput for other precisions and
+    for a layer without weights.
     """
     preset = presets.parse(settings.precision)
     if preset.policy.parameters is None or preset.name == "flex16+5":
@@ -58,7 +58,7 @@ def record_stall(
         watched.append((name, observer, training))
     assert training is not None
     common = head("figure-stall", training)
-    del common["failure"], common["metric"]["value"]  # every variant has its own
+    del common["failure"], common["metric"]["value"]  # each variant has its own
     return {
         **common,
         "format": format,
@@ -79,7 +79,7 @@ def record_stall(
 
 
 def _layer(model: nn.Module, layer: str | None) -> str:
-    """The name of the layer's weight."""
+    """Return the name of the layer's weight."""
     named = {name.removesuffix(".weight"): name for name in weights_of(model.named_parameters())}
     chosen = next(iter(named)) if layer is None else layer
     if chosen not in named:
@@ -88,7 +88,7 @@ def _layer(model: nn.Module, layer: str | None) -> str:
 
 
 def _weight(watched: list[_Moving]) -> dict[str, Any]:
-    """Where the first run's (fp32's) median mover is, and its values in every run."""
+    """Return the index of the weight with the median movement in the first run (fp32), and its values in every run."""
     if not watched:
         return {"index": None, "ways": [], "way_steps": []}
     ways = [torch.stack(observer.ways) for observer in watched]
@@ -104,7 +104,7 @@ def _weight(watched: list[_Moving]) -> dict[str, Any]:
 
 
 class _Moving:
-    """Counts at 200 steps the weights that a step moves, and keeps the values of one layer's."""
+    """Counts the weights that change at 200 steps, and records the values of some weights of a layer."""
 
     def __init__(self, training: Training, parameter: str) -> None:
         self._training = training
@@ -121,18 +121,18 @@ class _Moving:
         self.indices = [[int(i) for i in torch.unravel_index(element, shape)] for element in self._watched]
 
     def wants(self, progress: float) -> bool:
-        """200 steps of the run."""
+        """Return whether to sample the step: 200 steps of the run."""
         return self._step() in self._at
 
     def before_forward(self) -> None:
-        """Remember the weights, which a step is compared with."""
+        """Copy the weights for comparison."""
         self._before = {name: weight.detach().clone() for name, weight in self._weights(self._training.model).items()}
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        """The gradients are asked for afterwards."""
+        """Do nothing: gradients are read after the step."""
 
     def after_step(self, model: nn.Module) -> None:
-        """Count the weights with a gradient that are not what they were."""
+        """Count the weights with a gradient that have changed."""
         weights, moved, asked = self._weights(model), 0, 0
         for name, parameter in model.named_parameters():
             if name in weights and parameter.grad is not None:
@@ -144,7 +144,7 @@ class _Moving:
         self.ways.append(weights[self._parameter].detach().flatten()[self._watched].clone())
 
     def never(self, fp32: _Moving) -> float:
-        """Of the weights that ended elsewhere than they began in fp32, the share that did not here."""
+        """Return the share of the weights changed by fp32 at the end that are unchanged here."""
         moved, here = fp32._changed(), self._changed()
         stayed = sum(int((moved[name] & ~here[name]).sum()) for name in moved)
         return stayed / max(1, sum(int(one.sum()) for one in moved.values()))
@@ -157,5 +157,5 @@ class _Moving:
         return step
 
     def _weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """The trained values in fp32: of the masters, where there are some."""
+        """Return the trained values in fp32: the masters, if any."""
         return weights_of(model.state_dict())
