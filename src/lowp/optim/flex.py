@@ -27,7 +27,7 @@ from lowp.optim.model_state import Attachment, StoredModel, attach, own
 from lowp.optim.names import given_names
 from lowp.optim.shards import is_sharded
 from lowp.optim.skipping import starts_momentum, steps_by_itself
-from lowp.optim.state_dicts import entries_by_parameter, with_loading_hooks, with_saving_hooks
+from lowp.optim.state_dicts import entries_by_parameter, parameters_of, with_loading_hooks, with_saving_hooks
 from lowp.optim.storage import Storage
 from lowp.optim.wrapper import Wrapper
 
@@ -92,10 +92,11 @@ class FlexWeights(Wrapper):
 
     The parameters are written when the wrapper is made, and stay fp32 tensors whose values the format holds. A step of
     the inner optimizer computes in fp32 on such values; then the update is written, the weight as the sum of the old
-    one and the update, and every floating-point tensor of the optimizer's state with more than one element; of means
-    of squares (Adam's second moment) it is the root that is in the format, see `_rounded_square`. Gradients that are
-    sums (accumulated, averaged over ranks, clipped) are written first. `names` gives the parameters' names, in place of
-    those that the optimizer was given; the parameters in `stored` hold values of the format already.
+    one and the update, and every floating-point tensor of the optimizer's state with more than one element; of means of
+    squares (Adam's second moment) it is the root that is in the format, see `_rounded_square`. Gradients that are sums
+    (accumulated, averaged over ranks, clipped) are written first. Complex parameters stay complex64. `names` gives the
+    parameters' names, in place of those that the optimizer was given; the parameters in `stored` hold values of the
+    format already.
 
     `param_groups`, `state` and `state_dict` are the inner optimizer's; the exponents are kept by `exponents`.
     """
@@ -180,6 +181,8 @@ class FlexWeights(Wrapper):
         Of the latter where their state is there, on the device: a count on the host is not taken back.
         """
         inner = self.inner
+        if any(parameter.is_complex() for parameter in parameters_of(self)):
+            return False
         if steps_by_itself(inner):
             return not starts_momentum(inner)
         if not type(inner).__module__.startswith("torch.optim."):
@@ -311,7 +314,8 @@ class FlexWeights(Wrapper):
         self.inner.load_state_dict(state)
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        """The parameters that are stored in the format: all but complex ones, which a region does not round either."""
+        return [one for one in parameters_of(self) if not one.is_complex()]
 
     def _adopt(self, stored: Container[Tensor] = ()) -> None:
         refuse_shards(self.cast, self._parameters())

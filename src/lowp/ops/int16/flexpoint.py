@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowp.casts import Cast
@@ -35,6 +37,9 @@ from lowp.ops.observing import role_of
 from lowp.ops.table import Row, runner
 
 __all__ = ["again", "by_itself", "divided", "dropped", "fused", "is_flexpoint", "multiplied", "norm"]
+
+# the first arguments of F.embedding and F.embedding_bag; the third is padding_idx of one and offsets of the other
+_EMBEDDING = ("input", "weight", "", "max_norm", "norm_type")
 
 Keep = Callable[[Call], tuple[Fp32Function, list[Tensor]] | None]
 
@@ -99,6 +104,7 @@ def fused(row: Row, call: Call, keep: Keep | None = None) -> Any:
         return rounded_by(y, writer.part(), OUTPUT_ROLE, OUTPUT_GRADIENT)
 
     if not row.is_contraction:
+        call = _renormalized(call)
         outside, target = not_in_place(call)
         if target is not None:
             return target.copy_(fused(row, outside, keep))
@@ -109,3 +115,19 @@ def fused(row: Row, call: Call, keep: Keep | None = None) -> Any:
     args, kwargs = changed(call.args, read), changed(call.kwargs, read)
     inner = Call(call.op, call.func, args, kwargs, rule, call.weight_cast, call.seed)  # observers know of the call
     return changed(row.run(rule)(inner), write)
+
+
+def _renormalized(call: Call) -> Call:
+    """Return a call of F.embedding or F.embedding_bag without `max_norm`, which is applied to the parameter first.
+
+    torch applies it in place, which it refuses to what an op reads here. The next step writes the rows in the format.
+    """
+    given = dict(zip(_EMBEDDING, call.args, strict=False)) | call.kwargs
+    if call.func not in (F.embedding, F.embedding_bag) or given.get("max_norm") is None:
+        return call
+    with torch.no_grad():
+        rows, norm = given["input"].reshape(-1).contiguous(), given.get("norm_type", 2.0)
+        torch.embedding_renorm_(given["weight"].detach(), rows, given["max_norm"], norm)
+    place = _EMBEDDING.index("max_norm")
+    args = tuple(None if index == place else one for index, one in enumerate(call.args))
+    return call.given(args, {name: one for name, one in call.kwargs.items() if name != "max_norm"})

@@ -1,0 +1,77 @@
+"""Parameters under shared exponents that are written in the forward pass, or that no exponent can be shared by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowp
+from lowp.kernels.payloads import are_exact
+
+IN_FLEX = lowp.Precision("flex16+5").policy.parameters
+
+
+def _trained(precision: lowp.Precision, model: nn.Module, x: Tensor, steps: int = 4) -> tuple[nn.Module, float]:
+    model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with precision.autocast():
+            loss = model(x).square().mean()
+        precision.backward(loss)
+        precision.step(optimizer)
+    return model, float(loss.detach())
+
+
+class Pooled(nn.Module):
+    """The mean of rows of a table whose norms are at most 1."""
+
+    def __init__(self, bag: bool, norm_type: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag = bag
+        self.table = (nn.EmbeddingBag if bag else nn.Embedding)(20, 16, max_norm=1.0, norm_type=norm_type)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = self.table(x)
+        return rows if self.bag else rows.mean(1)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+@pytest.mark.parametrize("bag", [False, True])
+def test_the_largest_norm_of_an_embedding_is_that_of_fp32(bag: bool, norm_type: float) -> None:
+    x = torch.arange(15).view(5, 3)  # the last five rows are not read
+    expected, loss = _trained(lowp.Precision("fp32"), Pooled(bag, norm_type), x)
+    model, seen = _trained(lowp.Precision("flex16+5"), Pooled(bag, norm_type), x)
+    for got, want in zip(model.parameters(), expected.parameters(), strict=True):
+        assert want[:15].norm(norm_type, dim=1).max() < 1.01 < want[15:].norm(norm_type, dim=1).min()
+        # int16 with a few free bits: weights below 4 have a unit of 2**-11 at most, and take a few roundings a step
+        assert (got - want).abs().max() < 8 * 2.0**-11
+        assert IN_FLEX is not None
+        assert are_exact([got.detach()], IN_FLEX) == [True]
+    assert seen == pytest.approx(loss, rel=1e-2)
+
+
+class Spectral(nn.Module):
+    """A linear layer on Fourier coefficients, between real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(9, 4, 4, dtype=torch.complex64) / 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        coefficients = torch.einsum("bix,xio->box", torch.fft.rfft(x), self.weight)
+        result: Tensor = self.last(torch.fft.irfft(coefficients, n=16).transpose(1, 2))
+        return result
+
+
+def test_complex_parameters_are_trained_as_they_are() -> None:
+    x = torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(1))
+    expected, loss = _trained(lowp.Precision("fp32"), Spectral(), x)
+    model, seen = _trained(lowp.Precision("flex16+5"), Spectral(), x)
+    assert seen == pytest.approx(loss, rel=1e-2)
+    weight, reference = model.get_parameter("weight"), expected.get_parameter("weight")
+    assert weight.dtype is torch.complex64
+    assert 0 < (weight - reference).abs().max() < 1e-2 < (reference - Spectral().weight).abs().max()
