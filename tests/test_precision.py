@@ -301,3 +301,23 @@ def test_a_precision_that_is_gone_refuses_no_step_of_the_optimizer_it_left() -> 
     del precision
     gc.collect()
     optimizer.step()
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", "dynamic(1024)", 64.0])
+@pytest.mark.parametrize("name", ["e3m2", "e2m1", "e4m3fn:saturate", "fp16:saturate", "e4m3fn", "mxfp6"])
+def test_a_dynamic_loss_scale_over_gradients_that_are_clipped_warns_once(
+    name: str, loss_scale: str | float, recwarn: pytest.WarningsRecorder
+) -> None:
+    precision = lowp.Precision(name, loss_scale=loss_scale)
+    model, _ = precision.prepare(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with precision.autocast():
+            loss = model(torch.ones(3, 4)).square().mean()
+        precision.backward(loss)
+        precision.step(optimizer)
+    said = [str(one.message) for one in recwarn if "clipped" in str(one.message)]
+    is_clipped = name in ("e3m2", "e2m1") or "saturate" in name
+    assert len(said) == (is_clipped and loss_scale != 64.0)
+    assert all(f"gradients in {name} are clipped at" in one and "constant loss scale" in one for one in said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -81,6 +82,7 @@ class Precision:
         self._region = region.autocast(self.policy, strict=strict)
         self._scaler: GradScaler | None = None
         self._searches_scale = preset.loss_scale.search
+        self._clipped = presets.clipped_gradients(preset)  # a warning that the first backward pass gives
         self._device = torch.device("cpu")
         self._storing = self._new_storing()
         self._models: list[Callable[[], nn.Module | None]] = []  # that were prepared
@@ -160,6 +162,9 @@ class Precision:
                 self.scaler.begin_with(first_scale(loss, scale.initial, scale.floor, **options))
         if self.scaler.is_enabled():
             expect_step(self.scaler)
+            if self._clipped is not None:
+                warnings.warn(self._clipped, UserWarning, stacklevel=2)
+                self._clipped = None
         else:
             self._unscaled.saw(loss)
         self.scaler.scale(loss).backward(**options)

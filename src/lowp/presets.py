@@ -12,7 +12,7 @@ from lowp.formats import FloatFormat, ScaledFormat
 from lowp.loss_scale import DYNAMIC, LossScale
 from lowp.policy import Policy, Rule
 
-__all__ = ["PRESETS", "LossScale", "Masters", "Preset", "parse"]
+__all__ = ["PRESETS", "LossScale", "Masters", "Preset", "clipped_gradients", "parse"]
 
 
 @dataclass(frozen=True)
@@ -229,6 +229,20 @@ def _is_predicted(cast: Cast) -> bool:
 def _is_narrow(cast: Cast | None) -> bool:
     """Whether gradients in this format need a loss scale: at most 5 exponent bits, and no shared scale."""
     return cast is not None and isinstance(cast.format, FloatFormat) and cast.format.exponent_bits <= 5
+
+
+def clipped_gradients(preset: Preset) -> str | None:
+    """Return a sentence if gradients are clipped where the dynamic loss scale of a preset waits for an overflow."""
+    if preset.loss_scale.kind != "dynamic":
+        return None
+    for cast in (rule.grad for rule in preset.policy.rules):
+        if cast is not None and isinstance(cast.format, FloatFormat) and cast.overflow is Overflow.SATURATE:
+            return (
+                f"gradients in {cast} are clipped at {cast.format.maximum:g} and never overflow, so the dynamic loss "
+                "scale is not lowered for them: give a constant loss scale, such as 64, or a format with a shared "
+                "scale, such as mxfp6 or mxfp4"
+            )
+    return None
 
 
 def _of_policy(policy: Policy) -> Preset:

@@ -17,6 +17,7 @@ from lowp.grad_scaler.first_scale import first_scale
 from lowp.launch.gradients import Gradients, leaves_of
 from lowp.launch.session import Session
 from lowp.policy import Policy
+from lowp.presets import clipped_gradients
 
 __all__ = ["install", "largest_grad_scale"]
 
@@ -53,6 +54,7 @@ class _Backward:
     def __init__(self, session: Session, gradients: Gradients) -> None:
         self.session, self.gradients = session, gradients
         self._looks = session.preset.loss_scale.search
+        self._clipped = clipped_gradients(session.preset)
         self.largest_grad_scale = largest_grad_scale(session.preset.policy)
 
     def _look_for_scale(self, outputs: tuple[Tensor, ...]) -> None:
@@ -80,6 +82,9 @@ class _Backward:
             self.gradients.adopt(leaf)
         if has_no_optimizer(self.session, leaves):
             return
+        if self._clipped is not None:
+            self.session.record.note(self._clipped)
+            self._clipped = None
         one = torch.ones((), dtype=torch.float32, device=outputs[0].device)
         if looks:
             self._look_for_scale(outputs)
