@@ -123,6 +123,30 @@ def test_updates_without_an_optimizer_run_in_fp32_where_a_step_would_have_to_be_
     assert refused.returncode == 2 and refused.stdout == ""
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp8", "flex16+5"])
+def test_losses_metrics_and_what_is_recorded_of_a_model_are_plain_torch(
+    precision: str, plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    ran = run_in(precision, "around.py", tmp_path)  # it asserts that they are
+    assert ran.returncode == 0, ran.stderr
+    assert numbers(ran.stdout) == pytest.approx(numbers(plain("around.py")), rel=0.05)
+    late = [numbers(line)[0] for line in ran.stdout.splitlines() if line.startswith("late")]
+    assert late[0] > 0  # a module that makes its parameters in its first call runs in the precision from then on
+
+
+@pytest.mark.parametrize("precision", ["fp16", "dfp16"])
+def test_a_script_that_trains_tensors_without_a_model_is_told_that_it_runs_in_fp32(
+    precision: str, plain: Callable[[str], str], tmp_path: Path
+) -> None:
+    ran = run_in(precision, "tensors.py", tmp_path)
+    assert ran.stdout == plain("tensors.py")
+    assert "lowp run: what the script trains runs in fp32: it calls no module with parameters" in ran.stderr
+    refused = run_in(precision, "tensors.py", tmp_path, "--strict")
+    assert refused.returncode == 2 and refused.stdout == ""
+    command = ("-m", "lowp", "run", "--precision", precision, str(SCRIPTS / "tensors.py"), "with a model")
+    assert "what the script trains" not in forked.run(*command, cwd=tmp_path).stderr
+
+
 def test_the_scale_moves_once_for_all_optimizers_of_a_pass(plain: Callable[[str], str], tmp_path: Path) -> None:
     options = ("--loss-scale", "dynamic(4194304)", "--report", "report.json")
     ran = run_in("fp16", "many_optimizers.py", tmp_path, *options)
@@ -160,6 +184,7 @@ def test_gradients_near_1_fit_the_format_in_autograd_grad_and_torch_func(
     ran = run_in(precision, "seeds.py", tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == plain("seeds.py")
+    assert ("lowp run: gradients in e2m1 are clipped at 6 and never overflow" in ran.stderr) == (precision == "e2m1")
 
 
 @pytest.mark.parametrize("name", formats.FORMATS)

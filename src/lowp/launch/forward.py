@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowp.compat import private
 from lowp.launch.session import Session
-from lowp.ops.casting import functorch_is_active
+from lowp.ops.casting import functorch_is_active, is_jit_tracing
 
 __all__ = ["Forward", "install", "to_fp32"]
 
@@ -34,6 +34,12 @@ def _widened(output: Any) -> Any:
     return to_fp32(output) if isinstance(output, Tensor) else _tree_map(to_fp32, output)
 
 
+def _has_parameters(module: nn.Module) -> bool:
+    """Whether a module is a model: losses, metrics and augmentations have no parameters."""
+    # a replica of nn.DataParallel keeps its parameters as plain attributes
+    return next(module.parameters(), None) is not None or getattr(module, "_is_replica", False)
+
+
 class Forward:
     """The module calls of one session. `original` is torch's own `nn.Module.__call__`."""
 
@@ -43,16 +49,14 @@ class Forward:
         self._in_fp32: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # the sentences noted for models without an optimizer, with these models
         self._unstepped: list[tuple[str, list[weakref.ref[nn.Module]]]] = []
+        self.has_models = False  # whether the script has called a model, be it one that is left alone
         # the modules that the script has called under the rules
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def outermost(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module that the script calls."""
         session = self.session
-        alone = self._left_alone.get(module)
-        if alone is None:
-            alone = self._left_alone[module] = self._is_left_alone(module)
-        if alone or session.rests:
+        if self._is_plain(module) or session.rests:
             session.local.alone += 1
             try:
                 return self.original(module, *args, **kwargs)
@@ -124,10 +128,18 @@ class Forward:
             if alive and all(any(map(self.session.is_stepped, module.parameters())) for module in alive):
                 self.session.record.take_back(sentence)
 
+    def _is_plain(self, module: nn.Module) -> bool:
+        """Whether a module that the script calls does not run under the rules."""
+        alone = self._left_alone.get(module)
+        if alone is None:
+            if isinstance(module, _Loss) or not _has_parameters(module):
+                return True  # not kept: a module may make its parameters in its first call
+            alone = self._left_alone[module] = self._is_left_alone(module)
+        return alone or is_jit_tracing()  # what is recorded belongs to the script, as its checkpoints do
+
     def _is_left_alone(self, module: nn.Module) -> bool:
-        """Whether the rules do not apply to a module: a loss, which gets fp32, or a model not in fp32."""
-        if isinstance(module, _Loss):
-            return True
+        """Whether the rules do not apply to a model, because it is not in fp32."""
+        self.has_models = True
         dtypes = {one.dtype for one in module.parameters() if one.is_floating_point()}
         if other := dtypes - {torch.float32}:
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in other))
@@ -160,6 +172,7 @@ def install(session: Session) -> None:
     _install_functions(session)
     _install_compile(session, forward)
     _install_checkpoints(session, forward)
+    _install_traces(session)
 
 
 def _watch_first_call(session: Session) -> None:
@@ -234,6 +247,24 @@ def _install_checkpoints(session: Session, forward: Forward) -> None:
         return original(run, *args, **kwargs)
 
     module.checkpoint = checkpoint
+
+
+def _install_traces(session: Session) -> None:
+    """Let torch.jit.trace compare what it has recorded, a plain model, with the plain model."""
+    module = cast(Any, torch.jit)
+
+    def patched(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def trace(*args: Any, **kwargs: Any) -> Any:
+            session.local.alone += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                session.local.alone -= 1
+
+        return trace
+
+    module.trace, module.trace_module = patched(module.trace), patched(module.trace_module)
 
 
 def _install_functions(session: Session) -> None:

@@ -18,6 +18,10 @@ from lowp.launch.session import Session, nothing
 __all__ = ["install"]
 
 Step = Callable[..., Any]
+_WITHOUT_MODEL = (
+    "what the script trains",
+    "it calls no module with parameters, and what is outside of modules is plain torch",
+)
 
 
 class Held(Optimizer):
@@ -64,6 +68,7 @@ class _Steps:
         self.gradients: Gradients | None = session.gradients
         self._held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
         self._prepared: weakref.WeakKeyDictionary[Optimizer, Optimizer] = weakref.WeakKeyDictionary()
+        self._without_model = ""  # the sentence that no module has run so far
         self._stepped: set[int] = set()  # ids of parameters whose optimizers have stepped in this step
 
     def hold(self, parameters: Iterable[Tensor]) -> None:
@@ -82,6 +87,7 @@ class _Steps:
         session.record.rank = distributed.rank()
         if session.rests:
             return inner(optimizer, *args, **kwargs)
+        self._note_without_model()
         closure = args[0] if args else kwargs.get("closure")
         if closure is None:
             return self._guarded(optimizer, inner, args, kwargs)
@@ -93,6 +99,15 @@ class _Steps:
             self._guarded(optimizer, inner, (), {"closure": lambda: loss})
             return loss
         return self._in_fp32(optimizer, inner, args, kwargs)
+
+    def _note_without_model(self) -> None:
+        """Note that no model has run, as long as this is so: outside of modules nothing runs under the rules."""
+        session = self.session
+        has_model = session.record.calls or session.forward is None or session.forward.has_models
+        if has_model == bool(self._without_model):
+            if has_model:
+                session.record.take_back(self._without_model)
+            self._without_model = "" if has_model else session.keeps_in_fp32(*_WITHOUT_MODEL)
 
     def _in_fp32(self, optimizer: Optimizer, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Step an optimizer that computes loss and gradients itself, any number of times, in fp32."""
