@@ -41,7 +41,7 @@ class FirstExponents:
         """
         value = maximum.to(self._bounds.dtype)
         each = value[..., None]
-        place = (self._bounds < each).sum(-1) + (self._bounds <= each).sum(
-            -1
-        )  # Apple's GPUs lack searchsorted, and take
-        return torch.where(value > 0, self._exponents[place], self._of_zeros), value > 0
+        # Apple's GPUs lack searchsorted and take; [place] reads a place without dimensions on the host
+        place = (self._bounds < each).sum(-1) + (self._bounds <= each).sum(-1)
+        found = self._exponents.index_select(0, place.flatten()).view(place.shape)
+        return torch.where(value > 0, found, self._of_zeros), value > 0
