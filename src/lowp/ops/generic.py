@@ -161,8 +161,17 @@ def _with_own_bias(call: Call) -> tuple[tuple[Any, ...], Tensor | None]:
 
 def has_irregular(value: Any) -> bool:
     """Whether the arguments contain a sparse, nested or MKLDNN tensor."""
-    tensors = tensors_of(value)
-    return not torch.compiler.is_compiling() and any(x.layout is not torch.strided or x.is_nested for x in tensors)
+    return not torch.compiler.is_compiling() and _has_irregular(value)
+
+
+def _has_irregular(value: Any) -> bool:
+    for one in value.values() if isinstance(value, dict) else value:  # every op asks: without lists and generators
+        if isinstance(one, Tensor):
+            if one.layout is not torch.strided or one.is_nested:
+                return True
+        elif isinstance(one, (list, tuple, dict)) and one and _has_irregular(one):
+            return True
+    return False
 
 
 def refused(call: Call) -> Any:

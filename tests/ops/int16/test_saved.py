@@ -108,6 +108,8 @@ def test_results_that_nobody_else_reads_are_written_in_place(monkeypatch: pytest
         return found
 
     monkeypatch.setattr(table, "mantissas_and_values", spied)
+    assert outcome(OPS["batch_norm"]) and not any(written)  # small ones are not looked at
+    monkeypatch.setattr(saved_room, "LEAST_IN_PLACE", 0)
     kept = outcome(OPS["batch_norm"])
     assert any(written)
     monkeypatch.setattr(saved_room, "_is_alone", lambda x, others: False)
@@ -116,11 +118,13 @@ def test_results_that_nobody_else_reads_are_written_in_place(monkeypatch: pytest
 
 
 @pytest.mark.skipif(not uses_library(), reason="the C++ library alone writes in place")
-def test_memory_that_others_read_is_not_written() -> None:
+def test_memory_that_others_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_room, "LEAST_IN_PLACE", 24)
     x = flexed(4, 6)
     part = torch.empty(48)[:24].view(4, 6)
     assert saved_room._is_alone(x.clone(), [x, None])
     assert not any(saved_room._is_alone(one, [x, None]) for one in (x, x.view(-1), x.detach(), x.t(), part))
+    assert not saved_room._is_alone(x[:3].clone(), [x, None])  # fewer elements than it is worth while for
 
 
 def test_an_observer_keeps_what_it_was_shown_before_the_cast() -> None:

@@ -298,16 +298,14 @@ class _Computed(torch.autograd.Function):
             compute = plan.fused.again if graph else plan.fused.backward
             found = compute(gradient, saved[count + 1 :], tensors, wanted)
             read = [gradient, *saved, *tensors]
-            return (
-                None,
-                None,
-                *(
-                    _leaving(one, plan, index, [*read, *found[:index], *found[index + 1 :]])
-                    if want and one is not None
-                    else None
-                    for index, (one, want) in enumerate(zip(found, wanted, strict=True))
-                ),
-            )
+            leaving: list[Tensor | None] = [None, None]
+            for index, (one, want) in enumerate(zip(found, wanted, strict=True)):
+                others = [*read, *found[:index], *found[index + 1 :]]
+                leaving.append(_leaving(one, plan, index, others) if want and one is not None else None)
+            return tuple(leaving)
+
+
+LEAST_IN_PLACE = 1 << 10  # elements of a tensor for whose memory it is worth while to look at the others
 
 
 def _leaving(gradient: Tensor, plan: _Plan, index: int, others: Tensors) -> Tensor:
@@ -323,10 +321,17 @@ def _leaving(gradient: Tensor, plan: _Plan, index: int, others: Tensors) -> Tens
 
 
 def _is_alone(x: Tensor, others: Tensors) -> bool:
-    """Whether x, contiguous on a CPU, is its whole storage and shares it with none of the other tensors."""
-    if x._base is not None or not is_direct(x):
+    """Whether x, contiguous on a CPU, is its whole storage and shares it with none of the other tensors.
+
+    False of small tensors, which are not worth the question.
+    """
+    if x.numel() < LEAST_IN_PLACE or x._base is not None or not is_direct(x):
         return False
     memory = x.untyped_storage()
     if memory.nbytes() != x.numel() * x.element_size():
         return False
-    return all(one is None or one.untyped_storage().data_ptr() != memory.data_ptr() for one in others)
+    place = memory.data_ptr()
+    for one in others:
+        if one is not None and one.untyped_storage().data_ptr() == place:
+            return False
+    return True
