@@ -194,9 +194,7 @@ class autocast(TorchFunctionMode, metaclass=_Regions):
         )
         if not runs:
             return
-        threads.install()
-        steps.install()
-        scripted.install()
+        _install()
         engine = self._engine(path)
         engine.spots = spots or engine.spots
         if entry.frame is not None:
@@ -347,6 +345,14 @@ def _check(policy: Policy) -> None:
     rows = table.TABLES[policy.table]
     if not all(op in rows or op in OP_CLASSES for rule in policy.rules for op in rule.ops):
         check_ops(policy, table.op_names(policy.table))
+
+
+@cache
+def _install() -> None:
+    """Install what follows a region into other threads, optimizers' steps and TorchScript modules, once."""
+    threads.install()
+    steps.install()
+    scripted.install()
 
 
 @cache

@@ -41,7 +41,7 @@ _set_enabled, _set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
 _SWITCHES = tuple(name for name in dir(torch) if re.fullmatch(r"(is|get|set)_autocast_(\w+_)?(enabled|dtype)", name))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Entry:
     """One entry of a region: its engine, the state before it, and the generator or coroutine that entered it.
 
@@ -93,10 +93,10 @@ def push(entry: Entry) -> None:
 def find(region: object) -> Entry:
     """Return the innermost active entry of a region in this thread. Raises Misuse if there is none."""
     settle()
-    found = next((one for one in reversed(_local.entries) if one.region is region and not one.is_parked), None)
-    if found is None:
-        raise Misuse(f"{region!r} was left in a thread or task that has not entered it, or was left twice")
-    return found
+    for entry in reversed(_local.entries):
+        if entry.region is region and not entry.is_parked:
+            return entry
+    raise Misuse(f"{region!r} was left in a thread or task that has not entered it, or was left twice")
 
 
 def abandoned(exit: object) -> Entry | None:
@@ -111,6 +111,14 @@ def remove(entry: Entry) -> None:
     that this entry would restore.
     """
     entries = _local.entries
+    if len(entries) == 1 and entries[0] is entry and not entry.is_parked:  # the usual case: nothing around or within
+
+        def leave_alone() -> None:
+            _restore(entry)
+            entries[:] = []
+
+        _whole(leave_alone)
+        return
     if not any(one is entry for one in entries):
         return
     inner = [one for one in entries if one.outer is entry]
@@ -146,7 +154,10 @@ def _whole(change: Callable[[], None]) -> None:
 
 def is_in(region: object) -> bool:
     """Whether this thread is in a region."""
-    return any(entry.region is region for entry in _local.entries)
+    for entry in _local.entries:
+        if entry.region is region:
+            return True
+    return False
 
 
 def current() -> Entry | None:
@@ -167,10 +178,16 @@ def following() -> Entry | None:
 
 def settle() -> None:
     """Park the entries of waiting coroutines and resume the entries of the running ones."""
-    for entry in reversed(_local.entries):
+    entries = _local.entries
+    for entry in entries:
+        if entry.frame is not None:
+            break
+    else:  # the usual case: no generator and no coroutine has made one
+        return
+    for entry in reversed(entries):
         if entry.is_elsewhere:
             _park(entry)
-    for entry in _local.entries:
+    for entry in entries:
         if not entry.is_elsewhere:
             _unpark(entry)
 
@@ -293,6 +310,9 @@ dispatch_modes = cast(Callable[[], list[Any]], private("torch.utils._python_disp
 def take_off(engine: Engine) -> None:
     """Remove a mode from this thread's stack, wherever it is in it; a mode that is not on the stack is ignored."""
     modes = _function_modes()
+    if modes and modes[-1] is engine:
+        _pop_mode()
+        return
     if not any(mode is engine for mode in modes):
         return
     above = []
