@@ -4,10 +4,10 @@
 
 Three networks at sizes where the fp32 step takes 50 ms or more: an MLP of width 1024, a ResNet-style CNN and a small
 transformer. A round takes one step of every kind in turn; a ratio is the median over rounds of the ratio within a
-round, so that a machine that slows down affects all equally. On processors that do not multiply its format,
-torch.autocast can be a hundred times slower and takes part only in the first rounds. `products` is the implementation
-of lowp's products, and the lines below the table explain it. `converted_mb`: MB read and written by the conversions
-between dtypes in a step. `--avx2` limits all libraries to AVX2.
+round, so that a machine that slows down affects all equally. No kind follows itself, whose memory it would find in the
+caches. On processors that do not multiply its format, torch.autocast can be a hundred times slower and takes part only
+in the first rounds. `products` is the implementation of lowp's products, and the lines below the table explain it.
+`converted_mb`: MB read and written by the conversions between dtypes in a step. `--avx2` limits all libraries to AVX2.
 """
 
 from __future__ import annotations
@@ -150,8 +150,9 @@ def measured(network: nn.Module, x: Tensor, name: str, rounds: int, torch_rounds
     for index in range(rounds):
         kinds: list[Callable[[], AbstractContextManager[object]]] = [nullcontext, ours]
         kinds += [torch_autocast] if index < torch_rounds else []
-        # in turn, every other time in reverse order: a step finds the caches as its predecessor left them
-        taken = {kind: step(kind) for kind in (kinds if index % 2 else reversed(kinds))}
+        # of three each begins a round in turn, so that none follows itself: the caches are as the last step left them
+        first = index % 3 if len(kinds) == 3 else 0
+        taken = {kind: step(kind) for kind in (*kinds[first:], *kinds[:first])}
         times.append((taken[nullcontext], taken[ours], taken.get(torch_autocast, float("nan"))))
     with_torch = times[:torch_rounds]
     with Conversions() as conversions:
