@@ -20,7 +20,7 @@ from lowp.compat import accelerator
 from lowp.kernels import hardware
 from lowp.kernels.choices import choices
 from lowp.ops import short
-from lowp.region import engine
+from lowp.region import engine, handover
 
 has_own = hardware.products_of_bf16()[0]
 own = pytest.mark.skipif(not has_own, reason="the processor multiplies no bf16, or is held to instructions that do not")
@@ -193,11 +193,73 @@ def test_fp16_is_multiplied_by_no_cpu() -> None:
 
 
 @own
+@pytest.mark.parametrize(
+    "name", ["linear", "linear of batches", "matmul", "addmm", "conv1d", "conv2d", "conv_transpose2d"]
+)
+def test_the_short_way_to_torch_autocast_gives_the_bits_of_the_long_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, shapes, _ = PRODUCTS[name]
+    tensors, taken = _drawn(shapes), []
+    run = engine.on_host
+    monkeypatch.setattr(engine, "on_host", lambda *given: taken.append(run(*given)) or taken[-1])
+    short_way = _run(function, tensors, lowp.autocast("bf16"))
+    assert any(one is not handover.ELSEWHERE for one in taken)
+    monkeypatch.setattr(engine, "on_host", lambda *given: handover.ELSEWHERE)
+    long_way = _run(function, tensors, lowp.autocast("bf16"))
+    assert all(
+        one.dtype is other.dtype and torch.equal(one, other) for one, other in zip(short_way, long_way, strict=True)
+    )
+
+
+@own
+def test_the_short_way_to_torch_autocast_takes_losses_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    (x,), y = _drawn([(5, 7)]), torch.tensor([0, 6, 2, 3, 1])
+    taken: list[str] = []
+    run = engine.on_host
+    monkeypatch.setattr(engine, "on_host", lambda way, *given: taken.append(way.op) or run(way, *given))
+    monkeypatch.setattr(engine, "device_of", lambda *given: pytest.fail("asked for the long way"))
+    with lowp.autocast("bf16"):
+        loss = F.cross_entropy(x.bfloat16(), y)
+    assert taken == ["cross_entropy"] and loss.dtype is torch.float32
+    assert torch.equal(loss, F.cross_entropy(x, y))
+
+
+@own
+def test_other_calls_take_the_long_way_to_torch_autocast() -> None:
+    x, weight = _drawn([(5, 7), (3, 7)])
+    leaf = nn.Parameter(weight)
+    with lowp.autocast("bf16") as region:
+        F.linear(x, leaf)
+        plan = region._rulebook.plans("")[F.linear]
+        assert plan is not None and plan.way is not None
+
+        def taken(*args: Any, **kwargs: Any) -> bool:
+            result = handover.on_host(plan.way, F.linear, args, kwargs, region._weights)  # type: ignore[arg-type,union-attr]
+            return result is not handover.ELSEWHERE
+
+        assert taken(x, weight) and taken(x, nn.Parameter(weight), None)
+        assert not taken(x, leaf)  # its cast is kept from the second use on
+        with torch.no_grad():
+            wide, large = torch.ones(5, 70), nn.Parameter(torch.ones(90, 70))
+            assert taken(x, leaf) and taken(wide, large) and not taken(wide, large)  # small casts are not kept
+        assert taken(x, weight=nn.Parameter(weight)) and not taken(x, weight, out=None)
+        assert not taken([x], weight)
+        assert not taken(x.double(), weight.double())
+        assert not taken(x.to_sparse(), weight)
+        assert not taken(x.as_subclass(type("Own", (Tensor,), {})), weight)
+        for way in ("native", "cpu", "reference"):
+            with kernels.use(way):
+                assert not taken(x, weight)
+
+
+@own
 @pytest.mark.skipif(accelerator() is not None, reason="torch.autocast widens sums on accelerators")
 def test_a_sum_on_a_cpu_is_not_offered_to_torch_autocast_whose_list_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    find = engine.device_of
-    monkeypatch.setattr(engine, "device_of", lambda way, *given: asked.append(way.op) or find(way, *given))
+    run = engine.on_host
+    monkeypatch.setattr(engine, "on_host", lambda way, *given: asked.append(way.op) or run(way, *given))
+    monkeypatch.setattr(engine, "device_of", lambda way, *given: asked.append(way.op))
     x, weight = _drawn([(5, 7), (3, 7)])
     with lowp.autocast("bf16"):
         y = F.linear(x, weight)

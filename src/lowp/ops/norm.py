@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowp.compat import constant_when_compiled, remembered_by_identity
 from lowp.kernels.products import is_torchs_own
 from lowp.ops.call import Call, Quick
 from lowp.ops.casting import native_dtype
@@ -178,7 +179,7 @@ def group_norm(call: Call) -> Tensor:
 @runner
 def batch_norm(call: Call) -> Tensor:
     """F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps), and torch.batch_norm."""
-    if call.writer is None and call.watch is None and _is_torchs_own(call.rule, call.args, call.kwargs):
+    if call.writer is None and call.watch is None and _is_torchs_own(_read_by_torch(call.rule), call.args, call.kwargs):
         result: Tensor = call.func(*call.args, **call.kwargs)
         return result
     if getattr(call.func, "__module__", "") != F.__name__:
@@ -189,25 +190,39 @@ def batch_norm(call: Call) -> Tensor:
     return _batch_norm(call, x, mean, var, weight, bias, training, momentum, eps)
 
 
-def quick_batch_norm(rule: Rule) -> Quick:
-    """Return the fast path that leaves batch norm to torch's own kernel; see `Row.quick`."""
+def quick_batch_norm(rule: Rule) -> Quick | None:
+    """Return the fast path that leaves batch norm to torch's own kernel; see `Row.quick`. None for other rules."""
+    dtype = _read_by_torch(rule)
+    if dtype is None:
+        return None
 
     def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Any:
-        return function(*args, **kwargs) if _is_torchs_own(rule, args, kwargs) else None
+        return function(*args, **kwargs) if _is_torchs_own(dtype, args, kwargs) else None
 
     return run
 
 
-def _is_torchs_own(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch's own kernel takes the tensors of a call directly: x in 16 bits and the others in fp32."""
-    if not args or kwargs.keys() & {"input", "out"}:
+@constant_when_compiled
+@remembered_by_identity
+def _read_by_torch(rule: Rule) -> torch.dtype | None:
+    """Return the 16-bit dtype that torch's own kernel reads and writes as a rule says; None for other rules."""
+    read = None if rule.input is None or rule.weight is not None else native_dtype(rule.input)
+    if read not in (torch.float16, torch.bfloat16) or rule.output is None or native_dtype(rule.output) is not read:
+        return None
+    return read if rule.grad is None or rule.grad == rule.output else None
+
+
+def _is_torchs_own(dtype: torch.dtype | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch's own kernel takes the tensors of a call directly: x in a 16-bit dtype and the others in fp32."""
+    if dtype is None or not args or (kwargs and kwargs.keys() & {"input", "out"}):
         return False
-    x, *others = (*args, *kwargs.values())
-    if type(x) is not Tensor or x.dtype not in (torch.float16, torch.bfloat16) or rule.input is None:
+    x = args[0]
+    if type(x) is not Tensor or x.dtype is not dtype or not is_torchs_own(x, BatchNorm.is_exact_on_cpu):
         return False
-    wide = all(one.dtype is torch.float32 for one in others if isinstance(one, Tensor))
-    is_read = native_dtype(rule.input) is x.dtype and rule.weight is None
-    return wide and is_read and x.numel() > 0 and is_one_kernel(BatchNorm, x, rule)
+    for one in (*args[1:], *kwargs.values()) if kwargs else args[1:]:
+        if isinstance(one, Tensor) and one.dtype is not torch.float32:
+            return False
+    return x.numel() > 0
 
 
 def _torch_batch_norm(call: Call) -> Tensor:

@@ -29,7 +29,7 @@ from lowp.ops.observed import observed
 from lowp.ops.observing import Observer, Watch, everywhere
 from lowp.ops.table import Row
 from lowp.policy import Rule
-from lowp.region.handover import HandOver, device_of, handed_over
+from lowp.region.handover import ELSEWHERE, HandOver, device_of, handed_over, on_host
 from lowp.region.paths import ModulePath
 from lowp.region.rulebook import Plan, Rulebook
 from lowp.region.weights import WRITES_UNSEEN, WeightCasts
@@ -112,8 +112,19 @@ class Engine(TorchFunctionMode):
                     except RuntimeError as error:
                         return self._without_kernel(error, func, args, kwargs)
             way, quick = plan.way, plan.quick
-            if way is not None and way.is_usual and device_of(way, args, kwargs) is not None:
-                return self._handed_over(plan, way, func, args, kwargs)
+            if way is not None and way.is_usual:
+                if not self.rulebook.strict:
+                    try:
+                        result = on_host(way, func, args, kwargs, self.weights)
+                    except RuntimeError as error:
+                        with _DisableAutocast():
+                            return self._without_kernel(error, func, args, kwargs)
+                    if result is not ELSEWHERE:
+                        if plan.rounds:
+                            self.rulebook.has_rounded = True
+                        return result
+                if device_of(way, args, kwargs) is not None:
+                    return self._handed_over(plan, way, func, args, kwargs)
             if quick is not None and self._is_quick(plan):
                 with _DisableAutocast():
                     result = quick(func, args, kwargs, self)

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lowp.casts import Cast
 from lowp.compat import accelerator
+from lowp.kernels.dispatch import forced
 from lowp.kernels.hardware import multiplies
 from lowp.kernels.products import torchs_own_device
 from lowp.ops.casting import native_dtype
@@ -27,8 +29,9 @@ from lowp.ops.torch_lists import devices_that_agree
 from lowp.policy import Rule
 from lowp.region.weights import WeightCasts
 
-__all__ = ["HandOver", "device_of", "hand_over", "handed_over"]
+__all__ = ["ELSEWHERE", "HandOver", "device_of", "hand_over", "handed_over", "on_host"]
 
+ELSEWHERE = object()  # the result of `on_host` for a call that it leaves to others
 _caches, _set_caches = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
 _LEFT_ALONE = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
 _ATTENTION = "multi_head_attention_forward"
@@ -48,6 +51,7 @@ class HandOver(NamedTuple):
     dtype: torch.dtype
     weights: Cast | None
     is_usual: bool
+    is_on_host: bool = False  # usual on the CPU, and a single product
 
 
 def hand_over(function: Callable[..., Any], row: Row, rule: Rule | None, dtype: torch.dtype) -> HandOver | None:
@@ -59,7 +63,8 @@ def hand_over(function: Callable[..., Any], row: Row, rule: Rule | None, dtype: 
         return None
     weights = rule.weight if row.is_contraction and rule is not None else None
     is_usual = multiplies("cpu", dtype) and ("cpu" in devices or accelerator() is not None)
-    return HandOver(row.name, devices, dtype, weights, is_usual)
+    is_on_host = is_usual and "cpu" in devices and row.name not in _FUSED
+    return HandOver(row.name, devices, dtype, weights, is_usual, is_on_host)
 
 
 def _agrees(row: Row, rule: Rule | None, dtype: torch.dtype) -> bool:
@@ -99,6 +104,38 @@ def device_of(way: HandOver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 def _returns_probabilities(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether multi_head_attention_forward computes the probabilities by a softmax that torch.autocast runs in fp32."""
     return len(args) > _OPTIONAL_ARGUMENTS or bool(kwargs.get("need_weights", True))
+
+
+def on_host(
+    way: HandOver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], weights: WeightCasts
+) -> Any:
+    """Do what `device_of` and `handed_over` do, in one function, for a usual call on a CPU.
+
+    Between large tensors a CPU has little Python code left in its caches, and each function takes microseconds. Returns
+    ELSEWHERE, with nothing done, for a call with an `out`, tensors in lists, other tensors than plain ones on the CPU,
+    or a weight whose cast this entry keeps.
+    """
+    if not way.is_on_host or forced() is not None or (kwargs and "out" in kwargs):
+        return ELSEWHERE
+    dtype, has_tensors, leaves = way.dtype, False, []
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(x)
+        if kind is Tensor or kind is Parameter:
+            if not x.is_cpu or x.dtype in _LEFT_ALONE or x.layout is not torch.strided or x.is_nested:
+                return ELSEWHERE
+            has_tensors = True
+            if x.requires_grad and x.is_leaf and x.dtype is not dtype:
+                leaves.append(x)
+        elif isinstance(x, (Tensor, list, tuple)) and not (kind is tuple and x and type(x[0]) is int):
+            return ELSEWHERE
+    if not has_tensors or (leaves and way.weights is not None and not weights.are_left(leaves)):
+        return ELSEWHERE
+    caches = _caches()
+    _set_caches(False)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _set_caches(caches)
 
 
 def handed_over(

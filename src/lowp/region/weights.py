@@ -285,6 +285,15 @@ class WeightCasts:
             {name: casts.get(id(x), x) for name, x in kwargs.items()} if kwargs else kwargs,
         )
 
+    def are_left(self, weights: Sequence[Tensor]) -> bool:
+        """Whether torch.autocast is to cast these weights on a CPU, see `cast_arguments`; if so, they count as used."""
+        used = self._used
+        for weight in weights:
+            if id(weight) in used and (weight.numel() > _SMALL or torch.is_grad_enabled()):
+                return False
+        used.update(map(id, weights))
+        return True
+
     def note(self, function: Any, args: tuple[Any, ...]) -> None:
         """Note a call of one of `WRITES_UNSEEN`."""
         if function in RUNS_HOOKS:
