@@ -272,6 +272,16 @@ def test_what_only_goes_along_with_a_device_is_no_question(written: str) -> None
     assert not questions(ast.parse(written))
 
 
+def test_a_class_name_stands_for_one_class(repository: Path) -> None:
+    places: dict[str, list[str]] = {}
+    for path, tree in sources(repository):
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not is_private(node.name):
+                places.setdefault(node.name, []).append(path)
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert twice == {"Number": ["explain/numbers.py", "shims/qtorch.py"]}  # the latter is a name of qtorch
+
+
 def test_the_readme_of_the_kernels_names_every_file(repository: Path) -> None:
     kernels = repository / "src" / "lowp" / "kernels"
     text = (kernels / "README.md").read_text()

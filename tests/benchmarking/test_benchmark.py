@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowp.benchmarking import benchmark, timing
-from lowp.benchmarking.benchmark import Benchmark, Plan
+from lowp.benchmarking.benchmark import Benchmark, BenchmarkPlan
 from lowp.benchmarking.contenders import Contender, TorchAmp, begin, contenders_of, step_of, tf32_of
 from lowp.benchmarking.estimates import estimate
 from lowp.benchmarking.memory import PARTS, Split
@@ -24,7 +24,7 @@ from lowp.recipes.training import Settings, load_data
 TINY = Settings("digits", batch=64).filled()
 DATA = load_data(TINY)
 FP32, AMP_FP16, AMP_BF16, FP16, DFP16 = contenders_of(TINY, ["fp16", "dfp16"], torch_amp=True)
-QUICK = Plan(precisions=["fp16"], torch_amp=False, seconds=0.02)
+QUICK = BenchmarkPlan(precisions=["fp16"], torch_amp=False, seconds=0.02)
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_the_published_figures_are_those_of_the_guide() -> None:
 # -- the document -----------------------------------------------------------------------------------------------------
 @pytest.mark.usefixtures("without_processes")
 def test_the_document_has_every_number_and_how_it_was_measured(tmp_path: Path) -> None:
-    whole = Benchmark([TINY], Plan(precisions=["fp16"], torch_amp=True, seconds=0.02, memory=1_000_000))
+    whole = Benchmark([TINY], BenchmarkPlan(precisions=["fp16"], torch_amp=True, seconds=0.02, memory=1_000_000))
     said = list(whole.run())
     assert len(said) == whole.stages == 9 and said[0].startswith("digits: ") and said[0].endswith(" steps timed")
     results.write(tmp_path / "bench.json", whole.document())

@@ -13,7 +13,7 @@ from torch import nn
 from lowp import Precision
 from lowp.benchmarking import process_memory
 from lowp.benchmarking.contenders import begin, contenders_of
-from lowp.benchmarking.largest_batch import Found, bytes_from, largest_batch
+from lowp.benchmarking.largest_batch import LargestBatch, bytes_from, largest_batch
 from lowp.benchmarking.memory import PARTS, batch_of, memory_of
 from lowp.benchmarking.operations import Operations, counted, fits_16_bits
 from lowp.errors import InvalidInput
@@ -168,7 +168,7 @@ def test_numbers_fit_16_bits_where_one_format_has_them_all(values: torch.Tensor,
 
 
 # -- the largest batch ------------------------------------------------------------------------------------------------
-def searched(limit: int, used: Any, start: int = 8, stop: Any = lambda batch: "") -> Found:
+def searched(limit: int, used: Any, start: int = 8, stop: Any = lambda batch: "") -> LargestBatch:
     return largest_batch(limit, used, start, stop)
 
 

@@ -100,8 +100,8 @@ def test_two_steps_of_an_optimizer_read_nothing_and_the_second_sends_nothing(nam
 @pytest.mark.parametrize(
     "make",
     [
-        lambda lr: updates.AdamW(lr, 0.9, 0.999, 1e-8, 0.01, False),
-        lambda lr: updates.Sgd(lr, 0.9, 0, 0.1, False, False),
+        lambda lr: updates.AdamWNumbers(lr, 0.9, 0.999, 1e-8, 0.01, False),
+        lambda lr: updates.SgdNumbers(lr, 0.9, 0, 0.1, False, False),
     ],
 )
 @pytest.mark.parametrize("is_tensor", [False, True])

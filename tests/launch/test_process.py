@@ -172,8 +172,8 @@ def test_a_comparison_that_is_stopped_ends_the_script_and_shows_the_runs_so_far(
 
 def test_a_launcher_that_does_not_import_torch_tells_of_what_it_has_launched(tmp_path: Path) -> None:
     text = (
-        "import json, os, sys\nfrom lowp.launch.record import Record\n"
-        "Record('bf16', process=1, steps=3).save(json.loads(os.environ['LOWP_RUN'])['directory'])\n"
+        "import json, os, sys\nfrom lowp.launch.record import ProcessRecord\n"
+        "ProcessRecord('bf16', process=1, steps=3).save(json.loads(os.environ['LOWP_RUN'])['directory'])\n"
         "print('torch' in sys.modules)\n"
     )
     ran = lowp_run(tmp_path, text, "--report", "report.json")

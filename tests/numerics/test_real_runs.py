@@ -101,7 +101,7 @@ def test_what_any_format_does_to_each_tensor_of_a_step_is_predicted(
     plain, looks, wrong = watching.looked_at, [], {}
     sums = {(name, what): [0.0, 0.0] for name in ODD for what in ("flushed", "overflow", "subnormal")}
 
-    def looked_at(key: Key, tensor: torch.Tensor, scale: float = 1.0) -> watching.Seen:
+    def looked_at(key: Key, tensor: torch.Tensor, scale: float = 1.0) -> watching.CountedTensor:
         seen = plain(key, tensor, scale)
         power = 10 if key.phase == "backward" else 0
         x = tensor.detach().float().reshape(-1) * (2.0**power / scale)

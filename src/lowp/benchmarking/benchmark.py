@@ -13,7 +13,7 @@ from lowp.benchmarking import largest_batch, memory, operations, process_memory,
 from lowp.benchmarking.contenders import STOPPED_BY, Contender, contenders_of, products_of
 from lowp.benchmarking.estimates import METHOD as ESTIMATES
 from lowp.benchmarking.estimates import estimate
-from lowp.benchmarking.largest_batch import Found
+from lowp.benchmarking.largest_batch import LargestBatch
 from lowp.benchmarking.memory import PARTS, Split, memory_of
 from lowp.benchmarking.published import published
 from lowp.benchmarking.timing import StepTimer, slow_limit, time_steps
@@ -21,7 +21,7 @@ from lowp.kernels.choices import choices
 from lowp.recipes import get, results
 from lowp.recipes.training import Settings, load_data, threads_of
 
-__all__ = ["KIND", "Benchmark", "Plan", "Subject"]
+__all__ = ["KIND", "Benchmark", "BenchmarkPlan", "Subject"]
 
 KIND = "benchmark"
 Stop = Callable[[], bool]
@@ -29,7 +29,7 @@ _PATIENCE = 20.0  # limit in seconds for the measurement of one batch in the sea
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchmarkPlan:
     """What to measure: the rows, seconds of timed steps for each, CPU threads, and memory for the largest batch.
 
     `threads`: None for the recipe's default. `memory`: bytes in which to search the largest batch; None for no search
@@ -46,7 +46,7 @@ class Plan:
 class Subject:
     """One recipe and its measurements; its document contains the finished ones."""
 
-    def __init__(self, settings: Settings, plan: Plan) -> None:
+    def __init__(self, settings: Settings, plan: BenchmarkPlan) -> None:
         self.contenders = contenders_of(settings, plan.precisions, plan.torch_amp)
         self.settings = self.contenders[0].settings
         self.plan = plan
@@ -57,7 +57,7 @@ class Subject:
         self.timers: dict[str, StepTimer] = {}
         self.memory: dict[str, Split] = {}
         self.reserved: dict[str, int | None] = {}
-        self.largest: dict[str, Found] = {}
+        self.largest: dict[str, LargestBatch] = {}
 
     @property
     def batch(self) -> int:
@@ -190,7 +190,7 @@ class Subject:
 class Benchmark:
     """Recipes measured one after another."""
 
-    def __init__(self, settings: Sequence[Settings], plan: Plan) -> None:
+    def __init__(self, settings: Sequence[Settings], plan: BenchmarkPlan) -> None:
         self.plan = plan
         self.subjects = [Subject(one, plan) for one in settings]
         self.complete = False
@@ -235,7 +235,7 @@ class Benchmark:
         }
 
 
-def _largest_row(found: Found) -> dict[str, Any]:
+def _largest_row(found: LargestBatch) -> dict[str, Any]:
     return {
         "limit": found.limit,
         "batch": found.batch,

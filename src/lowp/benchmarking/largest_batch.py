@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lowp.errors import InvalidInput
 
-__all__ = ["METHOD", "Found", "bytes_from", "largest_batch"]
+__all__ = ["METHOD", "LargestBatch", "bytes_from", "largest_batch"]
 
 METHOD = (
     "largest batch: the peak of a step is measured at two batches and extended along a line to the memory given; the "
@@ -24,7 +24,7 @@ Measure = Callable[[int], "int | None"]
 
 
 @dataclass
-class Found:
+class LargestBatch:
     """The largest `batch` that was measured to fit `limit`, and the smallest one that was measured not to fit.
 
     `measured`: bytes by batch size, None if memory ran out. `batch` is 0 if one example does not fit. `ended`: the
@@ -59,12 +59,14 @@ class Found:
         return used is not None and used <= self.limit
 
 
-def largest_batch(limit: int, measure: Measure, start: int, stop: Callable[[int], str] = lambda batch: "") -> Found:
+def largest_batch(
+    limit: int, measure: Measure, start: int, stop: Callable[[int], str] = lambda batch: ""
+) -> LargestBatch:
     """Search from the batch `start`; `measure` returns the bytes of a batch, None if memory ran out.
 
     `stop` is called before each measurement; a nonempty text that it returns ends the search and is the reason.
     """
-    found = Found(limit)
+    found = LargestBatch(limit)
     for guess in _guesses(found, start):
         found.ended = stop(guess)
         if found.ended:
@@ -77,14 +79,14 @@ def largest_batch(limit: int, measure: Measure, start: int, stop: Callable[[int]
     return found
 
 
-def _guesses(found: Found, start: int) -> Iterator[int]:
+def _guesses(found: LargestBatch, start: int) -> Iterator[int]:
     yield start
     yield 2 * start if found.batch else max(1, start // 2)
     for _ in range(_MOST - 2):
         yield _next(found)
 
 
-def _next(found: Found) -> int:
+def _next(found: LargestBatch) -> int:
     """Return the batch at which the line through the two nearest measurements meets the limit, between the two."""
     low, high = found.batch, found.too_large
     known = sorted((batch, used) for batch, used in found.measured.items() if used is not None)

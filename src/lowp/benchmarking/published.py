@@ -14,7 +14,7 @@ SOURCE = (
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedRun:
     """One network on one GPU: seconds of a whole training and gigabytes of memory, in fp32 and under torch.amp."""
 
     gpu: str
@@ -36,18 +36,18 @@ def _time(minutes: int, seconds: int) -> float:
     return 60.0 * minutes + seconds
 
 
-_ROWS: dict[str, tuple[Published, ...]] = {
+_ROWS: dict[str, tuple[PublishedRun, ...]] = {
     "rossmann": (
-        Published("V100", (_time(10, 10), _time(10, 55)), (1.19, 1.19)),
-        Published("T4", (_time(8, 43), _time(8, 39)), (0.932, 0.936)),
+        PublishedRun("V100", (_time(10, 10), _time(10, 55)), (1.19, 1.19)),
+        PublishedRun("T4", (_time(8, 43), _time(8, 39)), (0.932, 0.936)),
     ),
     "unet": (
-        Published("V100", (_time(8, 25), _time(7, 58)), (4.33, 3.71)),
-        Published("T4", (_time(13, 7), _time(9, 14)), (4.26, 2.67)),
+        PublishedRun("V100", (_time(8, 25), _time(7, 58)), (4.33, 3.71)),
+        PublishedRun("T4", (_time(13, 7), _time(9, 14)), (4.26, 2.67)),
     ),
     "bert": (
-        Published("V100", (_time(17, 38), _time(8, 10)), (9.62, 8.76)),
-        Published("T4", (_time(55, 17), _time(20, 27)), (9.35, 8.49)),
+        PublishedRun("V100", (_time(17, 38), _time(8, 10)), (9.62, 8.76)),
+        PublishedRun("T4", (_time(55, 17), _time(20, 27)), (9.35, 8.49)),
     ),
 }
 

@@ -22,7 +22,7 @@ from lowp.cli.lists import listed
 from lowp.cli.pictures import add_plot, checked, written
 
 if TYPE_CHECKING:
-    from lowp.benchmarking.benchmark import Benchmark, Plan
+    from lowp.benchmarking.benchmark import Benchmark, BenchmarkPlan
     from lowp.recipes.training import Settings
 
 DEFAULT = "fp16,bf16,flex16+5,dfp16"
@@ -113,9 +113,9 @@ def _settings(arguments: argparse.Namespace, names: list[str]) -> list[Settings]
     return [Settings(name, **named).filled() for name in names]
 
 
-def _plan(arguments: argparse.Namespace) -> Plan:
+def _plan(arguments: argparse.Namespace) -> BenchmarkPlan:
     from lowp import presets
-    from lowp.benchmarking.benchmark import Plan
+    from lowp.benchmarking.benchmark import BenchmarkPlan
     from lowp.benchmarking.largest_batch import bytes_from
     from lowp.errors import InvalidInput
 
@@ -126,7 +126,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     precisions = listed(arguments.precision)
     for precision in precisions:
         presets.parse(precision)
-    return Plan(
+    return BenchmarkPlan(
         precisions=precisions,
         torch_amp=not arguments.no_torch_amp,
         seconds=arguments.seconds,

@@ -98,7 +98,7 @@ def _environment(precision: str, arguments: argparse.Namespace) -> dict[str, str
     from lowp import presets
     from lowp.errors import InvalidInput
     from lowp.launch.record import check_report
-    from lowp.launch.settings import Settings
+    from lowp.launch.settings import RunSettings
 
     if precision.endswith(".toml"):
         precision = os.path.abspath(precision)
@@ -113,7 +113,7 @@ def _environment(precision: str, arguments: argparse.Namespace) -> dict[str, str
         )
     if arguments.report is not None:
         check_report(arguments.report)
-    settings = Settings(
+    settings = RunSettings(
         precision,
         loss_scale=arguments.loss_scale or "",
         strict=arguments.strict,

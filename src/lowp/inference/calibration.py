@@ -10,7 +10,7 @@ from torch import Tensor
 from lowp.errors import InvalidInput, UnknownName, unknown
 from lowp.kernels.byte_rows import Range, range_of
 
-__all__ = ["BITS", "METHODS", "Seen", "check_bits"]
+__all__ = ["BITS", "METHODS", "ActivationRange", "check_bits"]
 
 METHODS = ("maximum", "percentile", "error")
 # With 7 bits the sum of two products of an activation and an int8 weight always fits 16 bits (2 * 127 * 127 < 2**15):
@@ -28,7 +28,7 @@ def check_bits(bits: int) -> int:
     return (1 << bits) - 1
 
 
-class Seen:
+class ActivationRange:
     """What passed a place of the model: the extremes, and a sample of the elements."""
 
     def __init__(self, method: str) -> None:

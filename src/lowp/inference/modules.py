@@ -16,7 +16,7 @@ from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels import byte_products, byte_rows, few_bits, scaled
 from lowp.kernels.byte_products import Panels
 from lowp.kernels.byte_rows import Activations, Bytes, Range
-from lowp.kernels.few_bits import Codes
+from lowp.kernels.few_bits import PackedCodes
 from lowp.kernels.products import contract_packed
 from lowp.kernels.tracing import is_eager
 from lowp.portable.stored import Errors, Packed, store, stored_dtype, unpack
@@ -127,16 +127,16 @@ class _Coded(Weight):
 
     group: int
 
-    def hold(self, made: Codes) -> None:
+    def hold(self, made: PackedCodes) -> None:
         """Keep packed weights in buffers."""
         for name in ("memory", "scales", "levels"):
             self.register_buffer(name, getattr(made, name))
         self.group = made.group
 
-    def codes(self) -> Codes:
+    def codes(self) -> PackedCodes:
         """The packed weight."""
         memory, scales, levels = (self.get_buffer(name) for name in ("memory", "scales", "levels"))
-        return Codes(memory, scales, levels, self.n, self.k, self.group)
+        return PackedCodes(memory, scales, levels, self.n, self.k, self.group)
 
     def values(self) -> Tensor:
         """The numbers of the codes times the scales of their groups."""

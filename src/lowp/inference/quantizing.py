@@ -16,7 +16,7 @@ from lowp.casts import Cast
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, Format, ScaledFormat
 from lowp.inference.attention import ServedAttention, projections
-from lowp.inference.calibration import BITS, Seen, check_bits
+from lowp.inference.calibration import BITS, ActivationRange, check_bits
 from lowp.inference.convolutions import ServedConvolution, matrix_of
 from lowp.inference.modules import ServedEmbedding, ServedLinear, packed
 from lowp.kernels.byte_rows import Range
@@ -57,7 +57,7 @@ def quantize_model(
     """
     cast, highest = casts.parse(format), check_bits(bits)
     _check_format(cast)
-    seen = Seen(calibration)  # raises for an unknown method before any work
+    seen = ActivationRange(calibration)  # raises for an unknown method before any work
     del seen
     served = copy.deepcopy(model).eval()
     names = {name: module for name, module in served.named_modules() if _is_replaced(module)}
@@ -157,11 +157,11 @@ def _calibrated(
 ) -> dict[str, Range]:
     """The range of every place whose input was seen: a layer's name, of attention with query, key, value and out."""
     method, highest = how
-    seen: dict[str, Seen] = {}
+    seen: dict[str, ActivationRange] = {}
 
     def watch(name: str, x: Any) -> None:
         if isinstance(x, Tensor) and x.is_floating_point():
-            seen.setdefault(name, Seen(method)).add(x)
+            seen.setdefault(name, ActivationRange(method)).add(x)
 
     batches = 0
     with ExitStack() as stack, torch.no_grad():

@@ -19,13 +19,22 @@ from lowp.kernels.byte_products import PANEL
 from lowp.kernels.byte_rows import EIGHT, Bytes, matrix, numbered, on_cpu, up
 from lowp.kernels.dispatch import uses_library
 
-__all__ = ["Codes", "Signs", "code_values", "multiply_codes", "multiply_signs", "pack_codes", "signs", "whole_levels"]
+__all__ = [
+    "PackedCodes",
+    "Signs",
+    "code_values",
+    "multiply_codes",
+    "multiply_signs",
+    "pack_codes",
+    "signs",
+    "whole_levels",
+]
 
 BLOCK, FEW = 64, 8  # depth is filled up to it; rows that are streamed past packed weights
 TOP_BITS, LEAST_EXPONENT = 18, -100  # of the whole numbers that fp32 activations become, as in cpu/bytes_lanes.hpp
 
 
-class Codes(NamedTuple):
+class PackedCodes(NamedTuple):
     """Weights [n, k] in codes of 1, 2 or 4 bits, each of which represents an integer; made by `pack_codes`.
 
     value = levels[code] * scale. Of `fp32` activations a group of 16, 32 or 64 has a scale; of bytes the whole row.
@@ -65,7 +74,7 @@ def whole_levels(values: Sequence[float]) -> tuple[list[int], float] | None:
     return (whole, 1 / per_unit) if max(map(abs, whole)) <= 64 else None
 
 
-def pack_codes(codes: Tensor, scales: Tensor, levels: Sequence[int], group: int) -> Codes:
+def pack_codes(codes: Tensor, scales: Tensor, levels: Sequence[int], group: int) -> PackedCodes:
     """Pack codes (int64 [n, k]) for `levels`, with scales [n, groups]; `group`: 16, 32 or 64 elements, 0 for a row."""
     n, k = on_cpu(codes, "the weight").shape
     if group not in (0, 16, 32, 64):
@@ -82,10 +91,10 @@ def pack_codes(codes: Tensor, scales: Tensor, levels: Sequence[int], group: int)
     groups = depth // group if group else 1
     scales = torch.nn.functional.pad(scales.float(), (0, groups - scales.shape[1], 0, width - n))
     scales = scales.reshape(width // PANEL, PANEL, groups).transpose(1, 2).contiguous()
-    return Codes(memory, scales, torch.tensor(levels, dtype=torch.int8, device="cpu"), n, k, group)
+    return PackedCodes(memory, scales, torch.tensor(levels, dtype=torch.int8, device="cpu"), n, k, group)
 
 
-def _numbers_of(w: Codes) -> Tensor:
+def _numbers_of(w: PackedCodes) -> Tensor:
     """Return the whole numbers in fp32 [n, depth]."""
     shifts = torch.arange(0, 8, w.bits, dtype=torch.uint8, device="cpu").reshape(-1, 1)
     codes = w.memory.transpose(1, 2)[..., None, :] >> shifts & ((1 << w.bits) - 1)
@@ -93,12 +102,12 @@ def _numbers_of(w: Codes) -> Tensor:
     return torch.nn.functional.embedding(codes.int(), w.levels.float()[:, None]).squeeze(-1)
 
 
-def _scales_of(w: Codes) -> Tensor:
+def _scales_of(w: PackedCodes) -> Tensor:
     """Return the scales in fp32 [n, groups]."""
     return w.scales.transpose(1, 2).reshape(-1, w.scales.shape[1])[: w.n]
 
 
-def code_values(w: Codes) -> Tensor:
+def code_values(w: PackedCodes) -> Tensor:
     """Return the weights in fp32 [n, k]."""
     scales = _scales_of(w)
     grouped = _numbers_of(w).reshape(w.n, scales.shape[1], -1) * scales[..., None]
@@ -113,7 +122,7 @@ class _Operand(NamedTuple):
     sums: Tensor  # int32 [rows, groups]
 
 
-def multiply_codes(x: Tensor | Bytes, w: Codes, bias: Tensor | None = None, level: int | None = None) -> Tensor:
+def multiply_codes(x: Tensor | Bytes, w: PackedCodes, bias: Tensor | None = None, level: int | None = None) -> Tensor:
     """Return x @ w.T (+ bias) in fp32, of x fp32 [rows, k] for weights in groups, or of bytes for those without.
 
     Every group of fp32 numbers becomes whole numbers, of which the largest has 19 bits; bytes are such. The sum of a
@@ -138,7 +147,7 @@ def multiply_codes(x: Tensor | Bytes, w: Codes, bias: Tensor | None = None, leve
     return _multiplied(operand, w, bias, level)
 
 
-def _multiplied(x: _Operand, w: Codes, bias: Tensor | None, level: int | None) -> Tensor:
+def _multiplied(x: _Operand, w: PackedCodes, bias: Tensor | None, level: int | None) -> Tensor:
     bias = None if bias is None else bias.detach().float().contiguous()
     if not uses_library():
         return _defined(x, w, bias)
@@ -163,7 +172,7 @@ def _multiplied(x: _Operand, w: Codes, bias: Tensor | None, level: int | None) -
     return out
 
 
-def _of_bytes(x: Bytes, w: Codes) -> _Operand:
+def _of_bytes(x: Bytes, w: PackedCodes) -> _Operand:
     """Bytes less their zero, under one scale."""
     rows = x.payload.shape[0]
     scales = torch.full((rows, 1), x.scale, dtype=torch.float32, device="cpu")
@@ -187,7 +196,7 @@ def _of_bytes(x: Bytes, w: Codes) -> _Operand:
     return _Operand(digits, scales, sums)
 
 
-def _of_floats(x: Tensor, w: Codes, level: int | None) -> _Operand | None:
+def _of_floats(x: Tensor, w: PackedCodes, level: int | None) -> _Operand | None:
     """Return fp32 rows as whole numbers under one power of two per group; None if a number is infinite or NaN."""
     if not w.group:
         raise InvalidInput("fp32 activations do not fit weights with a scale a row: give bytes")
@@ -216,7 +225,7 @@ def _of_floats(x: Tensor, w: Codes, level: int | None) -> _Operand | None:
     return _Operand(digits, scales, sums) if finite else None
 
 
-def _defined(x: _Operand, w: Codes, bias: Tensor | None) -> Tensor:
+def _defined(x: _Operand, w: PackedCodes, bias: Tensor | None) -> Tensor:
     """Return the sums of the groups in fp64, which holds them exactly, added one after the other in fp32."""
     scales = _scales_of(w)
     numbers, groups = x.digits[:, 0], scales.shape[1]

@@ -35,14 +35,14 @@ from lowp.kernels import byte_products, few_bits, few_rows, large
 from lowp.kernels.byte_products import MOST_DEPTH, Panels
 from lowp.kernels.byte_rows import Activations, ByteRows, Bytes
 from lowp.kernels.dispatch import forced
-from lowp.kernels.few_bits import Codes, Signs
+from lowp.kernels.few_bits import PackedCodes, Signs
 from lowp.kernels.hardware import multiplies
 from lowp.kernels.mantissas import Mantissas
 from lowp.kernels.scratch import Scratch, is_large
 from lowp.policy import Accumulation
 
 __all__ = [
-    "Form",
+    "ProductForm",
     "contract",
     "contract_packed",
     "gradients_of_matrices",
@@ -63,7 +63,7 @@ NARROW = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16}  # equals
 _BLOCK_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class Form(Protocol):
+class ProductForm(Protocol):
     """The description of a contraction's products; `slot` selects which of its three tensors is computed."""
 
     def product(self, slot: int, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,7 +90,7 @@ class FusedForm(Protocol):
 
 @overload
 def contract(
-    form: Form,
+    form: ProductForm,
     slot: int,
     operands: tuple[Tensor, Tensor] | tuple[Mantissas, Mantissas],
     accumulate: Accumulation | None = None,
@@ -218,7 +218,7 @@ def sixteen_bits_run_in(x: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 Packed = (
     tuple[Bytes | Activations | ByteRows, Panels]
-    | tuple[Tensor | Bytes, Codes]
+    | tuple[Tensor | Bytes, PackedCodes]
     | tuple[Signs, Signs]
     | tuple[Tensor, Tensor]
 )
@@ -310,7 +310,7 @@ def ready_operand(value: Tensor, scratch: Scratch | None = None) -> Tensor:
     return value.float() if scratch is None else scratch.wide(value)
 
 
-def _in_blocks(form: Form, slot: int, left: Tensor, right: Tensor, accumulation: Accumulation) -> Tensor:
+def _in_blocks(form: ProductForm, slot: int, left: Tensor, right: Tensor, accumulation: Accumulation) -> Tensor:
     """Return a product in fp32 whose running sum was rounded to fp16 or bf16.
 
     The contracted dimension is split in order into blocks of n products; each block is summed in fp32, then

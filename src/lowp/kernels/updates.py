@@ -18,10 +18,10 @@ from lowp.scaling.loss_scale import inverse_of
 
 __all__ = [
     "GRADIENTS",
-    "AdamW",
-    "Checked",
+    "AdamWNumbers",
+    "CheckedGradients",
     "Columns",
-    "Sgd",
+    "SgdNumbers",
     "adamw",
     "adamw_block",
     "can_check",
@@ -35,7 +35,7 @@ __all__ = [
 GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes of gradients that the kernels take
 
 
-class AdamW(NamedTuple):
+class AdamWNumbers(NamedTuple):
     """The numbers of AdamW that are constant over steps; the learning rate may be a tensor on the device."""
 
     lr: float | Tensor
@@ -46,7 +46,7 @@ class AdamW(NamedTuple):
     maximize: bool
 
 
-class Sgd(NamedTuple):
+class SgdNumbers(NamedTuple):
     """The numbers of SGD that are constant over steps; the learning rate may be a tensor on the device."""
 
     lr: float | Tensor
@@ -67,7 +67,7 @@ class Columns(NamedTuple):
     steps: Sequence[Tensor]  # 0-d fp32, the number of earlier steps
 
 
-class Checked(NamedTuple):
+class CheckedGradients(NamedTuple):
     """Results of one pass over gradients, on their device, without synchronization."""
 
     squares: Tensor  # fp64, 0-d: of the finite elements
@@ -80,7 +80,7 @@ def has_kernels(device: torch.device) -> bool:
     return dispatch.implementation(device) is triton
 
 
-def rates(steps: Tensor, numbers: AdamW | Sgd) -> Tensor:
+def rates(steps: Tensor, numbers: AdamWNumbers | SgdNumbers) -> Tensor:
     """Return the factors of a step for each parameter, fp32 [parameters, 4] computed in fp64, from the earlier steps.
 
     AdamW: 1 - lr * weight decay, -lr / (1 - beta1**step), sqrt(1 - beta2**step). SGD: -lr, and the earlier steps.
@@ -90,7 +90,7 @@ def rates(steps: Tensor, numbers: AdamW | Sgd) -> Tensor:
         rate = numbers.lr.to(steps.device, torch.float64)
     else:  # filled on the device: a copy from the host waits, and cannot be captured in a graph
         rate = torch.full((), numbers.lr, dtype=torch.float64, device=steps.device)
-    if isinstance(numbers, Sgd):
+    if isinstance(numbers, SgdNumbers):
         found: tuple[Tensor, ...] = (-rate.expand_as(before), before)
     else:
         taken = before + 1
@@ -101,7 +101,7 @@ def rates(steps: Tensor, numbers: AdamW | Sgd) -> Tensor:
     return table
 
 
-def adamw(columns: Columns, numbers: AdamW, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def adamw(columns: Columns, numbers: AdamWNumbers, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Step AdamW on parameters whose gradients have one dtype; a step with `found_inf` above zero changes nothing.
 
     Source: Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2. Gradients are divided by `grad_scale`.
@@ -115,7 +115,7 @@ def adamw(columns: Columns, numbers: AdamW, grad_scale: Tensor | None, found_inf
     )
 
 
-def sgd(columns: Columns, numbers: Sgd, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def sgd(columns: Columns, numbers: SgdNumbers, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Step SGD, like `adamw`; the first momentum is the gradient."""
     from lowp.kernels.triton import steps
 
@@ -128,7 +128,7 @@ def sgd(columns: Columns, numbers: Sgd, grad_scale: Tensor | None, found_inf: Te
 
 def check(
     gradients: Sequence[Tensor], found_inf: Tensor, inverse: Tensor | None = None, histogram: bool = False
-) -> Checked:
+) -> CheckedGradients:
     """Multiply gradients of one dtype by `inverse` in place, set `found_inf` to 1 for infinities or NaNs, and count.
 
     Takes one pass, without waiting for the device. Raises Unavailable if the device has no such kernel.
@@ -139,7 +139,7 @@ def check(
         raise Unavailable(f"no kernel checks gradients on {found_inf.device}: lowp.kernels.use('triton') has one")
     bins = torch.zeros(256, dtype=torch.int32, device=found_inf.device) if histogram else None
     squares, largest = steps.check(gradients, inverse, found_inf, bins)
-    return Checked(squares, largest, bins)
+    return CheckedGradients(squares, largest, bins)
 
 
 def can_check(gradients: Sequence[Tensor]) -> bool:
@@ -173,7 +173,7 @@ def _inverse(grad_scale: Tensor | None) -> Tensor | None:
 
 # -- the definition ---------------------------------------------------------------------------------------------------
 def adamw_block(
-    weight: Tensor, gradient: Tensor, average: Tensor, square: Tensor, rate: Tensor, numbers: AdamW
+    weight: Tensor, gradient: Tensor, average: Tensor, square: Tensor, rate: Tensor, numbers: AdamWNumbers
 ) -> None:
     """Update an fp32 weight and its moments in place; `rate` is the parameter's row of `rates`."""
     first, second = 1 - numbers.beta1, 1 - numbers.beta2
@@ -189,7 +189,7 @@ def adamw_block(
     weight.add_(average.mul(rate[1]).div_(divisor))
 
 
-def sgd_block(weight: Tensor, gradient: Tensor, buffer: Tensor | None, rate: Tensor, numbers: Sgd) -> None:
+def sgd_block(weight: Tensor, gradient: Tensor, buffer: Tensor | None, rate: Tensor, numbers: SgdNumbers) -> None:
     """Update an fp32 weight and its momentum in place; `rate` is the parameter's row of `rates`."""
     gradient = -gradient if numbers.maximize else gradient
     if numbers.weight_decay:

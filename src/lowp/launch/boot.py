@@ -43,13 +43,13 @@ def _lead() -> None:
     if f'"leader": {os.getpid()},' not in run:
         return
     from lowp.launch.record import gathered, tell_of_run
-    from lowp.launch.settings import Settings
+    from lowp.launch.settings import RunSettings
 
-    settings = Settings.from_environment()
+    settings = RunSettings.from_environment()
     if settings is None:
         return
 
-    def tell(settings: Settings) -> None:
+    def tell(settings: RunSettings) -> None:
         if settings.leader == os.getpid() and "torch" not in sys.modules and gathered(settings.directory):
             tell_of_run([], settings)
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from lowp.launch.settings import RUN
 
-__all__ = ["Outcome", "run", "waited"]
+__all__ = ["RunOutcome", "run", "waited"]
 
 _SHOWN = 160  # characters of a last line
 _LOOK = 0.1  # seconds between two checks of `stop`
@@ -27,7 +27,7 @@ _GRACE = 0.5  # seconds to exit after Ctrl-C, and again after SIGTERM
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How one run of the script ended. `notes` are lowp's sentences on the parts that did not run in the precision."""
 
     precision: str
@@ -67,7 +67,7 @@ def run(
 
 def _once(
     precision: str, command: Sequence[str], environment: Mapping[str, str], folder: Path, stop: Callable[[], bool]
-) -> Outcome:
+) -> RunOutcome:
     out, report = folder / f"{precision.replace(os.sep, '-')}.txt", folder / "report.json"
     report.unlink(missing_ok=True)
     settings = json.loads(environment[RUN])
@@ -85,7 +85,7 @@ def _once(
     seconds = time.monotonic() - started
     summary = _summary(directory, precision)
     lines = [line for line in out.read_text(errors="replace").splitlines() if line.strip()]
-    return Outcome(
+    return RunOutcome(
         precision,
         code,
         seconds,
@@ -127,7 +127,7 @@ def _summary(directory: str, precision: str) -> dict[str, Any]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _table(outcomes: Sequence[Outcome]) -> Table:
+def _table(outcomes: Sequence[RunOutcome]) -> Table:
     table = Table()
     for name, justify in (("precision", "left"), ("exit", "right"), ("time", "right"), ("skipped", "right")):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]

@@ -13,16 +13,16 @@ from typing import Any
 
 from lowp import files
 from lowp.errors import InvalidInput, LowpError
-from lowp.launch.settings import Settings
+from lowp.launch.settings import RunSettings
 
-__all__ = ["Record", "check_report", "gathered", "line", "tell_of_run"]
+__all__ = ["ProcessRecord", "check_report", "gathered", "line", "tell_of_run"]
 
 VERSION = 1
 _KIND = "lowp run"
 
 
 @dataclass
-class Record:
+class ProcessRecord:
     """What one process did. `notes` are sentences on the parts that did not run in the precision, in order."""
 
     precision: str
@@ -63,20 +63,20 @@ class Record:
         part.replace(path)
 
 
-def gathered(directory: str) -> list[Record]:
+def gathered(directory: str) -> list[ProcessRecord]:
     """Return the records of other processes, low ranks first; damaged ones are ignored."""
     found = []
     for path in Path(directory).glob("*.json"):
         try:
-            found.append(Record(**json.loads(path.read_text())))
+            found.append(ProcessRecord(**json.loads(path.read_text())))
         except (OSError, ValueError, TypeError):
             continue
     return sorted(found, key=lambda record: (record.rank, record.process))
 
 
-def merged(records: list[Record], precision: str) -> Record:
+def merged(records: list[ProcessRecord], precision: str) -> ProcessRecord:
     """Return the record of the whole run: the counts of the process with the most steps, the notes of all."""
-    whole = max(records, key=lambda record: (record.steps, -record.rank), default=Record(precision))
+    whole = max(records, key=lambda record: (record.steps, -record.rank), default=ProcessRecord(precision))
     for record in records:
         for sentence in record.notes:
             whole.note(sentence)
@@ -84,7 +84,7 @@ def merged(records: list[Record], precision: str) -> Record:
     return whole
 
 
-def line(record: Record, seconds: float) -> str:
+def line(record: ProcessRecord, seconds: float) -> str:
     """Return the line with which a run ends, followed by the sentences on parts that did not run in the precision."""
     if record.stood_down:
         parts = [f"disabled, {record.stood_down} (--override replaces it)"]
@@ -96,7 +96,7 @@ def line(record: Record, seconds: float) -> str:
     return "\n".join([f"lowp run: {', '.join(parts)}", *(f"lowp run: {sentence}" for sentence in record.notes)])
 
 
-def document(records: list[Record], settings: Settings, seconds: float) -> dict[str, Any]:
+def document(records: list[ProcessRecord], settings: RunSettings, seconds: float) -> dict[str, Any]:
     """Return the report as plain data."""
     return {
         "kind": _KIND,
@@ -109,7 +109,7 @@ def document(records: list[Record], settings: Settings, seconds: float) -> dict[
     }
 
 
-def tell(records: list[Record], settings: Settings) -> None:
+def tell(records: list[ProcessRecord], settings: RunSettings) -> None:
     """Print the line, and write the report if requested."""
     seconds = time.time() - settings.started
     documented = document(records, settings, seconds)
@@ -122,7 +122,7 @@ def tell(records: list[Record], settings: Settings) -> None:
             print(f"lowp run: the report was not written: {error}", file=sys.stderr)
 
 
-def tell_of_run(own: list[Record], settings: Settings) -> None:
+def tell_of_run(own: list[ProcessRecord], settings: RunSettings) -> None:
     """Report on this process and on those that left records for it; remove the records."""
     tell([*own, *gathered(settings.directory)], settings)
     shutil.rmtree(settings.directory, ignore_errors=True)

@@ -17,8 +17,8 @@ from lowp import presets
 from lowp.errors import LowpError
 from lowp.launch import record as records
 from lowp.launch import sigterm
-from lowp.launch.record import Record
-from lowp.launch.settings import Settings
+from lowp.launch.record import ProcessRecord
+from lowp.launch.settings import RunSettings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,7 +45,7 @@ class _Local(threading.local):
 class Session:
     """State shared by the patched places of torch. While `rests` is True, nothing is cast, scaled or skipped."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
         self.preset = presets.parse(settings.precision)
         if settings.loss_scale:
@@ -55,7 +55,7 @@ class Session:
         self.local = _Local()
         # all leaves and optimizers share one scale, so only one thread at a time runs a scaled pass or step
         self.turn = threading.RLock()
-        self.record = Record(self.preset.name, rank=int(os.environ.get("RANK", 0)))
+        self.record = ProcessRecord(self.preset.name, rank=int(os.environ.get("RANK", 0)))
         # objects that the places make for each other; without a loss scale `gradients` stays None
         from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -137,7 +137,7 @@ class Session:
 
     def start_afresh(self) -> None:
         """Start a new record in a forked child, which has the parent's modules but has done nothing itself."""
-        self.record, self.end_step = Record(self.preset.name, rank=self.record.rank), nothing
+        self.record, self.end_step = ProcessRecord(self.preset.name, rank=self.record.rank), nothing
 
 
 def nothing() -> None:
@@ -147,7 +147,7 @@ def nothing() -> None:
 def start() -> None:
     """Start in this process, right after the import of torch. Exits if the environment's settings are invalid."""
     try:
-        settings = Settings.from_environment()
+        settings = RunSettings.from_environment()
         if settings is None:
             return
         session = Session(settings)

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, field
 
 from lowp.errors import InvalidInput
 
-__all__ = ["PRECISION", "RUN", "Settings"]
+__all__ = ["PRECISION", "RUN", "RunSettings"]
 
 PRECISION = "LOWP_PRECISION"
 RUN = "LOWP_RUN"
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """How the scripts of one `lowp run`, and the processes they start, train.
 
     Each process leaves its record in `directory` for process `leader`, which reports on all of them at its end. The
@@ -35,7 +35,7 @@ class Settings:
     started: float = field(default_factory=time.time)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings | None:
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RunSettings | None:
         """Return the settings of an environment, None if it has none. Raises InvalidInput if they are damaged."""
         precision = environment.get(PRECISION, "").strip()
         if not precision:

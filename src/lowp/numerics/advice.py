@@ -17,7 +17,7 @@ from lowp.numerics.spectrum import Spectrum
 from lowp.numerics.windows import window_of
 from lowp.policy import Policy, Rule
 
-__all__ = ["Advice", "Verdict", "advise", "fits_fp8", "loss_scale_of", "modules_of_contractions"]
+__all__ = ["Advice", "FormatVerdict", "advise", "fits_fp8", "loss_scale_of", "modules_of_contractions"]
 
 MOST_FINDINGS = 5
 _STALLS = 0.2  # share of lost updates from which a format is said to stall
@@ -29,7 +29,7 @@ _HALF = {"float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FormatVerdict:
     """The effect of one format: shares from 0 to 1, the median signal-to-noise ratio in dB, and a short verdict."""
 
     format: str
@@ -53,7 +53,7 @@ class Advice:
     There is no verdict if no operand of a product was recorded.
     """
 
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[FormatVerdict, ...]
     findings: tuple[Finding, ...]
     window: Window
     policy: Policy
@@ -170,20 +170,20 @@ def _judged(record: Record, to: str, scale: float = 1.0, without: Iterable[str] 
     return flushed / present if present else 0.0, overflow, statistics.median(ratios) if ratios else math.inf
 
 
-def _fp16(record: Record, window: Window, outside: set[str]) -> Verdict:
+def _fp16(record: Record, window: Window, outside: set[str]) -> FormatVerdict:
     if window.is_unknown:
         _, overflow, ratio = _judged(record, "fp16", 1.0, outside)
-        return Verdict("fp16", 0.0, overflow, None, ratio, "not judged: no gradient was recorded", False)
+        return FormatVerdict("fp16", 0.0, overflow, None, ratio, "not judged: no gradient was recorded", False)
     scale = window.recommended
     flushed, overflow, ratio = _judged(record, "fp16", 2.0**scale, outside)
     rest = f", {len(outside)} layers in bf16" if outside else ""
     word = f"with a dynamic loss scale{rest}" if record.is_partial else f"with loss scale 2^{scale}{rest}"
-    return Verdict("fp16", flushed, overflow, None, ratio, word, True, scale)
+    return FormatVerdict("fp16", flushed, overflow, None, ratio, word, True, scale)
 
 
-def _sixteen(record: Record, name: str, word: str) -> Verdict:
+def _sixteen(record: Record, name: str, word: str) -> FormatVerdict:
     flushed, overflow, ratio = _judged(record, name)
-    return Verdict(name, flushed, overflow, None, ratio, word, True)
+    return FormatVerdict(name, flushed, overflow, None, ratio, word, True)
 
 
 def _lost_share(record: Record, name: str, parameter: str) -> float:
@@ -192,26 +192,28 @@ def _lost_share(record: Record, name: str, parameter: str) -> float:
     return lost_updates(record.updates[parameter], weights, name)
 
 
-def _stored(record: Record, name: str) -> Verdict:
+def _stored(record: Record, name: str) -> FormatVerdict:
     """Weights in the format and no masters."""
     present = sum(one.present for one in record.updates.values())
     lost = sum(_lost_share(record, name, parameter) * one.present for parameter, one in record.updates.items())
     share = lost / present if present else 0.0
     flushed, overflow, ratio = _judged(record, name)
     if not present:
-        return Verdict(f"pure {name}", flushed, overflow, None, ratio, "not judged: no update was recorded", False)
+        return FormatVerdict(
+            f"pure {name}", flushed, overflow, None, ratio, "not judged: no update was recorded", False
+        )
     whole = sum(_lost_share(record, name, one) >= _LOST_WHOLLY for one, seen in record.updates.items() if seen.present)
     word = f"STALLS in {whole} of {len(record.updates)} parameters" if whole else "works without masters"
     word = "WILL STALL" if share > _STALLS else word
-    return Verdict(f"pure {name}", flushed, overflow, share, ratio, word, not whole and share <= _STALLS)
+    return FormatVerdict(f"pure {name}", flushed, overflow, share, ratio, word, not whole and share <= _STALLS)
 
 
-def _fp8(record: Record, coarse: list[str]) -> Verdict:
+def _fp8(record: Record, coarse: list[str]) -> FormatVerdict:
     modules = modules_of_contractions(record)
     flushed, overflow, ratio = _judged(record, "e4m3fn@fp32/tensor", without=coarse)
     kept = len(modules) - len(coarse)
     word = f"for {kept} of {len(modules)} layers" if coarse else "for all layers"
-    return Verdict("fp8", flushed, overflow, None, ratio, word, kept > 0)
+    return FormatVerdict("fp8", flushed, overflow, None, ratio, word, kept > 0)
 
 
 # -- findings ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from lowp.numerics.modes import numbers_of
 from lowp.numerics.part import Key, Print
 from lowp.numerics.spectrum import Spectrum
 
-__all__ = ["Seen", "looked_at", "parameter_key"]
+__all__ = ["CountedTensor", "looked_at", "parameter_key"]
 
 _PROBES = 4  # numbers of a print
 
@@ -22,22 +22,22 @@ def parameter_key(name: str, role: str, phase: str) -> Key:
     return Key(module, own, role, phase)
 
 
-class Seen(NamedTuple):
+class CountedTensor(NamedTuple):
     """What one look at a tensor told."""
 
     spectrum: Spectrum
     print: Print
 
-    def of_model(self, name: str) -> Seen:
+    def of_model(self, name: str) -> CountedTensor:
         """The same with a model's name before the path."""
         return self._replace(print=self.print._replace(key=self.print.key.of_model(name)))
 
 
-def looked_at(key: Key, tensor: Tensor, scale: float = 1.0) -> Seen:
+def looked_at(key: Key, tensor: Tensor, scale: float = 1.0) -> CountedTensor:
     """Count a tensor divided by `scale`, in one read, and take its print: the sum of its bits, and a few numbers."""
     flat = numbers_of(tensor.detach()).reshape(-1)
     counts, last = count_tensor(flat, scale), flat.numel() - 1
     numbers: list[float] = []
     if last >= 0:
         numbers = numbers_at(flat, [last * place // (_PROBES - 1) for place in range(_PROBES)], scale)
-    return Seen(Spectrum.from_counts(counts, last + 1), Print(key, counts.checksum, tuple(numbers)))
+    return CountedTensor(Spectrum.from_counts(counts, last + 1), Print(key, counts.checksum, tuple(numbers)))

@@ -17,7 +17,7 @@ from lowp.numerics.modes import Paths, tensors_in
 from lowp.numerics.sampling import Rounds
 from lowp.numerics.watching import guessed_cost
 
-__all__ = ["Plan"]
+__all__ = ["RecordingPlan"]
 
 _REST = 8  # steps without any recording once the time budget is used up
 _GUARD, _GUARD_AGAIN = 0.5, 0.8  # of the budget, what guarding may take; and of that, where it begins again
@@ -25,7 +25,7 @@ _MOST_FAILURES = 3
 _GUARD_FIRST = 0.3  # the same until each module was looked at once
 
 
-class Plan:
+class RecordingPlan:
     """Decides before each step, by what the budget has room for.
 
     `modules` are the paths of those that the step to come is looked at in, `guards` says whether it is guarded against

@@ -24,11 +24,11 @@ from lowp.numerics.hooks import StepHooks
 from lowp.numerics.loss_scale import WatchedScale
 from lowp.numerics.models import Models
 from lowp.numerics.modes import CompilerStance, Paths, depth, in_backward, put_on, take_off
-from lowp.numerics.plan import Plan
+from lowp.numerics.plan import RecordingPlan
 from lowp.numerics.record import Part, Record, StepSeen
 from lowp.numerics.recording import Recording, merged_over_ranks
 from lowp.numerics.sampling import Budget
-from lowp.numerics.watching import Watch
+from lowp.numerics.watching import WatchMode
 from lowp.numerics.windows import initial_scale
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries
@@ -62,9 +62,9 @@ class Profiler:
         self._scale = WatchedScale(scaler if scaler is not None else getattr(precision, "scaler", None))
         self._precision, self._title, self._divergence = precision, title, divergence
         self._paths, self._clock = Paths(self.models), Clock(self.budget)
-        self.plan = Plan(self.models, self._paths, self._clock, divergence)
+        self.plan = RecordingPlan(self.models, self._paths, self._clock, divergence)
         self._kept = Recording(self._described(), None if out is None else Path(out))
-        self._watch: Watch | None = None
+        self._watch: WatchMode | None = None
         self._guard = Guard(self.models, self._saw_loss, self._looking_away, divergence)
         self._guard.tape.after_backward = self._after_backward
         self._cycle = Cycle(self.models)
@@ -225,7 +225,9 @@ class Profiler:
             plan.modules = []
             return
         modules = None if plan.is_whole else plan.modules
-        self._watch = Watch(self.step, self._paths, self.models, self._scale.value, modules, self._place, plan.beside)
+        self._watch = WatchMode(
+            self.step, self._paths, self.models, self._scale.value, modules, self._place, plan.beside
+        )
         self._watch.on_backward = self._saw_loss
         if not plan.beside:
             self._stance.set(False)

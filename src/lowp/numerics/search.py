@@ -13,14 +13,14 @@ from lowp.numerics.prediction import effect
 from lowp.numerics.record import Record
 from lowp.policy import Policy, Rule
 
-__all__ = ["CANDIDATES", "Found", "cheapest"]
+__all__ = ["CANDIDATES", "CheapestPolicy", "cheapest"]
 
 CANDIDATES = ("e2m1", "e3m2", "e2m3", "e4m3fn", "e5m2", "e3m4", "i4s", "i8s", "e4m6", "e5m7", "e5m10", "e8m7")
 _OF_GRADIENTS = 8.0  # dB by which gradients may keep less: they are averaged over the batch
 
 
 @dataclass(frozen=True)
-class Found:
+class CheapestPolicy:
     """A policy, its formats by layer, and its cost as a share of fp32's."""
 
     policy: Policy
@@ -36,7 +36,7 @@ class Found:
         return f"cheapest policy: {told} of {len(self.layers)} layers; {self.what} {100 * self.share:.1f} % of fp32's"
 
 
-def cheapest(record: Record, bits: int, what: str = "area", least_signal: float = 20.0) -> Found:
+def cheapest(record: Record, bits: int, what: str = "area", least_signal: float = 20.0) -> CheapestPolicy:
     """For each layer the cheapest format of `bits` bits or fewer whose operands keep `least_signal` dB, or bf16.
 
     `what` is the multiplier's area (the square of the significand) or the bytes of an operand. Each tensor has one
@@ -67,7 +67,7 @@ def cheapest(record: Record, bits: int, what: str = "area", least_signal: float 
             rules.append(Rule.of("contraction", where=path, input=name, weight=name, grad=name))
     base = presets.PRESETS["bf16"].policy
     policy = Policy((*rules, *base.rules), None, base.table, f"{bits}-bit")
-    return Found(policy, layers, spent / whole if whole else 1.0, what)
+    return CheapestPolicy(policy, layers, spent / whole if whole else 1.0, what)
 
 
 def _cost(format: Format, what: str) -> float:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from lowp.numerics.modes import put_on, source_line, take_off, tensors_in
 from lowp.region import entries
 
-__all__ = ["Call", "Slot", "Tape", "mapped", "random_state", "set_random_state"]
+__all__ = ["Slot", "Tape", "TapedCall", "mapped", "random_state", "set_random_state"]
 
 _MOST_CALLS = 16  # of models in one step; more are no training step, but for example a rollout
 
@@ -28,7 +28,7 @@ class Slot(NamedTuple):
 
 
 @dataclass
-class Call:
+class TapedCall:
     """A call of a model, or of a function of torch's on what came of one.
 
     In `args` and `kwargs` a Slot stands where a tensor is that an earlier call has given; the other tensors are kept.
@@ -54,7 +54,7 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self.on_backward: Callable[[Tensor], None] = lambda loss: None
         self.after_backward: Callable[[Tensor | None], None] = lambda gradient: None  # told of the loss's gradient
-        self.calls: list[Call] = []
+        self.calls: list[TapedCall] = []
         self.loss: int | None = None  # its number
         self.autocast: list[tuple[str, bool, torch.dtype]] = []
         self.region: Any = None
@@ -62,7 +62,7 @@ class Tape(TorchFunctionMode):
         self.seconds = 0.0  # what it took itself in them
         self._numbers: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
         self._count = self._models = 0
-        self._waiting: Call | None = None
+        self._waiting: TapedCall | None = None
         self._records = self._is_on = self._is_over = False
 
     def listen(self) -> Callable[[], None]:
@@ -103,7 +103,7 @@ class Tape(TorchFunctionMode):
             inside = entry is not None and entry.engine is not None
             self.region = entry.region if inside and entry is not None else None
             self.autocast = [] if inside else [one for one in entries.autocast_state() if one[1]]
-        self._waiting = Call(model, self._kept(args), self._kept(kwargs), random=random_state())
+        self._waiting = TapedCall(model, self._kept(args), self._kept(kwargs), random=random_state())
         self._records = False
 
     def open(self, model: nn.Module, output: Any, place: int) -> None:
@@ -157,7 +157,7 @@ class Tape(TorchFunctionMode):
             self.on_backward(args[0])
             return func(*args, **kwargs)
         started = time.perf_counter()
-        call = Call(func, self._kept(args), self._kept(kwargs), source_line())
+        call = TapedCall(func, self._kept(args), self._kept(kwargs), source_line())
         begun = time.perf_counter()
         result = func(*args, **kwargs)
         ended = time.perf_counter()
@@ -165,7 +165,7 @@ class Tape(TorchFunctionMode):
         self.seconds += time.perf_counter() - ended + begun - started
         return result
 
-    def _add(self, call: Call, result: Any) -> None:
+    def _add(self, call: TapedCall, result: Any) -> None:
         for one in tensors_in(result):
             self._numbers[id(one)] = (self._count, weakref.ref(one))
             call.results.append(self._count)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from lowp.kernels.spectra import sampled, slope_of
 from lowp.numerics.again import calls_again
 from lowp.numerics.clock import call_costs
-from lowp.numerics.counting import Seen, looked_at, parameter_key
+from lowp.numerics.counting import CountedTensor, looked_at, parameter_key
 from lowp.numerics.models import Models
 from lowp.numerics.modes import (
     Paths,
@@ -43,7 +43,7 @@ from lowp.numerics.updates import Updates
 from lowp.ops.observing import Observation, observe
 from lowp.region import entries
 
-__all__ = ["Watch", "guessed_cost"]
+__all__ = ["WatchMode", "guessed_cost"]
 
 _READ = ("contraction", "norm", "softmax", "wide")  # classes whose inputs are looked at
 _SENSITIVE = ("contraction", "norm", "softmax")  # classes whose activations policies round
@@ -52,7 +52,7 @@ _SAMPLED = 2048  # numbers of an activation that are kept until its gradient arr
 _A_TENSOR, _A_NUMBER, _TENSORS = 5e-5, 3e-9, 4
 
 
-class Watch(TorchFunctionMode):
+class WatchMode(TorchFunctionMode):
     """Looks at one step, or at some modules in it, from its first op to the end; what it saw is in `part` then.
 
     `modules` are the paths of those that are looked at, None for all. `place` is how many function modes were in force
@@ -75,15 +75,15 @@ class Watch(TorchFunctionMode):
         self.beside, self.is_complete = beside, not beside  # complete: ops were looked at
         self._paths, self._models, self._scale, self._place = paths, models, scale, place
         self._modules = None if modules is None else frozenset(modules)
-        self._weight_gradients: dict[str, Seen] = {}
-        self._gradients: dict[int, Seen] = {}
+        self._weight_gradients: dict[str, CountedTensor] = {}
+        self._gradients: dict[int, CountedTensor] = {}
         self._slopes: dict[int, tuple[Key, NDArray[np.float64]]] = {}
         self._hooked = 0
         self._computed_again: nn.Module | None = None
         self._prints: list[Print] = []
         self._weights: dict[str, Tensor] = {}
         self._ends: list[Callable[[], None]] = []
-        self._told: list[Seen] = []
+        self._told: list[CountedTensor] = []
         self._passes = 0
         self._is_on = False
         self._first = ""  # what the first model was called when there came to be several
@@ -294,7 +294,7 @@ class Watch(TorchFunctionMode):
         if not tensor.is_meta:
             self._keep(looked_at(key, tensor))
 
-    def _keep(self, seen: Seen) -> None:
+    def _keep(self, seen: CountedTensor) -> None:
         tensors, key = self.part.tensors, seen.print.key
         tensors[key] = tensors[key] + seen.spectrum if key in tensors else seen.spectrum
         self._prints.append(seen.print)

@@ -85,6 +85,6 @@ class AdamW(BlockwiseOptimizer):
         updates.adamw(columns, _numbers(group), grad_scale, found_inf)
 
 
-def _numbers(group: dict[str, Any]) -> updates.AdamW:
+def _numbers(group: dict[str, Any]) -> updates.AdamWNumbers:
     beta1, beta2 = group["betas"]
-    return updates.AdamW(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])
+    return updates.AdamWNumbers(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])

@@ -90,6 +90,6 @@ class SGD(BlockwiseOptimizer):
         updates.sgd(columns, _numbers(group), grad_scale, found_inf)
 
 
-def _numbers(group: dict[str, Any]) -> updates.Sgd:
+def _numbers(group: dict[str, Any]) -> updates.SgdNumbers:
     names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-    return updates.Sgd(*(group[name] for name in names))
+    return updates.SgdNumbers(*(group[name] for name in names))

@@ -23,7 +23,7 @@ from torch import Tensor
 from lowp.checkpoint import InvalidCheckpoint
 from lowp.errors import InvalidInput, brief
 
-__all__ = ["DTYPES", "Entry", "Spool", "read_header", "read_tensor"]
+__all__ = ["DTYPES", "Spool", "TensorEntry", "read_header", "read_tensor"]
 
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -37,7 +37,7 @@ LONGEST_HEADER = 100_000_000  # the limit of the library
 _LENGTH = struct.Struct("<Q")
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """The position of a tensor, from the beginning of the file."""
 
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
-def read_header(file: IO[bytes], path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def read_header(file: IO[bytes], path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Return the tensors of a file and its metadata; raise InvalidCheckpoint unless they cover every byte."""
     size = file.seek(0, 2)
     file.seek(0)
@@ -81,7 +81,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(path: Path, name: str, given: Any, first: int) -> Entry:
+def _entry(path: Path, name: str, given: Any, first: int) -> TensorEntry:
     if not isinstance(given, dict):
         raise _invalid(path, f"its entry {brief(name)} is not a JSON object")
     shape: Any = given.get("shape")
@@ -94,7 +94,7 @@ def _entry(path: Path, name: str, given: Any, first: int) -> Entry:
     start, stop = offsets
     if math.prod(shape) * dtype.itemsize != stop - start:
         raise _invalid(path, f"{brief(name)} of shape {brief(tuple(shape))} does not fill its {stop - start:,} bytes")
-    return Entry(dtype, tuple(shape), first + start, first + stop)
+    return TensorEntry(dtype, tuple(shape), first + start, first + stop)
 
 
 def _are_sizes(value: Any) -> bool:
@@ -105,7 +105,7 @@ def _invalid(path: Path, what: str) -> InvalidCheckpoint:
     return InvalidCheckpoint(f"{path} is damaged, and nothing was loaded: {what}")
 
 
-def read_tensor(file: IO[bytes], entry: Entry) -> Tensor:
+def read_tensor(file: IO[bytes], entry: TensorEntry) -> Tensor:
     """Return a tensor in new memory."""
     raw = torch.empty(entry.stop - entry.start, dtype=torch.uint8)
     file.seek(entry.start)
@@ -128,7 +128,7 @@ class Spool:
         self._folder = folder
         self._parts: dict[int, IO[bytes]] = {}
         self._sizes: dict[int, int] = {}
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, TensorEntry] = {}
 
     def __enter__(self) -> Spool:
         return self
@@ -156,7 +156,7 @@ class Spool:
             self._parts[width].write(memory)
             stop += raw.numel()
         self._sizes[width] = stop
-        self._entries[name] = Entry(dtype, shape, start, stop)
+        self._entries[name] = TensorEntry(dtype, shape, start, stop)
 
     @property
     def nbytes(self) -> int:
@@ -189,7 +189,7 @@ class Spool:
             part.flush()
         return {name: self._map(entry) for name, entry in self._entries.items()}
 
-    def _map(self, entry: Entry) -> Tensor:
+    def _map(self, entry: TensorEntry) -> Tensor:
         import mmap
 
         count = (entry.stop - entry.start) // entry.dtype.itemsize

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowp.recipes.data.boxes import (
-    Found,
+    Detections,
     Truth,
     best_boxes,
     best_matches,
@@ -149,7 +149,7 @@ def judging_loss(scores: Tensor, offsets: Tensor, regions: list[tuple[Tensor, Te
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------
-def found(network: Any, first: Proposed) -> list[Found]:
+def found(network: Any, first: Proposed) -> list[Detections]:
     """What the regions of each image show: of each class the boxes with a share above 5 %, without overlapping ones."""
     with outside(first.features.device):
         regions = proposals(first.scores, first.offsets, first.anchors, PROPOSED)
@@ -166,7 +166,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     """``mAP`` as in Pascal VOC 2007, 0 to 1, and the loss, for which regions are drawn as they are in training."""
     network: Any = model
 
-    def detect(batch: dict[str, Tensor]) -> tuple[Tensor, list[Found]]:
+    def detect(batch: dict[str, Tensor]) -> tuple[Tensor, list[Detections]]:
         first = propose(network, batch["images"])
         return both_losses(network, first, batch), found(network, first)
 

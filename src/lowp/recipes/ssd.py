@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from lowp.compat import real_tensors
-from lowp.recipes.data.boxes import Found, Truth, best_matches, decoded, encoded, found_boxes, outside
+from lowp.recipes.data.boxes import Detections, Truth, best_matches, decoded, encoded, found_boxes, outside
 from lowp.recipes.data.detection import boxes_from, measured, truths
 from lowp.recipes.detection import VARIANCES, detector
-from lowp.recipes.networks.ssd import SSD, SSD300, Layout, default_boxes
+from lowp.recipes.networks.ssd import SSD, SSD300, SSDShape, default_boxes
 from lowp.recipes.recipe import Data, Size
 
 NEGATIVES = 3  # for each box that has a match, so many hardest ones without
 
 # A shallower and narrower one for images of 96x96.
-SMALL = Layout(
+SMALL = SSDShape(
     layers=(1, 1, 2, 2, 1),
     share=0.125,
     sides=(12, 6, 3),
@@ -101,7 +101,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------
-def found(offsets: Tensor, scores: Tensor) -> list[Found]:
+def found(offsets: Tensor, scores: Tensor) -> list[Detections]:
     """Of each image the best boxes of each class."""
     with outside(scores.device):
         boxes = decoded(offsets.float(), anchors_of(scores.shape[1], scores.device), VARIANCES)
@@ -112,7 +112,7 @@ def found(offsets: Tensor, scores: Tensor) -> list[Found]:
 def evaluate(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     """``mAP`` as in Pascal VOC 2007, 0 to 1, and the loss."""
 
-    def detect(batch: dict[str, Tensor]) -> tuple[Tensor, list[Found]]:
+    def detect(batch: dict[str, Tensor]) -> tuple[Tensor, list[Detections]]:
         offsets, scores = model(batch["images"])
         return detection_loss(offsets, scores, batch), found(offsets, scores)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lowp.recipes.recipe import Metric
 
-__all__ = ["AS_FP32", "BASELINE", "FAILS", "LOSES", "RULE", "UNDECIDED", "Verdict", "deviation", "judge", "mean"]
+__all__ = ["AS_FP32", "BASELINE", "FAILS", "LOSES", "RULE", "UNDECIDED", "GapVerdict", "deviation", "judge", "mean"]
 
 AS_FP32 = "converges as fp32"
 LOSES = "loses"
@@ -27,7 +27,7 @@ RULE = (
 )
 
 
-class Verdict(NamedTuple):
+class GapVerdict(NamedTuple):
     """The verdict in words, the gap to fp32 (positive: worse), in seed deviations too, its p, and why."""
 
     verdict: str
@@ -49,7 +49,7 @@ def deviation(values: Sequence[float]) -> float:
 
 def judge(
     values: Sequence[float], baseline: Sequence[float], start: float, metric: Metric, examples: int, failures: int
-) -> Verdict:
+) -> GapVerdict:
     """Judge the final `values` of a metric, one a seed, against fp32's on the same seeds.
 
     `start` is the metric before training, `examples` the number of validation examples, `failures` how many of the
@@ -61,17 +61,17 @@ def judge(
     p = chance(gap, unit, len(baseline))
     in_units = gap / unit if unit else math.nan
     if failures or not finite:
-        return Verdict(FAILS, gap, in_units, p, f"{failures} of {max(failures, len(values))} runs came to nothing")
+        return GapVerdict(FAILS, gap, in_units, p, f"{failures} of {max(failures, len(values))} runs came to nothing")
     learned = -metric.worse_by(mean(finite), start)
     learned_by_baseline = -metric.worse_by(mean(baseline), start)
     if learned < learned_by_baseline / 2:
         share = learned / learned_by_baseline
-        return Verdict(FAILS, gap, in_units, p, f"learned {share:.0%} of what fp32 did")
+        return GapVerdict(FAILS, gap, in_units, p, f"learned {share:.0%} of what fp32 did")
     if gap <= unit:
-        return Verdict(AS_FP32, gap, in_units, p, "within one seed deviation")
+        return GapVerdict(AS_FP32, gap, in_units, p, "within one seed deviation")
     if p < SIGNIFICANCE:
-        return Verdict(LOSES, gap, in_units, p, f"worse by {in_units:.1f} seed deviations, p = {p:.2g}")
-    return Verdict(UNDECIDED, gap, in_units, p, _undecided(p, len(values), len(baseline)))
+        return GapVerdict(LOSES, gap, in_units, p, f"worse by {in_units:.1f} seed deviations, p = {p:.2g}")
+    return GapVerdict(UNDECIDED, gap, in_units, p, _undecided(p, len(values), len(baseline)))
 
 
 def _undecided(p: float, seeds: int, baseline_seeds: int) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lowp.numerics.advice import Advice, Verdict
+from lowp.numerics.advice import Advice, FormatVerdict
 from lowp.numerics.prediction import Window
 from lowp.numerics.record import Record
 from lowp.report.tables import plain_table, show
@@ -120,7 +120,7 @@ def findings(advice: Advice) -> list[str]:
     return lines
 
 
-def verdict_table(verdicts: Sequence[Verdict]) -> Table:
+def verdict_table(verdicts: Sequence[FormatVerdict]) -> Table:
     """Return a table with one line per format."""
     table = plain_table(None, ())
     for name in ("format", "flushed", "overflow", "stalled", "SQNR", "verdict"):

@@ -7,10 +7,10 @@ from typing import Protocol, TypeVar
 import torch
 
 State = TypeVar("State")
-Seen = TypeVar("Seen", contravariant=True)
+Observations = TypeVar("Observations", contravariant=True)
 
 
-class Scaling(Protocol[State, Seen]):
+class Scaling(Protocol[State, Observations]):
     """Chooses a scale from observed values. `observe` returns a new state and never changes its argument.
 
     Scalings differ in the order of calls: a current scaling observes a tensor and then scales it; a delayed scaling,
@@ -21,7 +21,7 @@ class Scaling(Protocol[State, Seen]):
         """Return the state before any observation, as tensors on `device`."""
         ...
 
-    def observe(self, state: State, seen: Seen) -> State:
+    def observe(self, state: State, seen: Observations) -> State:
         """Return the state after the observation `seen`, computed on the state's device without waiting for it."""
         ...
 

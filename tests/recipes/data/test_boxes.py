@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowp.recipes.data.boxes import Found, Truth, best_boxes, decoded, encoded, mean_average_precision, overlaps
+from lowp.recipes.data.boxes import Detections, Truth, best_boxes, decoded, encoded, mean_average_precision, overlaps
 
 SQUARE = torch.tensor([[0.0, 0.0, 2.0, 2.0]])
 
@@ -41,8 +41,8 @@ def truth(*boxes: tuple[float, ...], difficult: tuple[bool, ...] = ()) -> Truth:
     return Truth(torch.tensor(boxes).view(-1, 4), torch.zeros(len(boxes), dtype=torch.int64), marks)
 
 
-def found(boxes: list[tuple[float, ...]], scores: list[float], number: int = 0) -> Found:
-    return Found(torch.tensor(boxes).view(-1, 4), torch.full((len(boxes),), number), torch.tensor(scores))
+def found(boxes: list[tuple[float, ...]], scores: list[float], number: int = 0) -> Detections:
+    return Detections(torch.tensor(boxes).view(-1, 4), torch.full((len(boxes),), number), torch.tensor(scores))
 
 
 ONE, TWO, FAR = (0.0, 0.0, 2.0, 2.0), (4.0, 4.0, 6.0, 6.0), (8.0, 8.0, 9.0, 9.0)
@@ -65,7 +65,7 @@ ONE, TWO, FAR = (0.0, 0.0, 2.0, 2.0), (4.0, 4.0, 6.0, 6.0), (8.0, 8.0, 9.0, 9.0)
         (found([TWO, ONE], [0.9, 0.8]), truth(ONE, TWO, difficult=(False, True)), 1.0),
     ],
 )
-def test_precision_is_averaged_over_eleven_recalls(finding: Found, there: Truth, expected: float) -> None:
+def test_precision_is_averaged_over_eleven_recalls(finding: Detections, there: Truth, expected: float) -> None:
     assert mean_average_precision([finding], [there], 1) == pytest.approx(expected)
 
 

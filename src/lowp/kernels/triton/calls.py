@@ -19,7 +19,7 @@ from lowp.kernels.triton.launch import (
     launch,
     programs_for,
 )
-from lowp.kernels.triton.plans import DTYPES, Form, Numbers, exact, is_direct, layout, plan
+from lowp.kernels.triton.plans import DTYPES, CastTraits, Numbers, exact, is_direct, layout, plan
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -130,7 +130,7 @@ def quantize_and_count(
 
 
 def _counted(
-    x: Tensor, form: Form | None, out: Tensor, seed: int | Tensor, numbers: Numbers | None
+    x: Tensor, form: CastTraits | None, out: Tensor, seed: int | Tensor, numbers: Numbers | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     count = x.numel()
     rounds = 1 if x.is_cpu else ROUNDS if form is None else CAST_ROUNDS

@@ -26,7 +26,7 @@ _MOST_CUT = 18  # bits: in one of 64 blocks, one of 2048 numbers leaves a draw u
 _BY_ADDITION = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.TOWARD_ZERO, Rounding.UP, Rounding.DOWN)
 
 
-class Form(NamedTuple):
+class CastTraits(NamedTuple):
     """The properties that determine the instructions of a cast."""
 
     wide: bool  # computes on fp64's bits, otherwise on fp32's
@@ -113,21 +113,21 @@ class Codes(NamedTuple):
     beyond: int  # the code of overflow, if the cast does not saturate
 
 
-class Plan(NamedTuple):
+class CastPlan(NamedTuple):
     """A cast for tensors of one dtype."""
 
-    form: Form
+    form: CastTraits
     numbers: Numbers
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(cast: Cast, dtype: torch.dtype) -> Plan:
+def plan(cast: Cast, dtype: torch.dtype) -> CastPlan:
     """Return the plan of an element-wise cast; shared scales are divided out before."""
     p = parameters(cast, dtype)
-    return Plan(_form(cast, p), _numbers(cast, p))
+    return CastPlan(_form(cast, p), _numbers(cast, p))
 
 
-def _form(cast: Cast, p: Parameters) -> Form:
+def _form(cast: Cast, p: Parameters) -> CastTraits:
     element = cast.element
     is_float = isinstance(element, FloatFormat)
     wide = p.carrier == CARRIERS[torch.float64]
@@ -135,7 +135,7 @@ def _form(cast: Cast, p: Parameters) -> Form:
     is_sum = cast.rounding in _BY_ADDITION and p.parity_offset is None
     by_noise = cast.is_stochastic and not wide and _adds_noise(cast)
     anchored = not varying or _SMALLEST_UNIT <= _unit(cast) <= _LARGEST_UNIT
-    return Form(
+    return CastTraits(
         wide=wide,
         rounding=str(cast.rounding),
         random_bits=(cast.random_bits or _UNLIMITED) if cast.is_stochastic else 0,
@@ -156,7 +156,7 @@ def _form(cast: Cast, p: Parameters) -> Form:
     )
 
 
-def exact(form: Form) -> Form:
+def exact(form: CastTraits) -> CastTraits:
     """Return the form whose stochastic rounding compares all 160 bits of every number."""
     return form._replace(by_noise=False)
 
@@ -257,7 +257,7 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
     return shape, codes
 
 
-def is_direct(form: Form, shape: Layout) -> bool:
+def is_direct(form: CastTraits, shape: Layout) -> bool:
     """Whether codes are computed directly from fp32 bits: by addition or a word, for a signed format with subnormals.
 
     Directed roundings without saturation are excluded: they round some numbers beyond the largest one to it.

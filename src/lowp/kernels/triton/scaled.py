@@ -19,7 +19,7 @@ from lowp.kernels.triton import plans
 from lowp.kernels.triton.calls import integers, key_of
 from lowp.kernels.triton.device import scaled
 from lowp.kernels.triton.launch import BLOCK, INTERPRETED_BLOCK, launch, programs_for, run
-from lowp.kernels.triton.plans import DTYPES, Codes, Form, Layout, Numbers, exact, layout, plan
+from lowp.kernels.triton.plans import DTYPES, CastTraits, Codes, Layout, Numbers, exact, layout, plan
 
 _FP32, _E8M0 = FORMATS["fp32"], FORMATS["e8m0"]
 _NEAREST = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY)
@@ -41,7 +41,7 @@ class Sharing(NamedTuple):
     low_bits: int  # bits of fp32 that are zero at the midpoint of two elements
     tolerance: int  # error bound of a quotient in units of fp32's last place
     again: bool = True  # rare cases are computed; False only to count the instructions of the usual path
-    form: Form | None = None  # the form of the scale's cast
+    form: CastTraits | None = None  # the form of the scale's cast
     layout: Layout | None = None
 
 
@@ -55,10 +55,10 @@ class Shared(NamedTuple):
     factor: float  # 2**headroom
 
 
-class Plan(NamedTuple):
+class ScaledCastPlan(NamedTuple):
     """A cast under shared scales for tensors of one dtype."""
 
-    form: Form
+    form: CastTraits
     numbers: Numbers
     layout: Layout
     codes: Codes
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> Plan | None:
+def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> ScaledCastPlan | None:
     """Return the plan of a cast; None if no kernel supports it and torch computes it in fp64."""
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat) or scaling is None or scaling.kind != "current" or format.affine:
@@ -96,11 +96,15 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> Plan | None:
         if cast.rounding not in _NEAREST and not cast.is_stochastic:
             return None
         shared = shared._replace(lowest=lowest, highest=highest)
-        return Plan(form, numbers, shape, places, sharing._replace(low=is_low), shared, numbers, places)
+        return ScaledCastPlan(form, numbers, shape, places, sharing._replace(low=is_low), shared, numbers, places)
     if form.flush or cast.rounding not in _NEAREST:
         return None
     if format.outer is None:
-        return Plan(form, numbers, shape, places, sharing, shared, numbers, places) if format.scale == _FP32 else None
+        return (
+            ScaledCastPlan(form, numbers, shape, places, sharing, shared, numbers, places)
+            if format.scale == _FP32
+            else None
+        )
     if format.outer != _FP32 or not isinstance(format.scale, FloatFormat) or not _is_small(format.scale):
         return None
     if not format.scale.has_nan or not _is_small_product(element, format.scale):
@@ -108,7 +112,7 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> Plan | None:
     scale_form, scale_numbers = plan(Cast(format.scale, overflow=Overflow.SATURATE), torch.float32)
     scale_layout, scale_codes = layout(format.scale, False)
     sharing = sharing._replace(tolerance=4, form=scale_form, layout=scale_layout)
-    return Plan(form, numbers, shape, places, sharing, shared, scale_numbers, scale_codes)
+    return ScaledCastPlan(form, numbers, shape, places, sharing, shared, scale_numbers, scale_codes)
 
 
 def _is_small(element: FloatFormat | IntFormat) -> bool:
@@ -194,7 +198,7 @@ def _launched(
     return out, scales, outer, lost
 
 
-def warps_of(form: Form) -> int:
+def warps_of(form: CastTraits) -> int:
     """Return the warps per program of blocks: random bits need registers, so that each warp gets fewer numbers."""
     return 8 if form.random_bits else 4
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Found",
+    "Detections",
     "Truth",
     "best_boxes",
     "best_matches",
@@ -36,7 +36,7 @@ class Truth(NamedTuple):
     difficult: Tensor
 
 
-class Found(NamedTuple):
+class Detections(NamedTuple):
     """The objects that a network found in an image: boxes [K, 4], classes int64 [K], and scores [K]."""
 
     boxes: Tensor
@@ -114,7 +114,7 @@ def best_boxes(boxes: Tensor, scores: Tensor, limit: float, most: int) -> Tensor
     return order[torch.tensor(kept, dtype=torch.int64, device=order.device)]
 
 
-def found_boxes(boxes: Tensor, shares: Tensor, limit: float, most: int, least: float = 0.05) -> Found:
+def found_boxes(boxes: Tensor, shares: Tensor, limit: float, most: int, least: float = 0.05) -> Detections:
     """Of an image's boxes [boxes, 4], or [boxes, classes, 4], with shares of classes, the best of each class.
 
     Of each class up to `most` that have more than `least` of it, without those that overlap a better one by more than
@@ -127,10 +127,10 @@ def found_boxes(boxes: Tensor, shares: Tensor, limit: float, most: int, least: f
         own = boxes[likely] if boxes.dim() == 2 else boxes[likely, number]
         kept = best_boxes(own, shares[likely, number], limit, most)
         parts.append((own[kept], torch.full_like(kept, number), shares[likely[kept], number]))
-    return Found(*(torch.cat(columns).cpu() for columns in zip(*parts, strict=True)))
+    return Detections(*(torch.cat(columns).cpu() for columns in zip(*parts, strict=True)))
 
 
-def mean_average_precision(found: Sequence[Found], truth: Sequence[Truth], classes: int) -> float:
+def mean_average_precision(found: Sequence[Detections], truth: Sequence[Truth], classes: int) -> float:
     """The measure of Pascal VOC 2007, 0 to 1: precision at eleven recalls, averaged, and over classes that are there.
 
     A box is right where it overlaps one of its class by at least a half that no better box has claimed; boxes on
@@ -140,13 +140,13 @@ def mean_average_precision(found: Sequence[Found], truth: Sequence[Truth], class
     return sum(precisions) / len(precisions) if precisions else 0.0
 
 
-def _average_precision(found: Sequence[Found], truth: Sequence[Truth], number: int) -> float | None:
+def _average_precision(found: Sequence[Detections], truth: Sequence[Truth], number: int) -> float | None:
     """Of one class; None where no image shows it (but as difficult)."""
     there = [Truth(*(part[one.classes == number] for part in one)) for one in truth]
     count = sum(int((~one.difficult).sum()) for one in there)
     if not count:
         return None
-    mine = [Found(*(part[one.classes == number] for part in one)) for one in found]
+    mine = [Detections(*(part[one.classes == number] for part in one)) for one in found]
     ranked = sorted(
         ((score, image, place) for image, one in enumerate(mine) for place, score in enumerate(one.scores.tolist())),
         reverse=True,

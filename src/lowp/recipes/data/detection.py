@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowp.compat import real_tensors
-from lowp.recipes.data.boxes import Found, Truth, mean_average_precision, outside
+from lowp.recipes.data.boxes import Detections, Truth, mean_average_precision, outside
 from lowp.recipes.data.files import Published
 from lowp.recipes.data.folders import open_picture, picture_tensor
 from lowp.recipes.data.shapes import draw_scene, in_words
@@ -75,11 +75,11 @@ def truths(batch: dict[str, Tensor], scale: float = 1.0) -> list[Truth]:
 
 def measured(
     batches: Iterable[dict[str, Tensor]],
-    detect: Callable[[dict[str, Tensor]], tuple[Tensor, list[Found]]],
+    detect: Callable[[dict[str, Tensor]], tuple[Tensor, list[Detections]]],
     classes: int,
 ) -> dict[str, float]:
     """``mAP`` as in Pascal VOC 2007, 0 to 1, and the mean ``loss``; `detect` gives a batch's loss and what it finds."""
-    found: list[Found] = []
+    found: list[Detections] = []
     there: list[Truth] = []
     summed = 0.0
     for batch in batches:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from lowp.recipes.networks.vgg import WIDTHS, initialise, stage
 
-__all__ = ["SSD", "SSD300", "Layout", "default_boxes"]
+__all__ = ["SSD", "SSD300", "SSDShape", "default_boxes"]
 
 
-class Layout(NamedTuple):
+class SSDShape(NamedTuple):
     """The shape of an SSD: layers of each VGG stage, share of its widths, and the maps on which boxes are predicted.
 
     `sides`: of the maps. `extra`: (stride, padding) of each layer added after the seventh. `sizes`: of the default
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
         return [2 + 2 * len(ratios) for ratios in self.ratios]
 
 
-SSD300 = Layout(
+SSD300 = SSDShape(
     layers=(2, 2, 3, 3, 3),
     share=1.0,
     sides=(38, 19, 10, 5, 3, 1),
@@ -53,7 +53,7 @@ class SSD(nn.Module):
     In the layout SSD300 with 20 classes it has 26,285,486 parameters and 8,732 boxes.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: SSDShape) -> None:
         super().__init__()
         self.classes = layout.classes
         widths = [3, *(round(width * layout.share) for width in WIDTHS)]
@@ -103,7 +103,7 @@ class SSD(nn.Module):
         return torch.cat(offsets, 1), torch.cat(scores, 1)
 
 
-def default_boxes(layout: Layout) -> Tensor:
+def default_boxes(layout: SSDShape) -> Tensor:
     """Return the boxes to which offsets refer, [boxes, 4] as shares of the image (section 2.2)."""
     boxes = []
     for number, (side, ratios) in enumerate(zip(layout.sides, layout.ratios, strict=True)):
